@@ -1,0 +1,24 @@
+"""tinyspec: deterministic continuous batching for Hugging Face models."""
+
+from tinyspec.config import EngineConfig
+from tinyspec.drafter import Drafter
+from tinyspec.engine import Engine
+from tinyspec.errors import DeterminismError, TinyspecError, UnsupportedModelError
+from tinyspec.outputs import Completion, RequestOutput, StreamEvent
+from tinyspec.params import SamplingParams
+from tinyspec.patch import patch, unpatch
+
+__all__ = [
+    "Completion",
+    "DeterminismError",
+    "Drafter",
+    "Engine",
+    "EngineConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "StreamEvent",
+    "TinyspecError",
+    "UnsupportedModelError",
+    "patch",
+    "unpatch",
+]

@@ -1,0 +1,57 @@
+"""A pass as tensors: packed rows, their slots, their segments. Knows no model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tinyspec.kernels.segments import Segments
+from tinyspec.passes import Pass
+
+
+@dataclass
+class Batch:
+    """The rows of one pass, padded to its bucket; padding rows write nothing and see nothing.
+
+    input_ids, positions, slot_mapping: [bucket] int64, slot -1 for padding.
+    first_rows: pass row of every work's first row.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    segments: Segments
+    first_rows: list[int]
+
+    @classmethod
+    def of(cls, work_pass: Pass, page_size: int, device: torch.device) -> Batch:
+        """Pack the works of ``work_pass`` one behind the other."""
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        starts = [0]
+        works = work_pass.works
+        for work in works:
+            pages = work.sequence.pages
+            places = range(work.start, work.end)
+            ids += work.token_ids
+            positions += places
+            slots += [pages[p // page_size] * page_size + p % page_size for p in places]
+            starts.append(len(ids))
+        padding = work_pass.bucket - len(ids)
+        packed = torch.tensor(
+            [ids + [0] * padding, positions + [0] * padding, slots + [-1] * padding]
+        ).to(device)
+        widest = max(len(work.sequence.pages) for work in works)
+        table = [work.sequence.pages + [0] * (widest - len(work.sequence.pages)) for work in works]
+        segments = Segments(
+            page_table=torch.tensor(table, dtype=torch.int32).to(device),
+            cu_seqlens_q=torch.tensor(starts, dtype=torch.int32).to(device),
+            seq_lens=torch.tensor([w.end for w in works], dtype=torch.int32).to(device),
+            page_size=page_size,
+            max_seqlen_q=max(work.count for work in works),
+            max_seqlen_k=max(work.end for work in works),
+        )
+        return cls(packed[0], packed[1], packed[2], segments, starts[:-1])

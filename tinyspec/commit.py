@@ -1,0 +1,191 @@
+"""What becomes of sampled tokens: commit, roll back, stop. The only place where tokens are added.
+
+Knows sequences and pages, not passes: a plain token and the rows of a verify end up here alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tinyspec.kernels import Kernels
+from tinyspec.kv_cache import KVCache
+from tinyspec.request import Sequence
+from tinyspec.sampler import Sampled
+from tinyspec.scheduler import Scheduler
+from tinyspec.text import ends_in_stop_string
+
+
+@dataclass
+class Verdict:
+    """What one sequence's tokens came to: tokens added, and drafts judged."""
+
+    sequence: Sequence
+    committed: int = 0
+    accepted: int = 0
+    rolled_back: int = 0
+
+
+class Committer:
+    """Adds tokens to sequences, ends those that stop, truncates those that drafted wrongly."""
+
+    def __init__(self, kernels: Kernels, scheduler: Scheduler, tokenizer: Any):
+        self._kernels = kernels
+        self._scheduler = scheduler
+        self._tokenizer = tokenizer
+        self._verdicts: list[Verdict] = []
+
+    def take_verdicts(self) -> list[Verdict]:
+        """What was decided since the last call."""
+        verdicts, self._verdicts = self._verdicts, []
+        return verdicts
+
+    def commit_plain(self, sequence: Sequence, sampled: Sampled, cache: KVCache) -> None:
+        """One token of a plain request."""
+        if sampled.error is not None:
+            cache.zero_behind(sequence.pages, 0)
+            self.fail(sequence, sampled.error)
+            return
+        self._append(sequence, sampled)
+        self._verdicts.append(Verdict(sequence, committed=1))
+
+    def commit_verified(
+        self, verified: list[tuple[Sequence, list[Sampled]]], cache: KVCache
+    ) -> None:
+        """The canonical tokens of every verifying sequence, from its newest committed one on."""
+        sound = []
+        for sequence, targets in verified:
+            good = next((n for n, t in enumerate(targets) if t.error is not None), len(targets))
+            if good == 0:
+                self._unsound(sequence, targets[0], cache)
+            else:
+                sound.append((sequence, targets[:good]))
+        if sound:
+            self._judge(sound)
+
+    def _unsound(self, sequence: Sequence, target: Sampled, cache: KVCache) -> None:
+        """No canonical token: once more without drafts, whose values may have spoilt a tile."""
+        if not sequence.drafts:
+            cache.zero_behind(sequence.pages, 0)
+            self.fail(sequence, target.error or "")
+            return
+        sequence.drop_drafts()
+        sequence.computed = len(sequence.tokens) - 1
+        cache.zero_behind(sequence.pages, sequence.computed)
+        self._scheduler.pool.truncate(sequence.pages, sequence.computed)
+
+    def _judge(self, verified: list[tuple[Sequence, list[Sampled]]]) -> None:
+        sequences = [sequence for sequence, _ in verified]
+        pool = self._scheduler.pool
+        width = max(max(len(targets), len(s.drafts)) for s, targets in verified)
+
+        def table(rows: list[list[int]], width: int) -> torch.Tensor:
+            padded = [row + [-1] * (width - len(row)) for row in rows]
+            return torch.tensor(padded, dtype=torch.long).view(len(rows), width)
+
+        def column(values: list[int]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32)
+
+        stop_ids = [list(s.params.stop_ids) for s in sequences]
+        accepted = self._kernels.accept_truncate(
+            table([s.drafts for s in sequences], width),
+            table([[t.token for t in targets] for _, targets in verified], width),
+            column([len(targets) for _, targets in verified]),
+            column([len(s.drafts) for s in sequences]),
+            column([len(s.tokens) - 1 for s in sequences]),
+            column([s.remaining for s in sequences]),
+            table(stop_ids, max(map(len, stop_ids))),
+            column([len(s.pages) for s in sequences]),
+            pool.page_size,
+        )
+        decisions = zip(
+            verified,
+            accepted.num_committed.tolist(),
+            accepted.num_accepted.tolist(),
+            accepted.drafts_left.tolist(),
+            strict=True,
+        )
+        for (sequence, targets), *decision in decisions:
+            self._verdicts.append(self._settle(sequence, targets, *decision))
+
+    def _settle(
+        self,
+        sequence: Sequence,
+        targets: list[Sampled],
+        num_committed: int,
+        num_accepted: int,
+        drafts_left: int,
+    ) -> Verdict:
+        """Commit one sequence's tokens and cut its drafts and pages to what is left."""
+        drafts = sequence.drafts
+        mismatch = num_accepted < min(num_committed, len(drafts))
+        verdict = Verdict(sequence, accepted=num_accepted)
+        sequence.stats.verify_passes += 1
+        sequence.drafts = []
+        for target in targets[:num_committed]:
+            self._append(sequence, target)
+            verdict.committed += 1
+            if sequence.finished:
+                break
+        verdict.accepted = min(num_accepted, verdict.committed)
+        sequence.stats.accepted += verdict.accepted
+        if mismatch:
+            verdict.rolled_back = len(drafts) - num_accepted
+            sequence.stats.rolled_back += verdict.rolled_back
+            sequence.stats.rollbacks += 1
+        if sequence.finished:
+            return verdict
+        sequence.drafts = drafts[num_committed:] if drafts_left else []
+        if not sequence.drafts:
+            sequence.proposed = sequence.draft_ended = False
+        sequence.computed = len(sequence.tokens) - 1
+        self._scheduler.pool.truncate(sequence.pages, sequence.computed + len(sequence.drafts))
+        return verdict
+
+    def _append(self, sequence: Sequence, sampled: Sampled) -> None:
+        """Add one committed token and end the sequence if it stops there."""
+        params = sequence.params
+        sequence.tokens.append(sampled.token)
+        if params.logprobs:
+            sequence.logprobs.append(sampled.logprob)
+        if params.top_logprobs:
+            sequence.top_logprobs.append(sampled.top)
+        try:
+            stopped = sampled.token in params.stop_ids or self._stops(sequence)
+        except Exception as error:
+            sequence.error = f"a stopping criterion raised {type(error).__name__}: {error}"
+            self._finish(sequence, "abort")
+            return
+        if stopped:
+            self._finish(sequence, "stop")
+        elif sequence.remaining == 0:
+            self._finish(sequence, "length")
+
+    def _stops(self, sequence: Sequence) -> bool:
+        """Stop strings and the user's criteria, on committed tokens alone."""
+        params = sequence.params
+        if params.stop_strings:
+            generated = sequence.tokens[sequence.request.num_prompt :]
+            if ends_in_stop_string(self._tokenizer, generated, params.stop_strings):
+                return True
+        if not params.stopping_criteria:
+            return False
+        ids = torch.tensor([sequence.tokens])
+        # Every criterion sees every token, as those that count must.
+        return any([bool(torch.as_tensor(f(ids, None)).all()) for f in params.stopping_criteria])
+
+    def fail(self, sequence: Sequence, error: str) -> None:
+        """End a sequence, and those that wait for its prompt, with an error."""
+        for sibling in sequence.siblings:
+            self.fail(sibling, error)
+        sequence.siblings = []
+        sequence.error = error
+        self._finish(sequence, "abort")
+        self._verdicts.append(Verdict(sequence))
+
+    def _finish(self, sequence: Sequence, reason: str) -> None:
+        sequence.finish_reason = reason
+        sequence.drop_drafts()
+        self._scheduler.remove(sequence)

@@ -1,0 +1,121 @@
+"""EngineConfig: what an engine may use and how it works; frozen, validated once.
+
+Defaults that depend on the device are filled in by ``resolve``; nothing here is chosen by timing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tinyspec.errors import refuse
+
+VERIFY = ("auto", "direct", "padded", "always")
+BACKENDS = ("auto", "triton", "torch")
+MAX_PAGE_SIZE = 1024
+
+
+def _power_of_two(value: object) -> bool:
+    return isinstance(value, int) and value > 0 and value & (value - 1) == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Settings of an engine. None means: by device kind, or by what the model allows.
+
+    reference_rows: row count of the reference bucket (CPU 32, GPU 128).
+    max_rows: most rows of one pass (CPU 512, GPU 2048). max_sequences: most sequences running.
+    max_model_len: longest prompt plus output (the model's positions).
+    page_size: tokens per page, a power of two (CPU 128, GPU 16).
+    num_pages | memory_fraction: size of the page pool, or the share of free memory it may take.
+    draft_window: drafts that wait before a verify.
+    verify: the way to canonical tokens. "auto" and "always" draft and verify, "padded" runs every
+        deterministic token in the reference bucket; "direct" needs a smaller canonical bucket.
+    drafter: None (the fast path), "ngram", an assistant model, or a Drafter.
+    backend: "triton", "torch" (the twins), or "auto": by device.
+    trace: keep the record of every pass, not only of the latest.
+    verify_weights: digest the weights before every call instead of looking for signs of a change.
+    seed: of the seeds given to sampled requests that bring none (None: the OS).
+    kv_dtype, cuda_graphs, linear: "auto", False and "auto" or "never" in this version.
+
+    Raises ValueError naming the field, its value and what is allowed.
+    """
+
+    reference_rows: int | None = None
+    max_rows: int | None = None
+    max_sequences: int = 256
+    max_model_len: int | None = None
+    page_size: int | None = None
+    num_pages: int | None = None
+    memory_fraction: float | None = None
+    draft_window: int = 16
+    verify: str = "auto"
+    drafter: Any = None
+    backend: str = "auto"
+    trace: bool = False
+    verify_weights: bool = False
+    seed: int | None = None
+    kv_dtype: str = "auto"
+    cuda_graphs: bool = False
+    linear: str = "auto"
+
+    def __post_init__(self) -> None:
+        def at_least(field: str, least: int) -> None:
+            value = getattr(self, field)
+            if value is None:
+                return
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise refuse(field, value, f"an integer of at least {least}")
+
+        def one_of(field: str, allowed: tuple[object, ...]) -> None:
+            if getattr(self, field) not in allowed:
+                raise refuse(field, getattr(self, field), f"one of {allowed}")
+
+        at_least("reference_rows", 4)
+        at_least("max_rows", 4)
+        at_least("max_sequences", 1)
+        at_least("max_model_len", 2)
+        at_least("num_pages", 1)
+        at_least("draft_window", 1)
+        at_least("seed", 0)
+        if self.page_size is not None and not (
+            _power_of_two(self.page_size) and self.page_size <= MAX_PAGE_SIZE
+        ):
+            raise refuse("page_size", self.page_size, f"a power of two up to {MAX_PAGE_SIZE}")
+        if self.memory_fraction is not None:
+            if not 0 < self.memory_fraction <= 1:
+                raise refuse("memory_fraction", self.memory_fraction, "a number in (0, 1]")
+            if self.num_pages is not None:
+                raise refuse("memory_fraction", self.memory_fraction, "None beside num_pages")
+        one_of("verify", VERIFY)
+        one_of("backend", BACKENDS)
+        one_of("kv_dtype", ("auto",))
+        one_of("cuda_graphs", (False,))
+        one_of("linear", ("auto", "never"))
+        if isinstance(self.drafter, str) and self.drafter != "ngram":
+            raise refuse("drafter", self.drafter, 'None, "ngram", a model or a Drafter')
+
+    def resolve(self, *, device_type: str, model_positions: int) -> EngineConfig:
+        """A copy in which everything the engine counts on is filled in.
+
+        Raises ValueError where a setting does not fit the model or another setting.
+        """
+        cpu = device_type == "cpu"
+        reference = self.reference_rows or (32 if cpu else 128)
+        rows = self.max_rows or max(512 if cpu else 2048, reference)
+        if rows < reference:
+            raise refuse("max_rows", rows, f"at least reference_rows={reference}")
+        length = self.max_model_len or model_positions
+        if length > model_positions:
+            raise refuse("max_model_len", length, f"at most the model's {model_positions}")
+        backend = self.backend
+        if backend == "auto":
+            backend = "torch" if cpu else "triton"
+        return replace(
+            self,
+            reference_rows=reference,
+            max_rows=rows,
+            max_model_len=length,
+            page_size=self.page_size or (128 if cpu else 16),
+            backend=backend,
+        )

@@ -1,0 +1,82 @@
+"""Drafters: who proposes tokens for a verify. A drafter sees token ids and nothing else.
+
+A wrong proposal costs rows, never a result: what is committed is always the verifier's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from transformers import PreTrainedModel
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Anything with this method may be given as ``EngineConfig.drafter``."""
+
+    def propose(self, sequences: list[Sequence[int]], n: int) -> list[list[int]]:
+        """Up to ``n`` tokens to follow each of ``sequences``; an empty list leaves a sequence to
+        the fast path."""
+        ...
+
+
+class FastPath:
+    """The default: proposes nothing, so that every draft comes from a decode row on the fast path."""
+
+    def propose(self, sequences: list[Sequence[int]], n: int) -> list[list[int]]:
+        return [[] for _ in sequences]
+
+
+class NgramDrafter:
+    """What followed the same last tokens earlier in the text (prompt lookup decoding)."""
+
+    def __init__(self, longest: int = 3, shortest: int = 1):
+        self.longest = longest
+        self.shortest = shortest
+
+    def propose(self, sequences: list[Sequence[int]], n: int) -> list[list[int]]:
+        return [self._lookup(list(sequence), n) for sequence in sequences]
+
+    def _lookup(self, tokens: list[int], n: int) -> list[int]:
+        for size in range(min(self.longest, len(tokens) - 1), self.shortest - 1, -1):
+            tail = tokens[-size:]
+            for start in range(len(tokens) - size - 1, -1, -1):
+                if tokens[start : start + size] == tail:
+                    return tokens[start + size : start + size + n]
+        return []
+
+
+class ModelDrafter:
+    """Greedy continuations by an assistant model with the same vocabulary."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+
+    def propose(self, sequences: list[Sequence[int]], n: int) -> list[list[int]]:
+        proposals = []
+        for sequence in sequences:
+            ids = torch.tensor([list(sequence)], device=self.model.device)
+            mask = torch.ones_like(ids)
+            out = self.model.generate(
+                input_ids=ids, attention_mask=mask, max_new_tokens=n, do_sample=False
+            )
+            proposals.append(out[0, len(sequence) :].tolist())
+        return proposals
+
+
+def make_drafter(choice: Any) -> Drafter:
+    """The drafter that ``EngineConfig.drafter`` names."""
+    if choice is None:
+        return FastPath()
+    if choice == "ngram":
+        return NgramDrafter()
+    if isinstance(choice, PreTrainedModel):
+        return ModelDrafter(choice)
+    if isinstance(choice, Drafter):
+        return choice
+    raise ValueError(
+        f'drafter={choice!r} is not allowed: None, "ngram", a model or an object with '
+        "propose(sequences, n)"
+    )

@@ -1,0 +1,289 @@
+"""Engine: requests in, finished outputs and streamed events out. The public face of the package."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from tinyspec import kernels
+from tinyspec.buckets import Buckets
+from tinyspec.capacity import size_pool
+from tinyspec.commit import Committer
+from tinyspec.config import EngineConfig
+from tinyspec.contract import Contract
+from tinyspec.drafter import Drafter, make_drafter
+from tinyspec.errors import refuse
+from tinyspec.intake import Intake
+from tinyspec.interrupts import deferred_interrupt
+from tinyspec.loop import Loop
+from tinyspec.outputs import Completion, RequestOutput, StreamEvent
+from tinyspec.pages import PagePool
+from tinyspec.params import SamplingParams
+from tinyspec.passes import EngineStats, PassRecord
+from tinyspec.patch import max_positions, patch, unpatch
+from tinyspec.request import Request, Sequence
+from tinyspec.runner import Runner
+from tinyspec.sampler import Sampler
+from tinyspec.scheduler import Scheduler
+from tinyspec.text import TextStream, decode
+
+
+class Engine:
+    """Generates from a loaded causal LM, whose attention it patches until ``close``.
+
+    model: a loaded transformers causal LM, on one device. tokenizer: for text prompts, stop strings
+    and text outputs. A context manager.
+
+    Raises UnsupportedModelError, or ValueError for a setting that does not fit and for a model that
+    another engine serves.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Any = None, config: EngineConfig | None = None
+    ):
+        config = config or EngineConfig()
+        config = config.resolve(device_type=model.device.type, model_positions=max_positions(model))
+        drafter = make_drafter(config.drafter)
+        self.model = model
+        self.tokenizer = tokenizer
+        self._patched = patch(model, config.max_model_len)
+        try:
+            self.config = size_pool(config, self._patched.layers, model.dtype, model.device)
+            self._build(drafter)
+        except BaseException:
+            unpatch(model)
+            raise
+
+    def _build(self, drafter: Drafter) -> None:
+        config = self.config
+        assert config.max_rows and config.reference_rows and config.num_pages and config.page_size
+        loaded = kernels.load(config.backend)
+        buckets = Buckets(config.max_rows, config.reference_rows)
+        self._pool = PagePool(config.num_pages, config.page_size)
+        self._scheduler = Scheduler(config, self._pool, buckets)
+        self._runner = Runner(self.model, self._patched, config, loaded, buckets)
+        committer = Committer(loaded, self._scheduler, self.tokenizer)
+        self._loop = Loop(
+            config, self._scheduler, self._runner, Sampler(loaded), committer, drafter
+        )
+        self._contract = Contract(self.model, self._runner, config)
+        self._intake = Intake(self.model, self.tokenizer, config)
+        self._requests: dict[str, Request] = {}
+        self._fingerprints: dict[str, str | None] = {}
+        self._finished: list[RequestOutput] = []
+        self._closed = False
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        dtype: str | torch.dtype = "auto",
+        device: str = "auto",
+        config: EngineConfig | None = None,
+    ) -> Engine:
+        """An engine for a model on the hub or in a folder; device "auto" takes a GPU if there is
+        one."""
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype).to(device)
+        return cls(model, AutoTokenizer.from_pretrained(name_or_path), config)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Abort what is unfinished, give the memory back and the model its own attention."""
+        if self._closed:
+            return
+        self._cancel(list(self._requests.values()))
+        self._runner.release()
+        unpatch(self.model)
+        self._closed = True
+
+    def release(self) -> None:
+        """Give the page pool's memory back; the next request takes it again.
+
+        Raises ValueError while requests are unfinished.
+        """
+        if self.has_unfinished():
+            raise refuse("release", f"{len(self._requests)} unfinished requests", "none")
+        self._runner.release()
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of all that the bits depend on; outputs are comparable where it is equal."""
+        return self._contract.fingerprint
+
+    def weights_changed(self) -> None:
+        """Say that weights were written in a way that leaves no trace (through ``.data``)."""
+        self._contract.forget()
+
+    def stats(self) -> EngineStats:
+        """Sums over all passes so far."""
+        return self._loop.stats
+
+    @property
+    def records(self) -> list[PassRecord]:
+        """Records of the latest passes; of all with ``EngineConfig(trace=True)``."""
+        return list(self._loop.records)
+
+    def generate(
+        self,
+        prompts: Any,
+        params: SamplingParams | list[SamplingParams] | None = None,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Outputs for ``prompts``, in their order.
+
+        prompts: a str, a list of str, a list of token-id lists, or chat messages. params: one for
+        all, or as many as there are prompts. progress: show a bar of finished completions.
+
+        Raises ValueError naming field, value and what is allowed, and DeterminismError, before
+        anything runs.
+        """
+        requests = self._submit(prompts, params)
+        total = sum(len(request.sequences) for request in requests)
+        outputs: dict[str, RequestOutput] = {}
+        mine = {request.request_id for request in requests}
+        with tqdm(total=total, unit="completion", disable=not progress) as bar:
+            try:
+                while len(outputs) < len(requests):
+                    events, finished = self._advance()
+                    bar.update(sum(e.finish_reason is not None and e.request_id in mine for e in events))
+                    for output in finished:
+                        if output.request_id in mine:
+                            outputs[output.request_id] = output
+                        else:
+                            self._finished.append(output)
+            except BaseException:
+                self._cancel(requests)
+                raise
+        return [outputs[request.request_id] for request in requests]
+
+    def stream(
+        self, prompts: Any, params: SamplingParams | list[SamplingParams] | None = None
+    ) -> Iterator[StreamEvent]:
+        """Committed tokens of ``prompts`` as they come; arguments and errors as ``generate``.
+
+        Requests whose events are not read to the end are aborted when the iterator is closed.
+        """
+        return self._stream(self._submit(prompts, params))
+
+    def _stream(self, requests: list[Request]) -> Iterator[StreamEvent]:
+        mine = {request.request_id for request in requests}
+        texts: dict[tuple[str, int], TextStream] = {}
+        try:
+            while any(request_id in self._requests for request_id in mine):
+                events, finished = self._advance()
+                self._finished += [o for o in finished if o.request_id not in mine]
+                for event in events:
+                    if event.request_id in mine:
+                        place = event.request_id, event.index
+                        text = texts.setdefault(place, TextStream(self.tokenizer))
+                        event.text = text.push(event.token_ids, event.finish_reason is not None)
+                        yield event
+        finally:
+            self._cancel(requests)
+
+    def add_request(self, prompt: Any, params: SamplingParams | None = None) -> str:
+        """Queue one prompt; returns the id under which ``step`` will report it.
+
+        Raises as ``generate``.
+        """
+        return self._submit([prompt], params)[0].request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Run one pass; the outputs of requests that finished since the last call."""
+        _, finished = self._advance()
+        finished, self._finished = self._finished + finished, []
+        return finished
+
+    def abort(self, request_id: str) -> RequestOutput:
+        """End a request at once; what it has so far comes back with finish_reason "abort".
+
+        Raises ValueError if no request of that id is unfinished.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            raise refuse("request_id", request_id, "the id of an unfinished request")
+        return self._cancel([request])[0]
+
+    def has_unfinished(self) -> bool:
+        """Whether ``step`` has anything left to do."""
+        return bool(self._requests)
+
+    def _submit(self, prompts: Any, params: Any) -> list[Request]:
+        """Check everything, then queue everything."""
+        if self._closed:
+            raise refuse("engine", "closed", "an engine that is open")
+        self._contract.look_at_weights()
+        requests = self._intake.requests(prompts, params)
+        fingerprint = self._contract.known
+        if any(request.params.deterministic for request in requests):
+            self._contract.prove()
+            fingerprint = self._contract.fingerprint
+        for request in requests:
+            self._requests[request.request_id] = request
+            self._fingerprints[request.request_id] = fingerprint
+            self._scheduler.add(request.sequences[0])
+        return requests
+
+    def _advance(self) -> tuple[list[StreamEvent], list[RequestOutput]]:
+        """One step; its events, and the outputs of the requests that it finished."""
+        try:
+            with deferred_interrupt():
+                events = self._loop.step()
+        except Exception:
+            # A pass that failed leaves no state behind: whatever ran is computed anew.
+            self._scheduler.preempt_all()
+            raise
+        finished = []
+        for request_id in dict.fromkeys(e.request_id for e in events if e.finish_reason):
+            request = self._requests[request_id]
+            if request.finished:
+                finished.append(self._retire(request))
+        return events, finished
+
+    def _cancel(self, requests: list[Request]) -> list[RequestOutput]:
+        """Abort those of ``requests`` that are unfinished."""
+        outputs = []
+        for request in requests:
+            if self._requests.get(request.request_id) is request:
+                for sequence in request.sequences:
+                    if not sequence.finished:
+                        sequence.finish_reason = "abort"
+                        self._scheduler.remove(sequence)
+                outputs.append(self._retire(request))
+        return outputs
+
+    def _retire(self, request: Request) -> RequestOutput:
+        """Forget a request and make its output."""
+        del self._requests[request.request_id]
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt,
+            params=request.params,
+            completions=[self._completion(sequence) for sequence in request.sequences],
+            fingerprint=self._fingerprints.pop(request.request_id),
+            prompt_logprobs=request.prompt_logprobs or None,
+        )
+
+    def _completion(self, sequence: Sequence) -> Completion:
+        token_ids = sequence.tokens[sequence.request.num_prompt :]
+        return Completion(
+            token_ids=token_ids,
+            text=decode(self.tokenizer, token_ids),
+            logprobs=sequence.logprobs if sequence.params.logprobs else None,
+            top_logprobs=sequence.top_logprobs if sequence.params.top_logprobs else None,
+            finish_reason=sequence.finish_reason,
+            error=sequence.error,
+            stats=sequence.stats,
+        )

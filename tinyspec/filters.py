@@ -1,0 +1,52 @@
+"""Top-k, top-p and min-p as row-only code: a row's result depends on that row alone.
+
+Probabilities are summed as 40-bit integers, so no order of addition can show, and ties go to the
+lowest index; transformers' warpers use an unstable sort and a floating-point scan instead.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_ONE = 1 << 40
+
+
+def keep_top_k(logits: Tensor, k: Tensor) -> Tensor:
+    """Exclude (-inf) all but the ``k[n]`` highest of each row [N, V]; k = 0 keeps all."""
+    vocab = logits.shape[1]
+    k = torch.where(k > 0, k.clamp(max=vocab), vocab)
+    highest = logits.topk(int(k.max())).values
+    threshold = highest.gather(1, k[:, None] - 1)
+    above = logits > threshold
+    tied = logits == threshold
+    places = k[:, None] - above.sum(-1, keepdim=True)
+    keep = above | (tied & (tied.cumsum(-1) <= places))
+    return logits.masked_fill(~keep, -torch.inf)
+
+
+def keep_top_p(logits: Tensor, p: Tensor) -> Tensor:
+    """Exclude the least likely tokens whose probabilities together are at most 1 - p[n]."""
+    ordered, index = logits.sort(dim=-1, descending=True, stable=True)
+    shares = (torch.softmax(ordered, dim=-1).double() * _ONE).round().long()
+    before = shares.cumsum(-1) - shares
+    # The share from this token down to the least likely one must exceed what may be cut.
+    rest = shares.sum(-1, keepdim=True) - before
+    cut = ((1.0 - p.double()) * _ONE).floor().long()
+    keep = rest > cut[:, None]
+    keep[:, 0] = True
+    return logits.masked_fill(~torch.zeros_like(keep).scatter_(1, index, keep), -torch.inf)
+
+
+def keep_min_p(logits: Tensor, p: Tensor) -> Tensor:
+    """Exclude tokens less likely than ``p[n]`` times the likeliest of the row."""
+    shares = torch.softmax(logits, dim=-1)
+    return logits.masked_fill(shares < p[:, None] * shares.amax(-1, keepdim=True), -torch.inf)
+
+
+def penalise_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """CTRL's penalty on one row [V]: tokens ``seen`` have positive logits divided by ``penalty``,
+    negative ones multiplied (Keskar et al., 2019)."""
+    scores = logits[seen]
+    changed = torch.where(scores < 0, scores * penalty, scores / penalty)
+    return logits.index_copy(0, seen, changed)

@@ -1,0 +1,25 @@
+"""Ctrl-C between steps instead of within one, so that no sequence is left half committed."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def deferred_interrupt() -> Iterator[None]:
+    """Hold back SIGINT until the block has ended; then let the handler of before have it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[Any] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: held.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if held and callable(before):
+            before(*held[0])

@@ -1,0 +1,43 @@
+"""The engine's kernels: Triton on a GPU, their plain-torch twins on a CPU, one set of signatures.
+
+Which of the two runs is decided once per engine, by ``load``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """One implementation of every kernel; the docstrings of the twins define what each does."""
+
+    backend: str
+    fused_kv_write: Callable[..., Any]
+    paged_attention: Callable[..., Any]
+    accept_truncate: Callable[..., Any]
+    sample: Callable[..., Any]
+
+
+def load(backend: str) -> Kernels:
+    """The kernels of ``backend``: "triton" or "torch" (the twins).
+
+    Triton is imported here and not before, because a process that interprets its kernels has to say
+    so first and a process on a CPU need not have it at all.
+    """
+    assert backend in ("triton", "torch"), backend
+    package = __name__ if backend == "triton" else f"{__name__}.twins"
+
+    def kernel(module: str, name: str) -> Callable[..., Any]:
+        return getattr(import_module(f"{package}.{module}"), name)
+
+    return Kernels(
+        backend=backend,
+        fused_kv_write=kernel("kv_write", "fused_kv_write"),
+        paged_attention=kernel("paged_attention", "paged_attention"),
+        accept_truncate=kernel("accept", "accept_truncate"),
+        sample=kernel("sample", "sample"),
+    )

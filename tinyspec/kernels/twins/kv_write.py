@@ -1,0 +1,65 @@
+"""Twin of the fused KV write: q/k norm, RoPE, scatter of k and v into their slots.
+
+Follows transformers operation by operation and dtype by dtype, so that a model served by the twins
+rounds where transformers rounds.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x32 = x.float()
+    x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    return weight * x32.to(x.dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE on the first ``cos.shape[-1]`` of the head's dimensions; halves form the pairs."""
+    rot = cos.shape[-1]
+    half = rot // 2
+    turned = x[..., :rot]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    torch.mul(turned, cos, out=out[..., :rot])
+    out[..., :half] -= turned[..., half:] * sin[..., :half]
+    out[..., half:rot] += turned[..., :half] * sin[..., half:]
+    if rot < x.shape[-1]:
+        out[..., rot:] = x[..., rot:]
+    return out
+
+
+def fused_kv_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Norm and rotate q and k, write k and v where ``slot_mapping`` says, return the rotated q.
+
+    q [R, Hq, D], k and v [R, Hkv, D]; cos and sin [R, rot] with rot <= D, or None for no RoPE;
+    caches [N, page_size, Hkv, D]; slot_mapping [R] int64, page * page_size + offset, -1 to skip.
+    q_weight and k_weight [D]: RMSNorm over the head before RoPE (Qwen3).
+    """
+    if q_weight is not None:
+        q = _rms_norm(q, q_weight, eps)
+    if k_weight is not None:
+        k = _rms_norm(k, k_weight, eps)
+    if cos is not None and sin is not None:
+        cos, sin = cos[:, None], sin[:, None]
+        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+    rows = (slot_mapping >= 0).nonzero().squeeze(-1)
+    if rows.numel() < slot_mapping.numel():
+        k, v, slot_mapping = k[rows], v[rows], slot_mapping[rows]
+    k_cache.flatten(0, 1).index_copy_(0, slot_mapping, k)
+    v_cache.flatten(0, 1).index_copy_(0, slot_mapping, v)
+    return q.contiguous()

@@ -1,0 +1,35 @@
+"""Twin of sample: temperature, seeded Gumbel noise, argmax, log-probability of the chosen token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tinyspec.kernels.twins.philox import gumbel
+
+
+def sample(
+    logits: Tensor, temperature: Tensor, keys: Tensor, positions: Tensor, *, logprobs: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """One token per row and, if asked for, its log-probability.
+
+    logits [N, V] fp32, excluded tokens at -inf; temperature [N] fp32, 0 for greedy; keys [N] int64;
+    positions [N] int64 -> tokens [N] int64, log-probabilities [N] fp32 under softmax(logits / T)
+    (T = 0: softmax(logits)). The token is argmax(logits / T + noise), the lowest index on ties; a
+    row without a finite maximum (NaN, +inf, or nothing left) yields -1.
+    """
+    hot = temperature > 0
+    scaled = logits
+    noisy = logits
+    if bool(hot.any()):
+        scaled = logits / torch.where(hot, temperature, 1.0)[:, None]
+        noisy = scaled.clone()
+        rows = hot.nonzero().squeeze(-1)
+        noisy[rows] += gumbel(keys[rows], positions[rows], logits.shape[1])
+    best, tokens = noisy.max(dim=-1)
+    tokens = torch.where(best.isfinite(), tokens, -1)
+    if not logprobs:
+        return tokens, None
+    # log_softmax walks every row by itself and in one order, whatever the number of rows.
+    everything = torch.log_softmax(scaled, dim=-1)
+    return tokens, everything.gather(1, tokens.clamp(min=0)[:, None]).squeeze(1)

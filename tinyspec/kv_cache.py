@@ -1,0 +1,74 @@
+"""The KV pool's tensors, one pair per layer. Knows slots and pages, not who holds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Heads of one attention layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class KVCache:
+    """Per layer k and v [num_pages, page_size, num_kv_heads, head_dim], allocated once.
+
+    Masked positions of a tile are still multiplied by 0, so everything in use must be finite:
+    pages are zeroed when first handed out, and again after something not finite was in them.
+    """
+
+    def __init__(
+        self,
+        layers: list[LayerShape],
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        def pool(layer: LayerShape) -> Tensor:
+            shape = (num_pages, page_size, layer.num_kv_heads, layer.head_dim)
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        self.k = [pool(layer) for layer in layers]
+        self.v = [pool(layer) for layer in layers]
+        self.page_size = page_size
+        self._zeroed = 0
+
+    @staticmethod
+    def page_bytes(layers: list[LayerShape], page_size: int, dtype: torch.dtype) -> int:
+        """Bytes of one page over all layers, k and v."""
+        width = sum(layer.num_kv_heads * layer.head_dim for layer in layers)
+        return 2 * width * page_size * dtype.itemsize
+
+    def zero_upto(self, high_water: int) -> None:
+        """Zero the pages below ``high_water`` that were never zeroed."""
+        if high_water > self._zeroed:
+            for pool in (*self.k, *self.v):
+                pool[self._zeroed : high_water].zero_()
+            self._zeroed = high_water
+
+    def zero_behind(self, pages: list[int], tokens: int) -> None:
+        """Zero everything behind the first ``tokens`` tokens of a sequence's pages."""
+        first, offset = divmod(tokens, self.page_size)
+        for pool in (*self.k, *self.v):
+            for page in pages[first : first + 1]:
+                pool[page, offset:].zero_()
+            for page in pages[first + 1 :]:
+                pool[page].zero_()
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy one page in every layer."""
+        for pool in (*self.k, *self.v):
+            pool[target].copy_(pool[source])
+
+    def read(self, layer: int, pages: list[int], tokens: int) -> tuple[Tensor, Tensor]:
+        """The first ``tokens`` keys and values of a sequence, [tokens, num_kv_heads, head_dim]."""
+        k, v = self.k[layer][pages], self.v[layer][pages]
+        return k.flatten(0, 1)[:tokens], v.flatten(0, 1)[:tokens]

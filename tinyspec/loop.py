@@ -1,0 +1,223 @@
+"""The loop's one step: propose, schedule, run, sample, commit. Knows no user and no text."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+
+from torch import Tensor
+
+from tinyspec.commit import Committer, Verdict
+from tinyspec.config import EngineConfig
+from tinyspec.drafter import Drafter
+from tinyspec.outputs import StreamEvent
+from tinyspec.passes import DRAFT, KINDS, EngineStats, Pass, PassRecord, Work
+from tinyspec.request import Sequence
+from tinyspec.runner import Runner
+from tinyspec.sampler import Sampled, Sampler, SampleRow, chosen_logprobs
+from tinyspec.scheduler import Scheduler
+
+RECORDS_KEPT = 1000
+
+
+class Loop:
+    """Drives scheduler, runner, sampler and committer; keeps the passes' records."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        scheduler: Scheduler,
+        runner: Runner,
+        sampler: Sampler,
+        committer: Committer,
+        drafter: Drafter,
+    ):
+        self.scheduler = scheduler
+        self.runner = runner
+        self.committer = committer
+        self.stats = EngineStats()
+        self.records: deque[PassRecord] = deque(maxlen=None if config.trace else RECORDS_KEPT)
+        self._sampler = sampler
+        self._drafter = drafter
+        self._vocab_size = runner.vocab_size
+
+    def step(self) -> list[StreamEvent]:
+        """One pass; the committed tokens it brought, sequence by sequence."""
+        began = time.perf_counter()
+        self._propose()
+        work_pass = self.scheduler.schedule()
+        if work_pass is None:
+            return [_event(v) for v in self.committer.take_verdicts()]
+        record = self._record(work_pass)
+        logits, firsts = self._run(work_pass)
+        self._commit(self._sample(work_pass, logits, firsts))
+        verdicts = self.committer.take_verdicts()
+        record.seconds = time.perf_counter() - began
+        self._close(record, verdicts)
+        return [_event(v) for v in verdicts if v.committed or v.sequence.finished]
+
+    def _propose(self) -> None:
+        """Ask the drafter for every deterministic sequence that has nothing drafted."""
+        asked = [
+            (s, limit)
+            for s in self.scheduler.running
+            if s.deterministic and s.pending == 1 and not s.drafts
+            if (limit := self.scheduler.draft_limit(s)) > 0
+        ]
+        if not asked:
+            return
+        try:
+            most = max(limit for _, limit in asked)
+            proposals = self._drafter.propose([s.tokens for s, _ in asked], most)
+            pairs = list(zip(asked, proposals, strict=True))
+        except Exception as error:
+            for sequence, _ in asked:
+                self.committer.fail(sequence, f"drafter raised {type(error).__name__}: {error}")
+            return
+        for (sequence, limit), proposal in pairs:
+            for token in proposal[:limit]:
+                if not (isinstance(token, int) and 0 <= token < self._vocab_size):
+                    break
+                sequence.drafts.append(token)
+            sequence.proposed = bool(sequence.drafts)
+            sequence.stats.drafted += len(sequence.drafts)
+
+    def _run(self, work_pass: Pass) -> tuple[Tensor, list[int]]:
+        """Run the pass; logits, and per work the row of the first that yields a token."""
+        scored = [_scored(work) for work in work_pass.works]
+        wanted = [
+            score + list(range(work.count - work.yields, work.count))
+            for work, score in zip(work_pass.works, scored, strict=True)
+        ]
+        logits = self.runner.run(work_pass, self.scheduler.pool.high_water, wanted)
+        first, firsts = 0, []
+        for work, score, rows in zip(work_pass.works, scored, wanted, strict=True):
+            if score:
+                _score_prompt(work, score, logits[first : first + len(score)])
+            firsts.append(first + len(score))
+            first += len(rows)
+        return logits, firsts
+
+    def _advance(self, work: Work) -> list[Sequence]:
+        """Note what a work has computed; the sequences that its yielded tokens are for."""
+        sequence = work.sequence
+        if work.kind == DRAFT:
+            return [sequence]
+        sequence.computed = min(work.end, len(sequence.tokens))
+        if not work.yields:
+            return []
+        siblings, sequence.siblings = sequence.siblings, []
+        forked = [sibling for sibling in siblings if self._fork(sequence, sibling)]
+        return [sequence, *forked]
+
+    def _fork(self, leader: Sequence, sibling: Sequence) -> bool:
+        copy = self.scheduler.try_fork(leader, sibling)
+        if copy is False:
+            return False
+        sibling.stats.cached_prompt_tokens = sibling.computed
+        if copy:
+            cache = self.runner.cache
+            cache.zero_upto(self.scheduler.pool.high_water)
+            cache.copy_page(*copy)
+        return True
+
+    def _sample(
+        self, work_pass: Pass, logits: Tensor, firsts: list[int]
+    ) -> list[tuple[Sequence, bool, list[Sampled]]]:
+        """(sequence, whether it is a draft, its tokens) for every work that yields."""
+        rows: list[SampleRow] = []
+        spans = []
+        for work, first in zip(work_pass.works, firsts, strict=True):
+            begin = work.end - work.yields + 1
+            for sequence in self._advance(work):
+                spans.append((sequence, work.kind == DRAFT, work.yields))
+                rows += [_sample_row(sequence, first + n, begin + n) for n in range(work.yields)]
+        found = iter(self._sampler.sample(logits, rows))
+        return [(s, draft, [next(found) for _ in range(count)]) for s, draft, count in spans]
+
+    def _commit(self, outcomes: list[tuple[Sequence, bool, list[Sampled]]]) -> None:
+        verified = []
+        for sequence, is_draft, sampled in outcomes:
+            if is_draft:
+                self._add_draft(sequence, sampled[0])
+            elif sequence.deterministic:
+                verified.append((sequence, sampled))
+            else:
+                self.committer.commit_plain(sequence, sampled[0], self.runner.cache)
+        self.committer.commit_verified(verified, self.runner.cache)
+
+    @staticmethod
+    def _add_draft(sequence: Sequence, sampled: Sampled) -> None:
+        if sampled.error is not None:
+            sequence.draft_ended = True  # the verifier decides what comes of it
+            return
+        sequence.drafts.append(sampled.token)
+        sequence.stats.drafted += 1
+        sequence.draft_ended = sampled.token in sequence.params.stop_ids
+
+    def _record(self, work_pass: Pass) -> PassRecord:
+        rows: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
+        for work in work_pass.works:
+            rows[work.kind] += work.count
+        return PassRecord(
+            number=sum(self.stats.passes.values()),
+            bucket=work_pass.bucket,
+            canonical=work_pass.canonical,
+            rows=dict(rows),
+            sequences=dict(Counter(work.kind for work in work_pass.works)),
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            left_out=len(self.scheduler.running) - len(work_pass.works),
+            pages_held=self.scheduler.pool.num_held,
+        )
+
+    def _close(self, record: PassRecord, verdicts: list[Verdict]) -> None:
+        record.drafted = record.sequences.get(DRAFT, 0)
+        record.committed = sum(v.committed for v in verdicts)
+        record.accepted = sum(v.accepted for v in verdicts)
+        record.rolled_back = sum(v.rolled_back for v in verdicts)
+        record.rollbacks = sum(v.rolled_back > 0 for v in verdicts)
+        self.records.append(record)
+        self.stats.add(record)
+
+
+def _scored(work: Work) -> list[int]:
+    """Offsets of prompt rows whose logits say how likely the next prompt token was."""
+    request = work.sequence.request
+    if not request.prompt_logprobs:
+        return []
+    last = min(work.end, request.num_prompt - 1)
+    places = range(work.start, last)
+    return [p - work.start for p in places if request.prompt_logprobs[p + 1] is None]
+
+
+def _score_prompt(work: Work, offsets: list[int], logits: Tensor) -> None:
+    request = work.sequence.request
+    places = [work.start + offset + 1 for offset in offsets]
+    values = chosen_logprobs(logits, [request.prompt[place] for place in places])
+    for place, value in zip(places, values, strict=True):
+        request.prompt_logprobs[place] = value
+
+
+def _sample_row(sequence: Sequence, logits_row: int, position: int) -> SampleRow:
+    params = sequence.params
+    history: list[int] = []
+    if params.needs_history:
+        history = (sequence.tokens + sequence.drafts)[:position]
+    generated = position - sequence.request.num_prompt
+    return SampleRow(logits_row, params, sequence.key, position, generated, history)
+
+
+def _event(verdict: Verdict) -> StreamEvent:
+    sequence = verdict.sequence
+    new = len(sequence.tokens) - verdict.committed
+    logprobs = None
+    if sequence.params.logprobs:
+        logprobs = sequence.logprobs[len(sequence.logprobs) - verdict.committed :]
+    return StreamEvent(
+        request_id=sequence.request.request_id,
+        index=sequence.index,
+        token_ids=sequence.tokens[new:],
+        logprobs=logprobs,
+        finish_reason=sequence.finish_reason,
+    )

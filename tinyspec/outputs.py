@@ -1,0 +1,103 @@
+"""What leaves the engine: finished requests and streamed events, as plain data.
+
+Floats are kept as Python floats holding fp32 values, so JSON and back loses no bit.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tinyspec.params import SamplingParams
+
+
+@dataclass
+class CompletionStats:
+    """Tokens and passes that a completion cost.
+
+    drafted: drafts proposed. accepted: drafts committed. rolled_back: drafts undone because an
+    earlier one was wrong. rollbacks: how often that happened. verify_passes: canonical passes that
+    committed its tokens. cached_prompt_tokens: prompt tokens that were not computed anew.
+    preemptions: how often its pages were taken and recomputed.
+    """
+
+    drafted: int = 0
+    accepted: int = 0
+    rolled_back: int = 0
+    rollbacks: int = 0
+    verify_passes: int = 0
+    cached_prompt_tokens: int = 0
+    preemptions: int = 0
+
+
+@dataclass
+class Completion:
+    """One generated sequence.
+
+    token_ids: generated tokens, the stop token included. text: decoded without special tokens, or
+    None where the engine has no tokenizer. logprobs: one per token, if asked for. top_logprobs: per
+    token, (token id, log-probability) of the best, if asked for. finish_reason: "stop", "length" or
+    "abort"; ``error`` then says why.
+    """
+
+    token_ids: list[int]
+    text: str | None = None
+    logprobs: list[float] | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    finish_reason: str | None = None
+    error: str | None = None
+    stats: CompletionStats = field(default_factory=CompletionStats)
+
+
+@dataclass
+class RequestOutput:
+    """A finished request: its prompt, its parameters as resolved (seed included) and completions.
+
+    fingerprint: the engine's, where it has been computed (always for deterministic requests):
+    outputs are comparable bit for bit when their fingerprints are equal.
+    prompt_logprobs: one per prompt token, None for the first, if asked for.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    completions: list[Completion]
+    fingerprint: str | None = None
+    prompt_logprobs: list[float | None] | None = None
+
+    def to_json(self) -> str:
+        """One line of JSON; ``from_json`` restores every bit."""
+        data = asdict(self)
+        data["params"] = self.params.to_dict()
+        return json.dumps(data)
+
+    @classmethod
+    def from_json(cls, line: str) -> RequestOutput:
+        """The inverse of ``to_json``."""
+        data: dict[str, Any] = json.loads(line)
+        data["params"] = SamplingParams.from_dict(data["params"])
+        data["completions"] = [_completion(c) for c in data["completions"]]
+        return cls(**data)
+
+
+def _completion(data: dict[str, Any]) -> Completion:
+    if data["top_logprobs"] is not None:
+        data["top_logprobs"] = [[(t, p) for t, p in row] for row in data["top_logprobs"]]
+    return Completion(**{**data, "stats": CompletionStats(**data["stats"])})
+
+
+@dataclass
+class StreamEvent:
+    """Tokens that one completion committed in one step.
+
+    index: which completion of the request. text: what these tokens add to its text (it may lag
+    while a character is incomplete). finish_reason: set on a completion's last event.
+    """
+
+    request_id: str
+    index: int
+    token_ids: list[int]
+    text: str | None = None
+    logprobs: list[float] | None = None
+    finish_reason: str | None = None

@@ -1,0 +1,165 @@
+"""SamplingParams: what a user may ask of one request.
+
+Knows nothing of the model: what depends on it (token ids in range, lengths that fit, a tokenizer
+for stop strings) is checked when the request is added.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from tinyspec.errors import refuse
+
+LOGPROBS_MODES = ("processed", "raw")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _token_ids(field: str, value: Any) -> tuple[int, ...]:
+    """One id or several, as a tuple."""
+    ids = (value,) if _is_int(value) else tuple(value)
+    if not all(_is_int(i) and i >= 0 for i in ids):
+        raise refuse(field, value, "token ids, integers of at least 0")
+    return ids
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled. Names follow transformers' ``GenerationConfig`` where it has one.
+
+    max_new_tokens, min_new_tokens: bounds on the tokens generated; before ``min_new_tokens`` no
+        stop token is sampled.
+    temperature: 0 is greedy. top_k (0: off), top_p (1: off), min_p (0: off) filter in this order.
+    repetition_penalty: divides positive and multiplies negative logits of tokens already seen.
+    seed: makes a sampled request repeatable; None draws one, which the output records.
+    deterministic: the same tokens and log-probabilities, bit for bit, whatever else runs.
+    num_return_sequences: completions of the prompt; each is what it would be alone.
+    eos_token_id: None takes the model's. ignore_eos: run to ``max_new_tokens``.
+    stop_strings, stop_token_ids: further stops; both stay part of the output.
+    logprobs: the chosen token's log-probability. top_logprobs: that many best tokens besides.
+    prompt_logprobs: log-probability of every prompt token but the first.
+    logprobs_mode: of the distribution sampled from ("processed") or of the model's own ("raw").
+    logits_processors: called as ``f(input_ids [1, L], scores [1, V]) -> scores`` once per committed
+        position, in order; one that declares ``stateless = True`` may be called for drafts too.
+    stopping_criteria: called as ``f(input_ids [1, L], None)`` after every committed token.
+
+    Raises ValueError naming the field, its value and what is allowed.
+    """
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    deterministic: bool = False
+    num_return_sequences: int = 1
+    eos_token_id: int | Sequence[int] | None = None
+    ignore_eos: bool = False
+    stop_strings: str | Sequence[str] = ()
+    stop_token_ids: int | Sequence[int] = ()
+    logprobs: bool = False
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
+    logprobs_mode: str = "processed"
+    logits_processors: Sequence[Callable[..., Any]] = ()
+    stopping_criteria: Sequence[Callable[..., Any]] = ()
+
+    def __post_init__(self) -> None:
+        def number(field: str, allowed: str, ok: Callable[[float], bool]) -> None:
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise refuse(field, value, allowed)
+            if not (math.isfinite(value) and ok(value)):
+                raise refuse(field, value, allowed)
+
+        def integer(field: str, least: int) -> None:
+            value = getattr(self, field)
+            if not _is_int(value) or value < least:
+                raise refuse(field, value, f"an integer of at least {least}")
+
+        integer("max_new_tokens", 1)
+        integer("min_new_tokens", 0)
+        if self.min_new_tokens > self.max_new_tokens:
+            allowed = f"at most max_new_tokens={self.max_new_tokens}"
+            raise refuse("min_new_tokens", self.min_new_tokens, allowed)
+        number("temperature", "a finite number of at least 0 (0 is greedy)", lambda x: x >= 0)
+        number("repetition_penalty", "a finite number above 0", lambda x: x > 0)
+        if self.top_k is not None:
+            integer("top_k", 0)
+        if self.top_p is not None:
+            number("top_p", "a number in (0, 1]", lambda x: 0 < x <= 1)
+        if self.min_p is not None:
+            number("min_p", "a number in [0, 1]", lambda x: 0 <= x <= 1)
+        if self.seed is not None and not (_is_int(self.seed) and 0 <= self.seed < 2**64):
+            raise refuse("seed", self.seed, "None or an integer in [0, 2**64)")
+        integer("num_return_sequences", 1)
+        integer("top_logprobs", 0)
+        for field in ("deterministic", "ignore_eos", "logprobs", "prompt_logprobs"):
+            if not isinstance(getattr(self, field), bool):
+                raise refuse(field, getattr(self, field), "True or False")
+        if self.logprobs_mode not in LOGPROBS_MODES:
+            raise refuse("logprobs_mode", self.logprobs_mode, f"one of {LOGPROBS_MODES}")
+        if self.eos_token_id is not None:
+            self._set("eos_token_id", _token_ids("eos_token_id", self.eos_token_id))
+        self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        strings = (self.stop_strings,) if isinstance(self.stop_strings, str) else self.stop_strings
+        if not all(isinstance(s, str) and s for s in strings):
+            raise refuse("stop_strings", self.stop_strings, "strings that are not empty")
+        self._set("stop_strings", tuple(strings))
+        for field in ("logits_processors", "stopping_criteria"):
+            self._set(field, tuple(getattr(self, field)))
+
+    def _set(self, field: str, value: object) -> None:
+        object.__setattr__(self, field, value)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end the request, once ``eos_token_id`` is resolved."""
+        eos = () if self.ignore_eos or self.eos_token_id is None else self.eos_token_id
+        return (*eos, *self.stop_token_ids)  # type: ignore[misc]
+
+    @property
+    def filtered(self) -> bool:
+        """Whether top-k, top-p or min-p take part."""
+        return self.temperature > 0 and bool(
+            self.top_k or self.min_p or (self.top_p is not None and self.top_p < 1)
+        )
+
+    @property
+    def draftable(self) -> bool:
+        """Whether every logits processor may be called for tokens that are not committed."""
+        return all(getattr(p, "stateless", False) for p in self.logits_processors)
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether sampling looks at the tokens before."""
+        return self.repetition_penalty != 1.0 or bool(self.logits_processors)
+
+    def resolve(self, **changes: Any) -> SamplingParams:
+        """A copy with the model's defaults filled in."""
+        return replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; user functions are given by name."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        for field in ("logits_processors", "stopping_criteria"):
+            plain[field] = [
+                f if isinstance(f, str) else getattr(f, "__qualname__", type(f).__qualname__)
+                for f in plain[field]
+            ]
+        return plain
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> SamplingParams:
+        """The inverse of ``to_dict``; user functions stay names, which cannot be run again."""
+        return cls(**data)
+
+

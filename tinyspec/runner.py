@@ -1,0 +1,93 @@
+"""Runs passes through a patched model. Knows rows and pages; not requests' fates, nor sampling."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tinyspec.ambient import ambient
+from tinyspec.batch import Batch
+from tinyspec.buckets import Buckets
+from tinyspec.config import EngineConfig
+from tinyspec.kernels import Kernels
+from tinyspec.kv_cache import KVCache
+from tinyspec.passes import Pass
+from tinyspec.patch import Patched
+
+
+class Runner:
+    """The model, its KV pool and the state of the pass that is running."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        patched: Patched,
+        config: EngineConfig,
+        kernels: Kernels,
+        buckets: Buckets,
+    ):
+        assert config.num_pages and config.page_size
+        self.model = model
+        self.buckets = buckets
+        self.device = model.device
+        self.vocab_size = model.get_input_embeddings().num_embeddings
+        self._layers = patched.layers
+        self._pages = config.num_pages, config.page_size
+        self._context = patched.context
+        self._context.kernels = kernels
+        self._cache: KVCache | None = None
+
+    @property
+    def cache(self) -> KVCache:
+        """The KV pool; taken when first needed and again after ``release``."""
+        if self._cache is None:
+            self._cache = KVCache(self._layers, *self._pages, self.model.dtype, self.device)
+            self._context.k, self._context.v = self._cache.k, self._cache.v
+        return self._cache
+
+    def release(self) -> None:
+        """Give the pool's memory back; nothing may be running."""
+        self._cache = None
+        self._context.k, self._context.v = [], []
+
+    def run(self, work_pass: Pass, high_water: int, wanted: list[list[int]]) -> Tensor:
+        """Run a pass and return the logits of the wanted rows, [N, V] fp32, work by work.
+
+        wanted: per work of the pass, offsets into its rows. high_water: pages ever handed out.
+        The rows are gathered before the unembedding and padded to a bucket of their own: that of
+        the pass where it is canonical.
+        """
+        with ambient(self.model):
+            self.cache.zero_upto(high_water)
+            batch = Batch.of(work_pass, self.cache.page_size, self.device)
+            rows = [
+                first + offset
+                for first, offsets in zip(batch.first_rows, wanted, strict=True)
+                for offset in offsets
+            ]
+            count = len(rows)
+            bucket = work_pass.bucket if work_pass.canonical else self.buckets.fit(max(count, 1))
+            keep = torch.tensor(rows + [0] * (bucket - count)).to(self.device)
+            return self.forward(batch, keep)[:count]
+
+    def forward(self, batch: Batch, keep: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
+        """One forward of the patched model over packed rows; fp32 logits of the rows ``keep``.
+
+        inputs_embeds [rows, hidden] takes the place of the batch's token ids.
+        """
+        context = self._context
+        context.segments, context.slot_mapping = batch.segments, batch.slot_mapping
+        embedded = inputs_embeds is not None
+        try:
+            logits = self.model(
+                input_ids=None if embedded else batch.input_ids[None],
+                inputs_embeds=inputs_embeds[None] if embedded else None,
+                position_ids=batch.positions[None],
+                use_cache=False,
+                logits_to_keep=keep,
+                return_dict=True,
+            ).logits
+        finally:
+            context.segments = context.slot_mapping = None
+        return logits[0].float()

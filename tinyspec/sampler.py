@@ -1,0 +1,179 @@
+"""From logits to tokens: penalties, processors, filters, then the sample kernel.
+
+Every step treats a row by itself, so that neither neighbours nor the number of rows can show.
+Knows one row's own history and parameters, not where in a pass the row stood.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tinyspec.filters import keep_min_p, keep_top_k, keep_top_p, penalise_repetition
+from tinyspec.kernels import Kernels
+from tinyspec.params import SamplingParams
+
+
+@dataclass
+class SampleRow:
+    """One token to be sampled: which logits, for whom, behind which tokens.
+
+    logits_row: row of the logits; several samples may share one. position: the token's place in its
+    sequence. num_generated: generated tokens before it. history: the sequence before it, where
+    ``params.needs_history``.
+    """
+
+    logits_row: int
+    params: SamplingParams
+    key: int
+    position: int
+    num_generated: int
+    history: list[int]
+
+
+@dataclass
+class Sampled:
+    """One sampled token; token -1 with an ``error`` where there is none.
+
+    logprob: of the token, if the row's parameters ask for any log-probability.
+    """
+
+    token: int
+    logprob: float = 0.0
+    top: list[tuple[int, float]] = field(default_factory=list)
+    error: str | None = None
+
+
+NOT_FINITE = "the logits are not finite (NaN, +inf, or every token excluded)"
+
+
+class Sampler:
+    """Samples rows of logits with one implementation of the kernels."""
+
+    def __init__(self, kernels: Kernels):
+        self._kernels = kernels
+
+    def sample(self, logits: Tensor, rows: list[SampleRow]) -> list[Sampled]:
+        """One token for each of ``rows``; logits [N, V] fp32, left unchanged."""
+        if not rows:
+            return []
+        index = [row.logits_row for row in rows]
+        raw = logits
+        if index != list(range(len(logits))):
+            raw = logits.index_select(0, torch.tensor(index, device=logits.device))
+        scores, errors = self._process(raw, rows)
+        temperature = [row.params.temperature for row in rows]
+        filtered = [n for n, row in enumerate(rows) if row.params.filtered]
+        if filtered:
+            scores = self._filter(scores, rows, filtered)
+            for n in filtered:
+                temperature[n] = 1.0
+        device = logits.device
+        wants = any(_wants_logprobs(row.params) for row in rows)
+        tokens, logprobs = self._kernels.sample(
+            scores,
+            torch.tensor(temperature, dtype=torch.float32, device=device),
+            torch.tensor([row.key for row in rows], device=device),
+            torch.tensor([row.position for row in rows], device=device),
+            logprobs=wants,
+        )
+        found = [Sampled(token) for token in tokens.tolist()]
+        if wants:
+            self._attach_logprobs(found, rows, raw, scores, temperature, logprobs)
+        for n, sampled in enumerate(found):
+            if errors.get(n) or sampled.token < 0:
+                found[n] = Sampled(-1, error=errors.get(n, NOT_FINITE))
+        return found
+
+    @staticmethod
+    def _process(raw: Tensor, rows: list[SampleRow]) -> tuple[Tensor, dict[int, str]]:
+        """Repetition penalty, minimum length, the user's processors, in transformers' order."""
+        scores, errors = raw, {}
+        for n, row in enumerate(rows):
+            params = row.params
+            early = row.num_generated < params.min_new_tokens and params.stop_ids
+            if params.repetition_penalty == 1.0 and not early and not params.logits_processors:
+                continue
+            if scores is raw:
+                scores = raw.clone()
+            if params.repetition_penalty != 1.0:
+                seen = torch.tensor(sorted(set(row.history)), device=raw.device)
+                scores[n] = penalise_repetition(scores[n], seen, params.repetition_penalty)
+            if early:
+                scores[n, list(params.stop_ids)] = -torch.inf
+            try:
+                for processor in params.logits_processors:
+                    history = torch.tensor([row.history], device=raw.device)
+                    scores[n] = processor(history, scores[n : n + 1].clone())[0]
+            except Exception as error:
+                name = getattr(processor, "__qualname__", type(processor).__qualname__)
+                errors[n] = f"logits processor {name} raised {type(error).__name__}: {error}"
+        return scores, errors
+
+    @staticmethod
+    def _filter(scores: Tensor, rows: list[SampleRow], filtered: list[int]) -> Tensor:
+        """Temperature, then top-k, top-p and min-p on the rows that ask for any of them."""
+        device = scores.device
+        params = [rows[n].params for n in filtered]
+
+        def column(values: list[float]) -> Tensor:
+            return torch.tensor(values, dtype=torch.float32, device=device)
+
+        place = torch.tensor(filtered, device=device)
+        part = scores[place] / column([p.temperature for p in params])[:, None]
+        for name, off, keep in (
+            ("top_k", 0, keep_top_k),
+            ("top_p", 1.0, keep_top_p),
+            ("min_p", 0.0, keep_min_p),
+        ):
+            values = [off if (v := getattr(p, name)) is None else v for p in params]
+            some = [n for n, value in enumerate(values) if value != off]
+            if some:
+                which = torch.tensor(some, device=device)
+                amounts = column([values[n] for n in some])
+                if name == "top_k":
+                    amounts = amounts.long()
+                part[which] = keep(part[which], amounts)
+        scores = scores.clone()
+        scores[place] = part
+        return scores
+
+    @staticmethod
+    def _attach_logprobs(
+        found: list[Sampled],
+        rows: list[SampleRow],
+        raw: Tensor,
+        scores: Tensor,
+        temperature: list[float],
+        logprobs: Tensor,
+    ) -> None:
+        for n, value in enumerate(logprobs.tolist()):
+            found[n].logprob = value
+        for n, row in enumerate(rows):
+            params = row.params
+            if found[n].token < 0 or not (params.logprobs_mode == "raw" or params.top_logprobs):
+                continue
+            if params.logprobs_mode == "raw":
+                own = torch.log_softmax(raw[n : n + 1], dim=-1)[0]
+            else:
+                heat = scores.new_tensor([[temperature[n] or 1.0]])
+                own = torch.log_softmax(scores[n : n + 1] / heat, dim=-1)[0]
+            if params.logprobs_mode == "raw":
+                found[n].logprob = float(own[found[n].token])
+            if params.top_logprobs:
+                best = own.sort(descending=True, stable=True)
+                count = params.top_logprobs
+                ids, values = best.indices[:count].tolist(), best.values[:count].tolist()
+                found[n].top = list(zip(ids, values, strict=True))
+
+
+def _wants_logprobs(params: SamplingParams) -> bool:
+    return params.logprobs or params.top_logprobs > 0
+
+
+def chosen_logprobs(logits: Tensor, tokens: list[int]) -> list[float]:
+    """Log-probability of ``tokens[n]`` under row n of ``logits`` [N, V], as the model has it."""
+    index = torch.tensor(tokens, device=logits.device)[:, None]
+    return torch.log_softmax(logits, dim=-1).gather(1, index).squeeze(1).tolist()

@@ -1,0 +1,80 @@
+"""Between text and tokens: prompts in any accepted form, text out as it grows, stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tinyspec.errors import refuse
+
+Prompt = str | list[int] | list[dict[str, Any]]
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+def as_prompts(prompts: Any) -> list[Prompt]:
+    """A list of prompts, from one prompt or several: a str, token ids, or chat messages."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise refuse("prompts", prompts, "a str, token ids, chat messages, or a list of these")
+    if prompts and isinstance(prompts[0], (int, dict)):
+        return [list(prompts)]
+    return list(prompts)
+
+
+def to_token_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
+    """Token ids of one prompt. Raises ValueError where that needs a tokenizer and there is none."""
+    if not isinstance(prompt, (str, Sequence)):
+        raise refuse("prompt", prompt, "a str, token ids, or chat messages")
+    chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], dict)
+    if not isinstance(prompt, str) and not chat:
+        return list(prompt)  # type: ignore[arg-type]
+    if tokenizer is None:
+        raise refuse("prompt", prompt, "token ids, as the engine has no tokenizer")
+    if not chat:
+        return list(tokenizer(prompt)["input_ids"])
+    if not getattr(tokenizer, "chat_template", None):
+        raise refuse("prompt", prompt, "text or token ids, as the tokenizer has no chat template")
+    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def decode(tokenizer: Any, token_ids: list[int]) -> str | None:
+    """Text of generated tokens without special tokens; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    return tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+class TextStream:
+    """Text of a growing sequence, handed out piece by piece, never half a character.
+
+    Every piece is decoded behind the piece before it, because some tokenizers write a token
+    differently at the start of a text.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._before = 0
+        self._given = 0
+
+    def push(self, token_ids: list[int], last: bool) -> str | None:
+        """What these tokens add; ``last`` flushes what was held back."""
+        if self._tokenizer is None:
+            return None
+        self._tokens += token_ids
+        known = decode(self._tokenizer, self._tokens[self._before : self._given]) or ""
+        text = decode(self._tokenizer, self._tokens[self._before :]) or ""
+        if text.endswith(_INCOMPLETE) and not last:
+            return ""
+        self._before, self._given = self._given, len(self._tokens)
+        return text[len(known) :]
+
+
+def ends_in_stop_string(tokenizer: Any, generated: list[int], stops: Sequence[str]) -> bool:
+    """Whether the newest of the ``generated`` tokens completes one of ``stops``."""
+    # A token holds at least one byte, so the match begins in these last tokens.
+    reach = max(len(stop.encode()) for stop in stops) + 1
+    text = tokenizer.decode(generated[-reach:], skip_special_tokens=False)
+    return any(stop in text for stop in stops)
