@@ -6,10 +6,10 @@ from bisect import bisect_left
 
 
 def row_counts(most: int) -> list[int]:
-    """1, 2, 4, 8 and from there four steps to every doubling, up to ``most``."""
-    counts = [1, 2, 4, 8]
+    """1, 2, multiples of 4, and from 16 on four steps to every doubling, up to ``most``."""
+    counts = [1, 2, 4]
     while counts[-1] < most:
-        counts.append(counts[-1] + (1 << (counts[-1].bit_length() - 3)))
+        counts.append(counts[-1] + max(4, 1 << (counts[-1].bit_length() - 3)))
     return [c for c in counts if c < most] + [most]
 
 

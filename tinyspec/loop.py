@@ -7,6 +7,7 @@ from collections import Counter, deque
 
 from torch import Tensor
 
+from tinyspec.ambient import ambient
 from tinyspec.commit import Committer, Verdict
 from tinyspec.config import EngineConfig
 from tinyspec.drafter import Drafter
@@ -43,17 +44,17 @@ class Loop:
 
     def step(self) -> list[StreamEvent]:
         """One pass; the committed tokens it brought, sequence by sequence."""
-        began = time.perf_counter()
-        self._propose()
-        work_pass = self.scheduler.schedule()
-        if work_pass is None:
-            return [_event(v) for v in self.committer.take_verdicts()]
-        record = self._record(work_pass)
-        logits, firsts = self._run(work_pass)
-        self._commit(self._sample(work_pass, logits, firsts))
-        verdicts = self.committer.take_verdicts()
-        record.seconds = time.perf_counter() - began
-        self._close(record, verdicts)
+        with ambient(self.runner.model):
+            began = time.perf_counter()
+            self._propose()
+            work_pass = self.scheduler.schedule()
+            if work_pass is not None:
+                record = self._record(work_pass)
+                logits, firsts = self._run(work_pass)
+                self._commit(self._sample(work_pass, logits, firsts))
+            verdicts = self.committer.take_verdicts()
+            if work_pass is not None:
+                self._close(record, verdicts, time.perf_counter() - began)
         return [_event(v) for v in verdicts if v.committed or v.sequence.finished]
 
     def _propose(self) -> None:
@@ -171,7 +172,8 @@ class Loop:
             pages_held=self.scheduler.pool.num_held,
         )
 
-    def _close(self, record: PassRecord, verdicts: list[Verdict]) -> None:
+    def _close(self, record: PassRecord, verdicts: list[Verdict], seconds: float) -> None:
+        record.seconds = seconds
         record.drafted = record.sequences.get(DRAFT, 0)
         record.committed = sum(v.committed for v in verdicts)
         record.accepted = sum(v.accepted for v in verdicts)

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tinyspec.ambient import ambient
 from tinyspec.batch import Batch
 from tinyspec.buckets import Buckets
 from tinyspec.config import EngineConfig
@@ -58,18 +57,17 @@ class Runner:
         The rows are gathered before the unembedding and padded to a bucket of their own: that of
         the pass where it is canonical.
         """
-        with ambient(self.model):
-            self.cache.zero_upto(high_water)
-            batch = Batch.of(work_pass, self.cache.page_size, self.device)
-            rows = [
-                first + offset
-                for first, offsets in zip(batch.first_rows, wanted, strict=True)
-                for offset in offsets
-            ]
-            count = len(rows)
-            bucket = work_pass.bucket if work_pass.canonical else self.buckets.fit(max(count, 1))
-            keep = torch.tensor(rows + [0] * (bucket - count)).to(self.device)
-            return self.forward(batch, keep)[:count]
+        self.cache.zero_upto(high_water)
+        batch = Batch.of(work_pass, self.cache.page_size, self.device)
+        rows = [
+            first + offset
+            for first, offsets in zip(batch.first_rows, wanted, strict=True)
+            for offset in offsets
+        ]
+        count = len(rows)
+        bucket = work_pass.bucket if work_pass.canonical else self.buckets.fit(max(count, 1))
+        keep = torch.tensor(rows + [0] * (bucket - count)).to(self.device)
+        return self.forward(batch, keep)[:count]
 
     def forward(self, batch: Batch, keep: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
         """One forward of the patched model over packed rows; fp32 logits of the rows ``keep``.

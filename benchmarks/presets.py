@@ -1,0 +1,98 @@
+"""Models of a named shape with random weights, built without a network; or one from a folder.
+
+Random weights: a standard deviation of 0.06 rather than 0.02, because smaller ones leave the logits
+nearly equal and overstate ties. Knows no measurement.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+WEIGHT_STD = 0.06
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {  # for smoke runs
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 256,
+    },
+    "small": {
+        "model_type": "llama",
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "vocab_size": 8192,
+        "max_position_embeddings": 4096,
+    },
+    "qwen3-0.6b": {
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "tie_word_embeddings": True,
+    },
+    "llama-3.1-8b": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "tie_word_embeddings": False,
+    },
+}
+
+
+def build(
+    preset: str, dtype: torch.dtype, device: str, layers: int | None = None, seed: int = 0
+) -> nn.Module:
+    """A model of the preset's shape, in eval mode, its weights drawn on `device`."""
+    shape = dict(PRESETS[preset])
+    if layers is not None:
+        shape["num_hidden_layers"] = min(layers, shape["num_hidden_layers"])
+    config = AutoConfig.for_model(
+        shape.pop("model_type"), initializer_range=WEIGHT_STD, bos_token_id=1, **shape
+    )
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    return model.to(device).eval()
+
+
+def load(folder: str, dtype: torch.dtype, device: str) -> nn.Module:
+    """The model in `folder`, in eval mode."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+    )
+    return model.to(device).eval()

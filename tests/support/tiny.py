@@ -1,0 +1,92 @@
+"""Tiny models with random weights, one of every family that this version serves."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCAB = 128
+# Head and width larger than a test needs, so that sums are long enough for their order to show.
+_COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_GROUPED = {**_COMMON, "num_key_value_heads": 2}
+
+
+def config_of(family: str) -> PreTrainedConfig:
+    """A config of ``family`` small enough for thousands of passes."""
+    if family == "llama":
+        return LlamaConfig(**_GROUPED)
+    if family == "mistral":
+        return MistralConfig(**_GROUPED, sliding_window=24)
+    if family == "qwen2":
+        return Qwen2Config(**_GROUPED, use_sliding_window=True, sliding_window=24, max_window_layers=1)
+    if family == "qwen3":
+        return Qwen3Config(**_GROUPED, head_dim=32)
+    if family == "gemma2":
+        return Gemma2Config(**_GROUPED, head_dim=16, sliding_window=24)
+    if family == "gpt2":
+        return GPT2Config(
+            vocab_size=VOCAB,
+            n_embd=64,
+            n_layer=2,
+            n_head=4,
+            n_positions=512,
+            initializer_range=0.3,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    assert family == "gpt_neox", family
+    return GPTNeoXConfig(**_COMMON)
+
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt2", "gpt_neox")
+
+
+def tiny(family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
+    """A new tiny model in eval mode; the same weights for the same arguments."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config_of(family))
+    return model.to(dtype).eval()
+
+
+@cache
+def prompts(count: int, longest: int = 200, seed: int = 0) -> list[list[int]]:
+    """Prompts of many lengths, 1 among them."""
+    rng = random.Random(seed)
+    lengths = [1, 2, 17, *(rng.randint(3, longest) for _ in range(count))][:count]
+    return [[rng.randrange(VOCAB) for _ in range(n)] for n in lengths]
+
+
+def hf_greedy(model: PreTrainedModel, prompt: list[int], n: int) -> list[int]:
+    """What transformers' own ``generate`` yields for one unpadded prompt."""
+    ids = torch.tensor([prompt], device=model.device)
+    mask = torch.ones_like(ids)
+    out = model.generate(
+        ids, attention_mask=mask, max_new_tokens=n, do_sample=False, pad_token_id=0
+    )
+    return out[0, len(prompt) :].tolist()
