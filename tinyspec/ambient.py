@@ -33,23 +33,33 @@ def _pinned(device_type: str) -> list[tuple[Any, str, object]]:
     ]
 
 
-@contextmanager
-def ambient(model: nn.Module) -> Iterator[None]:
-    """Eval mode, no gradients, no autocast, full-precision matmuls; all restored afterwards."""
-    device_type = next(model.parameters()).device.type
-    training = [module for module in model.modules() if module.training]
-    pinned = [(o, a, v, getattr(o, a)) for o, a, v in _pinned(device_type)]
-    for module in training:
-        module.training = False
-    for owner, name, value, before in pinned:
-        if before != value:
-            setattr(owner, name, value)
-    try:
-        with torch.inference_mode(), torch.autocast(device_type, enabled=False):
-            yield
-    finally:
+class Ambient:
+    """Eval mode, no gradients, no autocast, full-precision matmuls, for one model."""
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._device_type = next(model.parameters()).device.type
+        self.look()
+
+    def look(self) -> None:
+        """List the model's modules anew; walking the tree at every pass would take longer."""
+        self._modules = list(self._model.modules())
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        training = [module for module in self._modules if module.training]
+        pinned = [(o, a, v, getattr(o, a)) for o, a, v in _pinned(self._device_type)]
         for module in training:
-            module.training = True
+            module.training = False
         for owner, name, value, before in pinned:
             if before != value:
-                setattr(owner, name, before)
+                setattr(owner, name, value)
+        try:
+            with torch.inference_mode(), torch.autocast(self._device_type, enabled=False):
+                yield
+        finally:
+            for module in training:
+                module.training = True
+            for owner, name, value, before in pinned:
+                if before != value:
+                    setattr(owner, name, before)

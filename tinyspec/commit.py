@@ -72,6 +72,7 @@ class Committer:
             self.fail(sequence, target.error or "")
             return
         sequence.drop_drafts()
+        sequence.undrafted = True
         sequence.computed = len(sequence.tokens) - 1
         cache.zero_behind(sequence.pages, sequence.computed)
         self._scheduler.pool.truncate(sequence.pages, sequence.computed)
@@ -120,6 +121,7 @@ class Committer:
     ) -> Verdict:
         """Commit one sequence's tokens and cut its drafts and pages to what is left."""
         drafts = sequence.drafts
+        sequence.undrafted = False
         mismatch = num_accepted < min(num_committed, len(drafts))
         verdict = Verdict(sequence, accepted=num_accepted)
         sequence.stats.verify_passes += 1

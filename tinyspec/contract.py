@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tinyspec.ambient import ambient, refuse_tunable_op
+from tinyspec.ambient import refuse_tunable_op
 from tinyspec.batch import Batch
 from tinyspec.config import EngineConfig
 from tinyspec.errors import DeterminismError
@@ -57,6 +57,7 @@ class Contract:
 
     def look_at_weights(self) -> None:
         """Forget the fingerprint if a parameter was replaced or written to."""
+        self._runner.ambient.look()
         changed = self._config.verify_weights or self._weights != weight_state(self._model)
         if self._fingerprint is not None and changed:
             self.forget()
@@ -71,7 +72,7 @@ class Contract:
             )
         if self._proven:
             return
-        with ambient(self._model):
+        with self._runner.ambient():
             for probe in self._probes():
                 if not probe:
                     raise DeterminismError(

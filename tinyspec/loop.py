@@ -7,7 +7,6 @@ from collections import Counter, deque
 
 from torch import Tensor
 
-from tinyspec.ambient import ambient
 from tinyspec.commit import Committer, Verdict
 from tinyspec.config import EngineConfig
 from tinyspec.drafter import Drafter
@@ -44,7 +43,7 @@ class Loop:
 
     def step(self) -> list[StreamEvent]:
         """One pass; the committed tokens it brought, sequence by sequence."""
-        with ambient(self.runner.model):
+        with self.runner.ambient():
             began = time.perf_counter()
             self._propose()
             work_pass = self.scheduler.schedule()

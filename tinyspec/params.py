@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 from tinyspec.errors import refuse
@@ -120,25 +121,25 @@ class SamplingParams:
     def _set(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)
 
-    @property
+    @cached_property
     def stop_ids(self) -> tuple[int, ...]:
         """Tokens that end the request, once ``eos_token_id`` is resolved."""
         eos = () if self.ignore_eos or self.eos_token_id is None else self.eos_token_id
         return (*eos, *self.stop_token_ids)  # type: ignore[misc]
 
-    @property
+    @cached_property
     def filtered(self) -> bool:
         """Whether top-k, top-p or min-p take part."""
         return self.temperature > 0 and bool(
             self.top_k or self.min_p or (self.top_p is not None and self.top_p < 1)
         )
 
-    @property
+    @cached_property
     def draftable(self) -> bool:
         """Whether every logits processor may be called for tokens that are not committed."""
         return all(getattr(p, "stateless", False) for p in self.logits_processors)
 
-    @property
+    @cached_property
     def needs_history(self) -> bool:
         """Whether sampling looks at the tokens before."""
         return self.repetition_penalty != 1.0 or bool(self.logits_processors)

@@ -17,23 +17,20 @@ class Work:
     The kinds are names for what the rows are doing and nothing more: prompt (of a preempted
     sequence: all it had), decode (a plain request's newest token), draft (a deterministic request's
     newest token on the fast path), verify (canonical rows over the newest token and drafts).
+    yields: how many of the rows, counted from the last, yield a token that is wanted.
     """
 
     sequence: Sequence
     kind: str
     start: int
     count: int
+    end: int = field(init=False)
+    yields: int = field(init=False)
 
-    @property
-    def end(self) -> int:
-        return self.start + self.count
-
-    @property
-    def yields(self) -> int:
-        """How many of the rows, counted from the last, yield a token that is wanted."""
-        if self.kind == DRAFT:
-            return 1
-        return max(0, self.end - (len(self.sequence.tokens) - 1))
+    def __post_init__(self) -> None:
+        self.end = self.start + self.count
+        newest = len(self.sequence.tokens) - 1
+        self.yields = 1 if self.kind == DRAFT else max(0, self.end - newest)
 
     @property
     def token_ids(self) -> list[int]:

@@ -33,7 +33,8 @@ class Sequence:
     tokens: prompt and committed tokens. drafts: proposed behind them, not yet canonical.
     computed: leading positions whose KV is final (canonical for a deterministic request).
     pages: page table. proposed: the drafts came from a drafter, so they have no KV of their own.
-    draft_ended: the drafts end in a stop token; nothing can follow.
+    draft_ended: the drafts end in a stop token; nothing can follow. undrafted: the next token comes
+    from a verify without drafts.
     """
 
     request: Request
@@ -44,6 +45,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     proposed: bool = False
     draft_ended: bool = False
+    undrafted: bool = False
     finish_reason: str | None = None
     error: str | None = None
     logprobs: list[float] = field(default_factory=list)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tinyspec.ambient import Ambient
 from tinyspec.batch import Batch
 from tinyspec.buckets import Buckets
 from tinyspec.config import EngineConfig
@@ -28,6 +29,7 @@ class Runner:
     ):
         assert config.num_pages and config.page_size
         self.model = model
+        self.ambient = Ambient(model)
         self.buckets = buckets
         self.device = model.device
         self.vocab_size = model.get_input_embeddings().num_embeddings

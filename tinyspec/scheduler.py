@@ -64,7 +64,8 @@ class Scheduler:
 
     def draft_limit(self, sequence: Sequence) -> int:
         """Drafts that may wait before a verify: the window, cut to what can still be committed."""
-        if self.config.verify == "padded" or not sequence.params.draftable:
+        padded = self.config.verify == "padded"
+        if padded or sequence.undrafted or not sequence.params.draftable:
             return 0
         return min(self.config.draft_window, sequence.remaining - 1)
 
