@@ -1,4 +1,4 @@
-"""The ambient state of every pass, the same whatever the caller has set; the caller's comes back."""
+"""The ambient state of every pass, whatever the caller has set; the caller's comes back."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def refuse_tunable_op() -> None:
 def _pinned(device_type: str) -> list[tuple[Any, str, object]]:
     """Settings that change bits: (owner, attribute, value of every pass)."""
     if device_type != "cuda":
-        return [(torch.backends.mkldnn.matmul, "fp32_precision", "ieee")]
+        matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+        return [(matmul, "fp32_precision", "ieee")]
     matmul = torch.backends.cuda.matmul
     return [
         (matmul, "fp32_precision", "ieee"),

@@ -60,6 +60,11 @@ class PagedAttention(nn.Module):
     Shares the projections of the module that it stands in for, under the same names.
     """
 
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+    o_proj: nn.Module
+
     def __init__(self, original: nn.Module, context: AttentionContext):
         super().__init__()
         for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"):

@@ -24,7 +24,8 @@ class EngineConfig:
     """Settings of an engine. None means: by device kind, or by what the model allows.
 
     reference_rows: row count of the reference bucket (CPU 32, GPU 128).
-    max_rows: most rows of one pass (CPU 512, GPU 2048). max_sequences: most sequences running.
+    max_rows: most rows of one pass (CPU 512, GPU 2048). max_sequences: most sequences running;
+        never more than max_rows.
     max_model_len: longest prompt plus output (the model's positions).
     page_size: tokens per page, a power of two (CPU 128, GPU 16).
     num_pages | memory_fraction: size of the page pool, or the share of free memory it may take.
@@ -115,6 +116,7 @@ class EngineConfig:
             self,
             reference_rows=reference,
             max_rows=rows,
+            max_sequences=min(self.max_sequences, rows),
             max_model_len=length,
             page_size=self.page_size or (128 if cpu else 16),
             backend=backend,

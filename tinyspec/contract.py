@@ -46,9 +46,7 @@ class Contract:
             with torch.no_grad():
                 weights = digest_weights(self._model)
             self._weights = weight_state(self._model)
-            self._fingerprint = fingerprint(
-                self._model, weights, self._config, self._runner.device
-            )
+            self._fingerprint = fingerprint(self._model, weights, self._config, self._runner.device)
         return self._fingerprint
 
     def forget(self) -> None:
@@ -111,6 +109,6 @@ class Contract:
         def passes(embeddings: Tensor) -> Tensor:
             return self._runner.forward(batch, keep, inputs_embeds=embeddings)
 
-        weight = model.get_input_embeddings().weight
+        weight = next(model.get_input_embeddings().parameters())
         needles = weight[torch.linspace(0, len(weight) - 1, rows, device=device).long()]
         return position_invariant(passes, needles, rows, name="model", passes=MODEL_PASSES)

@@ -38,7 +38,10 @@ def demo(engine: Engine, crowd: int, max_new_tokens: int) -> int:
     )
     others = [
         SamplingParams(
-            max_new_tokens=max_new_tokens, temperature=0.9 * (n % 2), seed=n, deterministic=n % 3 == 0
+            max_new_tokens=max_new_tokens,
+            temperature=0.9 * (n % 2),
+            seed=n,
+            deterministic=n % 3 == 0,
         )
         for n in range(crowd)
     ]
@@ -54,7 +57,9 @@ def demo(engine: Engine, crowd: int, max_new_tokens: int) -> int:
     if not found[0][1]:
         print("(this machine's kernels happen to agree at these two batch sizes)")
     print("\nThe mixed batch:\n")
-    print(f"{'request':<9}{'kind':<15}{'drafted':>8}{'accepted':>9}{'rolled back':>12}{'verifies':>9}")
+    print(
+        f"{'request':<9}{'kind':<15}{'drafted':>8}{'accepted':>9}{'rolled back':>12}{'verifies':>9}"
+    )
     for n, output in enumerate(outputs):
         completion, params = output.completions[0], output.params
         stats = completion.stats

@@ -23,7 +23,7 @@ class Drafter(Protocol):
 
 
 class FastPath:
-    """The default: proposes nothing, so that every draft comes from a decode row on the fast path."""
+    """The default: proposes nothing, so every draft comes from a decode row on the fast path."""
 
     def propose(self, sequences: list[Sequence[int]], n: int) -> list[list[int]]:
         return [[] for _ in sequences]
@@ -59,7 +59,7 @@ class ModelDrafter:
         for sequence in sequences:
             ids = torch.tensor([list(sequence)], device=self.model.device)
             mask = torch.ones_like(ids)
-            out = self.model.generate(
+            out = self.model.generate(  # type: ignore[operator]
                 input_ids=ids, attention_mask=mask, max_new_tokens=n, do_sample=False
             )
             proposals.append(out[0, len(sequence) :].tolist())

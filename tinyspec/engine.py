@@ -90,8 +90,8 @@ class Engine:
         one."""
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype).to(device)
-        return cls(model, AutoTokenizer.from_pretrained(name_or_path), config)
+        model: Any = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype)
+        return cls(model.to(device), AutoTokenizer.from_pretrained(name_or_path), config)
 
     def __enter__(self) -> Engine:
         return self
@@ -157,7 +157,9 @@ class Engine:
             try:
                 while len(outputs) < len(requests):
                     events, finished = self._advance()
-                    bar.update(sum(e.finish_reason is not None and e.request_id in mine for e in events))
+                    bar.update(
+                        sum(e.finish_reason is not None and e.request_id in mine for e in events)
+                    )
                     for output in finished:
                         if output.request_id in mine:
                             outputs[output.request_id] = output

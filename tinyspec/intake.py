@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from tinyspec.config import EngineConfig
 from tinyspec.errors import refuse
 from tinyspec.params import SamplingParams
+from tinyspec.patch import vocab_size
 from tinyspec.request import Request
 from tinyspec.text import as_prompts, to_token_ids
 
@@ -26,7 +27,7 @@ class Intake:
     def __init__(self, model: PreTrainedModel, tokenizer: Any, config: EngineConfig):
         self._tokenizer = tokenizer
         self._config = config
-        self._vocab_size = model.get_input_embeddings().num_embeddings
+        self._vocab_size = vocab_size(model)
         self._eos = _default_eos(model, tokenizer)
         self._numbers = itertools.count()
         self._seeds = torch.Generator()
@@ -57,7 +58,9 @@ class Intake:
         number = next(self._numbers)
         resolved = params.resolve(
             eos_token_id=self._eos if params.eos_token_id is None else params.eos_token_id,
-            seed=self._draw_seed() if params.temperature > 0 and params.seed is None else params.seed,
+            seed=self._draw_seed()
+            if params.temperature > 0 and params.seed is None
+            else params.seed,
         )
         return Request(f"request-{number}", prompt, resolved, number)
 

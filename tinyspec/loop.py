@@ -111,14 +111,15 @@ class Loop:
         return [sequence, *forked]
 
     def _fork(self, leader: Sequence, sibling: Sequence) -> bool:
-        copy = self.scheduler.try_fork(leader, sibling)
-        if copy is False:
+        """Let ``sibling`` share the leader's prompt, or else queue it to compute its own."""
+        if not self.scheduler.can_fork(leader):
+            self.scheduler.add(sibling)
             return False
+        copy = self.scheduler.fork(leader, sibling)
         sibling.stats.cached_prompt_tokens = sibling.computed
-        if copy:
-            cache = self.runner.cache
-            cache.zero_upto(self.scheduler.pool.high_water)
-            cache.copy_page(*copy)
+        if copy is not None:
+            self.runner.cache.zero_upto(self.scheduler.pool.high_water)
+            self.runner.cache.copy_page(*copy)
         return True
 
     def _sample(

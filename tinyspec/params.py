@@ -162,5 +162,3 @@ class SamplingParams:
     def from_dict(cls, data: dict[str, Any]) -> SamplingParams:
         """The inverse of ``to_dict``; user functions stay names, which cannot be run again."""
         return cls(**data)
-
-

@@ -32,7 +32,16 @@ FUSED = (
 )
 INTERFACE = ("gpt2", "gpt_neox")
 OFF_INTERFACE = ("falcon", "bloom", "mpt", "gptj", "gpt_neo", "codegen", "xglm")
-OTHER_STATE = ("mamba", "mamba2", "rwkv", "jamba", "bamba", "zamba", "falcon_h1", "nemotron_h")
+OTHER_STATE: tuple[str, ...] = (
+    "mamba",
+    "mamba2",
+    "rwkv",
+    "jamba",
+    "bamba",
+    "zamba",
+    "falcon_h1",
+    "nemotron_h",
+)
 OTHER_STATE += ("qwen3_next", "qwen3_5", "lfm2", "recurrent_gemma")
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -96,6 +105,11 @@ def _shape(model: PreTrainedModel, attention: nn.Module) -> LayerShape:
     return LayerShape(heads, kv_heads, head_dim or config.hidden_size // heads)
 
 
+def vocab_size(model: PreTrainedModel) -> int:
+    """Rows of the model's embedding table: the token ids it takes."""
+    return len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
+
+
 def max_positions(model: PreTrainedModel) -> int:
     """The longest sequence that the model has positions for."""
     return int(model.config.max_position_embeddings)
@@ -116,12 +130,12 @@ def patch(model: PreTrainedModel, max_model_len: int | None = None) -> Patched:
     attentions = _attentions(model)
     layers = [_shape(model, module) for _, _, module in attentions]
     patched = Patched(context, layers, model.config._attn_implementation)
-    model._tinyspec = patched
+    model.__dict__["_tinyspec"] = patched
     for parent, name, module in attentions:
         if type(module).__name__ in FUSED:
             _swap(patched, parent, name, PagedAttention(module, context))
         else:
-            module.tinyspec_context = context
+            module.__dict__["tinyspec_context"] = context
             patched.bound.append(module)
     like = torch.empty(0, dtype=model.dtype, device=model.device)
     positions = max_model_len or max_positions(model)

@@ -13,7 +13,7 @@ from tinyspec.config import EngineConfig
 from tinyspec.kernels import Kernels
 from tinyspec.kv_cache import KVCache
 from tinyspec.passes import Pass
-from tinyspec.patch import Patched
+from tinyspec.patch import Patched, vocab_size
 
 
 class Runner:
@@ -32,7 +32,7 @@ class Runner:
         self.ambient = Ambient(model)
         self.buckets = buckets
         self.device = model.device
-        self.vocab_size = model.get_input_embeddings().num_embeddings
+        self.vocab_size = vocab_size(model)
         self._layers = patched.layers
         self._pages = config.num_pages, config.page_size
         self._context = patched.context
@@ -78,11 +78,10 @@ class Runner:
         """
         context = self._context
         context.segments, context.slot_mapping = batch.segments, batch.slot_mapping
-        embedded = inputs_embeds is not None
         try:
             logits = self.model(
-                input_ids=None if embedded else batch.input_ids[None],
-                inputs_embeds=inputs_embeds[None] if embedded else None,
+                input_ids=batch.input_ids[None] if inputs_embeds is None else None,
+                inputs_embeds=None if inputs_embeds is None else inputs_embeds[None],
                 position_ids=batch.positions[None],
                 use_cache=False,
                 logits_to_keep=keep,

@@ -47,16 +47,16 @@ class Scheduler:
                 queue.remove(sequence)
         self.pool.free(sequence.pages)
 
-    def try_fork(self, leader: Sequence, sibling: Sequence) -> tuple[int, int] | None | bool:
-        """Start ``sibling`` on ``leader``'s computed prompt.
+    def can_fork(self, leader: Sequence) -> bool:
+        """Whether there is a place and a page for a sibling that starts on a computed prompt."""
+        room = len(self.running) < self.config.max_sequences
+        return room and self.pool.can_fork(leader.computed)
 
-        Returns the (from, to) page that must be copied, None if there is none, or False where there
-        is no room: the sibling then waits and computes the prompt for itself.
+    def fork(self, leader: Sequence, sibling: Sequence) -> tuple[int, int] | None:
+        """Start ``sibling`` on the prompt that ``leader`` has computed.
+
+        Returns (from, to) of the page that must be copied, if there is one.
         """
-        room = len(self.running) < self.config.max_sequences  # type: ignore[operator]
-        if not room or not self.pool.can_fork(leader.computed):
-            self.add(sibling)
-            return False
         sibling.pages, copy = self.pool.fork(leader.pages, leader.computed)
         sibling.computed = leader.computed
         self.running.append(sibling)
@@ -77,7 +77,10 @@ class Scheduler:
     def schedule(self) -> Pass | None:
         """The next pass, pages granted; None when nothing can run."""
         self._admit()
-        decoding, prompts, canonical, drafting = [], [], [], []
+        decoding: list[Sequence] = []
+        prompts: list[Sequence] = []
+        canonical: list[Sequence] = []
+        drafting: list[Sequence] = []
         for sequence in self.running:
             if sequence.deterministic:
                 settled = sequence.pending == 1 and not self._due(sequence)
@@ -151,8 +154,8 @@ class Scheduler:
         return works
 
     def _admit(self) -> None:
-        """Move waiting sequences in while there is a place and their pages are likely to suffice."""
-        while self.waiting and len(self.running) < self.config.max_sequences:  # type: ignore[operator]
+        """Move waiting sequences in while there is a place and pages that are likely to last."""
+        while self.waiting and len(self.running) < self.config.max_sequences:
             need = self.pool.pages_for(len(self.waiting[0].tokens) + 1)
             if self.running and self.pool.num_free < need + len(self.running):
                 break

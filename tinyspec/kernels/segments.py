@@ -1,4 +1,4 @@
-"""The rows of one pass, grouped by sequence: what attention needs to know and nothing else.
+"""The rows of one pass, grouped by sequence: what attention needs to know, and no more.
 
 Knows nothing of requests, drafts or canonical passes: a prompt chunk, a decode row and the rows of a
 verify are all segments, and that is why they follow one reduction.

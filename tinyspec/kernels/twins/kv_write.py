@@ -19,15 +19,12 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """RoPE on the first ``cos.shape[-1]`` of the head's dimensions; halves form the pairs."""
     rot = cos.shape[-1]
-    half = rot // 2
-    turned = x[..., :rot]
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    torch.mul(turned, cos, out=out[..., :rot])
-    out[..., :half] -= turned[..., half:] * sin[..., :half]
-    out[..., half:rot] += turned[..., :half] * sin[..., half:]
-    if rot < x.shape[-1]:
-        out[..., rot:] = x[..., rot:]
-    return out
+    turned = x if rot == x.shape[-1] else x[..., :rot]
+    # (-x2, x1) * sin is (x2, x1) * (-sin, sin), to the bit.
+    first, second = sin.split(rot // 2, dim=-1)
+    signed = torch.cat((-first, second), dim=-1)
+    out = (turned * cos).add_(turned.roll(rot // 2, dims=-1).mul_(signed))
+    return out if rot == x.shape[-1] else torch.cat((out, x[..., rot:]), dim=-1)
 
 
 def fused_kv_write(
@@ -55,10 +52,10 @@ def fused_kv_write(
     if k_weight is not None:
         k = _rms_norm(k, k_weight, eps)
     if cos is not None and sin is not None:
-        cos, sin = cos[:, None], sin[:, None]
-        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-    rows = (slot_mapping >= 0).nonzero().squeeze(-1)
-    if rows.numel() < slot_mapping.numel():
+        both = _rotate(torch.cat((q, k), dim=1), cos[:, None], sin[:, None])
+        q, k = both.split((q.shape[1], k.shape[1]), dim=1)
+    if int(slot_mapping.min()) < 0:
+        rows = (slot_mapping >= 0).nonzero().squeeze(-1)
         k, v, slot_mapping = k[rows], v[rows], slot_mapping[rows]
     k_cache.flatten(0, 1).index_copy_(0, slot_mapping, k)
     v_cache.flatten(0, 1).index_copy_(0, slot_mapping, v)

@@ -1,9 +1,9 @@
 """Twin of paged attention: tiles of 128 tokens, each a flash-attention call, merged in order.
 
 The tile, not the page, is what the bits see. A tile's partial result does not depend on how many
-query rows or tiles share its call, provided there are at least four query rows (measured:
-``benchmarks/probe.py``), and partials are merged one after the other from position 0. A tile that is
-masked for a row has weight exactly 0 in that merge, so the tiles that other rows need, and those
+query rows or tiles share its call, provided the query rows are a multiple of four (measured:
+``benchmarks/probe.py``), and partials are merged one after the other from position 0. A tile
+that is masked for a row has weight exactly 0 in that merge, so the tiles that other rows need, and those
 that a window lets a whole block skip, change nothing.
 
 Does not know requests or passes, and shares nothing between calls but what ``Segments.derived``
@@ -47,20 +47,22 @@ class _Block:
 class _Group:
     """Blocks of like height, most tiles first; their tiles ordered by depth, then by block.
 
-    rows:    [B, H] pass row of every query row; a short block repeats its last.
+    height: query rows of every block; a short block repeats its last row.
+    rows:    [T * height] pass row of every tile's query rows.
+    mask:    [T, 1, height * group, TILE] fp32, 0 or MASKED.
     tiles:   [T, TILE] slots, or [T] tiles of the cache where pages hold whole tiles.
-    owner:   [T] block of every tile.
     counts:  blocks that have a first, a second, ... tile.
-    span:    where the tiles lie dense in the cache: first and end tile of the range, and
-    order:   the place of each tile in that range; ``owner`` and ``mask`` then follow the range.
-    mask:    [T, 1, H * group, TILE] fp32, 0 or MASKED.
+    span:    where the tiles lie dense in the cache, the range of them; ``rows`` and ``mask`` then
+        follow the range, and ``order`` [T] says where in it each tile is.
+    results: pass row of every result, in the order of the blocks (of the range: of its tiles).
     """
 
+    height: int
     rows: Tensor
-    tiles: Tensor
-    owner: Tensor
-    counts: list[int]
     mask: Tensor
+    tiles: Tensor
+    counts: list[int]
+    results: Tensor
     span: tuple[int, int] | None = None
     order: Tensor | None = None
 
@@ -94,12 +96,12 @@ def _groups(segments: Segments, window: int, group: int) -> list[_Group]:
     def height(block: _Block) -> int:
         return _height(block.rows, unit)
 
-    def batches(blocks: list[_Block], tall: int) -> Iterator[list[_Block]]:
+    def batches(blocks: list[_Block], rows: int) -> Iterator[list[_Block]]:
         """Cut so that no call's scratch passes MAX_TILE_ROWS (a single block may)."""
         batch: list[_Block] = []
         size = 0
         for block in blocks:
-            cost = block.num_tiles * tall * group
+            cost = block.num_tiles * rows * group
             if batch and size + cost > MAX_TILE_ROWS:
                 yield batch
                 batch, size = [], 0
@@ -116,47 +118,61 @@ def _groups(segments: Segments, window: int, group: int) -> list[_Group]:
 
 
 def _group(
-    blocks: list[_Block], tall: int, segments: Segments, window: int, group: int
+    blocks: list[_Block], height: int, segments: Segments, window: int, group: int
 ) -> _Group:
     page_size = segments.page_size
     counts = [
         sum(block.num_tiles > depth for block in blocks) for depth in range(blocks[0].num_tiles)
     ]
     pairs = [(b, depth) for depth, count in enumerate(counts) for b in range(count)]
-    owner = torch.tensor([b for b, _ in pairs])
-    first = torch.tensor([(blocks[b].first_tile + depth) * TILE for b, depth in pairs])
-    block_rows = torch.tensor([[b.row, b.rows, b.position] for b in blocks])
-    inside = torch.minimum(torch.arange(tall), block_rows[:, 1:2] - 1)
-    rows, positions = block_rows[:, :1] + inside, block_rows[:, 2:] + inside
-
+    numbers = [blocks[b].first_tile + depth for b, depth in pairs]
     span = order = None
     if page_size % TILE == 0:
         ratio = page_size // TILE
-        numbers = []
-        for b, depth in pairs:
-            tile = blocks[b].first_tile + depth
-            numbers.append(blocks[b].pages[tile // ratio] * ratio + tile % ratio)
-        tiles = torch.tensor(numbers)
-        low, high = min(numbers), max(numbers) + 1
-        if high - low <= 1.5 * len(numbers) and len(set(numbers)) == len(numbers):
-            span, order = (low, high), tiles - low
-            owner = torch.zeros(high - low, dtype=torch.long).scatter_(0, order, owner)
-            first = torch.zeros(high - low, dtype=torch.long).scatter_(0, order, first)
+        places = [
+            blocks[b].pages[number // ratio] * ratio + number % ratio
+            for (b, _), number in zip(pairs, numbers, strict=True)
+        ]
+        tiles = torch.tensor(places)
+        low, high = min(places), max(places) + 1
+        if high - low <= 1.5 * len(places) and len(set(places)) == len(places):
+            span = (low, high)
+            found = {place - low: n for n, place in enumerate(places)}
+            # A tile of the range that is nobody's gets the first block's rows; none reads it.
+            at = [found.get(place, 0) for place in range(high - low)]
+            pairs, numbers = [pairs[n] for n in at], [numbers[n] for n in at]
+            order = tiles - low
     else:
         # Positions behind the sequence's last page repeat that page: masked, and finite.
-        token = first[:, None] + torch.arange(TILE)
+        token = torch.tensor(numbers)[:, None] * TILE + torch.arange(TILE)
         last = torch.tensor([len(blocks[b].pages) - 1 for b, _ in pairs])
         table = torch.tensor([blocks[b].pages for b, _ in pairs])
         page = torch.minimum(token // page_size, last[:, None])
         tiles = table.gather(1, page) * page_size + token % page_size
 
-    ahead = positions[owner] - first[:, None]
+    facts = torch.tensor(
+        [
+            (blocks[b].row, blocks[b].rows - 1, blocks[b].position - number * TILE)
+            for (b, _), number in zip(pairs, numbers, strict=True)
+        ]
+    )
+    inside = torch.minimum(torch.arange(height), facts[:, 1:2])
+    ahead = (facts[:, 2:] + inside)[..., None]
     key = torch.arange(TILE)
-    seen = key <= ahead[..., None]
+    seen = key <= ahead
     if window:
-        seen &= key > (ahead - window)[..., None]
+        seen &= key > ahead - window
     mask = torch.where(seen, 0.0, MASKED).repeat_interleave(group, dim=1)[:, None]
-    return _Group(rows, tiles, owner, counts, mask, span, order)
+    rows = facts[:, :1] + inside
+    # With one tile a block there is nothing to merge, so nothing to put in order either.
+    results = rows
+    if len(counts) > 1:
+        results = rows[order[: counts[0]]] if order is not None else rows[: counts[0]]
+    elif order is not None and len(at) != len(places):
+        results = rows[order]
+    else:
+        order = None
+    return _Group(height, rows.flatten(), mask, tiles, counts, results, span, order)
 
 
 def _tiles_of(cache: Tensor, plan: _Group) -> Tensor:
@@ -191,16 +207,15 @@ def _partials(
     return out, (highest + total.log_()).squeeze(-1)
 
 
-def _merge(
-    out: Tensor, lse: Tensor, counts: list[int], sinks: Tensor | None
-) -> Tensor:
+def _merge(out: Tensor, lse: Tensor, counts: list[int], sinks: Tensor | None) -> Tensor:
     """Weigh the partials of each block by their log-sum-exp, one after the other.
 
     out [T, Hkv, rows, D], lse [T, Hkv, rows], ordered by depth; sinks [Hkv, rows] -> [B, ...].
     """
     if len(counts) == 1 and sinks is None:
         return out
-    blocks = counts[0]
+    blocks = counts[0] if len(counts) > 1 else len(out)
+    counts = [blocks, *counts[1:]]
     starts = [sum(counts[:depth]) for depth in range(len(counts))]
     highest = lse[:blocks].clone() if sinks is None else torch.maximum(lse[:blocks], sinks)
     for start, count in zip(starts[1:], counts[1:], strict=True):
@@ -240,25 +255,18 @@ def paged_attention(
 
     result = torch.zeros(q.shape, dtype=q.dtype)
     for plan in plans:
-        blocks, tall = plan.rows.shape
-        packed = q.index_select(0, plan.rows.flatten()).view(blocks, tall, kv_heads, group, dim)
-        packed = packed.transpose(1, 2).reshape(blocks, kv_heads, tall * group, dim)
-        out, lse = _partials(
-            packed.index_select(0, plan.owner),
-            _tiles_of(k_cache, plan),
-            _tiles_of(v_cache, plan),
-            plan.mask,
-            scale,
-            softcap,
-        )
+        height = plan.height
+        packed = q.index_select(0, plan.rows).view(-1, height, kv_heads, group, dim)
+        packed = packed.transpose(1, 2).reshape(-1, kv_heads, height * group, dim)
+        k, v = _tiles_of(k_cache, plan), _tiles_of(v_cache, plan)
+        out, lse = _partials(packed, k, v, plan.mask, scale, softcap)
         if plan.order is not None:
             out, lse = out.index_select(0, plan.order), lse.index_select(0, plan.order)
         sink_rows = None
         if sinks is not None:
-            sink_rows = sinks.float().view(kv_heads, 1, group).expand(-1, tall, -1).flatten(1)
-        merged = _merge(out, lse, plan.counts, sink_rows)
-        merged = merged.view(blocks, kv_heads, tall, group, dim).transpose(1, 2)
-        merged = merged.reshape(blocks, tall, heads, dim).to(q.dtype)
+            sink_rows = sinks.float().view(kv_heads, 1, group).expand(-1, height, -1).flatten(1)
+        merged = _merge(out, lse, plan.counts, sink_rows).to(q.dtype)
+        merged = merged.view(-1, kv_heads, height, group, dim).transpose(1, 2)
         # A block's repeated last row is the same row computed again: the same bits, written twice.
-        result.index_copy_(0, plan.rows.flatten(), merged.flatten(0, 1))
+        result.index_copy_(0, plan.results.flatten(), merged.reshape(-1, heads, dim))
     return result
