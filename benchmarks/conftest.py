@@ -8,7 +8,9 @@ transformers.logging.set_verbosity_error()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--smoke", action="store_true", help="tiny sizes: shows that the suites run, reports nothing"
+        "--smoke",
+        action="store_true",
+        help="tiny sizes: shows that the suites run, reports nothing",
     )
 
 

@@ -31,8 +31,11 @@ class Verdict:
 class Committer:
     """Adds tokens to sequences, ends those that stop, truncates those that drafted wrongly."""
 
-    def __init__(self, kernels: Kernels, scheduler: Scheduler, tokenizer: Any):
+    def __init__(
+        self, kernels: Kernels, scheduler: Scheduler, tokenizer: Any, device: torch.device
+    ):
         self._kernels = kernels
+        self._device = device
         self._scheduler = scheduler
         self._tokenizer = tokenizer
         self._verdicts: list[Verdict] = []
@@ -79,15 +82,15 @@ class Committer:
 
     def _judge(self, verified: list[tuple[Sequence, list[Sampled]]]) -> None:
         sequences = [sequence for sequence, _ in verified]
-        pool = self._scheduler.pool
+        pool, device = self._scheduler.pool, self._device
         width = max(max(len(targets), len(s.drafts)) for s, targets in verified)
 
         def table(rows: list[list[int]], width: int) -> torch.Tensor:
             padded = [row + [-1] * (width - len(row)) for row in rows]
-            return torch.tensor(padded, dtype=torch.long).view(len(rows), width)
+            return torch.tensor(padded, dtype=torch.long, device=device).view(len(rows), width)
 
         def column(values: list[int]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int32)
+            return torch.tensor(values, dtype=torch.int32, device=device)
 
         stop_ids = [list(s.params.stop_ids) for s in sequences]
         accepted = self._kernels.accept_truncate(
@@ -174,7 +177,7 @@ class Committer:
                 return True
         if not params.stopping_criteria:
             return False
-        ids = torch.tensor([sequence.tokens])
+        ids = torch.tensor([sequence.tokens], device=self._device)
         # Every criterion sees every token, as those that count must.
         return any([bool(torch.as_tensor(f(ids, None)).all()) for f in params.stopping_criteria])
 

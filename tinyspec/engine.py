@@ -67,7 +67,7 @@ class Engine:
         self._pool = PagePool(config.num_pages, config.page_size)
         self._scheduler = Scheduler(config, self._pool, buckets)
         self._runner = Runner(self.model, self._patched, config, loaded, buckets)
-        committer = Committer(loaded, self._scheduler, self.tokenizer)
+        committer = Committer(loaded, self._scheduler, self.tokenizer, self._runner.device)
         self._loop = Loop(
             config, self._scheduler, self._runner, Sampler(loaded), committer, drafter
         )

@@ -1,0 +1,184 @@
+"""The twin of paged attention: right, and a row's bits depend on its own sequence alone.
+
+The test that matters: a row decoded alone equals, bit for bit, the same row inside its prompt, at
+every tile and window boundary, whatever the page size, the pages and the other sequences.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tinyspec.kernels.segments import Segments
+from tinyspec.kernels.twins import paged_attention as twin
+
+LENGTHS = (1, 5, 127, 128, 129, 300)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# head_dim, kv heads, group
+SHAPES = ((64, 2, 2), (32, 1, 4), (80, 2, 1), (96, 1, 3), (128, 1, 7), (256, 1, 1))
+SCORES = ({}, {"window": 50}, {"softcap": 20.0}, {"sinks": True}, {"window": 140, "softcap": 5.0})
+# Not the usual one over the root of the head size.
+SCALE = 1.3
+
+
+@cache
+def sequences(dtype, shape):
+    """q, k, v of one whole sequence per length."""
+    dim, kv_heads, group = shape
+    g = torch.Generator().manual_seed(1)
+
+    def rand(n, heads):
+        return torch.randn(n, heads, dim, generator=g).to(dtype)
+
+    return [(rand(n, kv_heads * group), rand(n, kv_heads), rand(n, kv_heads)) for n in LENGTHS]
+
+
+def run(dtype, shape, chosen, scores, page_size=128, seed=0, scattered=True):
+    """Attention of the last ``rows`` rows of each chosen sequence: [(index, rows), ...]."""
+    dim, kv_heads, group = shape
+    g = torch.Generator().manual_seed(seed)
+    held = [sequences(dtype, shape)[n] for n, _ in chosen]
+    needs = [-(-len(q) // page_size) for q, _, _ in held]
+    pool = sum(needs) * (3 if scattered else 1)
+    free = torch.randperm(pool, generator=g).tolist() if scattered else list(range(pool))
+    # What the pages hold beside the sequences is large: it must not show.
+    caches = [
+        100 * torch.randn(pool, page_size, kv_heads, dim, generator=g).to(dtype) for _ in range(2)
+    ]
+    table = torch.zeros(len(chosen), max(needs), dtype=torch.int32)
+    starts, rows = [0], []
+    for s, ((q, k, v), need, (_, count)) in enumerate(zip(held, needs, chosen, strict=True)):
+        pages = torch.tensor([free.pop() for _ in range(need)])
+        table[s, :need] = pages
+        slots = (pages[:, None] * page_size + torch.arange(page_size)).flatten()[: len(k)]
+        for cache_, values in zip(caches, (k, v), strict=True):
+            cache_.flatten(0, 1)[slots] = values
+        rows.append(q[len(q) - count :])
+        starts.append(starts[-1] + count)
+    padding = torch.randn(3, kv_heads * group, dim).to(dtype)
+    segments = Segments(
+        page_table=table,
+        cu_seqlens_q=torch.tensor(starts, dtype=torch.int32),
+        seq_lens=torch.tensor([len(q) for q, _, _ in held], dtype=torch.int32),
+        page_size=page_size,
+        max_seqlen_q=max(count for _, count in chosen),
+        max_seqlen_k=max(len(q) for q, _, _ in held),
+    )
+    scores = dict(scores)
+    if scores.pop("sinks", None):
+        scores["sinks"] = torch.linspace(-1, 2, kv_heads * group)
+    q = torch.cat([*rows, padding])
+    out = twin.paged_attention(q, *caches, segments, scale=SCALE * dim**-0.5, **scores)
+    assert torch.equal(out[starts[-1] :], torch.zeros_like(padding))
+    return [out[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+
+
+def dense(q, k, v, dtype, window=0, softcap=0.0, sinks=False):
+    """The definition, in ``dtype``."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = (x.to(dtype).transpose(0, 1) for x in (q, k, v))
+    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    scores = q @ k.transpose(1, 2) * (SCALE * q.shape[-1] ** -0.5)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    place = torch.arange(q.shape[1])
+    seen = place <= place[:, None]
+    if window:
+        seen &= place > place[:, None] - window
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks:
+        column = torch.linspace(-1, 2, len(q)).to(dtype)[:, None, None].expand(-1, q.shape[1], 1)
+        return (torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v).transpose(0, 1)
+    return (scores.softmax(-1) @ v).transpose(0, 1)
+
+
+def sdpa_error(q, k, v, window):
+    """Error (2-norm) of torch's scaled_dot_product_attention on the same rows."""
+    place = torch.arange(len(q))
+    seen = place <= place[:, None]
+    if window:
+        seen &= place > place[:, None] - window
+    group = q.shape[1] // k.shape[1]
+    heads = [q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)]
+    heads = [x.transpose(0, 1)[None] for x in heads]
+    out = F.scaled_dot_product_attention(*heads, attn_mask=seen, scale=SCALE * q.shape[-1] ** -0.5)[
+        0
+    ].transpose(0, 1)
+    return (out.double() - dense(q, k, v, torch.float64, window=window)).norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("scores", SCORES, ids=str)
+def test_matches_reference(dtype, shape, scores):
+    """Error against fp64 (2-norm) at most twice torch's own in the dtype, written out or SDPA."""
+    outs = run(dtype, shape, [(n, length) for n, length in enumerate(LENGTHS)], scores)
+    for out, (q, k, v) in zip(outs, sequences(dtype, shape), strict=True):
+        exact = dense(q, k, v, torch.float64, **scores)
+        same = (dense(q, k, v, dtype, **scores).double() - exact).norm()
+        same = max(same, sdpa_error(q, k, v, scores.get("window", 0)))
+        floor = torch.finfo(dtype).eps * exact.norm()
+        assert (out.double() - exact).norm() <= 2 * max(same, floor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("scores", SCORES, ids=str)
+def test_row_invariant(dtype, shape, scores):
+    everyone = [(n, length) for n, length in enumerate(LENGTHS)]
+    whole = run(dtype, shape, everyone, scores)
+    mixes = [
+        [(n, 1) for n in range(len(LENGTHS))],
+        [(5, 1)],
+        [(4, 3), (5, 40)],
+        [(5, 2), (1, 5), (3, 128)],
+    ]
+    for page_size, scattered in ((16, True), (128, True), (128, False), (256, True)):
+        for chosen in mixes:
+            outs = run(dtype, shape, chosen, scores, page_size, page_size, scattered)
+            for (n, rows), out in zip(chosen, outs, strict=True):
+                assert torch.equal(out, whole[n][len(whole[n]) - rows :])
+
+
+@pytest.mark.parametrize("window", [0, 7, 128])
+def test_every_row_alone_equals_itself_in_the_prompt(window, monkeypatch):
+    """Row by row through a sequence of 300, across every tile and window boundary."""
+    dtype, shape = torch.float32, SHAPES[0]
+    whole = run(dtype, shape, [(5, 300)], {"window": window})[0]
+    q, k, v = sequences(dtype, shape)[5]
+    caches = [torch.zeros(3, 128, 2, 64) for _ in range(2)]
+    for cache_, values in zip(caches, (k, v), strict=True):
+        cache_.flatten(0, 1)[:300] = values
+    for position in range(300):
+        segments = Segments(
+            page_table=torch.tensor([[0, 1, 2]], dtype=torch.int32),
+            cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32),
+            seq_lens=torch.tensor([position + 1], dtype=torch.int32),
+            page_size=128,
+            max_seqlen_q=1,
+            max_seqlen_k=position + 1,
+        )
+        row = q[position : position + 1]
+        out = twin.paged_attention(row, *caches, segments, scale=SCALE / 8, window=window)
+        assert torch.equal(out[0], whole[position]), position
+
+
+def test_control_another_tile_differs(monkeypatch):
+    """Another tile is another order of additions: the comparison above can fail."""
+    shape = SHAPES[0]
+    before = run(torch.float32, shape, [(5, 300)], {})[0]
+    monkeypatch.setattr(twin, "TILE", 64)
+    after = run(torch.float32, shape, [(5, 300)], {}, page_size=64)[0]
+    assert not torch.equal(before, after)
+    assert torch.allclose(before, after, atol=1e-5)
+
+
+def test_large_batches_are_cut_without_a_trace(monkeypatch):
+    chosen = [(n, length) for n, length in enumerate(LENGTHS)]
+    before = run(torch.float32, SHAPES[0], chosen, {})
+    monkeypatch.setattr(twin, "MAX_TILE_ROWS", 256)
+    after = run(torch.float32, SHAPES[0], chosen, {})
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
