@@ -4,8 +4,8 @@ Both sides of a ratio run in turns in one process, and the ratio is that of thei
 anything is timed in fp32, both must give the same tokens. Everything is included on both sides:
 prompts, planning, sampling, lists in and lists out. Run with
 
-    pytest benchmarks/bench_generate.py -o python_files='bench_*.py' --benchmark-enable \
-        --benchmark-json=FILE && python benchmarks/render.py FILE
+    pytest benchmarks/bench_generate.py --benchmark-enable --benchmark-json=FILE
+    python benchmarks/render.py FILE
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ if [[ -n $smoke ]]; then
     for file in benchmarks/bench_*.py; do
         [[ -e $file ]] || continue
         name=$(basename "$file" .py)
-        step "$name" 90 "${tests[@]}" "$file" -o python_files='bench_*.py' "${smoke_flag[@]}" \
+        step "$name" 90 "${tests[@]}" "$file" "${smoke_flag[@]}" \
             --benchmark-disable
     done
     step tables 60 "$python" benchmarks/render.py "$out/probe-tiny.json"
@@ -88,7 +88,7 @@ json.dump(environment("cuda"), open(sys.argv[1], "w"), indent=1)' "$out/environm
     for file in benchmarks/bench_*.py; do
         [[ -e $file ]] || continue
         name=$(basename "$file" .py)
-        step "$name" 100 "${tests[@]}" "$file" -o python_files='bench_*.py' --benchmark-enable \
+        step "$name" 100 "${tests[@]}" "$file" --benchmark-enable \
             --benchmark-only --benchmark-json="$out/$name.json"
     done
     step probe-llama-3.1-8b 100 "${probe[@]}" --preset llama-3.1-8b --dtype bfloat16 --layers 4 \

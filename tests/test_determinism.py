@@ -54,7 +54,9 @@ def models(request):
 def run_mix(model, alone, seed):
     """One random mix; asserts that every needle in it kept its bits."""
     rng = random.Random(seed)
-    truths = [p + tokens for (p, _), row in zip(needles(), alone, strict=True) for tokens, *_ in row]
+    truths = [
+        p + tokens for (p, _), row in zip(needles(), alone, strict=True) for tokens, *_ in row
+    ]
     drafter = rng.choice((None, None, "ngram", Liar(seed), HalfLiar(truths, seed)))
     chosen = rng.sample(range(len(needles())), rng.randint(1, 3))
     requests = [needles()[n] for n in chosen]

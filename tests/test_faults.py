@@ -186,3 +186,20 @@ def test_release_and_weights():
         model.lm_head.weight.data[7, 0] -= 1
         engine.weights_changed()
         assert engine.generate([[1, 2, 3]], DETERMINISTIC)[0].fingerprint == first.fingerprint
+
+
+@pytest.mark.parametrize("page_size", [8, 128])
+def test_pages_held_are_what_sequences_need(page_size):
+    """Never more than every sequence's own tokens and drafts need, plus one page each."""
+    rng = random.Random(4)
+    with Engine(tiny(), config=EngineConfig(page_size=page_size)) as engine:
+        for prompt, params in crowd(rng, 30):
+            engine.add_request(prompt, params)
+        most = 0
+        while engine.has_unfinished():
+            engine.step()
+            running = engine._scheduler.running
+            need = sum(engine._pool.pages_for(len(s.tokens) + len(s.drafts)) for s in running)
+            assert engine._pool.num_held <= need + len(running)
+            most = max(most, engine._pool.num_held)
+        assert most > 20

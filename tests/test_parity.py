@@ -61,7 +61,9 @@ def test_unpatch_leaves_no_trace(family):
         assert {name: p.data_ptr() for name, p in model.named_parameters()} == weights
         engine.generate(prompts(3), GREEDY)
         assert {n: m.training for n, m in model.named_modules()}.items() >= {
-            (n, t) for n, t in training.items() if n in dict(model.named_modules()) and "rotary" not in n
+            (n, t)
+            for n, t in training.items()
+            if n in dict(model.named_modules()) and "rotary" not in n
         }
     assert {name: id(module) for name, module in model.named_modules()} == before
     assert {name: module.training for name, module in model.named_modules()} == training

@@ -5,16 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tinyspec.engine import Engine
+from tinyspec.models.stories import sample_prompts
 from tinyspec.outputs import RequestOutput
 from tinyspec.params import SamplingParams
 
-NEEDLE = "Q: Ana has 3 apples and gets 4 more. How many apples does Ana have? A:"
-CROWD = [
-    "Once upon a time",
-    "Q: What is 2 + 5? A:",
-    "One morning",
-    "Q: What is the last item of the list cat, dog, hen? A:",
-]
+PROMPT_SEED = 3
 
 
 def _compare(alone: RequestOutput, crowded: RequestOutput) -> tuple[int, int, bool]:
@@ -45,12 +40,12 @@ def demo(engine: Engine, crowd: int, max_new_tokens: int) -> int:
         )
         for n in range(crowd)
     ]
-    prompts = [NEEDLE, *(CROWD[n % len(CROWD)] for n in range(crowd))]
+    prompts = sample_prompts(crowd + 1, seed=PROMPT_SEED)
     print(f"One request (temperature 0.7, seed 1), alone and among {crowd} others\n")
     found = []
     for flag in (False, True):
         mine = replace(needle, deterministic=flag)
-        alone = engine.generate(NEEDLE, mine)[0]
+        alone = engine.generate(prompts[0], mine)[0]
         outputs = engine.generate(prompts, [mine, *others])
         found.append(_compare(alone, outputs[0]))
         _report(f"deterministic={flag}", found[-1])

@@ -1,0 +1,137 @@
+"""The kernels by themselves: on a GPU the Triton kernels, on a CPU their twins.
+
+On a GPU a kernel is compared with its twin's definition before it is timed. GB/s counts every input
+read once and every output written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tinyspec import kernels
+from tinyspec.kernels.segments import Segments
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+KERNELS = kernels.load("triton" if CUDA else "torch")
+TWINS = kernels.load("torch")
+HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16 if CUDA else 128
+
+
+def time_it(benchmark: Any, function: Callable[[], object], moved: int) -> None:
+    """Time ``function``, which moves ``moved`` bytes."""
+
+    def run() -> None:
+        function()
+        if CUDA:
+            torch.cuda.synchronize()
+
+    run()
+    benchmark(run)
+    if benchmark.stats is not None:
+        benchmark.extra_info["GB_per_s"] = round(moved / benchmark.stats.stats.median / 1e9, 2)
+
+
+def paged(sequences: int, context: int, rows: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    """q, caches and segments of equal sequences, their pages scattered."""
+    pages = -(-context // PAGE)
+    shape = (sequences * pages, PAGE, KV_HEADS, DIM)
+    k, v = (torch.randn(shape, dtype=dtype, device=DEVICE) for _ in range(2))
+    q = torch.randn(sequences * rows, HEADS, DIM, dtype=dtype, device=DEVICE)
+    table = torch.randperm(sequences * pages, device=DEVICE).view(sequences, pages).int()
+    starts = torch.arange(sequences + 1, device=DEVICE, dtype=torch.int32) * rows
+    lengths = torch.full((sequences,), context, dtype=torch.int32, device=DEVICE)
+    return q, k, v, Segments(table, starts, lengths, PAGE, rows, context)
+
+
+def on_cpu(q: Any, k: Any, v: Any, segments: Segments) -> torch.Tensor:
+    """What the twin says, in fp32."""
+    moved = Segments(
+        segments.page_table.cpu(),
+        segments.cu_seqlens_q.cpu(),
+        segments.seq_lens.cpu(),
+        segments.page_size,
+        segments.max_seqlen_q,
+        segments.max_seqlen_k,
+    )
+    wide = (x.float().cpu() for x in (q, k, v))
+    return TWINS.paged_attention(*wide, moved, scale=DIM**-0.5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("sequences", "context", "rows"), [(1, 1024, 1), (64, 512, 1), (1, 512, 512), (8, 700, 17)]
+)
+@pytest.mark.benchmark(group="paged attention")
+def bench_paged_attention(
+    benchmark: Any, sequences: int, context: int, rows: int, dtype: str, smoke: bool
+) -> None:
+    if smoke:
+        sequences, context, rows = min(sequences, 2), 40, min(rows, 8)
+    q, k, v, segments = paged(sequences, context, rows, getattr(torch, dtype))
+    out = KERNELS.paged_attention(q, k, v, segments, scale=DIM**-0.5)
+    error = (out.float().cpu() - on_cpu(q, k, v, segments)).norm() / out.float().cpu().norm()
+    assert error < (1e-2 if q.dtype == torch.bfloat16 else 1e-5), error
+    segments.derived.clear()
+    moved = (2 * q.numel() + k.numel() + v.numel()) * q.element_size()
+    time_it(benchmark, lambda: KERNELS.paged_attention(q, k, v, segments, scale=DIM**-0.5), moved)
+
+
+@pytest.mark.parametrize("rows", [1, 64, 512])
+@pytest.mark.benchmark(group="fused KV write")
+def bench_kv_write(benchmark: Any, rows: int, smoke: bool) -> None:
+    rows = min(rows, 8) if smoke else rows
+    dtype = torch.bfloat16
+    q = torch.randn(rows, HEADS, DIM, dtype=dtype, device=DEVICE)
+    k, v = (torch.randn(rows, KV_HEADS, DIM, dtype=dtype, device=DEVICE) for _ in range(2))
+    cos, sin = (torch.randn(rows, DIM, dtype=dtype, device=DEVICE) for _ in range(2))
+    cos, sin = (torch.cat((x[:, : DIM // 2],) * 2, dim=-1) for x in (cos, sin))
+    pool = torch.zeros(2, -(-rows // PAGE), PAGE, KV_HEADS, DIM, dtype=dtype, device=DEVICE)
+    slots = torch.randperm(pool.shape[1] * PAGE, device=DEVICE)[:rows]
+
+    def write() -> torch.Tensor:
+        return KERNELS.fused_kv_write(q, k, v, cos, sin, pool[0], pool[1], slots)
+
+    write()
+    assert torch.equal(pool[1].flatten(0, 1)[slots], v)
+    time_it(benchmark, write, 2 * (q.numel() + k.numel() + v.numel()) * q.element_size())
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.benchmark(group="sample")
+def bench_sample(benchmark: Any, rows: int, temperature: float, smoke: bool) -> None:
+    vocab = 1000 if smoke else 32000
+    logits = torch.randn(rows, vocab, device=DEVICE)
+    heat = torch.full((rows,), temperature, device=DEVICE)
+    keys = torch.arange(rows, device=DEVICE) * 7919
+    places = torch.arange(rows, device=DEVICE)
+    tokens, _ = KERNELS.sample(logits, heat, keys, places)
+    if temperature == 0:
+        assert torch.equal(tokens, logits.argmax(-1))
+    time_it(benchmark, lambda: KERNELS.sample(logits, heat, keys, places), logits.numel() * 4)
+
+
+@pytest.mark.benchmark(group="accept/truncate")
+def bench_accept(benchmark: Any) -> None:
+    requests, width = 64, 17
+    drafts = torch.randint(0, 9, (requests, width), device=DEVICE)
+    targets = drafts.clone()
+    targets[::2, 5] += 1
+
+    def column(value: int) -> torch.Tensor:
+        return torch.full((requests,), value, dtype=torch.int32, device=DEVICE)
+
+    stops = torch.full((requests, 1), -1, device=DEVICE)
+
+    def decide() -> Any:
+        return KERNELS.accept_truncate(
+            drafts, targets, column(17), column(16), column(9), column(99), stops, column(9), 16
+        )
+
+    assert decide().num_committed.tolist() == [6, 17] * (requests // 2)
+    time_it(benchmark, decide, 2 * drafts.numel() * 8)

@@ -1,0 +1,86 @@
+"""The command line, as a user meets it: the demo, prompts in, text and JSON lines out."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tinyspec import RequestOutput
+from tinyspec.cli import main
+
+
+def run(capsys, *arguments):
+    status = main(arguments)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_demo_keeps_its_promise(capsys):
+    status, out, _ = run(capsys, "demo", "--crowd", "5", "--max-new-tokens", "20")
+    assert status == 0
+    promise = next(line for line in out.splitlines() if line.startswith("deterministic=True"))
+    assert "20 log-probabilities compared: identical, bit for bit" in promise
+    assert "deterministic=False" in out
+    for word in ("drafted", "accepted", "rolled back", "verifies", "fingerprint"):
+        assert word in out
+
+
+def test_generate_from_arguments(capsys):
+    status, out, _ = run(capsys, "generate", "One day", "Once", "--max-new-tokens", "5", "--json")
+    assert status == 0
+    outputs = [RequestOutput.from_json(line) for line in out.splitlines()]
+    assert len(outputs) == 2
+    assert all(len(o.completions[0].token_ids) <= 5 for o in outputs)
+    status, text, _ = run(capsys, "generate", "One day", "--max-new-tokens", "5")
+    assert text.strip() == outputs[0].completions[0].text.strip()
+
+
+def test_generate_from_files(capsys, tmp_path):
+    text = tmp_path / "prompts.txt"
+    text.write_text("One day\n\nOnce\n")
+    _, out, _ = run(capsys, "generate", "--file", str(text), "--max-new-tokens", "3", "--json")
+    assert len(out.splitlines()) == 2
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text(
+        json.dumps({"prompt": [5, 6, 7], "max_new_tokens": 2, "seed": 4, "temperature": 1.0})
+        + "\n"
+        + json.dumps({"prompt": [{"role": "user", "content": "What is 1 + 2?"}]})
+        + "\n"
+    )
+    _, out, _ = run(capsys, "generate", "--file", str(lines), "--max-new-tokens", "3", "--json")
+    first, second = (RequestOutput.from_json(line) for line in out.splitlines())
+    assert first.prompt_token_ids == [5, 6, 7]
+    assert (first.params.max_new_tokens, first.params.seed) == (2, 4)
+    assert second.params.max_new_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("not json", "line 1 is not JSON"),
+        ('["a"]', "line 1"),
+        ('{"prompt": "a", "temprature": 1}', "temprature=1"),
+        ('{"prompt": "a", "top_p": 2}', "top_p=2"),
+        ('{"prompt": ""}', "prompt="),
+    ],
+)
+def test_bad_lines_are_named(capsys, tmp_path, line, complaint):
+    file = tmp_path / "bad.jsonl"
+    file.write_text(line + "\n")
+    status, out, err = run(capsys, "generate", "--file", str(file))
+    assert status == 2
+    assert out == ""
+    assert complaint in err
+
+
+def test_standard_input_and_a_missing_model():
+    command = [sys.executable, "-m", "tinyspec", "generate", "--max-new-tokens", "4"]
+    done = subprocess.run(command, input="Once\nOne day\n", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) >= 2
+    done = subprocess.run(
+        [*command, "--model", "no/such/folder", "x"], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "no/such/folder" in done.stderr

@@ -1,0 +1,60 @@
+"""The engine on a CUDA device: Triton kernels, the contract, parity. Needs a GPU."""
+
+import random
+
+import pytest
+import torch
+
+from tests.support.mixes import bits, crowd, needles, plain, random_config, run_through, solo
+from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
+from tests.support.tiny import FAMILIES, hf_greedy, prompts, tiny
+from tinyspec import Engine, EngineConfig, SamplingParams
+
+pytestmark = pytest.mark.gpu
+REFERENCE = 32
+CONFIG = EngineConfig(reference_rows=REFERENCE, num_pages=4096)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equals_transformers(family):
+    model = tiny(family).cuda()
+    expected = [hf_greedy(model, prompt, 30) for prompt in prompts(8)]
+    with Engine(model, config=CONFIG) as engine:
+        outputs = engine.generate(prompts(8), SamplingParams(max_new_tokens=30))
+    assert [output.completions[0].token_ids for output in outputs] == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bits_in_a_crowd(family, dtype):
+    model = tiny(family, dtype).cuda()
+    with Engine(model, config=CONFIG) as engine:
+        alone = [bits(solo(engine, needle)) for needle in needles()]
+        order = [*needles(), *crowd(random.Random(1), 20)]
+        outputs = engine.generate([p for p, _ in order], [s for _, s in order])
+    assert [bits(output) for output in outputs[: len(alone)]] == alone
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_random_mixes(dtype):
+    model = tiny("llama", dtype).cuda()
+    with Engine(model, config=CONFIG) as engine:
+        alone = [bits(solo(engine, needle)) for needle in needles()]
+    for seed in range(20):
+        rng = random.Random(seed)
+        chosen = rng.sample(range(len(needles())), 2)
+        order = [needles()[n] for n in chosen] + crowd(rng, rng.randint(0, 20))
+        with Engine(model, config=random_config(rng, REFERENCE, None)) as engine:
+            outputs = run_through(engine, rng, order)
+        assert [bits(output) for output in outputs[:2]] == [alone[n] for n in chosen]
+
+
+def test_control_plain_requests_differ():
+    model = replace_linears(tiny().cuda(), ShapeSensitiveLinear)
+    prompt, params = needles()[1]
+    request = (prompt, plain(params))
+    with Engine(model, config=CONFIG) as engine:
+        alone = bits(solo(engine, request))
+        order = [request, *crowd(random.Random(0), 9)]
+        among = bits(engine.generate([p for p, _ in order], [s for _, s in order])[0])
+    assert among != alone

@@ -1,0 +1,162 @@
+"""What a user may ask for: every bad value is refused by field and value, good ones are kept."""
+
+import json
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+
+from tinyspec import EngineConfig, SamplingParams
+
+NAN, INF = float("nan"), float("inf")
+BAD_PARAMS = {
+    "max_new_tokens": (0, -1, 1.0, "5", None, True),
+    "min_new_tokens": (-1, 0.5, None, 129),
+    "temperature": (-0.1, NAN, INF, "hot", None, True),
+    "top_k": (-1, 2.0, "5", True),
+    "top_p": (0, 0.0, -0.5, 1.01, NAN, "most", True),
+    "min_p": (-0.1, 1.5, NAN, "some"),
+    "repetition_penalty": (0, -1.0, INF, None),
+    "seed": (-1, 2**64, 1.5, "x", True),
+    "deterministic": (1, "yes", None),
+    "num_return_sequences": (0, -2, 1.5, None),
+    "eos_token_id": (-1, (3, -1), 1.5, "end", (None,), True),
+    "ignore_eos": (1, None),
+    "stop_strings": ("", ("a", ""), (3,), 5, None),
+    "stop_token_ids": (-1, (1, 2.0), "a", 1.5, None),
+    "logprobs": (1, None, 5),
+    "top_logprobs": (-1, True, 1.5, None),
+    "prompt_logprobs": (1, None),
+    "logprobs_mode": ("cooked", None, 3),
+    "logits_processors": (5, None),
+    "stopping_criteria": (5, None),
+}
+BAD_CONFIG = {
+    "reference_rows": (0, 3, -4, 8.0, "8", True),
+    "max_rows": (0, 3, 16.0, True),
+    "max_sequences": (0, -1, 2.5, None),
+    "max_model_len": (1, -5, "long"),
+    "page_size": (0, -1, 3, 48, 2048, 16.0, "16", True),
+    "num_pages": (0, -1, 1.5),
+    "memory_fraction": (0, -0.5, 1.5, NAN, "half"),
+    "draft_window": (0, -1, 1.5, None),
+    "verify": ("never", None, True),
+    "drafter": ("oracle",),
+    "backend": ("cuda", None),
+    "trace": ("yes", None),
+    "verify_weights": (3, None),
+    "seed": (-1, 1.5, 2**64),
+    "kv_dtype": ("fp8", None),
+    "cuda_graphs": (True, None),
+    "linear": ("always", None),
+}
+
+
+def cases(table):
+    return [
+        pytest.param(field, value, id=f"{field}={value!r}")
+        for field, values in table.items()
+        for value in values
+    ]
+
+
+def test_no_field_is_forgotten():
+    assert set(BAD_PARAMS) == {field.name for field in fields(SamplingParams)}
+    assert set(BAD_CONFIG) == {field.name for field in fields(EngineConfig)}
+
+
+@pytest.mark.parametrize("field, value", cases(BAD_PARAMS))
+def test_bad_params(field, value):
+    with pytest.raises(ValueError) as refusal:
+        SamplingParams(**{field: value})
+    assert field in str(refusal.value) and repr(value) in str(refusal.value)
+
+
+@pytest.mark.parametrize("field, value", cases(BAD_CONFIG))
+def test_bad_config(field, value):
+    with pytest.raises(ValueError) as refusal:
+        EngineConfig(**{field: value})
+    assert field in str(refusal.value) and repr(value) in str(refusal.value)
+
+
+@pytest.mark.parametrize("kind", [SamplingParams, EngineConfig])
+def test_unknown_field(kind):
+    with pytest.raises(TypeError, match="temprature"):
+        kind(temprature=1.0)
+    with pytest.raises(TypeError):
+        kind(4)
+    with pytest.raises(FrozenInstanceError):
+        kind().seed = 5
+
+
+def test_settings_that_do_not_fit_together():
+    with pytest.raises(ValueError, match="memory_fraction=0.5"):
+        EngineConfig(memory_fraction=0.5, num_pages=4)
+    with pytest.raises(ValueError, match="min_new_tokens=9 .*max_new_tokens=8"):
+        SamplingParams(max_new_tokens=8, min_new_tokens=9)
+    with pytest.raises(ValueError, match="max_rows=16 .*reference_rows=32"):
+        EngineConfig(max_rows=16).resolve(device_type="cpu", model_positions=64)
+    with pytest.raises(ValueError, match="max_model_len=65 .*64"):
+        EngineConfig(max_model_len=65).resolve(device_type="cpu", model_positions=64)
+
+
+def test_edges_are_allowed():
+    SamplingParams(
+        max_new_tokens=1,
+        min_new_tokens=1,
+        temperature=0,
+        top_k=0,
+        top_p=1,
+        min_p=0,
+        repetition_penalty=0.5,
+        seed=2**64 - 1,
+        eos_token_id=0,
+        stop_token_ids=[0],
+    )
+    EngineConfig(reference_rows=4, max_rows=4, max_sequences=1, page_size=1, draft_window=1, seed=0)
+    EngineConfig(page_size=1024, memory_fraction=1.0, drafter="ngram")
+
+
+def test_defaults_by_device():
+    cpu = EngineConfig().resolve(device_type="cpu", model_positions=64)
+    gpu = EngineConfig().resolve(device_type="cuda", model_positions=64)
+    assert (cpu.reference_rows, cpu.page_size, cpu.backend) == (32, 128, "torch")
+    assert (gpu.reference_rows, gpu.page_size, gpu.backend) == (128, 16, "triton")
+    assert cpu.max_model_len == gpu.max_model_len == 64
+    assert cpu.resolve(device_type="cpu", model_positions=64) == cpu
+
+
+def test_one_or_several():
+    params = SamplingParams(eos_token_id=3, stop_token_ids=[4, 5], stop_strings="end")
+    assert (params.eos_token_id, params.stop_token_ids) == ((3,), (4, 5))
+    assert params.stop_strings == ("end",)
+    assert params.stop_ids == (3, 4, 5)
+    assert SamplingParams(eos_token_id=3, stop_token_ids=4, ignore_eos=True).stop_ids == (4,)
+
+
+def test_filtered():
+    assert not SamplingParams(top_k=5).filtered  # greedy
+    assert not SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0).filtered
+    for style in ({"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}):
+        assert SamplingParams(temperature=1.0, **style).filtered
+
+
+def test_draftable():
+    def watchful(ids, scores):
+        return scores
+
+    def stateless(ids, scores):
+        return scores
+
+    stateless.stateless = True
+    assert SamplingParams(logits_processors=[stateless]).draftable
+    assert not SamplingParams(logits_processors=[stateless, watchful]).draftable
+
+
+def test_plain_data_and_back():
+    params = SamplingParams(
+        temperature=0.1, seed=2**64 - 1, stop_strings=("a", "\n"), eos_token_id=(1, 2), top_p=1 / 3
+    )
+    assert SamplingParams.from_dict(json.loads(json.dumps(params.to_dict()))) == params
+    named = SamplingParams(logits_processors=[test_filtered]).to_dict()
+    assert named["logits_processors"] == ["test_filtered"]
+    assert SamplingParams.from_dict(named).logits_processors == ("test_filtered",)
