@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tinyspec.engine import Engine
-from tinyspec.models.stories import sample_prompts
+from tinyspec.models.stories import open_prompts, sample_prompts
 from tinyspec.outputs import RequestOutput
 from tinyspec.params import SamplingParams
 
@@ -28,9 +28,7 @@ def _report(title: str, compared: tuple[int, int, bool]) -> None:
 
 def demo(engine: Engine, crowd: int, max_new_tokens: int) -> int:
     """Returns 0 if the deterministic request kept its bits, else 1."""
-    needle = SamplingParams(
-        max_new_tokens=max_new_tokens, logprobs=True, temperature=0.7, seed=1, ignore_eos=True
-    )
+    needle = SamplingParams(max_new_tokens=max_new_tokens, logprobs=True, temperature=0.7, seed=1)
     others = [
         SamplingParams(
             max_new_tokens=max_new_tokens,
@@ -40,7 +38,7 @@ def demo(engine: Engine, crowd: int, max_new_tokens: int) -> int:
         )
         for n in range(crowd)
     ]
-    prompts = sample_prompts(crowd + 1, seed=PROMPT_SEED)
+    prompts = open_prompts(1, PROMPT_SEED) + sample_prompts(crowd, PROMPT_SEED)
     print(f"One request (temperature 0.7, seed 1), alone and among {crowd} others\n")
     found = []
     for flag in (False, True):
