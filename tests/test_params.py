@@ -89,13 +89,13 @@ def test_unknown_field(kind):
 
 
 def test_settings_that_do_not_fit_together():
-    with pytest.raises(ValueError, match="memory_fraction=0.5"):
+    with pytest.raises(ValueError, match=r"memory_fraction=0.5"):
         EngineConfig(memory_fraction=0.5, num_pages=4)
-    with pytest.raises(ValueError, match="min_new_tokens=9 .*max_new_tokens=8"):
+    with pytest.raises(ValueError, match=r"min_new_tokens=9 .*max_new_tokens=8"):
         SamplingParams(max_new_tokens=8, min_new_tokens=9)
-    with pytest.raises(ValueError, match="max_rows=16 .*reference_rows=32"):
+    with pytest.raises(ValueError, match=r"max_rows=16 .*reference_rows=32"):
         EngineConfig(max_rows=16).resolve(device_type="cpu", model_positions=64)
-    with pytest.raises(ValueError, match="max_model_len=65 .*64"):
+    with pytest.raises(ValueError, match=r"max_model_len=65 .*64"):
         EngineConfig(max_model_len=65).resolve(device_type="cpu", model_positions=64)
 
 

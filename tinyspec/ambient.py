@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ def _pinned(device_type: str) -> list[tuple[Any, str, object]]:
     """Settings that change bits: (owner, attribute, value of every pass)."""
     if device_type != "cuda":
         matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-        return [(matmul, "fp32_precision", "ieee")]
+        return [(matmul, "fp32_precision", "ieee"), (torch.backends.mkldnn, "enabled", True)]
     matmul = torch.backends.cuda.matmul
     return [
         (matmul, "fp32_precision", "ieee"),
@@ -39,24 +39,31 @@ class Ambient:
 
     def __init__(self, model: nn.Module):
         self._model = model
-        self._device_type = next(model.parameters()).device.type
+        self._device = next(model.parameters()).device
         self.look()
 
     def look(self) -> None:
         """List the model's modules anew; walking the tree at every pass would take longer."""
         self._modules = list(self._model.modules())
 
+    def _on_device(self) -> AbstractContextManager[object]:
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
     @contextmanager
     def __call__(self) -> Iterator[None]:
         training = [module for module in self._modules if module.training]
-        pinned = [(o, a, v, getattr(o, a)) for o, a, v in _pinned(self._device_type)]
+        pinned = [(o, a, v, getattr(o, a)) for o, a, v in _pinned(self._device.type)]
         for module in training:
             module.training = False
         for owner, name, value, before in pinned:
             if before != value:
                 setattr(owner, name, value)
         try:
-            with torch.inference_mode(), torch.autocast(self._device_type, enabled=False):
+            with (
+                self._on_device(),
+                torch.inference_mode(),
+                torch.autocast(self._device.type, enabled=False),
+            ):
                 yield
         finally:
             for module in training:

@@ -86,7 +86,7 @@ def _generate(options: argparse.Namespace) -> int:
     shared = {
         field.name: value
         for field in fields(SamplingParams)
-        if (value := getattr(options, field.name, None)) not in (None, False)
+        if (value := getattr(options, field.name, None)) is not None and value is not False
     }
     lines = _inputs(options)
     if not lines:

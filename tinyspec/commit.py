@@ -45,10 +45,9 @@ class Committer:
         verdicts, self._verdicts = self._verdicts, []
         return verdicts
 
-    def commit_plain(self, sequence: Sequence, sampled: Sampled, cache: KVCache) -> None:
+    def commit_plain(self, sequence: Sequence, sampled: Sampled) -> None:
         """One token of a plain request."""
         if sampled.error is not None:
-            cache.zero_behind(sequence.pages, 0)
             self.fail(sequence, sampled.error)
             return
         self._append(sequence, sampled)
@@ -58,27 +57,28 @@ class Committer:
         self, verified: list[tuple[Sequence, list[Sampled]]], cache: KVCache
     ) -> None:
         """The canonical tokens of every verifying sequence, from its newest committed one on."""
-        sound = []
+        sound, spoilt = [], []
         for sequence, targets in verified:
             good = next((n for n, t in enumerate(targets) if t.error is not None), len(targets))
-            if good == 0:
-                self._unsound(sequence, targets[0], cache)
-            else:
+            if good > 0:
                 sound.append((sequence, targets[:good]))
+            elif not sequence.drafts:
+                self.fail(sequence, targets[0].error or "")
+            if good < len(targets):
+                spoilt.append(sequence)
         if sound:
             self._judge(sound)
+        for sequence in spoilt:
+            if not sequence.finished:
+                self._undraft(sequence, cache)
 
-    def _unsound(self, sequence: Sequence, target: Sampled, cache: KVCache) -> None:
-        """No canonical token: once more without drafts, whose values may have spoilt a tile."""
-        if not sequence.drafts:
-            cache.zero_behind(sequence.pages, 0)
-            self.fail(sequence, target.error or "")
-            return
+    def _undraft(self, sequence: Sequence, cache: KVCache) -> None:
+        """A row had no canonical token: on without drafts, whose values may have spoilt a tile."""
         sequence.drop_drafts()
         sequence.undrafted = True
         sequence.computed = len(sequence.tokens) - 1
-        cache.zero_behind(sequence.pages, sequence.computed)
         self._scheduler.pool.truncate(sequence.pages, sequence.computed)
+        cache.zero_tail(sequence.pages, sequence.computed)
 
     def _judge(self, verified: list[tuple[Sequence, list[Sampled]]]) -> None:
         sequences = [sequence for sequence, _ in verified]

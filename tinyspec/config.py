@@ -16,7 +16,7 @@ MAX_PAGE_SIZE = 1024
 
 
 def _power_of_two(value: object) -> bool:
-    return isinstance(value, int) and value > 0 and value & (value - 1) == 0
+    return isinstance(value, int) and value is not True and value > 0 and value & (value - 1) == 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +63,14 @@ class EngineConfig:
     def __post_init__(self) -> None:
         def at_least(field: str, least: int) -> None:
             value = getattr(self, field)
-            if value is None:
+            if value is None and field not in ("max_sequences", "draft_window"):
                 return
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise refuse(field, value, f"an integer of at least {least}")
 
         def one_of(field: str, allowed: tuple[object, ...]) -> None:
-            if getattr(self, field) not in allowed:
+            value = getattr(self, field)
+            if not any(value is a or (isinstance(a, str) and value == a) for a in allowed):
                 raise refuse(field, getattr(self, field), f"one of {allowed}")
 
         at_least("reference_rows", 4)
@@ -79,12 +80,17 @@ class EngineConfig:
         at_least("num_pages", 1)
         at_least("draft_window", 1)
         at_least("seed", 0)
+        if self.seed is not None and self.seed >= 2**63:
+            raise refuse("seed", self.seed, "None or an integer in [0, 2**63)")
+        one_of("trace", (False, True))
+        one_of("verify_weights", (False, True))
         if self.page_size is not None and not (
             _power_of_two(self.page_size) and self.page_size <= MAX_PAGE_SIZE
         ):
             raise refuse("page_size", self.page_size, f"a power of two up to {MAX_PAGE_SIZE}")
         if self.memory_fraction is not None:
-            if not 0 < self.memory_fraction <= 1:
+            number = isinstance(self.memory_fraction, (int, float))
+            if not (number and 0 < self.memory_fraction <= 1):
                 raise refuse("memory_fraction", self.memory_fraction, "a number in (0, 1]")
             if self.num_pages is not None:
                 raise refuse("memory_fraction", self.memory_fraction, "None beside num_pages")

@@ -6,6 +6,8 @@ by itself in the reference bucket, then the model end to end.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -31,7 +33,7 @@ class Contract:
         self._runner = runner
         self._config = config
         self._fingerprint: str | None = None
-        self._weights: list[tuple[str, int, int]] = []
+        self._seen: object = None
         self._proven = False
 
     @property
@@ -45,7 +47,7 @@ class Contract:
         if self._fingerprint is None:
             with torch.no_grad():
                 weights = digest_weights(self._model)
-            self._weights = weight_state(self._model)
+            self._seen = self._state()
             self._fingerprint = fingerprint(self._model, weights, self._config, self._runner.device)
         return self._fingerprint
 
@@ -53,12 +55,17 @@ class Contract:
         """The weights changed: a new digest is due."""
         self._fingerprint = None
 
-    def look_at_weights(self) -> None:
-        """Forget the fingerprint if a parameter was replaced or written to."""
+    def look(self) -> None:
+        """Forget fingerprint and proof if a weight or the number of threads has changed."""
         self._runner.ambient.look()
-        changed = self._config.verify_weights or self._weights != weight_state(self._model)
-        if self._fingerprint is not None and changed:
-            self.forget()
+        if self._fingerprint is None:
+            return
+        if self._config.verify_weights or self._seen != self._state():
+            self._fingerprint = None
+            self._proven = False
+
+    def _state(self) -> object:
+        return weight_state(self._model), torch.get_num_threads()
 
     def prove(self) -> None:
         """Raise DeterminismError, naming what is in the way, unless the contract can be kept."""
@@ -80,20 +87,20 @@ class Contract:
                     )
         self._proven = True
 
-    def _probes(self) -> list[PositionProbe]:
+    def _probes(self) -> Iterator[PositionProbe]:
+        """What the contract rests on, in the order of cost; linears first, as they can be named."""
         rows = self._config.reference_rows
         assert rows is not None
         model, device = self._model, self._runner.device
-        # In the order of cost, and the first is the one that can name a module.
-        found = probe_positions(model, rows, model.dtype, device)
-        if all(found):
-            found.append(self._probe_model(rows))
-        return found
+        yield from probe_positions(model, rows, model.dtype, device)
+        yield from self._runner.probe_attention()
+        yield self._probe_model(rows)
 
     def _probe_model(self, rows: int) -> PositionProbe:
         """The patched model end to end: embeddings in, logits out, no row writing to the pool."""
         model, device = self._model, self._runner.device
-        self._runner.cache.zero_upto(1)
+        # Rows attend to the first page, which is zero or somebody's: finite, and left alone.
+        _ = self._runner.cache
         zeros = torch.zeros(rows, dtype=torch.long, device=device)
         segments = Segments(
             page_table=torch.zeros(rows, 1, dtype=torch.int32, device=device),

@@ -11,6 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from transformers import PreTrainedModel
 
+from tinyspec.errors import refuse
+
 
 @runtime_checkable
 class Drafter(Protocol):
@@ -66,8 +68,10 @@ class ModelDrafter:
         return proposals
 
 
-def make_drafter(choice: Any) -> Drafter:
-    """The drafter that ``EngineConfig.drafter`` names."""
+def make_drafter(choice: Any, served: PreTrainedModel) -> Drafter:
+    """The drafter that ``EngineConfig.drafter`` names, for the model ``served``."""
+    if choice is served:
+        raise refuse("drafter", type(choice).__name__, "another model than the one served")
     if choice is None:
         return FastPath()
     if choice == "ngram":
@@ -76,7 +80,6 @@ def make_drafter(choice: Any) -> Drafter:
         return ModelDrafter(choice)
     if isinstance(choice, Drafter):
         return choice
-    raise ValueError(
-        f'drafter={choice!r} is not allowed: None, "ngram", a model or an object with '
-        "propose(sequences, n)"
+    raise refuse(
+        "drafter", choice, 'None, "ngram", a model, or anything with propose(sequences, n)'
     )

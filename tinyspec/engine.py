@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,16 @@ from tinyspec.errors import refuse
 from tinyspec.intake import Intake
 from tinyspec.interrupts import deferred_interrupt
 from tinyspec.loop import Loop
-from tinyspec.outputs import Completion, RequestOutput, StreamEvent
+from tinyspec.outputs import RequestOutput, StreamEvent
 from tinyspec.pages import PagePool
 from tinyspec.params import SamplingParams
 from tinyspec.passes import EngineStats, PassRecord
-from tinyspec.patch import max_positions, patch, unpatch
-from tinyspec.request import Request, Sequence
+from tinyspec.patch import max_positions, patch, refuse_unsupported, unpatch
+from tinyspec.request import Request
 from tinyspec.runner import Runner
 from tinyspec.sampler import Sampler
 from tinyspec.scheduler import Scheduler
-from tinyspec.text import TextStream, decode
+from tinyspec.stream import EventStream, completion_of
 
 
 class Engine:
@@ -47,8 +47,12 @@ class Engine:
         self, model: PreTrainedModel, tokenizer: Any = None, config: EngineConfig | None = None
     ):
         config = config or EngineConfig()
+        refuse_unsupported(model)
         config = config.resolve(device_type=model.device.type, model_positions=max_positions(model))
-        drafter = make_drafter(config.drafter)
+        reason = kernels.refusal(config.backend, model.device.type)
+        if reason is not None:
+            raise refuse("backend", config.backend, reason)
+        drafter = make_drafter(config.drafter, model)
         self.model = model
         self.tokenizer = tokenizer
         self._patched = patch(model, config.max_model_len)
@@ -75,7 +79,10 @@ class Engine:
         self._intake = Intake(self.model, self.tokenizer, config)
         self._requests: dict[str, Request] = {}
         self._fingerprints: dict[str, str | None] = {}
+        # Where outputs of finished requests and events of streamed ones wait for their owner.
         self._finished: list[RequestOutput] = []
+        self._outputs: dict[str, RequestOutput | None] = {}
+        self._events: dict[str, deque[StreamEvent]] = {}
         self._closed = False
 
     @classmethod
@@ -86,8 +93,7 @@ class Engine:
         device: str = "auto",
         config: EngineConfig | None = None,
     ) -> Engine:
-        """An engine for a model on the hub or in a folder; device "auto" takes a GPU if there is
-        one."""
+        """An engine for a model on the hub or in a folder; device "auto": a GPU if there is one."""
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         model: Any = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype)
@@ -113,7 +119,7 @@ class Engine:
 
         Raises ValueError while requests are unfinished.
         """
-        if self.has_unfinished():
+        if self._requests:
             raise refuse("release", f"{len(self._requests)} unfinished requests", "none")
         self._runner.release()
 
@@ -150,50 +156,33 @@ class Engine:
         anything runs.
         """
         requests = self._submit(prompts, params)
+        mine = [request.request_id for request in requests]
+        self._outputs.update(dict.fromkeys(mine))
         total = sum(len(request.sequences) for request in requests)
-        outputs: dict[str, RequestOutput] = {}
-        mine = {request.request_id for request in requests}
         with tqdm(total=total, unit="completion", disable=not progress) as bar:
             try:
-                while len(outputs) < len(requests):
-                    events, finished = self._advance()
-                    bar.update(
-                        sum(e.finish_reason is not None and e.request_id in mine for e in events)
-                    )
-                    for output in finished:
-                        if output.request_id in mine:
-                            outputs[output.request_id] = output
-                        else:
-                            self._finished.append(output)
+                while any(request_id in self._requests for request_id in mine):
+                    self._advance()
+                    bar.update(sum(s.finished for r in requests for s in r.sequences) - bar.n)
             except BaseException:
                 self._cancel(requests)
                 raise
-        return [outputs[request.request_id] for request in requests]
+            finally:
+                outputs = [self._outputs.pop(request_id) for request_id in mine]
+        return [output for output in outputs if output is not None]
 
     def stream(
         self, prompts: Any, params: SamplingParams | list[SamplingParams] | None = None
-    ) -> Iterator[StreamEvent]:
+    ) -> EventStream:
         """Committed tokens of ``prompts`` as they come; arguments and errors as ``generate``.
 
-        Requests whose events are not read to the end are aborted when the iterator is closed.
+        Requests whose events are not read to the end are aborted when the stream is closed.
         """
-        return self._stream(self._submit(prompts, params))
-
-    def _stream(self, requests: list[Request]) -> Iterator[StreamEvent]:
-        mine = {request.request_id for request in requests}
-        texts: dict[tuple[str, int], TextStream] = {}
-        try:
-            while any(request_id in self._requests for request_id in mine):
-                events, finished = self._advance()
-                self._finished += [o for o in finished if o.request_id not in mine]
-                for event in events:
-                    if event.request_id in mine:
-                        place = event.request_id, event.index
-                        text = texts.setdefault(place, TextStream(self.tokenizer))
-                        event.text = text.push(event.token_ids, event.finish_reason is not None)
-                        yield event
-        finally:
-            self._cancel(requests)
+        requests = self._submit(prompts, params)
+        for request in requests:
+            self._outputs[request.request_id] = None
+            self._events[request.request_id] = deque()
+        return EventStream(requests, self.tokenizer, self._next_event, self._drop_stream)
 
     def add_request(self, prompt: Any, params: SamplingParams | None = None) -> str:
         """Queue one prompt; returns the id under which ``step`` will report it.
@@ -204,8 +193,8 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Run one pass; the outputs of requests that finished since the last call."""
-        _, finished = self._advance()
-        finished, self._finished = self._finished + finished, []
+        self._advance()
+        finished, self._finished = self._finished, []
         return finished
 
     def abort(self, request_id: str) -> RequestOutput:
@@ -216,17 +205,20 @@ class Engine:
         request = self._requests.get(request_id)
         if request is None:
             raise refuse("request_id", request_id, "the id of an unfinished request")
-        return self._cancel([request])[0]
+        output = self._cancel([request])[0]
+        if request_id in self._outputs:
+            self._deliver(output)  # to the call of ``generate`` that waits for it
+        return output
 
     def has_unfinished(self) -> bool:
-        """Whether ``step`` has anything left to do."""
-        return bool(self._requests)
+        """Whether ``step`` has anything left to do or to report."""
+        return bool(self._requests or self._finished)
 
     def _submit(self, prompts: Any, params: Any) -> list[Request]:
         """Check everything, then queue everything."""
         if self._closed:
             raise refuse("engine", "closed", "an engine that is open")
-        self._contract.look_at_weights()
+        self._contract.look()
         requests = self._intake.requests(prompts, params)
         fingerprint = self._contract.known
         if any(request.params.deterministic for request in requests):
@@ -238,21 +230,43 @@ class Engine:
             self._scheduler.add(request.sequences[0])
         return requests
 
-    def _advance(self) -> tuple[list[StreamEvent], list[RequestOutput]]:
-        """One step; its events, and the outputs of the requests that it finished."""
-        try:
-            with deferred_interrupt():
+    def _advance(self) -> None:
+        """One step; its events and the outputs of what it finished go to where they are awaited."""
+        with deferred_interrupt():
+            try:
                 events = self._loop.step()
-        except Exception:
-            # A pass that failed leaves no state behind: whatever ran is computed anew.
-            self._scheduler.preempt_all()
-            raise
-        finished = []
-        for request_id in dict.fromkeys(e.request_id for e in events if e.finish_reason):
-            request = self._requests[request_id]
-            if request.finished:
-                finished.append(self._retire(request))
-        return events, finished
+            except BaseException:
+                self._loop.abandon()
+                raise
+            finally:
+                for request in [r for r in self._requests.values() if r.finished]:
+                    self._deliver(self._retire(request))
+            for event in events:
+                if event.request_id in self._events:
+                    self._events[event.request_id].append(event)
+
+    def _deliver(self, output: RequestOutput) -> None:
+        if output.request_id in self._outputs:
+            self._outputs[output.request_id] = output
+        else:
+            self._finished.append(output)
+
+    def _next_event(self, requests: list[Request]) -> StreamEvent | None:
+        """The next event of a stream's requests, None when there are no more."""
+        while True:
+            for request in requests:
+                waiting = self._events.get(request.request_id)
+                if waiting:
+                    return waiting.popleft()
+            if not any(request.request_id in self._requests for request in requests):
+                return None
+            self._advance()
+
+    def _drop_stream(self, requests: list[Request]) -> None:
+        self._cancel(requests)
+        for request in requests:
+            self._outputs.pop(request.request_id, None)
+            self._events.pop(request.request_id, None)
 
     def _cancel(self, requests: list[Request]) -> list[RequestOutput]:
         """Abort those of ``requests`` that are unfinished."""
@@ -273,19 +287,7 @@ class Engine:
             request_id=request.request_id,
             prompt_token_ids=request.prompt,
             params=request.params,
-            completions=[self._completion(sequence) for sequence in request.sequences],
+            completions=[completion_of(s, self.tokenizer) for s in request.sequences],
             fingerprint=self._fingerprints.pop(request.request_id),
             prompt_logprobs=request.prompt_logprobs or None,
-        )
-
-    def _completion(self, sequence: Sequence) -> Completion:
-        token_ids = sequence.tokens[sequence.request.num_prompt :]
-        return Completion(
-            token_ids=token_ids,
-            text=decode(self.tokenizer, token_ids),
-            logprobs=sequence.logprobs if sequence.params.logprobs else None,
-            top_logprobs=sequence.top_logprobs if sequence.params.top_logprobs else None,
-            finish_reason=sequence.finish_reason,
-            error=sequence.error,
-            stats=sequence.stats,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,10 @@ def checksum(tensor: Tensor) -> int:
 
 def weight_state(model: nn.Module) -> list[tuple[str, int, int]]:
     """Name, address and version counter of every parameter: changes when a weight does."""
-    return [(name, p.data_ptr(), p._version) for name, p in model.named_parameters()]
+    return [
+        (name, p.data_ptr(), 0 if p.is_inference() else p._version)
+        for name, p in model.named_parameters()
+    ]
 
 
 def digest_weights(model: nn.Module) -> str:
@@ -71,6 +75,13 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def _versions(device: torch.device) -> list[str]:
+    found = [torch.__version__, transformers.__version__, str(torch.version.cuda)]
+    if device.type == "cuda":
+        found += [version("triton"), str(torch._C._cuda_getDriverVersion())]  # type: ignore[attr-defined]
+    return found
+
+
 def _settings(model: PreTrainedModel) -> dict[str, Any]:
     """The model's config without what says only where it came from."""
     settings = json.loads(model.config.to_json_string())
@@ -88,7 +99,7 @@ def fingerprint(
         "model": type(model).__name__,
         "config": _settings(model),
         "device": _device(device),
-        "versions": [torch.__version__, transformers.__version__, str(torch.version.cuda)],
+        "versions": _versions(device),
         "reference_rows": config.reference_rows,
         "backend": config.backend,
         "kv_dtype": config.kv_dtype,

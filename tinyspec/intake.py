@@ -28,7 +28,7 @@ class Intake:
         self._tokenizer = tokenizer
         self._config = config
         self._vocab_size = vocab_size(model)
-        self._eos = _default_eos(model, tokenizer)
+        self._model = model
         self._numbers = itertools.count()
         self._seeds = torch.Generator()
         self._seeds.manual_seed(secrets.randbits(63) if config.seed is None else config.seed)
@@ -56,8 +56,9 @@ class Intake:
 
     def _request(self, prompt: list[int], params: SamplingParams) -> Request:
         number = next(self._numbers)
+        own = _default_eos(self._model, self._vocab_size)
         resolved = params.resolve(
-            eos_token_id=self._eos if params.eos_token_id is None else params.eos_token_id,
+            eos_token_id=own if params.eos_token_id is None else params.eos_token_id,
             seed=self._draw_seed()
             if params.temperature > 0 and params.seed is None
             else params.seed,
@@ -65,7 +66,7 @@ class Intake:
         return Request(f"request-{number}", prompt, resolved, number)
 
     def _draw_seed(self) -> int:
-        return int(torch.randint(2**62, (1,), generator=self._seeds))
+        return int(torch.randint(2**62, (1,), generator=self._seeds, device="cpu"))
 
     def _token_ids(self, prompt: Any) -> list[int]:
         ids = to_token_ids(prompt, self._tokenizer)
@@ -107,11 +108,9 @@ class Intake:
                     raise refuse(field, function, "functions")
 
 
-def _default_eos(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
-    """The model's own end-of-sequence tokens, as ``generate`` would take them."""
-    own = getattr(model, "generation_config", None)
-    for source in (own, model.config, tokenizer):
-        eos = getattr(source, "eos_token_id", None)
-        if eos is not None:
-            return (eos,) if isinstance(eos, int) else tuple(eos)
-    return ()
+def _default_eos(model: PreTrainedModel, vocab_size: int) -> tuple[int, ...]:
+    """The model's own end-of-sequence tokens, as its ``generate`` would take them now."""
+    settings = getattr(model, "generation_config", None) or model.config
+    eos = settings.eos_token_id
+    ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+    return tuple(token for token in ids if token < vocab_size)

@@ -6,7 +6,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 
 @contextmanager
@@ -15,11 +14,13 @@ def deferred_interrupt() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    held: list[Any] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: held.append((number, frame)))
+    held: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
+    if before is None:  # not Python's to restore
+        before = signal.SIG_DFL
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        if held and callable(before):
-            before(*held[0])
+        if held:
+            signal.raise_signal(signal.SIGINT)

@@ -21,7 +21,7 @@ class KVCache:
     """Per layer k and v [num_pages, page_size, num_kv_heads, head_dim], allocated once.
 
     Masked positions of a tile are still multiplied by 0, so everything in use must be finite:
-    pages are zeroed when first handed out, and again after something not finite was in them.
+    every page is zeroed when it is handed out, whatever its last owner left there.
     """
 
     def __init__(
@@ -39,7 +39,8 @@ class KVCache:
         self.k = [pool(layer) for layer in layers]
         self.v = [pool(layer) for layer in layers]
         self.page_size = page_size
-        self._zeroed = 0
+        # The first page is also read by probes, which own none.
+        self.zero([0])
 
     @staticmethod
     def page_bytes(layers: list[LayerShape], page_size: int, dtype: torch.dtype) -> int:
@@ -47,21 +48,20 @@ class KVCache:
         width = sum(layer.num_kv_heads * layer.head_dim for layer in layers)
         return 2 * width * page_size * dtype.itemsize
 
-    def zero_upto(self, high_water: int) -> None:
-        """Zero the pages below ``high_water`` that were never zeroed."""
-        if high_water > self._zeroed:
+    def zero(self, pages: list[int]) -> None:
+        """Zero whole pages."""
+        if pages:
+            index = torch.tensor(pages, device=self.k[0].device)
             for pool in (*self.k, *self.v):
-                pool[self._zeroed : high_water].zero_()
-            self._zeroed = high_water
+                pool.index_fill_(0, index, 0)
 
-    def zero_behind(self, pages: list[int], tokens: int) -> None:
-        """Zero everything behind the first ``tokens`` tokens of a sequence's pages."""
-        first, offset = divmod(tokens, self.page_size)
-        for pool in (*self.k, *self.v):
-            for page in pages[first : first + 1]:
-                pool[page, offset:].zero_()
-            for page in pages[first + 1 :]:
-                pool[page].zero_()
+    def zero_tail(self, pages: list[int], tokens: int) -> None:
+        """Zero the last of a sequence's pages behind its first ``tokens`` tokens."""
+        page, offset = divmod(tokens, self.page_size)
+        assert len(pages) == page + (offset > 0), (pages, tokens)
+        if offset:
+            for pool in (*self.k, *self.v):
+                pool[pages[page], offset:].zero_()
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy one page in every layer."""

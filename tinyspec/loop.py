@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
+from operator import index
 
 from torch import Tensor
 
@@ -40,6 +41,7 @@ class Loop:
         self._sampler = sampler
         self._drafter = drafter
         self._vocab_size = runner.vocab_size
+        self._proposed = 0
 
     def step(self) -> list[StreamEvent]:
         """One pass; the committed tokens it brought, sequence by sequence."""
@@ -56,6 +58,11 @@ class Loop:
                 self._close(record, verdicts, time.perf_counter() - began)
         return [_event(v) for v in verdicts if v.committed or v.sequence.finished]
 
+    def abandon(self) -> None:
+        """After a step that failed: whatever ran is computed anew, nothing half done is kept."""
+        self.committer.take_verdicts()
+        self.scheduler.preempt_all()
+
     def _propose(self) -> None:
         """Ask the drafter for every deterministic sequence that has nothing drafted."""
         asked = [
@@ -68,19 +75,23 @@ class Loop:
             return
         try:
             most = max(limit for _, limit in asked)
-            proposals = self._drafter.propose([s.tokens for s, _ in asked], most)
-            pairs = list(zip(asked, proposals, strict=True))
+            proposals = self._drafter.propose([list(s.tokens) for s, _ in asked], most)
+            pairs = [
+                (asker, [index(token) for token in proposal])
+                for asker, proposal in zip(asked, proposals, strict=True)
+            ]
         except Exception as error:
             for sequence, _ in asked:
                 self.committer.fail(sequence, f"drafter raised {type(error).__name__}: {error}")
             return
         for (sequence, limit), proposal in pairs:
             for token in proposal[:limit]:
-                if not (isinstance(token, int) and 0 <= token < self._vocab_size):
+                if not 0 <= token < self._vocab_size:
                     break
                 sequence.drafts.append(token)
             sequence.proposed = bool(sequence.drafts)
             sequence.stats.drafted += len(sequence.drafts)
+            self._proposed += len(sequence.drafts)
 
     def _run(self, work_pass: Pass) -> tuple[Tensor, list[int]]:
         """Run the pass; logits, and per work the row of the first that yields a token."""
@@ -89,7 +100,7 @@ class Loop:
             score + list(range(work.count - work.yields, work.count))
             for work, score in zip(work_pass.works, scored, strict=True)
         ]
-        logits = self.runner.run(work_pass, self.scheduler.pool.high_water, wanted)
+        logits = self.runner.run(work_pass, self.scheduler.pool.take_fresh(), wanted)
         first, firsts = 0, []
         for work, score, rows in zip(work_pass.works, scored, wanted, strict=True):
             if score:
@@ -106,8 +117,11 @@ class Loop:
         sequence.computed = min(work.end, len(sequence.tokens))
         if not work.yields:
             return []
-        siblings, sequence.siblings = sequence.siblings, []
-        forked = [sibling for sibling in siblings if self._fork(sequence, sibling)]
+        forked = []
+        while sequence.siblings:
+            sibling = sequence.siblings.pop(0)
+            if self._fork(sequence, sibling):
+                forked.append(sibling)
         return [sequence, *forked]
 
     def _fork(self, leader: Sequence, sibling: Sequence) -> bool:
@@ -118,7 +132,6 @@ class Loop:
         copy = self.scheduler.fork(leader, sibling)
         sibling.stats.cached_prompt_tokens = sibling.computed
         if copy is not None:
-            self.runner.cache.zero_upto(self.scheduler.pool.high_water)
             self.runner.cache.copy_page(*copy)
         return True
 
@@ -144,7 +157,7 @@ class Loop:
             elif sequence.deterministic:
                 verified.append((sequence, sampled))
             else:
-                self.committer.commit_plain(sequence, sampled[0], self.runner.cache)
+                self.committer.commit_plain(sequence, sampled[0])
         self.committer.commit_verified(verified, self.runner.cache)
 
     @staticmethod
@@ -174,11 +187,13 @@ class Loop:
 
     def _close(self, record: PassRecord, verdicts: list[Verdict], seconds: float) -> None:
         record.seconds = seconds
-        record.drafted = record.sequences.get(DRAFT, 0)
+        record.drafted = record.sequences.get(DRAFT, 0) + self._proposed
+        self._proposed = 0
         record.committed = sum(v.committed for v in verdicts)
         record.accepted = sum(v.accepted for v in verdicts)
         record.rolled_back = sum(v.rolled_back for v in verdicts)
         record.rollbacks = sum(v.rolled_back > 0 for v in verdicts)
+        self.stats.preemptions = self.scheduler.preemptions
         self.records.append(record)
         self.stats.add(record)
 

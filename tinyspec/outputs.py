@@ -6,7 +6,7 @@ Floats are kept as Python floats holding fp32 values, so JSON and back loses no 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from tinyspec.params import SamplingParams
@@ -38,7 +38,7 @@ class Completion:
     token_ids: generated tokens, the stop token included. text: decoded without special tokens, or
     None where the engine has no tokenizer. logprobs: one per token, if asked for. top_logprobs: per
     token, (token id, log-probability) of the best, if asked for. finish_reason: "stop", "length" or
-    "abort"; ``error`` then says why.
+    "abort"; ``error`` then says why. stats: what it cost.
     """
 
     token_ids: list[int]
@@ -48,6 +48,15 @@ class Completion:
     finish_reason: str | None = None
     error: str | None = None
     stats: CompletionStats = field(default_factory=CompletionStats)
+
+    def to_json(self) -> str:
+        """One line of JSON; ``from_json`` restores every bit."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, line: str) -> Completion:
+        """The inverse of ``to_json``."""
+        return _completion(json.loads(line))
 
 
 @dataclass
@@ -68,8 +77,9 @@ class RequestOutput:
 
     def to_json(self) -> str:
         """One line of JSON; ``from_json`` restores every bit."""
-        data = asdict(self)
+        data = {f.name: getattr(self, f.name) for f in fields(self)}
         data["params"] = self.params.to_dict()
+        data["completions"] = [asdict(completion) for completion in self.completions]
         return json.dumps(data)
 
     @classmethod
@@ -91,8 +101,9 @@ def _completion(data: dict[str, Any]) -> Completion:
 class StreamEvent:
     """Tokens that one completion committed in one step.
 
-    index: which completion of the request. text: what these tokens add to its text (it may lag
-    while a character is incomplete). finish_reason: set on a completion's last event.
+    request_id, index: which completion of which request. text: what these tokens add to its text
+    (it may lag while a character is incomplete). logprobs: of these tokens, if asked for.
+    finish_reason: set on a completion's last event.
     """
 
     request_id: str

@@ -17,8 +17,7 @@ class PagePool:
         self.page_size = page_size
         self._owners = [0] * num_pages
         self._free = list(range(num_pages))
-        # Pages from here on were never handed out.
-        self.high_water = 0
+        self._fresh: list[int] = []
 
     @property
     def num_free(self) -> int:
@@ -43,8 +42,13 @@ class PagePool:
             page = heapq.heappop(self._free)
             assert self._owners[page] == 0
             self._owners[page] = 1
-            self.high_water = max(self.high_water, page + 1)
+            self._fresh.append(page)
             pages.append(page)
+
+    def take_fresh(self) -> list[int]:
+        """Pages handed out since the last call: what is in them is somebody's old values."""
+        fresh, self._fresh = self._fresh, []
+        return fresh
 
     def truncate(self, pages: list[int], tokens: int) -> int:
         """Give back the pages behind the first ``tokens`` tokens; returns how many."""
@@ -74,6 +78,7 @@ class PagePool:
         if tokens % self.page_size == 0:
             return shared, None
         self.grow(shared, tokens)
+        self._fresh.remove(shared[full])  # the copy overwrites it
         return shared, (pages[full], shared[full])
 
     def owners(self, page: int) -> int:

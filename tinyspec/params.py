@@ -7,7 +7,7 @@ for stop strings) is checked when the request is added.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -23,7 +23,7 @@ def _is_int(value: object) -> bool:
 
 def _token_ids(field: str, value: Any) -> tuple[int, ...]:
     """One id or several, as a tuple."""
-    ids = (value,) if _is_int(value) else tuple(value)
+    ids = (value,) if _is_int(value) else tuple(value) if isinstance(value, Iterable) else (None,)
     if not all(_is_int(i) and i >= 0 for i in ids):
         raise refuse(field, value, "token ids, integers of at least 0")
     return ids
@@ -91,7 +91,8 @@ class SamplingParams:
         if self.min_new_tokens > self.max_new_tokens:
             allowed = f"at most max_new_tokens={self.max_new_tokens}"
             raise refuse("min_new_tokens", self.min_new_tokens, allowed)
-        number("temperature", "a finite number of at least 0 (0 is greedy)", lambda x: x >= 0)
+        heat = "0 (greedy) or a finite number of at least 1e-6"
+        number("temperature", heat, lambda x: x == 0 or x >= 1e-6)
         number("repetition_penalty", "a finite number above 0", lambda x: x > 0)
         if self.top_k is not None:
             integer("top_k", 0)
@@ -112,11 +113,14 @@ class SamplingParams:
             self._set("eos_token_id", _token_ids("eos_token_id", self.eos_token_id))
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         strings = (self.stop_strings,) if isinstance(self.stop_strings, str) else self.stop_strings
-        if not all(isinstance(s, str) and s for s in strings):
+        if not isinstance(strings, Iterable) or not all(isinstance(s, str) and s for s in strings):
             raise refuse("stop_strings", self.stop_strings, "strings that are not empty")
         self._set("stop_strings", tuple(strings))
         for field in ("logits_processors", "stopping_criteria"):
-            self._set(field, tuple(getattr(self, field)))
+            functions = getattr(self, field)
+            if not isinstance(functions, Iterable):
+                raise refuse(field, functions, "a list of functions")
+            self._set(field, tuple(functions))
 
     def _set(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)

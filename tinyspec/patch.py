@@ -61,6 +61,9 @@ def _refusal(model: PreTrainedModel) -> str | None:
     """Why the model cannot be served, or None."""
     config = model.config
     kind = config.model_type
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    if len(devices) > 1:
+        return f"it lies on more than one device ({', '.join(sorted(devices))})"
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         return "it has cross-attention"
     if kind in OFF_INTERFACE:
@@ -83,6 +86,15 @@ def _refusal(model: PreTrainedModel) -> str | None:
         served = ", ".join([*FUSED, *INTERFACE])
         return f"model type {kind!r} has not been tried; served are {served}"
     return None
+
+
+def refuse_unsupported(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError naming what is in the way, ValueError if patched already."""
+    if hasattr(model, "_tinyspec"):
+        raise ValueError("model is not allowed: it is served by another Engine; close that first")
+    reason = _refusal(model)
+    if reason is not None:
+        raise UnsupportedModelError(f"{type(model).__name__} is not supported: {reason}")
 
 
 def _attentions(model: PreTrainedModel) -> list[tuple[nn.Module, str, nn.Module]]:
@@ -120,17 +132,28 @@ def patch(model: PreTrainedModel, max_model_len: int | None = None) -> Patched:
 
     Raises UnsupportedModelError naming what is in the way, ValueError if it is patched already.
     """
-    if hasattr(model, "_tinyspec"):
-        raise ValueError("model is not allowed: it is served by another Engine; close that first")
-    reason = _refusal(model)
-    if reason is not None:
-        raise UnsupportedModelError(f"{type(model).__name__} is not supported: {reason}")
+    refuse_unsupported(model)
     AttentionInterface.register(IMPLEMENTATION, paged_attention_function)
     context = AttentionContext()
     attentions = _attentions(model)
     layers = [_shape(model, module) for _, _, module in attentions]
     patched = Patched(context, layers, model.config._attn_implementation)
     model.__dict__["_tinyspec"] = patched
+    try:
+        _install(model, patched, attentions, max_model_len or max_positions(model))
+    except BaseException:
+        unpatch(model)
+        raise
+    return patched
+
+
+def _install(
+    model: PreTrainedModel,
+    patched: Patched,
+    attentions: list[tuple[nn.Module, str, nn.Module]],
+    positions: int,
+) -> None:
+    context = patched.context
     for parent, name, module in attentions:
         if type(module).__name__ in FUSED:
             _swap(patched, parent, name, PagedAttention(module, context))
@@ -138,17 +161,14 @@ def patch(model: PreTrainedModel, max_model_len: int | None = None) -> Patched:
             module.__dict__["tinyspec_context"] = context
             patched.bound.append(module)
     like = torch.empty(0, dtype=model.dtype, device=model.device)
-    positions = max_model_len or max_positions(model)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child).__name__.endswith("RotaryEmbedding"):
                 _swap(patched, parent, name, RopeTable(child, positions, like))
     model.set_attn_implementation(IMPLEMENTATION)
     if model.config._attn_implementation != IMPLEMENTATION:
-        unpatch(model)
         name = type(model).__name__
         raise UnsupportedModelError(f"{name} is not supported: it keeps its own attention")
-    return patched
 
 
 def _swap(patched: Patched, parent: nn.Module, name: str, module: nn.Module) -> None:

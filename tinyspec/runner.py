@@ -7,9 +7,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tinyspec.ambient import Ambient
+from tinyspec.attention_probe import probe_rows
 from tinyspec.batch import Batch
 from tinyspec.buckets import Buckets
 from tinyspec.config import EngineConfig
+from tinyspec.invariance import PositionProbe
 from tinyspec.kernels import Kernels
 from tinyspec.kv_cache import KVCache
 from tinyspec.passes import Pass
@@ -52,14 +54,14 @@ class Runner:
         self._cache = None
         self._context.k, self._context.v = [], []
 
-    def run(self, work_pass: Pass, high_water: int, wanted: list[list[int]]) -> Tensor:
+    def run(self, work_pass: Pass, fresh: list[int], wanted: list[list[int]]) -> Tensor:
         """Run a pass and return the logits of the wanted rows, [N, V] fp32, work by work.
 
-        wanted: per work of the pass, offsets into its rows. high_water: pages ever handed out.
+        wanted: per work of the pass, offsets into its rows. fresh: pages handed out for it.
         The rows are gathered before the unembedding and padded to a bucket of their own: that of
         the pass where it is canonical.
         """
-        self.cache.zero_upto(high_water)
+        self.cache.zero(fresh)
         batch = Batch.of(work_pass, self.cache.page_size, self.device)
         rows = [
             first + offset
@@ -90,3 +92,10 @@ class Runner:
         finally:
             context.segments = context.slot_mapping = None
         return logits[0].float()
+
+    def probe_attention(self) -> list[PositionProbe]:
+        """Whether a row alone has the bits of the same row in its prompt, by head shape."""
+        kernels = self._context.kernels
+        assert kernels is not None
+        shapes = dict.fromkeys(self._layers)
+        return [probe_rows(kernels, shape, self.model.dtype, self.device) for shape in shapes]

@@ -102,7 +102,7 @@ class Sampler:
                 seen = torch.tensor(sorted(set(row.history)), device=raw.device)
                 scores[n] = penalise_repetition(scores[n], seen, params.repetition_penalty)
             if early:
-                scores[n, list(params.stop_ids)] = -torch.inf
+                scores[n, [t for t in params.stop_ids if t < raw.shape[1]]] = -torch.inf
             try:
                 for processor in params.logits_processors:
                     history = torch.tensor([row.history], device=raw.device)
@@ -136,8 +136,9 @@ class Sampler:
                 if name == "top_k":
                     amounts = amounts.long()
                 part[which] = keep(part[which], amounts)
+        unsound = scores[place].isnan().any(-1, keepdim=True)
         scores = scores.clone()
-        scores[place] = part
+        scores[place] = part.masked_fill(unsound, torch.nan)
         return scores
 
     @staticmethod
@@ -163,9 +164,11 @@ class Sampler:
             if params.logprobs_mode == "raw":
                 found[n].logprob = float(own[found[n].token])
             if params.top_logprobs:
-                best = own.sort(descending=True, stable=True)
-                count = params.top_logprobs
-                ids, values = best.indices[:count].tolist(), best.values[:count].tolist()
+                # By the logits: two that differ may round to one log-probability.
+                whole = raw if params.logprobs_mode == "raw" else scores
+                order = whole[n].sort(descending=True, stable=True).indices
+                best = order[: params.top_logprobs]
+                ids, values = best.tolist(), own[best].tolist()
                 found[n].top = list(zip(ids, values, strict=True))
 
 

@@ -34,6 +34,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._left_out = False
+        self.preemptions = 0
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, by the age of its request."""
@@ -65,7 +66,9 @@ class Scheduler:
     def draft_limit(self, sequence: Sequence) -> int:
         """Drafts that may wait before a verify: the window, cut to what can still be committed."""
         padded = self.config.verify == "padded"
-        if padded or sequence.undrafted or not sequence.params.draftable:
+        # Siblings start from a prompt alone, never from one with drafts behind it.
+        bare = sequence.undrafted or bool(sequence.siblings)
+        if padded or bare or not sequence.params.draftable:
             return 0
         return min(self.config.draft_window, sequence.remaining - 1)
 
@@ -88,7 +91,8 @@ class Scheduler:
             else:
                 (decoding if sequence.pending == 1 else prompts).append(sequence)
         # A canonical pass has room for few rows: when it left someone out, the next one is fast.
-        fast_first = not canonical or (self._left_out and bool(decoding or drafting))
+        others = (*decoding, *drafting, *prompts)
+        fast_first = not canonical or (self._left_out and bool(others))
         for is_fast in (fast_first, not fast_first):
             if is_fast:
                 works = self._fast_works(decoding, drafting, prompts)
@@ -102,7 +106,7 @@ class Scheduler:
         rows = sum(work.count for work in works)
         bucket = self.buckets.fit(rows) if is_fast else self.buckets.reference
         served = {id(work.sequence) for work in works}
-        self._left_out = any(id(s) not in served for s in (*decoding, *drafting))
+        self._left_out = not is_fast and any(id(s) not in served for s in others)
         return Pass(works, bucket, self.buckets.is_canonical(bucket))
 
     def _canonical_works(
@@ -184,6 +188,7 @@ class Scheduler:
         self.pool.free(sequence.pages)
         sequence.reset()
         sequence.stats.preemptions += 1
+        self.preemptions += 1
         self.add(sequence)
 
     def preempt_all(self) -> None:

@@ -15,7 +15,7 @@ def as_prompts(prompts: Any) -> list[Prompt]:
     """A list of prompts, from one prompt or several: a str, token ids, or chat messages."""
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise refuse("prompts", prompts, "a str, token ids, chat messages, or a list of these")
     if prompts and isinstance(prompts[0], (int, dict)):
         return [list(prompts)]
@@ -24,7 +24,7 @@ def as_prompts(prompts: Any) -> list[Prompt]:
 
 def to_token_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
     """Token ids of one prompt. Raises ValueError where that needs a tokenizer and there is none."""
-    if not isinstance(prompt, (str, Sequence)):
+    if not isinstance(prompt, (str, Sequence)) or isinstance(prompt, bytes):
         raise refuse("prompt", prompt, "a str, token ids, or chat messages")
     chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], dict)
     if not isinstance(prompt, str) and not chat:

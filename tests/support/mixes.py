@@ -92,7 +92,9 @@ def random_config(rng: random.Random, reference_rows: int, drafter: object) -> E
         max_sequences=rng.choice((1, 4, 64)),
         page_size=page_size,
         # The longest request of a mix needs 160 tokens; tight pools preempt.
-        num_pages=max(2, -(-180 // page_size) + rng.randint(0, 3)) if tight else 4096 // page_size * 8,
+        num_pages=max(2, -(-180 // page_size) + rng.randint(0, 3))
+        if tight
+        else 4096 // page_size * 8,
         draft_window=rng.choice((1, 2, 3, 7, 16, 40, 64)),
         drafter=drafter,
         verify=rng.choice(("auto", "always", "padded", "auto")),

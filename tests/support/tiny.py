@@ -43,7 +43,9 @@ def config_of(family: str) -> PreTrainedConfig:
     if family == "mistral":
         return MistralConfig(**_GROUPED, sliding_window=24)
     if family == "qwen2":
-        return Qwen2Config(**_GROUPED, use_sliding_window=True, sliding_window=24, max_window_layers=1)
+        return Qwen2Config(
+            **_GROUPED, use_sliding_window=True, sliding_window=24, max_window_layers=1
+        )
     if family == "qwen3":
         return Qwen3Config(**_GROUPED, head_dim=32)
     if family == "gemma2":
@@ -66,7 +68,9 @@ def config_of(family: str) -> PreTrainedConfig:
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt2", "gpt_neox")
 
 
-def tiny(family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
+def tiny(
+    family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0
+) -> PreTrainedModel:
     """A new tiny model in eval mode; the same weights for the same arguments."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)

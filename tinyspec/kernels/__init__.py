@@ -5,6 +5,7 @@ Which of the two runs is decided once per engine, by ``load``.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -20,6 +21,16 @@ class Kernels:
     paged_attention: Callable[..., Any]
     accept_truncate: Callable[..., Any]
     sample: Callable[..., Any]
+
+
+def refusal(backend: str, device_type: str) -> str | None:
+    """Why ``backend`` cannot run on a device, or None. The one place that reads the environment."""
+    if backend == "torch" and device_type != "cpu":
+        return "the twins run on a CPU only"
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if backend == "triton" and device_type == "cpu" and not interpreted:
+        return "on a CPU Triton runs interpreted only: set TRITON_INTERPRET=1 first"
+    return None
 
 
 def load(backend: str) -> Kernels:

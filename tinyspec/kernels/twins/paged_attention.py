@@ -162,7 +162,8 @@ def _group(
     seen = key <= ahead
     if window:
         seen &= key > ahead - window
-    mask = torch.where(seen, 0.0, MASKED).repeat_interleave(group, dim=1)[:, None]
+    mask = torch.zeros(seen.shape, dtype=torch.float32).masked_fill_(~seen, MASKED)
+    mask = mask.repeat_interleave(group, dim=1)[:, None]
     rows = facts[:, :1] + inside
     # With one tile a block there is nothing to merge, so nothing to put in order either.
     results = rows

@@ -1,0 +1,366 @@
+"""What leaves the engine: JSON that loses no bit, text that is whole however it is cut, stops."""
+
+import json
+import random
+import struct
+import threading
+from dataclasses import fields, is_dataclass, replace
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from tests.support.tiny import config_of, prompts, tiny
+from tinyspec import Completion, Engine, EngineConfig, RequestOutput, SamplingParams, StreamEvent
+from tinyspec.models import BUNDLED
+from tinyspec.outputs import CompletionStats
+from tinyspec.text import TextStream, ends_in_stop_string
+
+TEXT = "The quick brown 🦊 jumps over 13 lazy 🐕‍🦺, naïvely — 東京タワー. THE END\n\n  two  spaces"
+END = "<end>"
+
+
+def byte_tokenizer():
+    """Byte-level BPE of 300 tokens: rare characters fall into single bytes."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog " * 9], trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, clean_up_tokenization_spaces=False
+    )
+
+
+@pytest.fixture(scope="module", params=["bytes", "bundled"])
+def tokenizer(request):
+    if request.param == "bytes":
+        return byte_tokenizer()
+    return AutoTokenizer.from_pretrained(BUNDLED)
+
+
+@pytest.fixture(scope="module")
+def engine(tokenizer):
+    """A model that babbles in the tokenizer's vocabulary."""
+    config = config_of("llama")
+    config.vocab_size = len(tokenizer)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with Engine(model, tokenizer, EngineConfig(reference_rows=16, draft_window=5)) as engine:
+        yield engine
+
+
+class Recites:
+    """A processor that leaves one text to say, behind a prompt of ``start`` tokens."""
+
+    stateless = True
+
+    def __init__(self, token_ids, start):
+        self.token_ids, self.start = token_ids, start
+
+    def __call__(self, ids, scores):
+        forced = torch.full_like(scores, -torch.inf)
+        forced[0, self.token_ids[(ids.shape[1] - self.start) % len(self.token_ids)]] = 0.0
+        return forced
+
+
+def fp32(rng):
+    """Any float that fp32 has, subnormal and infinite ones too."""
+    while True:
+        value = struct.unpack("f", struct.pack("I", rng.getrandbits(32)))[0]
+        if value == value:
+            return rng.choice((value, value, -0.0, -float("inf"), 1e-45))
+
+
+def as_bits(output):
+    """The output with every float as its eight bytes: 0.0 and -0.0 differ."""
+
+    def pack(x):
+        if isinstance(x, float):
+            return struct.pack("d", x)
+        if isinstance(x, (list, tuple)):
+            return type(x), [pack(y) for y in x]
+        if is_dataclass(x):
+            return [(f.name, pack(getattr(x, f.name))) for f in fields(x)]
+        return x
+
+    return pack(output)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_json_loses_no_bit(seed):
+    rng = random.Random(seed)
+
+    def completion():
+        count = rng.randint(0, 9)
+        return Completion(
+            token_ids=[rng.randrange(1000) for _ in range(count)],
+            text=rng.choice((None, "", TEXT, "\ud83d\x00\u2028")),
+            logprobs=rng.choice((None, [fp32(rng) for _ in range(count)])),
+            top_logprobs=rng.choice((None, [[(rng.randrange(9), fp32(rng))] * 2] * count)),
+            finish_reason=rng.choice(("stop", "length", "abort")),
+            error=rng.choice((None, 'it "failed"\n')),
+            stats=CompletionStats(*(rng.randrange(99) for _ in fields(CompletionStats))),
+        )
+
+    params = SamplingParams(
+        temperature=rng.random(), seed=rng.getrandbits(64), stop_strings=(TEXT,), top_p=1 / 3
+    )
+    output = RequestOutput(
+        request_id="request-1",
+        prompt_token_ids=[1, 2],
+        params=rng.choice((params, SamplingParams(eos_token_id=(3, 4)))),
+        completions=[completion() for _ in range(rng.randint(1, 3))],
+        fingerprint=rng.choice((None, "abc")),
+        prompt_logprobs=rng.choice((None, [None, fp32(rng)])),
+    )
+    line = output.to_json()
+    assert "\n" not in line
+    again = RequestOutput.from_json(line)
+    assert again == output
+    assert as_bits(again) == as_bits(output)
+    assert as_bits(again) != as_bits(replace(output, prompt_token_ids=[1, 3]))
+
+
+def test_json_of_a_run(engine):
+    params = SamplingParams(
+        max_new_tokens=9,
+        deterministic=True,
+        temperature=1.0,
+        top_k=3,
+        logprobs=True,
+        top_logprobs=5,
+        prompt_logprobs=True,
+        num_return_sequences=2,
+    )
+    output = engine.generate([[5, 6, 7]], params)[0]
+    assert output.completions[0].top_logprobs[0][4][1] == -torch.inf
+    assert output.fingerprint == engine.fingerprint and output.params.seed is not None
+    again = RequestOutput.from_json(output.to_json())
+    assert again == output and as_bits(again) == as_bits(output)
+    for completion in again.completions:
+        for value in completion.logprobs:
+            assert value == torch.tensor(value, dtype=torch.float32).item()
+
+
+def test_json_names_processors(engine):
+    """A processor may hold anything: it goes into the line by name and is not copied."""
+
+    class Locked(Recites):
+        lock = None
+
+    processor = Locked([5], 1)
+    processor.lock = threading.Lock()
+    params = SamplingParams(max_new_tokens=2, logits_processors=[processor])
+    output = engine.generate([[5]], params)[0]
+    assert json.loads(output.to_json())["params"]["logits_processors"] == [Locked.__qualname__]
+
+
+WORDS = {"request_id": "request", "prompt_token_ids": "prompt", "params": "parameters"}
+WORDS["token_ids"] = "tokens"
+
+
+@pytest.mark.parametrize(
+    "kind", [SamplingParams, EngineConfig, RequestOutput, Completion, CompletionStats, StreamEvent]
+)
+def test_every_field_is_explained(kind):
+    for field in fields(kind):
+        named = field.name in kind.__doc__
+        assert named or WORDS.get(field.name, "\0") in kind.__doc__.lower(), field.name
+
+
+def collect(events):
+    """(request, index) -> token ids, text, logprobs and finish reasons as they came."""
+    found = {}
+    for event in events:
+        place = found.setdefault((event.request_id, event.index), ([], "", [], []))
+        tokens, text, logprobs, reasons = place
+        assert reasons in ([], [None] * len(reasons)), "an event behind the last"
+        found[event.request_id, event.index] = (
+            tokens + event.token_ids,
+            text + event.text,
+            logprobs + event.logprobs,
+            [*reasons, event.finish_reason],
+        )
+    return found
+
+
+def babble(deterministic):
+    return SamplingParams(
+        max_new_tokens=60,
+        temperature=1.5,
+        seed=4,
+        num_return_sequences=2,
+        deterministic=deterministic,
+        logprobs=True,
+    )
+
+
+def test_stream_adds_up(engine):
+    """Events hold the whole completion, random bytes and broken characters included."""
+    wanted = [babble(True), babble(False), replace(babble(True), seed=9)]
+    outputs = engine.generate(prompts(3), wanted)
+    streamed = collect(engine.stream(prompts(3), wanted))
+    assert len(streamed) == 6
+    flat = [c for output in outputs for c in output.completions]
+    for (tokens, text, logprobs, reasons), completion in zip(
+        [streamed[place] for place in sorted(streamed, key=lambda p: (int(p[0][8:]), p[1]))],
+        flat,
+        strict=True,
+    ):
+        assert (tokens, text, logprobs) == (
+            completion.token_ids,
+            completion.text,
+            completion.logprobs,
+        )
+        assert reasons[-1] == completion.finish_reason
+    assert any("\N{REPLACEMENT CHARACTER}" in c.text for c in flat)
+
+
+def test_streams_side_by_side(engine):
+    """Two streams read in turn, and a generate in between: none loses an event."""
+    params = replace(babble(True), num_return_sequences=1)
+    expected = [o.completions[0].token_ids for o in engine.generate(prompts(3), params)]
+    first, second = engine.stream([prompts(3)[0]], params), engine.stream([prompts(3)[1]], params)
+    found = ([*next(first).token_ids], [*next(second).token_ids])
+    third = engine.generate([prompts(3)[2]], params)[0].completions[0].token_ids
+    open_streams = [(found[0], first), (found[1], second)]
+    while open_streams:
+        for tokens, stream in list(open_streams):
+            event = next(stream, None)
+            if event is None:
+                open_streams.remove((tokens, stream))
+            else:
+                tokens += event.token_ids
+    assert [*found, third] == expected
+    assert engine.step() == []
+
+
+def test_a_stream_closed_unread_aborts_its_requests(engine):
+    engine.stream([[5, 6, 7]], SamplingParams(max_new_tokens=50)).close()
+    assert not engine.has_unfinished()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_text_stream(tokenizer, seed):
+    """Pieces of any size: never half a character, nothing lost, nothing twice."""
+    rng = random.Random(seed)
+    whole = TEXT * 2 if seed < 4 else bytes(rng.randrange(256) for _ in range(80)).decode("latin1")
+    ids = tokenizer(whole)["input_ids"]
+    assert len(ids) > 60
+    stream, pieces, place = TextStream(tokenizer), [], 0
+    while place < len(ids):
+        count = rng.choice((1, 1, 2, 5))
+        last = place + count >= len(ids)
+        pieces.append(stream.push(ids[place : place + count], last))
+        place += count
+    assert "".join(pieces) == whole == tokenizer.decode(ids)
+    assert "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
+
+
+def test_an_emoji_comes_whole():
+    tokenizer = byte_tokenizer()
+    ids = tokenizer("a🦊b")["input_ids"]
+    assert len(ids) == 6
+    stream = TextStream(tokenizer)
+    assert [stream.push([i], False) for i in ids] == ["a", "", "", "", "🦊", "b"]
+    cut = TextStream(tokenizer)
+    assert [cut.push([i], n == 2) for n, i in enumerate(ids[:3])] == [
+        "a",
+        "",
+        "\N{REPLACEMENT CHARACTER}",
+    ]
+
+
+def test_without_a_tokenizer():
+    assert TextStream(None).push([1, 2], True) is None
+    with Engine(tiny()) as engine:
+        events = list(engine.stream([[1, 2]], SamplingParams(max_new_tokens=3)))
+        assert [event.text for event in events] == [None] * 3
+        output = engine.generate([[1, 2]], SamplingParams(max_new_tokens=3))[0]
+        assert output.completions[0].text is None and output.completions[0].logprobs is None
+
+
+STOPS = (
+    "k brow",
+    "🦊",
+    " jum",
+    "13",
+    "ïv",
+    "THE END",
+    "東京",
+    "\n\n ",
+    "e",
+    "the",
+    "absent",
+    "🐕‍🦺, n",
+)
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_stop_strings_across_borders(tokenizer, stop):
+    """Found with the token that completes it, wherever the tokens are cut."""
+    ids = tokenizer(TEXT)["input_ids"]
+    ends = [n for n in range(1, len(ids) + 1) if stop in tokenizer.decode(ids[:n])]
+    found = [n for n in range(1, len(ids) + 1) if ends_in_stop_string(tokenizer, ids[:n], [stop])]
+    assert found[:1] == ends[:1]
+    assert bool(found) == (stop in TEXT)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("stop", ["k brow", "🦊", "absent"])
+def test_stop_strings_end_a_request(engine, tokenizer, stop, deterministic):
+    ids = tokenizer(TEXT)["input_ids"]
+    params = SamplingParams(
+        max_new_tokens=len(ids),
+        deterministic=deterministic,
+        ignore_eos=True,
+        stop_strings=("never", stop),
+        logits_processors=[Recites(ids, 3)],
+    )
+    start = tokenizer("🦊 k brow")["input_ids"][:3]
+    completion = engine.generate([start], params)[0].completions[0]
+    count = next((n for n in range(len(ids)) if stop in tokenizer.decode(ids[:n])), len(ids))
+    assert completion.token_ids == ids[:count]
+    assert completion.finish_reason == ("stop" if stop in TEXT else "length")
+    assert completion.text == tokenizer.decode(ids[:count])
+    if deterministic:
+        assert completion.stats.drafted > 0
+
+
+def test_special_tokens_are_not_text(engine, tokenizer):
+    """An end token is part of the tokens and not of the text."""
+    end = tokenizer.eos_token_id
+    ids = [*tokenizer("so be it")["input_ids"], end]
+    params = SamplingParams(
+        max_new_tokens=40, eos_token_id=end, logits_processors=[Recites(ids, 1)]
+    )
+    completion = engine.generate([[9]], params)[0].completions[0]
+    assert (completion.token_ids, completion.text) == (ids, "so be it")
+    assert completion.finish_reason == "stop"
+    longer = engine.generate([[9]], replace(params, ignore_eos=True))[0].completions[0]
+    assert longer.finish_reason == "length" and longer.text.startswith("so be itso be it")
+
+
+def test_text_and_chat_prompts(engine, tokenizer):
+    params = SamplingParams(max_new_tokens=2)
+    texts = ["The quick", "🦊"]
+    outputs = engine.generate(texts, params)
+    assert [o.prompt_token_ids for o in outputs] == [tokenizer(t)["input_ids"] for t in texts]
+    assert engine.generate("🦊", params)[0].prompt_token_ids == outputs[1].prompt_token_ids
+    messages = [{"role": "user", "content": "What is 2 + 3?"}]
+    if tokenizer.chat_template is None:
+        with pytest.raises(ValueError, match="chat template"):
+            engine.generate([messages], params)
+    else:
+        whole = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
+        for given in (messages, [messages]):
+            assert engine.generate(given, params)[0].prompt_token_ids == whole
