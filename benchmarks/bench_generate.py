@@ -25,7 +25,7 @@ from benchmarks.presets import build
 from tinyspec import Engine, SamplingParams
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ROUNDS = 5
+ROUNDS = 3
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ every tile and window boundary, whatever the page size, the pages and the other 
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def run(dtype, shape, chosen, scores, page_size=128, seed=0, scattered=True):
     q = torch.cat([*rows, padding])
     out = twin.paged_attention(q, *caches, segments, scale=SCALE * dim**-0.5, **scores)
     assert torch.equal(out[starts[-1] :], torch.zeros_like(padding))
-    return [out[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+    return [out[a:b] for a, b in pairwise(starts)]
 
 
 def dense(q, k, v, dtype, window=0, softcap=0.0, sinks=False):

@@ -1,7 +1,7 @@
-"""The rows of one pass, grouped by sequence: what attention needs to know, and no more.
+"""The rows of one pass, grouped by sequence: what attention needs to know.
 
-Knows nothing of requests, drafts or canonical passes: a prompt chunk, a decode row and the rows of a
-verify are all segments, and that is why they follow one reduction.
+Knows nothing of requests, drafts or canonical passes: a prompt chunk, a decode row and the rows of
+a verify are all segments, and that is why they follow one reduction.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 The tile, not the page, is what the bits see. A tile's partial result does not depend on how many
 query rows or tiles share its call, provided the query rows are a multiple of four (measured:
-``benchmarks/probe.py``), and partials are merged one after the other from position 0. A tile
-that is masked for a row has weight exactly 0 in that merge, so the tiles that other rows need, and those
-that a window lets a whole block skip, change nothing.
+``benchmarks/probe.py``), and partials are merged one after the other from position 0. A tile that
+is masked for a row has weight exactly 0 in that merge, so the tiles that other rows need, and
+those that a window lets a whole block skip, change nothing.
 
 Does not know requests or passes, and shares nothing between calls but what ``Segments.derived``
 keeps for the layers of one pass.

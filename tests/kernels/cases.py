@@ -1,0 +1,54 @@
+"""What the kernel tests share: device, dtypes, the tolerance rule and poisoned allocations.
+
+The Triton kernels run interpreted on a CPU (``TRITON_INTERPRET=1``) and compiled where there is a
+GPU. Interpreted bf16 is wrong, so bf16 needs a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [
+    pytest.param(torch.float32, id="fp32"),
+    pytest.param(torch.float16, id="fp16"),
+    pytest.param(torch.bfloat16, id="bf16", marks=pytest.mark.gpu),
+]
+
+
+def ints(values: list[int] | Tensor) -> Tensor:
+    """int32 metadata on the tests' device."""
+    return torch.as_tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Standard normal numbers, the same on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
+
+
+def assert_as_good_as_torch(out: Tensor, same_dtype: Tensor, exact: Tensor) -> None:
+    """The kernel's error is at most twice that of torch in the same dtype (flash-attention's rule).
+
+    Two units in the last place of fp32 are forgiven: they are what the oracle's own cast costs.
+    """
+    error = (out.double() - exact.double()).abs().max().item()
+    allowed = (same_dtype.double() - exact.double()).abs().max().item()
+    floor = 2 * torch.finfo(torch.float32).eps * max(1.0, exact.abs().max().item())
+    assert error <= 2 * allowed + floor, f"error {error:.3e}, torch's {allowed:.3e}"
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh memory holds NaN (integers: -77, bools: True), so that what stays unwritten shows."""
+    empty: Callable[..., Tensor] = torch.empty
+
+    def poison(*args: object, **kwargs: object) -> Tensor:
+        tensor = empty(*args, **kwargs)
+        return tensor.fill_(float("nan") if tensor.is_floating_point() else -77)
+
+    monkeypatch.setattr(torch, "empty", poison)

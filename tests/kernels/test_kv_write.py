@@ -1,0 +1,184 @@
+"""Fused KV write against an independent reference in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.cases import (
+    DEVICE,
+    DTYPES,
+    assert_as_good_as_torch,
+    normal,
+    poisoned,  # noqa: F401 - a fixture
+)
+from tinyspec.kernels.kv_write import fused_kv_write
+
+EPS = 1e-6
+SENTINEL = 7.0
+
+
+def reference(x: Tensor, weight: Tensor | None, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+    """Norm and rotation as transformers writes them, in the dtype of ``x``."""
+    if weight is not None:
+        wide = x if x.dtype == torch.float64 else x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
+        x = weight.to(x.dtype) * wide.to(x.dtype)
+    if cos is None or sin is None:
+        return x
+    cos, sin = cos.to(x.dtype)[:, None], sin.to(x.dtype)[:, None]
+    rot = cos.shape[-1]
+    turned, rest = x[..., :rot], x[..., rot:]
+    half = torch.cat([-turned[..., rot // 2 :], turned[..., : rot // 2]], dim=-1)
+    return torch.cat([turned * cos + half * sin, rest], dim=-1)
+
+
+def angles(rows: int, rot: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    angle = 3 * normal(rows, rot // 2, seed=9)
+    angle = torch.cat([angle, angle], dim=-1)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def caches(pages: int, page_size: int, heads: int, dim: int, dtype: torch.dtype) -> list[Tensor]:
+    shape = (pages, page_size, heads, dim)
+    return [torch.full(shape, SENTINEL, dtype=dtype, device=DEVICE) for _ in range(2)]
+
+
+def slots(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
+@pytest.mark.parametrize(
+    "q_heads, kv_heads, dim, rot",
+    [
+        pytest.param(1, 1, 4, 2, id="smallest"),
+        pytest.param(4, 2, 32, 32, id="gqa-32"),
+        pytest.param(6, 3, 64, 0, id="no-rope-64"),
+        pytest.param(5, 1, 80, 20, id="mqa-partial-80"),
+        pytest.param(7, 7, 96, 96, id="mha-96"),
+        pytest.param(8, 2, 128, 128, id="gqa-128"),
+        pytest.param(2, 1, 256, 64, id="partial-256"),
+    ],
+)
+def test_matches_reference(
+    q_heads: int, kv_heads: int, dim: int, rot: int, norm: bool, dtype: torch.dtype
+) -> None:
+    places = [33, 0, -1, 16, 7]
+    rows, kept = len(places), [0, 1, 3, 4]
+    q = normal(rows, q_heads, dim, seed=1, dtype=dtype)
+    k = normal(rows, kv_heads, dim, seed=2, dtype=dtype)
+    v = normal(rows, kv_heads, dim, seed=3, dtype=dtype)
+    cos, sin = angles(rows, rot, dtype) if rot else (None, None)
+    weights = [normal(dim, seed=seed, dtype=dtype) if norm else None for seed in (4, 5)]
+    k_cache, v_cache = caches(3, 16, kv_heads, dim, dtype)
+
+    out = fused_kv_write(
+        q, k, v, cos, sin, k_cache, v_cache, slots(places),
+        q_weight=weights[0], k_weight=weights[1], eps=EPS,
+    )  # fmt: skip
+
+    written = k_cache.flatten(0, 1)[slots(places)[kept]]
+    assert out.is_contiguous()
+    for got, x, weight in ((out, q, weights[0]), (written, k, weights[1])):
+        same = reference(x, weight, cos, sin)
+        exact = reference(x.double(), weight, cos, sin)
+        if x is k:
+            same, exact = same[kept], exact[kept]
+        assert_as_good_as_torch(got, same, exact)
+    assert torch.equal(v_cache.flatten(0, 1)[slots(places)[kept]], v[kept])
+
+
+def test_matches_reference_without_rows() -> None:
+    k_cache, v_cache = caches(1, 16, 1, 32, torch.float32)
+    x = torch.zeros(0, 1, 32, device=DEVICE)
+    cos = torch.zeros(0, 32, device=DEVICE)
+    assert fused_kv_write(x, x, x, cos, cos, k_cache, v_cache, slots([])).shape == (0, 1, 32)
+    assert (k_cache == SENTINEL).all() and (v_cache == SENTINEL).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("page_size", [16, 128])
+def test_exact(page_size: int, dtype: torch.dtype) -> None:
+    """Angles of 0, 90 and 180 degrees only move and negate numbers."""
+    dim, half, places = 48, 16, [page_size, 2, 2 * page_size - 1]
+    x = normal(3, 2, dim, seed=1, dtype=dtype)
+    v = normal(3, 2, dim, seed=2, dtype=dtype)
+    cos = torch.tensor([1.0, 0.0, -1.0], dtype=dtype, device=DEVICE)[:, None].repeat(1, 2 * half)
+    sin = torch.tensor([0.0, 1.0, 0.0], dtype=dtype, device=DEVICE)[:, None].repeat(1, 2 * half)
+    first, second, rest = x.split([half, half, dim - 2 * half], dim=-1)
+    expected = torch.stack(
+        [
+            x[0],
+            torch.cat([-second[1], first[1], rest[1]], dim=-1),
+            torch.cat([-first[2], -second[2], rest[2]], dim=-1),
+        ]
+    )
+    k_cache, v_cache = caches(2, page_size, 2, dim, dtype)
+    out = fused_kv_write(x, x, v, cos, sin, k_cache, v_cache, slots(places))
+    assert torch.equal(out, expected)
+    assert torch.equal(k_cache.flatten(0, 1)[places], expected)
+    assert torch.equal(v_cache.flatten(0, 1)[places], v)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_row_invariant(dtype: torch.dtype) -> None:
+    rows, q_heads, kv_heads, dim = 9, 6, 3, 80
+    fused = normal(rows, (q_heads + 2 * kv_heads) * dim, seed=1, dtype=dtype)
+    q, k, v = fused.view(rows, -1, dim).split([q_heads, kv_heads, kv_heads], dim=1)
+    cos, sin = angles(rows, dim, dtype)
+    weight = normal(dim, seed=5, dtype=dtype)
+    places = slots(list(range(rows)))
+
+    def run(pick: Tensor | slice, big: Tensor | None = None) -> list[Tensor]:
+        k_cache, v_cache = caches(1, 16, kv_heads, dim, dtype)
+        parts = [q[pick], k[pick], v[pick]]
+        if big is not None:
+            parts = [torch.where(big[:, None, None], part * 1000, part) for part in parts]
+        out = fused_kv_write(
+            *parts, cos[pick], sin[pick], k_cache, v_cache, places[pick],
+            q_weight=weight, k_weight=weight,
+        )  # fmt: skip
+        return [out, k_cache[0, places[pick]], v_cache[0, places[pick]]]
+
+    whole = run(slice(None))
+    for row in range(rows):
+        alone = run(slice(row, row + 1))
+        assert all(torch.equal(a[0], b[row]) for a, b in zip(alone, whole, strict=True))
+        big = torch.arange(rows, device=DEVICE) != row
+        among_big = run(slice(None), big)
+        assert all(torch.equal(a[row], b[row]) for a, b in zip(among_big, whole, strict=True))
+    shuffled = torch.tensor([4, 0, 8, 2, 6, 1, 3, 7, 5], device=DEVICE)
+    moved = run(shuffled)
+    assert all(torch.equal(a, b[shuffled]) for a, b in zip(moved, whole, strict=True))
+
+
+def test_row_invariant_can_fail() -> None:
+    """Control: another order of the norm's sum changes bits."""
+    x, weight = normal(64, 4, 80, seed=1), torch.ones(80, device=DEVICE)
+    k_cache, v_cache = caches(4, 16, 4, 80, torch.float32)
+    skip = slots([-1] * 64)
+
+    def normed(y: Tensor) -> Tensor:
+        return fused_kv_write(y, y, y, None, None, k_cache, v_cache, skip, q_weight=weight)
+
+    assert torch.equal(normed(x), normed(x.clone()))
+    assert not torch.equal(normed(x), normed(x.flip(-1)).flip(-1))
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_padding_untouched() -> None:
+    rows, heads, dim = 5, 2, 80
+    x = normal(rows, heads, dim, seed=1)
+    cos, sin = angles(rows, dim, torch.float32)
+    k_cache, v_cache = caches(3, 16, heads, dim, torch.float32)
+    places = [20, -1, 40, -1, -1]
+    out = fused_kv_write(x, x, x, cos, sin, k_cache, v_cache, slots(places))
+    assert out.isfinite().all()
+    untouched = torch.ones(48, dtype=torch.bool, device=DEVICE)
+    untouched[[20, 40]] = False
+    for cache in (k_cache, v_cache):
+        assert (cache.flatten(0, 1)[untouched] == SENTINEL).all()
+        assert (cache.flatten(0, 1)[~untouched] != SENTINEL).all()

@@ -1,0 +1,358 @@
+"""Paged attention against dense attention over the gathered keys, in fp64 and in the kernel's
+dtype.
+
+Splits are shortened to a few tiles, so that short sequences cross them; both launch modes (a
+program walks all splits, or one program per split) run everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.cases import (
+    DEVICE,
+    DTYPES,
+    assert_as_good_as_torch,
+    ints,
+    normal,
+    poisoned,  # noqa: F401 - a fixture
+)
+from tinyspec.kernels import launch
+from tinyspec.kernels.paged_attention import paged_attention
+from tinyspec.kernels.segments import Segments
+
+SPLIT = 64
+NAN = float("nan")
+
+
+@contextmanager
+def launched(mode: str | None = None, split: int | None = SPLIT, **entry: int) -> Iterator[None]:
+    """The launch table with another split, and one of the two modes."""
+    with pytest.MonkeyPatch.context() as patch:
+        table = launch.attention
+        if split is not None:
+            entry["split"] = split
+        patch.setattr(launch, "attention", lambda *key: table(*key)._replace(**entry))
+        if mode is not None:
+            patch.setattr(
+                launch, "split_programs", lambda _, splits, __: splits if mode == "spread" else 1
+            )
+        yield
+
+
+@dataclass
+class Sequence:
+    """One sequence: a query for every position, its keys and values."""
+
+    q: Tensor  # [L, Hq, D]
+    k: Tensor  # [L, Hkv, D]
+    v: Tensor
+
+    @classmethod
+    def make(
+        cls, length: int, q_heads: int, kv_heads: int, dim: int, dtype: torch.dtype, seed: int = 0
+    ) -> Sequence:
+        shapes = ((length, q_heads, dim), (length, kv_heads, dim), (length, kv_heads, dim))
+        return cls(*(normal(*s, seed=3 * seed + i, dtype=dtype) for i, s in enumerate(shapes)))
+
+
+@dataclass
+class Pass:
+    """Rows of several sequences, laid out in pages."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    segments: Segments
+
+    def __call__(self, scale: float | None = None, **options: object) -> Tensor:
+        scale = self.q.shape[-1] ** -0.5 if scale is None else scale
+        args = (self.q, self.k_cache, self.v_cache, self.segments)
+        return paged_attention(*args, scale=scale, **options)
+
+
+def lay_out(
+    chunks: list[tuple[Sequence, int, int]],
+    page_size: int = 16,
+    padding: int = 0,
+    fill: float = 0.0,
+    seed: int = 0,
+) -> Pass:
+    """A pass over rows [start, stop) of each sequence; pages shuffled, what is not used holds
+    ``fill``."""
+    sample = chunks[0][0]
+    kv_heads, dim = sample.k.shape[1:]
+    counts = [-(-stop // page_size) for _, _, stop in chunks]
+    num_pages = sum(counts) + 2
+    order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(seed)) + 1
+    tables = torch.zeros(len(chunks), max(counts), dtype=torch.int32)
+    shape = (num_pages, page_size, kv_heads, dim)
+    caches = [torch.full(shape, fill, dtype=sample.k.dtype, device=DEVICE) for _ in range(2)]
+    for s, ((sequence, _, stop), pages) in enumerate(
+        zip(chunks, order[: sum(counts)].split(counts), strict=True)
+    ):
+        tables[s, : len(pages)] = pages
+        slots = pages[:, None] * page_size + torch.arange(page_size)
+        slots = slots.flatten()[:stop].to(DEVICE)
+        for cache, values in zip(caches, (sequence.k, sequence.v), strict=True):
+            cache.flatten(0, 1)[slots] = values[:stop]
+    rows = [stop - start for _, start, stop in chunks]
+    q = [sequence.q[start:stop] for sequence, start, stop in chunks]
+    q.append(torch.full((padding, *sample.q.shape[1:]), NAN, dtype=sample.q.dtype, device=DEVICE))
+    segments = Segments(
+        page_table=tables.to(DEVICE),
+        cu_seqlens_q=ints([0, *torch.tensor(rows).cumsum(0).tolist()]),
+        seq_lens=ints([stop for _, _, stop in chunks]),
+        page_size=page_size,
+        max_seqlen_q=max(rows),
+        max_seqlen_k=max(stop for _, _, stop in chunks),
+    )
+    return Pass(torch.cat(q), caches[0], caches[1], segments)
+
+
+def dense(
+    sequence: Sequence,
+    start: int,
+    stop: int,
+    dtype: torch.dtype,
+    scale: float | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Rows [start, stop) by the formula, the way transformers' eager attention writes it."""
+    q, k, v = (x[:stop].to(dtype).transpose(0, 1) for x in (sequence.q, sequence.k, sequence.v))
+    group = q.shape[0] // k.shape[0]
+    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = (q[:, start:] @ k.transpose(1, 2)) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    position, key = torch.arange(start, stop, device=DEVICE), torch.arange(stop, device=DEVICE)
+    hidden = key > position[:, None]
+    if window:
+        hidden |= key <= position[:, None] - window
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        column = sinks.to(dtype)[:, None, None].expand(-1, stop - start, 1)
+        scores = torch.cat([scores, column], dim=-1)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    weights = torch.softmax(scores, dim=-1, dtype=wide).to(dtype)
+    return (weights[..., :stop] @ v).transpose(0, 1)
+
+
+CASES = {
+    # name: (q heads, kv heads, head size, page size, [(start, stop)], options)
+    "smallest": (1, 1, 32, 16, [(0, 1)], {}),
+    "odd-mqa-80": (3, 1, 80, 16, [(32, 37), (62, 63), (0, 3)], {}),
+    "gqa-64": (8, 2, 64, 16, [(99, 100), (60, 67), (128, 129)], {}),
+    "mha-128": (3, 3, 128, 128, [(61, 66), (0, 4)], {}),
+    "padded-group-96": (6, 2, 96, 16, [(126, 131)], {}),
+    "wide-256": (2, 1, 256, 16, [(64, 67), (9, 10)], {}),
+    "many-pages": (2, 1, 32, 16, [(395, 400), (0, 20)], {}),
+    "group-over-tile": (70, 1, 32, 16, [(70, 71)], {}),
+    "tiny-head-8": (4, 2, 8, 16, [(0, 9)], {}),
+    "window": (4, 2, 64, 16, [(150, 155), (2, 4)], {"window": 21}),
+    "window-of-a-split": (2, 1, 32, 128, [(190, 195)], {"window": 64}),
+    "window-of-one": (2, 1, 32, 16, [(62, 66)], {"window": 1}),
+    "softcap": (4, 2, 64, 16, [(90, 95)], {"softcap": 5.0}),
+    "softcap-small-scores": (2, 1, 64, 16, [(90, 91)], {"softcap": 50.0, "scale": 0.01}),
+    "sinks": (4, 2, 64, 16, [(90, 95), (0, 1)], {"sinks": True}),
+    "custom-scale": (2, 2, 32, 16, [(90, 92)], {"scale": 0.5}),
+    "all": (
+        4,
+        2,
+        96,
+        128,
+        [(140, 143)],
+        {"window": 90, "softcap": 9.0, "sinks": True, "scale": 0.2},
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", ["walk", "spread"])
+@pytest.mark.parametrize("name", CASES)
+def test_matches_reference(name: str, mode: str, dtype: torch.dtype) -> None:
+    q_heads, kv_heads, dim, page_size, spans, options = CASES[name]
+    if options.get("sinks"):
+        options = options | {"sinks": normal(q_heads, seed=99, dtype=dtype)}
+    chunks = [
+        (Sequence.make(stop, q_heads, kv_heads, dim, dtype, seed=s), start, stop)
+        for s, (start, stop) in enumerate(spans)
+    ]
+    with launched(mode):
+        out = lay_out(chunks, page_size, fill=NAN)(**options)
+    exact = torch.cat([dense(*chunk, torch.float64, **options) for chunk in chunks])
+    same = torch.cat([dense(*chunk, dtype, **options) for chunk in chunks])
+    assert out.dtype == dtype
+    assert_as_good_as_torch(out, same, exact)
+
+
+def test_matches_reference_at_table_split() -> None:
+    """The table's own split and choice of mode."""
+    sequence = Sequence.make(1030, 2, 1, 32, torch.float32)
+    chunks = [(sequence, 1025, 1030), (sequence, 511, 512)]
+    exact = torch.cat([dense(*chunk, torch.float64) for chunk in chunks])
+    same = torch.cat([dense(*chunk, torch.float32) for chunk in chunks])
+    assert_as_good_as_torch(lay_out(chunks)(), same, exact)
+
+
+def test_matches_reference_when_empty() -> None:
+    work = lay_out([(Sequence.make(5, 2, 1, 32, torch.float32), 0, 5)], padding=3)
+    whole = work()
+    empty = Segments(ints([]).view(0, 1), ints([0]), ints([]), 16, 0, 0)
+    assert (Pass(work.q, work.k_cache, work.v_cache, empty)() == 0).all()
+    assert Pass(work.q[:0], work.k_cache, work.v_cache, empty)().shape == (0, 2, 32)
+    # A segment without rows between others.
+    table = work.segments.page_table.expand(3, -1).contiguous()
+    gap = Segments(table, ints([0, 0, 5, 5]), ints([7, 5, 1]), 16, 5, 7)
+    assert torch.equal(Pass(work.q, work.k_cache, work.v_cache, gap)(), whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", ["walk", "spread"])
+def test_exact(mode: str, dtype: torch.dtype) -> None:
+    sequence = Sequence.make(131, 4, 2, 64, dtype)
+    work = lay_out([(sequence, 60, 70), (sequence, 126, 131)])
+    with launched(mode):
+        # One key in sight: its value, moved.
+        mine = torch.cat([sequence.v[60:70], sequence.v[126:131]]).repeat_interleave(2, dim=1)
+        assert torch.equal(work(window=1), mine)
+        # Equal scores, four keys in sight: the mean of small integers, across splits.
+        sequence.v = torch.randint(-8, 9, sequence.v.shape).to(dtype).to(DEVICE)
+        work = lay_out([(sequence, 60, 70), (sequence, 126, 131)])
+        work.q.zero_()
+        means = [sequence.v[p - 3 : p + 1].sum(0) / 4 for p in [*range(60, 70), *range(126, 131)]]
+        assert torch.equal(work(window=4), torch.stack(means).repeat_interleave(2, dim=1))
+
+
+OPTIONS = {
+    "plain": {},
+    "window": {"window": 23},
+    "all": {"window": 70, "softcap": 4.0, "sinks": True},
+}
+# Positions beside tile, split and window boundaries.
+EDGES = [0, 1, 22, 23, 31, 32, 63, 64, 86, 87, 127, 128, 133, 149]
+LENGTH = 150
+
+
+def options_of(name: str, q_heads: int, dtype: torch.dtype) -> dict:
+    options = dict(OPTIONS[name])
+    if options.get("sinks"):
+        options["sinks"] = normal(q_heads, seed=99, dtype=dtype)
+    return options
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", ["walk", "spread"])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "q_heads, kv_heads, dim",
+    [
+        pytest.param(4, 2, 32, id="gqa-32"),
+        pytest.param(3, 1, 80, id="mqa-80"),
+        pytest.param(2, 2, 256, id="mha-256"),
+    ],
+)
+def test_row_invariant(
+    q_heads: int, kv_heads: int, dim: int, name: str, mode: str, dtype: torch.dtype
+) -> None:
+    """A row inside a prompt, alone, in a verify, in a chunk: the same bits."""
+    if dim == 256 and name != "plain":
+        pytest.skip("covered by the other head sizes")
+    sequence = Sequence.make(LENGTH, q_heads, kv_heads, dim, dtype)
+    options = options_of(name, q_heads, dtype)
+    with launched("walk"):
+        prompt = lay_out([(sequence, 0, LENGTH)])(**options)
+    with launched(mode):
+        alone = lay_out([(sequence, p, p + 1) for p in EDGES], seed=1)(**options)
+        assert torch.equal(alone, prompt[EDGES])
+        # Verifies of several lengths and chunks that begin anywhere, on pages of another size.
+        spans = [(62, 65), (126, 131), (86, 88)]
+        if mode == "walk":
+            spans += [(5, 41), (100, LENGTH)]
+        mixed = lay_out([(sequence, *span) for span in spans], page_size=128)(**options)
+        assert torch.equal(mixed, torch.cat([prompt[a:b] for a, b in spans]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", ["walk", "spread"])
+def test_row_invariant_to_neighbours(mode: str, dtype: torch.dtype) -> None:
+    """Every row index, neighbours 1e3 larger, drafts behind the row, number of segments, page
+    size."""
+    sequence = Sequence.make(70, 4, 2, 64, dtype)
+    other = Sequence.make(90, 4, 2, 64, dtype, seed=5)
+    other.q, other.k, other.v = 30 * other.q, 30 * other.k, 1000 * other.v
+    with launched("walk"):
+        alone = lay_out([(sequence, 66, 67)])()[0]
+    with launched(mode):
+        for before in (1, 2, 5):
+            rows = lay_out(
+                [(other, 90 - before, 90), (sequence, 66, 67), (other, 1, 2)], padding=2
+            )()
+            assert torch.equal(rows[before], alone)
+        # The draft rows behind it hold other, huge keys and values: masked for it.
+        drafted = Sequence(sequence.q.clone(), sequence.k.clone(), sequence.v.clone())
+        drafted.k[67:] *= 100
+        drafted.v[67:] *= -1000
+        assert torch.equal(lay_out([(drafted, 64, 70)])()[2], alone)
+        for page_size in (1, 16, 48, 128):
+            assert torch.equal(lay_out([(sequence, 60, 70)], page_size)()[6], alone)
+
+
+def test_row_invariant_at_table_split() -> None:
+    """The table's own split: rows beside 512 and 1024, in both modes."""
+    sequence = Sequence.make(1030, 1, 1, 32, torch.float32)
+    rows = [511, 512, 513, 1023, 1024, 1029]
+    with launched("walk", split=None):
+        verify = torch.cat([lay_out([(sequence, 510, 514)])(), lay_out([(sequence, 1022, 1030)])()])
+    with launched("spread", split=None):
+        alone = lay_out([(sequence, p, p + 1) for p in rows])()
+    assert torch.equal(alone, verify[[1, 2, 3, 5, 6, 11]])
+
+
+@pytest.mark.parametrize("entry", [{"split": 128}, {"block_n": 16}], ids=["split", "tile"])
+def test_row_invariant_can_fail(entry: dict[str, int]) -> None:
+    """Control: another split or tile is another order of reduction, and shows."""
+    sequence = Sequence.make(LENGTH, 4, 2, 64, torch.float32)
+    with launched("walk"):
+        prompt = lay_out([(sequence, 100, LENGTH)])()
+        again = lay_out([(sequence, 100, LENGTH)], page_size=128)()
+    with launched("walk", **{"split": SPLIT} | entry):
+        other = lay_out([(sequence, 100, LENGTH)])()
+    assert torch.equal(prompt, again)
+    assert not torch.equal(prompt, other)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", ["walk", "spread"])
+@pytest.mark.parametrize("window", [0, 40])
+def test_padding_untouched(window: int, mode: str, dtype: torch.dtype) -> None:
+    """Slots that are nobody's, keys behind the window and padding rows may hold NaN."""
+    chunks = [
+        (Sequence.make(stop, 6, 2, 80, dtype, seed=stop), start, stop)
+        for start, stop in [(64, 65), (10, 14), (126, 132)]
+    ]
+    with launched(mode):
+        clean = lay_out(chunks)(window=window)
+        if window:
+            # No row of these segments sees the first keys any more.
+            chunks[0][0].k[:16], chunks[0][0].v[:16] = NAN, NAN
+            chunks[2][0].k[:64], chunks[2][0].v[:64] = NAN, NAN
+        work = lay_out(chunks, padding=5, fill=NAN)
+        before = [work.q.clone(), work.k_cache.clone(), work.v_cache.clone()]
+        out = work(window=window)
+    assert torch.equal(out[:11], clean)
+    assert torch.equal(out[11:], torch.zeros_like(out[11:]))
+    after = [work.q, work.k_cache, work.v_cache]
+    assert all(
+        torch.equal(a.nan_to_num(3), b.nan_to_num(3)) for a, b in zip(after, before, strict=True)
+    )

@@ -1,0 +1,289 @@
+"""Fused KV write: q/k RMSNorm, RoPE on q and k, scatter of k and v into their slots, one launch.
+
+    n = cast(x / sqrt(mean(x^2) + eps)) * weight               (Qwen3; only where weights are given)
+    y = [n1 * cos1 - n2 * sin1, n2 * cos2 + n1 * sin2, n_rest] (halves of the first rot dimensions)
+
+q [R, Hq, D], k and v [R, Hkv, D], caches [N, page_size, Hkv, D]. A program owns BLOCK_H heads of
+one row: q heads, or k heads together with the v heads of the same number. RoPE is computed in fp32
+and rounded once. The only reduction is the norm's sum over a head, in an order fixed by dtype and
+head size.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tinyspec.kernels import launch
+
+
+@triton.jit
+def _normed(x, weight_ptr, dim, rms, mask, NORM: tl.constexpr, DTYPE: tl.constexpr):
+    """x [heads, dims] fp32 after the norm, rounded where transformers rounds."""
+    if NORM:
+        weight = tl.load(weight_ptr + dim, mask=mask, other=0.0).to(tl.float32)
+        x = ((x * rms[:, None]).to(DTYPE).to(tl.float32) * weight[None, :]).to(DTYPE).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _norm_rotate(
+    x_ptr,  # [heads, D] of one row
+    out_ptr,  # [heads, D] of one row
+    weight_ptr,  # [D]
+    cos_ptr,  # [ROT] of one row
+    sin_ptr,  # [ROT] of one row
+    head,
+    head_mask,
+    stride_x,
+    stride_out,
+    eps,
+    NORM: tl.constexpr,
+    ROT: tl.constexpr,
+    D: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+    REST_PAD: tl.constexpr,
+):
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    HALF: tl.constexpr = ROT // 2
+    first = tl.arange(0, HALF_PAD)
+    first_mask = first < HALF
+    rest = ROT + tl.arange(0, REST_PAD)
+    rest_mask = rest < D
+    x_row = x_ptr + head[:, None] * stride_x
+    out_row = out_ptr + head[:, None] * stride_out
+
+    total = tl.zeros([head.shape[0]], tl.float32)
+    if ROT > 0:
+        pair_mask = head_mask[:, None] & first_mask[None, :]
+        x1 = tl.load(x_row + first[None, :], mask=pair_mask, other=0.0).to(tl.float32)
+        x2 = tl.load(x_row + HALF + first[None, :], mask=pair_mask, other=0.0).to(tl.float32)
+        total += tl.sum(x1 * x1 + x2 * x2, axis=1)
+    if ROT < D:
+        copy_mask = head_mask[:, None] & rest_mask[None, :]
+        x3 = tl.load(x_row + rest[None, :], mask=copy_mask, other=0.0).to(tl.float32)
+        total += tl.sum(x3 * x3, axis=1)
+    rms = tl.rsqrt(total / D + eps)
+
+    if ROT > 0:
+        x1 = _normed(x1, weight_ptr, first, rms, first_mask, NORM, DTYPE)
+        x2 = _normed(x2, weight_ptr, HALF + first, rms, first_mask, NORM, DTYPE)
+        cos1 = tl.load(cos_ptr + first, mask=first_mask, other=0.0).to(tl.float32)[None, :]
+        sin1 = tl.load(sin_ptr + first, mask=first_mask, other=0.0).to(tl.float32)[None, :]
+        cos2 = tl.load(cos_ptr + HALF + first, mask=first_mask, other=0.0).to(tl.float32)[None, :]
+        sin2 = tl.load(sin_ptr + HALF + first, mask=first_mask, other=0.0).to(tl.float32)[None, :]
+        y1 = x1 * cos1 - x2 * sin1
+        y2 = x2 * cos2 + x1 * sin2
+        tl.store(out_row + first[None, :], y1.to(DTYPE), mask=pair_mask)
+        tl.store(out_row + HALF + first[None, :], y2.to(DTYPE), mask=pair_mask)
+    if ROT < D:
+        x3 = _normed(x3, weight_ptr, rest, rms, rest_mask, NORM, DTYPE)
+        tl.store(out_row + rest[None, :], x3.to(DTYPE), mask=copy_mask)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "q_heads",
+        "kv_heads",
+        "stride_qr",
+        "stride_qh",
+        "stride_kr",
+        "stride_kh",
+        "stride_vr",
+        "stride_vh",
+        "stride_cos",
+        "stride_sin",
+        "eps",
+    ],
+    do_not_specialize_on_alignment=[
+        "cos_ptr",
+        "sin_ptr",
+        "q_weight_ptr",
+        "k_weight_ptr",
+        "slot_ptr",
+    ],
+)
+def kv_write_kernel(
+    q_ptr,  # [R, Hq, D]
+    k_ptr,  # [R, Hkv, D]
+    v_ptr,  # [R, Hkv, D]
+    cos_ptr,  # [R, ROT]
+    sin_ptr,  # [R, ROT]
+    q_weight_ptr,  # [D]
+    k_weight_ptr,  # [D]
+    k_cache_ptr,  # [N * page_size, Hkv, D]
+    v_cache_ptr,  # [N * page_size, Hkv, D]
+    slot_ptr,  # [R]
+    out_ptr,  # [R, Hq, D]
+    q_heads,
+    kv_heads,
+    stride_qr,  # strides of q, k and v in units of VEC elements
+    stride_qh,
+    stride_kr,
+    stride_kh,
+    stride_vr,
+    stride_vh,
+    stride_cos,
+    stride_sin,
+    eps,
+    NORM_Q: tl.constexpr,
+    NORM_K: tl.constexpr,
+    ROT: tl.constexpr,
+    D: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+    REST_PAD: tl.constexpr,
+    D_PAD: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    q_blocks = tl.cdiv(q_heads, BLOCK_H)
+    cos_row = cos_ptr + row * stride_cos
+    sin_row = sin_ptr + row * stride_sin
+
+    if block < q_blocks:
+        head = (block * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
+        _norm_rotate(
+            q_ptr + row * stride_qr * VEC,
+            out_ptr + row * q_heads * D,
+            q_weight_ptr,
+            cos_row,
+            sin_row,
+            head,
+            head < q_heads,
+            stride_qh.to(tl.int64) * VEC,
+            D,
+            eps,
+            NORM=NORM_Q,
+            ROT=ROT,
+            D=D,
+            HALF_PAD=HALF_PAD,
+            REST_PAD=REST_PAD,
+        )
+    else:
+        slot = tl.load(slot_ptr + row)
+        if slot >= 0:
+            head = ((block - q_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
+            head_mask = head < kv_heads
+            _norm_rotate(
+                k_ptr + row * stride_kr * VEC,
+                k_cache_ptr + slot * kv_heads * D,
+                k_weight_ptr,
+                cos_row,
+                sin_row,
+                head,
+                head_mask,
+                stride_kh.to(tl.int64) * VEC,
+                D,
+                eps,
+                NORM=NORM_K,
+                ROT=ROT,
+                D=D,
+                HALF_PAD=HALF_PAD,
+                REST_PAD=REST_PAD,
+            )
+
+            dim = tl.arange(0, D_PAD)[None, :]
+            mask = head_mask[:, None] & (dim < D)
+            v_row = v_ptr + row * stride_vr * VEC + head[:, None] * (stride_vh.to(tl.int64) * VEC)
+            v = tl.load(v_row + dim, mask=mask, other=0.0)
+            tl.store(v_cache_ptr + (slot * kv_heads + head[:, None]) * D + dim, v, mask=mask)
+
+
+def _vectorizable(x: Tensor, vec: int) -> Tensor:
+    """x itself, or a copy of it where its layout would need another binary."""
+    if launch.aligned(x) and all(stride % vec == 0 for stride in x.stride()[:-1]):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def fused_kv_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Norm and rotate q and k, write k and v where ``slot_mapping`` says, return the rotated q.
+
+    q [R, Hq, D], k and v [R, Hkv, D], last dimension contiguous; cos and sin [R, rot] with rot <=
+    D, or None for no RoPE; caches [N, page_size, Hkv, D] contiguous; slot_mapping [R] int64, page *
+    page_size + offset, -1 to skip. q_weight and k_weight [D]: RMSNorm over the head before RoPE
+    (Qwen3).
+    """
+    rows, q_heads, dim = q.shape
+    kv_heads = k.shape[1]
+    assert k.shape == v.shape == (rows, kv_heads, dim) and slot_mapping.shape == (rows,)
+    assert k_cache.shape == v_cache.shape and k_cache.shape[2:] == (kv_heads, dim)
+    assert q.dtype == k.dtype == v.dtype == k_cache.dtype == v_cache.dtype
+    assert k_cache.is_contiguous() and v_cache.is_contiguous() and slot_mapping.is_contiguous()
+    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and slot_mapping.dtype == torch.int64
+    assert launch.aligned(k_cache, v_cache)
+    assert (cos is None) == (sin is None)
+    assert cos is None or sin is None or cos.stride(-1) == sin.stride(-1) == 1
+
+    rot = 0 if cos is None else cos.shape[-1]
+    assert rot <= dim and rot % 2 == 0
+    vec = launch.vector(q.dtype, dim)
+    q, k, v = _vectorizable(q, vec), _vectorizable(k, vec), _vectorizable(v, vec)
+    # A pointer that is never read has to have a type all the same.
+    norm_q, norm_k = q_weight is not None, k_weight is not None
+    cos, sin = (q, q) if cos is None or sin is None else (cos, sin)
+    q_weight = q if q_weight is None else q_weight
+    k_weight = q if k_weight is None else k_weight
+
+    out = torch.empty((rows, q_heads, dim), dtype=q.dtype, device=q.device)
+    if rows == 0:
+        return out
+
+    entry = launch.kv_write(dim)
+    half_pad = launch.next_power_of_2(max(1, rot // 2))
+    rest_pad = launch.next_power_of_2(max(1, dim - rot))
+    blocks = triton.cdiv(q_heads, entry.block_h) + triton.cdiv(kv_heads, entry.block_h)
+    grid = (rows, blocks)
+    kv_write_kernel[grid](
+        q_ptr=q,
+        k_ptr=k,
+        v_ptr=v,
+        cos_ptr=cos,
+        sin_ptr=sin,
+        q_weight_ptr=q_weight,
+        k_weight_ptr=k_weight,
+        k_cache_ptr=k_cache,
+        v_cache_ptr=v_cache,
+        slot_ptr=slot_mapping,
+        out_ptr=out,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        stride_qr=q.stride(0) // vec,
+        stride_qh=q.stride(1) // vec,
+        stride_kr=k.stride(0) // vec,
+        stride_kh=k.stride(1) // vec,
+        stride_vr=v.stride(0) // vec,
+        stride_vh=v.stride(1) // vec,
+        stride_cos=cos.stride(0),
+        stride_sin=sin.stride(0),
+        eps=float(eps),
+        NORM_Q=norm_q,
+        NORM_K=norm_k,
+        ROT=rot,
+        D=dim,
+        VEC=vec,
+        BLOCK_H=entry.block_h,
+        HALF_PAD=half_pad,
+        REST_PAD=rest_pad,
+        D_PAD=launch.next_power_of_2(dim),
+        num_warps=entry.num_warps,
+        **launch.OPTIONS,
+    )
+    return out

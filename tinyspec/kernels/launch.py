@@ -1,0 +1,142 @@
+"""The launch table: every tile size, warp count and stage count of the Triton kernels.
+
+What a result depends on (tiles, splits, warps) is keyed by dtype and head size alone, never by the
+number of rows, sequences, pages or heads, and nothing here is tuned at run time. The numbers come
+from what compiles without spills into the shared memory of sm_80, sm_90, sm_100 and gfx942
+(tests/kernels/test_compile.py); none of them was timed on a GPU yet.
+
+Knows dtypes and head sizes; imports neither triton nor the kernels.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Pinned for every kernel: triton 3.9 fuses a * b + c by default, 3.10 does not.
+OPTIONS = {"enable_fp_fusion": False}
+# tl.dot wants at least 16 columns.
+MIN_DOT = 16
+VECTOR_BYTES = 16
+IS_HIP = torch.version.hip is not None
+
+
+class AttentionLaunch(NamedTuple):
+    """block_m query rows by block_n keys per tile; a split is ``split`` tokens, a multiple of
+    block_n.
+
+    max_registers: told to ptxas, which otherwise may spill some to reach a better occupancy; 0:
+    leave it.
+    """
+
+    block_m: int
+    block_n: int
+    split: int
+    num_warps: int
+    num_stages: int
+    max_registers: int
+
+    def options(self) -> dict[str, int | bool]:
+        """Compile options; only NVIDIA's backend knows a register limit."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages, **OPTIONS}
+        if self.max_registers and not IS_HIP:
+            options["maxnreg"] = self.max_registers
+        return options
+
+
+class KvWriteLaunch(NamedTuple):
+    """block_h heads of one row per program."""
+
+    block_h: int
+    num_warps: int
+
+
+class SampleLaunch(NamedTuple):
+    """block_v vocabulary entries per loop turn."""
+
+    block_v: int
+    num_warps: int
+
+
+class AcceptLaunch(NamedTuple):
+    """block_w rows of a verify per loop turn."""
+
+    block_w: int
+    num_warps: int
+
+
+# (bytes per element, head size); other head sizes use the entry of the next power of two. 64 query
+# rows of 16-bit numbers are one wgmma on sm_90; two accumulators of 256 columns would spill, so
+# there 32. fp32 goes through scalar multiply-adds ("ieee"), where a tall tile would only spill.
+_ATTENTION = {
+    (2, 16): AttentionLaunch(64, 64, 512, 4, 3, 255),
+    (2, 32): AttentionLaunch(64, 64, 512, 4, 3, 255),
+    (2, 64): AttentionLaunch(64, 64, 512, 8, 3, 255),
+    (2, 80): AttentionLaunch(64, 32, 512, 8, 3, 255),
+    (2, 96): AttentionLaunch(64, 32, 512, 8, 3, 255),
+    (2, 128): AttentionLaunch(64, 64, 512, 8, 3, 0),
+    (2, 256): AttentionLaunch(32, 32, 512, 8, 3, 255),
+    (4, 16): AttentionLaunch(16, 32, 512, 8, 1, 255),
+    (4, 32): AttentionLaunch(16, 32, 512, 8, 1, 255),
+    (4, 64): AttentionLaunch(16, 32, 512, 8, 1, 255),
+    (4, 128): AttentionLaunch(16, 32, 512, 8, 1, 255),
+    (4, 256): AttentionLaunch(16, 16, 512, 8, 1, 255),
+}
+
+# Below this many programs a grid leaves SMs idle, and long contexts are spread over their splits.
+# The bits are the same either way, so this alone may look at the batch.
+FULL_GRID = 128
+MAX_WORKSPACE_BYTES = 256 << 20
+
+
+def padded(head_dim: int) -> int:
+    """Head size as a tile sees it: the next power of two, and wide enough for tl.dot."""
+    return max(MIN_DOT, next_power_of_2(head_dim))
+
+
+def next_power_of_2(n: int) -> int:
+    """Smallest power of two >= n; n >= 1."""
+    return 1 << (n - 1).bit_length()
+
+
+def vector(dtype: torch.dtype, head_dim: int) -> int:
+    """Elements (a power of two) that every head of this size begins at a multiple of, 16 bytes at
+    most."""
+    return min(VECTOR_BYTES // dtype.itemsize, head_dim & -head_dim)
+
+
+def aligned(*tensors: Tensor) -> bool:
+    """Whether all begin at a multiple of 16 bytes; triton compiles another binary for those that do
+    not."""
+    return all(t.data_ptr() % VECTOR_BYTES == 0 for t in tensors)
+
+
+def attention(dtype: torch.dtype, head_dim: int) -> AttentionLaunch:
+    """Entry of paged attention; head_dim up to 256."""
+    entry = _ATTENTION.get((dtype.itemsize, head_dim))
+    return _ATTENTION[dtype.itemsize, padded(head_dim)] if entry is None else entry
+
+
+def split_programs(programs: int, splits: int, workspace_bytes: int) -> int:
+    """Programs per tile of rows: 1 (it walks all its splits) or one per split, merged
+    afterwards."""
+    if programs >= FULL_GRID or workspace_bytes > MAX_WORKSPACE_BYTES:
+        return 1
+    return splits
+
+
+def kv_write(head_dim: int) -> KvWriteLaunch:
+    """Entry of the fused KV write."""
+    return KvWriteLaunch(block_h=4, num_warps=1 if padded(head_dim) <= 128 else 2)
+
+
+def sample() -> SampleLaunch:
+    """Entry of sample."""
+    return SampleLaunch(block_v=4096, num_warps=8)
+
+
+def accept() -> AcceptLaunch:
+    """Entry of accept/truncate."""
+    return AcceptLaunch(block_w=32, num_warps=1)
