@@ -60,7 +60,8 @@ def workload(name: str, vocab: int, smoke: bool) -> Workload:
 
 
 @cache
-def model_for(dtype: str, smoke: bool) -> Any:
+def model_for(dtype: str, smoke: bool, side: str) -> Any:
+    """The same weights for both sides; two models, as an engine patches its own."""
     model = build("tiny" if smoke else "small", getattr(torch, dtype), DEVICE).eval()
     model.generation_config.eos_token_id = None
     return model
@@ -122,20 +123,19 @@ def in_turns(benchmark: Any, ours: Callable[[], object], theirs: Callable[[], ob
 @pytest.mark.benchmark(group="plain requests against transformers generate()")
 def bench_plain(benchmark: Any, name: str, dtype: str, smoke: bool) -> None:
     """``ratio`` above 1: tinyspec is faster than transformers."""
-    model = model_for(dtype, smoke)
+    model = model_for(dtype, smoke, "transformers")
     work = workload(name, model.config.vocab_size, smoke)
-    with Engine(model) as engine:
+    with Engine(model_for(dtype, smoke, "tinyspec")) as engine:
         ours = tinyspec_generate(engine, work, deterministic=False)
-    theirs = transformers_generate(model, work)
-    if dtype == "float32":
-        assert ours == theirs
-    assert list(map(len, ours)) == list(work.lengths)
-
-    def run_ours() -> None:
-        with Engine(model) as engine:
-            tinyspec_generate(engine, work, deterministic=False)
-
-    ratio = in_turns(benchmark, run_ours, lambda: transformers_generate(model, work))
+        theirs = transformers_generate(model, work)
+        if dtype == "float32":
+            assert ours == theirs
+        assert list(map(len, ours)) == list(work.lengths)
+        ratio = in_turns(
+            benchmark,
+            lambda: tinyspec_generate(engine, work, deterministic=False),
+            lambda: transformers_generate(model, work),
+        )
     _note(benchmark, work, ratio)
 
 
@@ -144,7 +144,7 @@ def bench_plain(benchmark: Any, name: str, dtype: str, smoke: bool) -> None:
 @pytest.mark.benchmark(group="all requests deterministic against none")
 def bench_deterministic(benchmark: Any, name: str, dtype: str, smoke: bool) -> None:
     """``ratio``: throughput with every request deterministic over that with none."""
-    model = model_for(dtype, smoke)
+    model = model_for(dtype, smoke, "tinyspec")
     work = workload(name, model.config.vocab_size, smoke)
     with Engine(model) as engine:
         ours = tinyspec_generate(engine, work, deterministic=True)

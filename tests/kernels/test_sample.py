@@ -126,6 +126,7 @@ def test_matches_reference_without_rows() -> None:
     assert tokens.shape == logprobs.shape == (0,)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_exact() -> None:
     """Ties, exclusion and what is not finite."""
     rows = {

@@ -7,9 +7,12 @@ log2(e), for exp2.
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 
+LOG2E = math.log2(math.e)
 # Pointers whose alignment must not make another binary.
 POINTERS = ["page_table_ptr", "cu_seqlens_ptr", "seq_lens_ptr", "sink_ptr"]
 

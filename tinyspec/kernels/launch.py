@@ -2,8 +2,8 @@
 
 What a result depends on (tiles, splits, warps) is keyed by dtype and head size alone, never by the
 number of rows, sequences, pages or heads, and nothing here is tuned at run time. The numbers come
-from what compiles without spills into the shared memory of sm_80, sm_90, sm_100 and gfx942
-(tests/kernels/test_compile.py); none of them was timed on a GPU yet.
+from what fits the shared memory of sm_80, sm_90, sm_100 and gfx942 and spills no register of the
+first three (tests/kernels/test_compile.py); none of them was timed on a GPU yet.
 
 Knows dtypes and head sizes; imports neither triton nor the kernels.
 """

@@ -21,8 +21,6 @@ Does not protect a row from a non-finite value row in a tile that it shares: 0 *
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -30,6 +28,7 @@ from torch import Tensor
 
 from tinyspec.kernels import launch
 from tinyspec.kernels.attention_merge import (
+    LOG2E,
     POINTERS,
     finish,
     merge,
@@ -38,8 +37,6 @@ from tinyspec.kernels.attention_merge import (
     tanh,
 )
 from tinyspec.kernels.segments import Segments
-
-LOG2E = math.log2(math.e)
 
 
 @triton.jit(
@@ -213,11 +210,9 @@ def paged_attention(
     kv_heads = k_cache.shape[2]
     num_segments = segments.seq_lens.shape[0]
     assert q.dtype == k_cache.dtype == v_cache.dtype and q.stride(-1) == 1
-    assert k_cache.shape == v_cache.shape
+    assert k_cache.shape == v_cache.shape and k_cache.is_contiguous() and v_cache.is_contiguous()
     assert k_cache.shape[1:] == (segments.page_size, kv_heads, dim) and q_heads % kv_heads == 0
-    assert k_cache.is_contiguous() and v_cache.is_contiguous()
-    assert launch.aligned(k_cache, v_cache)
-    assert segments.cu_seqlens_q.shape == (num_segments + 1,)
+    assert launch.aligned(k_cache, v_cache) and len(segments.cu_seqlens_q) == num_segments + 1
     for table in (segments.page_table, segments.cu_seqlens_q, segments.seq_lens):
         assert table.dtype == torch.int32 and table.stride(-1) == 1
     assert sinks is None or (sinks.shape == (q_heads,) and sinks.is_contiguous())
