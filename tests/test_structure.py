@@ -41,7 +41,8 @@ HOST_ONLY = {
 }
 NOT_ON_HOST = {"torch", "triton", "transformers", "tokenizers", "numpy"}
 KERNEL_HELPERS = {
-    f"tinyspec.kernels.{name}" for name in ("launch", "philox", "segments", "accepted")
+    f"tinyspec.kernels.{name}"
+    for name in ("launch", "philox", "segments", "accepted", "attention_merge")
 }
 TWIN_HELPERS = {f"tinyspec.kernels.{name}" for name in ("segments", "accepted", "twins.philox")}
 MODELS = "tinyspec.models"
