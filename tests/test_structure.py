@@ -20,7 +20,17 @@ FILES = {
 # From the ground up: a module imports only what stands on a line above its own. Packages are one
 # entry here and have their own rules below.
 LAYERS = (
-    ("errors", "interrupts", "pages", "buckets", "filters", "invariance", "kernels", "models"),
+    (
+        "errors",
+        "interrupts",
+        "pages",
+        "buckets",
+        "filters",
+        "invariance",
+        "kernels",
+        "linears",
+        "models",
+    ),
     ("config", "params", "text", "ambient", "drafter", "kv_cache"),
     ("outputs", "attention", "fingerprint", "capacity", "sampler", "attention_probe"),
     ("request", "patch"),

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tinyspec.config import EngineConfig
+from tinyspec.invariance import linear_shape
 
 _CHUNK = 1 << 22
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -105,6 +106,6 @@ def fingerprint(
         "kv_dtype": config.kv_dtype,
         "max_model_len": config.max_model_len,
         "cuda_graphs": config.cuda_graphs,
-        "linear": [],
+        "linears": sorted({type(m).__name__ for m in model.modules() if linear_shape(m)}),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]

@@ -21,6 +21,7 @@ from tinyspec.attention import (
 )
 from tinyspec.errors import UnsupportedModelError
 from tinyspec.kv_cache import LayerShape
+from tinyspec.linears import by_onednn
 
 # Attention classes that PagedAttention stands in for, and model types served by the interface.
 FUSED = (
@@ -165,6 +166,8 @@ def _install(
         for name, child in list(parent.named_children()):
             if type(child).__name__.endswith("RotaryEmbedding"):
                 _swap(patched, parent, name, RopeTable(child, positions, like))
+    for parent, name, linear in by_onednn(model):
+        _swap(patched, parent, name, linear)
     model.set_attn_implementation(IMPLEMENTATION)
     if model.config._attn_implementation != IMPLEMENTATION:
         name = type(model).__name__
