@@ -135,7 +135,7 @@ def _group(
         ]
         tiles = torch.tensor(places)
         low, high = min(places), max(places) + 1
-        if high - low <= 1.5 * len(places) and len(set(places)) == len(places):
+        if high - low <= 2.5 * len(places) and len(set(places)) == len(places):
             span = (low, high)
             found = {place - low: n for n, place in enumerate(places)}
             # A tile of the range that is nobody's gets the first block's rows; none reads it.
