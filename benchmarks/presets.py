@@ -1,7 +1,8 @@
 """Models of a named shape with random weights, built without a network; or one from a folder.
 
 Random weights: a standard deviation of 0.06 rather than 0.02, because smaller ones leave the logits
-nearly equal and overstate ties. Knows no measurement.
+nearly equal and overstate ties. Random logits are still flatter than a trained model's: `sharpen`
+scales them. Knows no measurement.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 WEIGHT_STD = 0.06
+# Factors of the unembedding that bring the mean entropy of the next token near 2 nats.
+SHARPNESS = {"tiny": 7.0, "small": 4.0}
 
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {  # for smoke runs
@@ -88,6 +91,14 @@ def build(
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     return model.to(device).eval()
+
+
+def sharpen(model: nn.Module, preset: str) -> nn.Module:
+    """The same model with logits scaled, so that its next token has a trained model's entropy."""
+    assert not model.config.tie_word_embeddings, "the embedding would be scaled as well"
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(SHARPNESS[preset])
+    return model
 
 
 def load(folder: str, dtype: torch.dtype, device: str) -> nn.Module:

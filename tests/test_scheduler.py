@@ -33,17 +33,25 @@ def rank(sequence):
 class Simulation:
     """A scheduler and what the loop would do with its passes, tokens being drawn at random."""
 
-    def __init__(self, seed, num_pages, page_size=4, **settings):
+    def __init__(self, seed, num_pages, page_size=4, canonical=0.0, **settings):
+        """canonical: the share of buckets that are, beside the reference."""
         self.rng = random.Random(seed)
         config = EngineConfig(num_pages=num_pages, page_size=page_size, **settings)
         self.config = config.resolve(device_type="cpu", model_positions=4096)
         self.buckets = Buckets(self.config.max_rows, self.config.reference_rows)
+        self.buckets.learn(self._canonical(canonical), {})
         self.pool = PagePool(num_pages, page_size)
         self.scheduler = Logged(self.config, self.pool, self.buckets)
         self.requests = []
         self.left_out = []
         self.acceptance = self.rng.choice((0.0, 0.5, 0.9, 1.0))
         self.proposing = self.rng.random() < 0.4
+
+    def _canonical(self, share):
+        if self.config.verify == "always":
+            share = 0.0
+        found = {size for size in self.buckets.sizes if self.rng.random() < share}
+        return found | {self.config.reference_rows}
 
     def add(self, prompt, new, deterministic, num=1):
         params = SamplingParams(
@@ -139,7 +147,7 @@ class Simulation:
         """What holds of every pass, whatever it was drawn from."""
         assert 0 < drawn.rows <= drawn.bucket
         assert drawn.bucket in self.buckets.sizes
-        assert drawn.canonical == (drawn.bucket == self.config.reference_rows)
+        assert drawn.canonical == (drawn.bucket in self.buckets.canonical)
         assert len({id(work.sequence) for work in drawn.works}) == len(drawn.works)
         for work in drawn.works:
             sequence = work.sequence
@@ -152,8 +160,16 @@ class Simulation:
             else:
                 assert work.start == sequence.computed
             if sequence.deterministic:
-                assert work.kind in (PROMPT, VERIFY, DRAFT)
                 assert drawn.canonical or work.kind == DRAFT
+                assert (
+                    drawn.way
+                    == {
+                        True: "direct"
+                        if drawn.bucket == self.buckets.fit(drawn.rows)
+                        else "padded",
+                        False: "draft",
+                    }[work.kind != DRAFT]
+                )
             else:
                 assert work.kind in (PROMPT, DECODE)
         stayed = [rank(s) for s in self.scheduler.running]
@@ -196,6 +212,7 @@ def random_simulation(seed, tight=False, **settings):
         "max_sequences": rng.choice((1, 3, 30)),
         "draft_window": rng.choice((1, 2, 5, 16, 40)),
         "verify": rng.choice(("auto", "always", "padded")),
+        "canonical": rng.choice((0.0, 0.3, 1.0)),
     }
     pages = longest + (0 if tight else rng.choice((1, 5, 2000)))
     simulation = Simulation(seed, pages, page_size, **{**chosen, **settings})
@@ -300,9 +317,45 @@ def test_buckets(most, reference):
     buckets = Buckets(most, reference)
     assert buckets.sizes == sorted(set(buckets.sizes))
     assert buckets.largest == most and reference in buckets.sizes
-    assert [b for b in buckets.sizes if buckets.is_canonical(b)] == [reference]
+    assert not any(buckets.is_canonical(b) for b in buckets.sizes), "nothing is known yet"
+    buckets.learn([reference, most], {})
+    assert [b for b in buckets.sizes if buckets.is_canonical(b)] == sorted({reference, most})
+    assert buckets.fit_canonical(1) == reference and buckets.fit_canonical(most) == most
     for rows in range(1, most + 1):
         assert buckets.fit(rows) == min(size for size in buckets.sizes if size >= rows)
     for rows in (0, most + 1):
         with pytest.raises(AssertionError):
             buckets.fit(rows)
+
+
+@pytest.mark.parametrize("verify", ["auto", "always", "padded"])
+@pytest.mark.parametrize("canonical", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("seed", range(8))
+def test_while_some_verify_everyone_gets_a_token(seed, canonical, verify):
+    """Whoever decodes, plain or deterministic, has a row in every pass that holds them, also while
+    others verify or have their prompts computed. A verify may have to wait for one pass where a
+    canonical pass had no room for the prompts of plain requests."""
+    rng = random.Random(seed)
+    simulation = Simulation(
+        seed, 4000, canonical=canonical, reference_rows=16, max_rows=64, verify=verify
+    )
+    simulation.proposing = False
+    for n in range(8):
+        simulation.add(rng.randint(1, 40), rng.randint(5, 40), n % 2 == 0)
+    verifies = 0
+    while simulation.unfinished:
+        decoding = [s for s in simulation.scheduler.running if s.pending == 1]
+        before = {id(s): len(s.tokens) for s in decoding}
+        goes_on = {id(s) for s in decoding if simulation._decodes(s)}
+        drawn = simulation.step()
+        verifies += any(work.kind == VERIFY for work in drawn.works)
+        served = {id(work.sequence) for work in drawn.works}
+        everyone = drawn.way in ("direct", "padded") or simulation.buckets.canonical[-1] == 64
+        assert served >= ({id(s) for s in decoding} if everyone else goes_on)
+        for s in decoding:
+            if not s.deterministic:
+                assert len(s.tokens) == before[id(s)] + 1
+    if verify == "always" or (verify, canonical) == ("auto", 0.0):
+        assert verifies > 0
+    elif verify == "padded" or canonical == 1.0:
+        assert verifies == 0

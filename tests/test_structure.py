@@ -34,10 +34,12 @@ LAYERS = (
     ("config", "params", "text", "ambient", "drafter", "kv_cache"),
     ("outputs", "attention", "fingerprint", "capacity", "sampler", "attention_probe"),
     ("request", "patch"),
-    ("passes", "intake"),
-    ("batch", "scheduler"),
-    ("runner", "commit"),
-    ("loop", "contract", "stream"),
+    ("passes", "intake", "prefix_cache", "outbox", "stream"),
+    ("batch", "residents"),
+    ("runner", "scheduler"),
+    ("commit",),
+    ("loop", "contract"),
+    ("desk",),
     ("engine",),
     ("drop_in", "replay", "probe", "trace"),
     ("tinyspec",),
@@ -46,7 +48,7 @@ LAYERS = (
     ("__main__",),
 )
 HOST_ONLY = {
-    *("scheduler", "pages", "buckets", "request", "passes"),
+    *("scheduler", "residents", "prefix_cache", "pages", "buckets", "request", "passes"),
     *("config", "params", "outputs", "errors"),
 }
 NOT_ON_HOST = {"torch", "triton", "transformers", "tokenizers", "numpy"}

@@ -7,8 +7,10 @@ from tinyspec.errors import DeterminismError, TinyspecError, UnsupportedModelErr
 from tinyspec.outputs import Completion, RequestOutput, StreamEvent
 from tinyspec.params import SamplingParams
 from tinyspec.patch import patch, unpatch
+from tinyspec.replay import AuditReport, audit
 
 __all__ = [
+    "AuditReport",
     "Completion",
     "DeterminismError",
     "Drafter",
@@ -19,6 +21,7 @@ __all__ = [
     "StreamEvent",
     "TinyspecError",
     "UnsupportedModelError",
+    "audit",
     "patch",
     "unpatch",
 ]

@@ -38,7 +38,10 @@ class Batch:
             places = range(work.start, work.end)
             ids += work.token_ids
             positions += places
-            slots += [pages[p // page_size] * page_size + p % page_size for p in places]
+            # A row over a page that is shared runs for its logits only.
+            frozen = min(max(work.sequence.frozen - work.start, 0), work.count)
+            slots += [-1] * frozen
+            slots += [pages[p // page_size] * page_size + p % page_size for p in places[frozen:]]
             starts.append(len(ids))
         padding = work_pass.bucket - len(ids)
         packed = torch.tensor(

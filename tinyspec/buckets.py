@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable, Mapping
 
 
 def row_counts(most: int) -> list[int]:
@@ -14,12 +15,28 @@ def row_counts(most: int) -> list[int]:
 
 
 class Buckets:
-    """Buckets up to ``max_rows``; ``reference`` is one of them and defines canonical results."""
+    """Buckets up to ``max_rows``; ``reference`` is one of them and defines canonical results.
+
+    Which others are canonical, and what a pass in each costs, is unknown until ``learn``: before
+    that no pass is canonical.
+    """
 
     def __init__(self, max_rows: int, reference: int):
         assert reference <= max_rows
         self.sizes = sorted({*row_counts(max_rows), reference})
         self.reference = reference
+        self.canonical: list[int] = []
+        self._seconds: dict[int, float] = {}
+
+    def learn(self, canonical: Iterable[int], seconds: Mapping[int, float]) -> None:
+        """Take in what was probed: the canonical buckets, and seconds of a pass by bucket."""
+        self.canonical = sorted(canonical)
+        assert self.reference in self.canonical and set(self.canonical) <= set(self.sizes)
+        self._seconds = dict(seconds)
+
+    def forget(self) -> None:
+        """No bucket is canonical any more: weights or device changed."""
+        self.canonical = []
 
     @property
     def largest(self) -> int:
@@ -30,6 +47,51 @@ class Buckets:
         assert 0 < rows <= self.largest, rows
         return self.sizes[bisect_left(self.sizes, rows)]
 
+    def fit_canonical(self, rows: int) -> int:
+        """The smallest canonical bucket that holds ``rows`` rows."""
+        assert 0 < rows <= self.canonical[-1], rows
+        return self.canonical[bisect_left(self.canonical, rows)]
+
+    def cheapest(self, least: int, wanted: int, guesses: int = 0, chance: float = 1.0) -> int:
+        """The canonical bucket for at least ``least`` of ``wanted`` rows that costs least per row.
+
+        guesses: rows beyond ``wanted`` that are of use with this ``chance``. ``least`` must fit; of
+        equal buckets the largest.
+        """
+        low = self.fit_canonical(max(least, 1))
+        high = self.fit_canonical(min(max(wanted + guesses, 1), self.canonical[-1]))
+
+        def cost(size: int) -> tuple[float, int]:
+            use = min(size, wanted) + chance * min(max(size - wanted, 0), guesses)
+            return self.seconds(size) / use, -size
+
+        return min((size for size in self.canonical if low <= size <= high), key=cost)
+
     def is_canonical(self, bucket: int) -> bool:
         """Whether rows of a pass in ``bucket`` are canonical."""
-        return bucket == self.reference
+        return bucket in self.canonical
+
+    def seconds(self, bucket: int) -> float:
+        """What a pass in ``bucket`` costs; where nothing was measured, its rows count."""
+        return self._seconds.get(bucket, float(bucket))
+
+    def padded_is_cheaper(self, rows: int, drafting: int, window: int) -> bool:
+        """Whether a step of ``rows`` rows costs less per token padded to a canonical bucket than
+        drafted and verified.
+
+        drafting: how many of the rows are deterministic sequences'. They draft ``window`` tokens,
+        one a pass, and verify them in canonical passes, in which the other rows ride along; the
+        last of these yields one token more.
+        """
+        assert 0 <= drafting <= rows and window >= 0, (rows, drafting, window)
+        capacity = self.canonical[-1]
+        if rows > capacity:
+            return False
+        if self.is_canonical(self.fit(rows)):  # nothing to verify
+            return True
+        padded = self.seconds(self.fit_canonical(rows))
+        verified = drafting * (window + 1) + rows - drafting
+        passes = -(-verified // capacity)
+        verify = passes * self.seconds(self.fit_canonical(min(verified, capacity)))
+        drafts = window * self.seconds(self.fit(rows))
+        return padded <= (drafts + verify) / (window + 1)

@@ -46,11 +46,12 @@ class Committer:
         return verdicts
 
     def commit_plain(self, sequence: Sequence, sampled: Sampled) -> None:
-        """One token of a plain request."""
+        """One token of a request that has no drafts."""
         if sampled.error is not None:
             self.fail(sequence, sampled.error)
             return
         self._append(sequence, sampled)
+        self._settle(sequence)
         self._verdicts.append(Verdict(sequence, committed=1))
 
     def commit_verified(
@@ -59,11 +60,13 @@ class Committer:
         """The canonical tokens of every verifying sequence, from its newest committed one on."""
         sound, spoilt = [], []
         for sequence, targets in verified:
+            if not sequence.drafts:  # a canonical pass that was the decode: nothing to compare
+                sequence.undrafted = False
+                self.commit_plain(sequence, targets[0])
+                continue
             good = next((n for n, t in enumerate(targets) if t.error is not None), len(targets))
             if good > 0:
                 sound.append((sequence, targets[:good]))
-            elif not sequence.drafts:
-                self.fail(sequence, targets[0].error or "")
             if good < len(targets):
                 spoilt.append(sequence)
         if sound:
@@ -77,8 +80,10 @@ class Committer:
         sequence.drop_drafts()
         sequence.undrafted = True
         sequence.computed = len(sequence.tokens) - 1
-        self._scheduler.pool.truncate(sequence.pages, sequence.computed)
-        cache.zero_tail(sequence.pages, sequence.computed)
+        sequence.canonical = sequence.computed
+        kept = max(sequence.computed, sequence.frozen)
+        self._scheduler.pool.truncate(sequence.pages, kept)
+        cache.zero_tail(sequence.pages, kept)
 
     def _judge(self, verified: list[tuple[Sequence, list[Sampled]]]) -> None:
         sequences = [sequence for sequence, _ in verified]
@@ -92,7 +97,7 @@ class Committer:
         def column(values: list[int]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int32, device=device)
 
-        stop_ids = [list(s.params.stop_ids) for s in sequences]
+        stop_ids = [list(self._stop_ids(s)) for s in sequences]
         accepted = self._kernels.accept_truncate(
             table([s.drafts for s in sequences], width),
             table([[t.token for t in targets] for _, targets in verified], width),
@@ -112,9 +117,9 @@ class Committer:
             strict=True,
         )
         for (sequence, targets), *decision in decisions:
-            self._verdicts.append(self._settle(sequence, targets, *decision))
+            self._verdicts.append(self._conclude(sequence, targets, *decision))
 
-    def _settle(
+    def _conclude(
         self,
         sequence: Sequence,
         targets: list[Sampled],
@@ -132,7 +137,7 @@ class Committer:
         for target in targets[:num_committed]:
             self._append(sequence, target)
             verdict.committed += 1
-            if sequence.finished:
+            if sequence.finish_reason is not None:
                 break
         verdict.accepted = min(num_accepted, verdict.committed)
         sequence.stats.accepted += verdict.accepted
@@ -140,17 +145,28 @@ class Committer:
             verdict.rolled_back = len(drafts) - num_accepted
             sequence.stats.rolled_back += verdict.rolled_back
             sequence.stats.rollbacks += 1
+        self._settle(sequence)
         if sequence.finished:
             return verdict
         sequence.drafts = drafts[num_committed:] if drafts_left else []
         if not sequence.drafts:
             sequence.proposed = sequence.draft_ended = False
-        sequence.computed = len(sequence.tokens) - 1
         self._scheduler.pool.truncate(sequence.pages, sequence.computed + len(sequence.drafts))
         return verdict
 
+    def _settle(self, sequence: Sequence) -> None:
+        """Behind its newest token all KV is final; a sequence that ended leaves."""
+        if sequence.error is None:
+            sequence.computed = len(sequence.tokens) - 1
+            sequence.canonical = min(sequence.canonical, sequence.computed)
+            if sequence.deterministic:
+                sequence.canonical = sequence.computed
+            self._scheduler.settle(sequence)
+        if sequence.finished:
+            self._scheduler.remove(sequence)
+
     def _append(self, sequence: Sequence, sampled: Sampled) -> None:
-        """Add one committed token and end the sequence if it stops there."""
+        """Add one committed token and say whether the sequence ends there."""
         params = sequence.params
         sequence.tokens.append(sampled.token)
         if params.logprobs:
@@ -158,19 +174,28 @@ class Committer:
         if params.top_logprobs:
             sequence.top_logprobs.append(sampled.top)
         try:
-            stopped = sampled.token in params.stop_ids or self._stops(sequence)
+            stopped = sampled.token in self._stop_ids(sequence) or self._stops(sequence)
         except Exception as error:
             sequence.error = f"a stopping criterion raised {type(error).__name__}: {error}"
-            self._finish(sequence, "abort")
+            sequence.finish_reason = "abort"
             return
-        if stopped:
-            self._finish(sequence, "stop")
+        if sequence.off_script:
+            sequence.finish_reason = "abort"
+        elif stopped:
+            sequence.finish_reason = "stop"
         elif sequence.remaining == 0:
-            self._finish(sequence, "length")
+            sequence.finish_reason = "length"
+
+    @staticmethod
+    def _stop_ids(sequence: Sequence) -> tuple[int, ...]:
+        """Tokens that end it; a forced continuation runs to its end."""
+        return () if sequence.forced else sequence.params.stop_ids
 
     def _stops(self, sequence: Sequence) -> bool:
         """Stop strings and the user's criteria, on committed tokens alone."""
         params = sequence.params
+        if sequence.forced:
+            return False
         if params.stop_strings:
             generated = sequence.tokens[sequence.request.num_prompt :]
             if ends_in_stop_string(self._tokenizer, generated, params.stop_strings):
@@ -187,10 +212,7 @@ class Committer:
             self.fail(sibling, error)
         sequence.siblings = []
         sequence.error = error
-        self._finish(sequence, "abort")
-        self._verdicts.append(Verdict(sequence))
-
-    def _finish(self, sequence: Sequence, reason: str) -> None:
-        sequence.finish_reason = reason
-        sequence.drop_drafts()
+        sequence.finish_reason = "abort"
+        self._scheduler.distrust(sequence)
         self._scheduler.remove(sequence)
+        self._verdicts.append(Verdict(sequence))

@@ -30,12 +30,15 @@ class EngineConfig:
     page_size: tokens per page, a power of two (CPU 128, GPU 16).
     num_pages | memory_fraction: size of the page pool, or the share of free memory it may take.
     draft_window: drafts that wait before a verify.
-    verify: the way to canonical tokens. "auto" and "always" draft and verify, "padded" runs every
-        deterministic token in the reference bucket; "direct" needs a smaller canonical bucket.
+    verify: the way to canonical tokens. "auto" takes the cheapest at every step; "direct" and
+        "padded" run every deterministic token in a canonical bucket, "direct" only where no larger
+        one than the rows need has to be taken; "always" drafts and verifies, in the reference
+        bucket alone.
     drafter: None (the fast path), "ngram", an assistant model, or a Drafter.
     backend: "triton", "torch" (the twins), or "auto": by device.
     trace: keep the record of every pass, not only of the latest.
     verify_weights: digest the weights before every call instead of looking for signs of a change.
+    prefix_cache: prompts start from pages that earlier requests filled with the same tokens.
     seed: of the seeds given to sampled requests that bring none (None: the OS).
     kv_dtype, cuda_graphs, linear: "auto", False and "auto" or "never" in this version.
 
@@ -57,6 +60,7 @@ class EngineConfig:
     verify_weights: bool = False
     seed: int | None = None
     kv_dtype: str = "auto"
+    prefix_cache: bool = True
     cuda_graphs: bool = False
     linear: str = "auto"
 
@@ -82,6 +86,7 @@ class EngineConfig:
         at_least("seed", 0)
         if self.seed is not None and self.seed >= 2**63:
             raise refuse("seed", self.seed, "None or an integer in [0, 2**63)")
+        one_of("prefix_cache", (False, True))
         one_of("trace", (False, True))
         one_of("verify_weights", (False, True))
         if self.page_size is not None and not (

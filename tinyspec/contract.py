@@ -55,14 +55,19 @@ class Contract:
         """The weights changed: a new digest is due."""
         self._fingerprint = None
 
-    def look(self) -> None:
+    def changed(self) -> bool:
+        return False
+
+    def look(self) -> bool:
         """Forget fingerprint and proof if a weight or the number of threads has changed."""
         self._runner.ambient.look()
         if self._fingerprint is None:
-            return
+            return False
         if self._config.verify_weights or self._seen != self._state():
             self._fingerprint = None
             self._proven = False
+            return True
+        return False
 
     def _state(self) -> object:
         return weight_state(self._model), torch.get_num_threads()
@@ -86,6 +91,8 @@ class Contract:
                         "try another reference_rows, or another dtype"
                     )
         self._proven = True
+        buckets = self._runner.buckets
+        buckets.learn([buckets.reference], {})
 
     def _probes(self) -> Iterator[PositionProbe]:
         """What the contract rests on, in the order of cost; linears first, as they can be named."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tinyspec import kernels
@@ -16,21 +15,20 @@ from tinyspec.capacity import size_pool
 from tinyspec.commit import Committer
 from tinyspec.config import EngineConfig
 from tinyspec.contract import Contract
+from tinyspec.desk import Desk
 from tinyspec.drafter import Drafter, make_drafter
 from tinyspec.errors import refuse
 from tinyspec.intake import Intake
-from tinyspec.interrupts import deferred_interrupt
 from tinyspec.loop import Loop
-from tinyspec.outputs import RequestOutput, StreamEvent
+from tinyspec.outputs import RequestOutput
 from tinyspec.pages import PagePool
 from tinyspec.params import SamplingParams
 from tinyspec.passes import EngineStats, PassRecord
 from tinyspec.patch import max_positions, patch, refuse_unsupported, unpatch
-from tinyspec.request import Request
 from tinyspec.runner import Runner
 from tinyspec.sampler import Sampler
 from tinyspec.scheduler import Scheduler
-from tinyspec.stream import EventStream, completion_of
+from tinyspec.stream import EventStream
 
 
 class Engine:
@@ -77,12 +75,7 @@ class Engine:
         )
         self._contract = Contract(self.model, self._runner, config)
         self._intake = Intake(self.model, self.tokenizer, config)
-        self._requests: dict[str, Request] = {}
-        self._fingerprints: dict[str, str | None] = {}
-        # Where outputs of finished requests and events of streamed ones wait for their owner.
-        self._finished: list[RequestOutput] = []
-        self._outputs: dict[str, RequestOutput | None] = {}
-        self._events: dict[str, deque[StreamEvent]] = {}
+        self._desk = Desk(self._loop, self._contract, self.tokenizer)
         self._closed = False
 
     @classmethod
@@ -109,7 +102,7 @@ class Engine:
         """Abort what is unfinished, give the memory back and the model its own attention."""
         if self._closed:
             return
-        self._cancel(list(self._requests.values()))
+        self._desk.cancel(list(self._desk.requests.values()))
         self._runner.release()
         unpatch(self.model)
         self._closed = True
@@ -119,18 +112,21 @@ class Engine:
 
         Raises ValueError while requests are unfinished.
         """
-        if self._requests:
-            raise refuse("release", f"{len(self._requests)} unfinished requests", "none")
+        if unfinished := len(self._desk.requests):
+            raise refuse("release", f"{unfinished} unfinished requests", "none")
+        self._scheduler.forget_pages()
         self._runner.release()
 
     @property
     def fingerprint(self) -> str:
         """Digest of all that the bits depend on; outputs are comparable where it is equal."""
+        self._desk.look()
         return self._contract.fingerprint
 
     def weights_changed(self) -> None:
         """Say that weights were written in a way that leaves no trace (through ``.data``)."""
         self._contract.forget()
+        self._desk.new_weights()
 
     def stats(self) -> EngineStats:
         """Sums over all passes so far."""
@@ -155,21 +151,38 @@ class Engine:
         Raises ValueError naming field, value and what is allowed, and DeterminismError, before
         anything runs.
         """
-        requests = self._submit(prompts, params)
-        mine = [request.request_id for request in requests]
-        self._outputs.update(dict.fromkeys(mine))
-        total = sum(len(request.sequences) for request in requests)
-        with tqdm(total=total, unit="completion", disable=not progress) as bar:
-            try:
-                while any(request_id in self._requests for request_id in mine):
-                    self._advance()
-                    bar.update(sum(s.finished for r in requests for s in r.sequences) - bar.n)
-            except BaseException:
-                self._cancel(requests)
-                raise
-            finally:
-                outputs = [self._outputs.pop(request_id) for request_id in mine]
-        return [output for output in outputs if output is not None]
+        return self._desk.finish(self._ready().requests(prompts, params), progress)
+
+    def score(
+        self,
+        prompts: Any,
+        continuations: Any,
+        params: SamplingParams | list[SamplingParams] | None = None,
+    ) -> list[list[float]]:
+        """Log-probability of every token of each continuation behind its prompt.
+
+        They have the bits that ``generate`` gives the same tokens under the same ``params``
+        (default: greedy), and come from canonical passes that many prompts share. continuations:
+        one a prompt, token ids or text, which is taken without special tokens. Nothing stops a
+        continuation early.
+
+        Raises as ``generate``, and RuntimeError where a pass failed or logits were not finite.
+        """
+        outputs = self._desk.finish(self._ready().scored(prompts, continuations, params))
+        completions = [output.completions[0] for output in outputs]
+        for completion in completions:
+            if completion.error is not None:
+                raise RuntimeError(f"no score: {completion.error}")
+        return [completion.logprobs or [] for completion in completions]
+
+    def replay(self, outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
+        """Finished requests computed once more, along the tokens that they have.
+
+        What comes back is this engine's own: where it leaves the tokens of an output, the
+        completion ends with the first token that differs and finish_reason "abort".
+        ``tinyspec.audit`` compares the two.
+        """
+        return self._desk.finish(self._ready().replayed(outputs))
 
     def stream(
         self, prompts: Any, params: SamplingParams | list[SamplingParams] | None = None
@@ -178,116 +191,42 @@ class Engine:
 
         Requests whose events are not read to the end are aborted when the stream is closed.
         """
-        requests = self._submit(prompts, params)
-        for request in requests:
-            self._outputs[request.request_id] = None
-            self._events[request.request_id] = deque()
-        return EventStream(requests, self.tokenizer, self._next_event, self._drop_stream)
+        requests = self._ready().requests(prompts, params)
+        self._desk.outbox.wait_for(self._desk.submit(requests), events=True)
+        return EventStream(requests, self.tokenizer, self._desk.next_event, self._desk.drop)
 
     def add_request(self, prompt: Any, params: SamplingParams | None = None) -> str:
         """Queue one prompt; returns the id under which ``step`` will report it.
 
         Raises as ``generate``.
         """
-        return self._submit([prompt], params)[0].request_id
+        return self._desk.submit(self._ready().requests([prompt], params))[0]
 
     def step(self) -> list[RequestOutput]:
         """Run one pass; the outputs of requests that finished since the last call."""
-        self._advance()
-        finished, self._finished = self._finished, []
-        return finished
+        self._desk.advance()
+        return self._desk.outbox.take_finished()
 
     def abort(self, request_id: str) -> RequestOutput:
         """End a request at once; what it has so far comes back with finish_reason "abort".
 
         Raises ValueError if no request of that id is unfinished.
         """
-        request = self._requests.get(request_id)
+        request = self._desk.requests.get(request_id)
         if request is None:
             raise refuse("request_id", request_id, "the id of an unfinished request")
-        output = self._cancel([request])[0]
-        if request_id in self._outputs:
-            self._deliver(output)  # to the call of ``generate`` that waits for it
+        output = self._desk.cancel([request])[0]
+        if self._desk.outbox.is_awaited(request_id):
+            self._desk.outbox.put(output)  # for the call of ``generate`` that waits for it
         return output
 
     def has_unfinished(self) -> bool:
         """Whether ``step`` has anything left to do or to report."""
-        return bool(self._requests or self._finished)
+        return bool(self._desk.requests or self._desk.outbox)
 
-    def _submit(self, prompts: Any, params: Any) -> list[Request]:
-        """Check everything, then queue everything."""
+    def _ready(self) -> Intake:
+        """Where a call's requests are made, once engine and weights have been looked at."""
         if self._closed:
             raise refuse("engine", "closed", "an engine that is open")
-        self._contract.look()
-        requests = self._intake.requests(prompts, params)
-        fingerprint = self._contract.known
-        if any(request.params.deterministic for request in requests):
-            self._contract.prove()
-            fingerprint = self._contract.fingerprint
-        for request in requests:
-            self._requests[request.request_id] = request
-            self._fingerprints[request.request_id] = fingerprint
-            self._scheduler.add(request.sequences[0])
-        return requests
-
-    def _advance(self) -> None:
-        """One step; its events and the outputs of what it finished go to where they are awaited."""
-        with deferred_interrupt():
-            try:
-                events = self._loop.step()
-            except BaseException:
-                self._loop.abandon()
-                raise
-            finally:
-                for request in [r for r in self._requests.values() if r.finished]:
-                    self._deliver(self._retire(request))
-            for event in events:
-                if event.request_id in self._events:
-                    self._events[event.request_id].append(event)
-
-    def _deliver(self, output: RequestOutput) -> None:
-        if output.request_id in self._outputs:
-            self._outputs[output.request_id] = output
-        else:
-            self._finished.append(output)
-
-    def _next_event(self, requests: list[Request]) -> StreamEvent | None:
-        """The next event of a stream's requests, None when there are no more."""
-        while True:
-            for request in requests:
-                waiting = self._events.get(request.request_id)
-                if waiting:
-                    return waiting.popleft()
-            if not any(request.request_id in self._requests for request in requests):
-                return None
-            self._advance()
-
-    def _drop_stream(self, requests: list[Request]) -> None:
-        self._cancel(requests)
-        for request in requests:
-            self._outputs.pop(request.request_id, None)
-            self._events.pop(request.request_id, None)
-
-    def _cancel(self, requests: list[Request]) -> list[RequestOutput]:
-        """Abort those of ``requests`` that are unfinished."""
-        outputs = []
-        for request in requests:
-            if self._requests.get(request.request_id) is request:
-                for sequence in request.sequences:
-                    if not sequence.finished:
-                        sequence.finish_reason = "abort"
-                        self._scheduler.remove(sequence)
-                outputs.append(self._retire(request))
-        return outputs
-
-    def _retire(self, request: Request) -> RequestOutput:
-        """Forget a request and make its output."""
-        del self._requests[request.request_id]
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt_token_ids=request.prompt,
-            params=request.params,
-            completions=[completion_of(s, self.tokenizer) for s in request.sequences],
-            fingerprint=self._fingerprints.pop(request.request_id),
-            prompt_logprobs=request.prompt_logprobs or None,
-        )
+        self._desk.look()
+        return self._intake

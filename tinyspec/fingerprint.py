@@ -21,7 +21,10 @@ from transformers import PreTrainedModel
 from tinyspec.config import EngineConfig
 from tinyspec.invariance import linear_shape
 
-_CHUNK = 1 << 22
+# Words summed at a time: few enough to stay in a CPU's cache.
+_CHUNK = 1 << 18
+_MULTIPLIER = 0xD6E8FEB86659FD93
+_ADAPTERS = ("active_adapters", "active_adapter", "disable_adapters", "merged_adapters")
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -30,28 +33,74 @@ def checksum(tensor: Tensor) -> int:
 
     Wrapping integer addition has no order, so any device gives the same number.
     """
-    words = tensor.detach().contiguous().flatten().view(_WORDS[tensor.element_size()])
-    total = 0
-    for start in range(0, words.numel(), _CHUNK):
-        part = words[start : start + _CHUNK].long()
-        place = torch.arange(start, start + part.numel(), device=part.device)
-        # Odd multipliers, spread over 64 bits: swapping two different words changes the sum.
-        weight = (place * 2 + 1) * -7046029254386353131
-        total += int((part * (weight | 1)).sum())
+    flat = tensor.detach().contiguous().flatten()
+    size = flat.element_size()
+    words = flat.view(_WORDS[size])
+    # Eight bytes at a time; what is left one element at a time.
+    whole = words.numel() * size // 8 * 8 // size
+    head = words[:whole]
+    if head.storage_offset() * size % 8:
+        head = head.clone()
+    total = _weighted_sum(head.view(torch.int64), 0)
+    return _weighted_sum(words[whole:], total)
+
+
+def _weighted_sum(words: Tensor, total: int) -> int:
+    """``total`` continued by a sum of integers times odd numbers that tell their places apart."""
+    # Odd and spread over 64 bits: swapping two different words changes the sum.
+    spread = torch.arange(min(_CHUNK, words.numel()), device=words.device) * 2 + 1
+    spread *= -7046029254386353131
+    for part in words.split(_CHUNK) if len(words) else ():
+        total = total * _MULTIPLIER + int((part * spread[: len(part)]).sum())
     return total % (1 << 64)
+
+
+def trace(parameter: Tensor) -> tuple[int, int]:
+    """Address and version counter of a parameter: one of them changes when it is written to."""
+    return parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version
 
 
 def weight_state(model: nn.Module) -> list[tuple[str, int, int]]:
     """Name, address and version counter of every parameter: changes when a weight does."""
-    return [
-        (name, p.data_ptr(), 0 if p.is_inference() else p._version)
-        for name, p in model.named_parameters()
-    ]
+    return [(name, *trace(parameter)) for name, parameter in model.named_parameters()]
+
+
+def adapter_state(model: nn.Module) -> list[tuple[str, str, str]]:
+    """Which adapters (peft's tuner layers) are in use: switching them changes no parameter."""
+    found = []
+    for name, module in model.named_modules():
+        present = [a for a in _ADAPTERS if a in module.__dict__ or hasattr(type(module), a)]
+        values = {attribute: getattr(module, attribute) for attribute in present}
+        # transformers' models have methods of these names.
+        values = {a: value for a, value in values.items() if not callable(value)}
+        if values:
+            values["scaling"] = getattr(module, "scaling", None)
+        found += [(name, attribute, repr(value)) for attribute, value in values.items()]
+    return found
+
+
+def structure(model: nn.Module) -> list[tuple[object, ...]]:
+    """What the probed facts depend on beside device and settings: modules and their hooks, shapes,
+    layouts and alignment of parameters; not their values."""
+    found: list[tuple[object, ...]] = []
+    for name, module in model.named_modules():
+        hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
+        found.append((name, type(module).__module__, type(module).__qualname__, hooks))
+        for own, parameter in module._parameters.items():
+            if parameter is not None:
+                layout = (parameter.shape, parameter.stride(), parameter.data_ptr() % 64)
+                found.append((own, *layout, parameter.dtype, parameter.device))
+    return found
+
+
+def served_by_kernel(model: nn.Module) -> list[str]:
+    """Names of the linears that the linear kernel serves."""
+    return sorted(name for name, m in model.named_modules() if type(m).__name__ == "KernelLinear")
 
 
 def digest_weights(model: nn.Module) -> str:
-    """Digest of every parameter and buffer: name, shape, dtype, bits."""
-    digest = hashlib.sha256()
+    """Digest of every parameter and buffer (name, shape, dtype, bits) and of the adapters used."""
+    digest = hashlib.sha256(repr(adapter_state(model)).encode())
     tensors = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in tensors:
         entry = (name, tuple(tensor.shape), str(tensor.dtype), checksum(tensor))
@@ -107,5 +156,6 @@ def fingerprint(
         "max_model_len": config.max_model_len,
         "cuda_graphs": config.cuda_graphs,
         "linears": sorted({type(m).__name__ for m in model.modules() if linear_shape(m)}),
+        "linear_kernel": served_by_kernel(model),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Sequence as Many
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from transformers import PreTrainedModel
 
 from tinyspec.config import EngineConfig
 from tinyspec.errors import refuse
+from tinyspec.outputs import RequestOutput
 from tinyspec.params import SamplingParams
 from tinyspec.patch import vocab_size
 from tinyspec.request import Request
-from tinyspec.text import as_prompts, to_token_ids
+from tinyspec.text import as_prompts, continuation_ids, to_token_ids
 
 
 class Intake:
@@ -41,18 +43,58 @@ class Intake:
         given = as_prompts(prompts)
         if not given:
             raise refuse("prompts", prompts, "at least one prompt")
+        each = self._params(params, len(given))
+        ids = [self._token_ids("prompt", to_token_ids(p, self._tokenizer)) for p in given]
+        for prompt, wanted in zip(ids, each, strict=True):
+            self._check(prompt, wanted)
+        return [self._request(p, wanted) for p, wanted in zip(ids, each, strict=True)]
+
+    def scored(self, prompts: Any, continuations: Any, params: Any) -> list[Request]:
+        """Requests whose tokens are given: only their log-probabilities are wanted."""
+        given, follow = as_prompts(prompts), as_prompts(continuations)
+        if len(given) != len(follow):
+            raise refuse("continuations", f"{len(follow)} of them", f"one a prompt, {len(given)}")
+        texts = [continuation_ids(text, self._tokenizer) for text in follow]
+        scripts = [self._token_ids("continuation", ids) for ids in texts]
+        each = [
+            replace(
+                wanted,
+                deterministic=True,
+                logprobs=True,
+                num_return_sequences=1,
+                max_new_tokens=len(script),
+                min_new_tokens=min(wanted.min_new_tokens, len(script)),
+            )
+            for wanted, script in zip(self._params(params, len(given)), scripts, strict=True)
+        ]
+        requests = self.requests(given, each)
+        for request, script in zip(requests, scripts, strict=True):
+            request.sequences[0].script = script
+            request.sequences[0].forced = True
+        return requests
+
+    def replayed(self, outputs: Many[RequestOutput]) -> list[Request]:
+        """Finished requests once more, their tokens as scripts; nothing cached is trusted."""
+        params = [replace(output.params, deterministic=True) for output in outputs]
+        requests = self.requests([output.prompt_token_ids for output in outputs], params)
+        for request, output in zip(requests, outputs, strict=True):
+            request.recompute = True
+            for sequence, completion in zip(request.sequences, output.completions, strict=True):
+                sequence.script = completion.token_ids
+        return requests
+
+    @staticmethod
+    def _params(params: Any, count: int) -> list[SamplingParams]:
+        """One for each of ``count`` prompts."""
         if params is None or isinstance(params, SamplingParams):
-            each = [params or SamplingParams()] * len(given)
+            each = [params or SamplingParams()] * count
         elif isinstance(params, Many) and all(isinstance(p, SamplingParams) for p in params):
             each = list(params)
         else:
             raise refuse("params", params, "SamplingParams, or a list of them")
-        if len(each) != len(given):
-            raise refuse("params", f"{len(each)} SamplingParams", f"one, or {len(given)}")
-        ids = [self._token_ids(prompt) for prompt in given]
-        for prompt, wanted in zip(ids, each, strict=True):
-            self._check(prompt, wanted)
-        return [self._request(p, wanted) for p, wanted in zip(ids, each, strict=True)]
+        if len(each) != count:
+            raise refuse("params", f"{len(each)} SamplingParams", f"one, or {count}")
+        return each
 
     def _request(self, prompt: list[int], params: SamplingParams) -> Request:
         number = next(self._numbers)
@@ -68,16 +110,16 @@ class Intake:
     def _draw_seed(self) -> int:
         return int(torch.randint(2**62, (1,), generator=self._seeds, device="cpu"))
 
-    def _token_ids(self, prompt: Any) -> list[int]:
-        ids = to_token_ids(prompt, self._tokenizer)
+    def _token_ids(self, field: str, ids: list[Any]) -> list[int]:
+        """``ids``, once they are known to be tokens of the model."""
         if not ids:
-            raise refuse("prompt", prompt, "at least one token")
+            raise refuse(field, ids, "at least one token")
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int):
-                raise refuse("prompt", prompt, "token ids, integers")
+                raise refuse(field, ids, "token ids, integers")
             if not 0 <= token < self._vocab_size:
                 allowed = f"token ids of the vocabulary, 0 to {self._vocab_size - 1}"
-                raise refuse("prompt token id", token, allowed)
+                raise refuse(f"{field} token id", token, allowed)
         return ids
 
     def _check(self, prompt: list[int], params: SamplingParams) -> None:

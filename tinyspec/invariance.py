@@ -67,6 +67,12 @@ def unequal_bits(a: Tensor, b: Tensor) -> Tensor:
     return (a.contiguous().view(bits) != b.contiguous().view(bits)).reshape(len(a), -1)
 
 
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype are equal bit for bit; reads each once."""
+    bits = BITS[a.element_size()]
+    return torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
+
+
 def cancelling_inputs(
     rows: int, features: int, dtype: torch.dtype, seed: int = 0, weight: Tensor | None = None
 ) -> Tensor:
@@ -136,18 +142,24 @@ def row_classes(
     Every row of the pool goes through a pass of every row count, at a cost of pool / row count
     passes; so agreement is over all rows, and transitive.
     """
-    found: list[tuple[list[int], Tensor]] = []
+    results: list[Tensor] = []
+    members: dict[int, list[int]] = {}
     differing: dict[int, int] = {}
     expected = in_passes(fn, inputs, reference)
     for rows in sorted({reference, *row_counts}):
         result = in_passes(fn, inputs, rows)
         differing[rows] = int(unequal_bits(expected, result).any(dim=1).sum())
-        same = (members for members, bits in found if not unequal_bits(bits, result).any())
-        if (members := next(same, None)) is not None:
-            members.append(rows)
-        else:
-            found.append(([rows], result))
-    return RowClasses(reference, len(inputs), tuple(tuple(m) for m, _ in found), differing)
+        members.setdefault(class_of(result, results), []).append(rows)
+    return RowClasses(reference, len(inputs), tuple(map(tuple, members.values())), differing)
+
+
+def class_of(result: Tensor, results: list[Tensor]) -> int:
+    """Which of ``results`` has the bits of ``result``, which joins them if none has."""
+    for label, other in enumerate(results):
+        if same_bits(result, other):
+            return label
+    results.append(result)
+    return len(results) - 1
 
 
 def in_passes(fn: RowFunction, inputs: Tensor, rows: int) -> Tensor:
@@ -157,20 +169,25 @@ def in_passes(fn: RowFunction, inputs: Tensor, rows: int) -> Tensor:
     return torch.cat([fn(inputs[part]) for part in index.split(rows)])[:pool]
 
 
-def distinct_linears(model: nn.Module) -> dict[str, nn.Module]:
-    """Name -> module, one for each distinct (type, in, out, weight dtype, bias, layout).
+def linear_kinds(model: nn.Module) -> dict[str, list[str]]:
+    """First name -> all names, for each distinct (type, in, out, weight dtype, bias, layout).
 
     Linear-like is what has `in_features` and `out_features`, and GPT-2's `Conv1D` (`nx`, `nf`).
     """
-    found: dict[tuple, tuple[str, nn.Module]] = {}
+    found: dict[tuple, list[str]] = {}
     for name, module in model.named_modules():
         if (shape := linear_shape(module)) is None:
             continue
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
         layout = isinstance(weight, Tensor) and (weight.dtype, weight.device, weight.stride())
         key = (type(module), type(weight), shape, layout, bias is not None)
-        found.setdefault(key, (name, module))
-    return dict(found.values())
+        found.setdefault(key, []).append(name)
+    return {names[0]: names for names in found.values()}
+
+
+def distinct_linears(model: nn.Module) -> dict[str, nn.Module]:
+    """Name -> module, the first of each kind of linear."""
+    return {name: model.get_submodule(name) for name in linear_kinds(model)}
 
 
 def linear_shape(module: nn.Module) -> tuple[int, int] | None:

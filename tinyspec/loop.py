@@ -40,7 +40,6 @@ class Loop:
         self.records: deque[PassRecord] = deque(maxlen=None if config.trace else RECORDS_KEPT)
         self._sampler = sampler
         self._drafter = drafter
-        self._vocab_size = runner.vocab_size
         self._proposed = 0
 
     def step(self) -> list[StreamEvent]:
@@ -51,8 +50,12 @@ class Loop:
             work_pass = self.scheduler.schedule()
             if work_pass is not None:
                 record = self._record(work_pass)
-                logits, firsts = self._run(work_pass)
-                self._commit(self._sample(work_pass, logits, firsts))
+                try:
+                    logits, firsts = self._run(work_pass)
+                except Exception as error:
+                    self._failed(work_pass, error)
+                else:
+                    self._commit(self._sample(work_pass, logits, firsts))
             verdicts = self.committer.take_verdicts()
             if work_pass is not None:
                 self._close(record, verdicts, time.perf_counter() - began)
@@ -63,35 +66,60 @@ class Loop:
         self.committer.take_verdicts()
         self.scheduler.preempt_all()
 
+    def _failed(self, work_pass: Pass, error: Exception) -> None:
+        """The pass raised: whoever is to blame fails by itself, the others go on."""
+        sequences = [work.sequence for work in work_pass.works]
+        if len(sequences) == 1:
+            self.committer.fail(sequences[0], f"the pass raised {type(error).__name__}: {error}")
+        else:
+            self.scheduler.isolate(sequences)
+
     def _propose(self) -> None:
-        """Ask the drafter for every deterministic sequence that has nothing drafted."""
-        asked = [
-            (s, limit)
-            for s in self.scheduler.running
-            if s.deterministic and s.pending == 1 and not s.drafts
-            if (limit := self.scheduler.draft_limit(s)) > 0
-        ]
+        """Drafts for every deterministic sequence that has none: its script's, or the drafter's."""
+        asked = []
+        for sequence in self.scheduler.running:
+            limit = self.scheduler.draft_limit(sequence) if sequence.deterministic else 0
+            if limit <= 0 or sequence.drafts:
+                continue
+            if sequence.script is not None:
+                place = sequence.num_generated
+                self._add_proposal(sequence, sequence.script[place : place + limit])
+            elif sequence.pending == 1:
+                asked.append((sequence, limit))
         if not asked:
             return
+        most = max(limit for _, limit in asked)
         try:
-            most = max(limit for _, limit in asked)
-            proposals = self._drafter.propose([list(s.tokens) for s, _ in asked], most)
-            pairs = [
-                (asker, [index(token) for token in proposal])
-                for asker, proposal in zip(asked, proposals, strict=True)
-            ]
+            proposals = self._ask([sequence for sequence, _ in asked], most)
+        except Exception:
+            proposals = [self._ask_alone(sequence, most) for sequence, _ in asked]
+        for (sequence, limit), proposal in zip(asked, proposals, strict=True):
+            if not sequence.finished:
+                self._add_proposal(sequence, proposal[:limit])
+
+    def _ask(self, sequences: list[Sequence], most: int) -> list[list[int]]:
+        proposals = self._drafter.propose([list(s.tokens) for s in sequences], most)
+        found = [[index(token) for token in proposal] for proposal in proposals]
+        if len(found) != len(sequences):
+            raise ValueError(f"{len(found)} proposals for {len(sequences)} sequences")
+        return found
+
+    def _ask_alone(self, sequence: Sequence, most: int) -> list[int]:
+        """The drafter failed for all: it fails for those for whom it fails alone."""
+        try:
+            return self._ask([sequence], most)[0]
         except Exception as error:
-            for sequence, _ in asked:
-                self.committer.fail(sequence, f"drafter raised {type(error).__name__}: {error}")
-            return
-        for (sequence, limit), proposal in pairs:
-            for token in proposal[:limit]:
-                if not 0 <= token < self._vocab_size:
-                    break
-                sequence.drafts.append(token)
-            sequence.proposed = bool(sequence.drafts)
-            sequence.stats.drafted += len(sequence.drafts)
-            self._proposed += len(sequence.drafts)
+            self.committer.fail(sequence, f"the drafter raised {type(error).__name__}: {error}")
+            return []
+
+    def _add_proposal(self, sequence: Sequence, proposal: list[int]) -> None:
+        for token in proposal:
+            if not 0 <= token < self.runner.vocab_size:
+                break
+            sequence.drafts.append(token)
+        sequence.proposed = bool(sequence.drafts)
+        sequence.stats.drafted += len(sequence.drafts)
+        self._proposed += len(sequence.drafts)
 
     def _run(self, work_pass: Pass) -> tuple[Tensor, list[int]]:
         """Run the pass; logits, and per work the row of the first that yields a token."""
@@ -109,12 +137,14 @@ class Loop:
             first += len(rows)
         return logits, firsts
 
-    def _advance(self, work: Work) -> list[Sequence]:
+    def _advance(self, work: Work, canonical: bool) -> list[Sequence]:
         """Note what a work has computed; the sequences that its yielded tokens are for."""
         sequence = work.sequence
         if work.kind == DRAFT:
             return [sequence]
         sequence.computed = min(work.end, len(sequence.tokens))
+        if canonical and sequence.canonical >= work.start:
+            sequence.canonical = sequence.computed
         if not work.yields:
             return []
         forked = []
@@ -130,7 +160,6 @@ class Loop:
             self.scheduler.add(sibling)
             return False
         copy = self.scheduler.fork(leader, sibling)
-        sibling.stats.cached_prompt_tokens = sibling.computed
         if copy is not None:
             self.runner.cache.copy_page(*copy)
         return True
@@ -143,7 +172,7 @@ class Loop:
         spans = []
         for work, first in zip(work_pass.works, firsts, strict=True):
             begin = work.end - work.yields + 1
-            for sequence in self._advance(work):
+            for sequence in self._advance(work, work_pass.canonical):
                 spans.append((sequence, work.kind == DRAFT, work.yields))
                 rows += [_sample_row(sequence, first + n, begin + n) for n in range(work.yields)]
         found = iter(self._sampler.sample(logits, rows))
@@ -183,6 +212,7 @@ class Loop:
             waiting=len(self.scheduler.waiting),
             left_out=len(self.scheduler.running) - len(work_pass.works),
             pages_held=self.scheduler.pool.num_held,
+            way=work_pass.way,
         )
 
     def _close(self, record: PassRecord, verdicts: list[Verdict], seconds: float) -> None:
@@ -194,8 +224,10 @@ class Loop:
         record.rolled_back = sum(v.rolled_back for v in verdicts)
         record.rollbacks = sum(v.rolled_back > 0 for v in verdicts)
         self.stats.preemptions = self.scheduler.preemptions
+        self.stats.cached_prompt_tokens = self.scheduler.cached_prompt_tokens
         self.records.append(record)
         self.stats.add(record)
+        self.scheduler.acceptance = (self.stats.accepted + 1) / (self.stats.drafted + 2)
 
 
 def _scored(work: Work) -> list[int]:
@@ -222,7 +254,10 @@ def _sample_row(sequence: Sequence, logits_row: int, position: int) -> SampleRow
     if params.needs_history:
         history = (sequence.tokens + sequence.drafts)[:position]
     generated = position - sequence.request.num_prompt
-    return SampleRow(logits_row, params, sequence.key, position, generated, history)
+    forced = -1
+    if sequence.forced and sequence.script is not None:
+        forced = sequence.script[generated]
+    return SampleRow(logits_row, params, sequence.key, position, generated, history, forced)
 
 
 def _event(verdict: Verdict) -> StreamEvent:

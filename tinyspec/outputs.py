@@ -17,8 +17,8 @@ class CompletionStats:
     """Tokens and passes that a completion cost.
 
     drafted: drafts proposed. accepted: drafts committed. rolled_back: drafts undone because an
-    earlier one was wrong. rollbacks: how often that happened. verify_passes: canonical passes that
-    committed its tokens. cached_prompt_tokens: prompt tokens that were not computed anew.
+    earlier one was wrong. rollbacks: how often that happened. verify_passes: passes that judged its
+    drafts. cached_prompt_tokens: prompt tokens that were not computed anew.
     preemptions: how often its pages were taken and recomputed.
     """
 

@@ -1,12 +1,15 @@
 """The page pool's bookkeeping: who holds which page. Host only; knows no tensor and no token.
 
-A page may have several owners after a fork; it is then read-only, and given back with its last
-owner. The lowest free page is always handed out first, which keeps the pages in use dense.
+A page may have several owners, after a fork or by a prefix that they share; it is then read-only,
+and given back with its last owner. A page that the prefix cache keeps goes idle instead: free to be
+taken, least recently used first, once no other is. The lowest free page is always handed out first,
+which keeps the pages in use dense.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 
 
 class PagePool:
@@ -18,14 +21,23 @@ class PagePool:
         self._owners = [0] * num_pages
         self._free = list(range(num_pages))
         self._fresh: list[int] = []
+        self._kept: set[int] = set()
+        self._idle: dict[int, None] = {}
+        # Told of every kept page that is taken for something else.
+        self.on_evict: Callable[[int], None] = lambda page: None
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Pages that nobody owns, idle ones included."""
+        return len(self._free) + len(self._idle)
 
     @property
     def num_held(self) -> int:
-        return self.num_pages - len(self._free)
+        return self.num_pages - self.num_free
+
+    def num_idle(self, pages: list[int]) -> int:
+        """How many of ``pages`` nobody owns."""
+        return sum(page in self._idle for page in pages)
 
     def pages_for(self, tokens: int) -> int:
         """Pages that ``tokens`` tokens need."""
@@ -33,13 +45,13 @@ class PagePool:
 
     def can_grow(self, pages: list[int], tokens: int) -> bool:
         """Whether ``grow`` would succeed."""
-        return self.pages_for(tokens) - len(pages) <= len(self._free)
+        return self.pages_for(tokens) - len(pages) <= self.num_free
 
     def grow(self, pages: list[int], tokens: int) -> None:
         """Append pages until ``pages`` holds ``tokens`` tokens."""
         assert self.can_grow(pages, tokens)
         while len(pages) < self.pages_for(tokens):
-            page = heapq.heappop(self._free)
+            page = heapq.heappop(self._free) if self._free else self._evict()
             assert self._owners[page] == 0
             self._owners[page] = 1
             self._fresh.append(page)
@@ -61,9 +73,28 @@ class PagePool:
         """Give back all of ``pages``."""
         self.truncate(pages, 0)
 
+    def keep(self, page: int) -> None:
+        """Let an owned page go idle, not free, when its last owner leaves."""
+        assert self._owners[page] > 0
+        self._kept.add(page)
+
+    def drop(self, page: int) -> None:
+        """Undo ``keep``; an idle page is free again."""
+        self._kept.discard(page)
+        if page in self._idle:
+            del self._idle[page]
+            heapq.heappush(self._free, page)
+
+    def adopt(self, pages: list[int]) -> None:
+        """One more owner for kept pages, idle or not."""
+        for page in pages:
+            assert page in self._kept
+            self._idle.pop(page, None)
+            self._owners[page] += 1
+
     def can_fork(self, tokens: int) -> bool:
         """Whether there is a page for the copy that a fork at ``tokens`` may need."""
-        return tokens % self.page_size == 0 or bool(self._free)
+        return tokens % self.page_size == 0 or self.num_free > 0
 
     def fork(self, pages: list[int], tokens: int) -> tuple[list[int], tuple[int, int] | None]:
         """Pages for a second sequence with the same first ``tokens`` tokens.
@@ -88,4 +119,15 @@ class PagePool:
         assert self._owners[page] > 0
         self._owners[page] -= 1
         if self._owners[page] == 0:
-            heapq.heappush(self._free, page)
+            if page in self._kept:
+                self._idle[page] = None
+            else:
+                heapq.heappush(self._free, page)
+
+    def _evict(self) -> int:
+        """Take the page that has been idle longest."""
+        page = next(iter(self._idle))
+        del self._idle[page]
+        self._kept.discard(page)
+        self.on_evict(page)
+        return page

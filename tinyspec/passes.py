@@ -15,8 +15,9 @@ class Work:
     """Consecutive rows of one sequence: positions ``start`` to ``start + count``.
 
     The kinds are names for what the rows are doing and nothing more: prompt (of a preempted
-    sequence: all it had), decode (a plain request's newest token), draft (a deterministic request's
-    newest token on the fast path), verify (canonical rows over the newest token and drafts).
+    sequence: all it had), decode (the newest token, in a canonical pass if the request is
+    deterministic), draft (a deterministic request's newest token on the fast path), verify
+    (canonical rows over the newest token and drafts).
     yields: how many of the rows, counted from the last, yield a token that is wanted.
     """
 
@@ -43,11 +44,17 @@ class Work:
 
 @dataclass
 class Pass:
-    """Works that share one forward pass, padded up to ``bucket`` rows."""
+    """Works that share one forward pass, padded up to ``bucket`` rows.
+
+    way: how its deterministic rows come to canonical tokens: "direct" (the bucket that the rows
+    need is canonical), "padded" (a larger one had to be taken), "draft" (they are drafts, to be
+    verified later), "" if there are none.
+    """
 
     works: list[Work]
     bucket: int
     canonical: bool
+    way: str = ""
 
     @property
     def rows(self) -> int:
@@ -56,7 +63,7 @@ class Pass:
 
 @dataclass
 class PassRecord:
-    """What a pass did: rows by kind, its bucket, and what its verifies decided.
+    """What a pass did: rows by kind, its bucket and way, and what its verifies decided.
 
     waiting, running: sequences at the time. left_out: running sequences without a row.
     """
@@ -70,6 +77,7 @@ class PassRecord:
     waiting: int
     left_out: int
     pages_held: int
+    way: str = ""
     committed: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -84,9 +92,14 @@ class PassRecord:
 
 @dataclass
 class EngineStats:
-    """Sums over all passes since the engine began; ``rows`` by kind, ``passes`` by bucket."""
+    """Sums over all passes since the engine began; ``rows`` by kind, ``passes`` by bucket.
+
+    ways: canonical and drafting passes by way. cached_prompt_tokens: prompt tokens that the prefix
+    cache or another completion of the prompt had already.
+    """
 
     passes: dict[int, int] = field(default_factory=dict)
+    ways: dict[str, int] = field(default_factory=dict)
     canonical_passes: int = 0
     rows: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     padding: int = 0
@@ -96,12 +109,15 @@ class EngineStats:
     rolled_back: int = 0
     rollbacks: int = 0
     preemptions: int = 0
+    cached_prompt_tokens: int = 0
     seconds: float = 0.0
 
     def add(self, record: PassRecord) -> None:
         """Take one more pass into the sums."""
         self.passes[record.bucket] = self.passes.get(record.bucket, 0) + 1
         self.canonical_passes += record.canonical
+        if record.way:
+            self.ways[record.way] = self.ways.get(record.way, 0) + 1
         for kind, rows in record.rows.items():
             self.rows[kind] += rows
         self.padding += record.padding

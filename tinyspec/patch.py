@@ -57,6 +57,18 @@ class Patched:
     swapped: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list)
     bound: list[nn.Module] = field(default_factory=list)
 
+    def swap(self, parent: nn.Module, name: str, module: nn.Module) -> None:
+        """Put ``module`` in the place of ``parent``'s child ``name``."""
+        self.swapped.append((parent, name, parent._modules[name]))  # type: ignore[arg-type]
+        parent._modules[name] = module
+
+    def undo(self, kept: int = 0) -> None:
+        """Put everything back but the first ``kept`` swaps."""
+        while len(self.swapped) > kept:
+            parent, name, module = self.swapped.pop()
+            module.train(parent._modules[name].training)  # type: ignore[union-attr]
+            parent._modules[name] = module
+
 
 def _refusal(model: PreTrainedModel) -> str | None:
     """Why the model cannot be served, or None."""
@@ -157,7 +169,7 @@ def _install(
     context = patched.context
     for parent, name, module in attentions:
         if type(module).__name__ in FUSED:
-            _swap(patched, parent, name, PagedAttention(module, context))
+            patched.swap(parent, name, PagedAttention(module, context))
         else:
             module.__dict__["tinyspec_context"] = context
             patched.bound.append(module)
@@ -165,18 +177,18 @@ def _install(
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child).__name__.endswith("RotaryEmbedding"):
-                _swap(patched, parent, name, RopeTable(child, positions, like))
+                patched.swap(parent, name, RopeTable(child, positions, like))
     for parent, name, linear in by_onednn(model):
-        _swap(patched, parent, name, linear)
+        patched.swap(parent, name, linear)
     model.set_attn_implementation(IMPLEMENTATION)
     if model.config._attn_implementation != IMPLEMENTATION:
         name = type(model).__name__
         raise UnsupportedModelError(f"{name} is not supported: it keeps its own attention")
 
 
-def _swap(patched: Patched, parent: nn.Module, name: str, module: nn.Module) -> None:
-    patched.swapped.append((parent, name, parent._modules[name]))  # type: ignore[arg-type]
-    parent._modules[name] = module
+def patched_of(model: PreTrainedModel) -> Patched:
+    """What ``patch`` did to a patched model."""
+    return model.__dict__["_tinyspec"]
 
 
 def unpatch(model: PreTrainedModel) -> None:
@@ -184,9 +196,7 @@ def unpatch(model: PreTrainedModel) -> None:
     patched: Any = model.__dict__.pop("_tinyspec", None)
     if patched is None:
         return
-    for parent, name, module in reversed(patched.swapped):
-        module.train(parent._modules[name].training)
-        parent._modules[name] = module
+    patched.undo()
     for module in patched.bound:
         del module.tinyspec_context
     model.set_attn_implementation(patched.implementation)

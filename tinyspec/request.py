@@ -31,10 +31,15 @@ class Sequence:
     """One completion in the making.
 
     tokens: prompt and committed tokens. drafts: proposed behind them, not yet canonical.
-    computed: leading positions whose KV is final (canonical for a deterministic request).
-    pages: page table. proposed: the drafts came from a drafter, so they have no KV of their own.
+    computed: leading positions whose KV is final. canonical: those of them whose KV is canonical
+    (all, for a deterministic request).
+    pages: page table. frozen: leading positions in pages that it shares and must not write.
+    indexed: leading pages that the prefix cache knows. digests: of its full pages, as they fill.
+    proposed: the drafts came from a drafter, so they have no KV of their own.
     draft_ended: the drafts end in a stop token; nothing can follow. undrafted: the next token comes
     from a verify without drafts.
+    script: a continuation known beforehand, drafted as it stands; the sequence ends where the
+    canonical tokens leave it. forced: its tokens are taken as given, whatever the model prefers.
     """
 
     request: Request
@@ -42,10 +47,16 @@ class Sequence:
     tokens: list[int]
     drafts: list[int] = field(default_factory=list)
     computed: int = 0
+    canonical: int = 0
     pages: list[int] = field(default_factory=list)
+    frozen: int = 0
+    indexed: int = 0
+    digests: list[bytes] = field(default_factory=list)
     proposed: bool = False
     draft_ended: bool = False
     undrafted: bool = False
+    script: list[int] | None = None
+    forced: bool = False
     finish_reason: str | None = None
     error: str | None = None
     logprobs: list[float] = field(default_factory=list)
@@ -81,6 +92,19 @@ class Sequence:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    @property
+    def recompute(self) -> bool:
+        """Whether all rows of its prompt must run, be it for their own logits."""
+        return self.request.recompute or None in self.request.prompt_logprobs[1:]
+
+    @property
+    def off_script(self) -> bool:
+        """Whether its newest token is not the one that its script has there."""
+        if self.script is None:
+            return False
+        place = self.num_generated - 1
+        return place >= len(self.script) or self.tokens[-1] != self.script[place]
+
     def drop_drafts(self) -> int:
         """Forget the drafts; returns how many there were."""
         dropped = len(self.drafts)
@@ -92,7 +116,7 @@ class Sequence:
         """Back to nothing computed; what is committed stays committed."""
         assert not self.pages
         self.drop_drafts()
-        self.computed = 0
+        self.computed = self.canonical = self.frozen = self.indexed = 0
 
 
 @dataclass(eq=False)
@@ -100,6 +124,7 @@ class Request:
     """A prompt and its sampling parameters, and the sequences that complete it.
 
     arrival: order of arrival, the engine-wide age. prompt_logprobs: filled in as prompt rows run.
+    recompute: start from no cached page.
     """
 
     request_id: str
@@ -108,6 +133,7 @@ class Request:
     arrival: int
     sequences: list[Sequence] = field(default_factory=list)
     prompt_logprobs: list[float | None] = field(default_factory=list)
+    recompute: bool = False
 
     def __post_init__(self) -> None:
         assert self.params.seed is not None or self.params.temperature == 0

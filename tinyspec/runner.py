@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -54,12 +57,24 @@ class Runner:
         self._cache = None
         self._context.k, self._context.v = [], []
 
+    @contextmanager
+    def scratch(self, num_pages: int) -> Iterator[KVCache]:
+        """A pool of its own for the passes of the block; the engine's is not touched."""
+        context = self._context
+        before = context.k, context.v
+        cache = KVCache(self._layers, num_pages, self._pages[1], self.model.dtype, self.device)
+        context.k, context.v = cache.k, cache.v
+        try:
+            yield cache
+        finally:
+            context.k, context.v = before
+
     def run(self, work_pass: Pass, fresh: list[int], wanted: list[list[int]]) -> Tensor:
         """Run a pass and return the logits of the wanted rows, [N, V] fp32, work by work.
 
         wanted: per work of the pass, offsets into its rows. fresh: pages handed out for it.
-        The rows are gathered before the unembedding and padded to a bucket of their own: that of
-        the pass where it is canonical.
+        The rows are gathered before the unembedding and padded to a bucket of their own, canonical
+        in a canonical pass.
         """
         self.cache.zero(fresh)
         batch = Batch.of(work_pass, self.cache.page_size, self.device)
@@ -69,7 +84,8 @@ class Runner:
             for offset in offsets
         ]
         count = len(rows)
-        bucket = work_pass.bucket if work_pass.canonical else self.buckets.fit(max(count, 1))
+        fit = self.buckets.fit_canonical if work_pass.canonical else self.buckets.fit
+        bucket = fit(max(count, 1))
         keep = torch.tensor(rows + [0] * (bucket - count)).to(self.device)
         return self.forward(batch, keep)[:count]
 

@@ -22,7 +22,7 @@ class SampleRow:
 
     logits_row: row of the logits; several samples may share one. position: the token's place in its
     sequence. num_generated: generated tokens before it. history: the sequence before it, where
-    ``params.needs_history``.
+    ``params.needs_history``. forced: the token to take, whatever the logits say; -1: none.
     """
 
     logits_row: int
@@ -31,6 +31,7 @@ class SampleRow:
     position: int
     num_generated: int
     history: list[int]
+    forced: int = -1
 
 
 @dataclass
@@ -72,12 +73,16 @@ class Sampler:
                 temperature[n] = 1.0
         device = logits.device
         wants = any(_wants_logprobs(row.params) for row in rows)
+        forced = None
+        if any(row.forced >= 0 for row in rows):
+            forced = torch.tensor([row.forced for row in rows], device=device)
         tokens, logprobs = self._kernels.sample(
             scores,
             torch.tensor(temperature, dtype=torch.float32, device=device),
             torch.tensor([row.key for row in rows], device=device),
             torch.tensor([row.position for row in rows], device=device),
             logprobs=wants,
+            forced=forced,
         )
         found = [Sampled(token) for token in tokens.tolist()]
         if wants:

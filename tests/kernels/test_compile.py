@@ -43,7 +43,8 @@ def entries(full: bool) -> Iterator[tuple[str, list[Call]]]:
         "accept",
         [accept_call(*sizes) for sizes in ((1, 1, 0, 1), (16, 17, 3, 16), (3, 64, 1, 128))],
     )
-    yield "sample", [sample_call(*sizes) for sizes in ((1, 1), (16, 4096), (3, 50257))]
+    sizes = ((1, 1), (16, 4096), (3, 50257))
+    yield "sample", [sample_call(*size, forced) for size in sizes for forced in (False, True)]
     dtypes = [torch.bfloat16, torch.float16, torch.float32] if full else [torch.bfloat16]
     for dtype in dtypes:
         for dim in HEAD_DIMS if full else [80, 128]:
@@ -73,13 +74,15 @@ def accept_call(requests: int, width: int, stops: int, page_size: int) -> Call:
     return lambda: accept_truncate(table, table, *columns, stop_ids, column, page_size)
 
 
-def sample_call(rows: int, vocab: int) -> Call:
+def sample_call(rows: int, vocab: int, forced: bool) -> Call:
     from tinyspec.kernels.sample import sample
 
     numbers = torch.zeros(rows, dtype=torch.long)
     # A vocabulary cut out of padded logits: any base address, any stride.
     logits = torch.zeros(rows, vocab + 7)[:, 1 : vocab + 1]
-    return lambda: sample(logits, torch.zeros(rows), numbers, numbers)
+    # Cut out of a longer one: at any address.
+    tokens = torch.zeros(rows + 1, dtype=torch.long)[1:] if forced else None
+    return lambda: sample(logits, torch.zeros(rows), numbers, numbers, forced=tokens)
 
 
 def kv_write_call(

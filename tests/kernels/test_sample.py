@@ -1,6 +1,11 @@
-"""Sample against numpy: philox in 64-bit integers, everything else in fp64."""
+"""Sample against numpy: philox in 64-bit integers, everything else in fp64.
+
+Forced tokens are one promise of the kernel and its twin, so both are held to it here.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -18,8 +23,14 @@ from tests.kernels.cases import (
 from tinyspec.kernels import launch
 from tinyspec.kernels.philox import philox
 from tinyspec.kernels.sample import sample
+from tinyspec.kernels.twins import sample as twins
 
 NEG, INF, NAN = float("-inf"), float("inf"), float("nan")
+
+
+both = pytest.mark.parametrize(
+    "scorer", [pytest.param(sample, id="triton"), pytest.param(twins.sample, id="twin")]
+)
 
 
 def longs(values: list[int]) -> Tensor:
@@ -126,6 +137,25 @@ def test_matches_reference_without_rows() -> None:
     assert tokens.shape == logprobs.shape == (0,)
 
 
+@both
+@pytest.mark.parametrize("rows, vocab", [(5, 63), (4, 4096), (6, 9001)], ids=str)
+def test_forced_matches_reference(scorer: Callable, rows: int, vocab: int) -> None:
+    """Tokens that the row would not choose: any, in the first tile, in the last, excluded."""
+    logits, temperature, keys, positions = case(rows, vocab, seed=vocab)
+    divisor = torch.where(temperature > 0, temperature, 1.0)[:, None]
+    exact = torch.log_softmax(logits.double() / divisor.double(), dim=-1)
+    same = torch.log_softmax(logits / divisor, dim=-1)
+    for shift in (0, 1, vocab // 2, vocab - 1):
+        forced = longs([(r + shift) % vocab for r in range(rows)])
+        tokens, logprobs = scorer(logits, temperature, keys, positions, forced=forced)
+        assert torch.equal(tokens, forced)
+        excluded = logits.gather(1, forced[:, None])[:, 0] == NEG
+        assert torch.equal(logprobs == NEG, excluded)
+        pick = forced[:, None]
+        wanted = [x.gather(1, pick)[~excluded, 0] for x in (same, exact)]
+        assert_as_good_as_torch(logprobs[~excluded], *wanted)
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_exact() -> None:
     """Ties, exclusion and what is not finite."""
@@ -172,6 +202,60 @@ def test_exact_frequencies() -> None:
     assert ((seen - wanted).abs() <= 5 * (wanted * (1 - wanted) / draws).sqrt()).all()
 
 
+@both
+@pytest.mark.parametrize("rows, vocab", [(1, 1), (8, 1000), (6, 9001)], ids=str)
+def test_exact_when_forced(scorer: Callable, rows: int, vocab: int) -> None:
+    """A row's own choice, forced on it: the bits of the free row, greedy or hot, noise or none."""
+    logits, temperature, keys, positions = case(rows, vocab, seed=vocab)
+    free = scorer(logits, temperature, keys, positions)
+    nobody = scorer(logits, temperature, keys, positions, forced=longs([-1] * rows))
+    forced = scorer(logits, temperature, keys + 1, positions + 1, forced=free[0])
+    some = torch.where(longs(list(range(rows))) % 2 == 0, free[0], -1)
+    mixed = scorer(logits, temperature, keys, positions, forced=some)
+    for other in (nobody, forced, mixed):
+        assert all(torch.equal(a, b) for a, b in zip(free, other, strict=True))
+    # Every token of a hot row, drawn freely somewhere, has the bits it has when forced.
+    draws = 80
+    args = (logits[-1:, :40].expand(draws, -1).contiguous(), floats([1.7] * draws))
+    if vocab >= 40:
+        noise = (longs([3] * draws), longs(list(range(draws))))
+        tokens, logprobs = scorer(*args, *noise)
+        assert len(tokens.unique()) > 5
+        backwards = [x.flip(0) for x in noise]
+        assert torch.equal(scorer(*args, *backwards, forced=tokens)[1], logprobs)
+        # Control: another token has other bits.
+        assert not torch.equal(scorer(*args, *noise, forced=tokens.roll(1))[1], logprobs)
+
+
+@both
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("heat", [0.0, 0.7])
+def test_exact_when_forced_on_broken_rows(scorer: Callable, heat: float) -> None:
+    """A broken row yields -1 whatever is forced; an excluded token is kept, at -inf."""
+    rows = [[NAN, 1.0, 0.0], [0.0, INF, 1.0], [NEG] * 3, [0.0, NEG, 1.0], [NEG, NEG, 5.0]]
+    numbers = longs(list(range(5)))
+    temperature = floats([heat] * 5)
+    tokens, logprobs = scorer(floats(rows), temperature, numbers, numbers, forced=longs([1] * 5))
+    assert tokens.tolist() == [-1, -1, -1, 1, 1]
+    assert logprobs[:3].isnan().all() and logprobs[3:].tolist() == [NEG, NEG]
+
+
+@both
+def test_row_invariant_when_forced(scorer: Callable) -> None:
+    """Which of the other rows are forced does not show."""
+    rows, vocab = 9, 5003
+    args = case(rows, vocab)
+    forced = longs([-1 if r % 3 == 0 else 31 * r for r in range(rows)])
+    whole = scorer(*args, forced=forced)
+    for r in range(rows):
+        alone = scorer(*(x[r : r + 1].clone() for x in args), forced=forced[r : r + 1].clone())
+        others = forced.flip(0).clone()
+        others[r] = forced[r]
+        crowd = [x[r : r + 1] for x in scorer(*args, forced=others)]
+        for found in (alone, crowd):
+            assert all(torch.equal(a[0], b[r]) for a, b in zip(found, whole, strict=True))
+
+
 def test_row_invariant() -> None:
     rows, vocab = 9, 5003
     args = case(rows, vocab)
@@ -208,7 +292,9 @@ def test_padding_untouched() -> None:
     args = case(6, 77)
     wide = torch.full((6, 128), INF, device=DEVICE)
     wide[:, :77] = args[0]
+    for forced in (None, longs([76, -1] * 3)):
+        got = sample(wide[:, :77], *args[1:], forced=forced)
+        assert all(map(torch.equal, got, sample(*args, forced=forced)))
     got = sample(wide[:, :77], *args[1:])
     assert (got[0] >= 0).all() and (got[0] < 77).all() and got[1].isfinite().all()
-    assert all(torch.equal(a, b) for a, b in zip(got, sample(*args), strict=True))
     assert (wide[:, 77:] == INF).all()

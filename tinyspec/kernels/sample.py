@@ -5,6 +5,9 @@
 logits [N, V] fp32. A program owns one row and walks it BLOCK_V entries at a time. Every lane keeps
 its own best entry and its own running (max, sum) of the logsumexp; lanes are reduced once, at the
 end. So the order of additions is fixed by BLOCK_V alone. Ties go to the lowest index.
+
+A forced token wins its row in place of the best entry, and takes the same way out: its
+log-probability has the bits that the row's own choice of it would have.
 """
 
 from __future__ import annotations
@@ -19,18 +22,26 @@ from tinyspec.kernels.philox import gumbel
 
 
 @triton.jit(
-    do_not_specialize=["vocab_size", "stride"],
-    do_not_specialize_on_alignment=["logit_ptr", "temperature_ptr", "key_ptr", "position_ptr"],
+    do_not_specialize=["vocab_size", "stride", "num_forced"],
+    do_not_specialize_on_alignment=[
+        "logit_ptr",
+        "temperature_ptr",
+        "key_ptr",
+        "position_ptr",
+        "forced_ptr",
+    ],
 )
 def sample_kernel(
     logit_ptr,  # [N, V] fp32
     temperature_ptr,  # [N] fp32
     key_ptr,  # [N] int64
     position_ptr,  # [N] int64
+    forced_ptr,  # [num_forced] int64
     token_ptr,  # [N] int64
     logprob_ptr,  # [N] fp32
     vocab_size,
     stride,
+    num_forced,  # N, or 0: every row is free
     BLOCK_V: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -41,6 +52,8 @@ def sample_kernel(
     k0 = (key & 0xFFFFFFFF).to(tl.uint32)
     k1 = ((key >> 32) & 0xFFFFFFFF).to(tl.uint32)
     position = (tl.load(position_ptr + row) & 0xFFFFFFFF).to(tl.uint32)
+    forced = tl.load(forced_ptr + row, mask=row < num_forced, other=-1)
+    free = forced < 0
 
     lane = tl.arange(0, BLOCK_V)
     best = tl.full([BLOCK_V], float("-inf"), tl.float32)
@@ -56,8 +69,9 @@ def sample_kernel(
         broken = tl.where((x != x) | (x == float("inf")), 1, broken)
 
         z = x
-        if hot:
+        if hot & free:
             z = x + gumbel(start, position, k0, k1, BLOCK_V)
+        z = tl.where(free, z, tl.where(v == forced, float("inf"), float("-inf")))
         # A later entry of the lane has the higher index, so it has to be strictly better.
         better = z > best
         best = tl.where(better, z, best)
@@ -82,7 +96,13 @@ def sample_kernel(
 
 
 def sample(
-    logits: Tensor, temperature: Tensor, keys: Tensor, positions: Tensor, *, logprobs: bool = True
+    logits: Tensor,
+    temperature: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    *,
+    logprobs: bool = True,
+    forced: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """One token per row and, if asked for, its log-probability (it costs nothing more here).
 
@@ -90,11 +110,14 @@ def sample(
     positions [N] int64 -> tokens [N] int64, log-probabilities [N] fp32 under softmax(logits / T) (T
     = 0: softmax(logits)). The token is argmax(logits / T + noise), the lowest index on ties; a row
     without a finite maximum (NaN, +inf, or nothing left) yields token -1 and log-probability NaN.
+    forced [N] int64, below V: where it is not negative, the token that the row yields instead; its
+    log-probability has the bits of a free choice of it (-inf if it is excluded).
     """
     rows, vocab_size = logits.shape
     assert logits.dtype == temperature.dtype == torch.float32 and logits.stride(1) == 1
     assert keys.dtype == positions.dtype == torch.int64
-    for each in (temperature, keys, positions):
+    assert forced is None or forced.dtype == torch.int64
+    for each in (temperature, keys, positions, keys if forced is None else forced):
         assert each.shape == (rows,) and each.is_contiguous()
 
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -109,10 +132,12 @@ def sample(
         temperature_ptr=temperature,
         key_ptr=keys,
         position_ptr=positions,
+        forced_ptr=keys if forced is None else forced,
         token_ptr=tokens,
         logprob_ptr=chosen,
         vocab_size=vocab_size,
         stride=logits.stride(0),
+        num_forced=0 if forced is None else rows,
         BLOCK_V=entry.block_v,
         num_warps=entry.num_warps,
         **launch.OPTIONS,

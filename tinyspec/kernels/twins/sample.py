@@ -9,14 +9,22 @@ from tinyspec.kernels.twins.philox import gumbel
 
 
 def sample(
-    logits: Tensor, temperature: Tensor, keys: Tensor, positions: Tensor, *, logprobs: bool = True
+    logits: Tensor,
+    temperature: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    *,
+    logprobs: bool = True,
+    forced: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """One token per row and, if asked for, its log-probability.
 
     logits [N, V] fp32, excluded tokens at -inf; temperature [N] fp32, 0 for greedy; keys [N] int64;
     positions [N] int64 -> tokens [N] int64, log-probabilities [N] fp32 under softmax(logits / T)
     (T = 0: softmax(logits)). The token is argmax(logits / T + noise), the lowest index on ties; a
-    row without a finite maximum (NaN, +inf, or nothing left) yields -1.
+    row without a finite maximum (NaN, +inf, or nothing left) yields -1. forced [N] int64, below V:
+    where it is not negative, the token that the row yields instead; its log-probability has the
+    bits of a free choice of it (-inf if it is excluded).
     """
     hot = temperature > 0
     scaled = logits
@@ -24,9 +32,12 @@ def sample(
     if bool(hot.any()):
         scaled = logits / torch.where(hot, temperature, 1.0)[:, None]
         noisy = scaled.clone()
-        rows = hot.nonzero().squeeze(-1)
+        drawn = hot if forced is None else hot & (forced < 0)
+        rows = drawn.nonzero().squeeze(-1)
         noisy[rows] += gumbel(keys[rows], positions[rows], logits.shape[1])
     best, tokens = noisy.max(dim=-1)
+    if forced is not None:
+        tokens = torch.where(forced < 0, tokens, forced)
     tokens = torch.where(best.isfinite(), tokens, -1)
     if not logprobs:
         return tokens, None

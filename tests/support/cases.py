@@ -1,0 +1,75 @@
+"""What the tests of the contract have in common: models by dtype and kind, and their requests."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.support.mixes import bits
+from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
+from tests.support.tiny import VOCAB, config_of, tiny
+from tinyspec import Engine, EngineConfig, RequestOutput, SamplingParams
+
+REFERENCE = 16
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+KINDS = ("as is", "shape-sensitive")
+Requests = list[tuple[list[int], SamplingParams]]
+
+
+def model_of(kind: str, dtype: str = "fp32", positions: int = 512) -> PreTrainedModel:
+    """A new tiny llama, its linears sensitive to the row count or as they are."""
+    model = tiny("llama", DTYPES[dtype])
+    if positions != 512:
+        config = config_of("llama")
+        config.max_position_embeddings = positions
+        longer = AutoModelForCausalLM.from_config(config).to(DTYPES[dtype]).eval()
+        longer.load_state_dict(model.state_dict())
+        model = longer
+    return model if kind == "as is" else replace_linears(model, ShapeSensitiveLinear)
+
+
+def engine_of(model: PreTrainedModel, **settings: object) -> Engine:
+    """An engine with small passes, so that their sizes vary."""
+    return Engine(model, config=EngineConfig(**{"reference_rows": REFERENCE, **settings}))
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    """Random tokens."""
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+def greedy(tokens: int = 12, **changes: object) -> SamplingParams:
+    """Deterministic, with log-probabilities."""
+    settings = {"max_new_tokens": tokens, "deterministic": True, "logprobs": True, **changes}
+    return SamplingParams(**settings)
+
+
+def run(engine: Engine, requests: Requests) -> list[RequestOutput]:
+    """All of them in one call."""
+    return engine.generate([p for p, _ in requests], [s for _, s in requests])
+
+
+def bits_of(outputs: list[RequestOutput]) -> list[object]:
+    return [bits(output) for output in outputs]
+
+
+def one_by_one(engine: Engine, requests: Requests) -> list[object]:
+    """The bits of each of them alone."""
+    return [bits(engine.generate([prompt], params)[0]) for prompt, params in requests]
+
+
+def whole(engine: Engine) -> bool:
+    """Nobody holds a page, and every page is free or idle, once."""
+    pool = engine._pool
+    return pool.num_held == 0 and sorted([*pool._free, *pool._idle]) == list(range(pool.num_pages))
+
+
+def drain(engine: Engine) -> dict[str, RequestOutput]:
+    """Steps until nothing is left; outputs by request id."""
+    done: dict[str, RequestOutput] = {}
+    while engine.has_unfinished():
+        done |= {output.request_id: output for output in engine.step()}
+    return done

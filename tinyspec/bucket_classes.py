@@ -1,0 +1,130 @@
+"""One function of rows in every bucket: in which do its rows keep their bits, and which agree?
+
+Facts 1 and 2 at the cost of a few passes a bucket. Knows functions from `[rows, features]` to
+`[rows, ...]`; neither models nor engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tinyspec.invariance import (
+    PositionProbe,
+    RowFunction,
+    cancelling_inputs,
+    class_of,
+    position_invariant,
+    same_bits,
+    unequal_bits,
+)
+
+POOL_ROWS = 64
+# Of the reference bucket, beside those that every bucket gets.
+REFERENCE_PASSES = 8
+QUIET_PASSES = 8
+
+
+@dataclass(frozen=True)
+class BucketClasses:
+    """Facts 1 and 2 of one function in every bucket.
+
+    position: fact 1 in the reference bucket. labels: bucket -> the class of buckets whose rows have
+    the same bits, or None where a row's place or neighbours matter.
+    """
+
+    name: str
+    reference: int
+    position: PositionProbe
+    labels: dict[int, int | None]
+
+    def canonical(self, rows: int) -> bool:
+        """Whether rows of bucket ``rows`` are the reference bucket's, wherever they stand."""
+        label = self.labels[rows]
+        return bool(self.position) and label is not None and label == self.labels[self.reference]
+
+
+def probe_pool(
+    features: int, dtype: torch.dtype, device: torch.device | str, weight: Tensor | None = None
+) -> Tensor:
+    """[POOL_ROWS, features]: needles whose sums cancel in every even row, and between them needles
+    that are 1e4 larger, ordinary rows and zeros."""
+    pool = cancelling_inputs(POOL_ROWS, features, dtype, 0, weight)
+    # By a power of two, so that the sums still cancel.
+    pool[1::4] *= 2.0**9 if dtype == torch.float16 else 2.0**13
+    generator = torch.Generator().manual_seed(features)
+    pool[3::8] = torch.randn(pool[3::8].shape, generator=generator).to(dtype)
+    pool[7::8] = 0
+    return pool.to(device)
+
+
+def bucket_classes(
+    fn: RowFunction, pool: Tensor, sizes: Iterable[int], reference: int, name: str = "function"
+) -> BucketClasses:
+    """Facts 1 and 2 of ``fn`` in passes of each of ``sizes``, by the rows of a ``probe_pool``.
+
+    In every bucket all of the pool goes through at least once, and every row index holds a needle.
+    """
+    results: list[Tensor] = []
+    labels: dict[int, int | None] = {}
+    position = position_invariant(fn, pool[::2], reference, name, REFERENCE_PASSES)
+    for rows in sizes:
+        result, moved = _in_turns(fn, pool, rows, name)
+        labels[rows] = class_of(result, results) if moved is None else None
+        if moved is not None and rows == reference and position:
+            position = moved
+    return BucketClasses(name, reference, position, labels)
+
+
+def _in_turns(
+    fn: RowFunction, pool: Tensor, rows: int, name: str
+) -> tuple[Tensor, PositionProbe | None]:
+    """The results of the pool in passes of ``rows`` rows, and where a row's place showed, if so.
+
+    First the pool as it is. Then its needles alone and in another order, so that a needle stands
+    in every place, and beside nothing larger than itself.
+    """
+    size = len(pool)
+    mixed = torch.arange(size, device=pool.device)
+    quiet = (mixed[: size // 2] * 13 + 5) % (size // 2) * 2
+    pieces: list[Tensor] = []
+    behind, start = size, 0
+    for start in range(0, size, rows):
+        result = fn(pool[_part(mixed, start, rows)])
+        behind = size - start  # rows of this pass before the pool begins anew
+        pieces.append(result[:behind])
+    # A copy, so that the last pass of a large bucket can be let go.
+    table = torch.cat(pieces)
+    at = _first_unlike(result[behind:], table, 0)
+    if at is not None:
+        return table, PositionProbe(name, rows, size, 1, at[0] + behind, at[1])
+    expected = table[quiet]
+    for start in range(0, min(len(quiet), QUIET_PASSES * rows), rows):
+        at = _first_unlike(fn(pool[_part(quiet, start, rows)]), expected, start)
+        if at is not None:
+            return table, PositionProbe(name, rows, size, 1, *at)
+    return table, None
+
+
+def _part(order: Tensor, start: int, rows: int) -> Tensor:
+    """``rows`` entries of ``order`` from ``start`` on, again and again."""
+    place = torch.arange(start, start + rows, device=order.device)
+    return order[place % len(order)]
+
+
+def _first_unlike(result: Tensor, expected: Tensor, start: int) -> tuple[int, int] | None:
+    """Row and column of the first bits of ``result`` that are not those of ``expected`` from its
+    row ``start`` on, again and again; None if there are none."""
+    done = 0
+    while done < len(result):
+        at = (start + done) % len(expected)
+        size = min(len(expected) - at, len(result) - done)
+        found, wanted = result[done : done + size], expected[at : at + size]
+        if not same_bits(found, wanted):
+            row, column = unequal_bits(found, wanted).nonzero()[0].tolist()
+            return done + row, column
+        done += size
+    return None

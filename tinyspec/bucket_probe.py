@@ -1,0 +1,169 @@
+"""Which buckets are canonical for a patched model on this device, and what a pass in each costs.
+
+Every distinct linear and every element-wise module by itself, attention, then the model end to end:
+a bucket is canonical only if none of them tells it from the reference bucket. Knows models and
+passes, not requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tinyspec.bucket_classes import BucketClasses, bucket_classes, probe_pool
+from tinyspec.config import EngineConfig
+from tinyspec.facts import Alternative, BucketFact, Facts, Unsound
+from tinyspec.invariance import distinct_linears, linear_shape, linear_weight
+from tinyspec.model_probe import ModelProbe
+from tinyspec.runner import Runner
+
+MODEL = "model"
+# End-to-end passes: of the reference bucket, of others, and of large ones, which cost most.
+REFERENCE_TURNS, TURNS, LARGE_TURNS = 8, 2, 1
+LARGE = 4  # times the reference bucket
+# Small buckets get passes for about so many rows.
+LEAST_ROWS = 16
+
+
+@dataclass(frozen=True)
+class _Op:
+    """A module without a weight matrix that maps rows to rows: [1, R, *shape] in its dtype."""
+
+    module: nn.Module
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def probe_linears(runner: Runner) -> list[BucketClasses]:
+    """Every distinct linear of the model, the unembedding included, by itself."""
+    found = []
+    for name, module in distinct_linears(runner.model).items():
+        shape, weight = linear_shape(module), linear_weight(module)
+        assert shape is not None
+        dtype = runner.model.dtype if weight is None else weight.dtype
+        pool = probe_pool(shape[0], dtype, runner.device, weight)
+        found.append(_classes(runner, module, pool, name))
+    return found
+
+
+def _classes(
+    runner: Runner, module: Callable[[Tensor], Tensor], pool: Tensor, name: str
+) -> BucketClasses:
+    buckets = runner.buckets
+
+    def rows_alone(rows: Tensor) -> Tensor:
+        return module(rows[None])[0]  # as in the model: [1, R, ...]
+
+    return bucket_classes(rows_alone, pool, buckets.sizes, buckets.reference, name)
+
+
+def _probe_ops(runner: Runner, ops: dict[str, _Op]) -> list[BucketClasses]:
+    found = []
+    for name, op in ops.items():
+        pool = probe_pool(prod(op.shape), op.dtype, runner.device)
+        found.append(_classes(runner, op.module, pool.view(-1, *op.shape), name))
+    return found
+
+
+def find_ops(model: nn.Module, run: Callable[[], object]) -> dict[str, _Op]:
+    """The distinct element-wise modules (activations, norms) that ``run`` calls: those that have
+    no module in them, are no linear, and turn one tensor of rows into another."""
+    found: dict[tuple[Any, ...], tuple[str, _Op]] = {}
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            x = inputs[0] if len(inputs) == 1 else None
+            if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < 3:
+                return
+            if isinstance(output, Tensor) and output.shape[:2] == x.shape[:2] and len(x) == 1:
+                op = _Op(module, tuple(x.shape[2:]), x.dtype)
+                key = (type(module), repr(module), op.shape, op.dtype)
+                found.setdefault(key, (name, op))
+
+        return hook
+
+    handles = [
+        module.register_forward_hook(note(name))
+        for name, module in model.named_modules()
+        if linear_shape(module) is None and not any(True for _ in module.children())
+    ]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return dict(found.values())
+
+
+def probe_buckets(runner: Runner, linears: list[BucketClasses], config: EngineConfig) -> Facts:
+    """Everything else, and what follows from all of it; ``linears`` from ``probe_linears``."""
+    buckets = runner.buckets
+    probe = ModelProbe(runner, config, buckets.largest)
+    with runner.scratch(probe.num_pages) as cache:
+        ops = find_ops(runner.model, lambda: probe.learn(cache))
+        classes = [*linears, *_probe_ops(runner, ops)]
+        unsound = [Unsound(c.name, str(c.position)) for c in classes if not c.position]
+        unsound += [Unsound(p.name, str(p)) for p in runner.probe_attention() if not p]
+        broken: dict[int, list[str]] = {}
+        seconds: dict[int, float] = {}
+        for rows in buckets.sizes:
+            broken[rows] = [c.name for c in classes if not c.canonical(rows)]
+            seconds[rows], wrong = _in_turns(probe, rows, buckets.reference, not broken[rows])
+            if wrong is not None:
+                broken[rows].append(MODEL)
+                if rows == buckets.reference:
+                    why = f"{MODEL}: at {rows} rows {wrong} depend on a row's index or neighbours"
+                    unsound.append(Unsound(MODEL, why))
+    facts = [
+        BucketFact(rows, not (broken[rows] or unsound), tuple(broken[rows]), seconds[rows])
+        for rows in buckets.sizes
+    ]
+    canonical = sum(fact.canonical for fact in facts)
+    alternatives = _alternatives(classes, buckets.sizes, buckets.reference, canonical)
+    return Facts(buckets.reference, tuple(facts), tuple(unsound), tuple(alternatives))
+
+
+def warm_up(runner: Runner, config: EngineConfig) -> None:
+    """Where facts are known already: whatever a first pass compiles or loads, before a request."""
+    sizes = [runner.buckets.reference]
+    if runner.device.type == "cuda":
+        sizes = runner.buckets.sizes
+    probe = ModelProbe(runner, config, sizes[-1])
+    with runner.scratch(probe.num_pages) as cache:
+        probe.warm_up(cache, sizes)
+
+
+def _in_turns(
+    probe: ModelProbe, rows: int, reference: int, compare: bool
+) -> tuple[float, str | None]:
+    """Seconds of the quickest pass of ``rows`` rows, and what differed in any of them."""
+    turns = LARGE_TURNS if rows > LARGE * reference else TURNS
+    if compare:
+        turns = REFERENCE_TURNS if rows == reference else max(turns, LEAST_ROWS // rows)
+    results = [probe.run(rows, turn, compare) for turn in range(turns)]
+    differing = [wrong for _, wrong in results if wrong is not None]
+    # Of equally many in every bucket: the best of many looks quicker than the best of two.
+    return min(s for s, _ in results[-TURNS:]), differing[0] if differing else None
+
+
+def _alternatives(
+    classes: list[BucketClasses], sizes: list[int], reference: int, canonical: int
+) -> list[Alternative]:
+    """Larger classes than the reference's of buckets that agree in every linear and op."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for rows in sizes:
+        labels = [c.labels[rows] for c in classes]
+        known = tuple(label for label in labels if label is not None)
+        if len(known) == len(labels):
+            alike.setdefault(known, []).append(rows)
+    found = [
+        Alternative(tuple(rows for rows in members if rows >= 4), len(members))
+        for members in alike.values()
+        if len(members) > canonical and reference not in members
+    ]
+    return sorted((a for a in found if a.reference_rows), key=lambda a: -a.canonical)

@@ -1,0 +1,142 @@
+"""The engine's desk: requests in, steps of the loop, outputs to whoever waits for them.
+
+Keeps every unfinished request and the fingerprint it runs under; sees to it that nothing computed
+with other weights is used. Knows no prompt text and no tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tqdm import tqdm
+
+from tinyspec.contract import Contract
+from tinyspec.errors import DeterminismError
+from tinyspec.interrupts import deferred_interrupt
+from tinyspec.loop import Loop
+from tinyspec.outbox import Outbox
+from tinyspec.outputs import RequestOutput, StreamEvent
+from tinyspec.request import Request
+from tinyspec.stream import completion_of
+
+
+class Desk:
+    """Unfinished requests of one engine, and what became of the others."""
+
+    def __init__(self, loop: Loop, contract: Contract, tokenizer: Any):
+        self.requests: dict[str, Request] = {}
+        self.outbox = Outbox()
+        self._loop = loop
+        self._contract = contract
+        self._tokenizer = tokenizer
+        self._fingerprints: dict[str, str | None] = {}
+
+    def look(self) -> None:
+        """Before anything new: are the weights those of before?"""
+        if self._contract.look():
+            self.new_weights()
+
+    def new_weights(self) -> None:
+        """Nothing computed with the old weights is used again.
+
+        Requests without tokens start anew and plain ones go on, both with the new weights; a
+        deterministic one that has tokens of the old would be neither's and is aborted.
+        """
+        self._loop.scheduler.forget_pages()
+        asking = [request for request in self.requests.values() if request.params.deterministic]
+        begun = [r for r in asking if any(s.num_generated for s in r.sequences)]
+        self._give_up(begun, "the weights changed while it was running")
+        if len(begun) == len(asking):
+            return
+        try:
+            self._contract.prove()
+        except DeterminismError as error:
+            self._give_up(asking, str(error))
+            return
+        self._fingerprints = dict.fromkeys(self.requests, self._contract.fingerprint)
+
+    def _give_up(self, requests: list[Request], why: str) -> None:
+        for output in self.cancel(requests, why):
+            self.outbox.put(output)
+
+    def submit(self, requests: list[Request]) -> list[str]:
+        """Queue requests, once it is sure that what they ask can be kept; their ids."""
+        fingerprint = self._contract.known
+        if any(request.params.deterministic for request in requests):
+            self._contract.prove()
+            fingerprint = self._contract.fingerprint
+        for request in requests:
+            self.requests[request.request_id] = request
+            self._fingerprints[request.request_id] = fingerprint
+            self._loop.scheduler.add(request.sequences[0])
+        return [request.request_id for request in requests]
+
+    def finish(self, requests: list[Request], progress: bool = False) -> list[RequestOutput]:
+        """Run ``requests`` to their end; their outputs, in their order."""
+        mine = self.submit(requests)
+        self.outbox.wait_for(mine)
+        total = sum(len(request.sequences) for request in requests)
+        with tqdm(total=total, unit="completion", disable=not progress) as bar:
+            try:
+                while any(request_id in self.requests for request_id in mine):
+                    self.advance()
+                    bar.update(sum(s.finished for r in requests for s in r.sequences) - bar.n)
+            except BaseException:
+                self.cancel(requests)
+                raise
+            finally:
+                outputs = self.outbox.take(mine)
+        return outputs
+
+    def advance(self) -> None:
+        """One step; its events and the outputs of what it finished go to where they are awaited."""
+        if self._contract.changed():
+            self.look()
+        with deferred_interrupt():
+            try:
+                events = self._loop.step()
+            except BaseException:
+                self._loop.abandon()
+                raise
+            finally:
+                for request in [r for r in self.requests.values() if r.finished]:
+                    self.outbox.put(self._retire(request))
+            self.outbox.put_events(events)
+
+    def next_event(self, requests: list[Request]) -> StreamEvent | None:
+        """The next event of a stream's requests, None when there are no more."""
+        mine = [request.request_id for request in requests]
+        while (event := self.outbox.next_event(mine)) is None:
+            if not any(request_id in self.requests for request_id in mine):
+                return None
+            self.advance()
+        return event
+
+    def drop(self, requests: list[Request]) -> None:
+        """A stream's requests are wanted no longer."""
+        self.cancel(requests)
+        self.outbox.take([request.request_id for request in requests])
+
+    def cancel(self, requests: list[Request], why: str | None = None) -> list[RequestOutput]:
+        """Abort those of ``requests`` that are unfinished."""
+        outputs = []
+        for request in requests:
+            if self.requests.get(request.request_id) is request:
+                for sequence in request.sequences:
+                    if not sequence.finished:
+                        sequence.finish_reason, sequence.error = "abort", why
+                        self._loop.scheduler.remove(sequence)
+                outputs.append(self._retire(request))
+        return outputs
+
+    def _retire(self, request: Request) -> RequestOutput:
+        """Forget a request and make its output."""
+        del self.requests[request.request_id]
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt,
+            params=request.params,
+            completions=[completion_of(s, self._tokenizer) for s in request.sequences],
+            fingerprint=self._fingerprints.pop(request.request_id),
+            prompt_logprobs=request.prompt_logprobs or None,
+        )

@@ -1,0 +1,94 @@
+"""What was found out about the buckets: which are canonical, why others are not, what each costs.
+
+Host only: knows neither torch nor how anything was measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class BucketFact:
+    """One bucket: whether its rows are the reference bucket's, and seconds of a pass.
+
+    broken_by: the modules (one for all of their kind) whose rows differ there; "model" where only
+    the model end to end does.
+    """
+
+    rows: int
+    canonical: bool
+    broken_by: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Unsound:
+    """What breaks fact 1 in the reference bucket, or fact 3: without these no bucket can serve."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Other ``reference_rows``, any of which would make ``canonical`` buckets canonical.
+
+    By linears and element-wise ops alone: the model end to end was not tried.
+    """
+
+    reference_rows: tuple[int, ...]
+    canonical: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything found for one model on one device. kernel_linears: served by the linear kernel
+    because without it the reference bucket would be unsound."""
+
+    reference: int
+    buckets: tuple[BucketFact, ...]
+    unsound: tuple[Unsound, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+    kernel_linears: tuple[str, ...] = ()
+
+    @property
+    def sizes(self) -> list[int]:
+        return [fact.rows for fact in self.buckets]
+
+    @property
+    def canonical(self) -> list[int]:
+        """The canonical buckets; none where the reference bucket is unsound."""
+        return [fact.rows for fact in self.buckets if fact.canonical]
+
+    @property
+    def seconds(self) -> dict[int, float]:
+        """Seconds of a pass by bucket."""
+        return {fact.rows: fact.seconds for fact in self.buckets}
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, found: dict[str, Any]) -> Facts:
+        """The inverse of ``to_dict``; raises ValueError, KeyError or TypeError on anything else."""
+        return cls(
+            reference=int(found["reference"]),
+            buckets=tuple(
+                BucketFact(
+                    rows=int(fact["rows"]),
+                    canonical=bool(fact["canonical"]),
+                    broken_by=tuple(map(str, fact["broken_by"])),
+                    seconds=float(fact["seconds"]),
+                )
+                for fact in found["buckets"]
+            ),
+            unsound=tuple(Unsound(**entry) for entry in found["unsound"]),
+            alternatives=tuple(
+                Alternative(tuple(map(int, entry["reference_rows"])), int(entry["canonical"]))
+                for entry in found["alternatives"]
+            ),
+            kernel_linears=tuple(map(str, found["kernel_linears"])),
+        )

@@ -1,0 +1,147 @@
+"""Doctor: can this model be served deterministically here, in which buckets, and at what cost?
+
+Knows engines and what they found out; not how it is found.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from tinyspec.config import EngineConfig
+from tinyspec.engine import Engine
+from tinyspec.errors import DeterminismError, UnsupportedModelError, refuse
+from tinyspec.facts import Facts
+
+DIRECT, PADDED, DRAFT = "direct", "padded to {}", "draft and verify"
+
+
+@dataclass(frozen=True)
+class DoctorReport:
+    """What holds for one model on one device; truthy when deterministic requests can be served.
+
+    problems: what is in the way, module or setting named. facts: bucket by bucket, None where
+    nothing could be probed. plans: bucket -> how deterministic requests decode when the rows of a
+    step need it. fingerprint: of the engine's deterministic outputs. seconds: what finding out took.
+    """
+
+    model: str
+    dtype: str
+    device: str
+    problems: tuple[str, ...] = ()
+    facts: Facts | None = None
+    plans: dict[int, str] = field(default_factory=dict)
+    fingerprint: str | None = None
+    seconds: float = 0.0
+
+    def __bool__(self) -> bool:
+        return not self.problems
+
+    def __str__(self) -> str:
+        lines = [f"{self.model}, {self.dtype}, {self.device}"]
+        lines += [f"problem: {problem}" for problem in self.problems]
+        if self.facts is not None:
+            lines += ["", *self._table(self.facts), "", *self._notes(self.facts)]
+        verdict = "can" if self else "cannot"
+        lines.append(f"deterministic=True {verdict} be served ({self.seconds:.1f} s)")
+        return "\n".join(lines)
+
+    def _table(self, facts: Facts) -> list[str]:
+        rows = [("bucket", "canonical", "ms/pass", "rows/s", "deterministic decoding", "broken by")]
+        for fact in facts.buckets:
+            mark = "*" if fact.rows == facts.reference else ""
+            milliseconds, rate = f"{fact.seconds * 1e3:.2f}", f"{fact.rows / fact.seconds:.0f}"
+            plan = self.plans.get(fact.rows, "-")
+            broken = ", ".join(_short(name) for name in fact.broken_by)
+            canonical = "yes" if fact.canonical else "no"
+            rows.append((mark + str(fact.rows), canonical, milliseconds, rate, plan, broken))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        aligned = (str.rjust, str.ljust, str.rjust, str.rjust, str.ljust, str.ljust)
+        return [
+            "  ".join(
+                align(cell, width) for align, cell, width in zip(aligned, row, widths, strict=True)
+            ).rstrip()
+            for row in rows
+        ]
+
+    def _notes(self, facts: Facts) -> list[str]:
+        canonical, total = len(facts.canonical), len(facts.buckets)
+        notes = [f"* reference bucket; {canonical} of {total} buckets are canonical"]
+        names = dict.fromkeys(name for fact in facts.buckets for name in fact.broken_by)
+        long = [name for name in names if _short(name) != name]
+        if long:
+            notes.append(f"broken by, one for all of its kind: {', '.join(long)}")
+        for alternative in facts.alternatives:
+            rows = ", ".join(map(str, alternative.reference_rows))
+            notes.append(
+                f"reference_rows of {rows}: {alternative.canonical} canonical buckets, as far as "
+                "linears and element-wise modules go"
+            )
+        if facts.kernel_linears:
+            notes.append(f"by the linear kernel: {', '.join(facts.kernel_linears)}")
+        if self.fingerprint is not None:
+            notes.append(f"fingerprint {self.fingerprint}")
+        return notes
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps({"ok": bool(self), **asdict(self)})
+
+
+def _short(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def doctor(
+    model_or_engine: PreTrainedModel | Engine,
+    config: EngineConfig | None = None,
+    fresh: bool = False,
+) -> DoctorReport:
+    """Which buckets are canonical here, which module breaks the others, what a pass costs.
+
+    A model gets an engine with ``config`` for the time being. Facts on disk are used unless
+    ``fresh``. What cannot be served is reported, not raised.
+
+    Raises ValueError for a ``config`` beside an engine or one that does not fit the model, and for
+    an engine that is closed or has unfinished requests.
+    """
+    begun = time.perf_counter()
+    if isinstance(model_or_engine, Engine):
+        if config is not None:
+            raise refuse("config", config, "None beside an engine, which has its own")
+        return _examine(model_or_engine, fresh, begun)
+    try:
+        engine = Engine(model_or_engine, config=config)
+    except UnsupportedModelError as error:
+        return _report(model_or_engine, begun, problems=(str(error),))
+    with engine:
+        return _examine(engine, fresh, begun)
+
+
+def _examine(engine: Engine, fresh: bool, begun: float) -> DoctorReport:
+    if engine.has_unfinished():
+        raise refuse("engine", "busy", "an engine without unfinished requests")
+    contract = engine.contract()
+    problems: tuple[str, ...] = ()
+    try:
+        contract.examine(fresh)
+        contract.prove()
+    except DeterminismError as error:
+        problems = (str(error),)
+    facts = contract.facts
+    plans: dict[int, str] = {}
+    if facts is not None and not problems:
+        plans = {fact.rows: plan_of(engine, fact.rows) for fact in facts.buckets}
+    return _report(
+        engine.model,
+        begun,
+        problems=problems,
+        facts=facts,
+        plans=plans,
+        fingerprint=None if problems else contract.fingerprint,
+    )
