@@ -1,8 +1,9 @@
-"""Plain requests against transformers' ``generate``; deterministic requests against plain ones.
+"""Plain requests against transformers' ``generate``.
 
 Both sides of a ratio run in turns in one process, and the ratio is that of their medians. Before
 anything is timed in fp32, both must give the same tokens. Everything is included on both sides:
-prompts, planning, sampling, lists in and lists out. Run with
+prompts, planning, sampling, lists in and lists out. What ``deterministic=True`` costs is measured
+by ``bench_share.py``. Run with
 
     pytest benchmarks/bench_generate.py --benchmark-enable --benchmark-json=FILE
     python benchmarks/render.py FILE
@@ -11,41 +12,17 @@ prompts, planning, sampling, lists in and lists out. Run with
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from statistics import median
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.presets import build
-from tinyspec import Engine, SamplingParams
+from benchmarks.workloads import DEVICE, Workload, in_turns, of_shapes
+from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.linears import by_onednn
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ROUNDS = 3
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Prompts and how many tokens each is to get."""
-
-    name: str
-    prompts: tuple[tuple[int, ...], ...]
-    lengths: tuple[int, ...]
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
-
-
-def _workload(name: str, shapes: list[tuple[int, int]], vocab: int) -> Workload:
-    rng = random.Random(0)
-    prompts = tuple(tuple(rng.randrange(1, vocab) for _ in range(n)) for n, _ in shapes)
-    return Workload(name, prompts, tuple(n for _, n in shapes))
 
 
 def workload(name: str, vocab: int, smoke: bool) -> Workload:
@@ -57,7 +34,7 @@ def workload(name: str, vocab: int, smoke: bool) -> Workload:
     else:
         batch = int(name.split("-")[1])
         shapes = [(8, 4)] * min(batch, 4) if smoke else [(64, 40)] * batch
-    return _workload(name, shapes, vocab)
+    return of_shapes(name, shapes, vocab)
 
 
 @cache
@@ -89,37 +66,11 @@ def transformers_generate(model: Any, work: Workload) -> list[list[int]]:
     return [row[:length] for row, length in zip(rows, work.lengths, strict=True)]
 
 
-def tinyspec_generate(engine: Engine, work: Workload, deterministic: bool) -> list[list[int]]:
-    base = SamplingParams(ignore_eos=True, deterministic=deterministic)
+def tinyspec_generate(engine: Engine, work: Workload) -> list[list[int]]:
+    base = SamplingParams(ignore_eos=True)
     params = [replace(base, max_new_tokens=length) for length in work.lengths]
     outputs = engine.generate([list(p) for p in work.prompts], params)
     return [output.completions[0].token_ids for output in outputs]
-
-
-def timed(function: Callable[[], object]) -> float:
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    function()
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
-
-
-def in_turns(benchmark: Any, ours: Callable[[], object], theirs: Callable[[], object]) -> float:
-    """Time ``ours`` with the fixture and ``theirs`` before each round; their median over ours."""
-    others: list[float] = []
-
-    def before() -> None:
-        others.append(timed(theirs))
-
-    mine: list[float] = []
-
-    def run() -> None:
-        mine.append(timed(ours))
-
-    benchmark.pedantic(run, setup=before, rounds=ROUNDS, iterations=1)
-    return median(others) / median(mine)
 
 
 @pytest.mark.parametrize(
@@ -132,49 +83,28 @@ def in_turns(benchmark: Any, ours: Callable[[], object], theirs: Callable[[], ob
 )
 @pytest.mark.parametrize("name", ["equal-1", "equal-4", "equal-16", "equal-64", "ragged"])
 @pytest.mark.benchmark(group="plain requests against transformers generate()")
-def bench_plain(benchmark: Any, name: str, dtype: str, theirs: str, smoke: bool) -> None:
+def bench_plain(
+    benchmark: Any, name: str, dtype: str, theirs: str, smoke: bool, rounds: int
+) -> None:
     """``ratio`` above 1: tinyspec is faster than transformers.
 
     In fp32 on a CPU tinyspec runs linears by oneDNN; "same linears" gives them to both sides.
     """
     model = model_for(dtype, smoke, theirs)
     work = workload(name, model.config.vocab_size, smoke)
-    with Engine(model_for(dtype, smoke, "tinyspec")) as engine:
-        ours = tinyspec_generate(engine, work, deterministic=False)
+    # Every round has the same prompts, and transformers computes them anew.
+    config = EngineConfig(prefix_cache=False)
+    with Engine(model_for(dtype, smoke, "tinyspec"), config=config) as engine:
+        ours = tinyspec_generate(engine, work)
         if dtype == "float32":
             assert ours == transformers_generate(model, work)
         assert list(map(len, ours)) == list(work.lengths)
         ratio = in_turns(
             benchmark,
-            lambda: tinyspec_generate(engine, work, deterministic=False),
+            lambda: tinyspec_generate(engine, work),
             lambda: transformers_generate(model, work),
+            rounds,
         )
-    _note(benchmark, work, ratio)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["equal-1", "equal-4", "equal-16", "equal-64", "ragged"])
-@pytest.mark.benchmark(group="all requests deterministic against none")
-def bench_deterministic(benchmark: Any, name: str, dtype: str, smoke: bool) -> None:
-    """``ratio``: throughput with every request deterministic over that with none."""
-    model = model_for(dtype, smoke, "tinyspec")
-    work = workload(name, model.config.vocab_size, smoke)
-    with Engine(model) as engine:
-        ours = tinyspec_generate(engine, work, deterministic=True)
-        assert list(map(len, ours)) == list(work.lengths)
-        before = replace(engine.stats())
-        ratio = in_turns(
-            benchmark,
-            lambda: tinyspec_generate(engine, work, deterministic=True),
-            lambda: tinyspec_generate(engine, work, deterministic=False),
-        )
-        after = engine.stats()
-    drafted = after.drafted - before.drafted
-    benchmark.extra_info["accepted"] = (after.accepted - before.accepted) / max(1, drafted)
-    _note(benchmark, work, ratio)
-
-
-def _note(benchmark: Any, work: Workload, ratio: float) -> None:
     benchmark.extra_info["ratio"] = round(ratio, 3)
     if benchmark.stats is not None:
         seconds = benchmark.stats.stats.median

@@ -87,8 +87,10 @@ json.dump(environment("cuda"), open(sys.argv[1], "w"), indent=1)' "$out/environm
         --device cuda --json "$out/probe-qwen3-0.6b.json"
     for file in benchmarks/bench_*.py; do
         [[ -e $file ]] || continue
-        name=$(basename "$file" .py)
-        step "$name" 100 "${tests[@]}" "$file" --benchmark-enable \
+        name=$(basename "$file" .py) limit=100 flags=()
+        # Its sweeps are long: one dtype, one round.
+        [[ $name == bench_share ]] && limit=150 flags=(-k bfloat16 --rounds 1)
+        step "$name" "$limit" "${tests[@]}" "$file" "${flags[@]}" --benchmark-enable \
             --benchmark-only --benchmark-json="$out/$name.json"
     done
     step probe-llama-3.1-8b 100 "${probe[@]}" --preset llama-3.1-8b --dtype bfloat16 --layers 4 \

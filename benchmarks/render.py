@@ -12,9 +12,15 @@ import argparse
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import geometric_mean, median
 from typing import Any
 
 SHOWN_ROWS = (1, 8, 32, 128, 256)
+LLM_42 = (
+    "For comparison, as published and not measured here: LLM-42 (arXiv 2601.17768) reaches 0.84 to "
+    "0.58 of non-deterministic throughput when all traffic is deterministic, on GPUs and with "
+    "models and workloads of its own."
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -183,6 +189,9 @@ def benchmark_table(report: dict[str, Any]) -> str:
         groups.setdefault(benchmark["group"] or "benchmarks", []).append(benchmark)
     parts = []
     for group, members in groups.items():
+        if all("sweep" in member["extra_info"] for member in members):
+            parts += _share_tables(group, [member["extra_info"] for member in members])
+            continue
         extra = sorted({key for member in members for key in member["extra_info"]})
         rows = [
             [
@@ -196,6 +205,59 @@ def benchmark_table(report: dict[str, Any]) -> str:
         header = ["benchmark", "median ms", "iqr ms", *(key.replace("_", " ") for key in extra)]
         parts += [f"### {group}", table(header, rows)]
     return "\n\n".join(parts) + "\n"
+
+
+def _share_tables(group: str, sweeps: list[dict[str, Any]]) -> list[str]:
+    """A table a sweep over the deterministic share, then the geometric means over the workloads."""
+    header = ["share asked", "deterministic", "of all tokens", "throughput ratio", "tokens/s"]
+    header += ["seconds (range)", "plain p50", "plain p99", "plain slowest", "drafted"]
+    header += ["rolled back of drafted", "recomputed of committed", "padding of rows"]
+    header += ["passes by way", "passes", "cached prompt tokens"]
+    parts = []
+    for sweep in sweeps:
+        parts += [
+            f"### {group}: {sweep['workload']}, {sweep['dtype']}",
+            f"{sweep['requests']} requests; mean entropy {sweep['entropy']:.2f} nats a token; "
+            f"{len(sweep['sweep'][0]['seconds'])} rounds. plain: latency over that of the same "
+            "requests when none is deterministic.",
+            table(header, [_share_row(entry) for entry in sweep["sweep"]]),
+        ]
+    return [*parts, f"### {group}: throughput over the workloads", *_share_means(sweeps)]
+
+
+def _share_row(entry: dict[str, Any]) -> list[str]:
+    seconds = sorted(entry["seconds"])
+    latencies = (entry.get(f"{name}_ratio") for name in ("p50", "p99", "slowest"))
+    return [
+        f"{entry['share']} %",
+        str(entry["deterministic"]),
+        f"{entry['token_share']:.1%}",
+        f"{entry['ratio']:.3f}",
+        f"{entry['tokens_per_second']:.0f}",
+        f"{median(seconds):.2f} ({seconds[0]:.2f} to {seconds[-1]:.2f})",
+        *("" if ratio is None else f"{ratio:.3f}" for ratio in latencies),
+        str(entry["drafted"]),
+        f"{entry['rolled_back_share']:.2%}" if entry["drafted"] else "",
+        f"{entry['recomputed_share']:.2%}",
+        f"{entry['padding_share']:.1%}",
+        ", ".join(f"{way} {count}" for way, count in entry["ways"].items()),
+        str(entry["passes"]),
+        str(entry["cached_prompt_tokens"]),
+    ]
+
+
+def _share_means(sweeps: list[dict[str, Any]]) -> list[str]:
+    """Geometric means and minima of the throughput ratios, by dtype."""
+    rows = []
+    for dtype in dict.fromkeys(sweep["dtype"] for sweep in sweeps):
+        mine = [sweep for sweep in sweeps if sweep["dtype"] == dtype]
+        row = [dtype, ", ".join(sweep["workload"] for sweep in mine)]
+        for share in (50, 100):
+            ratios = [e["ratio"] for sweep in mine for e in sweep["sweep"] if e["share"] == share]
+            row += [f"{geometric_mean(ratios):.3f}", f"{min(ratios):.3f}"]
+        rows.append(row)
+    header = ["dtype", "over", "50 %: geometric mean", "lowest", "100 %: geometric mean", "lowest"]
+    return [table(header, rows), LLM_42]
 
 
 def _number(value: Any) -> str:

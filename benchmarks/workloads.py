@@ -8,7 +8,6 @@ engines, and no benchmark's verdict.
 from __future__ import annotations
 
 import copy
-import gc
 import random
 import time
 from collections.abc import Callable, Collection
@@ -93,9 +92,9 @@ class _Arriving:
 
 
 ARRIVING = {
-    "short-in-long-out": _Arriving(24, (16, 48), (64, 160), every=4),
-    "long-in-short-out": _Arriving(16, (256, 768), (8, 24), every=2),
-    "chat": _Arriving(24, (8, 96), (16, 96), every=3, systems=4, system=(128, 256)),
+    "short-in-long-out": _Arriving(40, (16, 48), (32, 112), every=4),
+    "long-in-short-out": _Arriving(40, (192, 512), (8, 24), every=2),
+    "chat": _Arriving(40, (8, 96), (16, 64), every=3, systems=4, system=(128, 256)),
 }
 ARRIVING_SMOKE = {
     "short-in-long-out": _Arriving(4, (4, 8), (8, 12), every=2),
@@ -107,8 +106,8 @@ ARRIVING_SMOKE = {
 def arriving(name: str, vocab: int, smoke: bool) -> Workload:
     """One of ``ARRIVING``: half of its requests at once, then one more every few engine steps.
 
-    Steps, not seconds: what arrives when does not depend on the machine. A run whose passes are
-    slower also sees its requests arrive later, so its latencies hold no growing queue.
+    Steps, not seconds: what arrives when does not depend on the machine. A run of slower passes
+    sees its requests later, one of more passes sooner, so latencies hold no growing queue.
     """
     sizes = (ARRIVING_SMOKE if smoke else ARRIVING)[name]
     rng = random.Random(1)
@@ -202,9 +201,8 @@ def open_engine(dtype: str, smoke: bool, **config: Any) -> Engine:
 
 
 def fresh(engine: Engine) -> None:
-    """Nothing cached from earlier runs, and no garbage of theirs."""
+    """Nothing cached from earlier runs; the pool's memory is taken anew by the next."""
     engine.release()
-    gc.collect()
 
 
 def synchronize() -> None:

@@ -1,7 +1,11 @@
 """Test-wide set-up, done before triton or NumPy can be imported."""
 
 import os
+import shutil
+import tempfile
 
+# What probes find is kept under HF_HOME: the machine's is not used, nor is anything left there.
+os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="tinyspec-tests-")
 # NumPy's OpenBLAS is not slot-invariant by default; interpreted kernels multiply through it.
 os.environ.setdefault("OPENBLAS_CORETYPE", "Nehalem")
 # Tiny passes: a worker thread that spins between them takes the core from whoever has work.
@@ -17,6 +21,10 @@ if not torch.cuda.is_available():
 transformers.logging.set_verbosity_error()
 # Tiny models are quickest so; tests in which threads matter ask for more.
 torch.set_num_threads(1)
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(os.environ["HF_HOME"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -55,6 +55,49 @@ def test_generate_from_files(capsys, tmp_path):
     assert second.params.max_new_tokens == 3
 
 
+def write_outputs(capsys, file):
+    options = ("--max-new-tokens", "8", "--deterministic", "--logprobs", "--json")
+    _, out, _ = run(capsys, "generate", "One day", "Once", "--temperature", "0.9", *options)
+    file.write_text(out)
+    return [RequestOutput.from_json(line) for line in out.splitlines()]
+
+
+def test_audit_of_what_generate_wrote(capsys, tmp_path):
+    file = tmp_path / "outputs.jsonl"
+    outputs = write_outputs(capsys, file)
+    status, out, _ = run(capsys, "audit", str(file))
+    assert status == 0
+    assert "2 same" in out and outputs[0].fingerprint in out
+
+    tokens = outputs[1].completions[0].token_ids
+    tokens[3] = tokens[3] + 1
+    file.write_text("".join(output.to_json() + "\n" for output in outputs))
+    status, out, _ = run(capsys, "audit", str(file), "--json")
+    assert status == 1
+    entries = json.loads(out)["entries"]
+    assert [(e["verdict"], e["position"]) for e in entries] == [("same", None), ("differs", 3)]
+
+    status, out, _ = run(capsys, "audit", str(file), "--reference-rows", "16")
+    assert status == 1
+    assert "2 not comparable" in out
+
+
+def test_audit_of_something_else(capsys, tmp_path):
+    file = tmp_path / "outputs.jsonl"
+    file.write_text('{"request_id": "a"}\n')
+    status, out, err = run(capsys, "audit", str(file))
+    assert (status, out) == (2, "")
+    assert "line 1 is no output of tinyspec" in err
+
+
+def test_doctor(capsys):
+    status, out, _ = run(capsys, "doctor", "--max-rows", "32")
+    assert status == 0
+    assert "*32" in out and "deterministic=True can be served" in out
+    status, out, _ = run(capsys, "doctor", "--max-rows", "32", "--json")
+    assert status == 0 and json.loads(out)["ok"]
+
+
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [

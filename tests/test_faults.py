@@ -1,4 +1,7 @@
-"""Nothing is lost: aborts, Ctrl-C, failed passes and values that are not finite."""
+"""Nothing is lost: aborts, Ctrl-C, functions that raise and values that are not finite.
+
+tests/test_failed_passes.py has the passes that raise.
+"""
 
 import os
 import random
@@ -8,17 +11,12 @@ import threading
 import pytest
 import torch
 
+from tests.support.cases import bits_of, engine_of, greedy, model_of, run, text, whole
 from tests.support.mixes import bits, crowd
 from tests.support.tiny import VOCAB, prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
 
 DETERMINISTIC = SamplingParams(max_new_tokens=12, deterministic=True, logprobs=True)
-
-
-def whole(engine):
-    """No page is held, and the pool's free list is complete."""
-    pool = engine._pool
-    return pool.num_held == 0 and sorted([*pool._free, *pool._idle]) == list(range(pool.num_pages))
 
 
 def test_no_page_is_lost_over_a_thousand_requests():
@@ -83,35 +81,6 @@ def test_closing_a_stream_aborts_its_requests():
         assert engine.has_unfinished()
         stream.close()
         assert not engine.has_unfinished()
-        assert whole(engine)
-
-
-class Failing(torch.nn.Module):
-    """Wraps an MLP; raises at one call."""
-
-    def __init__(self, inner, at):
-        super().__init__()
-        self.inner, self.left = inner, at
-
-    def forward(self, x):
-        self.left -= 1
-        if self.left == 0:
-            raise RuntimeError("out of order")
-        return self.inner(x)
-
-
-def test_a_failed_pass_leaves_a_usable_engine():
-    model = tiny()
-    with Engine(model) as engine:
-        expected = bits(engine.generate(prompts(4)[3:], DETERMINISTIC)[0])
-        kept = engine.add_request(prompts(4)[3], DETERMINISTIC)
-        model.model.layers[1].mlp = Failing(model.model.layers[1].mlp, at=5)
-        with pytest.raises(RuntimeError, match="out of order"):
-            engine.generate(prompts(4), SamplingParams(max_new_tokens=30))
-        done = {}
-        while engine.has_unfinished():
-            done |= {output.request_id: output for output in engine.step()}
-        assert bits(done[kept]) == expected
         assert whole(engine)
 
 
@@ -211,3 +180,190 @@ def test_pages_held_are_what_sequences_need(page_size):
             assert engine._pool.num_held <= need + len(running)
             most = max(most, engine._pool.num_held)
         assert most > 20
+
+
+def four():
+    """Deterministic requests that share the passes of whoever fails."""
+    styles = ({}, {"temperature": 0.8, "seed": 1}, {"num_return_sequences": 2}, {})
+    return [(text(9 + 6 * n, seed=n), greedy(12, **style)) for n, style in enumerate(styles)]
+
+
+def alone(model):
+    with engine_of(model, prefix_cache=False) as engine:
+        return [bits(engine.generate([p], s)[0]) for p, s in four()]
+
+
+class Drafts:
+    """Drafts the right tokens, but ``odd`` for sequences that begin with token 7."""
+
+    def __init__(self, truths, odd):
+        self.truths, self.odd, self.asked = truths, odd, 0
+
+    def propose(self, sequences, n):
+        self.asked += 1
+        return self.shape([self.follow(list(sequence), n) for sequence in sequences])
+
+    def follow(self, sequence, n):
+        if sequence[0] == 7:
+            return self.odd(n)
+        found = [t[len(sequence) :][:n] for t in self.truths if t[: len(sequence)] == sequence]
+        return found[0] if found else []
+
+    def shape(self, proposals):
+        """Answer with a list that is too long where an odd one is None."""
+        return proposals if None not in proposals else [[1]] * (len(proposals) + 1)
+
+
+def raises(n):
+    raise LookupError("no idea")
+
+
+ODD = {
+    "raises": (raises, "LookupError: no idea"),
+    "no tokens": (lambda n: ["a"], "TypeError"),
+    "no list": (lambda n: 3, "TypeError"),
+    "too many lists": (lambda n: None, "ValueError: 2 proposals for 1"),
+    "fractions": (lambda n: [1.0], "TypeError"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_drafter_that_fails_for_one_sequence(name):
+    """That one aborts and says why; the others have their drafts, and their bits."""
+    odd, said = ODD[name]
+    model = model_of("shape-sensitive")
+    expected = alone(model)
+    truths = [p + r[0][0] for (p, _), r in zip(four(), expected, strict=True)]
+    drafter = Drafts(truths, odd)
+    with engine_of(model, drafter=drafter, page_size=8) as engine:
+        outputs = run(engine, [*four(), ([7, 7, 7], greedy(9)), ([7, 2], SamplingParams())])
+        assert bits_of(outputs[:4]) == expected
+        failed = outputs[4].completions[0]
+        assert failed.finish_reason == "abort"
+        assert "the drafter raised" in failed.error and said in failed.error
+        assert outputs[5].completions[0].finish_reason == "length"  # plain: not drafted for
+        assert sum(o.completions[0].stats.accepted for o in outputs[:4]) > 20
+        assert whole(engine)
+    # Control: without it, nobody fails.
+    with engine_of(model, drafter=Drafts(truths, lambda n: []), page_size=8) as engine:
+        outputs = run(engine, [*four(), ([7, 7, 7], greedy(9))])
+        assert bits_of(outputs[:4]) == expected
+        assert outputs[4].completions[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    "odd", [lambda n: [VOCAB] * n, lambda n: [-1], lambda n: [5] * 100], ids=["over", "under", "many"]
+)
+def test_drafts_that_are_no_tokens_are_left_out(odd):
+    model = model_of("shape-sensitive")
+    with engine_of(model) as engine:
+        expected = bits(engine.generate([[7, 7, 7]], greedy(9))[0])
+    with engine_of(model, drafter=Drafts([], odd), draft_window=6) as engine:
+        output = engine.generate([[7, 7, 7]], greedy(9))[0]
+        assert bits(output) == expected
+        # No more than the window at a time, and nothing that is no token.
+        drafted = [record.drafted for record in engine.records]
+    assert 0 < max(drafted) <= 6
+
+
+class Breaks:
+    """A logits processor or a stopping criterion; fails from its ``at``-th call on."""
+
+    def __init__(self, at, value=None):
+        self.left, self.value = at, value
+
+    def __call__(self, ids, scores):
+        self.left -= 1
+        if self.left < 0:
+            if self.value is None:
+                raise KeyError("lost")
+            return self.value
+        return False if scores is None else scores
+
+
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "plain"])
+@pytest.mark.parametrize("stateless", [True, False], ids=["stateless", "stateful"])
+@pytest.mark.parametrize("value", [None, torch.zeros(1, 3), "text"], ids=["raises", "short", "str"])
+def test_a_processor_that_breaks(value, stateless, deterministic):
+    """At its fifth token, or from the first on: that request aborts, the others do not notice."""
+    model = model_of("shape-sensitive")
+    expected = alone(model)
+    with engine_of(model, page_size=8, draft_window=3) as engine:
+        for at in (0, 4):
+            breaks = Breaks(at, value)
+            breaks.stateless = stateless
+            wanted = SamplingParams(
+                max_new_tokens=20, deterministic=deterministic, logits_processors=[breaks]
+            )
+            outputs = run(engine, [*four()[:2], (text(20, seed=9), wanted), *four()[2:]])
+            completion = outputs.pop(2).completions[0]
+            assert completion.finish_reason == "abort"
+            assert "logits processor Breaks raised" in completion.error
+            # Drafted tokens are looked at before they are committed.
+            assert len(completion.token_ids) <= at
+            assert stateless or len(completion.token_ids) == at
+            assert bits_of(outputs) == expected
+            assert whole(engine)
+        # Control: one that holds out is no error.
+        wanted = SamplingParams(max_new_tokens=3, logits_processors=[Breaks(99)])
+        assert run(engine, [([1], wanted)])[0].completions[0].error is None
+
+
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "plain"])
+@pytest.mark.parametrize("value", [None, "text"], ids=["raises", "str"])
+def test_a_criterion_that_breaks(value, deterministic):
+    """Each completion is a sequence of its own: only the one at the fault ends."""
+    model = model_of("shape-sensitive")
+    expected = alone(model)
+    for at in (0, 7):
+        with engine_of(model, page_size=8, draft_window=3) as engine:
+            wanted = SamplingParams(
+                max_new_tokens=15,
+                deterministic=deterministic,
+                stopping_criteria=[Breaks(at, value)],
+            )
+            outputs = run(engine, [*four()[:2], (text(20, seed=9), wanted), *four()[2:]])
+            completion = outputs.pop(2).completions[0]
+            assert completion.finish_reason == "abort"
+            assert "a stopping criterion raised" in completion.error
+            assert len(completion.token_ids) == at + 1
+            assert bits_of(outputs) == expected
+            assert whole(engine)
+
+
+@pytest.mark.parametrize("place", [0, 1, 4])
+def test_a_poisonous_draft_beside_good_ones(place):
+    """In its own proposal and in the others': what was right before it is still accepted."""
+    token, expected = unused_token()
+    own = expected[0][0]
+    truths = [[5, 9, 11, *own]]
+    drafter = Drafts(truths, None)
+    drafter.follow = lambda sequence, n: (
+        [*own[len(sequence) - 3 :][:place], token] if sequence[0] == 5 else [1, 2, 3]
+    )
+    with Engine(poisoned(token), config=EngineConfig(drafter=drafter)) as engine:
+        mixed = [[5, 9, 11], text(20, seed=1), [5, 9, 11]]
+        outputs = engine.generate(mixed, DETERMINISTIC)
+        assert bits(outputs[0]) == bits(outputs[2]) == expected
+        assert all(o.completions[0].error is None for o in outputs)
+        accepted = outputs[0].completions[0].stats.accepted
+        assert accepted > 0 if place else accepted == 0
+        assert whole(engine)
+
+
+def test_a_pool_for_one_at_a_time():
+    """The largest request takes all pages; the others wait or give way, and all are served."""
+    model = model_of("shape-sensitive")
+    expected = alone(model)
+    with engine_of(model, page_size=8, num_pages=5) as engine:
+        outputs = run(engine, four() * 3)
+        assert bits_of(outputs) == expected * 3
+        assert engine.stats().preemptions > 0
+        assert whole(engine)
+        too_long = greedy(14, num_return_sequences=3)
+        with pytest.raises(ValueError, match="need 6 pages of 8 tokens, and there are 5"):
+            run(engine, [*four(), (text(27, seed=1), too_long)])
+        assert not engine.has_unfinished()
+        # Control: one token less fits.
+        outputs = run(engine, [*four(), (text(27, seed=1), greedy(13))])
+        assert {o.completions[0].finish_reason for o in outputs} == {"length"}

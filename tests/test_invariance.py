@@ -6,9 +6,10 @@ from torch import nn
 
 from tests.support.sensitive import (
     PositionSensitiveLinear,
+    RowByRowLinear,
     ShapeSensitiveLinear,
-    replace_linears,
 )
+from tinyspec.bucket_classes import bucket_classes, probe_pool
 from tinyspec.invariance import (
     cancelling_inputs,
     distinct_linears,
@@ -16,7 +17,6 @@ from tinyspec.invariance import (
     linear_shape,
     linear_weight,
     position_invariant,
-    probe_positions,
     row_classes,
     unequal_bits,
 )
@@ -221,18 +221,99 @@ def test_a_packed_weight_is_not_taken_for_a_matrix():
     assert linear_weight(packed) is None
 
 
-@pytest.mark.parametrize(
-    ("cls", "holds"), [(ShapeSensitiveLinear, True), (PositionSensitiveLinear, False)]
-)
-def test_probe_positions_of_a_model(cls, holds):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 96), nn.SiLU(), nn.Linear(96, 64))
-    weights = [linear.weight for linear in distinct_linears(model).values()]
-    replace_linears(model, cls)
-    assert model[0].weight is weights[0] and len(list(model.parameters())) == 4
-    probes = probe_positions(model, 32, torch.float32, "cpu")
-    assert [probe.name for probe in probes] == ["0", "2"]
-    assert [bool(probe) for probe in probes] == [holds, holds]
+SIZES = [1, 2, 4, 8, 12, 16, 32, 64, 96]
+
+
+def classes_of(fn, weight=None, dtype=torch.float32, features=192, reference=16):
+    pool = probe_pool(features, dtype, "cpu", weight)
+    return bucket_classes(fn, pool, SIZES, reference, "mlp.down_proj")
+
+
+def canonical(classes):
+    return [rows for rows in SIZES if classes.canonical(rows)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_probe_pool_has_needles_among_larger_rows_and_zeros(dtype):
+    linear = make_linear(dtype)
+    pool = probe_pool(192, dtype, "cpu", linear.weight)
+    assert pool.shape == (64, 192) and pool.isfinite().all()
+    sums = (pool.double() @ linear.weight.double().T).abs()
+    sizes = pool.double().abs() @ linear.weight.double().abs().T
+    picks = torch.linspace(0, 95, 24).round().long()
+    needles = (sums / sizes)[:, picks].median(dim=1).values < 1e-4
+    assert needles[::2].all() and needles[1::4].all() and not needles[3::8].any()
+    assert not pool[7::8].any()
+    largest = pool.double().abs().amax(1)
+    assert largest[1::4].min() > (100 if dtype == torch.float16 else 1000)
+    assert largest[::2].max() < 100
+
+
+def test_bucket_classes_of_rows_computed_one_by_one():
+    linear = RowByRowLinear(make_linear(torch.float32))
+    found = classes_of(linear, linear.weight)
+    assert found.position and found.labels == dict.fromkeys(SIZES, 0) and canonical(found) == SIZES
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bucket_classes_of_a_shape_sensitive_linear(dtype):
+    linear = ShapeSensitiveLinear(make_linear(dtype))
+    found = classes_of(linear, linear.weight, dtype)
+    assert found.position and sorted(found.labels.values()) == list(range(len(SIZES)))
+    assert canonical(found) == [16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bucket_classes_of_a_position_sensitive_linear(dtype):
+    linear = PositionSensitiveLinear(make_linear(dtype))
+    found = classes_of(linear, linear.weight, dtype)
+    assert not found.position and "mlp.down_proj" in str(found.position)
+    assert {rows for rows in SIZES if found.labels[rows] is None} == set(SIZES) - {1}
+    assert canonical(found) == []
+
+
+def nudged(x, row, column=5):
+    """``x`` with one element of one row, if it has it, one bit up."""
+    out = x.clone()
+    if len(x) > row:
+        out[row, column] = torch.nextafter(out[row, column], torch.tensor(torch.inf))
+    return out
+
+
+@pytest.mark.parametrize("row", range(16))
+def test_a_row_index_that_matters_in_the_reference_bucket(row):
+    found = classes_of(lambda x: nudged(x, row))
+    assert not found.position and found.position.column == 5
+    assert canonical(found) == []
+
+
+@pytest.mark.parametrize("row", [0, 3, 7, 31, 63, 64, 71, 90, 95])
+def test_a_row_index_that_matters_in_one_other_bucket(row):
+    found = classes_of(lambda x: nudged(x, row) if len(x) == 96 else x)
+    assert found.position and found.labels[96] is None
+    assert canonical(found) == SIZES[:-1]
+
+
+@pytest.mark.parametrize("rows", SIZES)
+def test_neighbours_that_matter(rows):
+    """A scale of the whole pass: as fp8 linears with dynamic scales have."""
+
+    def scaled_by_the_largest(x):
+        scale = x.abs().max() / 127 if len(x) == rows else torch.tensor(0.125)
+        return (x / scale).round() * scale
+
+    found = classes_of(scaled_by_the_largest)
+    if rows == 1:
+        assert canonical(found) == SIZES[1:]  # no neighbours: another function, no more
+    else:
+        assert found.labels[rows] is None
+        assert canonical(found) == ([] if rows == 16 else [s for s in SIZES if s != rows])
+
+
+def test_bucket_classes_are_classes():
+    found = classes_of(lambda x: x * (1.0, 1.5, 2.0)[(len(x) > 4) + (len(x) > 16)])
+    assert list(found.labels.values()) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert canonical(found) == [8, 12, 16]
 
 
 def test_sensitive_linears_see_changed_weights():

@@ -29,7 +29,7 @@ def needle_in_crowds(model, deterministic):
         needle = (text(24, seed=5), asked(14, deterministic, **style))
         with engine_of(model) as engine:
             alone = bits(solo(engine, needle))
-        for size in (1, 2, 5, 13, 28):
+        for size in (1, 4, 21):
             others = crowd(rng, size)
             place = rng.randint(0, size)
             others.insert(place, needle)
@@ -38,14 +38,14 @@ def needle_in_crowds(model, deterministic):
 
 
 def batch_of_one_against_n(model, deterministic):
-    """Every prompt by itself, then the first 2, 4, ... of them in one call."""
+    """Every prompt by itself, then the first 3 and all of them in one call."""
     requests = [
         (text(n, seed=n), asked(10, deterministic, **({} if n % 2 else SAMPLED)))
         for n in (3, 8, 21, 34, 1, 16, 55, 2, 40, 13, 28, 5)
     ]
     with engine_of(model) as engine:
         alone = [bits(solo(engine, request)) for request in requests]
-    for size in (2, 4, 8, 12):
+    for size in (3, 12):
         with engine_of(model) as engine:
             together = bits_of(run(engine, requests[:size]))
         for place, found in enumerate(together):
@@ -55,20 +55,18 @@ def batch_of_one_against_n(model, deterministic):
 def one_prompt_many_times(model, deterministic):
     """n copies of one request in one call, and n completions of it."""
     for style in ({}, SAMPLED):
-        request = (text(19, seed=2), asked(16, deterministic, **style))
+        request = (text(19, seed=2), asked(12, deterministic, **style))
         with engine_of(model) as engine:
             alone = bits(solo(engine, request))
-        for count in (2, 7, 20):
-            for prefix_cache in (True, False):
-                with engine_of(model, page_size=8, prefix_cache=prefix_cache) as engine:
-                    copies = bits_of(run(engine, [request] * count))
-                for place, found in enumerate(copies):
-                    yield f"copy {place} of {count}, cache {prefix_cache}", alone, found
-        for count in (2, 5):
-            several = replace(request[1], num_return_sequences=count)
-            with engine_of(model, page_size=8) as engine:
-                found = bits(solo(engine, (request[0], several)))
-            yield f"first of {count} completions", alone, found[:1]
+        for count, cache in ((2, True), (9, False), (13, True)):
+            with engine_of(model, page_size=8, prefix_cache=cache) as engine:
+                copies = bits_of(run(engine, [request] * count))
+            for place, found in enumerate(copies):
+                yield f"copy {place} of {count}, cache {cache}, {style}", alone, found
+        several = replace(request[1], num_return_sequences=4)
+        with engine_of(model, page_size=8) as engine:
+            found = bits(solo(engine, (request[0], several)))
+        yield f"first of 4 completions, {style}", alone, found[:1]
 
 
 def shared_prefixes(model, deterministic):
@@ -108,7 +106,7 @@ def decode_against_prefill(model, deterministic):
     with engine_of(model, page_size=8) as engine:
         scored = engine.score([p for p, _ in requests], tokens, [s for _, s in requests])
     yield from zip(("scored",) * len(styles), decoded, scored, strict=True)
-    for kept in (1, 6, 17):
+    for kept in (1, 13):
         rest = [
             (prompt + own[:kept], replace(wanted, max_new_tokens=18 - kept))
             for (prompt, wanted), own in zip(requests, tokens, strict=True)
@@ -137,7 +135,7 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same_bits(family, kind, dtype):
     compared = list(FAMILIES[family](model_of(kind, dtype), deterministic=True))
-    assert len(compared) >= 10
+    assert len(compared) >= 6
     assert [where for where, expected, found in compared if expected != found] == []
 
 

@@ -27,17 +27,20 @@ LAYERS = (
         "buckets",
         "filters",
         "invariance",
+        "facts",
         "kernels",
         "linears",
+        "row_tiles",
         "models",
     ),
-    ("config", "params", "text", "ambient", "drafter", "kv_cache"),
+    ("config", "params", "text", "ambient", "drafter", "kv_cache", "bucket_classes", "fact_cache"),
     ("outputs", "attention", "fingerprint", "capacity", "sampler", "attention_probe"),
     ("request", "patch"),
     ("passes", "intake", "prefix_cache", "outbox", "stream"),
     ("batch", "residents"),
     ("runner", "scheduler"),
-    ("commit",),
+    ("commit", "model_probe"),
+    ("bucket_probe",),
     ("loop", "contract"),
     ("desk",),
     ("engine",),
@@ -49,7 +52,7 @@ LAYERS = (
 )
 HOST_ONLY = {
     *("scheduler", "residents", "prefix_cache", "pages", "buckets", "request", "passes"),
-    *("config", "params", "outputs", "errors"),
+    *("config", "params", "outputs", "errors", "facts"),
 }
 NOT_ON_HOST = {"torch", "triton", "transformers", "tokenizers", "numpy"}
 KERNEL_HELPERS = {

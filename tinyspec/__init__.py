@@ -7,12 +7,14 @@ from tinyspec.errors import DeterminismError, TinyspecError, UnsupportedModelErr
 from tinyspec.outputs import Completion, RequestOutput, StreamEvent
 from tinyspec.params import SamplingParams
 from tinyspec.patch import patch, unpatch
+from tinyspec.probe import DoctorReport, doctor
 from tinyspec.replay import AuditReport, audit
 
 __all__ = [
     "AuditReport",
     "Completion",
     "DeterminismError",
+    "DoctorReport",
     "Drafter",
     "Engine",
     "EngineConfig",
@@ -22,6 +24,7 @@ __all__ = [
     "TinyspecError",
     "UnsupportedModelError",
     "audit",
+    "doctor",
     "patch",
     "unpatch",
 ]

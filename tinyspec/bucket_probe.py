@@ -8,7 +8,7 @@ passes, not requests.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from tinyspec.bucket_classes import BucketClasses, bucket_classes, probe_pool
 from tinyspec.config import EngineConfig
 from tinyspec.facts import Alternative, BucketFact, Facts, Unsound
-from tinyspec.invariance import distinct_linears, linear_shape, linear_weight
+from tinyspec.invariance import distinct_linears, linear_kinds, linear_shape, linear_weight
+from tinyspec.linears import is_plain
 from tinyspec.model_probe import ModelProbe
 from tinyspec.runner import Runner
 
@@ -27,7 +28,7 @@ MODEL = "model"
 REFERENCE_TURNS, TURNS, LARGE_TURNS = 8, 2, 1
 LARGE = 4  # times the reference bucket
 # Small buckets get passes for about so many rows.
-LEAST_ROWS = 16
+LEAST_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -103,29 +104,57 @@ def find_ops(model: nn.Module, run: Callable[[], object]) -> dict[str, _Op]:
 def probe_buckets(runner: Runner, linears: list[BucketClasses], config: EngineConfig) -> Facts:
     """Everything else, and what follows from all of it; ``linears`` from ``probe_linears``."""
     buckets = runner.buckets
+    tiles = _tiles(runner, linears)
+    run_in_tiles(runner, tiles)
     probe = ModelProbe(runner, config, buckets.largest)
     with runner.scratch(probe.num_pages) as cache:
         ops = find_ops(runner.model, lambda: probe.learn(cache))
         classes = [*linears, *_probe_ops(runner, ops)]
         unsound = [Unsound(c.name, str(c.position)) for c in classes if not c.position]
         unsound += [Unsound(p.name, str(p)) for p in runner.probe_attention() if not p]
-        broken: dict[int, list[str]] = {}
-        seconds: dict[int, float] = {}
-        for rows in buckets.sizes:
-            broken[rows] = [c.name for c in classes if not c.canonical(rows)]
-            seconds[rows], wrong = _in_turns(probe, rows, buckets.reference, not broken[rows])
-            if wrong is not None:
-                broken[rows].append(MODEL)
-                if rows == buckets.reference:
-                    why = f"{MODEL}: at {rows} rows {wrong} depend on a row's index or neighbours"
-                    unsound.append(Unsound(MODEL, why))
-    facts = [
-        BucketFact(rows, not (broken[rows] or unsound), tuple(broken[rows]), seconds[rows])
-        for rows in buckets.sizes
-    ]
+        others = {
+            rows: [c.name for c in classes if not c.canonical(rows)] for rows in buckets.sizes
+        }
+        tiled = {rows: tuple(n for n in names if n in tiles) for rows, names in others.items()}
+        broken = {rows: [n for n in names if n not in tiles] for rows, names in others.items()}
+        runs = [_Run(rows, not broken[rows], buckets.reference) for rows in buckets.sizes]
+        plain = [_Run(run.rows, False, buckets.reference, fast=True) for run in runs]
+        _take_turns(probe, [*runs, *(run for run in plain if tiled[run.rows])])
+    facts = []
+    for run, fast in zip(runs, plain, strict=True):
+        rows = run.rows
+        if run.wrong is not None:
+            broken[rows].append(MODEL)
+            if rows == buckets.reference:
+                why = f"{MODEL}: at {rows} rows {run.wrong} depend on a row's index or neighbours"
+                unsound.append(Unsound(MODEL, why))
+        seconds = fast.seconds if tiled[rows] else run.seconds
+        names = tuple(broken[rows])
+        facts.append(BucketFact(rows, not names, names, seconds, run.seconds, tiled[rows]))
+    if unsound:
+        facts = [replace(fact, canonical=False) for fact in facts]
     canonical = sum(fact.canonical for fact in facts)
     alternatives = _alternatives(classes, buckets.sizes, buckets.reference, canonical)
-    return Facts(buckets.reference, tuple(facts), tuple(unsound), tuple(alternatives))
+    return Facts(buckets.reference, tuple(facts), tuple(unsound), tuple(alternatives), tiles=tiles)
+
+
+def _tiles(runner: Runner, linears: list[BucketClasses]) -> dict[str, tuple[int, ...]]:
+    """Kinds of plain linears that tell some buckets from the reference one, and the buckets that
+    they do not."""
+    found = {}
+    for c in linears:
+        counts = tuple(rows for rows in runner.buckets.sizes if c.canonical(rows))
+        if counts and len(counts) < len(c.labels) and is_plain(runner.model.get_submodule(c.name)):
+            found[c.name] = counts
+    return found
+
+
+def run_in_tiles(runner: Runner, tiles: dict[str, tuple[int, ...]]) -> None:
+    """Let linears run in tiles of rows in canonical passes; ``tiles`` as in ``Facts``."""
+    kinds = linear_kinds(runner.model)
+    for name, counts in tiles.items():
+        modules = [runner.model.get_submodule(other) for other in kinds[name]]
+        runner.tiles.bind([module for module in modules if is_plain(module)], counts)
 
 
 def warm_up(runner: Runner, config: EngineConfig) -> None:
@@ -138,17 +167,40 @@ def warm_up(runner: Runner, config: EngineConfig) -> None:
         probe.warm_up(cache, sizes)
 
 
-def _in_turns(
-    probe: ModelProbe, rows: int, reference: int, compare: bool
-) -> tuple[float, str | None]:
-    """Seconds of the quickest pass of ``rows`` rows, and what differed in any of them."""
-    turns = LARGE_TURNS if rows > LARGE * reference else TURNS
-    if compare:
-        turns = REFERENCE_TURNS if rows == reference else max(turns, LEAST_ROWS // rows)
-    results = [probe.run(rows, turn, compare) for turn in range(turns)]
-    differing = [wrong for _, wrong in results if wrong is not None]
-    # Of equally many in every bucket: the best of many looks quicker than the best of two.
-    return min(s for s, _ in results[-TURNS:]), differing[0] if differing else None
+@dataclass
+class _Run:
+    """The end-to-end passes of one bucket. fast: as of requests that need not be canonical."""
+
+    rows: int
+    compare: bool
+    reference: int
+    fast: bool = False
+    wrong: str | None = None
+    times: list[float] = field(default_factory=list)
+
+    @property
+    def turns(self) -> int:
+        if self.compare and self.rows == self.reference:
+            return REFERENCE_TURNS
+        few = LARGE_TURNS if self.rows > LARGE * self.reference else TURNS
+        return max(few, LEAST_ROWS // self.rows) if self.compare else few
+
+    @property
+    def seconds(self) -> float:
+        """Of the quickest pass, of equally many in every bucket: the best of many looks quicker
+        than the best of two."""
+        return min(self.times[-TURNS:])
+
+
+def _take_turns(probe: ModelProbe, runs: list[_Run]) -> None:
+    """All passes, the second of any bucket after the first of all: so that what slows the machine
+    for a moment does not slow all passes of a bucket."""
+    for turn in range(max(run.turns for run in runs)):
+        for run in runs:
+            if turn < run.turns:
+                seconds, wrong = probe.run(run.rows, turn, not run.fast, run.compare)
+                run.times.append(seconds)
+                run.wrong = run.wrong or wrong
 
 
 def _alternatives(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
+from math import inf
 
 
 def row_counts(most: int) -> list[int]:
@@ -27,12 +28,29 @@ class Buckets:
         self.reference = reference
         self.canonical: list[int] = []
         self._seconds: dict[int, float] = {}
+        self._tiled: dict[int, float] = {}
 
-    def learn(self, canonical: Iterable[int], seconds: Mapping[int, float]) -> None:
-        """Take in what was probed: the canonical buckets, and seconds of a pass by bucket."""
+    def learn(
+        self,
+        canonical: Iterable[int],
+        seconds: Mapping[int, float],
+        tiled: Mapping[int, float] | None = None,
+    ) -> None:
+        """Take in what was probed: the canonical buckets, and seconds of a pass by bucket.
+
+        tiled: those of the canonical ones that are so only because linears run in tiles of rows,
+        and seconds of such a pass.
+        """
         self.canonical = sorted(canonical)
-        assert self.reference in self.canonical and set(self.canonical) <= set(self.sizes)
         self._seconds = dict(seconds)
+        self._tiled = dict(tiled or {})
+        assert self.reference in self.canonical and set(self.canonical) <= set(self.sizes)
+        assert set(self._tiled) <= set(self.canonical)
+        # Tiles that cost more than a larger bucket are of no use.
+        for size in sorted(self._tiled.keys() - {self.reference}):
+            larger = (self.canonical_seconds(other) for other in self.canonical if other > size)
+            if min(larger, default=inf) <= self._tiled[size]:
+                self.canonical.remove(size)
 
     def forget(self) -> None:
         """No bucket is canonical any more: weights or device changed."""
@@ -63,17 +81,21 @@ class Buckets:
 
         def cost(size: int) -> tuple[float, int]:
             use = min(size, wanted) + chance * min(max(size - wanted, 0), guesses)
-            return self.seconds(size) / use, -size
+            return self.canonical_seconds(size) / use, -size
 
         return min((size for size in self.canonical if low <= size <= high), key=cost)
 
     def is_canonical(self, bucket: int) -> bool:
-        """Whether rows of a pass in ``bucket`` are canonical."""
-        return bucket in self.canonical
+        """Whether rows of any pass in ``bucket`` are canonical, without tiles."""
+        return bucket in self.canonical and bucket not in self._tiled
 
     def seconds(self, bucket: int) -> float:
         """What a pass in ``bucket`` costs; where nothing was measured, its rows count."""
         return self._seconds.get(bucket, float(bucket))
+
+    def canonical_seconds(self, bucket: int) -> float:
+        """What a canonical pass in ``bucket`` costs, tiles and all."""
+        return self._tiled.get(bucket, self.seconds(bucket))
 
     def padded_is_cheaper(self, rows: int, drafting: int, window: int) -> bool:
         """Whether a step of ``rows`` rows costs less per token padded to a canonical bucket than
@@ -89,9 +111,9 @@ class Buckets:
             return False
         if self.is_canonical(self.fit(rows)):  # nothing to verify
             return True
-        padded = self.seconds(self.fit_canonical(rows))
+        padded = self.canonical_seconds(self.fit_canonical(rows))
         verified = drafting * (window + 1) + rows - drafting
         passes = -(-verified // capacity)
-        verify = passes * self.seconds(self.fit_canonical(min(verified, capacity)))
+        verify = passes * self.canonical_seconds(self.fit_canonical(min(verified, capacity)))
         drafts = window * self.seconds(self.fit(rows))
         return padded <= (drafts + verify) / (window + 1)

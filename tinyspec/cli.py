@@ -1,4 +1,4 @@
-"""The command line: ``tinyspec demo`` and ``tinyspec generate``."""
+"""The command line: ``tinyspec demo``, ``generate``, ``audit`` and ``doctor``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import tinyspec
-from tinyspec import Engine, EngineConfig, SamplingParams
+from tinyspec import (
+    DoctorReport,
+    Engine,
+    EngineConfig,
+    RequestOutput,
+    SamplingParams,
+    UnsupportedModelError,
+    audit,
+    doctor,
+)
+from tinyspec.config import VERIFY
 from tinyspec.demo import demo
 from tinyspec.errors import TinyspecError
 from tinyspec.models import BUNDLED
@@ -25,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_demo(commands)
     _add_generate(commands)
+    _add_audit(commands)
+    _add_doctor(commands)
     options = parser.parse_args(arguments)
     try:
         return int(options.run(options))
@@ -49,11 +61,13 @@ def _add_demo(commands: Any) -> None:
     _add_model(parser, dtype="float32")
     parser.add_argument("--crowd", type=int, default=11, help="other requests (default: 11)")
     parser.add_argument("--max-new-tokens", type=int, default=48, help="default: 48")
+    # "auto" takes the cheapest way, which on a CPU is hardly ever to draft and verify.
+    parser.add_argument("--verify", default="always", choices=VERIFY, help="default: always")
     parser.set_defaults(run=_demo)
 
 
 def _demo(options: argparse.Namespace) -> int:
-    with _engine(options, EngineConfig()) as engine:
+    with _engine(options, EngineConfig(verify=options.verify)) as engine:
         return demo(engine, crowd=options.crowd, max_new_tokens=options.max_new_tokens)
 
 
@@ -104,6 +118,65 @@ def _generate(options: argparse.Namespace) -> int:
             if completion.error is not None:
                 print(f"tinyspec: {output.request_id}: {completion.error}", file=sys.stderr)
     return 0
+
+
+def _add_audit(commands: Any) -> None:
+    parser = commands.add_parser(
+        "audit",
+        help="is what `tinyspec generate --json` wrote what this engine produces, bit for bit?",
+        epilog="Exit status 0 if every completion is the same, 1 if one differs or cannot be "
+        "compared: other weights, device, versions, dtype or reference rows.",
+    )
+    parser.add_argument("file", type=Path, metavar="FILE.jsonl", help="one output a line")
+    _add_model(parser, dtype="auto")
+    parser.add_argument("--reference-rows", type=int, help="default: CPU 32, GPU 128")
+    parser.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
+    parser.set_defaults(run=_audit)
+
+
+def _audit(options: argparse.Namespace) -> int:
+    lines = options.file.read_text().splitlines()
+    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    outputs = [_output(line, number) for number, line in numbered]
+    if not outputs:
+        raise ValueError(f"file={str(options.file)!r} is not allowed: at least one output")
+    with _engine(options, EngineConfig(reference_rows=options.reference_rows)) as engine:
+        report = audit(engine, outputs)
+    print(report.to_json() if options.json else report)
+    return 0 if report else 1
+
+
+def _output(line: str, number: int) -> RequestOutput:
+    try:
+        return RequestOutput.from_json(line)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"line {number} is no output of tinyspec: {error}") from error
+
+
+def _add_doctor(commands: Any) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="which buckets are canonical here, what breaks the others, and what each costs",
+        epilog="Exit status 0 if deterministic=True can be served, 1 if not. What was found is "
+        "kept on disk.",
+    )
+    _add_model(parser, dtype="auto")
+    parser.add_argument("--reference-rows", type=int, help="default: CPU 32, GPU 128")
+    parser.add_argument("--max-rows", type=int, help="default: CPU 512, GPU 2048")
+    parser.add_argument("--fresh", action="store_true", help="probe anew, whatever is on disk")
+    parser.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    config = EngineConfig(reference_rows=options.reference_rows, max_rows=options.max_rows)
+    try:
+        with _engine(options, config) as engine:
+            report = doctor(engine, fresh=options.fresh)
+    except UnsupportedModelError as error:
+        report = DoctorReport(options.model, options.dtype, options.device, (str(error),))
+    print(report.to_json() if options.json else report)
+    return 0 if report else 1
 
 
 def _inputs(options: argparse.Namespace) -> list[dict[str, Any]]:

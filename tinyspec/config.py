@@ -11,6 +11,7 @@ from typing import Any
 from tinyspec.errors import refuse
 
 VERIFY = ("auto", "direct", "padded", "always")
+LINEAR = ("auto", "always", "never")
 BACKENDS = ("auto", "triton", "torch")
 MAX_PAGE_SIZE = 1024
 
@@ -40,7 +41,10 @@ class EngineConfig:
     verify_weights: digest the weights before every call instead of looking for signs of a change.
     prefix_cache: prompts start from pages that earlier requests filled with the same tokens.
     seed: of the seeds given to sampled requests that bring none (None: the OS).
-    kv_dtype, cuda_graphs, linear: "auto", False and "auto" or "never" in this version.
+    linear: whether the ``linear`` kernel, whose rows do not depend on the row count, serves plain
+        linears: "auto" those without which the reference bucket would be unsound, "always" all of
+        them (every bucket is canonical then), "never" none.
+    kv_dtype, cuda_graphs: "auto" and False in this version.
 
     Raises ValueError naming the field, its value and what is allowed.
     """
@@ -103,7 +107,7 @@ class EngineConfig:
         one_of("backend", BACKENDS)
         one_of("kv_dtype", ("auto",))
         one_of("cuda_graphs", (False,))
-        one_of("linear", ("auto", "never"))
+        one_of("linear", LINEAR)
         if isinstance(self.drafter, str) and self.drafter != "ngram":
             raise refuse("drafter", self.drafter, 'None, "ngram", a model or a Drafter')
 

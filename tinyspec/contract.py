@@ -1,28 +1,39 @@
 """Whether this engine can keep the contract, and the fingerprint that its outputs carry.
 
-Facts are probed, never assumed: at the first deterministic request every distinct linear is tried
-by itself in the reference bucket, then the model end to end.
+Facts are probed, never assumed, at the first deterministic request: which buckets are canonical,
+what each costs, and whether the reference bucket is sound at all. They are kept on disk under the
+fingerprint. Facts depend on modules, shapes and device, not on the values of weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
+from tinyspec import fact_cache, kernels
 from tinyspec.ambient import refuse_tunable_op
-from tinyspec.batch import Batch
+from tinyspec.bucket_classes import BucketClasses
+from tinyspec.bucket_probe import probe_buckets, probe_linears, run_in_tiles, warm_up
+from tinyspec.buckets import Buckets
 from tinyspec.config import EngineConfig
 from tinyspec.errors import DeterminismError
-from tinyspec.fingerprint import digest_weights, fingerprint, weight_state
-from tinyspec.invariance import PositionProbe, position_invariant, probe_positions
-from tinyspec.kernels.segments import Segments
+from tinyspec.facts import Facts
+from tinyspec.fingerprint import (
+    adapter_state,
+    digest_weights,
+    fingerprint,
+    settings,
+    structure,
+    trace,
+    weight_state,
+)
+from tinyspec.invariance import linear_kinds
+from tinyspec.linears import by_kernel
+from tinyspec.patch import patched_of
 from tinyspec.runner import Runner
-
-# Passes of the end-to-end probe; every linear by itself is probed at every row index.
-MODEL_PASSES = 8
 
 
 class Contract:
@@ -32,9 +43,13 @@ class Contract:
         self._model = model
         self._runner = runner
         self._config = config
+        self._patched = patched_of(model)
+        self._swaps = len(self._patched.swapped)
+        self._weights: str | None = None
         self._fingerprint: str | None = None
-        self._seen: object = None
-        self._proven = False
+        self._facts: Facts | None = None
+        self._proven_for: object = None
+        self._note()
 
     @property
     def known(self) -> str | None:
@@ -42,87 +57,181 @@ class Contract:
         return self._fingerprint
 
     @property
+    def buckets(self) -> Buckets:
+        """The buckets, with what was learnt of them."""
+        return self._runner.buckets
+
+    @property
+    def lost(self) -> bool:
+        """Whether what was proven no longer holds, and nothing has been proven since."""
+        return self._proven_for is not None and self._facts is None
+
+    @property
+    def facts(self) -> Facts | None:
+        """What was found, if anything was."""
+        return self._facts
+
+    @property
     def fingerprint(self) -> str:
-        """The fingerprint, computed when first asked for or after the weights changed."""
+        """The fingerprint, computed when first asked for or after something changed.
+
+        Which modules the linear kernel serves is part of it, and only the proof tells.
+        """
+        if self._config.linear == "auto":
+            with suppress(DeterminismError):
+                self.examine()
+        return self._digest()
+
+    def _digest(self) -> str:
+        """The fingerprint with the modules as they stand."""
         if self._fingerprint is None:
-            with torch.no_grad():
-                weights = digest_weights(self._model)
-            self._seen = self._state()
-            self._fingerprint = fingerprint(self._model, weights, self._config, self._runner.device)
+            if self._weights is None:
+                with torch.no_grad():
+                    self._weights = digest_weights(self._model)
+            device = self._runner.device
+            self._fingerprint = fingerprint(self._model, self._weights, self._config, device)
         return self._fingerprint
 
     def forget(self) -> None:
-        """The weights changed: a new digest is due."""
-        self._fingerprint = None
+        """The weights changed in a way that leaves no trace: a new digest is due."""
+        self._weights = self._fingerprint = None
 
     def changed(self) -> bool:
-        return False
+        """Whether a parameter was written to since the last look; quick enough for every step."""
+        return any(trace(parameter) != before for parameter, before in self._traces)
 
     def look(self) -> bool:
-        """Forget fingerprint and proof if a weight or the number of threads has changed."""
-        self._runner.ambient.look()
-        if self._fingerprint is None:
-            return False
-        if self._config.verify_weights or self._seen != self._state():
-            self._fingerprint = None
-            self._proven = False
-            return True
-        return False
+        """Take note of weights, adapters, modules and threads; whether any of them changed.
 
-    def _state(self) -> object:
-        return weight_state(self._model), torch.get_num_threads()
+        Then what was computed before is of another fingerprint. The proof is lost only if modules
+        or threads changed, not with the values of weights.
+        """
+        self._runner.ambient.look()
+        before, digest = self._seen, self._weights
+        self._note()
+        changed = self._seen != before
+        if self._config.verify_weights and not changed:
+            with torch.no_grad():
+                self._weights = digest_weights(self._model)
+            changed = digest is not None and digest != self._weights
+            self._fingerprint = None if changed else self._fingerprint
+        elif changed:
+            self.forget()
+        if self._facts is not None and self._structure != self._proven_for:
+            self._facts = None
+            self.buckets.forget()
+        return changed
+
+    def _note(self) -> None:
+        self._traces = [(p, trace(p)) for p in self._model.parameters()]
+        adapters = adapter_state(self._model)
+        self._structure = structure(self._model), adapters, torch.get_num_threads()
+        self._seen = weight_state(self._model), self._structure
 
     def prove(self) -> None:
-        """Raise DeterminismError, naming what is in the way, unless the contract can be kept."""
-        refuse_tunable_op()
+        """Raise DeterminismError, naming what is in the way, unless the contract can be kept.
+
+        What holds is probed, or read from disk, when first needed.
+        """
+        facts = self.examine()
+        if facts.unsound:
+            raise DeterminismError(_unsound(facts))
         if self._config.verify == "direct":
-            raise DeterminismError(
-                "verify='direct' needs a canonical bucket smaller than reference_rows="
-                f"{self._config.reference_rows}, and none is known; use verify='auto'"
-            )
-        if self._proven:
-            return
+            most = self.buckets.fit(self._config.max_sequences)
+            lacking = [f.rows for f in facts.buckets if f.rows <= most and not f.canonical]
+            if lacking:
+                raise DeterminismError(
+                    "verify='direct' needs every bucket that max_sequences="
+                    f"{self._config.max_sequences} rows can take to be canonical, and these are "
+                    f"not: {', '.join(map(str, lacking))}; use verify='auto', another "
+                    "reference_rows, or linear='always'"
+                )
+
+    def examine(self, fresh: bool = False) -> Facts:
+        """The facts, found now if need be; ``fresh``: probed anew, whatever is known or on disk.
+
+        Raises DeterminismError where TunableOp is on.
+        """
+        refuse_tunable_op()
+        if self._facts is None or fresh:
+            self._facts = None
+            self._facts = self._find(fresh)
+            self._note()
+            self._proven_for = self._structure
+            self._learn(self._facts)
+        return self._facts
+
+    def _find(self, fresh: bool) -> Facts:
+        """Facts from disk or from probes; afterwards the linear kernel serves what they say."""
+        self._take_back()
+        buckets = self.buckets
+        modules = structure(self._model), settings(self._model)
+        key = fact_cache.key_of(self._digest(), *modules, buckets.sizes, self._config.linear)
+        facts = None if fresh else fact_cache.load(key)
+        if facts is not None and facts.sizes == buckets.sizes:
+            self._serve_by_kernel(facts.kernel_linears)
+            run_in_tiles(self._runner, facts.tiles)
+            with self._runner.ambient():
+                warm_up(self._runner, self._config)
+            return facts
         with self._runner.ambient():
-            for probe in self._probes():
-                if not probe:
-                    raise DeterminismError(
-                        f"{probe}; deterministic=True needs passes of reference_rows="
-                        f"{self._config.reference_rows} in which a row's place does not matter: "
-                        "try another reference_rows, or another dtype"
-                    )
-        self._proven = True
-        buckets = self._runner.buckets
-        buckets.learn([buckets.reference], {})
+            linears = probe_linears(self._runner)
+        served: tuple[str, ...] = ()
+        if self._config.linear == "auto":
+            served = self._serve_by_kernel(self._kinds_of(linears))
+        with self._runner.ambient():
+            if served:
+                linears = probe_linears(self._runner)
+            facts = probe_buckets(self._runner, linears, self._config)
+        if facts.unsound:
+            self._take_back()
+        else:
+            facts = replace(facts, kernel_linears=served)
+        fact_cache.store(key, facts)
+        return facts
 
-    def _probes(self) -> Iterator[PositionProbe]:
-        """What the contract rests on, in the order of cost; linears first, as they can be named."""
-        rows = self._config.reference_rows
-        assert rows is not None
-        model, device = self._model, self._runner.device
-        yield from probe_positions(model, rows, model.dtype, device)
-        yield from self._runner.probe_attention()
-        yield self._probe_model(rows)
+    def _kinds_of(self, linears: list[BucketClasses]) -> tuple[str, ...]:
+        """Every linear of a kind that is unsound in the reference bucket."""
+        kinds = linear_kinds(self._model)
+        return tuple(name for c in linears if not c.position for name in kinds[c.name])
 
-    def _probe_model(self, rows: int) -> PositionProbe:
-        """The patched model end to end: embeddings in, logits out, no row writing to the pool."""
-        model, device = self._model, self._runner.device
-        # Rows attend to the first page, which is zero or somebody's: finite, and left alone.
-        _ = self._runner.cache
-        zeros = torch.zeros(rows, dtype=torch.long, device=device)
-        segments = Segments(
-            page_table=torch.zeros(rows, 1, dtype=torch.int32, device=device),
-            cu_seqlens_q=torch.arange(rows + 1, dtype=torch.int32, device=device),
-            seq_lens=torch.ones(rows, dtype=torch.int32, device=device),
-            page_size=self._runner.cache.page_size,
-            max_seqlen_q=1,
-            max_seqlen_k=1,
-        )
-        batch = Batch(zeros, zeros, zeros - 1, segments, [])
-        keep = torch.arange(rows, device=device)
+    def _serve_by_kernel(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Let the linear kernel serve the plain linears among ``names``; which these are."""
+        if not names:
+            return ()
+        before = {name: self._model.get_submodule(name) for name in names}
+        linear = kernels.load(self._config.backend).linear
+        for parent, name, module in by_kernel(self._model, linear, only=names):
+            self._patched.swap(parent, name, module)
+        self._relist()
+        return tuple(n for n in names if self._model.get_submodule(n) is not before[n])
 
-        def passes(embeddings: Tensor) -> Tensor:
-            return self._runner.forward(batch, keep, inputs_embeds=embeddings)
+    def _take_back(self) -> None:
+        """Undo what ``_serve_by_kernel`` did."""
+        self._runner.tiles.unbind()
+        self._patched.undo(self._swaps)
+        self._relist()
 
-        weight = next(model.get_input_embeddings().parameters())
-        needles = weight[torch.linspace(0, len(weight) - 1, rows, device=device).long()]
-        return position_invariant(passes, needles, rows, name="model", passes=MODEL_PASSES)
+    def _relist(self) -> None:
+        self._fingerprint = None
+        self._runner.ambient.look()
+
+    def _learn(self, facts: Facts) -> None:
+        buckets = self.buckets
+        if facts.unsound:
+            buckets.forget()
+        elif self._config.verify == "always":
+            buckets.learn([facts.reference], facts.seconds)
+        else:
+            buckets.learn(facts.canonical, facts.seconds, facts.tiled)
+
+
+def _unsound(facts: Facts) -> str:
+    """What is in the way, and what may help."""
+    others = [rows for a in facts.alternatives for rows in a.reference_rows][:3]
+    hint = f" ({', '.join(map(str, others))} may do)" if others else ""
+    return (
+        f"{facts.unsound[0].why}; deterministic=True needs passes of reference_rows="
+        f"{facts.reference} in which a row's place does not matter: try another reference_rows"
+        f"{hint}, or another dtype"
+    )

@@ -92,6 +92,8 @@ class Desk:
         """One step; its events and the outputs of what it finished go to where they are awaited."""
         if self._contract.changed():
             self.look()
+        if self._contract.lost and any(r.params.deterministic for r in self.requests.values()):
+            self.new_weights()
         with deferred_interrupt():
             try:
                 events = self._loop.step()

@@ -53,7 +53,8 @@ class Engine:
         drafter = make_drafter(config.drafter, model)
         self.model = model
         self.tokenizer = tokenizer
-        self._patched = patch(model, config.max_model_len)
+        linear = kernels.load(config.backend).linear if config.linear == "always" else None
+        self._patched = patch(model, config.max_model_len, linear)
         try:
             self.config = size_pool(config, self._patched.layers, model.dtype, model.device)
             self._build(drafter)
@@ -104,6 +105,7 @@ class Engine:
             return
         self._desk.cancel(list(self._desk.requests.values()))
         self._runner.release()
+        self._runner.tiles.unbind()
         unpatch(self.model)
         self._closed = True
 
@@ -122,6 +124,12 @@ class Engine:
         """Digest of all that the bits depend on; outputs are comparable where it is equal."""
         self._desk.look()
         return self._contract.fingerprint
+
+    @property
+    def contract(self) -> Contract:
+        """Fingerprint and proof, once engine and weights have been looked at."""
+        self._ready()
+        return self._contract
 
     def weights_changed(self) -> None:
         """Say that weights were written in a way that leaves no trace (through ``.data``)."""

@@ -5,7 +5,7 @@ Host only: knows neither torch nor how anything was measured.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -14,13 +14,16 @@ class BucketFact:
     """One bucket: whether its rows are the reference bucket's, and seconds of a pass.
 
     broken_by: the modules (one for all of their kind) whose rows differ there; "model" where only
-    the model end to end does.
+    the model end to end does. tiled: linears that would, if they did not run in tiles of rows in
+    a canonical pass. canonical_seconds: of such a pass.
     """
 
     rows: int
     canonical: bool
     broken_by: tuple[str, ...]
     seconds: float
+    canonical_seconds: float
+    tiled: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -45,13 +48,15 @@ class Alternative:
 @dataclass(frozen=True)
 class Facts:
     """Everything found for one model on one device. kernel_linears: served by the linear kernel
-    because without it the reference bucket would be unsound."""
+    because without it the reference bucket would be unsound. tiles: name of a kind of linears, and
+    the row counts that they may run in tiles of."""
 
     reference: int
     buckets: tuple[BucketFact, ...]
     unsound: tuple[Unsound, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     kernel_linears: tuple[str, ...] = ()
+    tiles: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def sizes(self) -> list[int]:
@@ -66,6 +71,12 @@ class Facts:
     def seconds(self) -> dict[int, float]:
         """Seconds of a pass by bucket."""
         return {fact.rows: fact.seconds for fact in self.buckets}
+
+    @property
+    def tiled(self) -> dict[int, float]:
+        """Buckets that are canonical by tiles of rows, and seconds of a canonical pass."""
+        found = (fact for fact in self.buckets if fact.canonical and fact.tiled)
+        return {fact.rows: fact.canonical_seconds for fact in found}
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON can hold it."""
@@ -82,6 +93,8 @@ class Facts:
                     canonical=bool(fact["canonical"]),
                     broken_by=tuple(map(str, fact["broken_by"])),
                     seconds=float(fact["seconds"]),
+                    canonical_seconds=float(fact["canonical_seconds"]),
+                    tiled=tuple(map(str, fact["tiled"])),
                 )
                 for fact in found["buckets"]
             ),
@@ -91,4 +104,5 @@ class Facts:
                 for entry in found["alternatives"]
             ),
             kernel_linears=tuple(map(str, found["kernel_linears"])),
+            tiles={str(name): tuple(map(int, n)) for name, n in found["tiles"].items()},
         )

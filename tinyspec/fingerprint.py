@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from tinyspec.config import EngineConfig
 from tinyspec.invariance import linear_shape
+from tinyspec.linears import KernelLinear
 
 # Words summed at a time: few enough to stay in a CPU's cache.
 _CHUNK = 1 << 18
@@ -85,7 +86,9 @@ def structure(model: nn.Module) -> list[tuple[object, ...]]:
     found: list[tuple[object, ...]] = []
     for name, module in model.named_modules():
         hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
-        found.append((name, type(module).__module__, type(module).__qualname__, hooks))
+        own_forward = "forward" in vars(module)
+        kind = type(module)
+        found.append((name, kind.__module__, kind.__qualname__, hooks, own_forward))
         for own, parameter in module._parameters.items():
             if parameter is not None:
                 layout = (parameter.shape, parameter.stride(), parameter.data_ptr() % 64)
@@ -93,9 +96,20 @@ def structure(model: nn.Module) -> list[tuple[object, ...]]:
     return found
 
 
+def settings(model: nn.Module) -> list[tuple[str, str, object]]:
+    """Plain values that modules keep as attributes: another one may be another function."""
+    plain = (bool, int, float, str)
+    return [
+        (name, attribute, value)
+        for name, module in model.named_modules()
+        for attribute, value in vars(module).items()
+        if isinstance(value, plain) and attribute != "training"
+    ]
+
+
 def served_by_kernel(model: nn.Module) -> list[str]:
     """Names of the linears that the linear kernel serves."""
-    return sorted(name for name, m in model.named_modules() if type(m).__name__ == "KernelLinear")
+    return sorted(name for name, m in model.named_modules() if isinstance(m, KernelLinear))
 
 
 def digest_weights(model: nn.Module) -> str:
@@ -108,7 +122,8 @@ def digest_weights(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _device(device: torch.device) -> list[str]:
+def device_parts(device: torch.device) -> list[str]:
+    """Name, instruction set, and number of multiprocessors or threads."""
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
         arch = getattr(found, "gcnArchName", f"sm_{found.major}{found.minor}")
@@ -132,12 +147,12 @@ def _versions(device: torch.device) -> list[str]:
     return found
 
 
-def _settings(model: PreTrainedModel) -> dict[str, Any]:
+def _config(model: PreTrainedModel) -> dict[str, Any]:
     """The model's config without what says only where it came from."""
-    settings = json.loads(model.config.to_json_string())
+    config = json.loads(model.config.to_json_string())
     for name in ("_name_or_path", "transformers_version"):
-        settings.pop(name, None)
-    return settings
+        config.pop(name, None)
+    return config
 
 
 def fingerprint(
@@ -147,8 +162,8 @@ def fingerprint(
     parts = {
         "weights": weights,
         "model": type(model).__name__,
-        "config": _settings(model),
-        "device": _device(device),
+        "config": _config(model),
+        "device": device_parts(device),
         "versions": _versions(device),
         "reference_rows": config.reference_rows,
         "backend": config.backend,

@@ -1,14 +1,25 @@
-"""oneDNN for fp32 linears on a CPU, on the plain shared weight: faster there than torch's default.
+"""Stand-ins for a model's linears, on its own shared weights: by oneDNN, or by the linear kernel.
 
-The operator is private (it is what inductor emits), so it is looked for and compared before use;
-where it is missing or disagrees, linears stay as they are. Its bits are its own: which linears
-it serves is part of the fingerprint.
+oneDNN is for fp32 on a CPU, where it is faster than torch's default. The operator is private (it is
+what inductor emits), so it is looked for and compared before use; where it is missing or disagrees,
+linears stay as they are. The kernel is for a device whose BLAS has no usable canonical bucket: its
+rows do not depend on the number of rows.
+
+Either has bits of its own: which linears it serves is part of the fingerprint. Knows modules, and
+nothing of which bucket is canonical.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+from typing import TypeGuard
+
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+LinearFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class OneDnnLinear(nn.Module):
@@ -49,3 +60,62 @@ def by_onednn(model: nn.Module) -> list[tuple[nn.Module, str, OneDnnLinear]]:
                 if child.weight.dtype == torch.float32 and not hooked:
                     found.append((parent, name, OneDnnLinear(child)))
     return found
+
+
+class KernelLinear(nn.Module):
+    """A linear layer by the ``linear`` kernel; shares the parameters of the module it stands for.
+
+    Sizes go by the names that the module has for them: ``in_features`` and ``out_features``, or
+    ``nx`` and ``nf`` of a ``Conv1D``, whose weight lies as [in, out].
+    """
+
+    def __init__(self, module: nn.Linear | OneDnnLinear | Conv1D, linear: LinearFunction):
+        super().__init__()
+        self.transposed = isinstance(module, Conv1D)
+        if isinstance(module, Conv1D):
+            self.nx, self.nf = module.nx, module.nf
+        else:
+            self.in_features, self.out_features = module.in_features, module.out_features
+        self.weight, self.bias = module.weight, module.bias
+        self._linear = linear
+        self.train(module.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]; every row by itself."""
+        weight = self.weight.T if self.transposed else self.weight
+        out = self._linear(x.reshape(-1, x.shape[-1]), weight, self.bias)
+        return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def by_kernel(
+    model: nn.Module, linear: LinearFunction, only: Collection[str] | None = None
+) -> list[tuple[nn.Module, str, KernelLinear]]:
+    """(parent, name, stand-in) for every linear of ``model`` that the ``linear`` kernel can serve.
+
+    These are ``nn.Linear``, ``OneDnnLinear`` and ``Conv1D`` themselves, never a subclass, without
+    hooks and with a plain weight of a dtype that the kernel takes. only: of these, the modules of
+    these names (as in ``named_modules``); names of others are passed over.
+    """
+    chosen = None
+    if only is not None:
+        chosen = {id(module) for name, module in model.named_modules() if name in only}
+    found: list[tuple[nn.Module, str, KernelLinear]] = []
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if chosen is not None and id(child) not in chosen:
+                continue
+            if is_plain(child) and child.weight.dtype in KERNEL_DTYPES:
+                found.append((parent, name, KernelLinear(child, linear)))
+    return found
+
+
+def is_plain(module: nn.Module) -> TypeGuard[nn.Linear | OneDnnLinear | Conv1D]:
+    """Whether all that a module does is to multiply rows by a weight of its own."""
+    # A subclass may do anything in its forward.
+    if type(module) not in (nn.Linear, OneDnnLinear, Conv1D):
+        return False
+    # A subclass of Tensor is a packed weight, whatever dtype it claims.
+    packed = type(module.weight) not in (nn.Parameter, Tensor)
+    # Hooks and a forward of its own (accelerate's) would be lost with the module.
+    hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    return not packed and not hooked

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tinyspec.batch import Batch
 from tinyspec.config import EngineConfig
-from tinyspec.invariance import same_bits
+from tinyspec.invariance import same_bits, unequal_bits
 from tinyspec.kernels.segments import Segments
 from tinyspec.kv_cache import KVCache
 from tinyspec.runner import Runner
@@ -27,6 +27,9 @@ from tinyspec.runner import Runner
 SEGMENTS = ((1, 7), (5, 0), (1, 64), (1, 30), (17, 120), (1, 127), (5, 21), (1, 128), (96, 3))
 # Log-probabilities compared a row.
 COLUMNS = 16
+# Bounds memory: of logits in one pass, and of what is summed at a time.
+MOST_LOGITS = 1 << 26
+CHUNK = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -84,58 +87,65 @@ class ModelProbe:
         """Compute every row in passes of the reference bucket, behind contexts of random KV."""
         self._fill(cache)
         reference = self._runner.buckets.reference
-        columns = torch.linspace(0, self._runner.vocab_size - 1, COLUMNS).round().long()
-        self._columns = columns.to(self._runner.device)
-        logits: list[Tensor] = []
-        logprobs: list[Tensor] = []
+        every = torch.arange(reference, device=self._runner.device)
+        parts = []
         for first in range(0, self._rows, reference):
-            found, _ = self._forward(first, reference, 0)
-            logits.append(found[: self._rows - first])
-            logprobs.append(self._chosen(found)[: self._rows - first])
-        self._logits, self._logprobs = torch.cat(logits), torch.cat(logprobs)
+            logits, _ = self._forward(first, reference, 0, every, canonical=True)
+            parts.append([part[: self._rows - first] for part in self._seen(logits)])
+        self._tables = [torch.cat(tables) for tables in zip(*parts, strict=True)]
         self._pools = [pool.flatten(0, 1).flatten(1) for pool in (*cache.k, *cache.v)]
         self._written = [pool.index_select(0, self._slots) for pool in self._pools]
+        # A NaN among keys or values reaches other rows of its sequence, and which depends on what
+        # ran before what: such sequences are left out.
+        finite = torch.stack([rows.isfinite().all(dim=1) for rows in self._written]).all(dim=0)
+        self._sound = torch.cat(
+            [finite[p.first : p.end].all().expand(p.end - p.first) for p in self._pieces]
+        )
 
     def warm_up(self, cache: KVCache, sizes: Iterable[int]) -> None:
         """A pass of each size, for what happens in the first one only."""
         self._fill(cache)
         for rows in sizes:
-            self._forward(0, rows, 0)
+            self._forward(0, rows, 0, self._kept(rows), canonical=True)
 
-    def run(self, rows: int, turn: int, compare: bool) -> tuple[float, str | None]:
+    def run(self, rows: int, turn: int, canonical: bool, compare: bool) -> tuple[float, str | None]:
         """Seconds of a pass of ``rows`` rows, and what in it differs from the reference bucket.
 
-        turn: other sequences first, so other neighbours; in every second turn some padding.
+        canonical: linears run in tiles where they have to. turn: other sequences first, so other
+        neighbours; in every second turn some padding.
         """
         first, padding = self._pieces[turn * 4 % len(self._pieces)].first, rows // 4 * (turn % 2)
-        live = rows - padding
-        wrapped = max(0, first + live - self._rows)
-        spans = [slice(first, first + live - wrapped), slice(0, wrapped)]
-        slots = torch.cat([self._slots[span] for span in spans])
+        place = self._place(first, rows - padding)
+        slots = self._slots[place]
         for pool in self._pools:  # what an earlier pass left is not taken for written
             pool.index_fill_(0, slots, 0)
-        logits, seconds = self._forward(first, rows, padding)
-
-        def differs(found: Tensor, table: Tensor) -> bool:
-            parts = found[:live].split([span.stop - span.start for span in spans])
-            pairs = zip(parts, spans, strict=True)
-            return not all(same_bits(part, table[span]) for part, span in pairs)
-
-        wrong = None
-        if compare:
-            if differs(logits, self._logits):
-                wrong = "logits"
-            elif differs(self._chosen(logits), self._logprobs):
-                wrong = "log-probabilities"
-            elif any(
-                differs(pool.index_select(0, slots), written)
-                for pool, written in zip(self._pools, self._written, strict=True)
-            ):
-                wrong = "keys and values"
+        kept = self._kept(rows)
+        logits, seconds = self._forward(first, rows, padding, kept, canonical)
+        wrong = self._compare(logits, kept, place) if compare else None
         for pool, written in zip(self._pools, self._written, strict=True):
-            for span in spans:
-                pool.index_copy_(0, self._slots[span], written[span])
+            pool.index_copy_(0, slots, written[place])
         return seconds, wrong
+
+    def _compare(self, logits: Tensor, kept: Tensor, place: Tensor) -> str | None:
+        """What of a pass over the rows ``place`` differs from the tables."""
+
+        def differs(found: Tensor, table: Tensor, rows: Tensor) -> bool:
+            expected = table[rows]
+            if same_bits(found, expected):
+                return False
+            unlike = unequal_bits(found, expected).any(dim=1)
+            return bool((unlike & self._sound[rows]).any())
+
+        live = kept < len(place)
+        rows = place[kept[live]]
+        names = ("logits", "log-probabilities")
+        for name, found, table in zip(names, self._seen(logits), self._tables, strict=True):
+            if differs(found[live], table, rows):
+                return name
+        for pool, written in zip(self._pools, self._written, strict=True):
+            if differs(pool.index_select(0, self._slots[place]), written, place):
+                return "keys and values"
+        return None
 
     def _fill(self, cache: KVCache) -> None:
         """Finite noise everywhere, other on every page."""
@@ -145,18 +155,31 @@ class ModelProbe:
             noise = torch.randn(pool.shape[1:], generator=generator)
             torch.mul(noise.to(pool), scale.to(pool), out=pool)
 
-    def _forward(self, first: int, rows: int, padding: int) -> tuple[Tensor, float]:
-        """Logits of ``rows`` rows from ``first`` on, the last of them padding, and seconds."""
-        device = self._runner.device
-        live = rows - padding
-        packed = torch.tensor([0, 0, -1], device=device)[:, None].repeat(1, rows)
-        place = torch.arange(first, first + live, device=device) % self._rows
-        packed[:, :live] = self._packed[:, place]
-        batch = Batch(packed[0], packed[1], packed[2], self._segments(first, live), [])
-        keep = torch.arange(rows, device=device)
-        begun = self._now()
-        logits = self._runner.forward(batch, keep)
-        return logits, self._now() - begun
+    def _place(self, first: int, count: int) -> Tensor:
+        """Rows of the probe from ``first`` on, and from the beginning again."""
+        place = torch.arange(first, first + count, device=self._runner.device)
+        return place % self._rows
+
+    def _kept(self, rows: int) -> Tensor:
+        """Rows of a pass that are unembedded: all, or a bucket of those spread over the pass where
+        the vocabulary is so large that the logits of all would be."""
+        fitting = max(MOST_LOGITS // self._runner.vocab_size, 1)
+        count = max(size for size in self._runner.buckets.sizes if size <= min(rows, fitting))
+        return torch.arange(count, device=self._runner.device) * rows // count
+
+    def _forward(
+        self, first: int, rows: int, padding: int, kept: Tensor, canonical: bool
+    ) -> tuple[Tensor, float]:
+        """Logits of ``kept`` of ``rows`` rows from ``first`` on, the last of them padding, and
+        seconds."""
+        place = self._place(first, rows - padding)
+        packed = torch.tensor([0, 0, -1], device=place.device)[:, None].repeat(1, rows)
+        packed[:, : len(place)] = self._packed[:, place]
+        batch = Batch(packed[0], packed[1], packed[2], self._segments(first, len(place)), [])
+        begun = self._clocks()
+        logits = self._runner.forward(batch, kept, canonical)
+        # Whichever is less: a pass is not charged with waiting for another process.
+        return logits, min(end - start for start, end in zip(begun, self._clocks(), strict=True))
 
     def _segments(self, first: int, rows: int) -> Segments:
         """Segments of ``rows`` rows from ``first`` on; the first and the last may be cut."""
@@ -185,11 +208,24 @@ class ModelProbe:
             max_seqlen_k=max(lengths),
         )
 
-    def _now(self) -> float:
+    def _clocks(self) -> tuple[float, float]:
+        """Time of day and, on a CPU, time that this process has had."""
         if self._runner.device.type == "cuda":
             torch.cuda.synchronize(self._runner.device)
-        return time.perf_counter()
+            return time.perf_counter(), time.perf_counter()
+        return time.perf_counter(), time.process_time()
 
-    def _chosen(self, logits: Tensor) -> Tensor:
-        """Log-probabilities of a few tokens a row: all share one sum."""
-        return torch.log_softmax(logits, dim=-1).index_select(1, self._columns)
+    def _seen(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """What is kept of logits [R, V]: a checksum of each row's bits [R, 1], so that the tables
+        stay small, and log-probabilities of a few tokens [R, COLUMNS], which all share one sum."""
+        vocabulary = logits.shape[1]
+        place = torch.arange(vocabulary, device=logits.device)
+        spread = (place * 2 + 1) * -7046029254386353131
+        sums = []
+        for rows in logits.split(max(1, CHUNK // vocabulary)):
+            if rows.sum().isnan():  # any NaN is as good as another
+                rows = rows.masked_fill(rows.isnan(), torch.nan)
+            sums.append((rows.view(torch.int32) * spread).sum(dim=1))
+        columns = torch.linspace(0, vocabulary - 1, COLUMNS, device=logits.device).round().long()
+        chosen = torch.log_softmax(logits, dim=-1).index_select(1, columns)
+        return torch.cat(sums)[:, None], chosen

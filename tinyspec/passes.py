@@ -8,6 +8,7 @@ from tinyspec.request import Sequence
 
 PROMPT, DECODE, DRAFT, VERIFY = "prompt", "decode", "draft", "verify"
 KINDS = (PROMPT, DECODE, DRAFT, VERIFY)
+DIRECT, PADDED, DRAFTED = "direct", "padded", "draft"
 
 
 @dataclass
@@ -55,6 +56,11 @@ class Pass:
     bucket: int
     canonical: bool
     way: str = ""
+
+    @property
+    def must_be_canonical(self) -> bool:
+        """Whether deterministic requests commit what it yields."""
+        return self.way in (DIRECT, PADDED)
 
     @property
     def rows(self) -> int:

@@ -21,7 +21,7 @@ from tinyspec.attention import (
 )
 from tinyspec.errors import UnsupportedModelError
 from tinyspec.kv_cache import LayerShape
-from tinyspec.linears import by_onednn
+from tinyspec.linears import LinearFunction, by_kernel, by_onednn
 
 # Attention classes that PagedAttention stands in for, and model types served by the interface.
 FUSED = (
@@ -59,7 +59,9 @@ class Patched:
 
     def swap(self, parent: nn.Module, name: str, module: nn.Module) -> None:
         """Put ``module`` in the place of ``parent``'s child ``name``."""
-        self.swapped.append((parent, name, parent._modules[name]))  # type: ignore[arg-type]
+        before: nn.Module = parent._modules[name]  # type: ignore[assignment]
+        self.swapped.append((parent, name, before))
+        module.training = before.training
         parent._modules[name] = module
 
     def undo(self, kept: int = 0) -> None:
@@ -140,8 +142,14 @@ def max_positions(model: PreTrainedModel) -> int:
     return int(model.config.max_position_embeddings)
 
 
-def patch(model: PreTrainedModel, max_model_len: int | None = None) -> Patched:
+def patch(
+    model: PreTrainedModel,
+    max_model_len: int | None = None,
+    linear: LinearFunction | None = None,
+) -> Patched:
     """Swap the attention of ``model`` for paged attention; weights are shared, never copied.
+
+    linear: the kernel that is to serve all plain linears.
 
     Raises UnsupportedModelError naming what is in the way, ValueError if it is patched already.
     """
@@ -153,7 +161,7 @@ def patch(model: PreTrainedModel, max_model_len: int | None = None) -> Patched:
     patched = Patched(context, layers, model.config._attn_implementation)
     model.__dict__["_tinyspec"] = patched
     try:
-        _install(model, patched, attentions, max_model_len or max_positions(model))
+        _install(model, patched, attentions, max_model_len or max_positions(model), linear)
     except BaseException:
         unpatch(model)
         raise
@@ -165,6 +173,7 @@ def _install(
     patched: Patched,
     attentions: list[tuple[nn.Module, str, nn.Module]],
     positions: int,
+    linear: LinearFunction | None,
 ) -> None:
     context = patched.context
     for parent, name, module in attentions:
@@ -178,8 +187,11 @@ def _install(
         for name, child in list(parent.named_children()):
             if type(child).__name__.endswith("RotaryEmbedding"):
                 patched.swap(parent, name, RopeTable(child, positions, like))
-    for parent, name, linear in by_onednn(model):
-        patched.swap(parent, name, linear)
+    if linear is not None:
+        for parent, name, served in by_kernel(model, linear):
+            patched.swap(parent, name, served)
+    for parent, name, quicker in by_onednn(model):
+        patched.swap(parent, name, quicker)
     model.set_attn_implementation(IMPLEMENTATION)
     if model.config._attn_implementation != IMPLEMENTATION:
         name = type(model).__name__

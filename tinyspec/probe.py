@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from tinyspec.buckets import Buckets
 from tinyspec.config import EngineConfig
 from tinyspec.engine import Engine
 from tinyspec.errors import DeterminismError, UnsupportedModelError, refuse
 from tinyspec.facts import Facts
+from tinyspec.fingerprint import device_parts
 
 DIRECT, PADDED, DRAFT = "direct", "padded to {}", "draft and verify"
 
@@ -27,7 +28,7 @@ class DoctorReport:
 
     problems: what is in the way, module or setting named. facts: bucket by bucket, None where
     nothing could be probed. plans: bucket -> how deterministic requests decode when the rows of a
-    step need it. fingerprint: of the engine's deterministic outputs. seconds: what finding out took.
+    step need it. fingerprint: of the engine's deterministic outputs. seconds: how long it took.
     """
 
     model: str
@@ -55,10 +56,11 @@ class DoctorReport:
         rows = [("bucket", "canonical", "ms/pass", "rows/s", "deterministic decoding", "broken by")]
         for fact in facts.buckets:
             mark = "*" if fact.rows == facts.reference else ""
-            milliseconds, rate = f"{fact.seconds * 1e3:.2f}", f"{fact.rows / fact.seconds:.0f}"
+            taken = fact.canonical_seconds
+            milliseconds, rate = f"{taken * 1e3:.2f}", f"{fact.rows / taken:.0f}"
             plan = self.plans.get(fact.rows, "-")
-            broken = ", ".join(_short(name) for name in fact.broken_by)
-            canonical = "yes" if fact.canonical else "no"
+            broken = ", ".join(_short(name) for name in (*fact.broken_by, *fact.tiled))
+            canonical = ("in tiles" if fact.tiled else "yes") if fact.canonical else "no"
             rows.append((mark + str(fact.rows), canonical, milliseconds, rate, plan, broken))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         aligned = (str.rjust, str.ljust, str.rjust, str.rjust, str.ljust, str.ljust)
@@ -72,7 +74,9 @@ class DoctorReport:
     def _notes(self, facts: Facts) -> list[str]:
         canonical, total = len(facts.canonical), len(facts.buckets)
         notes = [f"* reference bucket; {canonical} of {total} buckets are canonical"]
-        names = dict.fromkeys(name for fact in facts.buckets for name in fact.broken_by)
+        if facts.tiles:
+            notes.append("in tiles: these linears run in tiles of rows there, so that it is")
+        names = dict.fromkeys(n for fact in facts.buckets for n in (*fact.broken_by, *fact.tiled))
         long = [name for name in names if _short(name) != name]
         if long:
             notes.append(f"broken by, one for all of its kind: {', '.join(long)}")
@@ -124,24 +128,45 @@ def doctor(
 
 
 def _examine(engine: Engine, fresh: bool, begun: float) -> DoctorReport:
-    if engine.has_unfinished():
+    contract, config = engine.contract, engine.config
+    if engine.has_unfinished() and (fresh or contract.facts is None):
         raise refuse("engine", "busy", "an engine without unfinished requests")
-    contract = engine.contract()
     problems: tuple[str, ...] = ()
     try:
         contract.examine(fresh)
         contract.prove()
     except DeterminismError as error:
         problems = (str(error),)
-    facts = contract.facts
     plans: dict[int, str] = {}
-    if facts is not None and not problems:
-        plans = {fact.rows: plan_of(engine, fact.rows) for fact in facts.buckets}
+    if not problems:
+        plans = {rows: _plan(contract.buckets, config, rows) for rows in contract.buckets.sizes}
     return _report(
         engine.model,
         begun,
         problems=problems,
-        facts=facts,
+        facts=contract.facts,
         plans=plans,
         fingerprint=None if problems else contract.fingerprint,
+    )
+
+
+def _plan(buckets: Buckets, config: EngineConfig, rows: int) -> str:
+    """How deterministic requests alone decode where a step has ``rows`` rows."""
+    padded = config.verify in ("padded", "direct")
+    if config.verify == "auto":
+        padded = buckets.padded_is_cheaper(rows, rows, config.draft_window)
+    if not padded or rows > buckets.canonical[-1]:
+        return DRAFT
+    bucket = buckets.fit_canonical(rows)
+    return DIRECT if bucket == rows else PADDED.format(bucket)
+
+
+def _report(model: PreTrainedModel, begun: float, **found: Any) -> DoctorReport:
+    device = ", ".join(device_parts(model.device))
+    return DoctorReport(
+        model=type(model).__name__,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=f"{model.device.type} ({device})",
+        seconds=time.perf_counter() - begun,
+        **found,
     )

@@ -19,6 +19,7 @@ from tinyspec.kernels import Kernels
 from tinyspec.kv_cache import KVCache
 from tinyspec.passes import Pass
 from tinyspec.patch import Patched, vocab_size
+from tinyspec.row_tiles import RowTiles
 
 
 class Runner:
@@ -43,6 +44,7 @@ class Runner:
         self._context = patched.context
         self._context.kernels = kernels
         self._cache: KVCache | None = None
+        self.tiles = RowTiles()
 
     @property
     def cache(self) -> KVCache:
@@ -84,22 +86,23 @@ class Runner:
             for offset in offsets
         ]
         count = len(rows)
-        fit = self.buckets.fit_canonical if work_pass.canonical else self.buckets.fit
+        canonical = work_pass.must_be_canonical
+        fit = self.buckets.fit_canonical if canonical else self.buckets.fit
         bucket = fit(max(count, 1))
         keep = torch.tensor(rows + [0] * (bucket - count)).to(self.device)
-        return self.forward(batch, keep)[:count]
+        return self.forward(batch, keep, canonical)[:count]
 
-    def forward(self, batch: Batch, keep: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
+    def forward(self, batch: Batch, keep: Tensor, canonical: bool) -> Tensor:
         """One forward of the patched model over packed rows; fp32 logits of the rows ``keep``.
 
-        inputs_embeds [rows, hidden] takes the place of the batch's token ids.
+        canonical: linears run in tiles where without them the pass would not be canonical.
         """
+        self.tiles.on = canonical
         context = self._context
         context.segments, context.slot_mapping = batch.segments, batch.slot_mapping
         try:
             logits = self.model(
-                input_ids=batch.input_ids[None] if inputs_embeds is None else None,
-                inputs_embeds=None if inputs_embeds is None else inputs_embeds[None],
+                input_ids=batch.input_ids[None],
                 position_ids=batch.positions[None],
                 use_cache=False,
                 logits_to_keep=keep,
@@ -107,6 +110,7 @@ class Runner:
             ).logits
         finally:
             context.segments = context.slot_mapping = None
+            self.tiles.on = False
         return logits[0].float()
 
     def probe_attention(self) -> list[PositionProbe]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from tinyspec.buckets import Buckets
 from tinyspec.config import EngineConfig
 from tinyspec.pages import PagePool
-from tinyspec.passes import DECODE, DRAFT, PROMPT, VERIFY, Pass, Work
+from tinyspec.passes import DECODE, DIRECT, DRAFT, DRAFTED, PADDED, PROMPT, VERIFY, Pass, Work
 from tinyspec.request import Sequence
 from tinyspec.residents import Residents, age, rank
 
@@ -99,7 +99,7 @@ class Scheduler(Residents):
         self._left_out = canonical and any(id(s) not in served for s in others)
         way = ""
         if any(work.sequence.deterministic for work in works):
-            way = "draft" if not canonical else "direct" if bucket == needed else "padded"
+            way = DRAFTED if not canonical else DIRECT if bucket == needed else PADDED
         return Pass(works, bucket, canonical or self.buckets.is_canonical(bucket), way)
 
     @property

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -46,16 +47,11 @@ def entries(full: bool) -> Iterator[tuple[str, list[Call]]]:
     sizes = ((1, 1), (16, 4096), (3, 50257))
     yield "sample", [sample_call(*size, forced) for size in sizes for forced in (False, True)]
     dtypes = [torch.bfloat16, torch.float16, torch.float32] if full else [torch.bfloat16]
-    for dtype in dtypes:
-        for dim in HEAD_DIMS if full else [80, 128]:
-            for norm in (True, False) if full else (True,):
-                calls = [
-                    kv_write_call(dtype, dim, norm, *s) for s in ((1, 1, 1), (16, 8, 2), (5, 32, 8))
-                ]
-                yield f"kv_write {dtype} {dim} norm={norm}", calls
-    grid = [
-        (dtype, dim, extras) for dtype in dtypes for dim in HEAD_DIMS for extras in (True, False)
-    ]
+    norms = (True, False) if full else (True,)
+    for dtype, dim, norm in product(dtypes, HEAD_DIMS if full else [80, 128], norms):
+        calls = [kv_write_call(dtype, dim, norm, *s) for s in ((1, 1, 1), (16, 8, 2), (5, 32, 8))]
+        yield f"kv_write {dtype} {dim} norm={norm}", calls
+    grid = list(product(dtypes, HEAD_DIMS, (True, False)))
     if not full:
         grid = [(torch.bfloat16, dim, False) for dim in (64, 80, 128)]
         grid += [(torch.bfloat16, 256, True), (torch.float32, 64, False)]
@@ -63,6 +59,15 @@ def entries(full: bool) -> Iterator[tuple[str, list[Call]]]:
         sizes = ((1, 1, 1, 16, 0, 30), (3, 16, 2, 128, 40, 600), (17, 12, 4, 1, 1, 5000))
         calls = [attention_call(dtype, dim, extras, *s) for s in sizes]
         yield f"attention {dtype} {dim} extras={extras}", calls
+    # (K, N) of some layers per binary: all that it knows of them is how far they divide.
+    layers = {"even": ((64, 4096), (11008, 128)), "odd": ((3, 997), (63, 50257))}
+    kinds = list(product(dtypes, layers, ("nk", "kn")))
+    if not full:
+        kinds = [(torch.bfloat16, "even", "nk"), (torch.float32, "even", "kn")]
+        kinds.append((torch.bfloat16, "odd", "kn"))
+    for dtype, kind, stored in kinds:
+        shapes = product(layers[kind], (1, 16, 777), (True, False))
+        yield f"linear {dtype} {kind} {stored}", [linear_call(dtype, stored, *s) for s in shapes]
 
 
 def accept_call(requests: int, width: int, stops: int, page_size: int) -> Call:
@@ -122,6 +127,19 @@ def attention_call(
     if extras:
         options |= {"softcap": 5.0, "sinks": torch.zeros(q_heads, dtype=dtype)}
     return lambda: paged_attention(q, cache, cache.clone(), segments, scale=1.0, **options)
+
+
+def linear_call(dtype: torch.dtype, stored: str, layer: tuple, rows: int, bias: bool) -> Call:
+    from tinyspec.kernels.linear import linear
+
+    width, outputs = layer
+    # Rows cut out of wider ones, a bias at any address.
+    x = torch.zeros(rows, 3 * width, dtype=dtype)[:, :width]
+    weight = torch.zeros(outputs, width, dtype=dtype)
+    if stored == "kn":
+        weight = weight.T.contiguous().T
+    shift = torch.zeros(outputs + 1, dtype=dtype)[1:] if bias else None
+    return lambda: linear(x, weight, shift)
 
 
 def compile_all(targets: list[str], full: bool) -> None:
@@ -217,13 +235,8 @@ def compiled(full: bool) -> list[dict]:
 @pytest.fixture(scope="module", params=["essential", pytest.param("full", marks=pytest.mark.slow)])
 def records(request: pytest.FixtureRequest) -> list[dict]:
     found = compiled(full=request.param == "full")
-    kernels = {
-        "accept_kernel",
-        "sample_kernel",
-        "kv_write_kernel",
-        "attention_kernel",
-        "merge_kernel",
-    }
+    names = ("accept", "sample", "kv_write", "attention", "merge", "linear")
+    kernels = {f"{name}_kernel" for name in names}
     for target in TARGETS:
         assert {r["kernel"] for r in found if r["target"] == target} == kernels
     return found
@@ -252,15 +265,17 @@ def test_no_atomics(records: list[dict]) -> None:
 
 
 def test_arithmetic_is_pinned(records: list[dict]) -> None:
-    """No fused multiply-add, no tf32, and 64 query rows of 16-bit numbers are wgmma on sm_90."""
+    """No fused multiply-add, no tf32, and 64 rows of 16-bit numbers are wgmma on sm_90."""
     assert not offenders(records, lambda r: r["fusion"] or r["tf32"])
     dots = {
         r["entry"]: r["dots"]
         for r in records
-        if r["target"] == "sm_90" and r["kernel"] == "attention_kernel"
+        if r["target"] == "sm_90" and r["kernel"] in ("attention_kernel", "linear_kernel")
     }
     assert dots["attention torch.bfloat16 128 extras=False"] == ["wgmma.mma_async"]
     assert dots["attention torch.float32 64 extras=False"] == []
+    assert dots["linear torch.bfloat16 even nk"] == ["wgmma.mma_async"]
+    assert dots["linear torch.float32 even kn"] == []
 
 
 @pytest.mark.gpu

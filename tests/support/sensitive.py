@@ -1,6 +1,7 @@
-"""Linears that break the facts determinism rests on, on purpose and on any hardware.
+"""Linears that break the facts determinism rests on, on purpose and on any hardware; and one that
+keeps them all.
 
-Both share the weight of the linear that they replace. Their partial sums are taken in fp64 and
+All share the weight of the linear that they replace. Their partial sums are taken in fp64 and
 rounded once, so nothing but the rule written here decides the bits: no BLAS, no thread count.
 """
 
@@ -56,6 +57,15 @@ class PositionSensitiveLinear(_SplitLinear):
         rows = x.shape[:-1].numel()
         third = (torch.arange(rows, device=x.device) % 3 == 1).reshape(*x.shape[:-1], 1)
         return torch.where(third, self._split_at(x, self._cut(1)), self._split_at(x, self._cut(2)))
+
+
+class RowByRowLinear(_SplitLinear):
+    """Computes every row by itself: one class of bits, whatever the row count."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, 1, self.in_features)
+        out = torch.cat([self._split_at(row, self.in_features // 2) for row in rows])
+        return out.view(*x.shape[:-1], self.out_features)
 
 
 def replace_linears(model: nn.Module, cls: type[_SplitLinear]) -> nn.Module:

@@ -21,6 +21,7 @@ class Kernels:
     paged_attention: Callable[..., Any]
     accept_truncate: Callable[..., Any]
     sample: Callable[..., Any]
+    linear: Callable[..., Any]
 
 
 def refusal(backend: str, device_type: str) -> str | None:
@@ -51,4 +52,5 @@ def load(backend: str) -> Kernels:
         paged_attention=kernel("paged_attention", "paged_attention"),
         accept_truncate=kernel("accept", "accept_truncate"),
         sample=kernel("sample", "sample"),
+        linear=kernel("linear", "linear"),
     )

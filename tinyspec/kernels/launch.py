@@ -67,6 +67,16 @@ class AcceptLaunch(NamedTuple):
     num_warps: int
 
 
+class LinearLaunch(NamedTuple):
+    """block_m rows by block_n outputs per program, block_k of the sum per loop turn."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
 # (bytes per element, head size); other head sizes use the entry of the next power of two. 64 query
 # rows of 16-bit numbers are one wgmma on sm_90; two accumulators of 256 columns would spill, so
 # there 32. fp32 goes through scalar multiply-adds ("ieee"), where a tall tile would only spill.
@@ -83,6 +93,12 @@ _ATTENTION = {
     (4, 64): AttentionLaunch(16, 32, 512, 8, 1, 255),
     (4, 128): AttentionLaunch(16, 32, 512, 8, 1, 255),
     (4, 256): AttentionLaunch(16, 16, 512, 8, 1, 255),
+}
+
+# By bytes per element. 64 rows of 16-bit numbers are one wgmma on sm_90; fp32 is scalar again.
+_LINEAR = {
+    2: LinearLaunch(64, 64, 64, 8, 4),
+    4: LinearLaunch(32, 64, 32, 8, 3),
 }
 
 # Below this many programs a grid leaves SMs idle, and long contexts are spread over their splits.
@@ -140,3 +156,8 @@ def sample() -> SampleLaunch:
 def accept() -> AcceptLaunch:
     """Entry of accept/truncate."""
     return AcceptLaunch(block_w=32, num_warps=1)
+
+
+def linear(dtype: torch.dtype) -> LinearLaunch:
+    """Entry of linear."""
+    return _LINEAR[dtype.itemsize]

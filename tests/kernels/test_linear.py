@@ -1,0 +1,237 @@
+"""Linear against fp64, and a row against itself alone: the kernel and its twin, one set of tests.
+
+The twin runs on the CPU, the kernel on the tests' device. Sums cancel where bits are compared, so
+that another order of additions shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.kernels.cases import (
+    DEVICE,
+    DTYPES,
+    assert_as_good_as_torch,
+    normal,
+    poisoned,  # noqa: F401 - a fixture
+)
+from tinyspec.invariance import cancelling_inputs, position_invariant
+from tinyspec.kernels import launch
+from tinyspec.kernels.linear import linear
+from tinyspec.kernels.twins import linear as twins
+
+NAN, INF = float("nan"), float("inf")
+ROWS = 70
+Linear = Callable[..., Tensor]
+
+NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+BOTH = [pytest.param(linear, *p.values, id=f"triton-{p.id}", marks=p.marks) for p in DTYPES]
+BOTH += [pytest.param(twins.linear, d, id=f"twin-{name}") for d, name in NAMES.items()]
+both = pytest.mark.parametrize("fn, dtype", BOTH)
+stored = pytest.mark.parametrize("stored", ["nk", "kn"])
+
+
+def layer(
+    fn: Linear, width: int, outputs: int, dtype: torch.dtype, stored: str = "nk"
+) -> tuple[Tensor, Tensor]:
+    """Weight [N, K] and bias [N]; "kn": the weight lies as ``Conv1D`` has it."""
+    device = "cpu" if fn is twins.linear else DEVICE
+    weight = (normal(outputs, width, seed=width) * width**-0.5).to(device, dtype)
+    if stored == "kn":
+        weight = weight.T.contiguous().T
+    return weight, normal(outputs, seed=outputs, dtype=dtype).to(device)
+
+
+SHAPES = {
+    "smallest": (1, 1, 1),
+    "odd": (5, 63, 37),
+    "one-row": (1, 1000, 100),
+    "one-output": (19, 100, 1),
+    "full-tiles": (64, 128, 128),
+    "tails-everywhere": (67, 100, 130),
+    "long-and-odd": (17, 997, 65),
+}
+
+
+@both
+@stored
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_matches_reference(
+    shape: tuple[int, int, int], stored: str, fn: Linear, dtype: torch.dtype
+) -> None:
+    rows, width, outputs = shape
+    weight, bias = layer(fn, width, outputs, dtype, stored)
+    # Torch's error is taken at sixteen rows: for one it has a dot product of another accuracy.
+    pool = normal(max(rows, 16), width, seed=rows, dtype=dtype).to(weight.device)
+    x = pool[:rows]
+    for shift in (None, bias):
+        out = fn(x, weight, shift)
+        assert out.shape == (rows, outputs) and out.dtype == dtype
+        wide = None if shift is None else shift.double()
+        exact = F.linear(x.double(), weight.double(), wide)
+        assert_as_good_as_torch(out, F.linear(pool, weight, shift)[:rows], exact)
+
+
+@both
+def test_matches_reference_without_rows(fn: Linear, dtype: torch.dtype) -> None:
+    weight, bias = layer(fn, 20, 30, dtype)
+    assert fn(weight[:0], weight, bias).shape == (0, 30)
+
+
+@both
+@stored
+@pytest.mark.parametrize("largest", [2, 30])
+def test_exact(largest: int, stored: str, fn: Linear, dtype: torch.dtype) -> None:
+    """Small integers: every sum is exact in fp32, so the one rounding at the end is all there is.
+
+    The larger ones exceed what the 16-bit formats hold: the bias, too, joins before the rounding.
+    """
+    generator = torch.Generator().manual_seed(largest)
+    parts = [
+        torch.randint(-largest, largest + 1, s, generator=generator)
+        for s in ((37, 299), (70, 299), (70,))
+    ]
+    weight, _ = layer(fn, 299, 70, dtype, stored)
+    x, whole, bias = (part.to(weight.device, dtype) for part in parts)
+    weight.copy_(whole)
+    exact = F.linear(x.double(), weight.double())
+    assert exact.abs().max() < 2**24
+    assert torch.equal(fn(x, weight), exact.to(dtype))
+    assert torch.equal(fn(x, weight, bias), (exact + bias.double()).to(dtype))
+
+
+@both
+def test_exact_moves(fn: Linear, dtype: torch.dtype) -> None:
+    """The identity gives back every row, bit for bit, in whatever order it lists them."""
+    order = torch.randperm(130, generator=torch.Generator().manual_seed(0))
+    weight = torch.eye(130, dtype=dtype)[order].to(layer(fn, 1, 1, dtype)[0].device)
+    x = normal(33, 130, dtype=dtype).to(weight.device)
+    assert torch.equal(fn(x, weight), x[:, order.to(x.device)])
+
+
+def assert_row_invariant(run: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """Every row of x [ROWS, K] alone, in every row count, at every index, beside every other."""
+    alone = torch.cat([run(x[r : r + 1]) for r in range(ROWS)])
+    for rows in range(1, ROWS + 1):
+        assert torch.equal(run(x[:rows]), alone[:rows]), rows
+        assert torch.equal(run(x.roll(rows, 0)), alone.roll(rows, 0)), rows
+    for fill in (0.0, 6e4, INF, NAN):
+        for kept in (slice(0, None, 2), slice(1, None, 2)):
+            crowd = torch.full_like(x, fill)
+            crowd[kept] = x[kept]
+            assert torch.equal(run(crowd)[kept], alone[kept]), fill
+
+
+# The first for the interpreter; oneDNN and MKL have paths of their own for many others.
+WIDTHS = [(100, 48), (64, 64), (63, 997), (997, 100), (512, 192), (1000, 1), (2048, 64)]
+INVARIANT = [
+    pytest.param(*case.values, *widths, id=f"{case.id}-{widths[0]}x{widths[1]}", marks=case.marks)
+    for case in BOTH
+    for widths in (WIDTHS if case.values[0] is twins.linear else WIDTHS[:1])
+]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@stored
+@pytest.mark.parametrize("fn, dtype, width, outputs", INVARIANT)
+def test_row_invariant(
+    width: int, outputs: int, stored: str, fn: Linear, dtype: torch.dtype
+) -> None:
+    weight, bias = layer(fn, width, outputs, dtype, stored)
+    x = cancelling_inputs(ROWS, width, dtype, weight=weight).to(weight.device)
+    # Whether there is a bias has nothing to do with the layout: one of each.
+    shift = bias if stored == "kn" else None
+    assert_row_invariant(lambda rows: fn(rows, weight, shift), x)
+    for rows in (2, 16, 33):
+        assert position_invariant(lambda rows: fn(rows, weight, shift), x, rows, passes=8)
+
+
+@pytest.mark.parametrize("dtype", NAMES, ids=NAMES.values())
+def test_row_invariant_with_two_threads(two_threads: None, dtype: torch.dtype) -> None:
+    """The twin, with the work of a call cut in two."""
+    for width, outputs in ((256, 64), (512, 1408)):
+        weight, bias = layer(twins.linear, width, outputs, dtype)
+        x = cancelling_inputs(ROWS, width, dtype, weight=weight)
+        assert_row_invariant(lambda rows, w=weight, b=bias: twins.linear(rows, w, b), x)
+
+
+@both
+def test_row_invariant_can_fail(fn: Linear, dtype: torch.dtype) -> None:
+    """Control: sums whose split over K depends on the number of rows, or on the row index."""
+    weight, _ = layer(fn, 100, 48, dtype)
+    x = cancelling_inputs(ROWS, 100, dtype, weight=weight).to(weight.device)
+
+    def split(rows: Tensor, cut: int) -> Tensor:
+        return fn(rows[:, :cut], weight[:, :cut]) + fn(rows[:, cut:], weight[:, cut:])
+
+    with pytest.raises(AssertionError):
+        assert_row_invariant(lambda rows: split(rows, 20 + len(rows) % 50), x)
+    assert not position_invariant(
+        lambda rows: torch.cat([split(rows[:1], 20), split(rows[1:], 60)]), x, 4
+    )
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="about torch's own linear on a CPU")
+def test_row_invariant_can_fail_by_torch() -> None:
+    """Control: what the twin is there for. fp32 of one row is another sum than of sixteen."""
+    weight, _ = layer(twins.linear, 997, 100, torch.float32)
+    x = cancelling_inputs(ROWS, 997, torch.float32, weight=weight)
+    with pytest.raises(AssertionError):
+        assert_row_invariant(partial(F.linear, weight=weight), x)
+
+
+def test_row_invariant_can_fail_by_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: another step along K is another order of additions, and shows."""
+    weight, bias = layer(linear, 200, 48, torch.float32)
+    x = cancelling_inputs(8, 200, torch.float32, weight=weight).to(DEVICE)
+    before, table = linear(x, weight, bias), launch.linear
+    monkeypatch.setattr(launch, "linear", lambda dtype: table(dtype)._replace(block_k=16))
+    assert not torch.equal(linear(x, weight, bias), before)
+
+
+@both
+@stored
+@pytest.mark.usefixtures("poisoned")
+def test_padding_untouched(stored: str, fn: Linear, dtype: torch.dtype) -> None:
+    """Rows, features and outputs that lie around what is asked for do not enter; all is written."""
+    weight, bias = layer(fn, 77, 50, dtype, stored)
+    x = normal(21, 77, dtype=dtype).to(weight.device)
+    expected = fn(x, weight, bias)
+    assert expected.isfinite().all()
+
+    def amid(inner: Tensor, *pad: int) -> Tensor:
+        return F.pad(inner, pad, value=NAN).contiguous()
+
+    wide_x = amid(x, 3, 16, 1, 2)[1:-2, 3:-16]
+    wide_bias = amid(bias, 1, 1)[1:-1]
+    if stored == "nk":
+        wide_weight = amid(weight, 5, 8, 1, 1)[1:-1, 5:-8]
+    else:
+        wide_weight = amid(weight.T, 5, 8, 1, 1)[1:-1, 5:-8].T
+    # BLAS may take another path for another stride of the weight: the twin is held to values.
+    out = fn(wide_x, weight, wide_bias)
+    assert torch.equal(out, expected)
+    out = fn(wide_x, wide_weight, wide_bias)
+    assert torch.equal(out, expected) if fn is linear else torch.allclose(out, expected, atol=1e-2)
+    assert wide_x._base is not None and wide_x._base[0].isnan().all()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pytest.param(lambda x, w, b: (x.double(), w, b), id="dtypes"),
+        pytest.param(lambda x, w, b: (x, w[:, :-1], b), id="widths"),
+        pytest.param(lambda x, w, b: (x, w, b[:-1]), id="bias"),
+        pytest.param(lambda x, w, b: (x.double(), w.double(), b.double()), id="fp64"),
+    ],
+)
+def test_refuses(wrong: Callable[..., tuple]) -> None:
+    weight, bias = layer(linear, 16, 8, torch.float32)
+    with pytest.raises(AssertionError):
+        linear(*wrong(weight[:3], weight, bias))

@@ -1,0 +1,59 @@
+"""What must hold of an engine's pages after every step, whoever uses it and however."""
+
+from __future__ import annotations
+
+from collections import Counter
+from hashlib import blake2b
+
+import torch
+
+from tinyspec import Engine
+from tinyspec.prefix_cache import PrefixCache
+
+
+def check_residents(engine: Engine) -> None:
+    """Owners, free list, idle pages and index agree; nobody may write where somebody reads."""
+    scheduler, pool = engine._scheduler, engine._pool
+    owners: Counter[int] = Counter()
+    for sequence in scheduler.running:
+        assert len(set(sequence.pages)) == len(sequence.pages)
+        owners.update(sequence.pages)
+    assert all(not sequence.pages for sequence in scheduler.waiting)
+    assert [pool.owners(page) for page in range(pool.num_pages)] == [
+        owners[page] for page in range(pool.num_pages)
+    ]
+    places = [*pool._free, *pool._idle, *owners]
+    assert sorted(places) == list(range(pool.num_pages)), "a page is in two places or in none"
+    if scheduler.prefix is not None:
+        check_index(scheduler.prefix)
+    for sequence in scheduler.running:
+        first = max(sequence.computed, sequence.frozen) // pool.page_size
+        for page in sequence.pages[first:]:
+            assert pool.owners(page) == 1, "a page with two owners may be written to"
+            assert page not in pool._kept, "an indexed page may be written to"
+        assert len(sequence.pages) <= pool.pages_for(len(sequence.tokens) + len(sequence.drafts))
+
+
+def check_index(prefix: PrefixCache) -> None:
+    """Every indexed page has one key, and the pool keeps those pages and no other."""
+    assert {page: key for key, page in prefix._pages.items()} == prefix._keys
+    assert len(prefix._pages) == len(prefix._keys)
+    assert set(prefix._keys) == prefix._pool._kept
+    assert set(prefix._pool._idle) <= prefix._pool._kept
+
+
+def page_kv(engine: Engine, page: int) -> bytes:
+    """Digest of all bits of one page, k and v of every layer."""
+    digest = blake2b(digest_size=16)
+    cache = engine._runner.cache
+    for pool in (*cache.k, *cache.v):
+        digest.update(pool[page].contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.digest()
+
+
+def indexed_kv(engine: Engine) -> dict[tuple, bytes]:
+    """Digest of every page that the prefix cache knows, by key and page."""
+    prefix = engine._scheduler.prefix
+    if prefix is None or engine._runner._cache is None:
+        return {}
+    return {(key, page): page_kv(engine, page) for key, page in prefix._pages.items()}

@@ -1,0 +1,315 @@
+"""One engine under random use, against solo runs by another: nothing shows, nothing is lost.
+
+Control: the same machine with plain requests finds bits that differ.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from tests.support.cases import engine_of, model_of, text, whole
+from tests.support.mixes import Liar, bits
+from tests.support.pages import check_residents, indexed_kv
+from tinyspec import Engine, SamplingParams, audit
+
+# The longest request needs 63 tokens.
+PAGES = {8: 10, 16: 5}
+DIFFERS = "not the bits of the request alone"
+CAUSES = ("the pass raised RuntimeError: armed", "the weights changed while it was running")
+EVENTS = ("rollbacks", "preemptions", "cached_prompt_tokens")
+STYLES = (
+    {},
+    {"stop_token_ids": tuple(range(0, 128, 9))},
+    {"temperature": 0.9, "seed": 3},
+    {"temperature": 1.1, "seed": 8, "top_k": 12, "num_return_sequences": 2},
+    {"num_return_sequences": 3},
+    {"repetition_penalty": 1.2, "prompt_logprobs": True},
+)
+
+
+@cache
+def oracle() -> Engine:
+    """Runs requests alone, in another model of the same weights; nothing cached."""
+    return engine_of(model_of("shape-sensitive"), prefix_cache=False)
+
+
+@cache
+def truth(prompt: tuple[int, ...], params: SamplingParams):
+    """What the request is alone."""
+    return oracle().generate([list(prompt)], params)[0]
+
+
+@st.composite
+def requests(draw, deterministic: bool | None = None):
+    """Prompts of two families, so that they share prefixes; a small set, so that they recur."""
+    length = draw(st.sampled_from((1, 7, 8, 9, 16, 17, 32, 41)))
+    prompt = text(41, seed=draw(st.integers(0, 1)))[:length] + draw(
+        st.sampled_from(([], [5], [77, 78]))
+    )
+    params = SamplingParams(
+        max_new_tokens=draw(st.sampled_from((1, 3, 9, 20))),
+        deterministic=draw(st.sampled_from((True, True, False)))
+        if deterministic is None
+        else deterministic,
+        logprobs=True,
+        **draw(st.sampled_from(STYLES)),
+    )
+    return prompt, params
+
+
+class FailsOnce(torch.nn.Module):
+    """Wraps an MLP; raises at the next call once it is armed."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.armed = inner, False
+
+    def forward(self, x):
+        if self.armed:
+            self.armed = False
+            raise RuntimeError("armed")
+        return self.inner(x)
+
+
+class OneEngine(RuleBasedStateMachine):
+    """Requests through every door, aborts, failures and releases, in any order."""
+
+    compares_plain = False
+    reached: ClassVar[Counter[str]] = Counter()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine: Engine | None = None
+        self.open: dict[str, tuple] = {}
+        self.streams: list[tuple] = []
+        self.finished: list = []
+        self.given_up: set[str] = set()
+
+    @initialize(
+        page_size=st.sampled_from((8, 16)),
+        prefix_cache=st.sampled_from((True, True, False)),
+        max_rows=st.sampled_from((16, 24, 64)),
+        max_sequences=st.sampled_from((1, 4, 8, 8)),
+        draft_window=st.sampled_from((1, 4, 16)),
+        verify=st.sampled_from(("auto", "auto", "padded", "always")),
+        drafter=st.sampled_from((None, None, "ngram", "liar")),
+    )
+    def begin(self, page_size, drafter, **config):
+        model = model_of("shape-sensitive")
+        self.faulty = FailsOnce(model.model.layers[1].mlp)
+        model.model.layers[1].mlp = self.faulty
+        config["drafter"] = Liar(1) if drafter == "liar" else drafter
+        self.engine = engine_of(model, page_size=page_size, num_pages=PAGES[page_size], **config)
+        self.engine.generate([[1]], SamplingParams(max_new_tokens=1, deterministic=True))
+        self.kv: dict = {}
+
+    def expect(self, request, output):
+        """A finished request's output against the oracle's."""
+        prompt, params = request
+        assert output.prompt_token_ids == prompt and output.params.max_new_tokens
+        for n, completion in enumerate(output.completions):
+            aborted = completion.finish_reason == "abort"
+            if aborted and output.request_id not in self.given_up:
+                assert completion.error in CAUSES
+            self.expect_tokens(request, n, completion.token_ids, completion.logprobs, not aborted)
+        assert len(output.completions) == params.num_return_sequences
+        if not (params.deterministic or self.compares_plain):
+            return
+        expected = truth(tuple(prompt), params)
+        if not any(c.finish_reason == "abort" for c in output.completions):
+            assert bits(output) == bits(expected), DIFFERS
+            assert output.prompt_logprobs == expected.prompt_logprobs, DIFFERS
+            if params.deterministic:
+                self.finished.append(output)
+
+    def expect_tokens(self, request, index, tokens, logprobs, whole):
+        prompt, params = request
+        assert len(tokens) == len(logprobs) <= params.max_new_tokens
+        if params.deterministic or self.compares_plain:
+            expected = truth(tuple(prompt), params).completions[index]
+            end = None if whole else len(tokens)
+            assert tokens == expected.token_ids[:end], DIFFERS
+            assert logprobs == expected.logprobs[:end], DIFFERS
+
+    def settle(self, outputs):
+        for output in outputs:
+            self.expect(self.open.pop(output.request_id), output)
+
+    @rule(request=requests())
+    def add(self, request):
+        self.open[self.engine.add_request(*request)] = request
+
+    @rule(asked=st.lists(requests(), min_size=2, max_size=5))
+    def add_several(self, asked):
+        for request in asked:
+            self.add(request)
+
+    @rule(count=st.sampled_from((1, 1, 3, 10)))
+    def step(self, count):
+        for _ in range(count):
+            self.settle(self.engine.step())
+
+    @rule(asked=st.lists(requests(), min_size=1, max_size=3))
+    def generate(self, asked):
+        outputs = self.engine.generate([p for p, _ in asked], [s for _, s in asked])
+        for request, output in zip(asked, outputs, strict=True):
+            self.expect(request, output)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def abort(self, data):
+        request_id = data.draw(st.sampled_from(sorted(self.open)))
+        # It may have finished in a call of generate, whose steps nobody has asked for.
+        if request_id in self.engine._desk.requests:
+            output = self.engine.abort(request_id)
+            self.given_up.add(request_id)
+            assert "abort" in {c.finish_reason for c in output.completions}
+            self.settle([output])
+        else:
+            with pytest.raises(ValueError, match="request_id"):
+                self.engine.abort(request_id)
+
+    @rule(asked=st.lists(requests(), min_size=1, max_size=3))
+    def open_stream(self, asked):
+        stream = self.engine.stream([p for p, _ in asked], [s for _, s in asked])
+        ids = [request.request_id for request in stream._requests]
+        read = {
+            (request_id, n): ([], [])
+            for request_id, (_, params) in zip(ids, asked, strict=True)
+            for n in range(params.num_return_sequences)
+        }
+        self.streams.append((stream, dict(zip(ids, asked, strict=True)), read))
+
+    @precondition(lambda self: self.streams)
+    @rule(data=st.data(), count=st.sampled_from((1, 2, 7, 100)))
+    def read_stream(self, data, count):
+        place = data.draw(st.integers(0, len(self.streams) - 1))
+        stream, asked, read = self.streams[place]
+        for _ in range(count):
+            event = next(stream, None)
+            if event is None:
+                del self.streams[place]
+                return
+            tokens, logprobs = read[event.request_id, event.index]
+            tokens += event.token_ids
+            logprobs += event.logprobs
+            done = event.finish_reason not in (None, "abort")
+            self.expect_tokens(asked[event.request_id], event.index, tokens, logprobs, done)
+
+    @precondition(lambda self: self.streams)
+    @rule(data=st.data())
+    def close_stream(self, data):
+        self.streams.pop(data.draw(st.integers(0, len(self.streams) - 1)))[0].close()
+
+    @rule(asked=st.lists(requests(deterministic=True), min_size=1, max_size=3))
+    def score(self, asked):
+        self.faulty.armed = False  # score says so when a pass fails
+        expected = [truth(tuple(prompt), params).completions[0] for prompt, params in asked]
+        scores = self.engine.score(
+            [p for p, _ in asked], [c.token_ids for c in expected], [s for _, s in asked]
+        )
+        assert scores == [c.logprobs for c in expected], DIFFERS
+
+    @precondition(lambda self: self.finished)
+    @rule(data=st.data())
+    def audit(self, data):
+        self.faulty.armed = False
+        outputs = data.draw(st.lists(st.sampled_from(range(len(self.finished))), max_size=4))
+        report = audit(self.engine, [self.finished[n] for n in outputs])
+        assert report, str(report)
+
+    @rule()
+    def fail_next_pass(self):
+        self.faulty.armed = True
+
+    @rule()
+    def say_weights_changed(self):
+        self.faulty.armed = False
+        self.engine.weights_changed()
+
+    @rule()
+    def release(self):
+        if self.engine._desk.requests:
+            with pytest.raises(ValueError, match="release"):
+                self.engine.release()
+        else:
+            self.engine.release()
+            assert len(self.engine._scheduler.prefix or ()) == 0
+            self.kv = {}
+
+    @invariant()
+    def pages_are_accounted_for(self):
+        if self.engine is not None:
+            check_residents(self.engine)
+            now = indexed_kv(self.engine)
+            for page in now.keys() & self.kv.keys():
+                assert now[page] == self.kv[page], "an indexed page was written to"
+            self.kv = now
+
+    def teardown(self):
+        if self.engine is None:
+            return
+        for stream, *_ in self.streams:
+            stream.close()
+        for _ in range(3000):
+            if not self.engine.has_unfinished():
+                break
+            self.settle(self.engine.step())
+        assert not self.engine.has_unfinished() and not self.open
+        assert whole(self.engine)
+        stats = self.engine.stats()
+        for event in EVENTS:
+            self.reached[event] += getattr(stats, event)
+        self.engine.close()
+
+
+class OneEngineComparingPlain(OneEngine):
+    """Holds plain requests to what they are alone."""
+
+    compares_plain = True
+
+
+QUICK = settings(
+    max_examples=20,
+    stateful_step_count=30,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    print_blob=False,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def test_random_use():
+    OneEngine.reached.clear()
+    run_state_machine_as_test(OneEngine, settings=QUICK)
+    # Control: the runs did get to where something could go wrong.
+    assert all(OneEngine.reached[event] >= 10 for event in EVENTS), OneEngine.reached
+
+
+@pytest.mark.slow
+def test_much_random_use():
+    run_state_machine_as_test(
+        OneEngine, settings=settings(QUICK, max_examples=600, stateful_step_count=60)
+    )
+
+
+def test_control_plain_requests_differ_from_the_oracle():
+    quick = settings(QUICK, phases=(Phase.generate,), report_multiple_bugs=False)
+    with pytest.raises(AssertionError, match=DIFFERS):
+        run_state_machine_as_test(OneEngineComparingPlain, settings=quick)

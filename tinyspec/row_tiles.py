@@ -1,0 +1,67 @@
+"""Linears in tiles of rows: where a row count has other bits, several that have the right ones.
+
+A linear that breaks a bucket in which the rest of the model agrees need not cost the bucket: in a
+canonical pass its rows run tile by tile, each of a row count proven to agree with the reference
+bucket. Other passes run it whole. Knows modules, and nothing of why or when a pass is canonical.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class RowTiles:
+    """The linears of one model that run in tiles while ``on``."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self._bound: list[nn.Module] = []
+
+    def bind(self, modules: Iterable[nn.Module], counts: Collection[int]) -> None:
+        """Run ``modules`` in tiles of the row counts ``counts``, which are all alike."""
+        for module in modules:
+            # On the instance: modules, parameters and their names stay what they are.
+            module.__dict__["forward"] = self._tiled(module.forward, sorted(counts))
+            self._bound.append(module)
+
+    def unbind(self) -> None:
+        """Give all modules their own forward back."""
+        for module in self._bound:
+            module.__dict__.pop("forward", None)
+        self._bound = []
+
+    def _tiled(
+        self, forward: Callable[[Tensor], Tensor], counts: list[int]
+    ) -> Callable[[Tensor], Tensor]:
+        plans: dict[int, list[int]] = {}
+
+        def run(x: Tensor) -> Tensor:
+            """x [..., R, in] -> [..., R, out]."""
+            rows = x.shape[-2]
+            if not self.on or rows in counts:
+                return forward(x)
+            tiles = plans.get(rows)
+            if tiles is None:
+                tiles = plans[rows] = split_rows(rows, counts)
+            spare = sum(tiles) - rows
+            if spare:
+                x = functional.pad(x, (0, 0, 0, spare))
+            parts = [forward(part) for part in x.split(tiles, dim=-2)]
+            out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
+            return out.narrow(-2, 0, rows) if spare else out
+
+        return run
+
+
+def split_rows(rows: int, counts: list[int]) -> list[int]:
+    """``rows`` as a sum of the largest of ``counts`` (ascending); the last may hold spare rows."""
+    tiles: list[int] = []
+    while rows > 0:
+        fitting = [count for count in counts if count <= rows]
+        tiles.append(fitting[-1] if fitting else counts[0])
+        rows -= tiles[-1]
+    return tiles
