@@ -18,6 +18,7 @@ from tests.support.cases import (
     model_of,
     one_by_one,
     run,
+    steady,
     text,
     whole,
 )
@@ -28,7 +29,7 @@ from tinyspec import DeterminismError
 
 def mixed():
     """Needles of every style and prompts that share prefixes."""
-    shared = [(text(n, seed=8) + [n % 5], greedy(9)) for n in (31, 64, 90)]
+    shared = [([*text(n, seed=8), n % 5], greedy(9)) for n in (31, 64, 90)]
     return [*needles(), *shared]
 
 
@@ -58,23 +59,21 @@ def test_cache_cold_and_warm(subject, cache, page_size):
     with engine_of(model, prefix_cache=cache, page_size=page_size) as engine:
         cold = run(engine, mixed())
         warm = run(engine, mixed())
-        warm_alone = [engine.generate([p], s)[0] for p, s in mixed()]
         assert whole(engine)
-    assert bits_of(cold) == bits_of(warm) == bits_of(warm_alone) == alone
+    assert bits_of(cold) == bits_of(warm) == alone
     pages = [len(p) // page_size if len(p) > 1 else 0 for p, _ in mixed()]
-    for found in (warm, warm_alone):
-        assert [c > 0 for c in cached_tokens(found)] == [
-            # Completions beyond the first start from the prompt that the first has computed.
-            s.num_return_sequences > 1 or (cache and n > 0)
-            for n, (_, s) in zip(pages, mixed(), strict=True)
-        ]
+    assert [count > 0 for count in cached_tokens(warm)] == [
+        # Completions beyond the first start from the prompt that the first has computed.
+        params.num_return_sequences > 1 or (cache and full > 0)
+        for full, (_, params) in zip(pages, mixed(), strict=True)
+    ]
     assert sum(cached_tokens(warm)) > sum(cached_tokens(cold)) or not cache
 
 
 SETTINGS = {
     "smallest passes": {"max_rows": 16, "max_sequences": 16, "page_size": 1, "num_pages": 400},
     "odd passes": {"max_rows": 37, "max_sequences": 5, "page_size": 8, "num_pages": 24},
-    "one sequence": {"max_rows": 100, "max_sequences": 1, "page_size": 256, "num_pages": 1},
+    "one sequence": {"max_rows": 512, "max_sequences": 1, "page_size": 256, "num_pages": 1},
     "one page each": {"max_rows": 512, "max_sequences": 64, "page_size": 1024, "num_pages": 3},
     "few sequences": {"max_rows": 512, "max_sequences": 3, "page_size": 16, "num_pages": 600},
 }
@@ -104,7 +103,7 @@ def test_reference_rows_is_the_one_size_that_counts(reference_rows):
         assert engine.fingerprint not in prints
 
 
-LENGTHS = (1, 2, 15, 16, 17, 31, 127, 128, 129, 255, 256, 300)
+LENGTHS = (1, 2, 15, 16, 17, 31, 127, 128, 129, 300)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -128,17 +127,18 @@ def test_a_prompt_of_4000_tokens(dtype):
     """Alone in large chunks, in small ones twice among others, and in a warm cache."""
     model = model_of("shape-sensitive", dtype, positions=4352)
     request = (text(4000, seed=4), greedy(6, temperature=0.7, seed=1))
+    small = {"reference_rows": 128, "max_rows": 200, "page_size": 16}
     others = crowd(random.Random(1), 6)
-    with engine_of(model, max_rows=1024) as engine:
+    with engine_of(model, reference_rows=128, max_rows=1024) as engine:
         alone = bits(engine.generate([request[0]], request[1])[0])
         assert alone[0][2] == "length"
-    with engine_of(model, max_rows=200, page_size=16) as engine:
+    with engine_of(model, **small) as engine:
         among = run(engine, [*others, request, request])
         again = engine.generate([request[0]], request[1])[0]
     assert bits_of(among[-2:]) == [alone, alone]
     assert bits(again) == alone
     assert again.completions[0].stats.cached_prompt_tokens == 3999
-    with engine_of(model, max_rows=200, page_size=16) as engine:
+    with engine_of(model, **small) as engine:
         unflagged = bits(run(engine, [*others, (request[0], plain(request[1]))])[-1])
     assert unflagged != alone  # control
 
@@ -152,9 +152,9 @@ def by_way(model, **settings):
     """Bits and ways taken, by the setting of ``verify``; what a device cannot serve is left out."""
     found, taken = {}, {}
     for way in ("auto", "padded", "always", "direct"):
-        with engine_of(model, verify=way, trace=True, draft_window=6, **settings) as engine:
+        with steady(model, verify=way, trace=True, draft_window=6, **settings) as engine:
             try:
-                one = one_by_one(engine, mixed()[:6])
+                one = one_by_one(engine, mixed()[:3])
             except DeterminismError:
                 continue
             found[way] = [*bits_of(run(engine, mixed())), *one]
@@ -166,11 +166,11 @@ def test_ways(subject):
     """The same settings but for the way: all agree, and each way was really taken."""
     model, alone = subject
     found, taken = by_way(model)
-    assert all(bits_found == [*alone, *alone[:6]] for bits_found in found.values())
+    assert all(bits_found == [*alone, *alone[:3]] for bits_found in found.values())
     assert taken["padded"]["draft"] == 0 < taken["always"]["draft"]
     if type(model.lm_head) is ShapeSensitiveLinear:
         assert set(found) == {"auto", "padded", "always"}
-        assert taken["padded"]["padded"] > 20
+        assert taken["padded"]["padded"] > 10
         assert all(taken["auto"][way] > 0 for way in ("direct", "padded", "draft"))
 
 
@@ -181,4 +181,4 @@ def test_ways_with_the_linear_kernel(dtype):
     assert set(found) == {"auto", "padded", "always", "direct"}
     assert all(bits_found == found["direct"] for bits_found in found.values())
     assert set(taken["direct"]) == {"direct"}
-    assert taken["always"]["draft"] > 20
+    assert taken["always"]["draft"] > 10

@@ -301,10 +301,12 @@ def test_an_engine_keeps_its_pool_and_its_requests():
             done |= {output.request_id: output for output in engine.step()}
         assert [bits(done[i]) for i in ids] == [bits(output) for output in alone]
         cache = engine._runner.cache
-        before = [pool.clone() for pool in (*cache.k, *cache.v)]
+        # As integers: what no request has touched yet may hold any bits, NaN included.
+        before = [pool.view(torch.int32).clone() for pool in (*cache.k, *cache.v)]
         assert doctor(engine, fresh=True).facts.canonical == report.facts.canonical
         assert engine._runner.cache is cache
-        assert all(map(torch.equal, before, (*cache.k, *cache.v)))
+        after = [pool.view(torch.int32) for pool in (*cache.k, *cache.v)]
+        assert all(map(torch.equal, before, after))
         assert [bits(o) for o in engine.generate(prompts(4), DETERMINISTIC)] == [
             bits(output) for output in alone
         ]
@@ -352,10 +354,12 @@ def test_command_line_says_no(capsys, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_quick(dtype, two_threads):
-    """The 30M model on two cores, by this process's own time: others may hold the cores."""
+    """The 30M model on two cores; where others hold them, by half of this process's own time."""
     model = presets.build("small", dtype, "cpu")
-    begun, own = time.perf_counter(), time.process_time()
-    report = doctor(model, EngineConfig(max_rows=512), fresh=True)
-    own, wall = time.process_time() - own, time.perf_counter() - begun
-    assert report and len(report.facts.buckets) == 26
-    assert min(wall, own / 2) < 3, f"{wall:.1f} s, of which {own:.1f} s of two cores"
+    taken = []
+    for _ in range(3):
+        begun, own = time.perf_counter(), time.process_time()
+        report = doctor(model, EngineConfig(max_rows=512), fresh=True)
+        taken.append(min(time.perf_counter() - begun, (time.process_time() - own) / 2))
+        assert report and len(report.facts.buckets) == 26
+    assert min(taken) < 3, taken

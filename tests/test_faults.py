@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch
 
-from tests.support.cases import bits_of, engine_of, greedy, model_of, run, text, whole
+from tests.support.cases import bits_of, greedy, model_of, one_by_one, run, steady, text, whole
 from tests.support.mixes import bits, crowd
 from tests.support.tiny import VOCAB, prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
@@ -82,6 +82,28 @@ def test_closing_a_stream_aborts_its_requests():
         stream.close()
         assert not engine.has_unfinished()
         assert whole(engine)
+
+
+def given_up(engine, request_id):
+    engine.abort(request_id)
+
+
+def on_new_weights(engine, request_id):
+    with torch.no_grad():
+        engine.model.lm_head.weight[7, 0] += 1
+
+
+@pytest.mark.parametrize("end", [given_up, on_new_weights])
+def test_a_stream_says_that_it_was_cut_short(end):
+    """Its last event carries finish_reason, whoever ended the request."""
+    with Engine(tiny()) as engine:
+        stream = engine.stream(prompts(4)[3:], SamplingParams(max_new_tokens=9, deterministic=True))
+        events = [next(stream)]
+        end(engine, events[0].request_id)
+        events += stream
+        assert [event.finish_reason for event in events[:-1]] == [None] * (len(events) - 1)
+        assert events[-1].finish_reason == "abort"
+        assert not engine.has_unfinished() and whole(engine)
 
 
 class Poison(torch.nn.Module):
@@ -189,8 +211,8 @@ def four():
 
 
 def alone(model):
-    with engine_of(model, prefix_cache=False) as engine:
-        return [bits(engine.generate([p], s)[0]) for p, s in four()]
+    with steady(model, prefix_cache=False) as engine:
+        return one_by_one(engine, four())
 
 
 class Drafts:
@@ -235,7 +257,7 @@ def test_a_drafter_that_fails_for_one_sequence(name):
     expected = alone(model)
     truths = [p + r[0][0] for (p, _), r in zip(four(), expected, strict=True)]
     drafter = Drafts(truths, odd)
-    with engine_of(model, drafter=drafter, page_size=8) as engine:
+    with steady(model, drafter=drafter, page_size=8) as engine:
         outputs = run(engine, [*four(), ([7, 7, 7], greedy(9)), ([7, 2], SamplingParams())])
         assert bits_of(outputs[:4]) == expected
         failed = outputs[4].completions[0]
@@ -245,20 +267,22 @@ def test_a_drafter_that_fails_for_one_sequence(name):
         assert sum(o.completions[0].stats.accepted for o in outputs[:4]) > 20
         assert whole(engine)
     # Control: without it, nobody fails.
-    with engine_of(model, drafter=Drafts(truths, lambda n: []), page_size=8) as engine:
+    with steady(model, drafter=Drafts(truths, lambda n: []), page_size=8) as engine:
         outputs = run(engine, [*four(), ([7, 7, 7], greedy(9))])
         assert bits_of(outputs[:4]) == expected
         assert outputs[4].completions[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize(
-    "odd", [lambda n: [VOCAB] * n, lambda n: [-1], lambda n: [5] * 100], ids=["over", "under", "many"]
+    "odd",
+    [lambda n: [VOCAB] * n, lambda n: [-1], lambda n: [5] * 100],
+    ids=["over", "under", "many"],
 )
 def test_drafts_that_are_no_tokens_are_left_out(odd):
     model = model_of("shape-sensitive")
-    with engine_of(model) as engine:
+    with steady(model) as engine:
         expected = bits(engine.generate([[7, 7, 7]], greedy(9))[0])
-    with engine_of(model, drafter=Drafts([], odd), draft_window=6) as engine:
+    with steady(model, drafter=Drafts([], odd), draft_window=6) as engine:
         output = engine.generate([[7, 7, 7]], greedy(9))[0]
         assert bits(output) == expected
         # No more than the window at a time, and nothing that is no token.
@@ -288,7 +312,7 @@ def test_a_processor_that_breaks(value, stateless, deterministic):
     """At its fifth token, or from the first on: that request aborts, the others do not notice."""
     model = model_of("shape-sensitive")
     expected = alone(model)
-    with engine_of(model, page_size=8, draft_window=3) as engine:
+    with steady(model, page_size=8, draft_window=3) as engine:
         for at in (0, 4):
             breaks = Breaks(at, value)
             breaks.stateless = stateless
@@ -316,7 +340,7 @@ def test_a_criterion_that_breaks(value, deterministic):
     model = model_of("shape-sensitive")
     expected = alone(model)
     for at in (0, 7):
-        with engine_of(model, page_size=8, draft_window=3) as engine:
+        with steady(model, page_size=8, draft_window=3) as engine:
             wanted = SamplingParams(
                 max_new_tokens=15,
                 deterministic=deterministic,
@@ -355,7 +379,7 @@ def test_a_pool_for_one_at_a_time():
     """The largest request takes all pages; the others wait or give way, and all are served."""
     model = model_of("shape-sensitive")
     expected = alone(model)
-    with engine_of(model, page_size=8, num_pages=5) as engine:
+    with steady(model, page_size=8, num_pages=5) as engine:
         outputs = run(engine, four() * 3)
         assert bits_of(outputs) == expected * 3
         assert engine.stats().preemptions > 0

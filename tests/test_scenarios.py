@@ -29,7 +29,7 @@ def needle_in_crowds(model, deterministic):
         needle = (text(24, seed=5), asked(14, deterministic, **style))
         with engine_of(model) as engine:
             alone = bits(solo(engine, needle))
-        for size in (1, 4, 21):
+        for size in (2, 17):
             others = crowd(rng, size)
             place = rng.randint(0, size)
             others.insert(place, needle)
@@ -58,7 +58,7 @@ def one_prompt_many_times(model, deterministic):
         request = (text(19, seed=2), asked(12, deterministic, **style))
         with engine_of(model) as engine:
             alone = bits(solo(engine, request))
-        for count, cache in ((2, True), (9, False), (13, True)):
+        for count, cache in ((11, False), (13, True)):
             with engine_of(model, page_size=8, prefix_cache=cache) as engine:
                 copies = bits_of(run(engine, [request] * count))
             for place, found in enumerate(copies):
@@ -74,7 +74,7 @@ def shared_prefixes(model, deterministic):
     common = text(97, seed=3)
     requests = [
         (common[:shared] + text(own, seed=shared + own), asked(8, deterministic))
-        for shared in (0, 7, 16, 33, 64, 96, 97)
+        for shared in (0, 7, 16, 33, 96, 97)
         for own in (1, 9)
     ]
     with engine_of(model, prefix_cache=False) as engine:
@@ -135,12 +135,12 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same_bits(family, kind, dtype):
     compared = list(FAMILIES[family](model_of(kind, dtype), deterministic=True))
-    assert len(compared) >= 6
+    assert len(compared) >= 4
     assert [where for where, expected, found in compared if expected != found] == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_control_without_the_flag_bits_differ(family, dtype):
-    compared = list(FAMILIES[family](model_of("shape-sensitive", dtype), deterministic=False))
-    assert [where for where, expected, found in compared if expected != found]
+    compared = FAMILIES[family](model_of("shape-sensitive", dtype), deterministic=False)
+    assert any(expected != found for _, expected, found in compared)

@@ -22,15 +22,17 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.support.cases import engine_of, model_of, text, whole
+from tests.support.cases import cost, engine_of, model_of, text, whole
 from tests.support.mixes import Liar, bits
 from tests.support.pages import check_residents, indexed_kv
 from tinyspec import Engine, SamplingParams, audit
 
+MODELS = (("shape-sensitive", "fp32"), ("shape-sensitive", "bf16"), ("as is", "bf16"))
 # The longest request needs 63 tokens.
 PAGES = {8: 10, 16: 5}
 DIFFERS = "not the bits of the request alone"
 CAUSES = ("the pass raised RuntimeError: armed", "the weights changed while it was running")
+COSTS = {"by rows": float, "flat": lambda bucket: 1.0, "steep": lambda bucket: bucket**1.5}
 EVENTS = ("rollbacks", "preemptions", "cached_prompt_tokens")
 STYLES = (
     {},
@@ -43,15 +45,15 @@ STYLES = (
 
 
 @cache
-def oracle() -> Engine:
+def oracle(model: tuple[str, str]) -> Engine:
     """Runs requests alone, in another model of the same weights; nothing cached."""
-    return engine_of(model_of("shape-sensitive"), prefix_cache=False)
+    return engine_of(model_of(*model), prefix_cache=False)
 
 
 @cache
-def truth(prompt: tuple[int, ...], params: SamplingParams):
+def truth(model: tuple[str, str], prompt: tuple[int, ...], params: SamplingParams):
     """What the request is alone."""
-    return oracle().generate([list(prompt)], params)[0]
+    return oracle(model).generate([list(prompt)], params)[0]
 
 
 @st.composite
@@ -101,22 +103,29 @@ class OneEngine(RuleBasedStateMachine):
         self.given_up: set[str] = set()
 
     @initialize(
+        model=st.sampled_from(MODELS),
         page_size=st.sampled_from((8, 16)),
         prefix_cache=st.sampled_from((True, True, False)),
         max_rows=st.sampled_from((16, 24, 64)),
         max_sequences=st.sampled_from((1, 4, 8, 8)),
         draft_window=st.sampled_from((1, 4, 16)),
         verify=st.sampled_from(("auto", "auto", "padded", "always")),
+        seconds=st.sampled_from(sorted(COSTS)),
         drafter=st.sampled_from((None, None, "ngram", "liar")),
     )
-    def begin(self, page_size, drafter, **config):
-        model = model_of("shape-sensitive")
+    def begin(self, model, page_size, seconds, drafter, **config):
+        self.model = model
+        model = model_of(*model)
         self.faulty = FailsOnce(model.model.layers[1].mlp)
         model.model.layers[1].mlp = self.faulty
         config["drafter"] = Liar(1) if drafter == "liar" else drafter
         self.engine = engine_of(model, page_size=page_size, num_pages=PAGES[page_size], **config)
+        cost(self.engine, COSTS[seconds])
         self.engine.generate([[1]], SamplingParams(max_new_tokens=1, deterministic=True))
         self.kv: dict = {}
+
+    def truth(self, prompt, params):
+        return truth(self.model, tuple(prompt), params)
 
     def expect(self, request, output):
         """A finished request's output against the oracle's."""
@@ -130,7 +139,7 @@ class OneEngine(RuleBasedStateMachine):
         assert len(output.completions) == params.num_return_sequences
         if not (params.deterministic or self.compares_plain):
             return
-        expected = truth(tuple(prompt), params)
+        expected = self.truth(prompt, params)
         if not any(c.finish_reason == "abort" for c in output.completions):
             assert bits(output) == bits(expected), DIFFERS
             assert output.prompt_logprobs == expected.prompt_logprobs, DIFFERS
@@ -141,7 +150,7 @@ class OneEngine(RuleBasedStateMachine):
         prompt, params = request
         assert len(tokens) == len(logprobs) <= params.max_new_tokens
         if params.deterministic or self.compares_plain:
-            expected = truth(tuple(prompt), params).completions[index]
+            expected = self.truth(prompt, params).completions[index]
             end = None if whole else len(tokens)
             assert tokens == expected.token_ids[:end], DIFFERS
             assert logprobs == expected.logprobs[:end], DIFFERS
@@ -219,7 +228,7 @@ class OneEngine(RuleBasedStateMachine):
     @rule(asked=st.lists(requests(deterministic=True), min_size=1, max_size=3))
     def score(self, asked):
         self.faulty.armed = False  # score says so when a pass fails
-        expected = [truth(tuple(prompt), params).completions[0] for prompt, params in asked]
+        expected = [self.truth(prompt, params).completions[0] for prompt, params in asked]
         scores = self.engine.score(
             [p for p, _ in asked], [c.token_ids for c in expected], [s for _, s in asked]
         )
@@ -285,7 +294,7 @@ class OneEngineComparingPlain(OneEngine):
 
 
 QUICK = settings(
-    max_examples=20,
+    max_examples=16,
     stateful_step_count=30,
     deadline=None,
     derandomize=True,

@@ -23,9 +23,13 @@ from tinyspec.invariance import (
 )
 
 POOL_ROWS = 64
+# Of the 48 needles: a prime, so that no tile of rows is a multiple of it.
+NEEDLES = 47
 # Of the reference bucket, beside those that every bucket gets.
 REFERENCE_PASSES = 8
-QUIET_PASSES = 8
+QUIET_PASSES = 2
+# From here on a pass has room for every needle more than once.
+LARGE_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ def bucket_classes(
 ) -> BucketClasses:
     """Facts 1 and 2 of ``fn`` in passes of each of ``sizes``, by the rows of a ``probe_pool``.
 
-    In every bucket all of the pool goes through at least once, and every row index holds a needle.
+    In every bucket all needles go through at least once, and every row index holds one.
     """
     results: list[Tensor] = []
     labels: dict[int, int | None] = {}
@@ -82,31 +86,42 @@ def bucket_classes(
 def _in_turns(
     fn: RowFunction, pool: Tensor, rows: int, name: str
 ) -> tuple[Tensor, PositionProbe | None]:
-    """The results of the pool in passes of ``rows`` rows, and where a row's place showed, if so.
+    """The results of the needles in passes of ``rows`` rows, and where a row's place showed, if so.
 
-    First the pool as it is. Then its needles alone and in another order, so that a needle stands
-    in every place, and beside nothing larger than itself.
+    First the pool as it is. Then the needles that are not large, alone and in another order: so
+    that a needle stands in every place, and beside nothing larger than itself. Where a pass is so
+    large that this would be dear, both at once: the needles again and again, an odd number of them,
+    so that each stands in places of every kind.
     """
-    size = len(pool)
-    mixed = torch.arange(size, device=pool.device)
-    quiet = (mixed[: size // 2] * 13 + 5) % (size // 2) * 2
+    place = torch.arange(len(pool), device=pool.device)
+    needles = place[(place % 2 == 0) | (place % 4 == 1)][:NEEDLES]
+    if rows >= LARGE_ROWS:
+        table, at = _sweep(fn, pool, needles, rows)
+        return table, None if at is None else PositionProbe(name, rows, len(needles), 1, *at)
+    table, at = _sweep(fn, pool, place, rows)
+    quiet = (place[: len(pool) // 2] * 13 + 5) % (len(pool) // 2) * 2
+    expected = table[quiet]
+    for start in range(0, min(len(quiet), QUIET_PASSES * rows), rows):
+        if at is None:
+            at = _first_unlike(fn(pool[_part(quiet, start, rows)]), expected, start)
+    return table[needles], None if at is None else PositionProbe(name, rows, len(pool), 1, *at)
+
+
+def _sweep(
+    fn: RowFunction, pool: Tensor, order: Tensor, rows: int
+) -> tuple[Tensor, tuple[int, int] | None]:
+    """The results of ``pool[order]`` in passes of ``rows`` rows, over it again and again until each
+    was in one, and where one was not as the first time."""
+    size = len(order)
     pieces: list[Tensor] = []
-    behind, start = size, 0
     for start in range(0, size, rows):
-        result = fn(pool[_part(mixed, start, rows)])
-        behind = size - start  # rows of this pass before the pool begins anew
+        result = fn(pool[_part(order, start, rows)])
+        behind = size - start  # rows of this pass before the order begins anew
         pieces.append(result[:behind])
     # A copy, so that the last pass of a large bucket can be let go.
     table = torch.cat(pieces)
     at = _first_unlike(result[behind:], table, 0)
-    if at is not None:
-        return table, PositionProbe(name, rows, size, 1, at[0] + behind, at[1])
-    expected = table[quiet]
-    for start in range(0, min(len(quiet), QUIET_PASSES * rows), rows):
-        at = _first_unlike(fn(pool[_part(quiet, start, rows)]), expected, start)
-        if at is not None:
-            return table, PositionProbe(name, rows, size, 1, *at)
-    return table, None
+    return table, None if at is None else (at[0] + behind, at[1])
 
 
 def _part(order: Tensor, start: int, rows: int) -> Tensor:

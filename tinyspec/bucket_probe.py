@@ -21,14 +21,15 @@ from tinyspec.facts import Alternative, BucketFact, Facts, Unsound
 from tinyspec.invariance import distinct_linears, linear_kinds, linear_shape, linear_weight
 from tinyspec.linears import is_plain
 from tinyspec.model_probe import ModelProbe
+from tinyspec.row_tiles import split_rows
 from tinyspec.runner import Runner
 
 MODEL = "model"
 # End-to-end passes: of the reference bucket, of others, and of large ones, which cost most.
 REFERENCE_TURNS, TURNS, LARGE_TURNS = 8, 2, 1
-LARGE = 4  # times the reference bucket
+LARGE = 2  # times the reference bucket
 # Small buckets get passes for about so many rows.
-LEAST_ROWS = 8
+LEAST_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -115,8 +116,8 @@ def probe_buckets(runner: Runner, linears: list[BucketClasses], config: EngineCo
         others = {
             rows: [c.name for c in classes if not c.canonical(rows)] for rows in buckets.sizes
         }
-        tiled = {rows: tuple(n for n in names if n in tiles) for rows, names in others.items()}
-        broken = {rows: [n for n in names if n not in tiles] for rows, names in others.items()}
+        broken = {rows: _without_tiles(rows, others[rows], tiles) for rows in buckets.sizes}
+        tiled = {rows: () if broken[rows] else tuple(others[rows]) for rows in buckets.sizes}
         runs = [_Run(rows, not broken[rows], buckets.reference) for rows in buckets.sizes]
         plain = [_Run(run.rows, False, buckets.reference, fast=True) for run in runs]
         _take_turns(probe, [*runs, *(run for run in plain if tiled[run.rows])])
@@ -147,6 +148,15 @@ def _tiles(runner: Runner, linears: list[BucketClasses]) -> dict[str, tuple[int,
         if counts and len(counts) < len(c.labels) and is_plain(runner.model.get_submodule(c.name)):
             found[c.name] = counts
     return found
+
+
+def _without_tiles(rows: int, names: list[str], tiles: dict[str, tuple[int, ...]]) -> list[str]:
+    """Those of ``names`` that cannot run ``rows`` rows in tiles; all of them if any cannot.
+
+    Tiles must come out even: a row added in a linear would cost what a larger bucket does.
+    """
+    stuck = [name for name in names if not split_rows(rows, tiles.get(name, ()))]
+    return names if stuck else []
 
 
 def run_in_tiles(runner: Runner, tiles: dict[str, tuple[int, ...]]) -> None:
@@ -182,7 +192,7 @@ class _Run:
     def turns(self) -> int:
         if self.compare and self.rows == self.reference:
             return REFERENCE_TURNS
-        few = LARGE_TURNS if self.rows > LARGE * self.reference else TURNS
+        few = LARGE_TURNS if self.fast or self.rows > LARGE * self.reference else TURNS
         return max(few, LEAST_ROWS // self.rows) if self.compare else few
 
     @property

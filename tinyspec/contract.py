@@ -207,7 +207,7 @@ class Contract:
         return tuple(n for n in names if self._model.get_submodule(n) is not before[n])
 
     def _take_back(self) -> None:
-        """Undo what ``_serve_by_kernel`` did."""
+        """Undo what the proof did to the modules: the linear kernel, and tiles."""
         self._runner.tiles.unbind()
         self._patched.undo(self._swaps)
         self._relist()

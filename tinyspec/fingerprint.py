@@ -19,14 +19,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tinyspec.config import EngineConfig
-from tinyspec.invariance import linear_shape
+from tinyspec.invariance import BITS, linear_shape
 from tinyspec.linears import KernelLinear
 
 # Words summed at a time: few enough to stay in a CPU's cache.
 _CHUNK = 1 << 18
 _MULTIPLIER = 0xD6E8FEB86659FD93
 _ADAPTERS = ("active_adapters", "active_adapter", "disable_adapters", "merged_adapters")
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(tensor: Tensor) -> int:
@@ -36,7 +35,7 @@ def checksum(tensor: Tensor) -> int:
     """
     flat = tensor.detach().contiguous().flatten()
     size = flat.element_size()
-    words = flat.view(_WORDS[size])
+    words = flat.view(BITS[size])
     # Eight bytes at a time; what is left one element at a time.
     whole = words.numel() * size // 8 * 8 // size
     head = words[:whole]
@@ -52,7 +51,11 @@ def _weighted_sum(words: Tensor, total: int) -> int:
     spread = torch.arange(min(_CHUNK, words.numel()), device=words.device) * 2 + 1
     spread *= -7046029254386353131
     for part in words.split(_CHUNK) if len(words) else ():
-        total = total * _MULTIPLIER + int((part * spread[: len(part)]).sum())
+        places = spread[: len(part)]
+        # One pass over the words; CUDA has no such product of integers.
+        alike = part.dtype == torch.int64 and part.device.type == "cpu"
+        found = torch.dot(part, places) if alike else (part * places).sum()
+        total = total * _MULTIPLIER + int(found)
     return total % (1 << 64)
 
 

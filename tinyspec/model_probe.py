@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -22,13 +22,16 @@ from tinyspec.kernels.segments import Segments
 from tinyspec.kv_cache import KVCache
 from tinyspec.runner import Runner
 
-# Sequences: rows that each has in the probe, and position of the first. 120 + 17 crosses a tile;
-# the last grows from cycle to cycle, so that large buckets are not full of single rows.
+# Sequences: rows that each has in the probe, and position of the first. 120 + 17 crosses a tile.
 SEGMENTS = ((1, 7), (5, 0), (1, 64), (1, 30), (17, 120), (1, 127), (5, 21), (1, 128), (96, 3))
 # Log-probabilities compared a row.
 COLUMNS = 16
-# Bounds memory: of logits in one pass, and of what is summed at a time.
+# About so many rows have results of their own; in larger buckets they stand more than once.
+DISTINCT_ROWS = 128
+# Rows of a pass that are unembedded, as in one that is large because of prompts; and logits.
+MOST_KEPT = 128
 MOST_LOGITS = 1 << 26
+# Logits that are summed at a time.
 CHUNK = 1 << 18
 
 
@@ -49,8 +52,6 @@ def _pieces(rows: int, page_size: int, max_model_len: int) -> list[_Piece]:
     while first < rows:
         cycle, kind = divmod(len(found), len(SEGMENTS))
         count, position = SEGMENTS[kind]
-        if kind == len(SEGMENTS) - 1:
-            count = (count + 32 << cycle) - 32
         count = min(count, max_model_len, rows - first)
         position = (position + 5 * cycle) % (max_model_len - count + 1)
         pages = -(-(position + count) // page_size)
@@ -60,16 +61,34 @@ def _pieces(rows: int, page_size: int, max_model_len: int) -> list[_Piece]:
 
 
 class ModelProbe:
-    """Every row of the probe as the reference bucket computes it, to compare other passes with."""
+    """Rows as the reference bucket computes them, to compare other passes with.
+
+    ``rows`` rows, of which the first few hundred are distinct; the others are the same rows again,
+    on pages of their own.
+    """
 
     def __init__(self, runner: Runner, config: EngineConfig, rows: int):
         assert config.page_size and config.max_model_len
-        page_size = config.page_size
+        page_size, reference = config.page_size, runner.buckets.reference
         self._runner = runner
         self._rows = rows
         self._page_size = page_size
-        self._pieces = _pieces(rows, page_size, config.max_model_len)
-        self.num_pages = self._pieces[-1].pages[-1] + 1
+        self._distinct = min(rows, -(-DISTINCT_ROWS // reference) * reference)
+        pieces = _pieces(self._distinct, page_size, config.max_model_len)
+        self._pages = pieces[-1].pages[-1] + 1
+        self._copies = -(-rows // self._distinct)
+        self.num_pages = self._copies * self._pages
+        self._pieces = [
+            replace(
+                piece,
+                first=piece.first + copy * self._distinct,
+                end=min(piece.end + copy * self._distinct, rows),
+                pages=[page + copy * self._pages for page in piece.pages],
+            )
+            for copy in range(self._copies)
+            for piece in pieces
+            if piece.first + copy * self._distinct < rows
+        ]
         places = [
             (piece.position + row - piece.first, piece.pages)
             for piece in self._pieces
@@ -77,34 +96,41 @@ class ModelProbe:
         ]
         slots = [pages[p // page_size] * page_size + p % page_size for p, pages in places]
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(runner.vocab_size, (rows,), generator=generator)
+        ids = torch.randint(runner.vocab_size, (self._distinct,), generator=generator)
         positions = torch.tensor([position for position, _ in places])
-        packed = torch.stack([ids, positions, torch.tensor(slots)])
+        packed = torch.stack([ids.repeat(self._copies)[:rows], positions, torch.tensor(slots)])
         self._packed = packed.to(runner.device)
         self._slots = self._packed[2]
 
     def learn(self, cache: KVCache) -> None:
-        """Compute every row in passes of the reference bucket, behind contexts of random KV."""
+        """Compute the rows in passes of the reference bucket, behind contexts of random KV."""
         self._fill(cache)
         reference = self._runner.buckets.reference
         every = torch.arange(reference, device=self._runner.device)
         parts = []
-        for first in range(0, self._rows, reference):
+        for first in range(0, self._distinct, reference):
             logits, _ = self._forward(first, reference, 0, every, canonical=True)
-            parts.append([part[: self._rows - first] for part in self._seen(logits)])
+            parts.append([part[: self._distinct - first] for part in self._seen(logits)])
         self._tables = [torch.cat(tables) for tables in zip(*parts, strict=True)]
         self._pools = [pool.flatten(0, 1).flatten(1) for pool in (*cache.k, *cache.v)]
-        self._written = [pool.index_select(0, self._slots) for pool in self._pools]
+        own = self._slots[: self._distinct]
+        self._written = [pool.index_select(0, own) for pool in self._pools]
+        self._copy(cache)
         # A NaN among keys or values reaches other rows of its sequence, and which depends on what
         # ran before what: such sequences are left out.
         finite = torch.stack([rows.isfinite().all(dim=1) for rows in self._written]).all(dim=0)
         self._sound = torch.cat(
-            [finite[p.first : p.end].all().expand(p.end - p.first) for p in self._pieces]
+            [
+                finite[p.first : p.end].all().expand(p.end - p.first)
+                for p in self._pieces
+                if p.first < self._distinct
+            ]
         )
 
     def warm_up(self, cache: KVCache, sizes: Iterable[int]) -> None:
         """A pass of each size, for what happens in the first one only."""
         self._fill(cache)
+        self._copy(cache)
         for rows in sizes:
             self._forward(0, rows, 0, self._kept(rows), canonical=True)
 
@@ -117,17 +143,18 @@ class ModelProbe:
         first, padding = self._pieces[turn * 4 % len(self._pieces)].first, rows // 4 * (turn % 2)
         place = self._place(first, rows - padding)
         slots = self._slots[place]
+        place = place % self._distinct
         for pool in self._pools:  # what an earlier pass left is not taken for written
             pool.index_fill_(0, slots, 0)
         kept = self._kept(rows)
         logits, seconds = self._forward(first, rows, padding, kept, canonical)
-        wrong = self._compare(logits, kept, place) if compare else None
+        wrong = self._compare(logits, kept, place, slots) if compare else None
         for pool, written in zip(self._pools, self._written, strict=True):
             pool.index_copy_(0, slots, written[place])
         return seconds, wrong
 
-    def _compare(self, logits: Tensor, kept: Tensor, place: Tensor) -> str | None:
-        """What of a pass over the rows ``place`` differs from the tables."""
+    def _compare(self, logits: Tensor, kept: Tensor, place: Tensor, slots: Tensor) -> str | None:
+        """What of a pass over the rows ``place`` of the tables, written to ``slots``, differs."""
 
         def differs(found: Tensor, table: Tensor, rows: Tensor) -> bool:
             expected = table[rows]
@@ -143,17 +170,23 @@ class ModelProbe:
             if differs(found[live], table, rows):
                 return name
         for pool, written in zip(self._pools, self._written, strict=True):
-            if differs(pool.index_select(0, self._slots[place]), written, place):
+            if differs(pool.index_select(0, slots), written, place):
                 return "keys and values"
         return None
 
     def _fill(self, cache: KVCache) -> None:
-        """Finite noise everywhere, other on every page."""
+        """Finite noise everywhere, other on every page of the distinct rows."""
         generator = torch.Generator().manual_seed(1)
-        scale = torch.rand(self.num_pages, 1, 1, 1, generator=generator) + 0.5
+        scale = torch.rand(self._pages, 1, 1, 1, generator=generator) + 0.5
         for pool in (*cache.k, *cache.v):
             noise = torch.randn(pool.shape[1:], generator=generator)
-            torch.mul(noise.to(pool), scale.to(pool), out=pool)
+            torch.mul(noise.to(pool), scale.to(pool), out=pool[: self._pages])
+
+    def _copy(self, cache: KVCache) -> None:
+        """The pages of the distinct rows to those of their copies."""
+        for pool in (*cache.k, *cache.v):
+            copies = pool.view(self._copies, self._pages, *pool.shape[1:])
+            copies[1:] = copies[:1]
 
     def _place(self, first: int, count: int) -> Tensor:
         """Rows of the probe from ``first`` on, and from the beginning again."""
@@ -161,10 +194,9 @@ class ModelProbe:
         return place % self._rows
 
     def _kept(self, rows: int) -> Tensor:
-        """Rows of a pass that are unembedded: all, or a bucket of those spread over the pass where
-        the vocabulary is so large that the logits of all would be."""
-        fitting = max(MOST_LOGITS // self._runner.vocab_size, 1)
-        count = max(size for size in self._runner.buckets.sizes if size <= min(rows, fitting))
+        """Rows of a pass that are unembedded: all, or a bucket of them, spread over a large one."""
+        most = max(min(rows, MOST_KEPT, MOST_LOGITS // self._runner.vocab_size), 1)
+        count = max(size for size in self._runner.buckets.sizes if size <= most)
         return torch.arange(count, device=self._runner.device) * rows // count
 
     def _forward(

@@ -74,7 +74,7 @@ class DoctorReport:
     def _notes(self, facts: Facts) -> list[str]:
         canonical, total = len(facts.canonical), len(facts.buckets)
         notes = [f"* reference bucket; {canonical} of {total} buckets are canonical"]
-        if facts.tiles:
+        if facts.tiled:
             notes.append("in tiles: these linears run in tiles of rows there, so that it is")
         names = dict.fromkeys(n for fact in facts.buckets for n in (*fact.broken_by, *fact.tiled))
         long = [name for name in names if _short(name) != name]

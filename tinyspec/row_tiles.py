@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 
 class RowTiles:
@@ -25,7 +24,7 @@ class RowTiles:
         """Run ``modules`` in tiles of the row counts ``counts``, which are all alike."""
         for module in modules:
             # On the instance: modules, parameters and their names stay what they are.
-            module.__dict__["forward"] = self._tiled(module.forward, sorted(counts))
+            module.__dict__["forward"] = self._tiled(module.forward, counts)
             self._bound.append(module)
 
     def unbind(self) -> None:
@@ -35,33 +34,29 @@ class RowTiles:
         self._bound = []
 
     def _tiled(
-        self, forward: Callable[[Tensor], Tensor], counts: list[int]
+        self, forward: Callable[[Tensor], Tensor], counts: Collection[int]
     ) -> Callable[[Tensor], Tensor]:
         plans: dict[int, list[int]] = {}
 
         def run(x: Tensor) -> Tensor:
             """x [..., R, in] -> [..., R, out]."""
-            rows = x.shape[-2]
-            if not self.on or rows in counts:
+            if not self.on:
                 return forward(x)
+            rows = x.shape[-2]
             tiles = plans.get(rows)
             if tiles is None:
                 tiles = plans[rows] = split_rows(rows, counts)
-            spare = sum(tiles) - rows
-            if spare:
-                x = functional.pad(x, (0, 0, 0, spare))
-            parts = [forward(part) for part in x.split(tiles, dim=-2)]
-            out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
-            return out.narrow(-2, 0, rows) if spare else out
+            if len(tiles) < 2:
+                return forward(x)
+            return torch.cat([forward(part) for part in x.split(tiles, dim=-2)], dim=-2)
 
         return run
 
 
-def split_rows(rows: int, counts: list[int]) -> list[int]:
-    """``rows`` as a sum of the largest of ``counts`` (ascending); the last may hold spare rows."""
+def split_rows(rows: int, counts: Collection[int]) -> list[int]:
+    """``rows`` as a sum of the largest of ``counts``; empty where they do not come out even."""
     tiles: list[int] = []
-    while rows > 0:
-        fitting = [count for count in counts if count <= rows]
-        tiles.append(fitting[-1] if fitting else counts[0])
-        rows -= tiles[-1]
-    return tiles
+    for count in sorted(counts, reverse=True):
+        times, rows = divmod(rows, count)
+        tiles += [count] * times
+    return [] if rows else tiles

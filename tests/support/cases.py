@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -33,6 +34,20 @@ def model_of(kind: str, dtype: str = "fp32", positions: int = 512) -> PreTrained
 def engine_of(model: PreTrainedModel, **settings: object) -> Engine:
     """An engine with small passes, so that their sizes vary."""
     return Engine(model, config=EngineConfig(**{"reference_rows": REFERENCE, **settings}))
+
+
+def cost(engine: Engine, seconds: Callable[[int], float] = float) -> None:
+    """Let the scheduler reckon with these seconds of a bucket (its rows) instead of measured ones,
+    so that it decides the same everywhere."""
+    buckets = engine._runner.buckets
+    buckets.seconds = buckets.canonical_seconds = seconds
+
+
+def steady(model: PreTrainedModel, **settings: object) -> Engine:
+    """An engine whose passes are the same on every machine, as large as they can be."""
+    engine = engine_of(model, **settings)
+    cost(engine)
+    return engine
 
 
 def text(length: int, seed: int = 0) -> list[int]:
