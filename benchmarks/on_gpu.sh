@@ -67,6 +67,11 @@ grep -qs -e '--smoke' benchmarks/conftest.py && smoke_flag=(--smoke)
 if [[ -n $smoke ]]; then
     step environment 60 "$python" -c 'from benchmarks.environment import environment; print(environment())'
     [[ -d tests ]] && step tests-collected 120 "${tests[@]}" -m gpu tests --collect-only
+    step doctor-tiny 60 "$python" -c 'import torch, tinyspec
+from benchmarks.presets import build
+report = tinyspec.doctor(build("tiny", torch.bfloat16, "cpu"), fresh=True)
+print(report)
+raise SystemExit(not report)'
     step probe-tiny 120 "${probe[@]}" --preset tiny --device cpu --dtype bfloat16 --rows 1,2,4,32 \
         --pool 32 --agreement 32 --json "$out/probe-tiny.json"
     for file in benchmarks/bench_*.py; do
@@ -83,6 +88,13 @@ from benchmarks.environment import environment
 json.dump(environment("cuda"), open(sys.argv[1], "w"), indent=1)' "$out/environment.json"
     step kernels 150 "${tests[@]}" tests/kernels --junitxml="$out/kernels.xml"
     step tests-gpu 150 "${tests[@]}" -m gpu tests --ignore=tests/kernels --junitxml="$out/tests-gpu.xml"
+    for preset in qwen3-0.6b llama-3.1-8b; do
+        step "doctor-$preset" 60 "$python" -c 'import sys, torch, tinyspec
+from benchmarks.presets import build
+layers = 8 if "8b" in sys.argv[1] else None
+model = build(sys.argv[1], torch.bfloat16, "cuda", layers=layers)
+print(tinyspec.doctor(model, tinyspec.EngineConfig(max_model_len=4096), fresh=True))' "$preset"
+    done
     step probe-qwen3-0.6b 100 "${probe[@]}" --preset qwen3-0.6b --dtype bfloat16 --layers 14 --pool 128 \
         --device cuda --json "$out/probe-qwen3-0.6b.json"
     for file in benchmarks/bench_*.py; do

@@ -121,6 +121,19 @@ def test_a_prompt_that_is_there_already(length):
         assert len(before) >= 3 and indexed_kv(engine) == before
 
 
+def test_a_plain_row_over_a_shared_page_writes_nothing():
+    """A plain request recomputes the last row of a prompt that it found whole: for its logits."""
+    with engine_of(model_of("shape-sensitive"), page_size=16) as engine:
+        alone = bits_of_one(engine, (PROMPT, greedy(9)))[1]
+        before = indexed_kv(engine)
+        output = engine.generate([PROMPT], SamplingParams(max_new_tokens=1))[0]
+        assert tokens_cached(output) == [47]
+        # Control: that row was one of another pass, so its KV would have been another.
+        assert engine.records[-1].bucket == 1 and not engine.records[-1].canonical
+        assert indexed_kv(engine) == before
+        assert bits_of_one(engine, (PROMPT, greedy(9))) == ([47], alone)
+
+
 def test_indexed_pages_are_never_written():
     """After every step of mixed traffic every page still indexed holds the bits it had."""
     rng = random.Random(6)
@@ -247,6 +260,40 @@ def test_failed_requests_leave_nothing_indexed():
         # Control: a sound prompt of that length is indexed.
         engine.generate([sound], SamplingParams(max_new_tokens=1))
         assert len(engine._scheduler.prefix) == 11
+
+
+class Breaks:
+    """A logits processor that raises at its tenth call."""
+
+    stateless = False
+    calls = 0
+
+    def __call__(self, ids, scores):
+        self.calls += 1
+        if self.calls == 10:
+            raise RuntimeError("tenth")
+        return scores
+
+
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "plain"])
+def test_what_a_failed_request_had_indexed_is_dropped(deterministic):
+    """Also its earlier turns: nothing that it computed or started from is trusted."""
+    wanted = replace(greedy(20), deterministic=deterministic)
+    with engine_of(tiny(), page_size=4) as engine:
+        engine.generate([PROMPT], greedy(1))
+        other = engine.generate([text(16, seed=3)], greedy(1))
+        before = len(engine._scheduler.prefix)
+        request_id = engine.add_request(PROMPT, replace(wanted, logits_processors=[Breaks()]))
+        while len(engine._scheduler.prefix) < before + 2:
+            engine.step()
+        done = drain(engine)[request_id].completions[0]
+        assert "tenth" in done.error and len(done.token_ids) == 9
+        # Control: the pages of the other request are still there.
+        assert len(engine._scheduler.prefix) == 4
+        output = engine.generate([text(16, seed=3)], greedy(1))
+        assert tokens_cached(output[0]) == [15] and bits_of(output) == bits_of(other)
+        assert tokens_cached(engine.generate([PROMPT], greedy(1))[0]) == [0]
+        assert whole(engine)
 
 
 def test_aborted_requests_leave_sound_pages():

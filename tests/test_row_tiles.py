@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.support.mixes import bits, crowd, needles, solo
 from tests.support.tiny import tiny
-from tinyspec import Engine, EngineConfig, doctor
+from tinyspec import Engine, EngineConfig, SamplingParams, doctor
 from tinyspec.row_tiles import RowTiles, split_rows
 
 CONFIG = EngineConfig(reference_rows=16, max_rows=64)
@@ -112,3 +112,27 @@ def test_control_without_tiles_the_bits_differ(breaks_above, monkeypatch):
         engine._runner.tiles.unbind()
         monkeypatch.setattr(engine._contract, "look", lambda: False)
         assert run(engine, requests)[: len(alone)] != alone
+
+
+def test_pages_of_plain_prompts_that_fill_a_canonical_pass(breaks_above):
+    """A deterministic request waits behind older plain prompts, which fill the canonical pass by
+    themselves; it then starts from their pages."""
+    model = tiny(dtype=torch.bfloat16)
+    shared = list(range(1, 101))
+    mine = SamplingParams(max_new_tokens=8, deterministic=True, logprobs=True)
+    config = EngineConfig(reference_rows=16, max_rows=64, page_size=16)
+    with Engine(model, config=config) as engine:
+        alone = bits(engine.generate([[*shared, 5]], mine)[0])
+        engine.release()
+        cached = engine.stats().cached_prompt_tokens
+        for n in range(4):
+            engine.add_request([*shared, n], SamplingParams(max_new_tokens=2))
+        request_id = engine.add_request([*shared, 5], mine)
+        done = {}
+        while engine.has_unfinished():
+            done |= {output.request_id: output for output in engine.step()}
+        assert any(
+            record.way and record.bucket > 16 and record.left_out for record in engine.records
+        )
+        assert bits(done[request_id]) == alone
+        assert engine.stats().cached_prompt_tokens > cached

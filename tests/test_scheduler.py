@@ -39,7 +39,10 @@ class Simulation:
         config = EngineConfig(num_pages=num_pages, page_size=page_size, **settings)
         self.config = config.resolve(device_type="cpu", model_positions=4096)
         self.buckets = Buckets(self.config.max_rows, self.config.reference_rows)
-        self.buckets.learn(self._canonical(canonical), {})
+        found = self._canonical(canonical)
+        tiled = {size: float(size) for size in found if self.rng.random() < 0.3}
+        tiled.pop(self.config.reference_rows, None)
+        self.buckets.learn(found, {}, tiled)
         self.pool = PagePool(num_pages, page_size)
         self.scheduler = Logged(self.config, self.pool, self.buckets)
         self.requests = []
@@ -147,7 +150,9 @@ class Simulation:
         """What holds of every pass, whatever it was drawn from."""
         assert 0 < drawn.rows <= drawn.bucket
         assert drawn.bucket in self.buckets.sizes
-        assert drawn.canonical == (drawn.bucket in self.buckets.canonical)
+        canonical = drawn.bucket in self.buckets.canonical
+        in_tiles = canonical and not self.buckets.is_canonical(drawn.bucket)
+        assert drawn.canonical == (canonical and (drawn.must_be_canonical or not in_tiles))
         assert len({id(work.sequence) for work in drawn.works}) == len(drawn.works)
         for work in drawn.works:
             sequence = work.sequence
@@ -161,15 +166,8 @@ class Simulation:
                 assert work.start == sequence.computed
             if sequence.deterministic:
                 assert drawn.canonical or work.kind == DRAFT
-                assert (
-                    drawn.way
-                    == {
-                        True: "direct"
-                        if drawn.bucket == self.buckets.fit(drawn.rows)
-                        else "padded",
-                        False: "draft",
-                    }[work.kind != DRAFT]
-                )
+                assert drawn.must_be_canonical == (work.kind != DRAFT)
+                assert (drawn.way == "draft") == (work.kind == DRAFT)
             else:
                 assert work.kind in (PROMPT, DECODE)
         stayed = [rank(s) for s in self.scheduler.running]

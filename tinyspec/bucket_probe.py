@@ -27,7 +27,7 @@ from tinyspec.runner import Runner
 MODEL = "model"
 # End-to-end passes: of the reference bucket, of others, and of large ones, which cost most.
 REFERENCE_TURNS, TURNS, LARGE_TURNS = 8, 2, 1
-LARGE = 2  # times the reference bucket
+LARGE = 1  # times the reference bucket
 # Small buckets get passes for about so many rows.
 LEAST_ROWS = 4
 
@@ -119,18 +119,20 @@ def probe_buckets(runner: Runner, linears: list[BucketClasses], config: EngineCo
         broken = {rows: _without_tiles(rows, others[rows], tiles) for rows in buckets.sizes}
         tiled = {rows: () if broken[rows] else tuple(others[rows]) for rows in buckets.sizes}
         runs = [_Run(rows, not broken[rows], buckets.reference) for rows in buckets.sizes]
-        plain = [_Run(run.rows, False, buckets.reference, fast=True) for run in runs]
-        _take_turns(probe, [*runs, *(run for run in plain if tiled[run.rows])])
+        # What passes cost without tiles: of every second such bucket, and of the last.
+        rare = [rows for rows in buckets.sizes if tiled[rows]]
+        plain = [_Run(n, False, buckets.reference, fast=True) for n in {*rare[::2], *rare[-1:]}]
+        _take_turns(probe, [*runs, *plain])
+    cost = {run.rows: run.seconds for run in (*runs, *plain) if run.fast or not tiled[run.rows]}
     facts = []
-    for run, fast in zip(runs, plain, strict=True):
+    for run in runs:
         rows = run.rows
         if run.wrong is not None:
             broken[rows].append(MODEL)
             if rows == buckets.reference:
                 why = f"{MODEL}: at {rows} rows {run.wrong} depend on a row's index or neighbours"
                 unsound.append(Unsound(MODEL, why))
-        seconds = fast.seconds if tiled[rows] else run.seconds
-        names = tuple(broken[rows])
+        names, seconds = tuple(broken[rows]), _between(cost, rows)
         facts.append(BucketFact(rows, not names, names, seconds, run.seconds, tiled[rows]))
     if unsound:
         facts = [replace(fact, canonical=False) for fact in facts]
@@ -211,6 +213,14 @@ def _take_turns(probe: ModelProbe, runs: list[_Run]) -> None:
                 seconds, wrong = probe.run(run.rows, turn, not run.fast, run.compare)
                 run.times.append(seconds)
                 run.wrong = run.wrong or wrong
+
+
+def _between(cost: dict[int, float], rows: int) -> float:
+    """Seconds of ``rows`` rows, in proportion between the nearest measured."""
+    low = max((size for size in cost if size <= rows), default=min(cost))
+    high = min((size for size in cost if size >= rows), default=low)
+    share = (rows - low) / (high - low) if high > low else 0.0
+    return cost[low] + share * (cost[high] - cost[low])
 
 
 def _alternatives(

@@ -29,7 +29,7 @@ COLUMNS = 16
 # About so many rows have results of their own; in larger buckets they stand more than once.
 DISTINCT_ROWS = 128
 # Rows of a pass that are unembedded, as in one that is large because of prompts; and logits.
-MOST_KEPT = 128
+MOST_KEPT = 64
 MOST_LOGITS = 1 << 26
 # Logits that are summed at a time.
 CHUNK = 1 << 18

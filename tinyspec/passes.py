@@ -47,9 +47,9 @@ class Work:
 class Pass:
     """Works that share one forward pass, padded up to ``bucket`` rows.
 
-    way: how its deterministic rows come to canonical tokens: "direct" (the bucket that the rows
-    need is canonical), "padded" (a larger one had to be taken), "draft" (they are drafts, to be
-    verified later), "" if there are none.
+    way: how deterministic requests come to canonical tokens: "direct" (the bucket that the rows
+    need is canonical), "padded" (a larger one had to be taken), "draft" (their rows are drafts, to
+    be verified later), "" where none has a row.
     """
 
     works: list[Work]
@@ -59,7 +59,7 @@ class Pass:
 
     @property
     def must_be_canonical(self) -> bool:
-        """Whether deterministic requests commit what it yields."""
+        """Whether it was drawn up as a canonical pass, and is not one by chance."""
         return self.way in (DIRECT, PADDED)
 
     @property

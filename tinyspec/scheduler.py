@@ -98,8 +98,10 @@ class Scheduler(Residents):
         served = {id(work.sequence) for work in works}
         self._left_out = canonical and any(id(s) not in served for s in others)
         way = ""
-        if any(work.sequence.deterministic for work in works):
-            way = DRAFTED if not canonical else DIRECT if bucket == needed else PADDED
+        if canonical:  # also where no deterministic row found room: its pages may be shared
+            way = DIRECT if bucket == needed else PADDED
+        elif any(work.sequence.deterministic for work in works):
+            way = DRAFTED
         return Pass(works, bucket, canonical or self.buckets.is_canonical(bucket), way)
 
     @property
