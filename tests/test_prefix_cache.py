@@ -91,6 +91,27 @@ def bits_of_one(engine, request):
     return tokens_cached(output), bits(output)
 
 
+def test_canonical_rows_behind_others_are_not_canonical():
+    """A plain request, prefilled on the fast path, decodes in canonical passes of its neighbour:
+    what it computes there rests on other KV, and is of no use to a deterministic request."""
+    model = model_of("shape-sensitive")
+    with engine_of(model, page_size=16, verify="padded") as engine:
+        plain_id = engine.add_request(PROMPT, SamplingParams(max_new_tokens=20))
+        engine.step()
+        engine.add_request(text(9, seed=4), greedy(25))
+        done = drain(engine)
+        decoded = [r for r in engine.records if r.sequences.get("decode") == 2 and r.canonical]
+        assert len(decoded) > 16
+        prompt = PROMPT + done[plain_id].completions[0].token_ids
+        assert tokens_cached(engine.generate([PROMPT], greedy(1))[0]) == [0]
+        found = bits_of_one(engine, (prompt, greedy(9)))
+        # Control: the page behind PROMPT is there, for plain requests.
+        assert sum(canonical for _, canonical, _ in engine._scheduler.prefix._pages) == 5
+        assert len(engine._scheduler.prefix) == 9
+    with engine_of(model, prefix_cache=False) as engine:
+        assert found == ([48], bits_of_one(engine, (prompt, greedy(9)))[1])
+
+
 def test_control_pages_of_another_kind_would_change_bits():
     """With a plain request's pages indexed as canonical, a deterministic one has other bits."""
     model = model_of("shape-sensitive")
