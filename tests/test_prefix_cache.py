@@ -104,10 +104,10 @@ def test_canonical_rows_behind_others_are_not_canonical():
         assert len(decoded) > 16
         prompt = PROMPT + done[plain_id].completions[0].token_ids
         assert tokens_cached(engine.generate([PROMPT], greedy(1))[0]) == [0]
-        found = bits_of_one(engine, (prompt, greedy(9)))
         # Control: the page behind PROMPT is there, for plain requests.
         assert sum(canonical for _, canonical, _ in engine._scheduler.prefix._pages) == 5
         assert len(engine._scheduler.prefix) == 9
+        found = bits_of_one(engine, (prompt, greedy(9)))
     with engine_of(model, prefix_cache=False) as engine:
         assert found == ([48], bits_of_one(engine, (prompt, greedy(9)))[1])
 

@@ -144,6 +144,6 @@ def _first_difference(theirs: Completion, mine: Completion) -> tuple[int | None,
     if len(mine.token_ids) > end:
         return end, f"it ends, and the engine goes on with token {mine.token_ids[end]}"
     if theirs.finish_reason != mine.finish_reason:
-        expected = mine.finish_reason
-        return end, f"it ends with {theirs.finish_reason!r}, and the engine with {expected!r}"
+        reason = f"it ends with {theirs.finish_reason!r}, and the engine"
+        return end, f"{reason} with {mine.finish_reason!r}"
     return None, ""

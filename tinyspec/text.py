@@ -39,13 +39,13 @@ def to_token_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def continuation_ids(text: str | Sequence[int], tokenizer: Any) -> list[int]:
+def continuation_ids(text: Prompt, tokenizer: Any) -> list[int]:
     """Token ids of a text that goes on from another: no special tokens of its own."""
     if isinstance(text, str):
         if tokenizer is None:
             raise refuse("continuation", text, "token ids, as the engine has no tokenizer")
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    return to_token_ids(text, None)  # type: ignore[arg-type]
+    return to_token_ids(text, None)
 
 
 def decode(tokenizer: Any, token_ids: list[int]) -> str | None:
