@@ -11,7 +11,7 @@ from tests.support.mixes import bits
 from tests.support.tiny import VOCAB, config_of, prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams, UnsupportedModelError, patch
 
-CONFIG = EngineConfig(reference_rows=16, page_size=16, num_pages=12)
+CONFIG = EngineConfig(reference_rows=16, page_size=16, num_pages=12, verify="always")
 DETERMINISTIC = SamplingParams(max_new_tokens=12, deterministic=True, logprobs=True)
 SHORT = SamplingParams(max_new_tokens=3)
 

@@ -52,7 +52,9 @@ def engine(tokenizer):
     config.vocab_size = len(tokenizer)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
-    with Engine(model, tokenizer, EngineConfig(reference_rows=16, draft_window=5)) as engine:
+    with Engine(
+        model, tokenizer, EngineConfig(reference_rows=16, draft_window=5, verify="always")
+    ) as engine:
         yield engine
 
 

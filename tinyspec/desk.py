@@ -98,7 +98,7 @@ class Desk:
             try:
                 events = self._loop.step()
             except BaseException:
-                self._loop.abandon()
+                self.outbox.put_events(self._loop.abandon())
                 raise
             finally:
                 for request in [r for r in self.requests.values() if r.finished]:
@@ -128,6 +128,9 @@ class Desk:
                     if not sequence.finished:
                         sequence.finish_reason, sequence.error = "abort", why
                         self._loop.scheduler.remove(sequence)
+                        last = StreamEvent(request.request_id, sequence.index, [])
+                        last.finish_reason = "abort"
+                        self.outbox.put_events([last])
                 outputs.append(self._retire(request))
         return outputs
 

@@ -59,20 +59,31 @@ class Loop:
             verdicts = self.committer.take_verdicts()
             if work_pass is not None:
                 self._close(record, verdicts, time.perf_counter() - began)
-        return [_event(v) for v in verdicts if v.committed or v.sequence.finished]
+        return _events(verdicts)
 
-    def abandon(self) -> None:
-        """After a step that failed: whatever ran is computed anew, nothing half done is kept."""
-        self.committer.take_verdicts()
+    def abandon(self) -> list[StreamEvent]:
+        """After a step that failed: whatever ran is computed anew, nothing half done is kept.
+
+        What had been committed by then stays so; its events.
+        """
         self.scheduler.preempt_all()
+        return _events(self.committer.take_verdicts())
 
     def _failed(self, work_pass: Pass, error: Exception) -> None:
-        """The pass raised: whoever is to blame fails by itself, the others go on."""
+        """The pass raised: whoever is to blame fails by itself, the others go on.
+
+        Nobody fails for drafts, nor for the number of rows while there is more than one.
+        """
         sequences = [work.sequence for work in work_pass.works]
-        if len(sequences) == 1:
-            self.committer.fail(sequences[0], f"the pass raised {type(error).__name__}: {error}")
-        else:
+        if len(sequences) > 1:
             self.scheduler.isolate(sequences)
+        elif sequences[0].drafts:
+            sequences[0].undrafted = True
+            self.scheduler.isolate(sequences)
+        elif work_pass.rows > 1:
+            self.scheduler.isolate(sequences, row_limit=work_pass.rows // 2)
+        else:
+            self.committer.fail(sequences[0], f"the pass raised {type(error).__name__}: {error}")
 
     def _propose(self) -> None:
         """Drafts for every deterministic sequence that has none: its script's, or the drafter's."""
@@ -258,6 +269,10 @@ def _sample_row(sequence: Sequence, logits_row: int, position: int) -> SampleRow
     if sequence.forced and sequence.script is not None:
         forced = sequence.script[generated]
     return SampleRow(logits_row, params, sequence.key, position, generated, history, forced)
+
+
+def _events(verdicts: list[Verdict]) -> list[StreamEvent]:
+    return [_event(v) for v in verdicts if v.committed or v.sequence.finished]
 
 
 def _event(verdict: Verdict) -> StreamEvent:

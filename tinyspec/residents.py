@@ -33,8 +33,9 @@ class Residents:
         self.running: list[Sequence] = []
         self.preemptions = 0
         self.cached_prompt_tokens = 0
-        # After a failed pass: who was in it, and how many tokens each had.
+        # After a failed pass: who was in it, and how many tokens each had; most rows to try.
         self._suspects: list[tuple[Sequence, int]] = []
+        self.row_limit: int | None = None
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, by the age of its request."""
@@ -151,10 +152,15 @@ class Residents:
         if self.prefix is not None:
             self.prefix.clear()
 
-    def isolate(self, suspects: list[Sequence]) -> None:
-        """A pass of these failed: each runs by itself until it has one more token, or fails."""
+    def isolate(self, suspects: list[Sequence], row_limit: int | None = None) -> None:
+        """A pass of these failed: each runs by itself until it has one more token, or fails.
+
+        row_limit: most rows of a pass of the first of them.
+        """
         self.preempt_all()
-        self._suspects = [(sequence, len(sequence.tokens)) for sequence in suspects]
+        known = [sequence for sequence, _ in self._suspects]
+        self._suspects += [(s, len(s.tokens)) for s in suspects if s not in known]
+        self.row_limit = row_limit
 
     def _clear_suspects(self) -> None:
         while self._suspects:
@@ -162,5 +168,6 @@ class Residents:
             if not sequence.finished and len(sequence.tokens) == tokens:
                 return
             del self._suspects[0]
+            self.row_limit = None
             if sequence in self.running:
                 self._preempt(sequence)  # leaves the pool to the next

@@ -139,6 +139,8 @@ class Scheduler(Residents):
         guesses = sum(len(s.drafts) for s in ahead if s.proposed and s.script is None)
         wanted = len(ahead) + sum(len(s.drafts) for s in ahead) - guesses + pending
         room = self.buckets.cheapest(least, wanted, guesses, self.acceptance) - len(ahead)
+        if self.row_limit is not None:
+            room = min(room, self.row_limit - len(ahead))
         kept = min(pending, max(1, room // 2)) if pending else 0
         for sequence in ahead:
             extra = min(len(sequence.drafts), room - kept)
@@ -158,7 +160,8 @@ class Scheduler(Residents):
         works = [Work(s, DECODE, s.computed, 1) for s in wants.decoding]
         works += [Work(s, DRAFT, len(s.tokens) + len(s.drafts) - 1, 1) for s in wants.settled]
         plain = [sequence for sequence in wants.prompts if not sequence.deterministic]
-        return works + self._prompt_works(plain, self.buckets.largest - len(works))
+        most = self.buckets.largest if self.row_limit is None else self.row_limit
+        return works + self._prompt_works(plain, most - len(works))
 
     @staticmethod
     def _prompt_works(prompts: list[Sequence], room: int) -> list[Work]:
