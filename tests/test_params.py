@@ -31,6 +31,7 @@ BAD_PARAMS = {
     "stopping_criteria": (5, None),
 }
 BAD_CONFIG = {
+    "prefix_cache": (None, 1, "yes"),
     "reference_rows": (0, 3, -4, 8.0, "8", True),
     "max_rows": (0, 3, 16.0, True),
     "max_sequences": (0, -1, 2.5, None),
@@ -47,7 +48,7 @@ BAD_CONFIG = {
     "seed": (-1, 1.5, 2**64),
     "kv_dtype": ("fp8", None),
     "cuda_graphs": (True, None),
-    "linear": ("always", None),
+    "linear": ("sometimes", None),
 }
 
 

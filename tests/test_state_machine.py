@@ -22,7 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.support.cases import cost, engine_of, model_of, text, whole
+from tests.support.cases import cost, drain, engine_of, model_of, text, whole
 from tests.support.mixes import Liar, bits
 from tests.support.pages import check_residents, indexed_kv
 from tinyspec import Engine, SamplingParams, audit
@@ -275,11 +275,8 @@ class OneEngine(RuleBasedStateMachine):
             return
         for stream, *_ in self.streams:
             stream.close()
-        for _ in range(3000):
-            if not self.engine.has_unfinished():
-                break
-            self.settle(self.engine.step())
-        assert not self.engine.has_unfinished() and not self.open
+        self.settle(drain(self.engine).values())
+        assert not self.open
         assert whole(self.engine)
         stats = self.engine.stats()
         for event in EVENTS:

@@ -28,9 +28,6 @@ SEGMENTS = ((1, 7), (5, 0), (1, 64), (1, 30), (17, 120), (1, 127), (5, 21), (1, 
 COLUMNS = 16
 # About so many rows have results of their own; in larger buckets they stand more than once.
 DISTINCT_ROWS = 128
-# Rows of a pass that are unembedded, as in one that is large because of prompts; and logits.
-MOST_KEPT = 64
-MOST_LOGITS = 1 << 26
 # Logits that are summed at a time.
 CHUNK = 1 << 18
 
@@ -194,9 +191,9 @@ class ModelProbe:
         return place % self._rows
 
     def _kept(self, rows: int) -> Tensor:
-        """Rows of a pass that are unembedded: all, or a bucket of them, spread over a large one."""
-        most = max(min(rows, MOST_KEPT, MOST_LOGITS // self._runner.vocab_size), 1)
-        count = max(size for size in self._runner.buckets.sizes if size <= most)
+        """Rows of a pass that are unembedded: all, or of a large one as many as the reference
+        bucket has, spread over it; no other count is sure to have the reference's bits."""
+        count = min(rows, self._runner.buckets.reference)
         return torch.arange(count, device=self._runner.device) * rows // count
 
     def _forward(

@@ -1,10 +1,11 @@
 """Twin of paged attention: tiles of 128 tokens, each a flash-attention call, merged in order.
 
 The tile, not the page, is what the bits see. A tile's partial result does not depend on how many
-query rows or tiles share its call, provided the query rows are a multiple of four (measured:
-``benchmarks/probe.py``), and partials are merged one after the other from position 0. A tile that
-is masked for a row has weight exactly 0 in that merge, so the tiles that other rows need, and
-those that a window lets a whole block skip, change nothing.
+query rows or tiles share its call, provided the query rows are a multiple of four and, for heads
+wider than 64 in fp32 and fp16, 16 at least (on an Intel CPU calls of 4 and 8 rows stand apart
+there; measured: ``benchmarks/probe.py``), and partials are merged one after the other from position
+0. A tile that is masked for a row has weight exactly 0 in that merge, so the tiles that other rows
+need, and those that a window lets a whole block skip, change nothing.
 
 Does not know requests or passes, and shares nothing between calls but what ``Segments.derived``
 keeps for the layers of one pass.
@@ -89,12 +90,17 @@ def _height(rows: int, unit: int) -> int:
     return -(-rows // step) * step
 
 
-def _groups(segments: Segments, window: int, group: int) -> list[_Group]:
-    # At least four query rows per call and a multiple of four: fewer change a row's bits.
+def _least_rows(q: Tensor) -> int:
+    """Query rows that a call has at least: fewer change a row's bits."""
+    return 4 if q.shape[2] <= 64 or q.dtype == torch.bfloat16 else 16
+
+
+def _groups(segments: Segments, window: int, group: int, least: int) -> list[_Group]:
+    # A multiple of four query rows per call, and ``least`` at least.
     unit = 4 // gcd(group, 4)
 
     def height(block: _Block) -> int:
-        return _height(block.rows, unit)
+        return _height(max(block.rows, -(-least // group)), unit)
 
     def batches(blocks: list[_Block], rows: int) -> Iterator[list[_Block]]:
         """Cut so that no call's scratch passes MAX_TILE_ROWS (a single block may)."""
@@ -250,9 +256,10 @@ def paged_attention(
     heads, dim = q.shape[1:]
     kv_heads = k_cache.shape[2]
     group = heads // kv_heads
-    plans = segments.derived.get((window, group))
+    key = window, group, _least_rows(q)
+    plans = segments.derived.get(key)
     if plans is None:
-        plans = segments.derived[window, group] = _groups(segments, window, group)
+        plans = segments.derived[key] = _groups(segments, *key)
 
     result = torch.zeros(q.shape, dtype=q.dtype)
     for plan in plans:
