@@ -97,12 +97,13 @@ def on_new_weights(engine, request_id):
 def test_a_stream_says_that_it_was_cut_short(end):
     """Its last event carries finish_reason, whoever ended the request."""
     with Engine(tiny()) as engine:
-        stream = engine.stream(prompts(4)[3:], SamplingParams(max_new_tokens=9, deterministic=True))
+        stream = engine.stream(prompts(4)[3:], DETERMINISTIC)
         events = [next(stream)]
         end(engine, events[0].request_id)
         events += stream
         assert [event.finish_reason for event in events[:-1]] == [None] * (len(events) - 1)
         assert events[-1].finish_reason == "abort"
+        assert all(len(event.logprobs) == len(event.token_ids) for event in events)
         assert not engine.has_unfinished() and whole(engine)
 
 

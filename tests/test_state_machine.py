@@ -311,7 +311,7 @@ def test_random_use():
 @pytest.mark.slow
 def test_much_random_use():
     run_state_machine_as_test(
-        OneEngine, settings=settings(QUICK, max_examples=200, stateful_step_count=60)
+        OneEngine, settings=settings(QUICK, max_examples=60, stateful_step_count=60)
     )
 
 

@@ -130,6 +130,7 @@ class Desk:
                         self._loop.scheduler.remove(sequence)
                         last = StreamEvent(request.request_id, sequence.index, [])
                         last.finish_reason = "abort"
+                        last.logprobs = [] if request.params.logprobs else None
                         self.outbox.put_events([last])
                 outputs.append(self._retire(request))
         return outputs
