@@ -296,18 +296,24 @@ class Proposes:
     ids=str,
 )
 def test_a_bad_drafter_takes_nobody_down(proposal):
-    """What is no token is no draft; a drafter that fails ends only those who asked it."""
+    """What is no token is no draft; a drafter that fails ends only those for whom it was asked."""
     config = EngineConfig(reference_rows=16, drafter=Proposes(proposal))
     model = tiny()
     with Engine(model) as engine:
         expected = engine.generate([[1, 2, 3]], SHORT)[0].completions[0].token_ids
     with Engine(model, config=config) as engine:
-        asking, plain = engine.generate([[5, 6], [1, 2, 3]], [DETERMINISTIC, SHORT])
-        assert plain.completions[0].token_ids == expected
-        completion = asking.completions[0]
-        assert (completion.finish_reason == "abort") == (completion.error is not None)
-        if isinstance(proposal, list) and all(isinstance(token, int) for token in proposal):
-            assert completion.finish_reason == "length"
+        brief = SamplingParams(max_new_tokens=1)  # one token is never drafted for
+        asking, plain, other = engine.generate(
+            [[5, 6], [1, 2, 3], [1, 2, 3]], [DETERMINISTIC, SHORT, brief]
+        )
+        assert other.completions[0].token_ids == expected[:1]
+        drafts = isinstance(proposal, (list, tuple)) and all(isinstance(t, int) for t in proposal)
+        for output in (asking, plain):
+            completion = output.completions[0]
+            assert (completion.finish_reason == "abort") == (completion.error is not None)
+            assert completion.finish_reason == ("length" if drafts else "abort")
+        if drafts:
+            assert plain.completions[0].token_ids == expected
         assert untouched(engine)
 
 

@@ -259,12 +259,14 @@ def test_a_drafter_that_fails_for_one_sequence(name):
     truths = [p + r[0][0] for (p, _), r in zip(four(), expected, strict=True)]
     drafter = Drafts(truths, odd)
     with steady(model, drafter=drafter, page_size=8) as engine:
-        outputs = run(engine, [*four(), ([7, 7, 7], greedy(9)), ([7, 2], SamplingParams())])
+        plain = [(first, SamplingParams()) for first in ([8, 2], [7, 2])]
+        outputs = run(engine, [*four(), ([7, 7, 7], greedy(9)), *plain])
         assert bits_of(outputs[:4]) == expected
         failed = outputs[4].completions[0]
         assert failed.finish_reason == "abort"
         assert "the drafter raised" in failed.error and said in failed.error
-        assert outputs[5].completions[0].finish_reason == "length"  # plain: not drafted for
+        reasons = [output.completions[0].finish_reason for output in outputs[5:]]
+        assert reasons == ["length", "abort"]  # plain ones are drafted for as well
         assert sum(o.completions[0].stats.accepted for o in outputs[:4]) > 20
         assert whole(engine)
     # Control: without it, nobody fails.

@@ -13,7 +13,7 @@ BAD_PARAMS = {
     "min_new_tokens": (-1, 0.5, None, 129),
     "temperature": (-0.1, NAN, INF, "hot", None, True),
     "top_k": (-1, 2.0, "5", True),
-    "top_p": (0, 0.0, -0.5, 1.01, NAN, "most", True),
+    "top_p": (-1e-9, -0.5, 1.01, NAN, "most", True),
     "min_p": (-0.1, 1.5, NAN, "some"),
     "repetition_penalty": (0, -1.0, INF, None),
     "seed": (-1, 2**64, 1.5, "x", True),

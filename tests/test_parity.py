@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.tiny import FAMILIES, hf_greedy, prompts, tiny
-from tinyspec import Engine, EngineConfig, SamplingParams, patch, unpatch
+from tinyspec import Engine, EngineConfig, SamplingParams
 
 GREEDY = SamplingParams(max_new_tokens=40)
 
@@ -74,12 +74,10 @@ def test_unpatch_leaves_no_trace(family):
         assert torch.equal(model(ids).logits, logits)
 
 
-def test_patched_model_alone_says_what_to_do():
+def test_a_model_that_an_engine_serves_says_what_to_do():
     model = tiny()
-    patch(model)
-    with pytest.raises(RuntimeError, match="unpatch"):
+    with Engine(model), pytest.raises(RuntimeError, match="Engine"):
         model(torch.tensor([[1, 2, 3]]))
-    unpatch(model)
     assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
 
 

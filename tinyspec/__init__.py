@@ -2,11 +2,11 @@
 
 from tinyspec.config import EngineConfig
 from tinyspec.drafter import Drafter
+from tinyspec.drop_in import generate, patch, unpatch
 from tinyspec.engine import Engine
 from tinyspec.errors import DeterminismError, TinyspecError, UnsupportedModelError
 from tinyspec.outputs import Completion, RequestOutput, StreamEvent
 from tinyspec.params import SamplingParams
-from tinyspec.patch import patch, unpatch
 from tinyspec.probe import DoctorReport, doctor
 from tinyspec.replay import AuditReport, audit
 
@@ -25,6 +25,7 @@ __all__ = [
     "UnsupportedModelError",
     "audit",
     "doctor",
+    "generate",
     "patch",
     "unpatch",
 ]

@@ -44,7 +44,7 @@ class AttentionContext:
         if self.segments is None or self.kernels is None:
             raise RuntimeError(
                 "this model's attention is served by tinyspec: generate through its Engine, or "
-                "call tinyspec.unpatch(model) to use the model by itself"
+                "close that to use the model by itself"
             )
         cos, sin = rope or (None, None)
         k_cache, v_cache = self.k[layer], self.v[layer]

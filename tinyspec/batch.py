@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ class Batch:
     """The rows of one pass, padded to its bucket; padding rows write nothing and see nothing.
 
     input_ids, positions, slot_mapping: [bucket] int64, slot -1 for padding.
-    first_rows: pass row of every work's first row.
+    first_rows: pass row of every work's first row. embeds: (first row, [n, hidden]) of rows that
+    enter the model as embeddings and not by their ids.
     """
 
     input_ids: Tensor
@@ -24,6 +25,7 @@ class Batch:
     slot_mapping: Tensor
     segments: Segments
     first_rows: list[int]
+    embeds: list[tuple[int, Tensor]] = field(default_factory=list)
 
     @classmethod
     def of(cls, work_pass: Pass, page_size: int, device: torch.device) -> Batch:
@@ -57,4 +59,9 @@ class Batch:
             max_seqlen_q=max(work.count for work in works),
             max_seqlen_k=max(work.end for work in works),
         )
-        return cls(packed[0], packed[1], packed[2], segments, starts[:-1])
+        embeds = [
+            (first, given[work.start : work.end])
+            for first, work in zip(starts[:-1], works, strict=True)
+            if (given := work.sequence.request.embeds) is not None and work.start < len(given)
+        ]
+        return cls(packed[0], packed[1], packed[2], segments, starts[:-1], embeds)

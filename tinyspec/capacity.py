@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 
 import torch
 
@@ -22,15 +21,15 @@ def _free_memory(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def size_pool(
+def most_pages(
     config: EngineConfig, layers: list[LayerShape], dtype: torch.dtype, device: torch.device
-) -> EngineConfig:
-    """``config`` with ``num_pages`` filled in: never more than max_sequences could use.
+) -> int:
+    """``config.num_pages``, or what fits and max_sequences could use.
 
     On a CPU a page takes memory only once it is used. Raises ValueError where not one page fits.
     """
     if config.num_pages is not None:
-        return config
+        return config.num_pages
     assert config.page_size and config.max_model_len
     most = config.max_sequences * -(-config.max_model_len // config.page_size)
     fraction = config.memory_fraction or DEFAULT_FRACTION.get(device.type, 0.4)
@@ -38,4 +37,4 @@ def size_pool(
     fitting = int(_free_memory(device) * fraction) // page
     if fitting < 1:
         raise refuse("memory_fraction", fraction, f"enough for a page of {page} bytes")
-    return replace(config, num_pages=min(most, fitting))
+    return min(most, fitting)

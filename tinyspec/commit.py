@@ -48,7 +48,7 @@ class Committer:
     def commit_plain(self, sequence: Sequence, sampled: Sampled) -> None:
         """One token of a request that has no drafts."""
         if sampled.error is not None:
-            self.fail(sequence, sampled.error)
+            self.fail(sequence, sampled.error, sampled.cause)
             return
         self._append(sequence, sampled)
         self._settle(sequence)
@@ -57,10 +57,10 @@ class Committer:
     def commit_verified(
         self, verified: list[tuple[Sequence, list[Sampled]]], cache: KVCache
     ) -> None:
-        """The canonical tokens of every verifying sequence, from its newest committed one on."""
+        """The tokens of every sequence that may have drafts, from its newest committed one on."""
         sound, spoilt = [], []
         for sequence, targets in verified:
-            if not sequence.drafts:  # a canonical pass that was the decode: nothing to compare
+            if not sequence.drafts:  # the pass was the decode: nothing to compare
                 sequence.undrafted = False
                 self.commit_plain(sequence, targets[0])
                 continue
@@ -173,10 +173,15 @@ class Committer:
             sequence.logprobs.append(sampled.logprob)
         if params.top_logprobs:
             sequence.top_logprobs.append(sampled.top)
+        if sampled.scores is not None:
+            sequence.scores.append(sampled.scores)
+        if sampled.logits is not None:
+            sequence.logits.append(sampled.logits)
         try:
             stopped = sampled.token in self._stop_ids(sequence) or self._stops(sequence)
         except Exception as error:
             sequence.error = f"a stopping criterion raised {type(error).__name__}: {error}"
+            sequence.cause = error
             sequence.finish_reason = "abort"
             return
         if sequence.off_script:
@@ -202,16 +207,17 @@ class Committer:
                 return True
         if not params.stopping_criteria:
             return False
-        ids = torch.tensor([sequence.tokens], device=self._device)
+        ids = torch.tensor([sequence.history], device=self._device)
+        scores = tuple(row[None] for row in sequence.scores) or None
         # Every criterion sees every token, as those that count must.
-        return any([bool(torch.as_tensor(f(ids, None)).all()) for f in params.stopping_criteria])
+        return any([bool(torch.as_tensor(f(ids, scores)).all()) for f in params.stopping_criteria])
 
-    def fail(self, sequence: Sequence, error: str) -> None:
+    def fail(self, sequence: Sequence, error: str, cause: Exception | None = None) -> None:
         """End a sequence, and those that wait for its prompt, with an error."""
         for sibling in sequence.siblings:
-            self.fail(sibling, error)
+            self.fail(sibling, error, cause)
         sequence.siblings = []
-        sequence.error = error
+        sequence.error, sequence.cause = error, cause
         sequence.finish_reason = "abort"
         self._scheduler.distrust(sequence)
         self._scheduler.remove(sequence)

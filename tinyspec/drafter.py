@@ -34,11 +34,13 @@ class FastPath:
 class NgramDrafter:
     """What followed the same last tokens earlier in the text (prompt lookup decoding)."""
 
-    def __init__(self, longest: int = 3, shortest: int = 1):
+    def __init__(self, longest: int = 3, shortest: int = 1, most: int | None = None):
         self.longest = longest
         self.shortest = shortest
+        self.most = most
 
     def propose(self, sequences: list[Sequence[int]], n: int) -> list[list[int]]:
+        n = n if self.most is None else min(n, self.most)
         return [self._lookup(list(sequence), n) for sequence in sequences]
 
     def _lookup(self, tokens: list[int], n: int) -> list[int]:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tinyspec import kernels
 from tinyspec.buckets import Buckets
-from tinyspec.capacity import size_pool
+from tinyspec.capacity import most_pages
 from tinyspec.commit import Committer
 from tinyspec.config import EngineConfig
 from tinyspec.contract import Contract
@@ -24,7 +24,8 @@ from tinyspec.outputs import RequestOutput
 from tinyspec.pages import PagePool
 from tinyspec.params import SamplingParams
 from tinyspec.passes import EngineStats, PassRecord
-from tinyspec.patch import max_positions, patch, refuse_unsupported, unpatch
+from tinyspec.patch import install, max_positions, refuse_unsupported, uninstall
+from tinyspec.request import Request
 from tinyspec.runner import Runner
 from tinyspec.sampler import Sampler
 from tinyspec.scheduler import Scheduler
@@ -35,14 +36,20 @@ class Engine:
     """Generates from a loaded causal LM, whose attention it patches until ``close``.
 
     model: a loaded transformers causal LM, on one device. tokenizer: for text prompts, stop strings
-    and text outputs. A context manager.
+    and text outputs. grows: the page pool begins with one page, and ``reserve`` makes room; where
+    ``config`` gives ``num_pages`` it does not grow. A context manager.
 
     Raises UnsupportedModelError, or ValueError for a setting that does not fit and for a model that
     another engine serves.
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: Any = None, config: EngineConfig | None = None
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any = None,
+        config: EngineConfig | None = None,
+        *,
+        grows: bool = False,
     ):
         config = config or EngineConfig()
         refuse_unsupported(model)
@@ -54,28 +61,32 @@ class Engine:
         self.model = model
         self.tokenizer = tokenizer
         linear = kernels.load(config.backend).linear if config.linear == "always" else None
-        self._patched = patch(model, config.max_model_len, linear)
+        self._patched = install(model, config.max_model_len, linear)
         try:
-            self.config = size_pool(config, self._patched.layers, model.dtype, model.device)
-            self._build(drafter)
+            self.config = config
+            self._build(drafter, 1 if grows and config.num_pages is None else self._most_pages())
         except BaseException:
-            unpatch(model)
+            uninstall(model)
             raise
 
-    def _build(self, drafter: Drafter) -> None:
+    def _most_pages(self) -> int:
+        model = self.model
+        return most_pages(self.config, self._patched.layers, model.dtype, model.device)
+
+    def _build(self, drafter: Drafter, num_pages: int) -> None:
         config = self.config
-        assert config.max_rows and config.reference_rows and config.num_pages and config.page_size
+        assert config.max_rows and config.reference_rows and config.page_size
         loaded = kernels.load(config.backend)
         buckets = Buckets(config.max_rows, config.reference_rows)
-        self._pool = PagePool(config.num_pages, config.page_size)
+        self._pool = PagePool(num_pages, config.page_size)
         self._scheduler = Scheduler(config, self._pool, buckets)
-        self._runner = Runner(self.model, self._patched, config, loaded, buckets)
+        self._runner = Runner(self.model, self._patched, self._pool, loaded, buckets)
         committer = Committer(loaded, self._scheduler, self.tokenizer, self._runner.device)
         self._loop = Loop(
             config, self._scheduler, self._runner, Sampler(loaded), committer, drafter
         )
         self._contract = Contract(self.model, self._runner, config)
-        self._intake = Intake(self.model, self.tokenizer, config)
+        self._intake = Intake(self.model, self.tokenizer, config, self._pool)
         self._desk = Desk(self._loop, self._contract, self.tokenizer)
         self._closed = False
 
@@ -106,18 +117,50 @@ class Engine:
         self._desk.cancel(list(self._desk.requests.values()))
         self._runner.release()
         self._runner.tiles.unbind()
-        unpatch(self.model)
+        uninstall(self.model)
         self._closed = True
+
+    def suspend(self) -> None:
+        """Give the model its own attention back until ``resume``; nothing can run meanwhile.
+
+        Raises ValueError while requests are unfinished.
+        """
+        self._refuse_unfinished("suspend")
+        self._runner.tiles.suspend()
+        self._patched.suspend()
+
+    def resume(self) -> bool:
+        """Take the model's attention over again; False if the model has changed so much that it
+        takes another engine: in its modules, their hooks, its dtype or its device."""
+        if not self._patched.resume():
+            return False
+        self._runner.tiles.resume()
+        return True
+
+    def reserve(self, num_pages: int) -> None:
+        """Let the page pool grow to ``num_pages``, or as far as memory allows; what is in it stays.
+
+        Raises ValueError while requests are unfinished.
+        """
+        more = num_pages - self._pool.num_pages
+        if more > 0 and self.config.num_pages is None:
+            self._refuse_unfinished("reserve")
+            more = min(more, self._most_pages())
+            self._runner.extend(more)
+            self._pool.extend(more)
 
     def release(self) -> None:
         """Give the page pool's memory back; the next request takes it again.
 
         Raises ValueError while requests are unfinished.
         """
-        if unfinished := len(self._desk.requests):
-            raise refuse("release", f"{unfinished} unfinished requests", "none")
+        self._refuse_unfinished("release")
         self._scheduler.forget_pages()
         self._runner.release()
+
+    def _refuse_unfinished(self, what: str) -> None:
+        if unfinished := len(self._desk.requests):
+            raise refuse(what, f"{unfinished} unfinished requests", "none")
 
     @property
     def fingerprint(self) -> str:
@@ -159,7 +202,7 @@ class Engine:
         Raises ValueError naming field, value and what is allowed, and DeterminismError, before
         anything runs.
         """
-        return self._desk.finish(self._ready().requests(prompts, params), progress)
+        return self._desk.finish(self.prepare(prompts, params), progress)
 
     def score(
         self,
@@ -199,7 +242,24 @@ class Engine:
 
         Requests whose events are not read to the end are aborted when the stream is closed.
         """
-        requests = self._ready().requests(prompts, params)
+        return self.follow(self.prepare(prompts, params))
+
+    def prepare(
+        self, prompts: Any, params: SamplingParams | list[SamplingParams] | None = None
+    ) -> list[Request]:
+        """One request per prompt, checked and not queued yet; arguments and errors as ``generate``.
+
+        ``follow`` runs them.
+        """
+        return self._ready().requests(prompts, params)
+
+    def follow(self, requests: list[Request], drafter: Drafter | None = None) -> EventStream:
+        """Queue what ``prepare`` made; the committed tokens as they come.
+
+        drafter: in the place of the engine's, from now on.
+        """
+        if drafter is not None:
+            self._loop.drafter = drafter
         self._desk.outbox.wait_for(self._desk.submit(requests), events=True)
         return EventStream(requests, self.tokenizer, self._desk.next_event, self._desk.drop)
 

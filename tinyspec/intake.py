@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from tinyspec.config import EngineConfig
 from tinyspec.errors import refuse
 from tinyspec.outputs import RequestOutput
+from tinyspec.pages import PagePool
 from tinyspec.params import SamplingParams
 from tinyspec.patch import vocab_size
 from tinyspec.request import Request
@@ -26,7 +27,10 @@ from tinyspec.text import as_prompts, continuation_ids, to_token_ids
 class Intake:
     """Checks prompts and parameters against one model and one pool, and numbers the requests."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, config: EngineConfig):
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Any, config: EngineConfig, pool: PagePool
+    ):
+        self._pool = pool
         self._tokenizer = tokenizer
         self._config = config
         self._vocab_size = vocab_size(model)
@@ -123,17 +127,17 @@ class Intake:
         return ids
 
     def _check(self, prompt: list[int], params: SamplingParams) -> None:
-        config = self._config
-        assert config.num_pages and config.page_size and config.max_model_len
+        config, pool = self._config, self._pool
+        assert config.max_model_len
         total = len(prompt) + params.max_new_tokens
         if total > config.max_model_len:
             allowed = f"at most {config.max_model_len - len(prompt)} behind {len(prompt)} prompt "
             allowed += f"tokens (max_model_len={config.max_model_len})"
             raise refuse("max_new_tokens", params.max_new_tokens, allowed)
-        pages = -(-total // config.page_size)
-        if pages > config.num_pages:
-            allowed = f"prompt and output need {pages} pages of {config.page_size} tokens, and "
-            allowed += f"there are {config.num_pages}"
+        pages = pool.pages_for(total)
+        if pages > pool.num_pages:
+            allowed = f"prompt and output need {pages} pages of {pool.page_size} tokens, and "
+            allowed += f"there are {pool.num_pages}"
             raise refuse("max_new_tokens", params.max_new_tokens, allowed)
         for field in ("stop_token_ids", "eos_token_id"):
             for token in getattr(params, field) or ():

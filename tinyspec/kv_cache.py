@@ -18,7 +18,7 @@ class LayerShape:
 
 
 class KVCache:
-    """Per layer k and v [num_pages, page_size, num_kv_heads, head_dim], allocated once.
+    """Per layer k and v [num_pages, page_size, num_kv_heads, head_dim].
 
     Masked positions of a tile are still multiplied by 0, so everything in use must be finite:
     every page is zeroed when it is handed out, whatever its last owner left there.
@@ -41,6 +41,17 @@ class KVCache:
         self.page_size = page_size
         # The first page is also read by probes, which own none.
         self.zero([0])
+
+    def extend(self, more: int, kept: list[int]) -> None:
+        """Add ``more`` pages to every pool; of those that there are, ``kept`` keep their values.
+
+        One pool after the other, so that no more than one is there twice.
+        """
+        for pools in (self.k, self.v):
+            for layer, before in enumerate(pools):
+                after = before.new_empty(len(before) + more, *before.shape[1:])
+                after[[0, *kept]] = before[[0, *kept]]
+                pools[layer] = after
 
     @staticmethod
     def page_bytes(layers: list[LayerShape], page_size: int, dtype: torch.dtype) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tinyspec.commit import Committer, Verdict
 from tinyspec.config import EngineConfig
-from tinyspec.drafter import Drafter
+from tinyspec.drafter import Drafter, FastPath
 from tinyspec.outputs import StreamEvent
 from tinyspec.passes import DRAFT, KINDS, EngineStats, Pass, PassRecord, Work
 from tinyspec.request import Sequence
@@ -39,7 +39,7 @@ class Loop:
         self.stats = EngineStats()
         self.records: deque[PassRecord] = deque(maxlen=None if config.trace else RECORDS_KEPT)
         self._sampler = sampler
-        self._drafter = drafter
+        self.drafter = drafter
         self._proposed = 0
 
     def step(self) -> list[StreamEvent]:
@@ -83,13 +83,17 @@ class Loop:
         elif work_pass.rows > 1:
             self.scheduler.isolate(sequences, row_limit=work_pass.rows // 2)
         else:
-            self.committer.fail(sequences[0], f"the pass raised {type(error).__name__}: {error}")
+            why = f"the pass raised {type(error).__name__}: {error}"
+            self.committer.fail(sequences[0], why, error)
 
     def _propose(self) -> None:
-        """Drafts for every deterministic sequence that has none: its script's, or the drafter's."""
+        """Drafts for every sequence without: its script's, or the drafter's (the fast path's own
+        drafts are for deterministic ones)."""
         asked = []
+        speculates = not isinstance(self.drafter, FastPath)
         for sequence in self.scheduler.running:
-            limit = self.scheduler.draft_limit(sequence) if sequence.deterministic else 0
+            drafts = speculates or sequence.deterministic
+            limit = self.scheduler.draft_limit(sequence) if drafts else 0
             if limit <= 0 or sequence.drafts:
                 continue
             if sequence.script is not None:
@@ -109,7 +113,7 @@ class Loop:
                 self._add_proposal(sequence, proposal[:limit])
 
     def _ask(self, sequences: list[Sequence], most: int) -> list[list[int]]:
-        proposals = self._drafter.propose([list(s.tokens) for s in sequences], most)
+        proposals = self.drafter.propose([s.history for s in sequences], most)
         found = [[index(token) for token in proposal] for proposal in proposals]
         if len(found) != len(sequences):
             raise ValueError(f"{len(found)} proposals for {len(sequences)} sequences")
@@ -120,7 +124,8 @@ class Loop:
         try:
             return self._ask([sequence], most)[0]
         except Exception as error:
-            self.committer.fail(sequence, f"the drafter raised {type(error).__name__}: {error}")
+            why = f"the drafter raised {type(error).__name__}: {error}"
+            self.committer.fail(sequence, why, error)
             return []
 
     def _add_proposal(self, sequence: Sequence, proposal: list[int]) -> None:
@@ -194,10 +199,8 @@ class Loop:
         for sequence, is_draft, sampled in outcomes:
             if is_draft:
                 self._add_draft(sequence, sampled[0])
-            elif sequence.deterministic:
-                verified.append((sequence, sampled))
             else:
-                self.committer.commit_plain(sequence, sampled[0])
+                verified.append((sequence, sampled))
         self.committer.commit_verified(verified, self.runner.cache)
 
     @staticmethod
@@ -261,14 +264,21 @@ def _score_prompt(work: Work, offsets: list[int], logits: Tensor) -> None:
 
 def _sample_row(sequence: Sequence, logits_row: int, position: int) -> SampleRow:
     params = sequence.params
-    history: list[int] = []
-    if params.needs_history:
-        history = (sequence.tokens + sequence.drafts)[:position]
-    generated = position - sequence.request.num_prompt
-    forced = -1
-    if sequence.forced and sequence.script is not None:
-        forced = sequence.script[generated]
-    return SampleRow(logits_row, params, sequence.key, position, generated, history, forced)
+    history = sequence.before(position) if params.needs_history else []
+    request = sequence.request
+    generated = position - request.num_prompt
+    given = sequence.script if sequence.forced else None
+    return SampleRow(
+        logits_row,
+        params,
+        sequence.key,
+        position,
+        generated,
+        history,
+        -1 if given is None else given[generated],
+        request.keeps_scores,
+        request.keeps_logits,
+    )
 
 
 def _events(verdicts: list[Verdict]) -> list[StreamEvent]:

@@ -26,6 +26,17 @@ class PagePool:
         # Told of every kept page that is taken for something else.
         self.on_evict: Callable[[int], None] = lambda page: None
 
+    def extend(self, more: int) -> None:
+        """Add ``more`` pages behind those that there are."""
+        for page in range(self.num_pages, self.num_pages + more):
+            heapq.heappush(self._free, page)
+        self._owners += [0] * more
+        self.num_pages += more
+
+    def kept(self) -> list[int]:
+        """Pages whose values somebody counts on: owned, or kept while idle."""
+        return [p for p in range(self.num_pages) if self._owners[p] or p in self._kept]
+
     @property
     def num_free(self) -> int:
         """Pages that nobody owns, idle ones included."""

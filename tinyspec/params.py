@@ -35,7 +35,8 @@ class SamplingParams:
 
     max_new_tokens, min_new_tokens: bounds on the tokens generated; before ``min_new_tokens`` no
         stop token is sampled.
-    temperature: 0 is greedy. top_k (0: off), top_p (1: off), min_p (0: off) filter in this order.
+    temperature: 0 is greedy. top_k (0: off), top_p (1: off, 0: the likeliest alone) and min_p
+        (0: off) filter in this order.
     repetition_penalty: divides positive and multiplies negative logits of tokens already seen.
     seed: makes a sampled request repeatable; None draws one, which the output records.
     deterministic: the same tokens and log-probabilities, bit for bit, whatever else runs.
@@ -97,7 +98,7 @@ class SamplingParams:
         if self.top_k is not None:
             integer("top_k", 0)
         if self.top_p is not None:
-            number("top_p", "a number in (0, 1]", lambda x: 0 < x <= 1)
+            number("top_p", "a number in [0, 1]", lambda x: 0 <= x <= 1)
         if self.min_p is not None:
             number("min_p", "a number in [0, 1]", lambda x: 0 <= x <= 1)
         if self.seed is not None and not (_is_int(self.seed) and 0 <= self.seed < 2**64):

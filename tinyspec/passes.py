@@ -18,7 +18,7 @@ class Work:
     The kinds are names for what the rows are doing and nothing more: prompt (of a preempted
     sequence: all it had), decode (the newest token, in a canonical pass if the request is
     deterministic), draft (a deterministic request's newest token on the fast path), verify
-    (canonical rows over the newest token and drafts).
+    (rows over the newest token and drafts, canonical ones if the request is deterministic).
     yields: how many of the rows, counted from the last, yield a token that is wanted.
     """
 

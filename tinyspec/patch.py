@@ -49,27 +49,81 @@ LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 @dataclass
 class Patched:
-    """What ``patch`` did to a model, kept on it as ``_tinyspec``."""
+    """What ``install`` did to a model, kept on it as ``_tinyspec``.
 
+    swapped: (parent, name, the model's own module, its stand-in), in the order of swapping.
+    """
+
+    model: PreTrainedModel
     context: AttentionContext
     layers: list[LayerShape]
     implementation: str
-    swapped: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list)
+    swapped: list[tuple[nn.Module, str, nn.Module, nn.Module]] = field(default_factory=list)
     bound: list[nn.Module] = field(default_factory=list)
+    # The model as it was left by ``suspend``; None while the stand-ins are in.
+    left: list[object] | None = None
 
     def swap(self, parent: nn.Module, name: str, module: nn.Module) -> None:
         """Put ``module`` in the place of ``parent``'s child ``name``."""
         before: nn.Module = parent._modules[name]  # type: ignore[assignment]
-        self.swapped.append((parent, name, before))
-        module.training = before.training
-        parent._modules[name] = module
+        self.swapped.append((parent, name, before, module))
+        _hand_over(parent, name, before, module)
 
     def undo(self, kept: int = 0) -> None:
         """Put everything back but the first ``kept`` swaps."""
         while len(self.swapped) > kept:
-            parent, name, module = self.swapped.pop()
-            module.train(parent._modules[name].training)  # type: ignore[union-attr]
-            parent._modules[name] = module
+            parent, name, before, module = self.swapped.pop()
+            _hand_over(parent, name, module, before)
+
+    def suspend(self) -> None:
+        """Give the model everything back that is its own, until ``resume``."""
+        for parent, name, before, module in reversed(self.swapped):
+            _hand_over(parent, name, module, before)
+        self.unbind()
+        self.model.set_attn_implementation(self.implementation)
+        self.left = _outline(self.model)
+
+    def resume(self) -> bool:
+        """Put the stand-ins in again; False, and nothing done, where they no longer fit: modules,
+        hooks, dtype or device are not what they were."""
+        if self.left is not None:
+            if _outline(self.model) != self.left:
+                return False
+            for parent, name, before, module in self.swapped:
+                _hand_over(parent, name, before, module)
+            self.bind()
+            self.model.set_attn_implementation(IMPLEMENTATION)
+            self.left = None
+        return True
+
+    def bind(self) -> None:
+        """Tell the attention modules that call the attention interface where the pages are."""
+        for module in self.bound:
+            module.__dict__["tinyspec_context"] = self.context
+
+    def unbind(self) -> None:
+        for module in self.bound:
+            module.__dict__.pop("tinyspec_context", None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of a patched model is not patched."""
+
+
+def _hand_over(parent: nn.Module, name: str, before: nn.Module, after: nn.Module) -> None:
+    """``after`` takes the place of ``before``, with the parameters and the mode that it has now."""
+    for own in before._parameters.keys() & after._parameters.keys():
+        after._parameters[own] = before._parameters[own]
+    after.training = before.training
+    parent._modules[name] = after
+
+
+def _outline(model: PreTrainedModel) -> list[object]:
+    """What stand-ins count on: every module, its hooks, a forward of its own, dtype and device."""
+    outline: list[object] = [model.dtype, model.device, model.config._attn_implementation]
+    for module in model.modules():
+        hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
+        outline += [module, hooks, "forward" in vars(module)]
+    return outline
 
 
 def _refusal(model: PreTrainedModel) -> str | None:
@@ -105,8 +159,11 @@ def _refusal(model: PreTrainedModel) -> str | None:
 
 def refuse_unsupported(model: PreTrainedModel) -> None:
     """Raise UnsupportedModelError naming what is in the way, ValueError if patched already."""
-    if hasattr(model, "_tinyspec"):
-        raise ValueError("model is not allowed: it is served by another Engine; close that first")
+    if getattr(model, "_tinyspec", None) is not None:
+        raise ValueError(
+            "model is not allowed: it is served by another Engine, or patched; close that Engine, "
+            "or call tinyspec.unpatch(model), first"
+        )
     reason = _refusal(model)
     if reason is not None:
         raise UnsupportedModelError(f"{type(model).__name__} is not supported: {reason}")
@@ -142,7 +199,7 @@ def max_positions(model: PreTrainedModel) -> int:
     return int(model.config.max_position_embeddings)
 
 
-def patch(
+def install(
     model: PreTrainedModel,
     max_model_len: int | None = None,
     linear: LinearFunction | None = None,
@@ -158,12 +215,12 @@ def patch(
     context = AttentionContext()
     attentions = _attentions(model)
     layers = [_shape(model, module) for _, _, module in attentions]
-    patched = Patched(context, layers, model.config._attn_implementation)
+    patched = Patched(model, context, layers, model.config._attn_implementation)
     model.__dict__["_tinyspec"] = patched
     try:
         _install(model, patched, attentions, max_model_len or max_positions(model), linear)
     except BaseException:
-        unpatch(model)
+        uninstall(model)
         raise
     return patched
 
@@ -180,8 +237,8 @@ def _install(
         if type(module).__name__ in FUSED:
             patched.swap(parent, name, PagedAttention(module, context))
         else:
-            module.__dict__["tinyspec_context"] = context
             patched.bound.append(module)
+    patched.bind()
     like = torch.empty(0, dtype=model.dtype, device=model.device)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -199,16 +256,16 @@ def _install(
 
 
 def patched_of(model: PreTrainedModel) -> Patched:
-    """What ``patch`` did to a patched model."""
+    """What ``install`` did to a model."""
     return model.__dict__["_tinyspec"]
 
 
-def unpatch(model: PreTrainedModel) -> None:
-    """Give ``model`` its own attention back; a model that is not patched is left alone."""
-    patched: Any = model.__dict__.pop("_tinyspec", None)
+def uninstall(model: PreTrainedModel) -> None:
+    """Give ``model`` its own attention back; a model without ours is left alone."""
+    patched: Patched | None = model.__dict__.pop("_tinyspec", None)
     if patched is None:
         return
-    patched.undo()
-    for module in patched.bound:
-        del module.tinyspec_context
-    model.set_attn_implementation(patched.implementation)
+    if patched.left is None:
+        patched.undo()
+        patched.unbind()
+        model.set_attn_implementation(patched.implementation)

@@ -52,7 +52,7 @@ class PrefixCache:
     def insert(self, sequence: Sequence) -> None:
         """Index the pages that have filled up with KV of committed tokens since the last call."""
         full = sequence.computed // self._pool.page_size
-        if full <= sequence.indexed:
+        if full <= sequence.indexed or sequence.request.embeds is not None:
             return
         digests = self._digests(sequence)
         for number in range(sequence.indexed, full):
@@ -84,6 +84,8 @@ class PrefixCache:
     def _digests(self, sequence: Sequence) -> list[bytes]:
         """One digest per full page of its tokens, each over all tokens up to the page's end."""
         size, digests = self._pool.page_size, sequence.digests
+        if sequence.request.embeds is not None:  # its tokens do not tell what its KV is of
+            return digests
         for number in range(len(digests), len(sequence.tokens) // size):
             tokens = array("q", sequence.tokens[number * size : (number + 1) * size])
             before = digests[-1] if digests else b""

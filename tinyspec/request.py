@@ -6,6 +6,7 @@ Host only. Says nothing of when or how rows are run; the scheduler and the engin
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from tinyspec.outputs import CompletionStats
 from tinyspec.params import SamplingParams
@@ -40,6 +41,8 @@ class Sequence:
     from a verify without drafts.
     script: a continuation known beforehand, drafted as it stands; the sequence ends where the
     canonical tokens leave it. forced: its tokens are taken as given, whatever the model prefers.
+    error: why it ended early. cause: the exception behind that, if there was one.
+    scores, logits: per committed token [V] fp32, processed and raw, where the request keeps them.
     """
 
     request: Request
@@ -59,8 +62,11 @@ class Sequence:
     forced: bool = False
     finish_reason: str | None = None
     error: str | None = None
+    cause: Exception | None = None
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    scores: list[Any] = field(default_factory=list)
+    logits: list[Any] = field(default_factory=list)
     stats: CompletionStats = field(default_factory=CompletionStats)
     key: int = 0
     # Completions that start from this one's prompt as soon as it is computed.
@@ -73,6 +79,15 @@ class Sequence:
     @property
     def deterministic(self) -> bool:
         return self.request.params.deterministic
+
+    @property
+    def history(self) -> list[int]:
+        """Its committed tokens as far as they have ids: all, but for a prompt of embeddings."""
+        return self.tokens[self.request.num_hidden :]
+
+    def before(self, position: int) -> list[int]:
+        """Its tokens before ``position``, drafts included, as far as they have ids."""
+        return (self.tokens + self.drafts)[self.request.num_hidden : position]
 
     @property
     def num_generated(self) -> int:
@@ -124,7 +139,9 @@ class Request:
     """A prompt and its sampling parameters, and the sequences that complete it.
 
     arrival: order of arrival, the engine-wide age. prompt_logprobs: filled in as prompt rows run.
-    recompute: start from no cached page.
+    recompute: start from no cached page. embeds: what enters the model in place of the prompt's
+    tokens, [num_prompt, hidden]; these may then be stand-ins. num_hidden: how many of them are.
+    keeps_scores, keeps_logits: every completion keeps them, token by token.
     """
 
     request_id: str
@@ -134,6 +151,10 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
     prompt_logprobs: list[float | None] = field(default_factory=list)
     recompute: bool = False
+    embeds: Any = None
+    num_hidden: int = 0
+    keeps_scores: bool = False
+    keeps_logits: bool = False
 
     def __post_init__(self) -> None:
         assert self.params.seed is not None or self.params.temperature == 0

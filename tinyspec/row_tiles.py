@@ -18,20 +18,30 @@ class RowTiles:
 
     def __init__(self) -> None:
         self.on = False
-        self._bound: list[nn.Module] = []
+        self._bound: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = []
 
     def bind(self, modules: Iterable[nn.Module], counts: Collection[int]) -> None:
         """Run ``modules`` in tiles of the row counts ``counts``, which are all alike."""
         for module in modules:
             # On the instance: modules, parameters and their names stay what they are.
-            module.__dict__["forward"] = self._tiled(module.forward, counts)
-            self._bound.append(module)
+            tiled = self._tiled(module.forward, counts)
+            module.__dict__["forward"] = tiled
+            self._bound.append((module, tiled))
 
     def unbind(self) -> None:
         """Give all modules their own forward back."""
-        for module in self._bound:
-            module.__dict__.pop("forward", None)
+        self.suspend()
         self._bound = []
+
+    def suspend(self) -> None:
+        """Give all modules their own forward back, until ``resume``."""
+        for module, _ in self._bound:
+            module.__dict__.pop("forward", None)
+
+    def resume(self) -> None:
+        """Bind the same modules again."""
+        for module, tiled in self._bound:
+            module.__dict__["forward"] = tiled
 
     def _tiled(
         self, forward: Callable[[Tensor], Tensor], counts: Collection[int]

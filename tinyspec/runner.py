@@ -13,10 +13,10 @@ from tinyspec.ambient import Ambient
 from tinyspec.attention_probe import probe_rows
 from tinyspec.batch import Batch
 from tinyspec.buckets import Buckets
-from tinyspec.config import EngineConfig
 from tinyspec.invariance import PositionProbe
 from tinyspec.kernels import Kernels
 from tinyspec.kv_cache import KVCache
+from tinyspec.pages import PagePool
 from tinyspec.passes import Pass
 from tinyspec.patch import Patched, vocab_size
 from tinyspec.row_tiles import RowTiles
@@ -29,18 +29,17 @@ class Runner:
         self,
         model: PreTrainedModel,
         patched: Patched,
-        config: EngineConfig,
+        pool: PagePool,
         kernels: Kernels,
         buckets: Buckets,
     ):
-        assert config.num_pages and config.page_size
         self.model = model
         self.ambient = Ambient(model)
         self.buckets = buckets
         self.device = model.device
         self.vocab_size = vocab_size(model)
         self._layers = patched.layers
-        self._pages = config.num_pages, config.page_size
+        self._pool = pool
         self._context = patched.context
         self._context.kernels = kernels
         self._cache: KVCache | None = None
@@ -50,9 +49,18 @@ class Runner:
     def cache(self) -> KVCache:
         """The KV pool; taken when first needed and again after ``release``."""
         if self._cache is None:
-            self._cache = KVCache(self._layers, *self._pages, self.model.dtype, self.device)
+            self._cache = self._pages(self._pool.num_pages)
             self._context.k, self._context.v = self._cache.k, self._cache.v
         return self._cache
+
+    def _pages(self, num_pages: int) -> KVCache:
+        page_size = self._pool.page_size
+        return KVCache(self._layers, num_pages, page_size, self.model.dtype, self.device)
+
+    def extend(self, more: int) -> None:
+        """Add memory for ``more`` pages, if any is taken; nothing may be running."""
+        if self._cache is not None:
+            self._cache.extend(more, self._pool.kept())
 
     def release(self) -> None:
         """Give the pool's memory back; nothing may be running."""
@@ -64,7 +72,7 @@ class Runner:
         """A pool of its own for the passes of the block; the engine's is not touched."""
         context = self._context
         before = context.k, context.v
-        cache = KVCache(self._layers, num_pages, self._pages[1], self.model.dtype, self.device)
+        cache = self._pages(num_pages)
         context.k, context.v = cache.k, cache.v
         try:
             yield cache
@@ -102,7 +110,7 @@ class Runner:
         context.segments, context.slot_mapping = batch.segments, batch.slot_mapping
         try:
             logits = self.model(
-                input_ids=batch.input_ids[None],
+                **self._entering(batch),
                 position_ids=batch.positions[None],
                 use_cache=False,
                 logits_to_keep=keep,
@@ -112,6 +120,15 @@ class Runner:
             context.segments = context.slot_mapping = None
             self.tiles.on = False
         return logits[0].float()
+
+    def _entering(self, batch: Batch) -> dict[str, Tensor]:
+        """What enters the model: token ids, or where some rows have none, embeddings of all."""
+        if not batch.embeds:
+            return {"input_ids": batch.input_ids[None]}
+        embeds = self.model.get_input_embeddings()(batch.input_ids)
+        for first, given in batch.embeds:
+            embeds[first : first + len(given)] = given
+        return {"inputs_embeds": embeds[None]}
 
     def probe_attention(self) -> list[PositionProbe]:
         """Whether a row alone has the bits of the same row in its prompt, by head shape."""

@@ -23,6 +23,7 @@ class SampleRow:
     logits_row: row of the logits; several samples may share one. position: the token's place in its
     sequence. num_generated: generated tokens before it. history: the sequence before it, where
     ``params.needs_history``. forced: the token to take, whatever the logits say; -1: none.
+    keeps_scores, keeps_logits: hand out the processed and the raw logits as well.
     """
 
     logits_row: int
@@ -32,19 +33,26 @@ class SampleRow:
     num_generated: int
     history: list[int]
     forced: int = -1
+    keeps_scores: bool = False
+    keeps_logits: bool = False
 
 
 @dataclass
 class Sampled:
     """One sampled token; token -1 with an ``error`` where there is none.
 
-    logprob: of the token, if the row's parameters ask for any log-probability.
+    logprob: of the token, if the row's parameters ask for any log-probability. cause: the exception
+    behind an error. scores, logits: [V] fp32, where the row keeps them; scores as they are sampled
+    from: processed, divided by the temperature, filtered.
     """
 
     token: int
     logprob: float = 0.0
     top: list[tuple[int, float]] = field(default_factory=list)
     error: str | None = None
+    cause: Exception | None = None
+    scores: Tensor | None = None
+    logits: Tensor | None = None
 
 
 NOT_FINITE = "the logits are not finite (NaN, +inf, or every token excluded)"
@@ -87,15 +95,24 @@ class Sampler:
         found = [Sampled(token) for token in tokens.tolist()]
         if wants:
             self._attach_logprobs(found, rows, raw, scores, temperature, logprobs)
-        for n, sampled in enumerate(found):
-            if errors.get(n) or sampled.token < 0:
-                found[n] = Sampled(-1, error=errors.get(n, NOT_FINITE))
+        for n, (sampled, row) in enumerate(zip(found, rows, strict=True)):
+            if n in errors or sampled.token < 0:
+                why, cause = errors.get(n, (NOT_FINITE, None))
+                found[n] = Sampled(-1, error=why, cause=cause)
+                continue
+            if row.keeps_scores:
+                sampled.scores = scores[n] / (temperature[n] or 1.0)
+            if row.keeps_logits:
+                sampled.logits = raw[n].clone()
         return found
 
     @staticmethod
-    def _process(raw: Tensor, rows: list[SampleRow]) -> tuple[Tensor, dict[int, str]]:
+    def _process(
+        raw: Tensor, rows: list[SampleRow]
+    ) -> tuple[Tensor, dict[int, tuple[str, Exception]]]:
         """Repetition penalty, minimum length, the user's processors, in transformers' order."""
-        scores, errors = raw, {}
+        scores = raw
+        errors: dict[int, tuple[str, Exception]] = {}
         for n, row in enumerate(rows):
             params = row.params
             early = row.num_generated < params.min_new_tokens and params.stop_ids
@@ -104,17 +121,18 @@ class Sampler:
             if scores is raw:
                 scores = raw.clone()
             if params.repetition_penalty != 1.0:
-                seen = torch.tensor(sorted(set(row.history)), device=raw.device)
+                seen = torch.tensor(sorted(set(row.history)), dtype=torch.long, device=raw.device)
                 scores[n] = penalise_repetition(scores[n], seen, params.repetition_penalty)
             if early:
                 scores[n, [t for t in params.stop_ids if t < raw.shape[1]]] = -torch.inf
             try:
                 for processor in params.logits_processors:
-                    history = torch.tensor([row.history], device=raw.device)
+                    history = torch.tensor([row.history], dtype=torch.long, device=raw.device)
                     scores[n] = processor(history, scores[n : n + 1].clone())[0]
             except Exception as error:
                 name = getattr(processor, "__qualname__", type(processor).__qualname__)
-                errors[n] = f"logits processor {name} raised {type(error).__name__}: {error}"
+                why = f"logits processor {name} raised {type(error).__name__}: {error}"
+                errors[n] = why, error
         return scores, errors
 
     @staticmethod

@@ -21,8 +21,9 @@ from tinyspec.residents import Residents, age, rank
 class _Wants:
     """What the running sequences could do next, oldest first.
 
-    decoding: plain, one row each. settled: deterministic, one more token by a draft or a canonical
-    row. due: deterministic, drafts waiting for their verify, or nothing that may be drafted.
+    decoding: plain, one row each, and one for each proposed token. settled: deterministic, one more
+    token by a draft or a canonical row. due: deterministic, drafts waiting for their verify, or
+    nothing that may be drafted.
     prompts: more than one pending token, of either kind.
     """
 
@@ -156,12 +157,21 @@ class Scheduler(Residents):
         return works + self._prompt_works(prompts, room)
 
     def _fast_works(self, wants: _Wants) -> list[Work]:
-        """One row for everyone who decodes or drafts, the rest for plain prompts."""
-        works = [Work(s, DECODE, s.computed, 1) for s in wants.decoding]
-        works += [Work(s, DRAFT, len(s.tokens) + len(s.drafts) - 1, 1) for s in wants.settled]
+        """One row for everyone who decodes or drafts, the rest for what drafters propose to plain
+        sequences, at most half of it, and for plain prompts."""
         plain = [sequence for sequence in wants.prompts if not sequence.deterministic]
         most = self.buckets.largest if self.row_limit is None else self.row_limit
-        return works + self._prompt_works(plain, most - len(works))
+        room = most - len(wants.decoding) - len(wants.settled)
+        guesses = room // 2 if plain else room
+        works = []
+        for sequence in wants.decoding:
+            extra = min(len(sequence.drafts), max(guesses, 0))
+            kind = VERIFY if sequence.drafts else DECODE
+            works.append(Work(sequence, kind, sequence.computed, 1 + extra))
+            guesses -= extra
+            room -= extra
+        works += [Work(s, DRAFT, len(s.tokens) + len(s.drafts) - 1, 1) for s in wants.settled]
+        return works + self._prompt_works(plain, room)
 
     @staticmethod
     def _prompt_works(prompts: list[Sequence], room: int) -> list[Work]:

@@ -1,0 +1,253 @@
+"""One call of ``generate``: arguments in, requests' rows and parameters out, and the result.
+
+What tinyspec does not serve is collected by name. Knows transformers' arguments and no engine.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from tinyspec import hf_rows
+from tinyspec.drafter import Drafter, NgramDrafter, make_drafter
+from tinyspec.errors import refuse
+from tinyspec.hf_prepare import each_line_once, for_row, per_request, prepare, take_stop_strings
+from tinyspec.hf_rows import Row, Rows
+from tinyspec.hf_settings import Prepared
+from tinyspec.hf_streamers import Streamers
+from tinyspec.params import SamplingParams
+from tinyspec.patch import max_positions, vocab_size
+from tinyspec.request import Sequence, noise_key
+
+OURS = ("seed", "deterministic")
+_INPUTS = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids")
+_CALL = ("tokenizer", "assistant_tokenizer", "synced_gpus", "streamer")
+_ARGUMENTS = (
+    "generation_config",
+    "logits_processor",
+    "stopping_criteria",
+    "prefix_allowed_tokens_fn",
+    "assistant_model",
+)
+_UNSERVED = ("custom_generate", "negative_prompt_ids", "negative_prompt_attention_mask")
+
+
+class Call:
+    """The arguments of one call, taken apart.
+
+    given: by name. original: the model's own ``generate``.
+    rows, params: one of each per prompt. unserved: what only transformers' own does; then there is
+    nothing else. Raises what ``original`` raises for bad arguments, and ValueError.
+    """
+
+    def __init__(self, model: PreTrainedModel, original: Callable[..., Any], given: dict[str, Any]):
+        self._model = model
+        self._original = original
+        # None says something of a setting; elsewhere it is as good as nothing.
+        named = (*_INPUTS, *_CALL, *_UNSERVED, *OURS, *_ARGUMENTS)
+        self._given = given = {
+            name: value for name, value in given.items() if value is not None or name not in named
+        }
+        self._listed = False
+        self._prepared: list[Prepared] = []
+        self.params: list[SamplingParams] = []
+        self.unserved = list(self._foreign())
+        if self.unserved:
+            return
+        ids = given.get("inputs", given.get("input_ids"))
+        self._rows: Rows | None = None
+        if ids is not None or "inputs_embeds" in given:
+            mask = given.get("attention_mask")
+            self._rows = Rows.of(ids, mask, given.get("inputs_embeds"))
+        self._prepare()
+        if not self.unserved:
+            self._parameters()
+
+    @property
+    def rows(self) -> list[Row]:
+        assert self._rows is not None
+        return self._rows.rows
+
+    @property
+    def asks_for_more(self) -> str | None:
+        """An argument that transformers does not have, if there is one."""
+        for name in OURS:
+            if self._given.get(name) not in (None, False):
+                return f"{name}={self._given[name]!r}"
+        return "a value for each request" if self._listed else None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """For transformers' own ``generate``."""
+        return {name: value for name, value in self._given.items() if name not in OURS}
+
+    def _foreign(self) -> Iterator[str]:
+        """Arguments that only transformers' own ``generate`` can make something of."""
+        given = self._given
+        yield from (name for name in _UNSERVED if name in given)
+        if given.get("synced_gpus"):
+            yield "synced_gpus=True"
+        if "inputs" in given and len({"input_ids", "inputs_embeds"} & given.keys()):
+            yield "inputs beside input_ids or inputs_embeds"
+        if "assistant_tokenizer" in given:
+            yield "assistant_tokenizer"
+        assistant = given.get("assistant_model")
+        if isinstance(assistant, PreTrainedModel):
+            sizes = vocab_size(assistant), vocab_size(self._model)
+            if sizes[0] != sizes[1]:
+                yield f"an assistant_model of {sizes[0]} tokens, not {sizes[1]}"
+        if "position_ids" in given and not self._counts_on():
+            yield "position_ids that do not count the tokens"
+        settings = given.get("generation_config") or self._model.generation_config
+        known = {*vars(settings), *_INPUTS, *_CALL, *OURS, "kwargs"}
+        for name in inspect.signature(self._model.forward).parameters.keys() - known:
+            if given.get(name) is not None:
+                yield f"{name} (an argument of the model's forward)"
+
+    def _counts_on(self) -> bool:
+        """Whether ``position_ids`` are what they would be anyway."""
+        places = torch.as_tensor(self._given["position_ids"])
+        mask = self._given.get("attention_mask")
+        mask = torch.ones_like(places) if mask is None else torch.as_tensor(mask)
+        if mask.shape != places.shape:
+            return False
+        real = mask.to(places.device) != 0
+        return bool(((real.long().cumsum(-1) - 1) == places)[real].all())
+
+    def _settings(self, count: int) -> list[dict[str, Any]]:
+        """What concerns each request."""
+        given = {k: v for k, v in self._given.items() if k not in (*_INPUTS, *_CALL)}
+        each = per_request(given, count)
+        self._listed = any(each[0][name] is not value for name, value in given.items())
+        for number, settings in enumerate(each):
+            allowed = settings.get("prefix_allowed_tokens_fn")
+            if allowed is not None:
+                settings["prefix_allowed_tokens_fn"] = for_row(allowed, number)
+            take_stop_strings(settings, self._model.generation_config, self._given.get("tokenizer"))
+        return each
+
+    def _prepare(self) -> None:
+        """Let transformers prepare every request by itself."""
+        with each_line_once():
+            if self._rows is None:
+                first = self._prepare_row(None, self._settings(1)[0])
+                self._rows = Rows.of(first.input_ids, None)
+            self._each = self._settings(len(self._rows))
+            # Requests of one length and the same settings share processors, as they do there.
+            shared: dict[tuple[int, int], Prepared] = {}
+            for number, settings in enumerate(self._each):
+                known = None if self._alone(settings) else shared
+                self._prepared.append(self._prepare_number(number, settings, known))
+
+    def _alone(self, settings: dict[str, Any]) -> bool:
+        """Whether what transformers prepares may depend on more than a prompt's length."""
+        config = self._prepared[0].config if self._prepared else None
+        penalty = getattr(config, "encoder_repetition_penalty", None) not in (None, 1.0)
+        ngrams = getattr(config, "encoder_no_repeat_ngram_size", None)
+        return bool(self._listed or penalty or ngrams or settings.get("prefix_allowed_tokens_fn"))
+
+    def _prepare_number(
+        self, number: int, settings: dict[str, Any], shared: dict[tuple[int, int], Prepared] | None
+    ) -> Prepared:
+        assert self._rows is not None
+
+        def by_length() -> Prepared:
+            row = self.rows[number]
+            if len(row) == 0:
+                raise refuse("input_ids", f"no token in row {number}", "at least one per prompt")
+            key = len(row), len(row.ids)
+            found = shared.get(key) if shared is not None else None
+            if found is None:
+                found = self._prepare_row(row, settings)
+                if shared is not None:
+                    shared[key] = found
+            return found
+
+        prepared = by_length()
+        before = len(self.rows[number])
+        self._rows.strip(number, prepared.config.pad_token_id, prepared.eos)
+        if len(self.rows[number]) < before:
+            prepared = by_length()
+        self.unserved += prepared.unserved(self._given.get("assistant_model"))
+        if settings.get("prefix_allowed_tokens_fn") and prepared.config.num_return_sequences > 1:
+            self.unserved.append("prefix_allowed_tokens_fn with num_return_sequences above 1")
+        return prepared
+
+    def _prepare_row(self, row: Row | None, settings: dict[str, Any]) -> Prepared:
+        plain = {name: value for name, value in settings.items() if name not in OURS}
+        return prepare(self._original, row, self._model.device, plain)
+
+    def _parameters(self) -> None:
+        """SamplingParams of every request; seeds from torch's generator where none are given."""
+        base = None
+        positions = max_positions(self._model)
+        for number, (settings, one) in enumerate(zip(self._each, self._prepared, strict=True)):
+            seed = settings.get("seed")
+            if not one.config.do_sample:
+                seed = None
+            elif seed is None:
+                if base is None:
+                    base = int(torch.randint(2**62, (1,)))
+                seed = noise_key(base, number) & (2**63 - 1)
+            flag = settings.get("deterministic", False)
+            params = one.params(seed, flag, vocab_size(self._model))
+            total = len(self.rows[number]) + params.max_new_tokens
+            if total > positions:
+                self.unserved.append(f"a length of {total}, beyond the model's {positions},")
+            self.params.append(params)
+
+    @property
+    def keeps(self) -> tuple[bool, bool]:
+        """Whether scores, and logits, are wanted."""
+        config = self._prepared[0].config
+        wanted = bool(config.return_dict_in_generate)
+        return wanted and bool(config.output_scores), wanted and bool(config.output_logits)
+
+    @property
+    def pad(self) -> int:
+        """What fills up behind the end of a completion."""
+        return next((one.pad for one in self._prepared if one.pad is not None), 0)
+
+    def drafter(self) -> Drafter | None:
+        """Who proposes tokens in this call, where it says."""
+        assistant = self._given.get("assistant_model")
+        if assistant is not None:
+            return make_drafter(assistant, self._model)
+        config = self._prepared[0].config
+        if config.prompt_lookup_num_tokens is None:
+            return None
+        longest = config.max_matching_ngram_size or 2
+        return NgramDrafter(longest=longest, most=config.prompt_lookup_num_tokens)
+
+    def _prompts(self) -> Tensor:
+        """What the returned sequences begin with, a row per completion."""
+        assert self._rows is not None
+        counts = torch.tensor([params.num_return_sequences for params in self.params])
+        prompts = self._rows.prompts(self.pad)
+        return prompts.repeat_interleave(counts.to(prompts.device), dim=0)
+
+    def streamers(self) -> Streamers:
+        """Who is told of tokens as they come; they have been told of the prompts."""
+        pairs = zip(self.rows, self.params, strict=True)
+        alone = [row.ids for row, params in pairs for _ in range(params.num_return_sequences)]
+        return Streamers(self._given.get("streamer"), self._prompts(), alone)
+
+    def output(self, sequences: list[Sequence]) -> Tensor | GenerateDecoderOnlyOutput:
+        """What ``generate`` returns for finished ``sequences``."""
+        generated = [s.tokens[s.request.num_prompt :] for s in sequences]
+        ids = hf_rows.sequences(self._prompts(), generated, self.pad)
+        if not self._prepared[0].config.return_dict_in_generate:
+            return ids
+        scores, logits = self.keeps
+        steps: Any = lambda kept: hf_rows.steps(kept, self.pad)  # noqa: E731
+        return GenerateDecoderOnlyOutput(
+            sequences=cast(torch.LongTensor, ids),
+            scores=steps([s.scores for s in sequences]) if scores else None,
+            logits=steps([s.logits for s in sequences]) if logits else None,
+        )

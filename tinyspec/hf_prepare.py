@@ -1,0 +1,162 @@
+"""Every request of a call, prepared by transformers itself.
+
+The model's own ``generate`` prepares each alone and without pads, through its ``custom_generate``
+hook, and runs nothing: merging, defaults, checks, warnings, the order of processors and the
+criteria are transformers'. Knows nothing of engines.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation import StopStringCriteria
+
+from tinyspec.errors import refuse
+from tinyspec.hf_rows import Row
+from tinyspec.hf_settings import Prepared
+
+# Arguments that transformers takes as lists, by how deep: deeper ones hold one value per request.
+_LISTS = {
+    "eos_token_id": 1,
+    "stop_strings": 1,
+    "suppress_tokens": 1,
+    "begin_suppress_tokens": 1,
+    "forced_eos_token_id": 1,
+    "exponential_decay_length_penalty": 1,
+    "logits_processor": 1,
+    "stopping_criteria": 1,
+    "bad_words_ids": 2,
+    "sequence_bias": 3,
+}
+_SHARED = {"output_scores", "output_logits", "return_dict_in_generate", "pad_token_id"}
+_OTHERS = {"seed", "deterministic", "generation_config", "prefix_allowed_tokens_fn"}
+
+
+def per_request(settings: dict[str, Any], count: int) -> list[dict[str, Any]]:
+    """``settings`` of each of ``count`` requests: lists deeper than transformers takes them hold
+    one value for each.
+
+    Raises ValueError naming the argument where there are not as many.
+    """
+    fields = set(GenerationConfig().to_dict()) | _OTHERS | set(_LISTS)
+    each: list[dict[str, Any]] = [{} for _ in range(count)]
+    for name, value in settings.items():
+        values: Iterable[Any] = [value] * count
+        if name in fields and _is_listed(name, value):
+            if name in _SHARED:
+                raise refuse(name, value, "the same for all requests of a call")
+            values = value.tolist() if hasattr(value, "tolist") else list(value)
+            if len(values) != count:
+                raise refuse(name, f"{len(values)} values", f"one, or one for each of {count}")
+        for own, part in zip(each, values, strict=True):
+            own[name] = part
+    return each
+
+
+def _is_listed(name: str, value: Any) -> bool:
+    if getattr(value, "ndim", 0) == 1 and name not in _LISTS:
+        return True
+    if name == "sequence_bias" and isinstance(value, (list, tuple)):
+        return any(isinstance(part, dict) or part is None for part in value) or _depth(value) > 3
+    return isinstance(value, (list, tuple)) and _depth(value) > _LISTS.get(name, 0)
+
+
+def _depth(value: Any) -> int:
+    if not isinstance(value, (list, tuple)):
+        return 0
+    return 1 + max(map(_depth, value), default=0)
+
+
+def prepare(
+    generate: Callable[..., Any], row: Row | None, device: torch.device, settings: dict[str, Any]
+) -> Prepared:
+    """One request, prepared by a model's own ``generate``, which runs nothing.
+
+    row: without pads; None where no prompt was given: ``generate`` then begins with a token of its
+    own. settings: the arguments of the call that concern this request. Raises what ``generate``
+    raises for them.
+    """
+    found: list[Prepared] = []
+
+    def take(
+        model: Any,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> torch.Tensor:
+        own = list(settings.get("logits_processor") or ())
+        found.append(
+            Prepared(
+                generation_config, list(logits_processor), list(stopping_criteria), input_ids, own
+            )
+        )
+        return input_ids
+
+    inputs: dict[str, Any] = {}
+    if row is not None:
+        if row.embeds is not None:
+            inputs["inputs_embeds"] = row.embeds[None]
+        if row.ids or row.embeds is None:
+            inputs["input_ids"] = torch.tensor([row.ids], dtype=torch.long, device=device)
+        inputs["attention_mask"] = torch.ones(1, len(row), dtype=torch.long, device=device)
+    generate(**inputs, **settings, custom_generate=take)
+    return found[0]
+
+
+def take_stop_strings(settings: dict[str, Any], own: GenerationConfig, tokenizer: Any) -> None:
+    """Make the criterion here: the hook through which requests are prepared loses tokenizers.
+
+    own: the model's. Without a tokenizer transformers refuses stop strings itself.
+    """
+    configs = [settings.get("generation_config"), own]
+    found = [settings.get("stop_strings"), *(getattr(c, "stop_strings", None) for c in configs)]
+    strings = next((value for value in found if value), None)
+    if tokenizer is None or strings is None:
+        return
+    if getattr(configs[0], "stop_strings", None):
+        settings["generation_config"] = copy.deepcopy(configs[0])
+        settings["generation_config"].stop_strings = None
+    if settings.get("stop_strings") or getattr(own, "stop_strings", None):
+        settings["stop_strings"] = None
+    criteria = list(settings.get("stopping_criteria") or ())
+    if not any(type(criterion) is StopStringCriteria for criterion in criteria):
+        criteria.append(StopStringCriteria(tokenizer, strings))
+    settings["stopping_criteria"] = criteria
+
+
+def for_row(allowed: Callable[..., Any], number: int) -> Callable[[int, Tensor], Any]:
+    """``prefix_allowed_tokens_fn`` of a row that is prepared alone: it knows its place."""
+    return lambda _, ids: allowed(number, ids)
+
+
+@contextmanager
+def each_line_once() -> Iterator[None]:
+    """What transformers logs while it prepares one request after the other, once."""
+    said: set[str] = set()
+
+    def new(record: logging.LogRecord) -> bool:
+        line = record.getMessage()
+        fresh = line not in said
+        said.add(line)
+        return fresh
+
+    loggers = [
+        logging.getLogger(f"transformers.generation.{name}")
+        for name in ("utils", "configuration_utils")
+    ]
+    for one in loggers:
+        one.addFilter(new)
+    try:
+        yield
+    finally:
+        for one in loggers:
+            one.removeFilter(new)
