@@ -35,8 +35,9 @@ class RowTiles:
 
     def suspend(self) -> None:
         """Give all modules their own forward back, until ``resume``."""
-        for module, _ in self._bound:
-            module.__dict__.pop("forward", None)
+        for module, tiled in self._bound:
+            if vars(module).get("forward") is tiled:
+                del module.__dict__["forward"]
 
     def resume(self) -> None:
         """Bind the same modules again."""
