@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from tinyspec.contract import Contract
-from tinyspec.errors import DeterminismError
+from tinyspec.errors import DeterminismError, refuse
 from tinyspec.interrupts import deferred_interrupt
 from tinyspec.loop import Loop
 from tinyspec.outbox import Outbox
@@ -118,6 +118,16 @@ class Desk:
         """A stream's requests are wanted no longer."""
         self.cancel(requests)
         self.outbox.take([request.request_id for request in requests])
+
+    def abort(self, request_id: str) -> RequestOutput:
+        """End one request; ValueError if none of that id is unfinished."""
+        request = self.requests.get(request_id)
+        if request is None:
+            raise refuse("request_id", request_id, "the id of an unfinished request")
+        output = self.cancel([request])[0]
+        if self.outbox.is_awaited(request_id):
+            self.outbox.put(output)  # for the call of ``generate`` that waits for it
+        return output
 
     def cancel(self, requests: list[Request], why: str | None = None) -> list[RequestOutput]:
         """Abort those of ``requests`` that are unfinished."""

@@ -180,11 +180,11 @@ class DropIn:
     def _requests(engine: Engine, call: Call) -> list[Request]:
         """Requests of the engine's, and pages for all that may run at once."""
         size = engine.config.page_size or 1
-        pages = [
-            -(-(len(row) + params.max_new_tokens) // size)
-            for row, params in zip(call.rows, call.params, strict=True)
-            for _ in range(params.num_return_sequences)
-        ]
+        pages = []
+        for row, params in zip(call.rows, call.params, strict=True):
+            alone = -(-(len(row) + params.max_new_tokens) // size)
+            further = alone - len(row) // size  # completions share the prompt's full pages
+            pages += [alone] + [further] * (params.num_return_sequences - 1)
         engine.reserve(sum(sorted(pages)[-engine.config.max_sequences :]))
         requests = engine.prepare([row.ids or [0] * len(row) for row in call.rows], call.params)
         for request, row in zip(requests, call.rows, strict=True):

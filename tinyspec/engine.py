@@ -64,7 +64,7 @@ class Engine:
         self._patched = install(model, config.max_model_len, linear)
         try:
             self.config = config
-            self._build(drafter, 1 if grows and config.num_pages is None else self._most_pages())
+            self._build(drafter, 1 if grows and not config.num_pages else self._most_pages())
         except BaseException:
             uninstall(model)
             raise
@@ -121,17 +121,19 @@ class Engine:
         self._closed = True
 
     def suspend(self) -> None:
-        """Give the model its own attention back until ``resume``; nothing can run meanwhile.
+        """Give the model its own attention back until ``resume``. Of the prefix cache canonical
+        pages stay: plain requests come out the same whatever plain ones went before.
 
         Raises ValueError while requests are unfinished.
         """
         self._refuse_unfinished("suspend")
+        self._scheduler.forget_plain()
         self._runner.tiles.suspend()
         self._patched.suspend()
 
     def resume(self) -> bool:
-        """Take the model's attention over again; False if the model has changed so much that it
-        takes another engine: in its modules, their hooks, its dtype or its device."""
+        """Take the model's attention over again; False if that takes another engine, as modules,
+        hooks, dtype or device are not what they were."""
         if not self._patched.resume():
             return False
         self._runner.tiles.resume()
@@ -280,13 +282,7 @@ class Engine:
 
         Raises ValueError if no request of that id is unfinished.
         """
-        request = self._desk.requests.get(request_id)
-        if request is None:
-            raise refuse("request_id", request_id, "the id of an unfinished request")
-        output = self._desk.cancel([request])[0]
-        if self._desk.outbox.is_awaited(request_id):
-            self._desk.outbox.put(output)  # for the call of ``generate`` that waits for it
-        return output
+        return self._desk.abort(request_id)
 
     def has_unfinished(self) -> bool:
         """Whether ``step`` has anything left to do or to report."""

@@ -73,6 +73,10 @@ class PrefixCache:
                 self._forget(page)
                 self._pool.drop(page)
 
+    def drop_plain(self) -> None:
+        """Forget all KV that is not canonical: its bits depend on the passes that it ran in."""
+        self.drop([page for page, (_, canonical, _) in self._keys.items() if not canonical])
+
     def clear(self) -> None:
         """Forget everything: the weights changed, or the pool's memory was given back."""
         self.drop(list(self._keys))

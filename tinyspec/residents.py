@@ -146,6 +146,11 @@ class Residents:
         for sequence in list(self.running):
             self._preempt(sequence)
 
+    def forget_plain(self) -> None:
+        """No new request starts from what plain ones have computed so far."""
+        if self.prefix is not None:
+            self.prefix.drop_plain()
+
     def forget_pages(self) -> None:
         """No page is worth anything any more: the weights changed, or the pool is given back."""
         self.preempt_all()
