@@ -64,6 +64,8 @@ class PagedAttention(nn.Module):
     k_proj: nn.Module
     v_proj: nn.Module
     o_proj: nn.Module
+    q_norm: Any
+    k_norm: Any
 
     def __init__(self, original: nn.Module, context: AttentionContext):
         super().__init__()
@@ -83,14 +85,14 @@ class PagedAttention(nn.Module):
             "window": window or 0,
             "softcap": getattr(original, "attn_logit_softcapping", None) or 0.0,
         }
-        self.norm: dict[str, Any] = {}
-        if hasattr(original, "q_norm"):
-            self.norm = {
-                "q_weight": original.q_norm.weight,  # type: ignore[union-attr]
-                "k_weight": original.k_norm.weight,  # type: ignore[union-attr]
-                "eps": original.q_norm.variance_epsilon,  # type: ignore[union-attr]
-            }
         self.train(original.training)
+
+    def _norm(self) -> dict[str, Any]:
+        """Norms of q and k, with the weights that they have now."""
+        if not hasattr(self, "q_norm"):
+            return {}
+        q, k = self.q_norm, self.k_norm
+        return {"q_weight": q.weight, "k_weight": k.weight, "eps": q.variance_epsilon}
 
     def forward(
         self,
@@ -104,7 +106,7 @@ class PagedAttention(nn.Module):
         k = self.k_proj(hidden_states).view(rows, -1, self.head_dim)
         v = self.v_proj(hidden_states).view(rows, -1, self.head_dim)
         rope = (position_embeddings[0][0], position_embeddings[1][0])
-        out = self.context.attend(self.layer_idx, q, k, v, rope, self.norm, **self.scores)
+        out = self.context.attend(self.layer_idx, q, k, v, rope, self._norm(), **self.scores)
         return self.o_proj(out.view(1, rows, -1)), None
 
 

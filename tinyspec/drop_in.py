@@ -69,16 +69,15 @@ class DropIn:
         self._runs_in: int | None = None
         self._told: set[str] = set()
         self._drafter = make_drafter(self._config.drafter, model)
-        self._engine = Engine(model, config=self._config, grows=True)
+        self._engine: Engine | None = Engine(model, config=self._config, grows=True)
         self._engine.suspend()
         self.__doc__ = patch.__doc__
         self.__name__ = "generate"
         self.__signature__ = _signature(self._original)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        """A copy of a patched model is not patched."""
-        copied = memo[id(self._model)]
-        return self._before or _own(copied)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of a patched model, in memory or on disk, is not patched."""
+        return _own, (self._model, self._before)
 
     def close(self) -> None:
         """Close the engine and give the model its own ``generate`` back."""
@@ -86,7 +85,12 @@ class DropIn:
             del self._model.__dict__["generate"]
             if self._before is not None:
                 self._model.__dict__["generate"] = self._before
-        self._engine.close()
+        self._drop()
+
+    def _drop(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = None
 
     def release(self) -> None:
         """Give the page pool's memory back; the next call takes it again."""
@@ -95,7 +99,7 @@ class DropIn:
 
     def stats(self) -> EngineStats:
         """Sums over all passes so far."""
-        return self._engine.stats()
+        return EngineStats() if self._engine is None else self._engine.stats()
 
     def weights_changed(self) -> None:
         """Say that weights were written in a way that leaves no trace (through ``.data``)."""
@@ -111,6 +115,18 @@ class DropIn:
     @contextmanager
     def _at_work(self) -> Iterator[Engine]:
         """The engine, in the model while the block runs; a new one where the old does not fit."""
+        with self._by_itself():
+            if self._engine is None or not self._engine.resume():
+                self._drop()
+                self._engine = Engine(self._model, config=self._config, grows=True)
+            try:
+                yield self._engine
+            finally:
+                self._engine.suspend()
+
+    @contextmanager
+    def _by_itself(self) -> Iterator[None]:
+        """No other call runs meanwhile."""
         if self._runs_in == threading.get_ident():
             raise RuntimeError(
                 "generate of a patched model cannot be called from within itself (by a processor, "
@@ -119,13 +135,7 @@ class DropIn:
         with self._lock:
             self._runs_in = threading.get_ident()
             try:
-                if not self._engine.resume():
-                    self._engine.close()
-                    self._engine = Engine(self._model, config=self._config, grows=True)
-                try:
-                    yield self._engine
-                finally:
-                    self._engine.suspend()
+                yield
             finally:
                 self._runs_in = None
 
@@ -174,7 +184,8 @@ class DropIn:
         if why not in self._told:
             self._told.add(why)
             logger.warning("generate: %s is not served by tinyspec; transformers' own runs", why)
-        return self._original(**call.arguments)
+        with self._by_itself():
+            return self._original(**call.arguments)
 
     @staticmethod
     def _requests(engine: Engine, call: Call) -> list[Request]:
@@ -207,9 +218,9 @@ class DropIn:
         streamers.end()
 
 
-def _own(model: Any) -> Callable[..., Any]:
-    """The ``generate`` of the model's class."""
-    return type(model).generate.__get__(model)
+def _own(model: Any, before: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """The ``generate`` that a model has of its own, or else its class's."""
+    return before or type(model).generate.__get__(model)
 
 
 def _signature(original: Callable[..., Any]) -> inspect.Signature:

@@ -105,8 +105,9 @@ class Patched:
         for module in self.bound:
             module.__dict__.pop("tinyspec_context", None)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of a patched model is not patched."""
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of a patched model, in memory or on disk, is not patched."""
+        return type(None), ()
 
 
 def _hand_over(parent: nn.Module, name: str, before: nn.Module, after: nn.Module) -> None:
@@ -151,7 +152,10 @@ def _refusal(model: PreTrainedModel) -> str | None:
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "dynamic":
         return "dynamic RoPE scaling makes a row depend on the longest sequence"
-    if not _attentions(model):
+    found, layers = len(_attentions(model)), config.num_hidden_layers
+    if 0 < found < layers:
+        return f"{layers - found} of its {layers} layers have an attention module of another kind"
+    if found == 0:
         served = ", ".join([*FUSED, *INTERFACE])
         return f"model type {kind!r} has not been tried; served are {served}"
     return None
