@@ -17,7 +17,14 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from tinyspec import hf_rows
 from tinyspec.drafter import Drafter, NgramDrafter, make_drafter
 from tinyspec.errors import refuse
-from tinyspec.hf_prepare import each_line_once, for_row, per_request, prepare, take_stop_strings
+from tinyspec.hf_prepare import (
+    SHARED,
+    each_line_once,
+    for_row,
+    per_request,
+    prepare,
+    take_stop_strings,
+)
 from tinyspec.hf_rows import Row, Rows
 from tinyspec.hf_settings import Prepared
 from tinyspec.hf_streamers import Streamers
@@ -78,8 +85,9 @@ class Call:
     def asks_for_more(self) -> str | None:
         """An argument that transformers does not have, if there is one."""
         for name in OURS:
-            if self._given.get(name) not in (None, False):
-                return f"{name}={self._given[name]!r}"
+            value = self._given.get(name)
+            if value is not None and value is not False:
+                return f"{name}={value!r}"
         return "a value for each request" if self._listed else None
 
     @property
@@ -95,6 +103,10 @@ class Call:
             yield "synced_gpus=True"
         if "inputs" in given and len({"input_ids", "inputs_embeds"} & given.keys()):
             yield "inputs beside input_ids or inputs_embeds"
+        if "input_ids" in given and "inputs_embeds" in given:
+            shapes = [tuple(given[name].shape[:2]) for name in ("input_ids", "inputs_embeds")]
+            if shapes[0] != shapes[1]:
+                yield "input_ids beside inputs_embeds of another length"
         if "assistant_tokenizer" in given:
             yield "assistant_tokenizer"
         assistant = given.get("assistant_model")
@@ -144,6 +156,10 @@ class Call:
             for number, settings in enumerate(self._each):
                 known = None if self._alone(settings) else shared
                 self._prepared.append(self._prepare_number(number, settings, known))
+        for name in SHARED:
+            values = [getattr(one.config, name) for one in self._prepared]
+            if any(value != values[0] for value in values):
+                raise refuse(name, values, "the same for all requests of a call")
 
     def _alone(self, settings: dict[str, Any]) -> bool:
         """Whether what transformers prepares may depend on more than a prompt's length."""

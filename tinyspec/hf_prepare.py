@@ -35,7 +35,7 @@ _LISTS = {
     "bad_words_ids": 2,
     "sequence_bias": 3,
 }
-_SHARED = {"output_scores", "output_logits", "return_dict_in_generate", "pad_token_id"}
+SHARED = {"output_scores", "output_logits", "return_dict_in_generate", "pad_token_id"}
 _OTHERS = {"seed", "deterministic", "generation_config", "prefix_allowed_tokens_fn"}
 
 
@@ -50,7 +50,7 @@ def per_request(settings: dict[str, Any], count: int) -> list[dict[str, Any]]:
     for name, value in settings.items():
         values: Iterable[Any] = [value] * count
         if name in fields and _is_listed(name, value):
-            if name in _SHARED:
+            if name in SHARED:
                 raise refuse(name, value, "the same for all requests of a call")
             values = value.tolist() if hasattr(value, "tolist") else list(value)
             if len(values) != count:
