@@ -8,7 +8,7 @@ import torch
 from tests.support.mixes import bits, crowd, needles, plain, random_config, run_through, solo
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import FAMILIES, hf_greedy, prompts, tiny
-from tinyspec import Engine, EngineConfig, SamplingParams
+from tinyspec import Engine, EngineConfig, SamplingParams, patch, unpatch
 
 pytestmark = pytest.mark.gpu
 REFERENCE = 32
@@ -58,3 +58,23 @@ def test_control_plain_requests_differ():
         order = [request, *crowd(random.Random(0), 9)]
         among = bits(engine.generate([p for p, _ in order], [s for _, s in order])[0])
     assert among != alone
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_drop_in(device):
+    """Inputs on either device; a pool that grows, the model its own self between calls."""
+    model = tiny().cuda()
+    ids = torch.tensor([prompts(3)[0][:6], prompts(3)[1][:6]], device=device)
+    before = model(ids.cuda()).logits
+    expected = [model.generate(row[None].cuda(), max_new_tokens=20)[0] for row in ids]
+    patch(model, CONFIG)
+    for copies in (1, 8):
+        found = model.generate(ids.repeat(copies, 1), max_new_tokens=20)
+        assert found.device == ids.device
+        assert torch.equal(found[-2:].cpu(), torch.stack(expected).cpu())
+    asked = {"max_new_tokens": 20, "do_sample": True, "deterministic": True}
+    alone = model.generate(ids[:1], seed=[3], **asked)
+    among = model.generate(ids.repeat(4, 1), seed=[3, *range(10, 17)], **asked)
+    assert torch.equal(among[:1], alone)
+    assert torch.equal(model(ids.cuda()).logits, before)
+    unpatch(model)
