@@ -64,10 +64,10 @@ def test_control_plain_requests_differ():
 def test_drop_in(device):
     """Inputs on either device; a pool that grows, the model its own self between calls."""
     model = tiny().cuda()
-    ids = torch.tensor([prompts(3)[0][:6], prompts(3)[1][:6]], device=device)
+    ids = torch.randint(3, 100, (2, 6), generator=torch.Generator().manual_seed(0)).to(device)
     before = model(ids.cuda()).logits
     expected = [model.generate(row[None].cuda(), max_new_tokens=20)[0] for row in ids]
-    patch(model, CONFIG)
+    patch(model, EngineConfig(reference_rows=REFERENCE))
     for copies in (1, 8):
         found = model.generate(ids.repeat(copies, 1), max_new_tokens=20)
         assert found.device == ids.device
