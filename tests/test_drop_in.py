@@ -1,10 +1,14 @@
 """``model.generate`` of a patched model decodes as transformers' own does, setting by setting."""
 
+import numpy as np
 import pytest
 import torch
+from transformers import GenerationConfig
 from transformers.generation import (
+    EosTokenCriteria,
     LogitsProcessorList,
     MaxLengthCriteria,
+    MaxTimeCriteria,
     MinNewTokensLengthLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
@@ -30,6 +34,13 @@ from tests.support.judge import (
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 BASE = {"max_new_tokens": NEW, "pad_token_id": PAD}
 DICT = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+
+
+def infinite(input_ids, scores):
+    """Forces a token as some do, by an infinite score."""
+    scores[:, 9] = torch.inf
+    return scores
+
 
 # Settings that change the greedy tokens; g: what follows ROWS in greedy decoding.
 PROCESSORS = {
@@ -59,6 +70,9 @@ PROCESSORS = {
     "min-length": lambda g: {"eos_token_id": [row[2] for row in g], "min_length": 12},
     "min-above-max": lambda g: {"eos_token_id": g[0][2], "min_new_tokens": 99},
     "decay": lambda g: {"eos_token_id": 3, "exponential_decay_length_penalty": (2, 2.5)},
+    "custom-function": lambda g: {"logits_processor": (lambda ids, scores: scores.flip(-1),)},
+    "custom-double": lambda g: {"logits_processor": [lambda ids, scores: -scores.double()]},
+    "custom-infinite": lambda g: {"logits_processor": [infinite]},
     "custom-in-place": lambda g: {"logits_processor": [InPlace()]},
     "allowed": lambda g: {"prefix_allowed_tokens_fn": lambda _, ids: [int(ids[-1]) // 2, 5]},
     "custom": lambda g: {"logits_processor": [Backwards()]},
@@ -88,6 +102,13 @@ PROCESSORS = {
         "eos_token_id": g[1][3],
     },
     "criterion-of-scores": lambda g: {**DICT, "stopping_criteria": [Sure()]},
+    "criterion-max-length-passed": lambda g: {"stopping_criteria": [MaxLengthCriteria(1)]},
+    "criterion-eos": lambda g: {"stopping_criteria": [EosTokenCriteria(g[0][4])]},
+    "criterion-eos-instead": lambda g: {
+        "eos_token_id": g[0][1],
+        "stopping_criteria": [EosTokenCriteria(torch.tensor([g[0][4], g[1][2]]))],
+    },
+    "criterion-time": lambda g: {"stopping_criteria": [MaxTimeCriteria(9.0, 0.0)]},
     "no-time": lambda g: {"max_time": 0.0},
     "max-length": lambda g: {"max_length": 21, "max_new_tokens": None},
     "both-lengths": lambda g: {"max_length": 30, "max_new_tokens": 4},
@@ -107,6 +128,13 @@ QUIET = {
     "sample-top-p-0": lambda g: {"do_sample": True, "top_p": 1e-7, "temperature": 3.0},
     "sample-min-p-1": lambda g: {"do_sample": True, "min_p": 1.0, "top_k": 0},
     "sample-cold": lambda g: {"do_sample": True, "temperature": 1e-5, "top_k": None},
+    "sample-nearly-0": lambda g: {"do_sample": True, "temperature": 1e-9},
+    "numpy-numbers": lambda g: {
+        "max_new_tokens": np.int64(NEW),
+        "num_return_sequences": np.int64(1),
+        "eos_token_id": np.int64(1),
+    },
+    "numpy-top-p": lambda g: {"do_sample": True, "top_k": 1, "top_p": np.float32(0.5)},
     "no-penalty": lambda g: {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0},
     "nones": lambda g: {"top_k": None, "temperature": None, "top_p": None, "stop_strings": None},
     "no-lists": lambda g: {"logits_processor": [], "stopping_criteria": [], "streamer": None},
@@ -151,3 +179,14 @@ def test_lines_and_types_equal_transformers(name):
         assert ours.error is None and theirs.error is None
         assert type(ours.result) is type(theirs.result)
         assert ours.lines == theirs.lines
+
+
+def test_arguments_by_place():
+    """In the order that transformers has them."""
+    model, own = pair()
+    config = GenerationConfig(**BASE)
+    given, judged = (
+        m.generate(one(ROWS[0]), config, [Backwards()], [Until(12)], lambda row, ids: [3, 7])
+        for m in (model, own)
+    )
+    assert torch.equal(given, judged)

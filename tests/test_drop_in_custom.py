@@ -184,16 +184,16 @@ def test_custom_generate_with_what_only_tinyspec_has(patched):
     model, own = pair()
     served = model if patched else own
     settings = {**BASE, "do_sample": True, "temperature": 1.5, "custom_generate": generate}
-    drawn = [served.generate(**BATCH, **settings, seed=[5, 6, 7, 8], deterministic=True)]
+    drawn = [served.generate(**BATCH, **settings, seed=[5, 6, 7, 8, 9], deterministic=True)]
     alone = [
         served.generate(one(row), **settings, seed=5 + n, deterministic=True)
         for n, row in enumerate(ROWS)
     ]
     assert torch.equal(drawn[0], joined(BLOCK, ROWS, alone))
-    drawn.append(served.generate(**BATCH, **settings, seed=[1, 2, 3, 4], deterministic=True))
+    drawn.append(served.generate(**BATCH, **settings, seed=[1, 2, 3, 4, 5], deterministic=True))
     assert not torch.equal(*drawn)
     direct = model.generate(
-        **BATCH, **BASE, do_sample=True, temperature=1.5, seed=[5, 6, 7, 8], deterministic=True
+        **BATCH, **BASE, do_sample=True, temperature=1.5, seed=[5, 6, 7, 8, 9], deterministic=True
     )
     assert torch.equal(drawn[0], direct)
 

@@ -70,6 +70,34 @@ def test_dict_outputs_equal_transformers(family, wanted):
     assert given.attentions is None and given.hidden_states is None
 
 
+@pytest.mark.parametrize(
+    "settings", [{}, {"do_sample": True, "top_k": 1}], ids=["greedy", "sampled"]
+)
+def test_transition_scores_equal_transformers(settings):
+    model, own = pair()
+    settings = {**BASE, **settings, "return_dict_in_generate": True, "output_scores": True}
+    given, judged = (m.generate(one(ROWS[0]), **settings) for m in (model, own))
+    for normalize in (True, False):
+        scores = [
+            own.compute_transition_scores(o.sequences, o.scores, normalize_logits=normalize)
+            for o in (given, judged)
+        ]
+        assert torch.allclose(*scores, atol=1e-4) and scores[0].shape == (1, NEW)
+
+
+def test_scores_of_sixteen_bits_are_fp32():
+    model = tiny(dtype=torch.bfloat16)
+    own = copy.deepcopy(model)
+    tinyspec.patch(model)
+    settings = {**BASE, "max_new_tokens": 2, "return_dict_in_generate": True}
+    settings |= {"output_scores": True, "output_logits": True}
+    given, judged = (m.generate(one(ROWS[0]), **settings) for m in (model, own))
+    for name in ("scores", "logits"):
+        ours, theirs = getattr(given, name)[0], getattr(judged, name)[0]
+        assert ours.dtype == theirs.dtype == torch.float32 and ours.shape == theirs.shape
+        assert torch.allclose(ours, theirs, atol=0.1, rtol=0.05)
+
+
 def test_flags_without_a_dict_give_tokens():
     model, own = pair()
     for wanted in WANTED.values():
@@ -152,6 +180,9 @@ def test_return_sequences_equal_transformers(count):
     block, mask = padded(ROWS)
     given = model.generate(block, attention_mask=mask, **settings())
     assert torch.equal(given, joined(block, ROWS, by_row(own, ROWS, settings)))
+    wanted = {**settings(), "return_dict_in_generate": True, "output_scores": True}
+    steps = model.generate(block, attention_mask=mask, **wanted).scores
+    assert all(step.shape == (count * len(ROWS), VOCAB) for step in steps)
     hot = model.generate(
         block, attention_mask=mask, **settings() | {"top_k": 0, "temperature": 3.0}
     )
@@ -216,6 +247,8 @@ LAYERS = {
     "model-suppresses": ({"suppress_tokens": [3, 9, 50]}, {"max_new_tokens": 8}, {}),
     "model-dict": ({"return_dict_in_generate": True, "output_logits": True}, None, {}),
     "min-both": ({"min_length": 9, "eos_token_id": 5}, None, {"min_new_tokens": 3}),
+    "none-over-eos": ({"eos_token_id": greedy()[0][4]}, None, {"eos_token_id": None}),
+    "none-over-lists": ({"suppress_tokens": [greedy()[0][1]]}, None, {"suppress_tokens": None}),
     "custom-entry": ({}, {"max_new_tokens": 6, "my_own_entry": 3}, {}),
 }
 

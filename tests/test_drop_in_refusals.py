@@ -13,7 +13,15 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 BASE = {"max_new_tokens": NEW, "pad_token_id": PAD}
 ROW = one(ROWS[0])
 
+
+class Third(LogitsProcessor):
+    def __call__(self, input_ids, scores, third):
+        return scores
+
+
 BAD = {
+    "trust-remote-code": {"trust_remote_code": False},
+    "return-dict": {"return_dict": True},
     "typo": {"max_new_token": 5},
     "two-typos": {"temprature": 0.5, "topk": 3},
     "temperature-0": {"temperature": 0.0, "do_sample": True},
@@ -56,6 +64,7 @@ BAD = {
     "eos-float": {"eos_token_id": 2.5},
     "eos-string": {"eos_token_id": "stop"},
     "pad-negative": {"pad_token_id": -1},
+    "processor-third-argument": {"logits_processor": [Third()]},
     "processor-not-a-list": {"logits_processor": LogitsProcessor()},
     "criteria-not-a-list": {"stopping_criteria": lambda ids, scores: False},
     "stop-strings": {"stop_strings": ["a"]},
@@ -75,6 +84,7 @@ STUMBLES = {
     "config-dict": ("generation_config", {"generation_config": {"max_new_tokens": 3}}),
     "processor-not-callable": ("logits_processor", {"logits_processor": [5]}),
     "assistant-is-text": ("assistant_model", {"assistant_model": "gpt2"}),
+    "processor-wrong-shape": ("shape", {"logits_processor": [lambda ids, scores: scores[0]]}),
     "ids-outside": ("prompt token id", {"input_ids": torch.tensor([[3, VOCAB + 5]])}),
     "ids-negative": ("prompt token id", {"input_ids": torch.tensor([[3, -5]])}),
     "ids-float": ("input_ids", {"input_ids": torch.tensor([[3.0, 5.0]])}),
@@ -104,6 +114,17 @@ def test_what_transformers_stumbles_over_is_named(name):
     assert named or ours.complaint == theirs.complaint
     model, own = pair()
     assert torch.equal(model.generate(ROW, **BASE), own.generate(ROW, **BASE))
+
+
+def test_a_model_config_that_controls_generation():
+    told = []
+    for model in pair():
+        model.config.temperature = 0.7
+        try:
+            told.append(listen(model.generate, ROW, **BASE))
+        finally:
+            del model.config.temperature
+    assert isinstance(told[1].error, ValueError) and told[0].complaint == told[1].complaint
 
 
 def test_control_complaints_differ():

@@ -10,7 +10,7 @@ from transformers import CompileConfig, DynamicCache, GenerationConfig, StaticCa
 from transformers.generation import GenerationMode
 
 import tinyspec
-from tests.support.judge import NEW, PAD, ROWS, defaults, listen, one, padded, pair
+from tests.support.judge import PAD, ROWS, defaults, listen, one, padded, pair
 from tests.support.tiny import tiny
 from tinyspec.hf_settings import INERT, MODES, SERVED, WARPING, Prepared
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 BASE = {"max_new_tokens": 6, "pad_token_id": PAD}
 SAMPLED = {"do_sample": True}
 DICT = {"return_dict_in_generate": True}
-BLOCK, MASK = padded(ROWS)
+BLOCK, MASK = padded(ROWS[:4])
 BATCH = {"input_ids": BLOCK, "attention_mask": MASK}
 
 
@@ -56,6 +56,7 @@ UNSERVED = {
     "custom_generate": lambda m: {"custom_generate": another},
     "synced_gpus": lambda m: {"synced_gpus": True},
     "inputs": lambda m: {"inputs": BLOCK},
+    "logits_to_keep": lambda m: {"logits_to_keep": 1},
     "is_assistant": lambda m: {"is_assistant": True},
     "compile_config": lambda m: {"compile_config": CompileConfig()},
     "output_attentions-eager": lambda m: {"output_attentions": True, "use_cache": False},
@@ -138,6 +139,28 @@ def test_a_seed_for_a_greedy_call_is_taken():
     model, own = pair()
     for more in ({"seed": 3}, {"deterministic": True}, {"seed": [1, 2, 3, 4]}):
         assert torch.equal(model.generate(**BATCH, **BASE, **more), own.generate(**BATCH, **BASE))
+
+
+LONG = one([3 + n % 100 for n in range(505)])
+LENGTHS = {
+    "beyond": {"max_new_tokens": 12},
+    "up-to": {"max_new_tokens": 7},
+    "default": {"max_new_tokens": None},
+    "max-length-beyond": {"max_new_tokens": None, "max_length": 530},
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_lengths_near_the_models_own(family, name, caplog):
+    """512 positions: what goes beyond is transformers', as far as the model bears it."""
+    with caplog.at_level(logging.INFO, logger="tinyspec"):
+        ours, theirs = (
+            listen(m.generate, LONG, pad_token_id=PAD, **LENGTHS[name]) for m in pair(family)
+        )
+    assert ours.complaint == theirs.complaint
+    assert theirs.error is not None or torch.equal(ours.result, theirs.result)
+    assert bool(theirs.error) == (family == "gpt2" and "beyond" in name)
 
 
 # A value of every field that is neither honoured nor without effect.
@@ -236,4 +259,3 @@ def test_unserved_settings_of_the_models_own_config(caplog):
         greedy = model.generate(**BATCH, **BASE, num_beams=1, deterministic=True)
     assert torch.equal(greedy, own.generate(**BATCH, **BASE))
     assert len([r for r in caplog.records if r.name == "tinyspec"]) == 1
-    assert NEW > 0
