@@ -70,10 +70,13 @@ class ModelDrafter:
         return proposals
 
 
-def make_drafter(choice: Any, served: PreTrainedModel) -> Drafter:
-    """The drafter that ``EngineConfig.drafter`` names, for the model ``served``."""
+def make_drafter(choice: Any, served: PreTrainedModel, field: str = "drafter") -> Drafter:
+    """The drafter that ``choice`` names (as ``EngineConfig.drafter``), for the model ``served``.
+
+    Raises ValueError naming ``field``.
+    """
     if choice is served:
-        raise refuse("drafter", type(choice).__name__, "another model than the one served")
+        raise refuse(field, type(choice).__name__, "another model than the one served")
     if choice is None:
         return FastPath()
     if choice == "ngram":
@@ -82,6 +85,4 @@ def make_drafter(choice: Any, served: PreTrainedModel) -> Drafter:
         return ModelDrafter(choice)
     if isinstance(choice, Drafter):
         return choice
-    raise refuse(
-        "drafter", choice, 'None, "ngram", a model, or anything with propose(sequences, n)'
-    )
+    raise refuse(field, choice, 'None, "ngram", a model, or anything with propose(sequences, n)')

@@ -21,6 +21,7 @@ from tinyspec.hf_prepare import (
     SHARED,
     each_line_once,
     for_row,
+    is_listed,
     per_request,
     prepare,
     take_stop_strings,
@@ -61,7 +62,7 @@ class Call:
         self._given = given = {
             name: value for name, value in given.items() if value is not None or name not in named
         }
-        self._listed = False
+        self._listed = any(is_listed(name, value) for name, value in given.items())
         self._prepared: list[Prepared] = []
         self.params: list[SamplingParams] = []
         self.unserved = list(self._foreign())
@@ -99,6 +100,8 @@ class Call:
         """Arguments that only transformers' own ``generate`` can make something of."""
         given = self._given
         yield from (name for name in _UNSERVED if name in given)
+        if getattr(given.get("attention_mask"), "ndim", 2) > 2:
+            yield "an attention_mask of more than two dimensions"
         if given.get("synced_gpus"):
             yield "synced_gpus=True"
         if "inputs" in given and len({"input_ids", "inputs_embeds"} & given.keys()):
@@ -116,8 +119,8 @@ class Call:
                 yield f"an assistant_model of {sizes[0]} tokens, not {sizes[1]}"
         if "position_ids" in given and not self._counts_on():
             yield "position_ids that do not count the tokens"
-        settings = given.get("generation_config") or self._model.generation_config
-        known = {*vars(settings), *_INPUTS, *_CALL, *OURS, "kwargs"}
+        settings = self._model.generation_config.to_dict()
+        known = {*settings, *_INPUTS, *_CALL, *OURS, "kwargs"}
         for name in inspect.signature(self._model.forward).parameters.keys() - known:
             if given.get(name) is not None:
                 yield f"{name} (an argument of the model's forward)"
@@ -136,7 +139,6 @@ class Call:
         """What concerns each request."""
         given = {k: v for k, v in self._given.items() if k not in (*_INPUTS, *_CALL)}
         each = per_request(given, count)
-        self._listed = any(each[0][name] is not value for name, value in given.items())
         for number, settings in enumerate(each):
             allowed = settings.get("prefix_allowed_tokens_fn")
             if allowed is not None:
@@ -233,8 +235,10 @@ class Call:
     def drafter(self) -> Drafter | None:
         """Who proposes tokens in this call, where it says."""
         assistant = self._given.get("assistant_model")
+        if assistant is self._model:
+            return None
         if assistant is not None:
-            return make_drafter(assistant, self._model)
+            return make_drafter(assistant, self._model, "assistant_model")
         config = self._prepared[0].config
         if config.prompt_lookup_num_tokens is None:
             return None

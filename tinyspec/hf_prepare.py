@@ -36,7 +36,8 @@ _LISTS = {
     "sequence_bias": 3,
 }
 SHARED = {"output_scores", "output_logits", "return_dict_in_generate", "pad_token_id"}
-_OTHERS = {"seed", "deterministic", "generation_config", "prefix_allowed_tokens_fn"}
+_FIELDS = set(GenerationConfig().to_dict()) | set(_LISTS)
+_FIELDS |= {"seed", "deterministic", "generation_config", "prefix_allowed_tokens_fn"}
 
 
 def per_request(settings: dict[str, Any], count: int) -> list[dict[str, Any]]:
@@ -45,11 +46,10 @@ def per_request(settings: dict[str, Any], count: int) -> list[dict[str, Any]]:
 
     Raises ValueError naming the argument where there are not as many.
     """
-    fields = set(GenerationConfig().to_dict()) | _OTHERS | set(_LISTS)
     each: list[dict[str, Any]] = [{} for _ in range(count)]
     for name, value in settings.items():
         values: Iterable[Any] = [value] * count
-        if name in fields and _is_listed(name, value):
+        if is_listed(name, value):
             if name in SHARED:
                 raise refuse(name, value, "the same for all requests of a call")
             values = value.tolist() if hasattr(value, "tolist") else list(value)
@@ -60,7 +60,10 @@ def per_request(settings: dict[str, Any], count: int) -> list[dict[str, Any]]:
     return each
 
 
-def _is_listed(name: str, value: Any) -> bool:
+def is_listed(name: str, value: Any) -> bool:
+    """Whether an argument holds one value for each request."""
+    if name not in _FIELDS:
+        return False
     if getattr(value, "ndim", 0) == 1 and name not in _LISTS:
         return True
     if name == "sequence_bias" and isinstance(value, (list, tuple)):
@@ -117,15 +120,16 @@ def take_stop_strings(settings: dict[str, Any], own: GenerationConfig, tokenizer
 
     own: the model's. Without a tokenizer transformers refuses stop strings itself.
     """
-    configs = [settings.get("generation_config"), own]
-    found = [settings.get("stop_strings"), *(getattr(c, "stop_strings", None) for c in configs)]
-    strings = next((value for value in found if value), None)
+    config: Any = settings.get("generation_config")
+    found = [getattr(c, "stop_strings", None) for c in (config, own)]
+    strings = next((value for value in found if value is not None), None)
+    strings = settings.get("stop_strings", strings)
     if tokenizer is None or strings is None:
         return
-    if getattr(configs[0], "stop_strings", None):
-        settings["generation_config"] = copy.deepcopy(configs[0])
-        settings["generation_config"].stop_strings = None
-    if settings.get("stop_strings") or getattr(own, "stop_strings", None):
+    if found[0] is not None:
+        config = settings["generation_config"] = copy.deepcopy(config)
+        config.stop_strings = None
+    if "stop_strings" in settings or found[1] is not None:
         settings["stop_strings"] = None
     criteria = list(settings.get("stopping_criteria") or ())
     if not any(type(criterion) is StopStringCriteria for criterion in criteria):

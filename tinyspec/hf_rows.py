@@ -115,7 +115,7 @@ def _tensor(given: Any) -> Tensor | None:
         return None
     if block.is_floating_point() or block.is_complex():
         raise refuse("input_ids", block.dtype, "token ids, integers")
-    return (block[None] if block.ndim == 1 else block).long()
+    return block[None] if block.ndim == 1 else block
 
 
 def _length(part: Any) -> int:

@@ -142,7 +142,7 @@ class Prepared:
             settings = {
                 "temperature": float(config.temperature or 1.0),
                 "top_k": config.top_k,
-                "top_p": config.top_p,
+                "top_p": config.top_p if (config.top_p or 0) < 1 else None,
                 "min_p": config.min_p,
                 "seed": seed,
             }
@@ -154,7 +154,7 @@ class Prepared:
             min_new_tokens=min(max(least, 0), new),
             repetition_penalty=penalty,
             deterministic=deterministic,
-            num_return_sequences=config.num_return_sequences,
+            num_return_sequences=max(config.num_return_sequences, 1),
             eos_token_id=[token for token in self.eos if 0 <= token < vocab_size],
             logits_processors=processors,
             stopping_criteria=[

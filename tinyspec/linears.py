@@ -54,10 +54,9 @@ def by_onednn(model: nn.Module) -> list[tuple[nn.Module, str, OneDnnLinear]]:
             return found
     for parent in model.modules():
         for name, child in parent.named_children():
-            if type(child) is nn.Linear and child.weight.device.type == "cpu":
-                # Hooks on a linear would be lost with it.
-                hooked = child._forward_hooks or child._forward_pre_hooks
-                if child.weight.dtype == torch.float32 and not hooked:
+            if is_plain(child) and isinstance(child, nn.Linear):
+                weight = child.weight
+                if weight.device.type == "cpu" and weight.dtype == torch.float32:
                     found.append((parent, name, OneDnnLinear(child)))
     return found
 
