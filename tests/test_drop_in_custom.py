@@ -4,7 +4,12 @@ import copy
 
 import pytest
 import torch
-from transformers.generation import LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import (
+    EosTokenCriteria,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+)
 
 import tinyspec
 from tests.support.hooks import Backwards, Boom, BoomError, Recorder, Until
@@ -153,6 +158,12 @@ CUSTOM = {
     "custom-processor": lambda: {"logits_processor": LogitsProcessorList([Backwards()])},
     "both": lambda: {"logits_processor": [Backwards()], "repetition_penalty": 2.0},
     "criterion": lambda: {"stopping_criteria": StoppingCriteriaList([Until(24)])},
+    "criterion-max-length": lambda: {"stopping_criteria": [MaxLengthCriteria(11)]},
+    "criterion-eos": lambda: {"stopping_criteria": [EosTokenCriteria([7, 9])]},
+    "criterion-eos-instead": lambda: {
+        "eos_token_id": 3,
+        "stopping_criteria": [EosTokenCriteria([7, 9])],
+    },
     "least": lambda: {"eos_token_id": [row[2] for row in greedy()], "min_new_tokens": 6},
     "no-time": lambda: {"max_time": 0.0},
     "forced": lambda: {"forced_eos_token_id": 9, "begin_suppress_tokens": [greedy()[2][0]]},
@@ -196,6 +207,18 @@ def test_custom_generate_with_what_only_tinyspec_has(patched):
         **BATCH, **BASE, do_sample=True, temperature=1.5, seed=[5, 6, 7, 8, 9], deterministic=True
     )
     assert torch.equal(drawn[0], direct)
+
+
+@pytest.mark.parametrize("patched", [True, False], ids=["patched", "unpatched"])
+def test_custom_generate_with_beams(patched):
+    """transformers' own result or none; it has written every prompt down twice by then."""
+    model, own = pair()
+    served = model if patched else own
+    told = listen(served.generate, **BATCH, **BASE, num_beams=2, custom_generate=generate)
+    if isinstance(told.error, NotImplementedError):
+        assert "num_beams" in str(told.error)
+    else:
+        assert torch.equal(told.result, own.generate(**BATCH, **BASE, num_beams=2))
 
 
 def test_custom_generate_refuses_by_name():

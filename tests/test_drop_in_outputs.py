@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from transformers import GenerationConfig
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import GenerateDecoderOnlyOutput, PrefixConstrainedLogitsProcessor
 
 import tinyspec
 from tests.support.hooks import Backwards, Until
@@ -216,6 +216,20 @@ def test_allowed_tokens_are_asked_for_row_by_row():
     assert {row for row, _ in asked} == set(range(len(ROWS)))
     assert all((given[n, -NEW:] % 10 == n).all() for n in range(len(ROWS)))
     assert given.shape == judged.shape
+
+
+def test_a_constraint_given_as_a_processor():
+    model, own = pair()
+    ids = torch.tensor([ROWS[0], ROWS[4]])
+    given, judged = (
+        m.generate(
+            ids,
+            **BASE,
+            logits_processor=[PrefixConstrainedLogitsProcessor(lambda row, ids: [3 + row], 1)],
+        )
+        for m in (model, own)
+    )
+    assert torch.equal(given, judged)
 
 
 def test_invalid_values_are_removed():

@@ -71,6 +71,7 @@ BAD = {
     "cache-unknown": {"cache_implementation": "nonsense"},
     "early-stopping-unknown": {"early_stopping": "maybe"},
     "beams-and-streamer": {"num_beams": 2, "streamer": object()},
+    "lookup-0": {"prompt_lookup_num_tokens": 0},
     "sequences-assisted": {
         "prompt_lookup_num_tokens": 3,
         "num_return_sequences": 2,

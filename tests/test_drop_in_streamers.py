@@ -127,6 +127,23 @@ def test_a_streamer_is_told_while_tokens_come():
     assert len(gate.puts) == NEW + 2
 
 
+def test_calls_from_several_threads():
+    """One after the other, each with its own result."""
+    model, own = pair()
+    results = {}
+
+    def call(number):
+        results[number] = model.generate(SAME + number, **BASE, streamer=Recorder())
+
+    workers = [threading.Thread(target=call, args=(number,)) for number in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(30)
+    for number in range(4):
+        assert torch.equal(results[number], own.generate(SAME + number, **BASE))
+
+
 HOOKS = {
     "processor": lambda boom: {"logits_processor": [boom]},
     "criterion": lambda boom: {"stopping_criteria": [boom]},

@@ -3,6 +3,7 @@ tinyspec has it is refused by name. And every field of GenerationConfig is one o
 
 import copy
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,10 @@ BATCH = {"input_ids": BLOCK, "attention_mask": MASK}
 
 def another(model, input_ids, generation_config, **_):
     return input_ids * 2
+
+
+def nested(model, input_ids, generation_config, **_):
+    return model.generate(input_ids, max_new_tokens=3, pad_token_id=PAD)
 
 
 # By the name that the refusal gives: arguments that only transformers' own serves.
@@ -54,6 +59,13 @@ UNSERVED = {
     "negative_prompt_ids": lambda m: {"negative_prompt_ids": BLOCK, "guidance_scale": 1.5},
     "position_ids": lambda m: {"position_ids": torch.arange(17).expand(4, 17)},
     "custom_generate": lambda m: {"custom_generate": another},
+    "custom_generate-nested": lambda m: {"custom_generate": nested},
+    "assistant_early_exit": lambda m: {
+        "input_ids": one(ROWS[0]),
+        "attention_mask": None,
+        "assistant_early_exit": 1,
+    },
+    "force_words_ids": lambda m: {"force_words_ids": [[3]]},
     "synced_gpus": lambda m: {"synced_gpus": True},
     "inputs": lambda m: {"inputs": BLOCK},
     "logits_to_keep": lambda m: {"logits_to_keep": 1},
@@ -89,7 +101,7 @@ def test_transformers_own_result_and_one_line(family, name, caplog):
     with caplog.at_level(logging.INFO, logger="tinyspec"):
         for each in (model, own, model):
             torch.manual_seed(3)
-            told.append(listen(each.generate, **BATCH, **BASE | case(each)))
+            told.append(listen(each.generate, **{**BATCH, **BASE, **case(each)}))
     ours, theirs, again = told
     assert ours.complaint == theirs.complaint == again.complaint
     assert ours.lines == theirs.lines
@@ -98,6 +110,8 @@ def test_transformers_own_result_and_one_line(family, name, caplog):
         assert same(ours.result, theirs.result) and same(again.result, theirs.result)
     lines = [r.getMessage() for r in caplog.records if r.name == "tinyspec"]
     assert len(lines) == 1 and name.split("-")[0] in lines[0]
+    after = [listen(each.generate, **BATCH, **BASE).result for each in (model, own)]
+    assert torch.equal(*after)
 
 
 @pytest.mark.parametrize("family, name", CASES)
@@ -115,7 +129,32 @@ def test_refused_by_name_with_what_only_tinyspec_has(family, name, more):
     model, _ = pair(family)
     case = {**UNSERVED, **GPT2_ONLY}[name]
     with pytest.raises(NotImplementedError, match=name.split("-")[0]):
-        model.generate(**BATCH, **BASE | case(model) | more)
+        model.generate(**{**BASE, **case(model), **BATCH, **more})
+
+
+def test_continuous_batching_is_transformers_affair(caplog):
+    """Its engine takes gigabytes, so a stand-in answers for it."""
+    model, own = pair()
+    asked = []
+
+    def batch(inputs, **_):
+        asked.append(inputs)
+        rows = [SimpleNamespace(prompt_ids=ids, generated_tokens=[1, 2]) for ids in inputs]
+        return {f"req_{number}": row for number, row in enumerate(rows)}
+
+    settings = {"input_ids": BLOCK, **BASE, "cache_implementation": "paged"}
+    try:
+        model.generate_batch = own.generate_batch = batch
+        with caplog.at_level(logging.INFO, logger="tinyspec"):
+            given, judged = (m.generate(**settings) for m in (model, own))
+        assert torch.equal(given, judged) and len(asked) == 2
+        with pytest.raises(NotImplementedError, match="cache_implementation"):
+            model.generate(**settings, deterministic=True)
+        assert len(asked) == 2
+    finally:
+        del model.generate_batch, own.generate_batch
+    lines = [r.getMessage() for r in caplog.records if r.name == "tinyspec"]
+    assert len(lines) == 1 and "cache_implementation" in lines[0]
 
 
 def test_served_calls_say_nothing(caplog):
