@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 
 import pytest
@@ -120,6 +121,25 @@ def test_ctrl_c_in_a_streamer(at, deterministic):
             assert torch.equal(model(ids).logits, own()(ids).logits)
         assert greedy(model, prompt, 20) == greedy(own(), prompt, 20)
         assert model.generate._engine._pool.num_held == 0
+
+
+def test_ctrl_c_in_a_pass():
+    """The signal itself, at a bad moment; whoever listened to it before does so again."""
+
+    def interrupts(ids, scores):
+        signal.raise_signal(signal.SIGINT)
+        return scores
+
+    before = signal.getsignal(signal.SIGINT)
+    prompt = random_ids(9)
+    with patched(tiny()) as model:
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                greedy(model, prompt, logits_processor=[interrupts])
+            assert signal.getsignal(signal.SIGINT) is before
+            assert model.generate._engine._pool.num_held == 0
+            assert model.config._attn_implementation == "sdpa"
+            assert greedy(model, prompt) == greedy(own(), prompt)
 
 
 def test_unpatch_from_within_a_call():

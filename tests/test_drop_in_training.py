@@ -269,6 +269,18 @@ def test_dtypes_between_calls():
                     assert greedy(other, PROMPT, deterministic=True) == found
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_dtype_and_back(family):
+    """Rounds weights, and the frequencies of RoPE as well, which show far from the beginning."""
+    prompt = random_ids(300)
+    twin = tiny(family)
+    with patched(tiny(family)) as model:
+        assert greedy(model, prompt) == greedy(twin, prompt)
+        for one in (model, twin):
+            one.to(torch.bfloat16).to(torch.float32)
+        assert greedy(model, prompt) == greedy(twin, prompt)
+
+
 def test_more_tokens_between_calls():
     with patched(tiny()) as model:
         greedy(model, PROMPT)
