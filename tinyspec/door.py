@@ -44,10 +44,10 @@ class Door:
         self._config = config or EngineConfig()
         self._before = vars(model).get("generate")
         self._original: Callable[..., Any] = getattr(model, "generate")  # noqa: B009
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._runs_in: int | None = None
         self._told: set[str] = set()
-        self._closed = False
+        self._closed = self._elsewhere_now = False
         self._drafter = make_drafter(self._config.drafter, model)
         self._engine: Engine | None = Engine(model, config=self._config, grows=True)
         self._engine.suspend()
@@ -109,15 +109,17 @@ class Door:
                 self._engine.suspend()
 
     @contextmanager
-    def _by_itself(self) -> Iterator[None]:
-        """No other call runs meanwhile."""
-        if self._runs_in == threading.get_ident():
+    def _by_itself(self, engine: bool = True) -> Iterator[None]:
+        """No other thread's call runs meanwhile; nothing of this thread's, if it is the engine's
+        turn. Without ``engine`` transformers runs, and may call ``generate`` again."""
+        me = threading.get_ident()
+        if self._runs_in == me:
             raise RuntimeError(
                 "generate of a patched model cannot be called from within itself (by a processor, "
                 "criterion or streamer), nor the model be unpatched: use another model there"
             )
         with self._lock:
-            self._runs_in = threading.get_ident()
+            self._runs_in = me if engine else None
             try:
                 yield
             finally:
@@ -165,11 +167,18 @@ class Door:
             raise NotImplementedError(
                 f"{why} is not supported by tinyspec, and {asked} by nobody else"
             )
-        if why not in self._told:
-            self._told.add(why)
-            logger.warning("generate: %s is not served by tinyspec; transformers' own runs", why)
-        with self._by_itself():
-            return self._original(**call.arguments)
+        with self._by_itself(engine=False):
+            # Of what it calls in turn nothing is said.
+            if why not in self._told and not self._elsewhere_now:
+                self._told.add(why)
+                logger.warning(
+                    "generate: %s is not served by tinyspec; transformers' own runs", why
+                )
+            outer, self._elsewhere_now = self._elsewhere_now, True
+            try:
+                return self._original(**call.arguments)
+            finally:
+                self._elsewhere_now = outer
 
     @staticmethod
     def _requests(engine: Engine, call: Call) -> list[Request]:

@@ -17,6 +17,7 @@ from transformers.generation import (
 
 from tinyspec.config import EngineConfig
 from tinyspec.door import Door, own_generate
+from tinyspec.hf_call import INPUTS
 from tinyspec.hf_prepare import prepare
 from tinyspec.hf_rows import Row
 
@@ -73,32 +74,36 @@ def generate(
         raise NotImplementedError("past_key_values is not supported by tinyspec")
     for name in ("use_cache", "logits_to_keep"):
         model_kwargs.pop(name, None)
+    if generation_config.num_beams > 1:
+        raise NotImplementedError(f"num_beams={generation_config.num_beams} is not supported")
     config = copy.deepcopy(generation_config)
     length = input_ids.shape[1]
     if config.min_new_tokens is None:
         config.min_new_tokens = max((config.min_length or 0) - length, 0) or None
     config.max_new_tokens = config.max_length - length
     config.max_length = config.min_length = config.stop_strings = config.max_time = None
-    # Of the processors those are left out that transformers will make of the config once more.
+    # What transformers will make of the config once more is left out here.
     made = prepare(own_generate(model), Row([0]), model.device, {"generation_config": config})
     kinds = {type(processor) for processor in made.processors}
+
+    def made_anew(criterion: Any) -> bool:
+        if type(criterion) is MaxLengthCriteria:
+            return criterion.max_length == generation_config.max_length
+        return type(criterion) is EosTokenCriteria and criterion.eos_token_id.tolist() == made.eos
+
     given = {
         "input_ids": input_ids,
         **model_kwargs,
         "generation_config": config,
         "logits_processor": [p for p in logits_processor if type(p) not in kinds],
-        "stopping_criteria": [
-            c for c in stopping_criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)
-        ],
+        "stopping_criteria": [c for c in stopping_criteria if not made_anew(c)],
         "seed": seed,
         "deterministic": deterministic,
     }
     # transformers has written every prompt down once for each of its completions.
-    copies = config.num_return_sequences
-    if copies > 1:
-        for name, value in given.items():
-            if isinstance(value, Tensor):
-                given[name] = value[::copies]
+    for name in INPUTS:
+        if isinstance(given.get(name), Tensor):
+            given[name] = given[name][:: max(config.num_return_sequences, 1)]
     door = vars(model).get("generate")
     if isinstance(door, Door):
         return door.serve(given)

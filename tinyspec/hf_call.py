@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import (
+    GenerateDecoderOnlyOutput,
+    PrefixConstrainedLogitsProcessor,
+)
 
 from tinyspec import hf_rows
 from tinyspec.drafter import Drafter, NgramDrafter, make_drafter
@@ -24,6 +28,7 @@ from tinyspec.hf_prepare import (
     is_listed,
     per_request,
     prepare,
+    quiet,
     take_stop_strings,
 )
 from tinyspec.hf_rows import Row, Rows
@@ -34,7 +39,7 @@ from tinyspec.patch import max_positions, vocab_size
 from tinyspec.request import Sequence, noise_key
 
 OURS = ("seed", "deterministic")
-_INPUTS = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids")
+INPUTS = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids")
 _CALL = ("tokenizer", "assistant_tokenizer", "synced_gpus", "streamer")
 _ARGUMENTS = (
     "generation_config",
@@ -58,7 +63,7 @@ class Call:
         self._model = model
         self._original = original
         # None says something of a setting; elsewhere it is as good as nothing.
-        named = (*_INPUTS, *_CALL, *_UNSERVED, *OURS, *_ARGUMENTS)
+        named = (*INPUTS, *_CALL, *_UNSERVED, *OURS, *_ARGUMENTS)
         self._given = given = {
             name: value for name, value in given.items() if value is not None or name not in named
         }
@@ -102,6 +107,8 @@ class Call:
         yield from (name for name in _UNSERVED if name in given)
         if getattr(given.get("attention_mask"), "ndim", 2) > 2:
             yield "an attention_mask of more than two dimensions"
+        if given.get("cache_implementation") == "paged":
+            yield "cache_implementation='paged'"
         if given.get("synced_gpus"):
             yield "synced_gpus=True"
         if "inputs" in given and len({"input_ids", "inputs_embeds"} & given.keys()):
@@ -110,6 +117,10 @@ class Call:
             shapes = [tuple(given[name].shape[:2]) for name in ("input_ids", "inputs_embeds")]
             if shapes[0] != shapes[1]:
                 yield "input_ids beside inputs_embeds of another length"
+        processors = given.get("logits_processor")
+        listed = processors if isinstance(processors, (list, tuple)) else ()
+        if any(isinstance(p, PrefixConstrainedLogitsProcessor) for p in listed):
+            yield "a PrefixConstrainedLogitsProcessor (prefix_allowed_tokens_fn is served)"
         if "assistant_tokenizer" in given:
             yield "assistant_tokenizer"
         assistant = given.get("assistant_model")
@@ -120,7 +131,7 @@ class Call:
         if "position_ids" in given and not self._counts_on():
             yield "position_ids that do not count the tokens"
         settings = self._model.generation_config.to_dict()
-        known = {*settings, *_INPUTS, *_CALL, *OURS, "kwargs"}
+        known = {*settings, *INPUTS, *_CALL, *OURS, "kwargs"}
         for name in inspect.signature(self._model.forward).parameters.keys() - known:
             if given.get(name) is not None:
                 yield f"{name} (an argument of the model's forward)"
@@ -137,7 +148,7 @@ class Call:
 
     def _settings(self, count: int) -> list[dict[str, Any]]:
         """What concerns each request."""
-        given = {k: v for k, v in self._given.items() if k not in (*_INPUTS, *_CALL)}
+        given = {k: v for k, v in self._given.items() if k not in (*INPUTS, *_CALL)}
         each = per_request(given, count)
         for number, settings in enumerate(each):
             allowed = settings.get("prefix_allowed_tokens_fn")
@@ -199,7 +210,8 @@ class Call:
 
     def _prepare_row(self, row: Row | None, settings: dict[str, Any]) -> Prepared:
         plain = {name: value for name, value in settings.items() if name not in OURS}
-        return prepare(self._original, row, self._model.device, plain)
+        with quiet() if self._prepared else nullcontext():
+            return prepare(self._original, row, self._model.device, plain)
 
     def _parameters(self) -> None:
         """SamplingParams of every request; seeds from torch's generator where none are given."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +21,7 @@ from transformers.generation import StopStringCriteria
 
 from tinyspec.errors import refuse
 from tinyspec.hf_rows import Row
-from tinyspec.hf_settings import Prepared
+from tinyspec.hf_settings import SERVED, WARPING, Prepared
 
 # Arguments that transformers takes as lists, by how deep: deeper ones hold one value per request.
 _LISTS = {
@@ -36,7 +37,7 @@ _LISTS = {
     "sequence_bias": 3,
 }
 SHARED = {"output_scores", "output_logits", "return_dict_in_generate", "pad_token_id"}
-_FIELDS = set(GenerationConfig().to_dict()) | set(_LISTS)
+_FIELDS = SERVED | WARPING | set(_LISTS)
 _FIELDS |= {"seed", "deterministic", "generation_config", "prefix_allowed_tokens_fn"}
 
 
@@ -96,7 +97,8 @@ def prepare(
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> torch.Tensor:
-        own = list(settings.get("logits_processor") or ())
+        own = settings.get("logits_processor")
+        own = list(own) if isinstance(own, (list, tuple)) else []
         found.append(
             Prepared(
                 generation_config, list(logits_processor), list(stopping_criteria), input_ids, own
@@ -164,3 +166,11 @@ def each_line_once() -> Iterator[None]:
     finally:
         for one in loggers:
             one.removeFilter(new)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the warnings that the first request of a call has had already."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -59,6 +59,8 @@ class Rows:
                 for ids, part, keep in zip(given, embeds, mask.to(embeds.device), strict=True)
             ]
             return cls(rows, block, attention_mask is not None)
+        if len(input_ids) == 0:
+            raise refuse("input_ids", input_ids, "at least one prompt")
         block = _tensor(input_ids)
         if block is None:  # lists of several lengths
             lists = [_ids(ids) for ids in input_ids]
@@ -105,7 +107,9 @@ def _tensor(given: Any) -> Tensor | None:
     """``given`` as a tensor [B, L]; None for lists of several lengths."""
     if given is None or isinstance(given, Tensor):
         block = given
-    elif isinstance(given, Sequence) and len({_length(part) for part in given}) > 1:
+    elif isinstance(given, Sequence) and (
+        len({_length(part) for part in given}) > 1 or _length(given[0]) == 0
+    ):
         return None
     elif isinstance(given, Sequence) and given and isinstance(given[0], Tensor):
         block = torch.stack(list(given))

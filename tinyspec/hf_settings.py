@@ -5,6 +5,8 @@ What has no place there is named, never dropped. Knows nothing of engines and ba
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +72,10 @@ _STATEFUL = (
 )
 
 
+# Temperatures beyond these give the same probabilities, as far as fp32 tells.
+_COLDEST, _HOTTEST = 1e-6, 1e30
+
+
 class _Stateless:
     """A processor that may be called for tokens that are not committed."""
 
@@ -118,6 +124,8 @@ class Prepared:
         mode = config.get_generation_mode(assistant)
         if mode not in MODES:
             yield f"generation mode {mode.value} (num_beams={config.num_beams})"
+        if config.prompt_lookup_num_tokens is not None and config.prompt_lookup_num_tokens < 1:
+            yield f"prompt_lookup_num_tokens={config.prompt_lookup_num_tokens}"
         defaults = _defaults()
         skipped = SERVED | INERT | (set() if config.do_sample else WARPING)
         for name, value in config.to_dict().items():
@@ -139,22 +147,23 @@ class Prepared:
             raise refuse("max_time", config.max_time, "None beside deterministic=True")
         settings: dict[str, Any] = {}
         if config.do_sample:
+            heat, top_p, top_k = config.temperature, config.top_p, config.top_k
             settings = {
-                "temperature": float(config.temperature or 1.0),
-                "top_k": config.top_k,
-                "top_p": config.top_p if (config.top_p or 0) < 1 else None,
-                "min_p": config.min_p,
+                "temperature": min(max(float(heat or 1.0), _COLDEST), _HOTTEST),
+                "top_k": None if top_k is None else int(top_k),
+                "top_p": None if top_p is None or top_p >= 1 else float(top_p),
+                "min_p": None if config.min_p is None else float(config.min_p),
                 "seed": seed,
             }
         penalty, processors = self._kept()
-        new = max(most - self.length, 1)
-        least = max((config.min_length or 0) - self.length, config.min_new_tokens or 0)
+        new = max(math.ceil(most - self.length), 1)
+        least = math.ceil(max((config.min_length or 0) - self.length, config.min_new_tokens or 0))
         return SamplingParams(
             max_new_tokens=new,
             min_new_tokens=min(max(least, 0), new),
-            repetition_penalty=penalty,
+            repetition_penalty=min(float(penalty), _HOTTEST),
             deterministic=deterministic,
-            num_return_sequences=max(config.num_return_sequences, 1),
+            num_return_sequences=max(int(config.num_return_sequences), 1),
             eos_token_id=[token for token in self.eos if 0 <= token < vocab_size],
             logits_processors=processors,
             stopping_criteria=[
@@ -176,8 +185,17 @@ class Prepared:
                     penalty = processor.penalty
                     continue
             built_in = kind.__module__ == logits_process.__name__ and kind not in _STATEFUL
-            kept.append(_Stateless(processor) if built_in else processor)
+            if built_in:
+                processor = _Stateless(processor)
+            elif _takes_more(processor):  # the list says what is missing, in transformers' words
+                processor = logits_process.LogitsProcessorList([processor])
+            kept.append(processor)
         return penalty, kept
+
+
+def _takes_more(processor: Any) -> bool:
+    """Whether it wants more than input_ids and scores."""
+    return callable(processor) and len(inspect.signature(processor).parameters) > 2
 
 
 def _defaults() -> dict[str, Any]:

@@ -6,6 +6,7 @@ Knows one row's own history and parameters, not where in a pass the row stood.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -128,7 +129,7 @@ class Sampler:
             try:
                 for processor in params.logits_processors:
                     history = torch.tensor([row.history], dtype=torch.long, device=raw.device)
-                    scores[n] = processor(history, scores[n : n + 1].clone())[0]
+                    scores[n] = _called(processor, history, scores[n])
             except Exception as error:
                 name = getattr(processor, "__qualname__", type(processor).__qualname__)
                 why = f"logits processor {name} raised {type(error).__name__}: {error}"
@@ -193,6 +194,15 @@ class Sampler:
                 best = order[: params.top_logprobs]
                 ids, values = best.tolist(), own[best].tolist()
                 found[n].top = list(zip(ids, values, strict=True))
+
+
+def _called(processor: Callable[..., Tensor], history: Tensor, scores: Tensor) -> Tensor:
+    """What a processor makes of ``scores`` [V]; where it says +inf it wants that token."""
+    found = processor(history, scores[None].clone())
+    if found.shape != (1, len(scores)):
+        raise ValueError(f"scores of shape {tuple(found.shape)} came back")
+    unsound = scores == torch.inf
+    return found[0].where(unsound, found[0].clamp(max=torch.finfo(torch.float32).max))
 
 
 def _wants_logprobs(params: SamplingParams) -> bool:
