@@ -155,6 +155,19 @@ def test_no_input_begins_with_bos():
     assert told[0].result[0, 0] == 7 and told[2].result[0, 0] == 9
 
 
+def test_no_input_and_several_sequences():
+    settings = {**BASE, "bos_token_id": 7, "do_sample": True, "top_k": 1, "num_return_sequences": 3}
+    given, judged = (model.generate(**settings) for model in pair())
+    assert torch.equal(given, judged)
+
+
+def test_no_input_and_a_mask_of_rows():
+    """transformers takes the number of rows from whatever tensor there is."""
+    mask = torch.ones(3, 1, dtype=torch.long)
+    given, judged = (m.generate(**BASE, bos_token_id=7, attention_mask=mask) for m in pair())
+    assert torch.equal(given, judged)
+
+
 def test_no_input_and_no_bos_is_refused():
     ours, theirs = (listen(model.generate, **BASE) for model in pair())
     assert theirs.error is not None and ours.complaint == theirs.complaint

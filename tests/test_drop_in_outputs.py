@@ -1,6 +1,7 @@
 """What a patched model's ``generate`` returns, shows its hooks, and takes its settings from."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -288,3 +289,11 @@ def test_default_length_is_twenty_new_tokens():
     model, _ = pair()
     block, mask = padded(ROWS)
     assert model.generate(block, attention_mask=mask).shape[1] == block.shape[1] + 20
+
+
+def test_the_signature_is_transformers_and_more():
+    ours, theirs = (inspect.signature(model.generate).parameters for model in pair())
+    assert [name for name in ours if name in theirs] == list(theirs)
+    added = [ours[name] for name in ours if name not in theirs]
+    assert [parameter.name for parameter in added] == ["seed", "deterministic"]
+    assert all(parameter.default is not inspect.Parameter.empty for parameter in added)

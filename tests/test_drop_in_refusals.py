@@ -65,13 +65,11 @@ BAD = {
     "eos-string": {"eos_token_id": "stop"},
     "pad-negative": {"pad_token_id": -1},
     "processor-third-argument": {"logits_processor": [Third()]},
-    "processor-not-a-list": {"logits_processor": LogitsProcessor()},
     "criteria-not-a-list": {"stopping_criteria": lambda ids, scores: False},
     "stop-strings": {"stop_strings": ["a"]},
     "cache-unknown": {"cache_implementation": "nonsense"},
     "early-stopping-unknown": {"early_stopping": "maybe"},
     "beams-and-streamer": {"num_beams": 2, "streamer": object()},
-    "lookup-0": {"prompt_lookup_num_tokens": 0},
     "sequences-assisted": {
         "prompt_lookup_num_tokens": 3,
         "num_return_sequences": 2,
@@ -85,6 +83,8 @@ STUMBLES = {
     "config-dict": ("generation_config", {"generation_config": {"max_new_tokens": 3}}),
     "processor-not-callable": ("logits_processor", {"logits_processor": [5]}),
     "assistant-is-text": ("assistant_model", {"assistant_model": "gpt2"}),
+    "processor-not-a-list": ("logits_processor", {"logits_processor": LogitsProcessor()}),
+    "lookup-0": ("prompt_lookup_num_tokens", {"prompt_lookup_num_tokens": 0}),
     "processor-wrong-shape": ("shape", {"logits_processor": [lambda ids, scores: scores[0]]}),
     "ids-outside": ("prompt token id", {"input_ids": torch.tensor([[3, VOCAB + 5]])}),
     "ids-negative": ("prompt token id", {"input_ids": torch.tensor([[3, -5]])}),
@@ -112,7 +112,7 @@ def test_what_transformers_stumbles_over_is_named(name):
     ours, theirs = (listen(m.generate, **{"input_ids": ROW, **BASE, **settings}) for m in pair())
     assert theirs.error is not None and ours.error is not None
     named = isinstance(ours.error, ValueError) and argument in str(ours.error)
-    assert named or ours.complaint == theirs.complaint
+    assert named or type(ours.error) is type(theirs.error)
     model, own = pair()
     assert torch.equal(model.generate(ROW, **BASE), own.generate(ROW, **BASE))
 
