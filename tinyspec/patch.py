@@ -22,6 +22,8 @@ from tinyspec.attention import (
 from tinyspec.errors import UnsupportedModelError
 from tinyspec.kv_cache import LayerShape
 from tinyspec.linears import LinearFunction, by_kernel, by_onednn
+from tinyspec.loading import loading_refusal, swap_refusal
+from tinyspec.unwrap import CompiledCalls, compiled_modules, has_hooks
 
 # Attention classes that PagedAttention stands in for, and model types served by the interface.
 FUSED = (
@@ -54,6 +56,7 @@ class Patched:
     context: AttentionContext
     layers: list[LayerShape]
     implementation: str
+    compiled: CompiledCalls
     swapped: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list)
     bound: list[nn.Module] = field(default_factory=list)
 
@@ -76,9 +79,6 @@ def _refusal(model: PreTrainedModel) -> str | None:
     """Why the model cannot be served, or None."""
     config = model.config
     kind = config.model_type
-    devices = {str(parameter.device) for parameter in model.parameters()}
-    if len(devices) > 1:
-        return f"it lies on more than one device ({', '.join(sorted(devices))})"
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         return "it has cross-attention"
     if kind in OFF_INTERFACE:
@@ -100,7 +100,30 @@ def _refusal(model: PreTrainedModel) -> str | None:
     if not _attentions(model):
         served = ", ".join([*FUSED, *INTERFACE])
         return f"model type {kind!r} has not been tried; served are {served}"
-    return None
+    return loading_refusal(model) or _swap_refusal(model)
+
+
+def _swap_refusal(model: PreTrainedModel) -> str | None:
+    """What would not run any more of the modules that are swapped, or None."""
+    names = {id(module): name for name, module in model.named_modules()}
+    layers: dict[object, str] = {}
+    swapped = [m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")]
+    for parent, _, module in _attentions(model):
+        name = names[id(module)]
+        other = layers.setdefault(module.layer_idx, name)
+        if other != name:
+            return f"{other} and {name} are both the attention of layer {module.layer_idx}"
+        if type(parent).__name__.endswith("Attention"):
+            return f"{name} is called by another attention ({type(parent).__name__})"
+        if type(module).__name__ in FUSED:
+            norms = [getattr(module, n) for n in ("q_norm", "k_norm") if hasattr(module, n)]
+            swapped += [module, *norms]
+            for norm in norms:
+                if not type(norm).__name__.endswith("RMSNorm"):
+                    return f"{names[id(norm)]} is no norm of transformers ({type(norm).__name__})"
+    wrappers = (parent.get_submodule(name) for parent, name, _ in compiled_modules(model))
+    swapped += [wrapper for wrapper in wrappers if has_hooks(wrapper)]
+    return next(filter(None, (swap_refusal(names[id(m)], m) for m in swapped)), None)
 
 
 def refuse_unsupported(model: PreTrainedModel) -> None:
@@ -156,12 +179,12 @@ def patch(
     refuse_unsupported(model)
     AttentionInterface.register(IMPLEMENTATION, paged_attention_function)
     context = AttentionContext()
-    attentions = _attentions(model)
-    layers = [_shape(model, module) for _, _, module in attentions]
-    patched = Patched(context, layers, model.config._attn_implementation)
+    layers = [_shape(model, module) for _, _, module in _attentions(model)]
+    implementation = model.config._attn_implementation
+    patched = Patched(context, layers, implementation, CompiledCalls(model))
     model.__dict__["_tinyspec"] = patched
     try:
-        _install(model, patched, attentions, max_model_len or max_positions(model), linear)
+        _install(model, patched, max_model_len or max_positions(model), linear)
     except BaseException:
         unpatch(model)
         raise
@@ -171,12 +194,14 @@ def patch(
 def _install(
     model: PreTrainedModel,
     patched: Patched,
-    attentions: list[tuple[nn.Module, str, nn.Module]],
     positions: int,
     linear: LinearFunction | None,
 ) -> None:
     context = patched.context
-    for parent, name, module in attentions:
+    for parent, name, module in compiled_modules(model):
+        patched.swap(parent, name, module)
+    patched.compiled.set_aside()
+    for parent, name, module in _attentions(model):
         if type(module).__name__ in FUSED:
             patched.swap(parent, name, PagedAttention(module, context))
         else:
@@ -211,4 +236,6 @@ def unpatch(model: PreTrainedModel) -> None:
     patched.undo()
     for module in patched.bound:
         del module.tinyspec_context
-    model.set_attn_implementation(patched.implementation)
+    patched.compiled.put_back()
+    # Not by set_attn_implementation, which refuses what it could not load here.
+    model.config._attn_implementation = patched.implementation
