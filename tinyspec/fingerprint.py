@@ -184,9 +184,9 @@ def _version(name: str) -> str | None:
 
 
 def _config(model: PreTrainedModel) -> dict[str, Any]:
-    """The model's config without what says only where it came from."""
+    """The model's config without what says only where it came from, or what its weights say."""
     config = json.loads(model.config.to_json_string())
-    for name in ("_name_or_path", "transformers_version"):
+    for name in ("_name_or_path", "transformers_version", "architectures", "dtype"):
         config.pop(name, None)
     return config
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from tinyspec.unwrap import has_hooks
+from tinyspec.unwrap import has_hooks, own_forward
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Transformers' own, all of them the same attention by other kernels.
@@ -86,8 +86,9 @@ def swap_refusal(name: str, module: nn.Module) -> str | None:
     if has_hooks(module):
         return f"{name} has forward hooks, which paged attention would not call"
     # Accelerate's own only moves tensors to where the module is.
-    own = vars(module).get("_old_forward" if hasattr(module, "_hf_hook") else "forward")
-    own = getattr(own, "_torchdynamo_orig_callable", own)
-    if own is not None and getattr(own, "__func__", None) is not type(module).forward:
+    if (
+        own_forward(module, "_old_forward" if hasattr(module, "_hf_hook") else "forward")
+        is not None
+    ):
         return f"{name} has a forward of its own, which paged attention would not call"
     return None

@@ -6,6 +6,7 @@ Knows neither attention nor passes. peft is not imported: its models are known b
 from __future__ import annotations
 
 from collections.abc import Iterator
+from inspect import getclosurevars
 from typing import Any
 
 from torch import nn
@@ -45,6 +46,20 @@ def is_compiled(module: Any) -> bool:
     """Whether a module is the wrapper that ``torch.compile(module)`` returns."""
     # By name: importing dynamo takes a second.
     return isinstance(module, nn.Module) and type(module).__name__ == "OptimizedModule"
+
+
+def own_forward(module: nn.Module, attribute: str = "forward") -> Any:
+    """The forward that stands on a module itself, as it was before it was compiled; None where it
+    is that of the module's class."""
+    forward = vars(module).get(attribute)
+    compiled = getattr(forward, "_torchdynamo_orig_callable", None)
+    if compiled is not None:
+        forward = compiled
+        # Dynamo's own frame around it: where a class of torch is compiled, or with fullgraph.
+        scope = getattr(forward, "__globals__", {}).get("__name__")
+        if scope == "torch._dynamo.external_utils":
+            forward = getclosurevars(forward).nonlocals["fn"]
+    return None if getattr(forward, "__func__", None) is type(module).forward else forward
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -113,12 +128,13 @@ class CompiledCalls:
             attributes = vars(module)
             if attributes.get("_compiled_call_impl") is not None:
                 self._keep(module, "_compiled_call_impl")
-            original = getattr(attributes.get("forward"), "_torchdynamo_orig_callable", None)
-            if original is not None and not is_compiled(module):
-                self._keep(module, "forward")
+            compiled = hasattr(attributes.get("forward"), "_torchdynamo_orig_callable")
+            if compiled and not is_compiled(module):
                 # What was compiled may have been somebody's own forward.
-                if getattr(original, "__func__", None) is not type(module).forward:
-                    attributes["forward"] = original
+                before = own_forward(module)
+                self._keep(module, "forward")
+                if before is not None:
+                    attributes["forward"] = before
 
     def _keep(self, module: nn.Module, name: str) -> None:
         self._calls.append((module, name, vars(module).pop(name)))
