@@ -90,7 +90,8 @@ class PagedAttention(nn.Module):
                 "k_weight": original.k_norm.weight,  # type: ignore[union-attr]
                 "eps": original.q_norm.variance_epsilon,  # type: ignore[union-attr]
             }
-        self.train(original.training)
+        # Of its own: the projections are shared, and may be in another mode.
+        self.training = original.training
 
     def forward(
         self,

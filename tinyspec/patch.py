@@ -71,7 +71,7 @@ class Patched:
         """Put everything back but the first ``kept`` swaps."""
         while len(self.swapped) > kept:
             parent, name, module = self.swapped.pop()
-            module.train(parent._modules[name].training)  # type: ignore[union-attr]
+            module.training = parent._modules[name].training  # type: ignore[union-attr]
             parent._modules[name] = module
 
 
