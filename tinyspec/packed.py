@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+PLAIN = (nn.Parameter, Tensor)
 # Activations quantized by a scale for each of these: a row's own, or a part of a row's.
 ROW_SCALES = ("PerRow", "PerToken", "PerGroup")
 
 
 def is_packed(weight: object) -> bool:
     """Whether a parameter is not what it claims to be: a subclass of Tensor."""
-    return isinstance(weight, Tensor) and type(weight) not in (nn.Parameter, Tensor)
+    # In this order: it is asked of every parameter before every step.
+    return type(weight) not in PLAIN and isinstance(weight, Tensor)
 
 
 def parts(tensor: Tensor) -> dict[str, Tensor]:
