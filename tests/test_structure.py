@@ -20,8 +20,8 @@ FILES = {
 # From the ground up: a module imports only what stands on a line above its own. Packages are one
 # entry here and have their own rules below.
 LAYERS = (
+    ("errors", "packed"),
     (
-        "errors",
         "interrupts",
         "pages",
         "buckets",
@@ -32,10 +32,12 @@ LAYERS = (
         "linears",
         "row_tiles",
         "models",
+        "unwrap",
     ),
     ("config", "params", "text", "ambient", "drafter", "kv_cache", "bucket_classes", "fact_cache"),
-    ("outputs", "attention", "fingerprint", "capacity", "sampler", "attention_probe"),
-    ("request", "patch"),
+    ("outputs", "attention", "fingerprint", "capacity", "sampler", "attention_probe", "loading"),
+    ("request", "patched"),
+    ("patch",),
     ("passes", "intake", "prefix_cache", "outbox", "stream", "hf_rows", "hf_streamers"),
     ("batch", "residents", "hf_settings"),
     ("runner", "scheduler", "hf_prepare"),

@@ -85,7 +85,8 @@ class PagedAttention(nn.Module):
             "window": window or 0,
             "softcap": getattr(original, "attn_logit_softcapping", None) or 0.0,
         }
-        self.train(original.training)
+        # Of its own: the projections are shared, and may be in another mode.
+        self.training = original.training
 
     def _norm(self) -> dict[str, Any]:
         """Norms of q and k, with the weights that they have now."""

@@ -68,21 +68,26 @@ def _probe_ops(runner: Runner, ops: dict[str, _Op]) -> list[BucketClasses]:
     found = []
     for name, op in ops.items():
         pool = probe_pool(prod(op.shape), op.dtype, runner.device)
-        found.append(_classes(runner, op.module, pool.view(-1, *op.shape), name))
+
+        def shaped(rows: Tensor, op: _Op = op) -> Tensor:
+            return op.module(rows.view(*rows.shape[:2], *op.shape))
+
+        found.append(_classes(runner, shaped, pool, name))
     return found
 
 
-def find_ops(model: nn.Module, run: Callable[[], object]) -> dict[str, _Op]:
-    """The distinct element-wise modules (activations, norms) that ``run`` calls: those that have
-    no module in them, are no linear, and turn one tensor of rows into another."""
+def find_ops(model: nn.Module, rows: int, run: Callable[[], object]) -> dict[str, _Op]:
+    """The distinct element-wise modules (activations, norms) that ``run`` calls in passes of
+    ``rows`` rows: those that have no module in them, are no linear, and turn one tensor of rows
+    into another."""
     found: dict[tuple[Any, ...], tuple[str, _Op]] = {}
 
     def note(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            x = inputs[0] if len(inputs) == 1 else None
+        def hook(module: nn.Module, inputs: tuple[Any, ...], more: Any, output: Any) -> None:
+            x = inputs[0] if len(inputs) == 1 and not more else None
             if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < 3:
                 return
-            if isinstance(output, Tensor) and output.shape[:2] == x.shape[:2] and len(x) == 1:
+            if isinstance(output, Tensor) and output.shape[:2] == x.shape[:2] == (1, rows):
                 op = _Op(module, tuple(x.shape[2:]), x.dtype)
                 key = (type(module), repr(module), op.shape, op.dtype)
                 found.setdefault(key, (name, op))
@@ -90,7 +95,7 @@ def find_ops(model: nn.Module, run: Callable[[], object]) -> dict[str, _Op]:
         return hook
 
     handles = [
-        module.register_forward_hook(note(name))
+        module.register_forward_hook(note(name), with_kwargs=True)
         for name, module in model.named_modules()
         if linear_shape(module) is None and not any(True for _ in module.children())
     ]
@@ -109,7 +114,7 @@ def probe_buckets(runner: Runner, linears: list[BucketClasses], config: EngineCo
     run_in_tiles(runner, tiles)
     probe = ModelProbe(runner, config, buckets.largest)
     with runner.scratch(probe.num_pages) as cache:
-        ops = find_ops(runner.model, lambda: probe.learn(cache))
+        ops = find_ops(runner.model, buckets.reference, lambda: probe.learn(cache))
         classes = [*linears, *_probe_ops(runner, ops)]
         unsound = [Unsound(c.name, str(c.position)) for c in classes if not c.position]
         unsound += [Unsound(p.name, str(p)) for p in runner.probe_attention() if not p]

@@ -32,6 +32,7 @@ from tinyspec.fingerprint import (
 )
 from tinyspec.invariance import linear_kinds
 from tinyspec.linears import by_kernel
+from tinyspec.packed import settle, unprovable
 from tinyspec.patch import patched_of
 from tinyspec.runner import Runner
 
@@ -49,6 +50,7 @@ class Contract:
         self._fingerprint: str | None = None
         self._facts: Facts | None = None
         self._proven_for: object = None
+        settle(self._model, self._model.dtype)
         self._note()
 
     @property
@@ -107,6 +109,7 @@ class Contract:
         or threads changed, not with the values of weights.
         """
         self._runner.ambient.look()
+        settle(self._model, self._model.dtype)
         before, digest = self._seen, self._weights
         self._note()
         changed = self._seen != before
@@ -150,10 +153,16 @@ class Contract:
     def examine(self, fresh: bool = False) -> Facts:
         """The facts, found now if need be; ``fresh``: probed anew, whatever is known or on disk.
 
-        Raises DeterminismError where TunableOp is on.
+        Raises DeterminismError where TunableOp is on, and for kernels that no probe can prove.
         """
         refuse_tunable_op()
         if self._facts is None or fresh:
+            why = unprovable(self._model)
+            if why is not None:
+                raise DeterminismError(
+                    f"{why}, which no probe can prove harmless; deterministic=True needs weights "
+                    "that are not quantized, or quantized without looking at activations"
+                )
             self._facts = None
             self._facts = self._find(fresh)
             self._note()

@@ -20,12 +20,16 @@ from tinyspec.door import Door, own_generate
 from tinyspec.hf_call import INPUTS
 from tinyspec.hf_prepare import prepare
 from tinyspec.hf_rows import Row
+from tinyspec.unwrap import unwrap
 
 logger = logging.getLogger("tinyspec")
 
 
 def patch(model: PreTrainedModel, config: EngineConfig | None = None) -> None:
     """Let tinyspec serve ``model.generate``; everything else of the model stays as it is.
+
+    model: as for an Engine; in a wrapper, the model inside is patched, and its ``generate`` is the
+    wrapper's.
 
     ``generate`` keeps the arguments, defaults, results and errors that it has. Besides, every
     sampling parameter may be a list of one value per prompt, prompts may be lists of different
@@ -37,12 +41,13 @@ def patch(model: PreTrainedModel, config: EngineConfig | None = None) -> None:
     besides. Raises UnsupportedModelError naming what is in the way, and ValueError if the model is
     patched already or served by an Engine.
     """
-    model.__dict__["generate"] = Door(model, config, synonym=generate)
+    inside = unwrap(model)
+    inside.__dict__["generate"] = Door(inside, config, synonym=generate)
 
 
 def unpatch(model: PreTrainedModel) -> None:
     """Give ``model`` its own ``generate`` back; a model that is not patched is left alone."""
-    door = vars(model).get("generate")
+    door = vars(unwrap(model)).get("generate")
     if isinstance(door, Door):
         door.close()
 

@@ -30,14 +30,16 @@ from tinyspec.runner import Runner
 from tinyspec.sampler import Sampler
 from tinyspec.scheduler import Scheduler
 from tinyspec.stream import EventStream
+from tinyspec.unwrap import unwrap
 
 
 class Engine:
     """Generates from a loaded causal LM, whose attention it patches until ``close``.
 
-    model: a loaded transformers causal LM, on one device. tokenizer: for text prompts, stop strings
-    and text outputs. grows: the page pool begins with one page, and ``reserve`` makes room; where
-    ``config`` gives ``num_pages`` it does not grow. A context manager.
+    model: a loaded transformers causal LM, on one device; in PEFT's or torch.compile's wrapper, the
+    model inside is served. tokenizer: for text prompts, stop strings and text outputs. grows: the
+    page pool begins with one page, and ``reserve`` makes room; where ``config`` gives ``num_pages``
+    it does not grow. A context manager.
 
     Raises UnsupportedModelError, or ValueError for a setting that does not fit and for a model that
     another engine serves.
@@ -52,6 +54,7 @@ class Engine:
         grows: bool = False,
     ):
         config = config or EngineConfig()
+        model = unwrap(model)
         refuse_unsupported(model)
         config = config.resolve(device_type=model.device.type, model_positions=max_positions(model))
         reason = kernels.refusal(config.backend, model.device.type)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from importlib.metadata import version
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,12 @@ from transformers import PreTrainedModel
 from tinyspec.config import EngineConfig
 from tinyspec.invariance import BITS, linear_shape
 from tinyspec.linears import KernelLinear
+from tinyspec.packed import extra_parts, is_packed, layout, parts
 
 # Words summed at a time: few enough to stay in a CPU's cache.
 _CHUNK = 1 << 18
 _MULTIPLIER = 0xD6E8FEB86659FD93
+_PLAIN = (bool, int, float, str)
 _ADAPTERS = ("active_adapters", "active_adapter", "disable_adapters", "merged_adapters")
 
 
@@ -59,14 +62,17 @@ def _weighted_sum(words: Tensor, total: int) -> int:
     return total % (1 << 64)
 
 
-def trace(parameter: Tensor) -> tuple[int, int]:
-    """Address and version counter of a parameter: one of them changes when it is written to."""
+def trace(parameter: Tensor) -> tuple[int, ...]:
+    """Address and version counter of a parameter, of a packed one those of all its parts: one of
+    them changes when it is written to."""
+    if is_packed(parameter):
+        return tuple(number for part in parts(parameter).values() for number in trace(part))
     return parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version
 
 
-def weight_state(model: nn.Module) -> list[tuple[str, int, int]]:
-    """Name, address and version counter of every parameter: changes when a weight does."""
-    return [(name, *trace(parameter)) for name, parameter in model.named_parameters()]
+def weight_state(model: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
+    """Name and trace of every parameter: changes when a weight does."""
+    return [(name, trace(parameter)) for name, parameter in model.named_parameters()]
 
 
 def adapter_state(model: nn.Module) -> list[tuple[str, str, str]]:
@@ -78,6 +84,9 @@ def adapter_state(model: nn.Module) -> list[tuple[str, str, str]]:
         # transformers' models have methods of these names.
         values = {a: value for a, value in values.items() if not callable(value)}
         if values:
+            # A flag beside the adapters may make another function of the same weights.
+            own = {a: v for a, v in vars(module).items() if isinstance(v, _PLAIN)}
+            values["settings"] = sorted((a, v) for a, v in own.items() if a != "training")
             values["scaling"] = getattr(module, "scaling", None)
         found += [(name, attribute, repr(value)) for attribute, value in values.items()]
     return found
@@ -89,24 +98,23 @@ def structure(model: nn.Module) -> list[tuple[object, ...]]:
     found: list[tuple[object, ...]] = []
     for name, module in model.named_modules():
         hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
-        own_forward = "forward" in vars(module)
+        own_forward = "forward" in vars(module), module._compiled_call_impl is not None
         kind = type(module)
         found.append((name, kind.__module__, kind.__qualname__, hooks, own_forward))
         for own, parameter in module._parameters.items():
             if parameter is not None:
-                layout = (parameter.shape, parameter.stride(), parameter.data_ptr() % 64)
-                found.append((own, *layout, parameter.dtype, parameter.device))
+                lies = (parameter.shape, parameter.stride(), parameter.data_ptr() % 64)
+                found.append((own, *lies, parameter.dtype, parameter.device, layout(parameter)))
     return found
 
 
 def settings(model: nn.Module) -> list[tuple[str, str, object]]:
     """Plain values that modules keep as attributes: another one may be another function."""
-    plain = (bool, int, float, str)
     return [
         (name, attribute, value)
         for name, module in model.named_modules()
         for attribute, value in vars(module).items()
-        if isinstance(value, plain) and attribute != "training"
+        if isinstance(value, _PLAIN) and attribute != "training"
     ]
 
 
@@ -116,13 +124,23 @@ def served_by_kernel(model: nn.Module) -> list[str]:
 
 
 def digest_weights(model: nn.Module) -> str:
-    """Digest of every parameter and buffer (name, shape, dtype, bits) and of the adapters used."""
+    """Digest of every parameter and buffer (name, shape, dtype, bits; of packed ones every part)
+    and of the adapters used."""
     digest = hashlib.sha256(repr(adapter_state(model)).encode())
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    for name, tensor in tensors:
-        entry = (name, tuple(tensor.shape), str(tensor.dtype), checksum(tensor))
-        digest.update(repr(entry).encode())
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_packed(tensor):
+            digest.update(repr((name, layout(tensor))).encode())
+        for part, plain in parts(tensor).items():
+            _add(digest, f"{name}.{part}" if part else name, plain)
+    for name, module in model.named_modules():
+        for part, plain in extra_parts(module).items():
+            _add(digest, f"{name}.{part}", plain)
     return digest.hexdigest()
+
+
+def _add(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
+    entry = (name, tuple(tensor.shape), str(tensor.dtype), checksum(tensor))
+    digest.update(repr(entry).encode())
 
 
 def device_parts(device: torch.device) -> list[str]:
@@ -150,10 +168,25 @@ def _versions(device: torch.device) -> list[str]:
     return found
 
 
+def _libraries(model: nn.Module) -> dict[str, str]:
+    """Versions of the libraries whose modules and weights are in the model (peft, torchao)."""
+    kinds = {type(module) for module in model.modules()} | {type(p) for p in model.parameters()}
+    names = {kind.__module__.split(".")[0] for kind in kinds} - {"tinyspec", "torch"}
+    return {name: found for name in names if (found := _version(name)) is not None}
+
+
+@cache
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
 def _config(model: PreTrainedModel) -> dict[str, Any]:
-    """The model's config without what says only where it came from."""
+    """The model's config without what says only where it came from, or what its weights say."""
     config = json.loads(model.config.to_json_string())
-    for name in ("_name_or_path", "transformers_version"):
+    for name in ("_name_or_path", "transformers_version", "architectures", "dtype"):
         config.pop(name, None)
     return config
 
@@ -168,6 +201,7 @@ def fingerprint(
         "config": _config(model),
         "device": device_parts(device),
         "versions": _versions(device),
+        "libraries": _libraries(model),
         "reference_rows": config.reference_rows,
         "backend": config.backend,
         "kv_dtype": config.kv_dtype,

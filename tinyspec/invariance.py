@@ -12,9 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
+from inspect import Parameter, signature
 
 import torch
 from torch import Tensor, nn
+
+from tinyspec.packed import is_packed, layout
 
 RowFunction = Callable[[Tensor], Tensor]
 CANCELLED_OUTPUTS = 64
@@ -182,8 +186,8 @@ def linear_kinds(model: nn.Module) -> dict[str, list[str]]:
         if (shape := linear_shape(module)) is None:
             continue
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-        layout = isinstance(weight, Tensor) and (weight.dtype, weight.device, weight.stride())
-        key = (type(module), type(weight), shape, layout, bias is not None)
+        lies = isinstance(weight, Tensor) and (weight.dtype, weight.device, weight.stride())
+        key = (type(module), layout(weight), shape, lies, bias is not None)
         found.setdefault(key, []).append(name)
     return {names[0]: names for names in found.values()}
 
@@ -194,10 +198,29 @@ def distinct_linears(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def linear_shape(module: nn.Module) -> tuple[int, int] | None:
-    """(in, out) of a linear-like module, None of any other."""
+    """(in, out) of a linear-like module, None of any other.
+
+    A tuner layer around an embedding takes tokens, and some parts of one take more than rows: what
+    they do shows in the module around them.
+    """
+    of_tokens = isinstance(getattr(module, "base_layer", None), nn.Embedding)
+    if of_tokens or not _takes_rows(type(module).forward):
+        return None
     inputs = getattr(module, "in_features", getattr(module, "nx", None))
     outputs = getattr(module, "out_features", getattr(module, "nf", None))
     return (inputs, outputs) if isinstance(inputs, int) and isinstance(outputs, int) else None
+
+
+@cache
+def _takes_rows(forward: Callable[..., object]) -> bool:
+    """Whether modules with this forward can be called with one tensor and nothing else."""
+    required = [
+        parameter
+        for parameter in list(signature(forward).parameters.values())[1:]
+        if parameter.default is Parameter.empty
+        and parameter.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    ]
+    return len(required) <= 1 and all(p.kind is not Parameter.KEYWORD_ONLY for p in required)
 
 
 def linear_weight(module: nn.Module) -> Tensor | None:
@@ -205,5 +228,17 @@ def linear_weight(module: nn.Module) -> Tensor | None:
     weight, shape = getattr(module, "weight", None), linear_shape(module)
     if shape is None or not isinstance(weight, Tensor) or weight.is_meta:
         return None
+    if is_packed(weight):
+        return _unpacked(weight, shape)
     weight = weight if hasattr(module, "in_features") else weight.T
     return weight if weight.is_floating_point() and weight.shape == shape[::-1] else None
+
+
+def _unpacked(weight: Tensor, shape: tuple[int, int]) -> Tensor | None:
+    """A packed weight as `[out, in]`, where it knows how to become one."""
+    try:
+        matrix = weight.dequantize()
+    except (NotImplementedError, RuntimeError):
+        return None
+    plain = not is_packed(matrix) and matrix.is_floating_point()
+    return matrix if plain and matrix.shape == shape[::-1] else None

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from tinyspec.packed import is_packed
+
 LinearFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -54,7 +56,7 @@ def by_onednn(model: nn.Module) -> list[tuple[nn.Module, str, OneDnnLinear]]:
             return found
     for parent in model.modules():
         for name, child in parent.named_children():
-            if is_plain(child) and isinstance(child, nn.Linear):
+            if is_plain(child) and type(child) is nn.Linear:
                 weight = child.weight
                 if weight.device.type == "cpu" and weight.dtype == torch.float32:
                     found.append((parent, name, OneDnnLinear(child)))
@@ -113,8 +115,8 @@ def is_plain(module: nn.Module) -> TypeGuard[nn.Linear | OneDnnLinear | Conv1D]:
     # A subclass may do anything in its forward.
     if type(module) not in (nn.Linear, OneDnnLinear, Conv1D):
         return False
-    # A subclass of Tensor is a packed weight, whatever dtype it claims.
-    packed = type(module.weight) not in (nn.Parameter, Tensor)
+    # A packed weight is no matrix, whatever dtype it claims.
+    packed = is_packed(module.weight)
     # Hooks and a forward of its own (accelerate's) would be lost with the module.
     hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
     return not packed and not hooked

@@ -5,9 +5,6 @@ Decides from the model's structure whether it can be served at all; knows nothin
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
-
 import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
@@ -22,6 +19,9 @@ from tinyspec.attention import (
 from tinyspec.errors import UnsupportedModelError
 from tinyspec.kv_cache import LayerShape
 from tinyspec.linears import LinearFunction, by_kernel, by_onednn
+from tinyspec.loading import loading_refusal, swap_refusal
+from tinyspec.patched import Patched
+from tinyspec.unwrap import CompiledCalls, compiled_modules, has_hooks
 
 # Attention classes that PagedAttention stands in for, and model types served by the interface.
 FUSED = (
@@ -47,93 +47,10 @@ OTHER_STATE += ("qwen3_next", "qwen3_5", "lfm2", "recurrent_gemma")
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
-@dataclass
-class Patched:
-    """What ``install`` did to a model, kept on it as ``_tinyspec``.
-
-    swapped: (parent, name, the model's own module, its stand-in), in the order of swapping.
-    """
-
-    model: PreTrainedModel
-    context: AttentionContext
-    layers: list[LayerShape]
-    implementation: str
-    swapped: list[tuple[nn.Module, str, nn.Module, nn.Module]] = field(default_factory=list)
-    bound: list[nn.Module] = field(default_factory=list)
-    # The model as it was left by ``suspend``; None while the stand-ins are in.
-    left: list[object] | None = None
-
-    def swap(self, parent: nn.Module, name: str, module: nn.Module) -> None:
-        """Put ``module`` in the place of ``parent``'s child ``name``."""
-        before: nn.Module = parent._modules[name]  # type: ignore[assignment]
-        self.swapped.append((parent, name, before, module))
-        _hand_over(parent, name, before, module)
-
-    def undo(self, kept: int = 0) -> None:
-        """Put everything back but the first ``kept`` swaps."""
-        while len(self.swapped) > kept:
-            parent, name, before, module = self.swapped.pop()
-            _hand_over(parent, name, module, before)
-
-    def suspend(self) -> None:
-        """Give the model everything back that is its own, until ``resume``."""
-        for parent, name, before, module in reversed(self.swapped):
-            _hand_over(parent, name, module, before)
-        self.unbind()
-        self.model.set_attn_implementation(self.implementation)
-        self.left = _outline(self.model)
-
-    def resume(self) -> bool:
-        """Put the stand-ins in again; False, and nothing done, where they no longer fit: modules,
-        hooks, dtype or device are not what they were."""
-        if self.left is not None:
-            if _outline(self.model) != self.left:
-                return False
-            for parent, name, before, module in self.swapped:
-                _hand_over(parent, name, before, module)
-            self.bind()
-            self.model.set_attn_implementation(IMPLEMENTATION)
-            self.left = None
-        return True
-
-    def bind(self) -> None:
-        """Tell the attention modules that call the attention interface where the pages are."""
-        for module in self.bound:
-            module.__dict__["tinyspec_context"] = self.context
-
-    def unbind(self) -> None:
-        for module in self.bound:
-            module.__dict__.pop("tinyspec_context", None)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of a patched model, in memory or on disk, is not patched."""
-        return type(None), ()
-
-
-def _hand_over(parent: nn.Module, name: str, before: nn.Module, after: nn.Module) -> None:
-    """``after`` takes the place of ``before``, with the parameters and the mode that it has now."""
-    for own in before._parameters.keys() & after._parameters.keys():
-        after._parameters[own] = before._parameters[own]
-    after.training = before.training
-    parent._modules[name] = after
-
-
-def _outline(model: PreTrainedModel) -> list[object]:
-    """What stand-ins count on: every module, its hooks, a forward of its own, dtype and device."""
-    outline: list[object] = [model.dtype, model.device, model.config._attn_implementation]
-    for module in model.modules():
-        hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
-        outline += [module, hooks, "forward" in vars(module)]
-    return outline
-
-
 def _refusal(model: PreTrainedModel) -> str | None:
     """Why the model cannot be served, or None."""
     config = model.config
     kind = config.model_type
-    devices = {str(parameter.device) for parameter in model.parameters()}
-    if len(devices) > 1:
-        return f"it lies on more than one device ({', '.join(sorted(devices))})"
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         return "it has cross-attention"
     if kind in OFF_INTERFACE:
@@ -158,7 +75,30 @@ def _refusal(model: PreTrainedModel) -> str | None:
     if found == 0:
         served = ", ".join([*FUSED, *INTERFACE])
         return f"model type {kind!r} has not been tried; served are {served}"
-    return None
+    return loading_refusal(model) or _swap_refusal(model)
+
+
+def _swap_refusal(model: PreTrainedModel) -> str | None:
+    """What would not run any more of the modules that are swapped, or None."""
+    names = {id(module): name for name, module in model.named_modules()}
+    layers: dict[object, str] = {}
+    swapped = [m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")]
+    for parent, _, module in _attentions(model):
+        name = names[id(module)]
+        other = layers.setdefault(module.layer_idx, name)
+        if other != name:
+            return f"{other} and {name} are both the attention of layer {module.layer_idx}"
+        if type(parent).__name__.endswith("Attention"):
+            return f"{name} is called by another attention ({type(parent).__name__})"
+        if type(module).__name__ in FUSED:
+            norms = [getattr(module, n) for n in ("q_norm", "k_norm") if hasattr(module, n)]
+            swapped += [module, *norms]
+            for norm in norms:
+                if not type(norm).__name__.endswith("RMSNorm"):
+                    return f"{names[id(norm)]} is no norm of transformers ({type(norm).__name__})"
+    wrappers = (parent.get_submodule(name) for parent, name, _ in compiled_modules(model))
+    swapped += [wrapper for wrapper in wrappers if has_hooks(wrapper)]
+    return next(filter(None, (swap_refusal(names[id(m)], m) for m in swapped)), None)
 
 
 def refuse_unsupported(model: PreTrainedModel) -> None:
@@ -217,12 +157,12 @@ def install(
     refuse_unsupported(model)
     AttentionInterface.register(IMPLEMENTATION, paged_attention_function)
     context = AttentionContext()
-    attentions = _attentions(model)
-    layers = [_shape(model, module) for _, _, module in attentions]
-    patched = Patched(model, context, layers, model.config._attn_implementation)
+    layers = [_shape(model, module) for _, _, module in _attentions(model)]
+    implementation = model.config._attn_implementation
+    patched = Patched(model, context, layers, implementation, CompiledCalls(model))
     model.__dict__["_tinyspec"] = patched
     try:
-        _install(model, patched, attentions, max_model_len or max_positions(model), linear)
+        _install(model, patched, max_model_len or max_positions(model), linear)
     except BaseException:
         uninstall(model)
         raise
@@ -232,12 +172,14 @@ def install(
 def _install(
     model: PreTrainedModel,
     patched: Patched,
-    attentions: list[tuple[nn.Module, str, nn.Module]],
     positions: int,
     linear: LinearFunction | None,
 ) -> None:
     context = patched.context
-    for parent, name, module in attentions:
+    for parent, name, module in compiled_modules(model):
+        patched.swap(parent, name, module)
+    patched.compiled.set_aside()
+    for parent, name, module in _attentions(model):
         if type(module).__name__ in FUSED:
             patched.swap(parent, name, PagedAttention(module, context))
         else:
@@ -270,6 +212,4 @@ def uninstall(model: PreTrainedModel) -> None:
     if patched is None:
         return
     if patched.left is None:
-        patched.undo()
-        patched.unbind()
-        model.set_attn_implementation(patched.implementation)
+        patched.take_out()

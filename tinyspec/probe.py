@@ -10,6 +10,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from tinyspec.buckets import Buckets
@@ -111,8 +112,9 @@ def doctor(
     A model gets an engine with ``config`` for the time being. Facts on disk are used unless
     ``fresh``. What cannot be served is reported, not raised.
 
-    Raises ValueError for a ``config`` beside an engine or one that does not fit the model, and for
-    an engine that is closed or has unfinished requests.
+    Raises UnsupportedModelError for what is no module at all, ValueError for a ``config`` beside an
+    engine or one that does not fit the model, and for an engine that is closed or has unfinished
+    requests.
     """
     begun = time.perf_counter()
     if isinstance(model_or_engine, Engine):
@@ -122,6 +124,8 @@ def doctor(
     try:
         engine = Engine(model_or_engine, config=config)
     except UnsupportedModelError as error:
+        if not isinstance(model_or_engine, nn.Module):
+            raise
         return _report(model_or_engine, begun, problems=(str(error),))
     with engine:
         return _examine(engine, fresh, begun)
@@ -162,11 +166,12 @@ def _plan(buckets: Buckets, config: EngineConfig, rows: int) -> str:
 
 
 def _report(model: PreTrainedModel, begun: float, **found: Any) -> DoctorReport:
-    device = ", ".join(device_parts(model.device))
+    first = next(model.parameters())
+    device = ", ".join(device_parts(first.device))
     return DoctorReport(
         model=type(model).__name__,
-        dtype=str(model.dtype).removeprefix("torch."),
-        device=f"{model.device.type} ({device})",
+        dtype=str(getattr(model, "dtype", first.dtype)).removeprefix("torch."),
+        device=f"{first.device.type} ({device})",
         seconds=time.perf_counter() - begun,
         **found,
     )

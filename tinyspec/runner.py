@@ -18,7 +18,8 @@ from tinyspec.kernels import Kernels
 from tinyspec.kv_cache import KVCache
 from tinyspec.pages import PagePool
 from tinyspec.passes import Pass
-from tinyspec.patch import Patched, vocab_size
+from tinyspec.patch import vocab_size
+from tinyspec.patched import Patched
 from tinyspec.row_tiles import RowTiles
 
 

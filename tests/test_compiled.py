@@ -1,0 +1,111 @@
+"""torch.compile, in every way to apply it: set aside while an engine is open, then put back."""
+
+import pytest
+import torch
+
+from tests.support.loading import CONFIG, PROMPTS, greedy, own_forward, serve
+from tests.support.tiny import tiny
+from tinyspec import Engine, UnsupportedModelError, doctor
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Greedy tokens of the tiny llama by transformers."""
+    return greedy(tiny())
+
+
+def hook(*_):
+    return None
+
+
+@pytest.fixture
+def backend():
+    """A backend that compiles nothing; ``.graphs`` are those it was given."""
+
+    def eager(graph, _):
+        eager.graphs.append(graph)
+        return graph.forward
+
+    eager.graphs = []
+    torch._dynamo.reset()
+    yield eager
+    torch._dynamo.reset()
+
+
+def compile_inside(model, backend):
+    """Modules in wrappers, one within the other."""
+    model.model.layers[1].self_attn = torch.compile(
+        model.model.layers[1].self_attn, backend=backend
+    )
+    model.model.layers[0] = torch.compile(model.model.layers[0], backend=backend)
+    model.model = torch.compile(model.model, backend=backend)
+    return model
+
+
+def compile_layers(model, backend):
+    for layer in model.model.layers:
+        layer.compile(backend=backend)
+    model.model.rotary_emb.compile(backend=backend)
+    return model
+
+
+def compile_in_place(model, backend):
+    model.compile(backend=backend)
+    return model
+
+
+def compile_forwards(model, backend):
+    """One of them of a class of torch."""
+    for module in (model, model.model.layers[0].self_attn, model.lm_head):
+        module.forward = torch.compile(module.forward, backend=backend)
+    for module in (model.model.rotary_emb, model.model.layers[1].self_attn):
+        module.forward = torch.compile(module.forward, backend=backend, fullgraph=True)
+    return model
+
+
+def compile_own_forward(model, backend):
+    """What was compiled is not the method of the class."""
+    own_forward(model.model.layers[0].mlp)
+    model.model.layers[0].mlp.forward = torch.compile(
+        model.model.layers[0].mlp.forward, backend=backend
+    )
+    return model
+
+
+def compile_whole(model, backend):
+    return torch.compile(model, backend=backend)
+
+
+COMPILED = [
+    compile_whole,
+    compile_in_place,
+    compile_layers,
+    compile_forwards,
+    compile_own_forward,
+    compile_inside,
+]
+
+
+@pytest.mark.parametrize("compiled", COMPILED, ids=lambda f: f.__name__)
+def test_compiled_models_run_as_they_were(backend, compiled, expected):
+    fingerprint = serve(tiny())
+    model = compiled(tiny(), backend)
+    with torch.no_grad():
+        assert serve(model, expected) == fingerprint
+        assert backend.graphs == []
+        # Control: by itself the model runs compiled, before as after.
+        model(torch.tensor([PROMPTS[1]]))
+    assert backend.graphs
+
+
+@pytest.mark.parametrize("compiled", [compile_whole, compile_inside], ids=lambda f: f.__name__)
+def test_hooks_on_wrappers_are_refused(backend, compiled):
+    model = compiled(tiny(), backend)
+    wrapper = model if compiled is compile_whole else model.model
+    wrapper.register_forward_hook(hook)
+    with pytest.raises(UnsupportedModelError, match="has forward hooks, which"):
+        Engine(model, config=CONFIG)
+
+
+def test_doctor_takes_wrappers(backend):
+    assert doctor(torch.compile(tiny(), backend=backend), CONFIG)

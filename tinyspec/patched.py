@@ -1,0 +1,101 @@
+"""What was put into a model for paged attention, and the way back.
+
+Knows modules and their places; not which belong where.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from tinyspec.attention import IMPLEMENTATION, AttentionContext
+from tinyspec.kv_cache import LayerShape
+from tinyspec.unwrap import CompiledCalls
+
+
+@dataclass
+class Patched:
+    """What ``install`` did to a model, kept on it as ``_tinyspec``.
+
+    swapped: (parent, name, the model's own module, its stand-in), in the order of swapping.
+    """
+
+    model: PreTrainedModel
+    context: AttentionContext
+    layers: list[LayerShape]
+    implementation: str
+    compiled: CompiledCalls
+    swapped: list[tuple[nn.Module, str, nn.Module, nn.Module]] = field(default_factory=list)
+    bound: list[nn.Module] = field(default_factory=list)
+    # The model as it was left by ``suspend``; None while the stand-ins are in.
+    left: list[object] | None = None
+
+    def swap(self, parent: nn.Module, name: str, module: nn.Module) -> None:
+        """Put ``module`` in the place of ``parent``'s child ``name``."""
+        before: nn.Module = parent._modules[name]  # type: ignore[assignment]
+        self.swapped.append((parent, name, before, module))
+        _hand_over(parent, name, before, module)
+
+    def undo(self, kept: int = 0) -> None:
+        """Put everything back but the first ``kept`` swaps."""
+        while len(self.swapped) > kept:
+            parent, name, before, module = self.swapped.pop()
+            _hand_over(parent, name, module, before)
+
+    def take_out(self) -> None:
+        """Give the model everything back that is its own."""
+        for parent, name, before, module in reversed(self.swapped):
+            _hand_over(parent, name, module, before)
+        for bound in self.bound:
+            bound.__dict__.pop("tinyspec_context", None)
+        self.compiled.put_back()
+        # Not by set_attn_implementation, which refuses what it could not load here.
+        self.model.config._attn_implementation = self.implementation
+
+    def suspend(self) -> None:
+        """``take_out``, until ``resume``."""
+        self.take_out()
+        self.left = _outline(self.model)
+
+    def resume(self) -> bool:
+        """Put the stand-ins in again; False, and nothing done, where they no longer fit: modules,
+        hooks, dtype or device are not what they were."""
+        if self.left is not None:
+            if _outline(self.model) != self.left:
+                return False
+            for parent, name, before, module in self.swapped:
+                _hand_over(parent, name, before, module)
+            self.bind()
+            self.compiled.set_aside()
+            self.model.config._attn_implementation = IMPLEMENTATION
+            self.left = None
+        return True
+
+    def bind(self) -> None:
+        """Tell the attention modules that call the attention interface where the pages are."""
+        for module in self.bound:
+            module.__dict__["tinyspec_context"] = self.context
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of a patched model, in memory or on disk, is not patched."""
+        return type(None), ()
+
+
+def _hand_over(parent: nn.Module, name: str, before: nn.Module, after: nn.Module) -> None:
+    """``after`` takes the place of ``before``, with the parameters and the mode that it has now."""
+    for own in before._parameters.keys() & after._parameters.keys():
+        after._parameters[own] = before._parameters[own]
+    after.training = before.training
+    parent._modules[name] = after
+
+
+def _outline(model: PreTrainedModel) -> list[object]:
+    """What stand-ins count on: every module, its hooks, a forward of its own, dtype and device."""
+    outline: list[object] = [model.dtype, model.device, model.config._attn_implementation]
+    for module in model.modules():
+        hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
+        outline += [module, hooks, "forward" in vars(module)]
+    return outline
