@@ -184,3 +184,34 @@ def test_unpatch_while_another_thread_generates():
         assert found == [expected, None]
         assert portrait(model) == before
         assert greedy(model, prompt, 40) == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_forward_in_another_thread(family):
+    """In the middle of a pass: it says that the model is taken, or has its right logits; the call's
+    tokens are right in any case."""
+    model = tiny(family)
+    prompt, other = random_ids(9), torch.tensor([random_ids(1, 7)])
+    found = []
+
+    def meanwhile(*_):
+        if threading.current_thread() is threading.main_thread():
+            found.extend(threads_run(forward))
+
+    def forward():
+        with torch.inference_mode():
+            return model(other, use_cache=False).logits
+
+    middle = next(m for m in model.modules() if type(m).__name__.endswith("MLP"))
+    with patched(model):
+        handle = middle.register_forward_hook(meanwhile)
+        tokens = greedy(model, prompt)
+        handle.remove()
+    assert tokens == greedy(own(family), prompt)
+    expected = own(family)(other).logits
+    assert len(found) >= 8
+    for result in found:
+        if isinstance(result, Exception):
+            assert isinstance(result, RuntimeError) and "tinyspec" in str(result)
+        else:
+            assert torch.allclose(result, expected, atol=1e-4)
