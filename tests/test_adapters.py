@@ -63,9 +63,6 @@ WAYS = {
     "oft": lambda: tuned(
         peft.OFTConfig(target_modules=["q_proj"], oft_block_size=8, init_weights=False)
     ),
-    "boft": lambda: tuned(
-        peft.BOFTConfig(target_modules=["q_proj"], boft_block_size=4, init_weights=False)
-    ),
     "tokens": lambda: tuned(
         peft.TrainableTokensConfig(
             token_indices=[1, 2, 3], target_modules=["embed_tokens"], init_weights=False

@@ -211,6 +211,24 @@ def test_two_attentions_of_one_layer_are_refused():
     refused(model, "layers.1.self_attn and model.layers.1.other are both the attention of layer 1")
 
 
+class InHeads(nn.Module):
+    """An activation that sees rows as heads of features."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x.unflatten(-1, (4, -1))).flatten(-2)
+
+
+def test_element_wise_modules_of_any_shape_are_probed(expected):
+    model = tiny()
+    for layer in model.model.layers:
+        layer.mlp.act_fn = InHeads(layer.mlp.act_fn)
+    serve(model, expected)
+
+
 def test_plain_requests_need_no_proof(expected):
     with Engine(tiny(), config=CONFIG) as engine:
         assert tokens(engine.generate(PROMPTS, PLAIN)) == expected
