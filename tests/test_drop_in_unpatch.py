@@ -27,7 +27,7 @@ def busy(family: str = "llama"):
     model = tiny(family).train()
     model.get_input_embeddings().eval()
     model.get_input_embeddings().weight.requires_grad_(False)
-    norm = next(m for m in model.modules() if "Norm" in type(m).__name__)
+    norm = [m for m in model.modules() if "Norm" in type(m).__name__][-1]
     norm.register_forward_hook(lambda *_: None)
     norm.register_forward_pre_hook(lambda *_: None)
     norm.register_full_backward_hook(lambda *_: None)
