@@ -21,6 +21,7 @@ FILES = {
 # entry here and have their own rules below.
 LAYERS = (
     ("errors", "packed"),
+    ("unwrap",),
     (
         "interrupts",
         "pages",
@@ -32,7 +33,6 @@ LAYERS = (
         "linears",
         "row_tiles",
         "models",
-        "unwrap",
     ),
     ("config", "params", "text", "ambient", "drafter", "kv_cache", "bucket_classes", "fact_cache"),
     ("outputs", "attention", "fingerprint", "capacity", "sampler", "attention_probe", "loading"),

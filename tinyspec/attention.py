@@ -7,6 +7,7 @@ interface. Neither knows requests; what a pass needs stands in one ``AttentionCo
 
 from __future__ import annotations
 
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -21,13 +22,15 @@ IMPLEMENTATION = "tinyspec"
 
 
 class AttentionContext:
-    """What attention layers share: the kernels, the pool, and the pass that is running."""
+    """What attention layers share: the kernels, the pool, the pass that is running, in which
+    thread. Another thread's forward has no business with it."""
 
     def __init__(self) -> None:
         self.kernels: Kernels | None = None
         self.k: list[Tensor] = []
         self.v: list[Tensor] = []
         self.segments: Segments | None = None
+        self.thread = 0
         self.slot_mapping: Tensor | None = None
 
     def attend(
@@ -41,7 +44,7 @@ class AttentionContext:
         **scores: Any,
     ) -> Tensor:
         """Write k and v [R, Hkv, D] of a layer to their slots; attend with q [R, Hq, D]."""
-        if self.segments is None or self.kernels is None:
+        if self.segments is None or self.kernels is None or self.thread != get_ident():
             raise RuntimeError(
                 "this model's attention is served by tinyspec: generate through its Engine, or "
                 "close that to use the model by itself"

@@ -219,7 +219,8 @@ def own_generate(model: Any, before: Callable[..., Any] | None = None) -> Callab
 def _signature(original: Callable[..., Any]) -> inspect.Signature:
     """The signature of a ``generate``, with what tinyspec adds to it."""
     signature = inspect.signature(original)
-    added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in OURS]
+    kind = inspect.Parameter.KEYWORD_ONLY
+    added = [inspect.Parameter(name, kind, default=None) for name in OURS]
     own = list(signature.parameters.values())
     place = len(own) - (own[-1].kind is inspect.Parameter.VAR_KEYWORD)
     return signature.replace(parameters=[*own[:place], *added, *own[place:]])

@@ -23,6 +23,7 @@ from tinyspec.config import EngineConfig
 from tinyspec.invariance import BITS, linear_shape
 from tinyspec.linears import KernelLinear
 from tinyspec.packed import extra_parts, is_packed, layout, parts
+from tinyspec.unwrap import hooks_of
 
 # Words summed at a time: few enough to stay in a CPU's cache.
 _CHUNK = 1 << 18
@@ -97,7 +98,7 @@ def structure(model: nn.Module) -> list[tuple[object, ...]]:
     layouts and alignment of parameters; not their values."""
     found: list[tuple[object, ...]] = []
     for name, module in model.named_modules():
-        hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
+        hooks = len(hooks_of(module))
         own_forward = "forward" in vars(module), module._compiled_call_impl is not None
         kind = type(module)
         found.append((name, kind.__module__, kind.__qualname__, hooks, own_forward))

@@ -107,6 +107,11 @@ class Call:
         yield from (name for name in _UNSERVED if name in given)
         if getattr(given.get("attention_mask"), "ndim", 2) > 2:
             yield "an attention_mask of more than two dimensions"
+        if (
+            "attention_mask" in given
+            and not {"inputs", "input_ids", "inputs_embeds"} & given.keys()
+        ):
+            yield "an attention_mask without input_ids"
         if given.get("cache_implementation") == "paged":
             yield "cache_implementation='paged'"
         if given.get("synced_gpus"):
@@ -162,7 +167,7 @@ class Call:
         with each_line_once():
             if self._rows is None:
                 first = self._prepare_row(None, self._settings(1)[0])
-                self._rows = Rows.of(first.input_ids, None)
+                self._rows = Rows.of(first.input_ids[:1], None)
             self._each = self._settings(len(self._rows))
             # Requests of one length and the same settings share processors, as they do there.
             shared: dict[tuple[int, int], Prepared] = {}

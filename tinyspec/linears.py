@@ -12,13 +12,14 @@ nothing of which bucket is canonical.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import TypeGuard
+from typing import TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from tinyspec.packed import is_packed
+from tinyspec.unwrap import has_hooks
 
 LinearFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -30,7 +31,8 @@ class OneDnnLinear(nn.Module):
     def __init__(self, linear: nn.Linear):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.weight, linear.bias
+        self.weight = linear.weight
+        self.register_parameter("bias", linear.bias)
         self.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,6 +72,8 @@ class KernelLinear(nn.Module):
     ``nx`` and ``nf`` of a ``Conv1D``, whose weight lies as [in, out].
     """
 
+    bias: Tensor | None
+
     def __init__(self, module: nn.Linear | OneDnnLinear | Conv1D, linear: LinearFunction):
         super().__init__()
         self.transposed = isinstance(module, Conv1D)
@@ -77,7 +81,8 @@ class KernelLinear(nn.Module):
             self.nx, self.nf = module.nx, module.nf
         else:
             self.in_features, self.out_features = module.in_features, module.out_features
-        self.weight, self.bias = module.weight, module.bias
+        self.weight = module.weight
+        self.register_parameter("bias", cast("nn.Parameter | None", module.bias))
         self._linear = linear
         self.train(module.training)
 
@@ -118,5 +123,5 @@ def is_plain(module: nn.Module) -> TypeGuard[nn.Linear | OneDnnLinear | Conv1D]:
     # A packed weight is no matrix, whatever dtype it claims.
     packed = is_packed(module.weight)
     # Hooks and a forward of its own (accelerate's) would be lost with the module.
-    hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    hooked = has_hooks(module) or "forward" in vars(module)
     return not packed and not hooked

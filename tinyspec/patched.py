@@ -12,8 +12,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tinyspec.attention import IMPLEMENTATION, AttentionContext
+from tinyspec.fingerprint import trace
 from tinyspec.kv_cache import LayerShape
-from tinyspec.unwrap import CompiledCalls
+from tinyspec.unwrap import CompiledCalls, hooks_of
 
 
 @dataclass
@@ -58,13 +59,13 @@ class Patched:
     def suspend(self) -> None:
         """``take_out``, until ``resume``."""
         self.take_out()
-        self.left = _outline(self.model)
+        self.left = self._outline()
 
     def resume(self) -> bool:
         """Put the stand-ins in again; False, and nothing done, where they no longer fit: modules,
         hooks, dtype or device are not what they were."""
         if self.left is not None:
-            if _outline(self.model) != self.left:
+            if self._outline() != self.left:
                 return False
             for parent, name, before, module in self.swapped:
                 _hand_over(parent, name, before, module)
@@ -73,6 +74,21 @@ class Patched:
             self.model.config._attn_implementation = IMPLEMENTATION
             self.left = None
         return True
+
+    def _outline(self) -> list[object]:
+        """What stand-ins count on: every module as it is there, its hooks, a forward of its own and
+        what kind of weights it has; of modules that have stand-ins, their settings and buffers."""
+        model = self.model
+        outline: list[object] = [model.dtype, model.device, model.config._attn_implementation]
+        for module in model.modules():
+            kinds = [type(parameter) for parameter in module._parameters.values()]
+            outline += [module, type(module), hooks_of(module), kinds, "forward" in vars(module)]
+        for _, _, before, _ in self.swapped:
+            settings = {k: v for k, v in vars(before).items() if isinstance(v, (int, float))}
+            settings.pop("training", None)
+            buffers = [trace(buffer) for buffer in before.buffers(recurse=False)]
+            outline += [settings, buffers]
+        return outline
 
     def bind(self) -> None:
         """Tell the attention modules that call the attention interface where the pages are."""
@@ -90,12 +106,3 @@ def _hand_over(parent: nn.Module, name: str, before: nn.Module, after: nn.Module
         after._parameters[own] = before._parameters[own]
     after.training = before.training
     parent._modules[name] = after
-
-
-def _outline(model: PreTrainedModel) -> list[object]:
-    """What stand-ins count on: every module, its hooks, a forward of its own, dtype and device."""
-    outline: list[object] = [model.dtype, model.device, model.config._attn_implementation]
-    for module in model.modules():
-        hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
-        outline += [module, hooks, "forward" in vars(module)]
-    return outline

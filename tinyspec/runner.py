@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import get_ident
 
 import torch
 from torch import Tensor
@@ -109,6 +110,7 @@ class Runner:
         self.tiles.on = canonical
         context = self._context
         context.segments, context.slot_mapping = batch.segments, batch.slot_mapping
+        context.thread = get_ident()
         try:
             logits = self.model(
                 **self._entering(batch),

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from tinyspec.errors import UnsupportedModelError
 
+CAPTURING = "transformers.utils.output_capturing"
 # PEFT's methods that do part of their work in the wrapper, which passes do not go through.
 IN_THE_WRAPPER = ("ADAPTION_PROMPT", "POLY", "SHADOW", "XLORA")
 
@@ -62,9 +63,16 @@ def own_forward(module: nn.Module, attribute: str = "forward") -> Any:
     return None if getattr(forward, "__func__", None) is type(module).forward else forward
 
 
+def hooks_of(module: nn.Module) -> list[Any]:
+    """Forward and forward-pre hooks of a module, but for those that transformers leaves everywhere
+    once hidden states were asked for: they do nothing unless these are."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return [hook for hook in hooks if getattr(hook, "__module__", None) != CAPTURING]
+
+
 def has_hooks(module: nn.Module) -> bool:
-    """Whether forward or forward-pre hooks are registered on a module."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    """Whether a module has ``hooks_of`` its own."""
+    return bool(hooks_of(module))
 
 
 def _inside(model: Any) -> Any:
