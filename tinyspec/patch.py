@@ -21,7 +21,7 @@ from tinyspec.attention import (
 )
 from tinyspec.errors import UnsupportedModelError
 from tinyspec.kv_cache import LayerShape
-from tinyspec.linears import LinearFunction, by_kernel, by_onednn
+from tinyspec.linears import Haste, LinearFunction, by_kernel, by_onednn
 
 # Attention classes that PagedAttention stands in for, and model types served by the interface.
 FUSED = (
@@ -56,6 +56,7 @@ class Patched:
     implementation: str
     swapped: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list)
     bound: list[nn.Module] = field(default_factory=list)
+    haste: Haste = field(default_factory=Haste)
 
     def swap(self, parent: nn.Module, name: str, module: nn.Module) -> None:
         """Put ``module`` in the place of ``parent``'s child ``name``."""
@@ -190,7 +191,7 @@ def _install(
     if linear is not None:
         for parent, name, served in by_kernel(model, linear):
             patched.swap(parent, name, served)
-    for parent, name, quicker in by_onednn(model):
+    for parent, name, quicker in by_onednn(model, patched.haste):
         patched.swap(parent, name, quicker)
     model.set_attn_implementation(IMPLEMENTATION)
     if model.config._attn_implementation != IMPLEMENTATION:

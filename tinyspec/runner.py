@@ -17,6 +17,7 @@ from tinyspec.config import EngineConfig
 from tinyspec.invariance import PositionProbe
 from tinyspec.kernels import Kernels
 from tinyspec.kv_cache import KVCache
+from tinyspec.linears import QUICK_ROWS
 from tinyspec.passes import Pass
 from tinyspec.patch import Patched, vocab_size
 from tinyspec.row_tiles import RowTiles
@@ -45,6 +46,9 @@ class Runner:
         self._context.kernels = kernels
         self._cache: KVCache | None = None
         self.tiles = RowTiles()
+        self._haste = patched.haste
+        # The reference bucket has one way alone.
+        self.quick_rows = min(QUICK_ROWS, buckets.reference - 1)
 
     @property
     def cache(self) -> KVCache:
@@ -95,9 +99,11 @@ class Runner:
     def forward(self, batch: Batch, keep: Tensor, canonical: bool) -> Tensor:
         """One forward of the patched model over packed rows; fp32 logits of the rows ``keep``.
 
-        canonical: linears run in tiles where without them the pass would not be canonical.
+        canonical: linears run in tiles where without them the pass would not be canonical, and
+        otherwise by whatever is quickest.
         """
         self.tiles.on = canonical
+        self._haste.rows = 0 if canonical else self.quick_rows
         context = self._context
         context.segments, context.slot_mapping = batch.segments, batch.slot_mapping
         try:
@@ -111,6 +117,7 @@ class Runner:
         finally:
             context.segments = context.slot_mapping = None
             self.tiles.on = False
+            self._haste.rows = 0
         return logits[0].float()
 
     def probe_attention(self) -> list[PositionProbe]:

@@ -232,7 +232,8 @@ def _merge(out: Tensor, lse: Tensor, counts: list[int], sinks: Tensor | None) ->
     for start, count in zip(starts, counts, strict=True):
         weight = (lse[start : start + count] - highest[:count]).exp_()
         total[:count] += weight
-        merged[:count] += out[start : start + count] * weight[..., None]
+        # Products of mixed dtypes take several times as long as a copy.
+        merged[:count] += out[start : start + count].float() * weight[..., None]
     return merged.div_(total[..., None])
 
 
