@@ -32,6 +32,10 @@ BLOCK = 256
 Generate = Callable[[Workload], list[list[int]]]
 
 
+def nothing() -> None:
+    """Nothing to do between two rounds."""
+
+
 def workload(name: str, vocab: int, smoke: bool) -> Workload:
     """``equal-B``: B prompts of 64 tokens, 40 out; ``long``: 32 of 512, 32 out; ``ragged``: 64 of
     8 to 512, 8 to 256 out."""
@@ -77,12 +81,13 @@ def by_generate(model: Any, work: Workload) -> list[list[int]]:
 
 
 @contextmanager
-def by_manager(model: Any, work: Workload) -> Iterator[Generate]:
-    """What ``generate_batch`` wraps, kept over the rounds, with every request's own length.
+def by_manager(model: Any, work: Workload) -> Iterator[tuple[Generate, Callable[[], None]]]:
+    """What ``generate_batch`` wraps, with every request's own length, and how to stop its thread.
 
-    ``generate_batch`` itself has one length for all and takes memory and a thread anew each time.
-    The cache holds all requests at once and a pass as many tokens as tinyspec's: left to its
-    defaults it takes gigabytes on a CPU.
+    ``generate_batch`` itself has one length for all and takes its memory anew in every call; here
+    manager and cache stay, and the thread ends between rounds, untimed: beside it the other side's
+    threads would not spin. The cache holds all requests at once and a pass as many tokens as
+    tinyspec's; with its defaults it takes gigabytes on a CPU.
     """
     sizes = [len(p) + n for p, n in zip(work.prompts, work.lengths, strict=True)]
     config = ContinuousBatchingConfig(
@@ -93,34 +98,45 @@ def by_manager(model: Any, work: Workload) -> Iterator[Generate]:
         allow_block_sharing=False,
     )
     greedy = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=max(work.lengths))
-    with model.continuous_batching_context_manager(
-        generation_config=greedy, continuous_batching_config=config, warmup=False
-    ) as manager:
+    manager = model.init_continuous_batching(
+        generation_config=greedy, continuous_batching_config=config
+    )
 
-        def run(work: Workload) -> list[list[int]]:
-            asked = zip(work.prompts, work.lengths, strict=True)
-            names = [manager.add_request(list(p), max_new_tokens=length) for p, length in asked]
-            found: dict[str, list[int]] = {}
-            while len(found) < len(names):
-                output = manager.get_result(timeout=1)
-                assert output is not None or manager.is_running()
-                if output is not None and output.is_finished():
-                    assert output.error is None, output.error
-                    found[output.request_id] = output.generated_tokens
-            return [found[name] for name in names]
+    def run(work: Workload) -> list[list[int]]:
+        manager.start()
+        asked = zip(work.prompts, work.lengths, strict=True)
+        names = [manager.add_request(list(p), max_new_tokens=length) for p, length in asked]
+        found: dict[str, list[int]] = {}
+        while len(found) < len(names):
+            output = manager.get_result(timeout=1)
+            assert output is not None or manager.is_running()
+            if output is not None and output.is_finished():
+                assert output.error is None, output.error
+                found[output.request_id] = output.generated_tokens
+        return [found[name] for name in names]
 
-        yield run
+    def rest() -> None:
+        if manager.is_running():
+            manager.stop(block=True, keep_for_next_session=True)
+
+    try:
+        yield run, rest
+    finally:
+        rest()
+        model.destroy_cached_continuous_batching_manager()
 
 
 @contextmanager
-def by_transformers(side: str, dtype: str, smoke: bool, work: Workload) -> Iterator[Generate]:
-    """One of transformers' two ways to serve ``work``."""
+def by_transformers(
+    side: str, dtype: str, smoke: bool, work: Workload
+) -> Iterator[tuple[Generate, Callable[[], None]]]:
+    """One of transformers' two ways to serve ``work``, and what to do between rounds."""
     model = model_for(dtype, smoke, side)
-    if side.startswith("generate_batch"):
-        with by_manager(model, work) as run:
-            yield run
+    if side == "generate_batch":
+        with by_manager(model, work) as found:
+            yield found
     else:
-        yield lambda work: by_generate(model, work)
+        yield lambda work: by_generate(model, work), nothing
 
 
 def by_tinyspec(engine: Engine, work: Workload) -> list[list[int]]:
@@ -156,14 +172,18 @@ def bench_plain(
     config = EngineConfig(prefix_cache=False)
     with (
         Engine(model_for(dtype, smoke, "tinyspec"), config=config) as engine,
-        by_transformers(theirs, dtype, smoke, work) as transformers,
+        by_transformers(theirs, dtype, smoke, work) as (transformers, rest),
     ):
         ours = by_tinyspec(engine, work)
         if dtype == "float32":
             assert ours == transformers(work)
         assert list(map(len, ours)) == list(work.lengths)
         ratio = in_turns(
-            benchmark, lambda: by_tinyspec(engine, work), lambda: transformers(work), rounds
+            benchmark,
+            lambda: by_tinyspec(engine, work),
+            lambda: transformers(work),
+            rounds,
+            prepare=rest,
         )
     benchmark.extra_info["ratio"] = round(ratio, 3)
     if benchmark.stats is not None:
