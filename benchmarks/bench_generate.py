@@ -1,9 +1,9 @@
-"""Plain requests against transformers' ``generate``.
+"""Plain requests against transformers' ``generate`` and its continuous batching.
 
 Both sides of a ratio run in turns in one process, and the ratio is that of their medians. Before
 anything is timed in fp32, both must give the same tokens. Everything is included on both sides:
-prompts, planning, sampling, lists in and lists out. What ``deterministic=True`` costs is measured
-by ``bench_share.py``. Run with
+prompts, planning, sampling, lists in and lists out; neither keeps a prompt for the next round. What
+``deterministic=True`` costs is measured by ``bench_share.py``. Run with
 
     pytest benchmarks/bench_generate.py --benchmark-enable --benchmark-json=FILE
     python benchmarks/render.py FILE
@@ -12,25 +12,39 @@ by ``bench_share.py``. Run with
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from benchmarks.presets import build
 from benchmarks.workloads import DEVICE, Workload, in_turns, of_shapes
 from tinyspec import Engine, EngineConfig, SamplingParams
-from tinyspec.linears import by_onednn
+from tinyspec.linears import QUICK_ROWS, Haste, by_onednn
+
+SAME_LINEARS = ", same linears"
+BLOCK = 256
+Generate = Callable[[Workload], list[list[int]]]
+
+
+def nothing() -> None:
+    """Nothing to do between two rounds."""
 
 
 def workload(name: str, vocab: int, smoke: bool) -> Workload:
-    """``equal-B``: B prompts of 64 tokens, 40 out; ``ragged``: 32 of 8 to 256, 8 to 128 out."""
+    """``equal-B``: B prompts of 64 tokens, 40 out; ``long``: 32 of 512, 32 out; ``ragged``: 64 of
+    8 to 512, 8 to 256 out."""
     rng = random.Random(1)
     if name == "ragged":
-        count, long, out = (4, 24, 8) if smoke else (32, 256, 128)
+        count, long, out = (4, 24, 8) if smoke else (64, 512, 256)
         shapes = [(rng.randint(8, long), rng.randint(min(8, out), out)) for _ in range(count)]
+    elif name == "long":
+        shapes = [(24, 4)] * 4 if smoke else [(512, 32)] * 32
     else:
         batch = int(name.split("-")[1])
         shapes = [(8, 4)] * min(batch, 4) if smoke else [(64, 40)] * batch
@@ -39,16 +53,16 @@ def workload(name: str, vocab: int, smoke: bool) -> Workload:
 
 @cache
 def model_for(dtype: str, smoke: bool, side: str) -> Any:
-    """The same weights for both sides; two models, as an engine patches its own."""
+    """The same weights for all sides; a model each, as engine and manager change theirs."""
     model = build("tiny" if smoke else "small", getattr(torch, dtype), DEVICE).eval()
-    if side == "transformers, same linears":
-        for parent, name, linear in by_onednn(model):
+    if side.endswith(SAME_LINEARS):
+        for parent, name, linear in by_onednn(model, Haste(QUICK_ROWS)):
             setattr(parent, name, linear)
     model.generation_config.eos_token_id = None
     return model
 
 
-def transformers_generate(model: Any, work: Workload) -> list[list[int]]:
+def by_generate(model: Any, work: Workload) -> list[list[int]]:
     """Left-padded, the longest output for all: what a user of ``generate`` has to do."""
     longest = max(map(len, work.prompts))
     ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in work.prompts], device=DEVICE)
@@ -66,7 +80,66 @@ def transformers_generate(model: Any, work: Workload) -> list[list[int]]:
     return [row[:length] for row, length in zip(rows, work.lengths, strict=True)]
 
 
-def tinyspec_generate(engine: Engine, work: Workload) -> list[list[int]]:
+@contextmanager
+def by_manager(model: Any, work: Workload) -> Iterator[tuple[Generate, Callable[[], None]]]:
+    """What ``generate_batch`` wraps, with every request's own length, and how to stop its thread.
+
+    ``generate_batch`` itself has one length for all and takes its memory anew in every call; here
+    manager and cache stay, and the thread ends between rounds, untimed: beside it the other side's
+    threads would not spin. The cache holds all requests at once and a pass as many tokens as
+    tinyspec's; with its defaults it takes gigabytes on a CPU.
+    """
+    sizes = [len(p) + n for p, n in zip(work.prompts, work.lengths, strict=True)]
+    config = ContinuousBatchingConfig(
+        page_size=BLOCK,
+        num_blocks=sum(-(-size // BLOCK) for size in sizes) + 1,
+        max_batch_tokens=512,
+        max_requests_per_batch=len(sizes),
+        allow_block_sharing=False,
+    )
+    greedy = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=max(work.lengths))
+    manager = model.init_continuous_batching(
+        generation_config=greedy, continuous_batching_config=config
+    )
+
+    def run(work: Workload) -> list[list[int]]:
+        manager.start()
+        asked = zip(work.prompts, work.lengths, strict=True)
+        names = [manager.add_request(list(p), max_new_tokens=length) for p, length in asked]
+        found: dict[str, list[int]] = {}
+        while len(found) < len(names):
+            output = manager.get_result(timeout=1)
+            assert output is not None or manager.is_running()
+            if output is not None and output.is_finished():
+                assert output.error is None, output.error
+                found[output.request_id] = output.generated_tokens
+        return [found[name] for name in names]
+
+    def rest() -> None:
+        if manager.is_running():
+            manager.stop(block=True, keep_for_next_session=True)
+
+    try:
+        yield run, rest
+    finally:
+        rest()
+        model.destroy_cached_continuous_batching_manager()
+
+
+@contextmanager
+def by_transformers(
+    side: str, dtype: str, smoke: bool, work: Workload
+) -> Iterator[tuple[Generate, Callable[[], None]]]:
+    """One of transformers' two ways to serve ``work``, and what to do between rounds."""
+    model = model_for(dtype, smoke, side)
+    if side == "generate_batch":
+        with by_manager(model, work) as found:
+            yield found
+    else:
+        yield lambda work: by_generate(model, work), nothing
+
+
+def by_tinyspec(engine: Engine, work: Workload) -> list[list[int]]:
     base = SamplingParams(ignore_eos=True)
     params = [replace(base, max_new_tokens=length) for length in work.lengths]
     outputs = engine.generate([list(p) for p in work.prompts], params)
@@ -76,13 +149,15 @@ def tinyspec_generate(engine: Engine, work: Workload) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("dtype", "theirs"),
     [
-        ("float32", "transformers"),
-        ("float32", "transformers, same linears"),
-        ("bfloat16", "transformers"),
+        ("float32", "generate"),
+        ("float32", "generate" + SAME_LINEARS),
+        ("float32", "generate_batch"),
+        ("bfloat16", "generate"),
+        ("bfloat16", "generate_batch"),
     ],
 )
-@pytest.mark.parametrize("name", ["equal-1", "equal-4", "equal-16", "equal-64", "ragged"])
-@pytest.mark.benchmark(group="plain requests against transformers generate()")
+@pytest.mark.parametrize("name", ["equal-1", "equal-4", "equal-16", "equal-64", "ragged", "long"])
+@pytest.mark.benchmark(group="plain requests against transformers")
 def bench_plain(
     benchmark: Any, name: str, dtype: str, theirs: str, smoke: bool, rounds: int
 ) -> None:
@@ -90,20 +165,25 @@ def bench_plain(
 
     In fp32 on a CPU tinyspec runs linears by oneDNN; "same linears" gives them to both sides.
     """
-    model = model_for(dtype, smoke, theirs)
-    work = workload(name, model.config.vocab_size, smoke)
+    if name in ("ragged", "long") and theirs == "generate_batch":
+        rounds = min(rounds, 1)  # up to minutes a round, and far from 1
+    work = workload(name, model_for(dtype, smoke, theirs).config.vocab_size, smoke)
     # Every round has the same prompts, and transformers computes them anew.
     config = EngineConfig(prefix_cache=False)
-    with Engine(model_for(dtype, smoke, "tinyspec"), config=config) as engine:
-        ours = tinyspec_generate(engine, work)
+    with (
+        Engine(model_for(dtype, smoke, "tinyspec"), config=config) as engine,
+        by_transformers(theirs, dtype, smoke, work) as (transformers, rest),
+    ):
+        ours = by_tinyspec(engine, work)
         if dtype == "float32":
-            assert ours == transformers_generate(model, work)
+            assert ours == transformers(work)
         assert list(map(len, ours)) == list(work.lengths)
         ratio = in_turns(
             benchmark,
-            lambda: tinyspec_generate(engine, work),
-            lambda: transformers_generate(model, work),
+            lambda: by_tinyspec(engine, work),
+            lambda: transformers(work),
             rounds,
+            prepare=rest,
         )
     benchmark.extra_info["ratio"] = round(ratio, 3)
     if benchmark.stats is not None:

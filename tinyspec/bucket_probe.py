@@ -122,8 +122,15 @@ def probe_buckets(runner: Runner, linears: list[BucketClasses], config: EngineCo
             rows: [c.name for c in classes if not c.canonical(rows)] for rows in buckets.sizes
         }
         broken = {rows: _without_tiles(rows, others[rows], tiles) for rows in buckets.sizes}
-        tiled = {rows: () if broken[rows] else tuple(others[rows]) for rows in buckets.sizes}
-        runs = [_Run(rows, not broken[rows], buckets.reference) for rows in buckets.sizes]
+        quick = _quick(runner, linears)
+        tiled = {
+            rows: () if broken[rows] else (*others[rows], *quick.get(rows, ()))
+            for rows in buckets.sizes
+        }
+        runs = [
+            _Run(rows, not broken[rows], buckets.reference, bool(broken[rows] and quick.get(rows)))
+            for rows in buckets.sizes
+        ]
         # What passes cost without tiles: of every second such bucket, and of the last.
         rare = [rows for rows in buckets.sizes if tiled[rows]]
         plain = [_Run(n, False, buckets.reference, fast=True) for n in {*rare[::2], *rare[-1:]}]
@@ -154,6 +161,18 @@ def _tiles(runner: Runner, linears: list[BucketClasses]) -> dict[str, tuple[int,
         counts = tuple(rows for rows in runner.buckets.sizes if c.canonical(rows))
         if counts and len(counts) < len(c.labels) and is_plain(runner.model.get_submodule(c.name)):
             found[c.name] = counts
+    return found
+
+
+def _quick(runner: Runner, linears: list[BucketClasses]) -> dict[int, list[str]]:
+    """By bucket: the linears that run another way in a pass that need not be canonical."""
+    found: dict[int, list[str]] = {}
+    for c in linears:
+        module = runner.model.get_submodule(c.name)
+        most = min(getattr(module, "quick_rows", 0), runner.quick_rows)
+        for rows in runner.buckets.sizes:
+            if rows <= most:
+                found.setdefault(rows, []).append(c.name)
     return found
 
 
@@ -199,7 +218,7 @@ class _Run:
     def turns(self) -> int:
         if self.compare and self.rows == self.reference:
             return REFERENCE_TURNS
-        few = LARGE_TURNS if self.fast or self.rows > LARGE * self.reference else TURNS
+        few = LARGE_TURNS if self.rows > LARGE * self.reference else TURNS
         return max(few, LEAST_ROWS // self.rows) if self.compare else few
 
     @property

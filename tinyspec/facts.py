@@ -14,8 +14,8 @@ class BucketFact:
     """One bucket: whether its rows are the reference bucket's, and seconds of a pass.
 
     broken_by: the modules (one for all of their kind) whose rows differ there; "model" where only
-    the model end to end does. tiled: linears that would, if they did not run in tiles of rows in
-    a canonical pass. canonical_seconds: of such a pass.
+    the model end to end does. tiled: linears that would, if they did not run another way in a
+    canonical pass: in tiles of rows, or not by what is quickest. canonical_seconds: of such a pass.
     """
 
     rows: int

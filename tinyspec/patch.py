@@ -193,7 +193,7 @@ def _install(
     if linear is not None:
         for parent, name, served in by_kernel(model, linear):
             patched.swap(parent, name, served)
-    for parent, name, quicker in by_onednn(model):
+    for parent, name, quicker in by_onednn(model, patched.haste):
         patched.swap(parent, name, quicker)
     model.set_attn_implementation(IMPLEMENTATION)
     if model.config._attn_implementation != IMPLEMENTATION:

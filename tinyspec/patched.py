@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from tinyspec.attention import IMPLEMENTATION, AttentionContext
 from tinyspec.fingerprint import trace
 from tinyspec.kv_cache import LayerShape
+from tinyspec.linears import Haste
 from tinyspec.unwrap import CompiledCalls, hooks_of
 
 
@@ -31,6 +32,7 @@ class Patched:
     compiled: CompiledCalls
     swapped: list[tuple[nn.Module, str, nn.Module, nn.Module]] = field(default_factory=list)
     bound: list[nn.Module] = field(default_factory=list)
+    haste: Haste = field(default_factory=Haste)
     # The model as it was left by ``suspend``; None while the stand-ins are in.
     left: list[object] | None = None
 

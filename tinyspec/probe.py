@@ -76,7 +76,9 @@ class DoctorReport:
         canonical, total = len(facts.canonical), len(facts.buckets)
         notes = [f"* reference bucket; {canonical} of {total} buckets are canonical"]
         if facts.tiled:
-            notes.append("in tiles: these linears run in tiles of rows there, so that it is")
+            notes.append(
+                "in tiles: a canonical pass runs these linears in tiles of rows or its own way"
+            )
         names = dict.fromkeys(n for fact in facts.buckets for n in (*fact.broken_by, *fact.tiled))
         long = [name for name in names if _short(name) != name]
         if long:

@@ -217,7 +217,8 @@ def _partials(
 def _merge(out: Tensor, lse: Tensor, counts: list[int], sinks: Tensor | None) -> Tensor:
     """Weigh the partials of each block by their log-sum-exp, one after the other.
 
-    out [T, Hkv, rows, D], lse [T, Hkv, rows], ordered by depth; sinks [Hkv, rows] -> [B, ...].
+    out [T, Hkv, rows, D], which is overwritten, lse [T, Hkv, rows], ordered by depth;
+    sinks [Hkv, rows] -> [B, ...].
     """
     if len(counts) == 1 and sinks is None:
         return out
@@ -232,7 +233,7 @@ def _merge(out: Tensor, lse: Tensor, counts: list[int], sinks: Tensor | None) ->
     for start, count in zip(starts, counts, strict=True):
         weight = (lse[start : start + count] - highest[:count]).exp_()
         total[:count] += weight
-        merged[:count] += out[start : start + count] * weight[..., None]
+        merged[:count] += out[start : start + count].float().mul_(weight[..., None])
     return merged.div_(total[..., None])
 
 
