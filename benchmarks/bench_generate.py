@@ -1,4 +1,4 @@
-"""Plain requests against transformers' ``generate`` and its continuous batching.
+"""Plain requests of a patched model against transformers' ``generate`` and continuous batching.
 
 Both sides of a ratio run in turns in one process, and the ratio is that of their medians. Before
 anything is timed in fp32, both must give the same tokens. Everything is included on both sides:
@@ -14,7 +14,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -24,7 +23,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from benchmarks.presets import build
 from benchmarks.workloads import DEVICE, Workload, in_turns, of_shapes
-from tinyspec import Engine, EngineConfig, SamplingParams
+from tinyspec import EngineConfig, patch, unpatch
 from tinyspec.linears import QUICK_ROWS, Haste, by_onednn
 
 SAME_LINEARS = ", same linears"
@@ -139,11 +138,24 @@ def by_transformers(
         yield lambda work: by_generate(model, work), nothing
 
 
-def by_tinyspec(engine: Engine, work: Workload) -> list[list[int]]:
-    base = SamplingParams(ignore_eos=True)
-    params = [replace(base, max_new_tokens=length) for length in work.lengths]
-    outputs = engine.generate([list(p) for p in work.prompts], params)
-    return [output.completions[0].token_ids for output in outputs]
+def by_tinyspec(model: Any, work: Workload) -> list[list[int]]:
+    """``generate`` of a patched model: prompts as they are, every one with its own length."""
+    prompts = [list(prompt) for prompt in work.prompts]
+    out = model.generate(
+        prompts, max_new_tokens=list(work.lengths), do_sample=False, pad_token_id=0
+    )
+    rows = out[:, max(map(len, prompts)) :].tolist()
+    return [row[:length] for row, length in zip(rows, work.lengths, strict=True)]
+
+
+@contextmanager
+def patched(model: Any, config: EngineConfig) -> Iterator[Any]:
+    """The model with tinyspec behind its ``generate``."""
+    patch(model, config)
+    try:
+        yield model
+    finally:
+        unpatch(model)
 
 
 @pytest.mark.parametrize(
@@ -171,16 +183,16 @@ def bench_plain(
     # Every round has the same prompts, and transformers computes them anew.
     config = EngineConfig(prefix_cache=False)
     with (
-        Engine(model_for(dtype, smoke, "tinyspec"), config=config) as engine,
+        patched(model_for(dtype, smoke, "tinyspec"), config) as model,
         by_transformers(theirs, dtype, smoke, work) as (transformers, rest),
     ):
-        ours = by_tinyspec(engine, work)
+        ours = by_tinyspec(model, work)
         if dtype == "float32":
             assert ours == transformers(work)
         assert list(map(len, ours)) == list(work.lengths)
         ratio = in_turns(
             benchmark,
-            lambda: by_tinyspec(engine, work),
+            lambda: by_tinyspec(model, work),
             lambda: transformers(work),
             rounds,
             prepare=rest,

@@ -170,7 +170,7 @@ class Call:
                 self._rows = Rows.of(first.input_ids[:1], None)
             self._each = self._settings(len(self._rows))
             # Requests of one length and the same settings share processors, as they do there.
-            shared: dict[tuple[int, int], Prepared] = {}
+            shared: dict[tuple[object, ...], Prepared] = {}
             for number, settings in enumerate(self._each):
                 known = None if self._alone(settings) else shared
                 self._prepared.append(self._prepare_number(number, settings, known))
@@ -184,18 +184,26 @@ class Call:
         config = self._prepared[0].config if self._prepared else None
         penalty = getattr(config, "encoder_repetition_penalty", None) not in (None, 1.0)
         ngrams = getattr(config, "encoder_no_repeat_ngram_size", None)
-        return bool(self._listed or penalty or ngrams or settings.get("prefix_allowed_tokens_fn"))
+        return bool(penalty or ngrams or settings.get("prefix_allowed_tokens_fn"))
 
     def _prepare_number(
-        self, number: int, settings: dict[str, Any], shared: dict[tuple[int, int], Prepared] | None
+        self,
+        number: int,
+        settings: dict[str, Any],
+        shared: dict[tuple[object, ...], Prepared] | None,
     ) -> Prepared:
         assert self._rows is not None
+
+        # What is one object in two requests is the same setting; numbers are by value.
+        plain = (bool, int, float, str)
+        asked = [(k, v) for k, v in settings.items() if k not in OURS]
+        same = [(k, v if isinstance(v, plain) else id(v)) for k, v in asked]
 
         def by_length() -> Prepared:
             row = self.rows[number]
             if len(row) == 0:
                 raise refuse("input_ids", f"no token in row {number}", "at least one per prompt")
-            key = len(row), len(row.ids)
+            key = len(row), len(row.ids), *same
             found = shared.get(key) if shared is not None else None
             if found is None:
                 found = self._prepare_row(row, settings)
@@ -208,7 +216,6 @@ class Call:
         self._rows.strip(number, prepared.config.pad_token_id, prepared.eos)
         if len(self.rows[number]) < before:
             prepared = by_length()
-        self.unserved += prepared.unserved(self._given.get("assistant_model"))
         if settings.get("prefix_allowed_tokens_fn") and prepared.config.num_return_sequences > 1:
             self.unserved.append("prefix_allowed_tokens_fn with num_return_sequences above 1")
         return prepared
@@ -216,7 +223,9 @@ class Call:
     def _prepare_row(self, row: Row | None, settings: dict[str, Any]) -> Prepared:
         plain = {name: value for name, value in settings.items() if name not in OURS}
         with quiet() if self._prepared else nullcontext():
-            return prepare(self._original, row, self._model.device, plain)
+            prepared = prepare(self._original, row, self._model.device, plain)
+        self.unserved += prepared.unserved(self._given.get("assistant_model"))
+        return prepared
 
     def _parameters(self) -> None:
         """SamplingParams of every request; seeds from torch's generator where none are given."""
