@@ -80,7 +80,8 @@ class Committer:
         sequence.drop_drafts()
         sequence.undrafted = True
         sequence.computed = len(sequence.tokens) - 1
-        sequence.canonical = sequence.computed
+        canonical = sequence.computed if sequence.deterministic else sequence.canonical
+        sequence.canonical = min(canonical, sequence.computed)
         kept = max(sequence.computed, sequence.frozen)
         self._scheduler.pool.truncate(sequence.pages, kept)
         cache.zero_tail(sequence.pages, kept)

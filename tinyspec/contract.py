@@ -25,6 +25,7 @@ from tinyspec.fingerprint import (
     adapter_state,
     digest_weights,
     fingerprint,
+    function_settings,
     settings,
     structure,
     trace,
@@ -129,7 +130,7 @@ class Contract:
         self._traces = [(p, trace(p)) for p in self._model.parameters()]
         adapters = adapter_state(self._model)
         self._structure = structure(self._model), adapters, torch.get_num_threads()
-        self._seen = weight_state(self._model), self._structure
+        self._seen = weight_state(self._model), function_settings(self._model), self._structure
 
     def prove(self) -> None:
         """Raise DeterminismError, naming what is in the way, unless the contract can be kept.

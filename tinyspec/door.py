@@ -106,7 +106,10 @@ class Door:
             try:
                 yield self._engine
             finally:
-                self._engine.suspend()
+                if self._engine.has_unfinished():  # left over by an interrupt at a bad moment
+                    self._drop()
+                else:
+                    self._engine.suspend()
 
     @contextmanager
     def _by_itself(self, engine: bool = True) -> Iterator[None]:
@@ -201,7 +204,8 @@ class Door:
         sequences = [sequence for request in requests for sequence in request.sequences]
         places = {(s.request.request_id, s.index): n for n, s in enumerate(sequences)}
         streamers = call.streamers()
-        with engine.follow(requests, call.drafter() or self._drafter) as events:
+        drafter = call.drafter()
+        with engine.follow(requests, drafter or self._drafter) as events:
             for event in events:
                 place = places[event.request_id, event.index]
                 if event.finish_reason == "abort":

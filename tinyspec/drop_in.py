@@ -7,6 +7,7 @@ import copy
 import logging
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import (
@@ -18,7 +19,7 @@ from transformers.generation import (
 from tinyspec.config import EngineConfig
 from tinyspec.door import Door, own_generate
 from tinyspec.hf_call import INPUTS
-from tinyspec.hf_prepare import prepare
+from tinyspec.hf_prepare import own_processors, prepare
 from tinyspec.hf_rows import Row
 from tinyspec.unwrap import unwrap
 
@@ -89,18 +90,21 @@ def generate(
     config.max_length = config.min_length = config.stop_strings = config.max_time = None
     # What transformers will make of the config once more is left out here.
     made = prepare(own_generate(model), Row([0]), model.device, {"generation_config": config})
-    kinds = {type(processor) for processor in made.processors}
 
     def made_anew(criterion: Any) -> bool:
         if type(criterion) is MaxLengthCriteria:
             return criterion.max_length == generation_config.max_length
         return type(criterion) is EosTokenCriteria and criterion.eos_token_id.tolist() == made.eos
 
+    embeds = model_kwargs.get("inputs_embeds")
+    if model_kwargs.get("attention_mask") is None:  # all ones, which transformers leaves out
+        like = input_ids if embeds is None else embeds[..., 0]
+        model_kwargs["attention_mask"] = torch.ones_like(like, dtype=torch.long)
     given = {
-        "input_ids": input_ids,
+        "input_ids": None if embeds is not None and length == 0 else input_ids,
         **model_kwargs,
         "generation_config": config,
-        "logits_processor": [p for p in logits_processor if type(p) not in kinds],
+        "logits_processor": own_processors(logits_processor, made.processors),
         "stopping_criteria": [c for c in stopping_criteria if not made_anew(c)],
         "seed": seed,
         "deterministic": deterministic,

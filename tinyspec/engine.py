@@ -67,14 +67,12 @@ class Engine:
         self._patched = install(model, config.max_model_len, linear)
         try:
             self.config = config
-            self._build(drafter, 1 if grows and not config.num_pages else self._most_pages())
+            self._grows = grows and config.num_pages is None
+            most = 1 if self._grows else most_pages(config, self._patched.layers, self.model)
+            self._build(drafter, most)
         except BaseException:
             uninstall(model)
             raise
-
-    def _most_pages(self) -> int:
-        model = self.model
-        return most_pages(self.config, self._patched.layers, model.dtype, model.device)
 
     def _build(self, drafter: Drafter, num_pages: int) -> None:
         config = self.config
@@ -147,12 +145,15 @@ class Engine:
 
         Raises ValueError while requests are unfinished.
         """
-        more = num_pages - self._pool.num_pages
-        if more > 0 and self.config.num_pages is None:
+        there = self._pool.num_pages
+        if num_pages > there and self.config.num_pages is None:
             self._refuse_unfinished("reserve")
-            more = min(more, self._most_pages())
-            self._runner.extend(more)
-            self._pool.extend(more)
+            held = there if self._runner.holds_memory else 0
+            most = most_pages(self.config, self._patched.layers, self.model, held)
+            more = min(num_pages, most) - there
+            if more > 0:
+                self._runner.extend(there + more)
+                self._pool.extend(more)
 
     def release(self) -> None:
         """Give the page pool's memory back; the next request takes it again.
@@ -162,6 +163,8 @@ class Engine:
         self._refuse_unfinished("release")
         self._scheduler.forget_pages()
         self._runner.release()
+        if self._grows:
+            self._pool.shrink(1)
 
     def _refuse_unfinished(self, what: str) -> None:
         if unfinished := len(self._desk.requests):
@@ -259,10 +262,8 @@ class Engine:
         return self._ready().requests(prompts, params)
 
     def follow(self, requests: list[Request], drafter: Drafter | None = None) -> EventStream:
-        """Queue what ``prepare`` made; the committed tokens as they come.
-
-        drafter: in the place of the engine's, from now on.
-        """
+        """Queue what ``prepare`` made; the committed tokens as they come. ``drafter`` takes the
+        place of the engine's from now on."""
         if drafter is not None:
             self._loop.drafter = drafter
         self._desk.outbox.wait_for(self._desk.submit(requests), events=True)

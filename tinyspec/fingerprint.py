@@ -29,6 +29,8 @@ from tinyspec.unwrap import hooks_of
 _CHUNK = 1 << 18
 _MULTIPLIER = 0xD6E8FEB86659FD93
 _PLAIN = (bool, int, float, str)
+# Numbers on modules that no bit of a pass depends on.
+_IDLE = ("training", "gradient_checkpointing", "quick_rows")
 _ADAPTERS = ("active_adapters", "active_adapter", "disable_adapters", "merged_adapters")
 
 
@@ -72,8 +74,9 @@ def trace(parameter: Tensor) -> tuple[int, ...]:
 
 
 def weight_state(model: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
-    """Name and trace of every parameter: changes when a weight does."""
-    return [(name, trace(parameter)) for name, parameter in model.named_parameters()]
+    """Name and trace of every parameter and buffer: changes when a weight does."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return [(name, trace(tensor)) for name, tensor in tensors]
 
 
 def adapter_state(model: nn.Module) -> list[tuple[str, str, str]]:
@@ -116,6 +119,17 @@ def settings(model: nn.Module) -> list[tuple[str, str, object]]:
         for name, module in model.named_modules()
         for attribute, value in vars(module).items()
         if isinstance(value, _PLAIN) and attribute != "training"
+    ]
+
+
+def function_settings(model: nn.Module) -> list[tuple[str, str, object]]:
+    """Numbers among the ``settings`` that may enter what a module computes."""
+    return [
+        (name, attribute, value)
+        for name, attribute, value in settings(model)
+        if isinstance(value, (int, float))
+        and not attribute.startswith("_")
+        and attribute not in _IDLE
     ]
 
 
@@ -198,6 +212,7 @@ def fingerprint(
     """32 hexadecimal digits. ``weights`` is the digest of the model's weights."""
     parts = {
         "weights": weights,
+        "settings": function_settings(model),
         "model": type(model).__name__,
         "config": _config(model),
         "device": device_parts(device),

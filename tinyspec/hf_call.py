@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.generation import (
     GenerateDecoderOnlyOutput,
     PrefixConstrainedLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
 from tinyspec import hf_rows
@@ -105,7 +106,8 @@ class Call:
         """Arguments that only transformers' own ``generate`` can make something of."""
         given = self._given
         yield from (name for name in _UNSERVED if name in given)
-        if getattr(given.get("attention_mask"), "ndim", 2) > 2:
+        mask = given.get("attention_mask")
+        if getattr(mask, "ndim", 2) > 2 or isinstance(mask, dict):
             yield "an attention_mask of more than two dimensions"
         if (
             "attention_mask" in given
@@ -126,6 +128,8 @@ class Call:
         listed = processors if isinstance(processors, (list, tuple)) else ()
         if any(isinstance(p, PrefixConstrainedLogitsProcessor) for p in listed):
             yield "a PrefixConstrainedLogitsProcessor (prefix_allowed_tokens_fn is served)"
+        if any(isinstance(p, UnbatchedClassifierFreeGuidanceLogitsProcessor) for p in listed):
+            yield "an UnbatchedClassifierFreeGuidanceLogitsProcessor"
         if "assistant_tokenizer" in given:
             yield "assistant_tokenizer"
         assistant = given.get("assistant_model")
@@ -172,25 +176,17 @@ class Call:
             # Requests of one length and the same settings share processors, as they do there.
             shared: dict[tuple[object, ...], Prepared] = {}
             for number, settings in enumerate(self._each):
-                known = None if self._alone(settings) else shared
-                self._prepared.append(self._prepare_number(number, settings, known))
+                self._prepared.append(self._prepare_number(number, settings, shared))
         for name in SHARED:
             values = [getattr(one.config, name) for one in self._prepared]
             if any(value != values[0] for value in values):
                 raise refuse(name, values, "the same for all requests of a call")
 
-    def _alone(self, settings: dict[str, Any]) -> bool:
-        """Whether what transformers prepares may depend on more than a prompt's length."""
-        config = self._prepared[0].config if self._prepared else None
-        penalty = getattr(config, "encoder_repetition_penalty", None) not in (None, 1.0)
-        ngrams = getattr(config, "encoder_no_repeat_ngram_size", None)
-        return bool(penalty or ngrams or settings.get("prefix_allowed_tokens_fn"))
-
     def _prepare_number(
         self,
         number: int,
         settings: dict[str, Any],
-        shared: dict[tuple[object, ...], Prepared] | None,
+        shared: dict[tuple[object, ...], Prepared],
     ) -> Prepared:
         assert self._rows is not None
 
@@ -204,10 +200,10 @@ class Call:
             if len(row) == 0:
                 raise refuse("input_ids", f"no token in row {number}", "at least one per prompt")
             key = len(row), len(row.ids), *same
-            found = shared.get(key) if shared is not None else None
+            found = shared.get(key)
             if found is None:
                 found = self._prepare_row(row, settings)
-                if shared is not None:
+                if not found.knows_prompt:
                     shared[key] = found
             return found
 
@@ -229,22 +225,21 @@ class Call:
 
     def _parameters(self) -> None:
         """SamplingParams of every request; seeds from torch's generator where none are given."""
-        base = None
         positions = max_positions(self._model)
-        for number, (settings, one) in enumerate(zip(self._each, self._prepared, strict=True)):
-            seed = settings.get("seed")
-            if not one.config.do_sample:
-                seed = None
-            elif seed is None:
-                if base is None:
-                    base = int(torch.randint(2**62, (1,)))
-                seed = noise_key(base, number) & (2**63 - 1)
-            flag = settings.get("deterministic", False)
+        for row, settings, one in zip(self.rows, self._each, self._prepared, strict=True):
+            flag, seed = settings.get("deterministic", False), settings.get("seed")
             params = one.params(seed, flag, vocab_size(self._model))
-            total = len(self.rows[number]) + params.max_new_tokens
-            if total > positions:
-                self.unserved.append(f"a length of {total}, beyond the model's {positions},")
+            if len(row) + params.max_new_tokens > positions:
+                self.unserved.append(f"a length beyond the model's {positions} positions")
             self.params.append(params)
+        unsown = [p.temperature > 0 and p.seed is None for p in self.params]
+        if self.unserved or not any(unsown):
+            return
+        base = int(torch.randint(2**62, (1,)))
+        for number, params in enumerate(self.params):
+            if unsown[number]:
+                seed = noise_key(base, number) & (2**63 - 1)
+                self.params[number] = params.resolve(seed=seed)
 
     @property
     def keeps(self) -> tuple[bool, bool]:

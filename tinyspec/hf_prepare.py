@@ -139,6 +139,27 @@ def take_stop_strings(settings: dict[str, Any], own: GenerationConfig, tokenizer
     settings["stopping_criteria"] = criteria
 
 
+# What transformers' own processors take from the length of the prompts that they were made for.
+_LENGTHS = {"prompt_length_to_skip", "min_length", "begin_index", "regulation_start", "max_length"}
+
+
+def own_processors(given: list[Any], made: list[Any]) -> list[Any]:
+    """Of the processors ``given`` those of the user, where transformers makes ``made`` by itself.
+
+    Its warpers come last; of the others it makes none that the user brings.
+    """
+
+    def numbers(processor: Any) -> dict[str, Any]:
+        found = {k: v for k, v in vars(processor).items() if isinstance(v, (bool, int, float))}
+        return {k: v for k, v in found.items() if k not in _LENGTHS}
+
+    theirs: set[int] = set()
+    for one in made:
+        alike = [p for p in given if type(p) is type(one) and numbers(p) == numbers(one)]
+        theirs |= {id(p) for p in alike[-1:]}
+    return [p for p in given if id(p) not in theirs]
+
+
 def for_row(allowed: Callable[..., Any], number: int) -> Callable[[int, Tensor], Any]:
     """``prefix_allowed_tokens_fn`` of a row that is prepared alone: it knows its place."""
     return lambda _, ids: allowed(number, ids)

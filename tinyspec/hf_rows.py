@@ -78,7 +78,9 @@ class Rows:
             [i for i, real in zip(ids, keep, strict=True) if real]
             for ids, keep in zip(block.tolist(), mask.tolist(), strict=True)
         ]
-        return cls([Row(ids) for ids in lists], block, attention_mask is not None)
+        # Lists have no padding, whatever their lengths.
+        masked = attention_mask is not None or isinstance(input_ids, Sequence)
+        return cls([Row(ids) for ids in lists], block, masked)
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -69,6 +69,14 @@ _PENALTY = logits_process.RepetitionPenaltyLogitsProcessor
 _STATEFUL = (
     logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor,
     logits_process.PrefixConstrainedLogitsProcessor,
+    logits_process.SynthIDTextWatermarkLogitsProcessor,
+    logits_process.WatermarkLogitsProcessor,
+)
+# And these hold one request's prompt.
+_OF_PROMPT = (
+    logits_process.EncoderRepetitionPenaltyLogitsProcessor,
+    logits_process.EncoderNoRepeatNGramLogitsProcessor,
+    logits_process.PrefixConstrainedLogitsProcessor,
 )
 
 
@@ -107,6 +115,11 @@ class Prepared:
         return self.input_ids.shape[1]
 
     @property
+    def knows_prompt(self) -> bool:
+        """Whether a processor is for this prompt alone, however long others are."""
+        return any(isinstance(processor, _OF_PROMPT) for processor in self.processors)
+
+    @property
     def eos(self) -> list[int]:
         """Tokens that end it."""
         ids = [c.eos_token_id.tolist() for c in self.criteria if type(c) is EosTokenCriteria]
@@ -129,7 +142,7 @@ class Prepared:
         defaults = _defaults()
         skipped = SERVED | INERT | (set() if config.do_sample else WARPING)
         for name, value in config.to_dict().items():
-            if name.startswith("_") or name in skipped or value in (None, False):
+            if name.startswith("_") or name in skipped or value is None or value is False:
                 continue
             if name == "guidance_scale" and value == 1:
                 continue
@@ -137,10 +150,7 @@ class Prepared:
                 yield f"{name}={value!r}"
 
     def params(self, seed: int | None, deterministic: bool, vocab_size: int) -> SamplingParams:
-        """The same in SamplingParams. Raises ValueError naming field, value, and what is allowed.
-
-        seed: None for greedy ones.
-        """
+        """The same in SamplingParams. Raises ValueError as these do."""
         config = self.config
         most = min(c.max_length for c in self.criteria if type(c) is MaxLengthCriteria)
         if deterministic and any(type(c) is MaxTimeCriteria for c in self.criteria):
@@ -153,7 +163,6 @@ class Prepared:
                 "top_k": None if top_k is None else int(top_k),
                 "top_p": None if top_p is None or top_p >= 1 else float(top_p),
                 "min_p": None if config.min_p is None else float(config.min_p),
-                "seed": seed,
             }
         penalty, processors = self._kept()
         new = max(math.ceil(most - self.length), 1)
@@ -162,6 +171,7 @@ class Prepared:
             max_new_tokens=new,
             min_new_tokens=min(max(least, 0), new),
             repetition_penalty=min(float(penalty), _HOTTEST),
+            seed=seed,
             deterministic=deterministic,
             num_return_sequences=max(int(config.num_return_sequences), 1),
             eos_token_id=[token for token in self.eos if 0 <= token < vocab_size],

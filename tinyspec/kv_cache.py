@@ -42,16 +42,18 @@ class KVCache:
         # The first page is also read by probes, which own none.
         self.zero([0])
 
-    def extend(self, more: int, kept: list[int]) -> None:
-        """Add ``more`` pages to every pool; of those that there are, ``kept`` keep their values.
+    def extend(self, num_pages: int, kept: list[int]) -> None:
+        """Let every pool have ``num_pages``; of those that there are, ``kept`` keep their values.
 
-        One pool after the other, so that no more than one is there twice.
+        One pool after the other, so that no more than one is there twice. Where memory runs out on
+        the way, the next call goes on with the rest.
         """
         for pools in (self.k, self.v):
             for layer, before in enumerate(pools):
-                after = before.new_empty(len(before) + more, *before.shape[1:])
-                after[[0, *kept]] = before[[0, *kept]]
-                pools[layer] = after
+                if len(before) < num_pages:
+                    after = before.new_empty(num_pages, *before.shape[1:])
+                    after[[0, *kept]] = before[[0, *kept]]
+                    pools[layer] = after
 
     @staticmethod
     def page_bytes(layers: list[LayerShape], page_size: int, dtype: torch.dtype) -> int:

@@ -33,6 +33,14 @@ class PagePool:
         self._owners += [0] * more
         self.num_pages += more
 
+    def shrink(self, num_pages: int) -> None:
+        """Leave the first ``num_pages``; nobody may own or keep any."""
+        assert not self._kept and not any(self._owners)
+        self.num_pages = min(self.num_pages, num_pages)
+        self._owners = [0] * self.num_pages
+        self._free = list(range(self.num_pages))
+        self._fresh = []
+
     def kept(self) -> list[int]:
         """Pages whose values somebody counts on: owned, or kept while idle."""
         return [p for p in range(self.num_pages) if self._owners[p] or p in self._kept]

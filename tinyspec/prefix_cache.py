@@ -24,6 +24,7 @@ class PrefixCache:
         self._version = 0
         self._pages: dict[_Key, int] = {}
         self._keys: dict[int, _Key] = {}
+        self._by_plain: set[int] = set()
         pool.on_evict = self._forget
 
     def __len__(self) -> int:
@@ -63,6 +64,8 @@ class PrefixCache:
             if page not in self._keys and key not in self._pages:
                 self._pages[key] = page
                 self._keys[page] = key
+                if not sequence.deterministic:
+                    self._by_plain.add(page)
                 self._pool.keep(page)
         sequence.indexed = full
 
@@ -74,8 +77,8 @@ class PrefixCache:
                 self._pool.drop(page)
 
     def drop_plain(self) -> None:
-        """Forget all KV that is not canonical: its bits depend on the passes that it ran in."""
-        self.drop([page for page, (_, canonical, _) in self._keys.items() if not canonical])
+        """Forget what plain sequences computed, canonical or not: what ran when is chance."""
+        self.drop(list(self._by_plain))
 
     def clear(self) -> None:
         """Forget everything: the weights changed, or the pool's memory was given back."""
@@ -84,6 +87,7 @@ class PrefixCache:
 
     def _forget(self, page: int) -> None:
         del self._pages[self._keys.pop(page)]
+        self._by_plain.discard(page)
 
     def _digests(self, sequence: Sequence) -> list[bytes]:
         """One digest per full page of its tokens, each over all tokens up to the page's end."""

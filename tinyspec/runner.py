@@ -77,10 +77,15 @@ class Runner:
         page_size = self._pool.page_size
         return KVCache(self._layers, num_pages, page_size, self.model.dtype, self.device)
 
-    def extend(self, more: int) -> None:
-        """Add memory for ``more`` pages, if any is taken; nothing may be running."""
+    def extend(self, num_pages: int) -> None:
+        """Let the memory that is taken, if any is, be of ``num_pages``; nothing may be running."""
         if self._cache is not None:
-            self._cache.extend(more, self._pool.kept())
+            self._cache.extend(num_pages, self._pool.kept())
+
+    @property
+    def holds_memory(self) -> bool:
+        """Whether the KV pool's memory is taken."""
+        return self._cache is not None
 
     def release(self) -> None:
         """Give the pool's memory back; nothing may be running."""
