@@ -198,7 +198,7 @@ FAILURES = {
     "nan": (PROCESSOR, lambda scores: scores * torch.nan, "finite"),
     "inf": (PROCESSOR, lambda scores: scores + torch.inf, "finite"),
     "all excluded": (PROCESSOR, lambda scores: scores - torch.inf, "finite"),
-    "wrong shape": (PROCESSOR, lambda scores: scores[:, :5], "processor.* RuntimeError"),
+    "wrong shape": (PROCESSOR, lambda scores: scores[:, :5], "processor.* ValueError: .*1, 5"),
     "nothing": (PROCESSOR, lambda scores: None, "processor.* TypeError"),
 }
 

@@ -197,11 +197,14 @@ class Sampler:
 
 
 def _called(processor: Callable[..., Tensor], history: Tensor, scores: Tensor) -> Tensor:
-    """What a processor makes of ``scores`` [V]; where it says +inf it wants that token."""
+    """What a processor makes of ``scores`` [V]; where it says +inf, if not everywhere, it wants
+    that token."""
     found = processor(history, scores[None].clone())
+    if not isinstance(found, Tensor):
+        raise TypeError(f"no scores came back, but {type(found).__name__}")
     if found.shape != (1, len(scores)):
         raise ValueError(f"scores of shape {tuple(found.shape)} came back")
-    unsound = scores == torch.inf
+    unsound = (scores == torch.inf) | (found[0] == torch.inf).all()
     return found[0].where(unsound, found[0].clamp(max=torch.finfo(torch.float32).max))
 
 
