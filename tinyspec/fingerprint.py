@@ -123,13 +123,20 @@ def settings(model: nn.Module) -> list[tuple[str, str, object]]:
 
 
 def function_settings(model: nn.Module) -> list[tuple[str, str, object]]:
-    """Numbers among the ``settings`` that may enter what a module computes."""
+    """Numbers among the ``settings`` that may enter what a module computes: of transformers' and
+    torch's modules, as others may count what they like."""
+    known = {
+        name
+        for name, module in model.named_modules()
+        if type(module).__module__.split(".")[0] in ("transformers", "torch")
+    }
     return [
         (name, attribute, value)
         for name, attribute, value in settings(model)
         if isinstance(value, (int, float))
         and not attribute.startswith("_")
         and attribute not in _IDLE
+        and name in known
     ]
 
 
