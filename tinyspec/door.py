@@ -204,8 +204,7 @@ class Door:
         sequences = [sequence for request in requests for sequence in request.sequences]
         places = {(s.request.request_id, s.index): n for n, s in enumerate(sequences)}
         streamers = call.streamers()
-        drafter = call.drafter()
-        with engine.follow(requests, drafter or self._drafter) as events:
+        with engine.follow(requests, call.drafter() or self._drafter) as events:
             for event in events:
                 place = places[event.request_id, event.index]
                 if event.finish_reason == "abort":

@@ -4,7 +4,6 @@ parameters, seeds and ``deterministic`` for every request by itself."""
 from __future__ import annotations
 
 import copy
-import logging
 from typing import Any
 
 import torch
@@ -22,8 +21,6 @@ from tinyspec.hf_call import INPUTS
 from tinyspec.hf_prepare import own_processors, prepare
 from tinyspec.hf_rows import Row
 from tinyspec.unwrap import unwrap
-
-logger = logging.getLogger("tinyspec")
 
 
 def patch(model: PreTrainedModel, config: EngineConfig | None = None) -> None:

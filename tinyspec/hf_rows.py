@@ -30,8 +30,8 @@ class Row:
 class Rows:
     """The prompts of one call.
 
-    block: what the returned sequences begin with, [B, L] int64: the prompts as they were given, or
-    lists padded on the left; None: lists, to be padded with what the call's pad token turns out to
+    block: the prompts as they were given, [B, L], with which the returned sequences begin; None:
+    lists of several lengths, to be padded on the left with what the call's pad token turns out to
     be. masked: whether the caller said which tokens count.
     """
 

@@ -25,7 +25,6 @@ class Streamers:
 
         Raises ValueError where there are several streamers, and not one for each completion.
         """
-        self._pad = 0
         self._put = 0
         self._tokens: list[list[int]] = [[] for _ in alone]
         self._ended = [False] * len(alone)
