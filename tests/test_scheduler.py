@@ -150,9 +150,8 @@ class Simulation:
         """What holds of every pass, whatever it was drawn from."""
         assert 0 < drawn.rows <= drawn.bucket
         assert drawn.bucket in self.buckets.sizes
-        canonical = drawn.bucket in self.buckets.canonical
-        in_tiles = canonical and not self.buckets.is_canonical(drawn.bucket)
-        assert drawn.canonical == (canonical and (drawn.must_be_canonical or not in_tiles))
+        assert drawn.canonical == (drawn.way in ("direct", "padded"))
+        assert drawn.bucket in self.buckets.canonical or not drawn.canonical
         assert len({id(work.sequence) for work in drawn.works}) == len(drawn.works)
         for work in drawn.works:
             sequence = work.sequence
@@ -165,8 +164,7 @@ class Simulation:
             else:
                 assert work.start == sequence.computed
             if sequence.deterministic:
-                assert drawn.canonical or work.kind == DRAFT
-                assert drawn.must_be_canonical == (work.kind != DRAFT)
+                assert drawn.canonical == (work.kind != DRAFT)
                 assert (drawn.way == "draft") == (work.kind == DRAFT)
             else:
                 assert work.kind in (PROMPT, DECODE)

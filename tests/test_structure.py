@@ -62,7 +62,10 @@ KERNEL_HELPERS = {
     f"tinyspec.kernels.{name}"
     for name in ("launch", "philox", "segments", "accepted", "attention_merge")
 }
-TWIN_HELPERS = {f"tinyspec.kernels.{name}" for name in ("segments", "accepted", "twins.philox")}
+TWIN_HELPERS = {
+    *(f"tinyspec.kernels.{name}" for name in ("segments", "accepted")),
+    *(f"tinyspec.kernels.twins.{n}" for n in ("philox", "tile_plan", "tiles", "quick_attention")),
+}
 MODELS = "tinyspec.models"
 
 

@@ -58,11 +58,6 @@ class Pass:
     way: str = ""
 
     @property
-    def must_be_canonical(self) -> bool:
-        """Whether it was drawn up as a canonical pass, and is not one by chance."""
-        return self.way in (DIRECT, PADDED)
-
-    @property
     def rows(self) -> int:
         return sum(work.count for work in self.works)
 

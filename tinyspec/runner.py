@@ -119,7 +119,7 @@ class Runner:
             for offset in offsets
         ]
         count = len(rows)
-        canonical = work_pass.must_be_canonical
+        canonical = work_pass.canonical
         fit = self.buckets.fit_canonical if canonical else self.buckets.fit
         bucket = fit(max(count, 1))
         keep = torch.tensor(rows + [0] * (bucket - count)).to(self.device)
@@ -129,9 +129,9 @@ class Runner:
         """One forward of the patched model over packed rows; fp32 logits of the rows ``keep``.
 
         canonical: linears run in tiles where without them the pass would not be canonical, and
-        otherwise by whatever is quickest.
+        otherwise, as attention does, by whatever is quickest.
         """
-        self.tiles.on = canonical
+        batch.segments.exact = self.tiles.on = canonical
         self._haste.rows = 0 if canonical else self.quick_rows
         context = self._context
         context.segments, context.slot_mapping = batch.segments, batch.slot_mapping

@@ -103,7 +103,7 @@ class Scheduler(Residents):
             way = DIRECT if bucket == needed else PADDED
         elif any(work.sequence.deterministic for work in works):
             way = DRAFTED
-        return Pass(works, bucket, canonical or self.buckets.is_canonical(bucket), way)
+        return Pass(works, bucket, canonical, way)
 
     @property
     def _scarce(self) -> bool:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from tinyspec.kernels.segments import Segments
 from tinyspec.kernels.twins import paged_attention as twin
+from tinyspec.kernels.twins import tile_plan
 
 LENGTHS = (1, 5, 127, 128, 129, 300)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,7 +38,7 @@ def sequences(dtype, shape):
     return [(rand(n, kv_heads * group), rand(n, kv_heads), rand(n, kv_heads)) for n in LENGTHS]
 
 
-def run(dtype, shape, chosen, scores, page_size=128, seed=0, scattered=True):
+def run(dtype, shape, chosen, scores, page_size=128, seed=0, scattered=True, exact=True):
     """Attention of the last ``rows`` rows of each chosen sequence: [(index, rows), ...]."""
     dim, kv_heads, group = shape
     g = torch.Generator().manual_seed(seed)
@@ -67,6 +68,7 @@ def run(dtype, shape, chosen, scores, page_size=128, seed=0, scattered=True):
         page_size=page_size,
         max_seqlen_q=max(count for _, count in chosen),
         max_seqlen_k=max(len(q) for q, _, _ in held),
+        exact=exact,
     )
     scores = dict(scores)
     if scores.pop("sinks", None):
@@ -171,7 +173,7 @@ def test_control_another_tile_differs(monkeypatch):
     """Another tile is another order of additions: the comparison above can fail."""
     shape = SHAPES[0]
     before = run(torch.float32, shape, [(5, 300)], {})[0]
-    monkeypatch.setattr(twin, "TILE", 64)
+    monkeypatch.setattr(tile_plan, "TILE", 64)
     after = run(torch.float32, shape, [(5, 300)], {}, page_size=64)[0]
     assert not torch.equal(before, after)
     assert torch.allclose(before, after, atol=1e-5)
@@ -180,6 +182,6 @@ def test_control_another_tile_differs(monkeypatch):
 def test_large_batches_are_cut_without_a_trace(monkeypatch):
     chosen = [(n, length) for n, length in enumerate(LENGTHS)]
     before = run(torch.float32, SHAPES[0], chosen, {})
-    monkeypatch.setattr(twin, "MAX_TILE_ROWS", 256)
+    monkeypatch.setattr(tile_plan, "MAX_TILE_ROWS", 256)
     after = run(torch.float32, SHAPES[0], chosen, {})
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

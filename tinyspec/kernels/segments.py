@@ -22,6 +22,7 @@ class Segments:
     seq_lens:     [S] int32, context length including the segment's own rows.
     page_size:    tokens per page.
     max_seqlen_q, max_seqlen_k: the longest segment, the longest context.
+    exact: whether every row must follow the one reduction; where not, a backend may be quicker.
     derived:      what a backend works out once per pass and reads again in every layer.
     """
 
@@ -31,4 +32,5 @@ class Segments:
     page_size: int
     max_seqlen_q: int
     max_seqlen_k: int
+    exact: bool = True
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)

@@ -1,0 +1,119 @@
+"""Attention for rows that need not be canonical: the same pages, by whatever is quickest on a CPU.
+
+One row of a sequence runs over the tiles of the canonical reduction, in place, but in calls of
+one query row (bf16, fp16) or of one group of heads (fp32), neither padded nor reaching further than
+any row sees. Several rows of a sequence run in one call over all of its context. Same mathematics,
+other bits, and they may depend on what shares the pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from tinyspec.kernels.segments import Segments
+from tinyspec.kernels.twins.tile_plan import MASKED, Group, blocks_of, groups_of
+from tinyspec.kernels.twins.tiles import attend_tiles
+
+
+@dataclass
+class _Stretch:
+    """Consecutive rows of one sequence, and the pages that they can see.
+
+    pages: their slots as a range, where they follow each other in the cache, else the pages.
+    keys:  of these slots, how many hold the context.
+    mask:  [1, 1, rows, keys] fp32; None where rows and keys are the same tokens, all of them seen.
+    """
+
+    row: int
+    rows: int
+    pages: slice | Tensor
+    keys: int
+    mask: Tensor | None
+
+
+@dataclass
+class _Plan:
+    groups: list[Group]
+    stretches: list[_Stretch]
+
+
+def _stretch(
+    first: int, end: int, length: int, pages: list[int], size: int, window: int
+) -> _Stretch:
+    rows = end - first
+    position = length - rows
+    lowest = max(0, position - window + 1) // size if window else 0
+    seen = pages[lowest : -(-length // size)]
+    behind = lowest * size
+    keys = length - behind
+    mask = None
+    if position or 0 < window < rows:
+        ahead = torch.arange(position - behind, keys)[:, None] - torch.arange(keys)
+        hidden = ahead < 0
+        if window:
+            hidden |= ahead >= window
+        mask = torch.zeros(1, 1, rows, keys).masked_fill_(hidden, MASKED)
+    where: slice | Tensor = torch.tensor(seen)
+    if all(after == before + 1 for before, after in pairwise(seen)):
+        where = slice(seen[0], seen[-1] + 1)
+    return _Stretch(first, rows, where, keys, mask)
+
+
+def _plan(segments: Segments, window: int, group: int) -> _Plan:
+    places = list(pairwise(segments.cu_seqlens_q.tolist()))
+    alone = {first for first, end in places if end == first + 1}
+    blocks = [block for block in blocks_of(segments, window) if block.row in alone]
+    lengths, pages = segments.seq_lens.tolist(), segments.page_table.tolist()
+    return _Plan(
+        groups_of(blocks, segments, window, group, unit=1, least=1),
+        [
+            _stretch(first, end, length, table, segments.page_size, window)
+            for (first, end), length, table in zip(places, lengths, pages, strict=True)
+            if first not in alone
+        ],
+    )
+
+
+def _context(cache: Tensor, stretch: _Stretch) -> Tensor:
+    """Keys or values of a stretch, [1, Hkv, keys, D]: a view where its pages follow each other."""
+    pages = stretch.pages
+    found = cache[pages] if isinstance(pages, slice) else cache.index_select(0, pages)
+    return found.flatten(0, 1)[: stretch.keys].transpose(0, 1)[None]
+
+
+def quick_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, segments: Segments, *, scale: float, window: int
+) -> Tensor:
+    """As ``paged_attention``, without softcap and sinks, and without a promise for the bits."""
+    group = q.shape[1] // k_cache.shape[2] if q.dtype == torch.float32 else 1
+    key = "quick", window, group
+    plan = segments.derived.get(key)
+    if plan is None:
+        plan = segments.derived[key] = _plan(segments, window, group)
+
+    parts = [
+        attend_tiles(q, k_cache, v_cache, tiles, group=group, keys=tiles.reach, scale=scale)
+        for tiles in plan.groups
+    ]
+    if len(parts) == 1 and plan.groups[0].straight and len(parts[0]) == len(q):
+        return parts[0]
+    result = torch.zeros(q.shape, dtype=q.dtype)
+    for tiles, found in zip(plan.groups, parts, strict=True):
+        result.index_copy_(0, tiles.results, found)
+    for stretch in plan.stretches:
+        rows = slice(stretch.row, stretch.row + stretch.rows)
+        out, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q[rows].transpose(0, 1)[None],
+            _context(k_cache, stretch),
+            _context(v_cache, stretch),
+            0.0,
+            stretch.mask is None,
+            attn_mask=stretch.mask,
+            scale=scale,
+        )
+        result[rows] = out[0].transpose(0, 1)
+    return result
