@@ -25,7 +25,7 @@ from tinyspec.gate import cache_windows, length_refusal, refusal
 from tinyspec.linears import LinearFunction, by_kernel, by_onednn
 from tinyspec.loading import loading_refusal, swap_refusal
 from tinyspec.patched import Patched
-from tinyspec.survey import Recorder, Survey, survey
+from tinyspec.survey import Survey, survey
 from tinyspec.unwrap import CompiledCalls, compiled_modules, has_hooks
 
 # Attention classes that PagedAttention stands in for.
@@ -171,11 +171,8 @@ def _install(
 
 
 def _survey(model: PreTrainedModel, context: AttentionContext) -> Survey:
-    def listen(recorder: Recorder | None, positions: torch.Tensor | None = None) -> None:
-        context.recorder, context.positions = recorder, positions
-
     with Ambient(model)():
-        found = survey(model, IMPLEMENTATION, listen)
+        found = survey(model, IMPLEMENTATION, context.record)
     seen = {size for call in found.calls for size in (call.reach.window, call.reach.chunk)}
     others = cache_windows(model) - seen
     if others:
