@@ -30,6 +30,16 @@ TARGETS = {
     "sm_100": (("cuda", 100, 32), 227 << 10),
     "gfx942": (("hip", "gfx942", 64), 64 << 10),
 }
+# How pairs lie, and in which dtype (None: the model's) cos and sin are.
+TURNS = {"halves": (False, None), "interleaved in fp32": (True, torch.float32)}
+# (rows, q heads, kv heads, page size, window, chunk, length) of passes that share a binary.
+PASSES = (
+    (1, 1, 1, 16, 0, 0, 30),
+    (3, 16, 2, 128, 40, 0, 600),
+    (17, 12, 4, 1, 1, 0, 5000),
+    (5, 8, 8, 16, 0, 1, 900),
+    (2, 2, 1, 16, 0, 8192, 9000),
+)
 HEAD_DIMS = [16, 32, 64, 80, 96, 128, 256]
 Call = Callable[[], object]
 
@@ -48,16 +58,17 @@ def entries(full: bool) -> Iterator[tuple[str, list[Call]]]:
     yield "sample", [sample_call(*size, forced) for size in sizes for forced in (False, True)]
     dtypes = [torch.bfloat16, torch.float16, torch.float32] if full else [torch.bfloat16]
     norms = (True, False) if full else (True,)
-    for dtype, dim, norm in product(dtypes, HEAD_DIMS if full else [80, 128], norms):
-        calls = [kv_write_call(dtype, dim, norm, *s) for s in ((1, 1, 1), (16, 8, 2), (5, 32, 8))]
-        yield f"kv_write {dtype} {dim} norm={norm}", calls
+    sizes = ((1, 1, 1), (16, 8, 2), (5, 32, 8))
+    dims = HEAD_DIMS if full else [80, 128]
+    for dtype, dim, norm, turn in product(dtypes, dims, norms, TURNS):
+        calls = [kv_write_call(dtype, dim, norm, turn, *size) for size in sizes]
+        yield f"kv_write {dtype} {dim} norm={norm} {turn}", calls
     grid = list(product(dtypes, HEAD_DIMS, (True, False)))
     if not full:
         grid = [(torch.bfloat16, dim, False) for dim in (64, 80, 128)]
         grid += [(torch.bfloat16, 256, True), (torch.float32, 64, False)]
     for dtype, dim, extras in grid:
-        sizes = ((1, 1, 1, 16, 0, 30), (3, 16, 2, 128, 40, 600), (17, 12, 4, 1, 1, 5000))
-        calls = [attention_call(dtype, dim, extras, *s) for s in sizes]
+        calls = [attention_call(dtype, dim, extras, *size) for size in PASSES]
         yield f"attention {dtype} {dim} extras={extras}", calls
     # (K, N) of some layers per binary: all that it knows of them is how far they divide.
     layers = {"even": ((64, 4096), (11008, 128)), "odd": ((3, 997), (63, 50257))}
@@ -91,18 +102,20 @@ def sample_call(rows: int, vocab: int, forced: bool) -> Call:
 
 
 def kv_write_call(
-    dtype: torch.dtype, dim: int, norm: bool, rows: int, q_heads: int, kv_heads: int
+    dtype: torch.dtype, dim: int, norm: bool, turn: str, rows: int, q_heads: int, kv_heads: int
 ) -> Call:
     from tinyspec.kernels.kv_write import fused_kv_write
 
+    interleaved, angle_dtype = TURNS[turn]
     fused = torch.zeros(rows, q_heads + 2 * kv_heads, dim, dtype=dtype)
     parts = fused.split([q_heads, kv_heads, kv_heads], dim=1)
-    cos = torch.zeros(rows, dim, dtype=dtype)
+    cos = torch.zeros(rows, dim, dtype=angle_dtype or dtype)
     cache = torch.zeros(2, 16, kv_heads, dim, dtype=dtype)
     weight = torch.zeros(dim, dtype=dtype) if norm else None
     slots = torch.zeros(rows, dtype=torch.long)
     args = (*parts, cos, cos, cache, cache.clone(), slots)
-    return lambda: fused_kv_write(*args, q_weight=weight, k_weight=weight)
+    options = {"q_weight": weight, "k_weight": weight, "interleaved": interleaved}
+    return lambda: fused_kv_write(*args, **options)
 
 
 def attention_call(
@@ -114,6 +127,7 @@ def attention_call(
     kv_heads: int,
     page_size: int,
     window: int,
+    chunk: int,
     length: int,
 ) -> Call:
     from tinyspec.kernels.paged_attention import paged_attention
@@ -123,7 +137,7 @@ def attention_call(
     q = torch.zeros(rows, q_heads, dim, dtype=dtype)
     table = torch.zeros(1, -(-length // page_size) + 1, dtype=torch.int32)[:, 1:]
     segments = Segments(table, ints([0, rows]), ints([length]), page_size, rows, length)
-    options = {"window": window}
+    options = {"window": window, "chunk": chunk}
     if extras:
         options |= {"softcap": 5.0, "sinks": torch.zeros(q_heads, dtype=dtype)}
     return lambda: paged_attention(q, cache, cache.clone(), segments, scale=1.0, **options)
@@ -286,9 +300,8 @@ def test_one_binary_when_run() -> None:
     torch.set_default_device("cuda")
     try:
         cache = attention_kernel.device_caches[torch.cuda.current_device()][0]
-        sizes = ((1, 1, 1, 16, 0, 30), (3, 16, 2, 128, 40, 600), (17, 12, 4, 1, 1, 5000))
         before = len(cache)
-        for size in sizes:
+        for size in PASSES:
             # No other test has this head size.
             attention_call(torch.bfloat16, 48, False, *size)()
         assert len(cache) == before + 1
