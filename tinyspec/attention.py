@@ -8,7 +8,7 @@ interface. Neither knows requests; what a pass needs stands in one ``AttentionCo
 from __future__ import annotations
 
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,15 @@ from tinyspec.kernels.segments import Segments
 # The name under which transformers knows paged attention. No mask function goes by it, so models
 # build no masks: causality comes from the segments.
 IMPLEMENTATION = "tinyspec"
+
+
+class Note(NamedTuple):
+    """How a layer's q and k, handed over as they are, want to be turned: cos and sin [R, rot]."""
+
+    layer: int
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
 
 
 class AttentionContext:
@@ -32,6 +41,7 @@ class AttentionContext:
         self.segments: Segments | None = None
         self.thread = 0
         self.slot_mapping: Tensor | None = None
+        self.note: Note | None = None
 
     def attend(
         self,
@@ -49,6 +59,10 @@ class AttentionContext:
                 "this model's attention is served by tinyspec: generate through its Engine, or "
                 "close that to use the model by itself"
             )
+        note, self.note = self.note, None
+        if note is not None and note.layer == layer:
+            rope = note.cos, note.sin
+            norm = {"interleaved": True} if note.interleaved else norm
         cos, sin = rope or (None, None)
         k_cache, v_cache = self.k[layer], self.v[layer]
         q = self.kernels.fused_kv_write(
@@ -79,14 +93,16 @@ class PagedAttention(nn.Module):
         self.config: Any = original.config
         self.layer_idx: int = original.layer_idx  # type: ignore[assignment]
         self.head_dim: int = original.head_dim  # type: ignore[assignment]
-        # Mistral's modules leave the window to the config; the others say it per layer.
-        window = getattr(original, "sliding_window", getattr(self.config, "sliding_window", None))
-        if original.__class__.__name__ == "LlamaAttention":
-            window = None
+        # What the original's forward reads: Mistral leaves the window to the config.
+        read = type(original).forward.__code__
+        window = self.config.sliding_window if "sliding_window" in read.co_consts else None
+        if "sliding_window" in read.co_names:
+            window = original.sliding_window
+        capped = "attn_logit_softcapping" in read.co_names
         self.scores = {
             "scale": original.scaling,
             "window": window or 0,
-            "softcap": getattr(original, "attn_logit_softcapping", None) or 0.0,
+            "softcap": (original.attn_logit_softcapping if capped else None) or 0.0,
         }
         # Of its own: the projections are shared, and may be in another mode.
         self.training = original.training
