@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from tinyspec.kernels import Kernels
 from tinyspec.kernels.segments import Segments
+from tinyspec.survey import Reach, Recorder
 
 # The name under which transformers knows paged attention. No mask function goes by it, so models
 # build no masks: causality comes from the segments.
@@ -32,20 +34,47 @@ class Note(NamedTuple):
 
 class AttentionContext:
     """What attention layers share: the kernels, the pool, the pass that is running, in which
-    thread. Another thread's forward has no business with it."""
+    thread. Another thread's forward has no business with it.
+
+    Layers go by the order in which a forward calls attention, and see what ``reach`` says.
+    """
 
     def __init__(self) -> None:
         self.kernels: Kernels | None = None
         self.k: list[Tensor] = []
         self.v: list[Tensor] = []
+        self.reach: list[Reach] = []
+        self.recorder: Recorder | None = None
         self.segments: Segments | None = None
+        self.positions: Tensor | None = None
         self.thread = 0
         self.slot_mapping: Tensor | None = None
         self.note: Note | None = None
+        self._calls = 0
+
+    def begin(self, segments: Segments, slot_mapping: Tensor, positions: Tensor) -> None:
+        """A pass begins in this thread."""
+        self.segments, self.slot_mapping, self.positions = segments, slot_mapping, positions
+        self.thread = get_ident()
+        self._calls = 0
+
+    def end(self) -> None:
+        """The pass is over, however it went."""
+        self.segments = self.slot_mapping = self.positions = self.note = None
+
+    def serves(self) -> bool:
+        """Whether this thread's pass is running."""
+        return self.segments is not None and self.thread == get_ident()
+
+    def noted(self, module: nn.Module) -> Note | None:
+        """What ``module`` has noted of its rotation in this pass, once."""
+        if self.note is None or not self.serves():
+            return None
+        note, self.note = self.note, None
+        return note if note.layer == module.layer_idx else None
 
     def attend(
         self,
-        layer: int,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -53,22 +82,34 @@ class AttentionContext:
         norm: dict[str, Any],
         **scores: Any,
     ) -> Tensor:
-        """Write k and v [R, Hkv, D] of a layer to their slots; attend with q [R, Hq, D]."""
-        if self.segments is None or self.kernels is None or self.thread != get_ident():
+        """The next layer: write k and v [R, Hkv, D] to their slots; attend with q [R, Hq, D].
+
+        v may be narrower than q and k, or wider: the cache's heads are as wide as the wider.
+        """
+        if not self.serves() or self.kernels is None or self.segments is None:
             raise RuntimeError(
                 "this model's attention is served by tinyspec: generate through its Engine, or "
                 "close that to use the model by itself"
             )
-        note, self.note = self.note, None
-        if note is not None and note.layer == layer:
-            rope = note.cos, note.sin
-            norm = {"interleaved": True} if note.interleaved else norm
+        layer = self._calls
+        self._calls += 1
         cos, sin = rope or (None, None)
         k_cache, v_cache = self.k[layer], self.v[layer]
+        dim, width = k_cache.shape[-1], v.shape[-1]
+        if q.shape[-1] < dim:
+            q, k = pad(q, (0, dim - q.shape[-1])), pad(k, (0, dim - k.shape[-1]))
+        if width < dim:
+            v = pad(v, (0, dim - width))
         q = self.kernels.fused_kv_write(
             q, k, v, cos, sin, k_cache, v_cache, self.slot_mapping, **norm
         )
-        return self.kernels.paged_attention(q, k_cache, v_cache, self.segments, **scores)
+        reach = self.reach[layer]
+        if reach.window:
+            scores["window"] = reach.window
+        if reach.chunk:
+            scores["chunk"] = reach.chunk
+        out = self.kernels.paged_attention(q, k_cache, v_cache, self.segments, **scores)
+        return out if width == dim else out[..., :width].contiguous()
 
 
 class PagedAttention(nn.Module):
@@ -91,18 +132,12 @@ class PagedAttention(nn.Module):
                 setattr(self, name, getattr(original, name))
         self.context = context
         self.config: Any = original.config
-        self.layer_idx: int = original.layer_idx  # type: ignore[assignment]
         self.head_dim: int = original.head_dim  # type: ignore[assignment]
-        # What the original's forward reads: Mistral leaves the window to the config.
-        read = type(original).forward.__code__
-        window = self.config.sliding_window if "sliding_window" in read.co_consts else None
-        if "sliding_window" in read.co_names:
-            window = original.sliding_window
-        capped = "attn_logit_softcapping" in read.co_names
+        # As the original's forward has it: an attribute that it does not read says nothing.
+        capped = "attn_logit_softcapping" in type(original).forward.__code__.co_names
         self.scores = {
             "scale": original.scaling,
-            "window": window or 0,
-            "softcap": (original.attn_logit_softcapping if capped else None) or 0.0,
+            "softcap": (getattr(original, "attn_logit_softcapping", None) if capped else None) or 0.0,
         }
         # Of its own: the projections are shared, and may be in another mode.
         self.training = original.training
@@ -126,7 +161,7 @@ class PagedAttention(nn.Module):
         k = self.k_proj(hidden_states).view(rows, -1, self.head_dim)
         v = self.v_proj(hidden_states).view(rows, -1, self.head_dim)
         rope = (position_embeddings[0][0], position_embeddings[1][0])
-        out = self.context.attend(self.layer_idx, q, k, v, rope, self._norm(), **self.scores)
+        out = self.context.attend(q, k, v, rope, self._norm(), **self.scores)
         return self.o_proj(out.view(1, rows, -1)), None
 
 
@@ -137,47 +172,75 @@ def paged_attention_function(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query [1, Hq, R, D], key and value [1, Hkv, R, D]."""
     context: AttentionContext = module.tinyspec_context  # type: ignore[assignment]
-    layer: int = module.layer_idx  # type: ignore[assignment]
+    if context.recorder is not None:
+        known = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
+        return context.recorder.attend(module, query, key, value, attention_mask, **known, **kwargs)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    note = context.noted(module)
     out = context.attend(
-        layer,
         q,
         k,
         v,
-        None,
-        {},
+        note and (note.cos, note.sin),
+        {"interleaved": True} if note and note.interleaved else {},
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window or 0,
         softcap=softcap or 0.0,
         sinks=s_aux,
     )
     return out[None], None
 
 
-class RopeTable(nn.Module):
-    """cos and sin of every position, computed once by the model's own rotary module.
+class ToldPositions(nn.Module):
+    """A learned embedding of positions that would count from a cache's length: it is told them."""
 
-    A row's rotation then depends on its position alone, whatever shares the pass.
+    def __init__(self, original: nn.Module, context: AttentionContext):
+        super().__init__()
+        self.register_parameter("weight", original.weight)  # type: ignore[arg-type]
+        self._original = [original]  # not a child: the parameters are listed once
+        self._context = context
+        self.training = original.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As the original, at the positions of the pass."""
+        return self._original[0](*args, **{**kwargs, "position_ids": self._context.positions})
+
+
+class RopeTable(nn.Module):
+    """What a rotary module says of every position, computed once by that module itself.
+
+    A row's rotation then depends on its position alone, whatever shares the pass. For each of the
+    further arguments that the module is called with (a type of layers) there is a table.
     """
 
     def __init__(self, rotary: nn.Module, positions: int, like: Tensor):
         super().__init__()
-        place = torch.arange(positions, device=like.device)[None]
-        with torch.no_grad():
-            cos, sin = rotary(like, position_ids=place)
-        self.cos: Tensor
-        self.sin: Tensor
-        self.register_buffer("cos", cos[0].contiguous(), persistent=False)
-        self.register_buffer("sin", sin[0].contiguous(), persistent=False)
+        self._rotary = [rotary]  # not a child: nothing of it is to be found here
+        self._like = like
+        self._place = torch.arange(positions, device=like.device)[None]
+        self._tables: dict[tuple[Any, ...], tuple[Tensor, ...] | Tensor] = {}
 
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """position_ids [1, R] -> cos and sin [1, R, rot]."""
+    def _table(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...] | Tensor:
+        key = *args, *sorted(kwargs.items())
+        found = self._tables.get(key)
+        if found is None:
+            with torch.no_grad():
+                made = self._rotary[0](self._like, self._place, *args, **kwargs)
+            found = made[0] if isinstance(made, Tensor) else tuple(part[0] for part in made)
+            self._tables[key] = found
+        return found
+
+    def forward(
+        self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, ...] | Tensor:
+        """position_ids [1, R] -> what the module says of them: mostly cos and sin [1, R, rot]."""
         rows = position_ids[0]
-        return self.cos.index_select(0, rows)[None], self.sin.index_select(0, rows)[None]
+        table = self._table(*args, **kwargs)
+        if isinstance(table, Tensor):
+            return table.index_select(0, rows)[None]
+        return tuple(part.index_select(0, rows)[None] for part in table)

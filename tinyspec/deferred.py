@@ -13,7 +13,6 @@ import builtins
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
-from threading import get_ident
 from types import FunctionType
 from typing import Any, Literal, NamedTuple
 
@@ -196,8 +195,8 @@ def _deferring(module: nn.Module, rope: Rope, context: AttentionContext) -> Call
     layer: Any = module.layer_idx
 
     def deferring(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        segments = context.segments
-        if segments is None or context.thread != get_ident():
+        segments = context.segments if context.serves() else None
+        if segments is None:
             return rotate(q, k, cos, sin)
         # Once per pass, which all layers share that are handed the same.
         key = (rope, q.dtype, id(cos), id(sin))

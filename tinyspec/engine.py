@@ -18,13 +18,14 @@ from tinyspec.contract import Contract
 from tinyspec.desk import Desk
 from tinyspec.drafter import Drafter, make_drafter
 from tinyspec.errors import refuse
+from tinyspec.gate import max_positions
 from tinyspec.intake import Intake
 from tinyspec.loop import Loop
 from tinyspec.outputs import RequestOutput
 from tinyspec.pages import PagePool
 from tinyspec.params import SamplingParams
 from tinyspec.passes import EngineStats, PassRecord
-from tinyspec.patch import install, max_positions, refuse_unsupported, uninstall
+from tinyspec.patch import install, uninstall
 from tinyspec.request import Request
 from tinyspec.runner import Runner
 from tinyspec.sampler import Sampler
@@ -55,7 +56,6 @@ class Engine:
     ):
         config = config or EngineConfig()
         model = unwrap(model)
-        refuse_unsupported(model)
         config = config.resolve(device_type=model.device.type, model_positions=max_positions(model))
         reason = kernels.refusal(config.backend, model.device.type)
         if reason is not None:

@@ -1,29 +1,35 @@
 """Putting paged attention into a loaded model, and taking it out again without a trace.
 
-Decides from the model's structure whether it can be served at all; knows nothing of passes.
+Knows modules and what a survey found of them; nothing of passes.
 """
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch import nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
+from tinyspec.ambient import Ambient
 from tinyspec.attention import (
     IMPLEMENTATION,
     AttentionContext,
     PagedAttention,
     RopeTable,
+    ToldPositions,
     paged_attention_function,
 )
+from tinyspec.deferred import deferred
 from tinyspec.errors import UnsupportedModelError
-from tinyspec.kv_cache import LayerShape
+from tinyspec.gate import cache_windows, length_refusal, refusal
 from tinyspec.linears import LinearFunction, by_kernel, by_onednn
 from tinyspec.loading import loading_refusal, swap_refusal
 from tinyspec.patched import Patched
+from tinyspec.survey import Recorder, Survey, survey
 from tinyspec.unwrap import CompiledCalls, compiled_modules, has_hooks
 
-# Attention classes that PagedAttention stands in for, and model types served by the interface.
+# Attention classes that PagedAttention stands in for.
 FUSED = (
     "LlamaAttention",
     "MistralAttention",
@@ -31,71 +37,49 @@ FUSED = (
     "Qwen3Attention",
     "Gemma2Attention",
 )
-INTERFACE = ("gpt2", "gpt_neox")
-OFF_INTERFACE = ("falcon", "bloom", "mpt", "gptj", "gpt_neo", "codegen", "xglm")
-OTHER_STATE: tuple[str, ...] = (
-    "mamba",
-    "mamba2",
-    "rwkv",
-    "jamba",
-    "bamba",
-    "zamba",
-    "falcon_h1",
-    "nemotron_h",
-)
-OTHER_STATE += ("qwen3_next", "qwen3_5", "lfm2", "recurrent_gemma")
-LAYER_TYPES = {"full_attention", "sliding_attention"}
+Place = tuple[nn.Module, str, nn.Module]
 
 
-def _refusal(model: PreTrainedModel) -> str | None:
-    """Why the model cannot be served, or None."""
-    config = model.config
-    kind = config.model_type
-    if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
-        return "it has cross-attention"
-    if kind in OFF_INTERFACE:
-        return "its attention does not go through transformers' attention interface"
-    if kind in OTHER_STATE:
-        return "it keeps state other than keys and values"
-    if getattr(config, "kv_lora_rank", None):
-        return "its cache holds latents (kv_lora_rank)"
-    if getattr(config, "num_kv_shared_layers", None):
-        return "its layers share keys and values (num_kv_shared_layers)"
-    if getattr(config, "attention_chunk_size", None):
-        return "its attention is chunked (attention_chunk_size)"
-    others = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
-    if others:
-        return f"it has layers of type {', '.join(sorted(others))}"
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "dynamic":
-        return "dynamic RoPE scaling makes a row depend on the longest sequence"
-    found, layers = len(_attentions(model)), config.num_hidden_layers
-    if 0 < found < layers:
-        return f"{layers - found} of its {layers} layers have an attention module of another kind"
-    if found == 0:
-        served = ", ".join([*FUSED, *INTERFACE])
-        return f"model type {kind!r} has not been tried; served are {served}"
-    return loading_refusal(model) or _swap_refusal(model)
+def _children(model: nn.Module) -> list[Place]:
+    """(parent, name, module) of every module but the outermost."""
+    return [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+    ]
+
+
+def calls_interface(module: nn.Module) -> bool:
+    """Whether a module's forward looks for its attention where transformers keeps it."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def _is_rotary(module: nn.Module) -> bool:
+    takes = list(inspect.signature(type(module).forward).parameters)
+    return type(module).__name__.endswith("RotaryEmbedding") and takes[1:3] == ["x", "position_ids"]
+
+
+def _counts_positions(module: nn.Module) -> bool:
+    """Whether a module counts positions from a cache's length unless it is told them."""
+    takes = inspect.signature(type(module).forward).parameters
+    told = "past_key_values_length" in takes and "position_ids" in takes
+    return isinstance(module, nn.Embedding) and told
 
 
 def _swap_refusal(model: PreTrainedModel) -> str | None:
     """What would not run any more of the modules that are swapped, or None."""
     names = {id(module): name for name, module in model.named_modules()}
-    layers: dict[object, str] = {}
-    swapped = [m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")]
-    for parent, _, module in _attentions(model):
-        name = names[id(module)]
-        other = layers.setdefault(module.layer_idx, name)
-        if other != name:
-            return f"{other} and {name} are both the attention of layer {module.layer_idx}"
-        if type(parent).__name__.endswith("Attention"):
-            return f"{name} is called by another attention ({type(parent).__name__})"
+    swapped = []
+    for _, _, module in _children(model):
         if type(module).__name__ in FUSED:
             norms = [getattr(module, n) for n in ("q_norm", "k_norm") if hasattr(module, n)]
             swapped += [module, *norms]
             for norm in norms:
                 if not type(norm).__name__.endswith("RMSNorm"):
                     return f"{names[id(norm)]} is no norm of transformers ({type(norm).__name__})"
+        elif _is_rotary(module) or _counts_positions(module):
+            swapped.append(module)
     wrappers = (parent.get_submodule(name) for parent, name, _ in compiled_modules(model))
     swapped += [wrapper for wrapper in wrappers if has_hooks(wrapper)]
     return next(filter(None, (swap_refusal(names[id(m)], m) for m in swapped)), None)
@@ -108,29 +92,11 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
             "model is not allowed: it is served by another Engine, or patched; close that Engine, "
             "or call tinyspec.unpatch(model), first"
         )
-    reason = _refusal(model)
+    reason = refusal(model) or loading_refusal(model) or _swap_refusal(model)
+    if not any(map(calls_interface, model.modules())):
+        reason = reason or "its attention does not go through transformers' attention interface"
     if reason is not None:
         raise UnsupportedModelError(f"{type(model).__name__} is not supported: {reason}")
-
-
-def _attentions(model: PreTrainedModel) -> list[tuple[nn.Module, str, nn.Module]]:
-    """(parent, name, module) of every attention module, in layer order."""
-    found = []
-    for parent in model.modules():
-        for name, child in parent.named_children():
-            kind = type(child).__name__
-            interface = model.config.model_type in INTERFACE and hasattr(child, "layer_idx")
-            if kind.endswith("Attention") and (kind in FUSED or interface):
-                found.append((parent, name, child))
-    return sorted(found, key=lambda item: item[2].layer_idx)  # type: ignore[return-value, arg-type]
-
-
-def _shape(model: PreTrainedModel, attention: nn.Module) -> LayerShape:
-    config = model.config
-    heads = config.num_attention_heads
-    head_dim = getattr(attention, "head_dim", None) or getattr(attention, "head_size", None)
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return LayerShape(heads, kv_heads, head_dim or config.hidden_size // heads)
 
 
 def vocab_size(model: PreTrainedModel) -> int:
@@ -138,14 +104,16 @@ def vocab_size(model: PreTrainedModel) -> int:
     return len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
 
 
-def max_positions(model: PreTrainedModel) -> int:
-    """The longest sequence that the model has positions for."""
-    return int(model.config.max_position_embeddings)
+def _configs(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str | None]]:
+    """The configs that say which attention is called, and what they say now."""
+    holders = [m for m in model.modules() if isinstance(m, PreTrainedModel) or calls_interface(m)]
+    found = {id(config): config for m in holders if (config := getattr(m, "config", None))}
+    return [(config, config._attn_implementation) for config in found.values()]
 
 
 def install(
     model: PreTrainedModel,
-    max_model_len: int | None = None,
+    max_model_len: int | None,
     linear: LinearFunction | None = None,
 ) -> Patched:
     """Swap the attention of ``model`` for paged attention; weights are shared, never copied.
@@ -154,15 +122,16 @@ def install(
 
     Raises UnsupportedModelError naming what is in the way, ValueError if it is patched already.
     """
+    assert max_model_len is not None
     refuse_unsupported(model)
+    reason = length_refusal(model, max_model_len)
+    if reason is not None:
+        raise UnsupportedModelError(f"{type(model).__name__} is not supported: {reason}")
     AttentionInterface.register(IMPLEMENTATION, paged_attention_function)
-    context = AttentionContext()
-    layers = [_shape(model, module) for _, _, module in _attentions(model)]
-    implementation = model.config._attn_implementation
-    patched = Patched(model, context, layers, implementation, CompiledCalls(model))
+    patched = Patched(model, AttentionContext(), _configs(model), CompiledCalls(model))
     model.__dict__["_tinyspec"] = patched
     try:
-        _install(model, patched, max_model_len or max_positions(model), linear)
+        _install(model, patched, max_model_len, linear)
     except BaseException:
         uninstall(model)
         raise
@@ -179,26 +148,45 @@ def _install(
     for parent, name, module in compiled_modules(model):
         patched.swap(parent, name, module)
     patched.compiled.set_aside()
-    for parent, name, module in _attentions(model):
-        if type(module).__name__ in FUSED:
-            patched.swap(parent, name, PagedAttention(module, context))
-        else:
-            patched.bound.append(module)
+    patched.bound += [module for module in model.modules() if calls_interface(module)]
     patched.bind()
+    for parent, name, module in _children(model):
+        if _counts_positions(module):
+            patched.swap(parent, name, ToldPositions(module, context))
+    found = _survey(model, context)
+    patched.layers += [call.shape for call in found.calls]
+    patched.keeps_logits = found.keeps_logits
+    context.reach = [call.reach for call in found.calls]
     like = torch.empty(0, dtype=model.dtype, device=model.device)
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child).__name__.endswith("RotaryEmbedding"):
-                patched.swap(parent, name, RopeTable(child, positions, like))
+    called = {id(call.module) for call in found.calls}
+    for parent, name, module in _children(model):
+        if id(module) in called and type(module).__name__ in FUSED:
+            patched.swap(parent, name, PagedAttention(module, context))
+        elif id(module) in called and (stand_in := deferred(module, context)) is not None:
+            patched.swap(parent, name, stand_in)
+        elif _is_rotary(module):
+            patched.swap(parent, name, RopeTable(module, positions, like))
     if linear is not None:
         for parent, name, served in by_kernel(model, linear):
             patched.swap(parent, name, served)
     for parent, name, quicker in by_onednn(model, patched.haste):
         patched.swap(parent, name, quicker)
-    model.set_attn_implementation(IMPLEMENTATION)
-    if model.config._attn_implementation != IMPLEMENTATION:
-        name = type(model).__name__
-        raise UnsupportedModelError(f"{name} is not supported: it keeps its own attention")
+
+
+def _survey(model: PreTrainedModel, context: AttentionContext) -> Survey:
+    def listen(recorder: Recorder | None, positions: torch.Tensor | None = None) -> None:
+        context.recorder, context.positions = recorder, positions
+
+    with Ambient(model)():
+        found = survey(model, IMPLEMENTATION, listen)
+    seen = {size for call in found.calls for size in (call.reach.window, call.reach.chunk)}
+    others = cache_windows(model) - seen
+    if others:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is not supported: its cache has a window of "
+            f"{min(others)} where its masks have none"
+        )
+    return found
 
 
 def patched_of(model: PreTrainedModel) -> Patched:

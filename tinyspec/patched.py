@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from tinyspec.attention import IMPLEMENTATION, AttentionContext
 from tinyspec.fingerprint import trace
@@ -22,14 +22,17 @@ from tinyspec.unwrap import CompiledCalls, hooks_of
 class Patched:
     """What ``install`` did to a model, kept on it as ``_tinyspec``.
 
-    swapped: (parent, name, the model's own module, its stand-in), in the order of swapping.
+    layers: heads of every attention call of a forward, in order. configs: those that say which
+    attention is called, and what they said. swapped: (parent, name, the model's own module, its
+    stand-in), in the order of swapping. bound: modules that call the attention interface.
     """
 
     model: PreTrainedModel
     context: AttentionContext
-    layers: list[LayerShape]
-    implementation: str
+    configs: list[tuple[PreTrainedConfig, str | None]]
     compiled: CompiledCalls
+    layers: list[LayerShape] = field(default_factory=list)
+    keeps_logits: bool = True
     swapped: list[tuple[nn.Module, str, nn.Module, nn.Module]] = field(default_factory=list)
     bound: list[nn.Module] = field(default_factory=list)
     haste: Haste = field(default_factory=Haste)
@@ -56,7 +59,8 @@ class Patched:
             bound.__dict__.pop("tinyspec_context", None)
         self.compiled.put_back()
         # Not by set_attn_implementation, which refuses what it could not load here.
-        self.model.config._attn_implementation = self.implementation
+        for config, implementation in self.configs:
+            config._attn_implementation_internal = implementation
 
     def suspend(self) -> None:
         """``take_out``, until ``resume``."""
@@ -73,7 +77,6 @@ class Patched:
                 _hand_over(parent, name, before, module)
             self.bind()
             self.compiled.set_aside()
-            self.model.config._attn_implementation = IMPLEMENTATION
             self.left = None
         return True
 
@@ -81,7 +84,8 @@ class Patched:
         """What stand-ins count on: every module as it is there, its hooks, a forward of its own and
         what kind of weights it has; of modules that have stand-ins, their settings and buffers."""
         model = self.model
-        outline: list[object] = [model.dtype, model.device, model.config._attn_implementation]
+        outline: list[object] = [model.dtype, model.device]
+        outline += [config._attn_implementation for config, _ in self.configs]
         for module in model.modules():
             kinds = [type(parameter) for parameter in module._parameters.values()]
             outline += [module, type(module), hooks_of(module), kinds, "forward" in vars(module)]
@@ -93,7 +97,10 @@ class Patched:
         return outline
 
     def bind(self) -> None:
-        """Tell the attention modules that call the attention interface where the pages are."""
+        """Have the modules that call the attention interface call ours, and tell them where the
+        pages are."""
+        for config, _ in self.configs:
+            config._attn_implementation_internal = IMPLEMENTATION
         for module in self.bound:
             module.__dict__["tinyspec_context"] = self.context
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import get_ident
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from tinyspec.passes import Pass
 from tinyspec.patch import vocab_size
 from tinyspec.patched import Patched
 from tinyspec.row_tiles import RowTiles
+from tinyspec.survey import accepted
 
 # The largest that glibc takes as a measure of what to keep.
 KEPT_BYTES = (32 << 20) - (8 << 10)
@@ -56,6 +56,9 @@ class Runner:
             keep_heap()
         self.vocab_size = vocab_size(model)
         self._layers = patched.layers
+        self._keeps_logits = patched.keeps_logits
+        self._always = accepted(model, use_cache=False, return_dict=True)
+        self._takes_positions = "position_ids" in accepted(model, position_ids=None)
         self._pool = pool
         self._context = patched.context
         self._context.kernels = kernels
@@ -134,21 +137,17 @@ class Runner:
         batch.segments.exact = self.tiles.on = canonical
         self._haste.rows = 0 if canonical else self.quick_rows
         context = self._context
-        context.segments, context.slot_mapping = batch.segments, batch.slot_mapping
-        context.thread = get_ident()
+        context.begin(batch.segments, batch.slot_mapping, batch.positions)
+        more = {"position_ids": batch.positions[None]} if self._takes_positions else {}
+        if self._keeps_logits:
+            more["logits_to_keep"] = keep
         try:
-            logits = self.model(
-                **self._entering(batch),
-                position_ids=batch.positions[None],
-                use_cache=False,
-                logits_to_keep=keep,
-                return_dict=True,
-            ).logits
+            logits = self.model(**self._entering(batch), **more, **self._always).logits
         finally:
-            context.segments = context.slot_mapping = None
+            context.end()
             self.tiles.on = False
             self._haste.rows = 0
-        return logits[0].float()
+        return (logits[0] if self._keeps_logits else logits[0, keep]).float()
 
     def _entering(self, batch: Batch) -> dict[str, Tensor]:
         """What enters the model: token ids, or where some rows have none, embeddings of all."""
