@@ -137,7 +137,8 @@ class PagedAttention(nn.Module):
         capped = "attn_logit_softcapping" in type(original).forward.__code__.co_names
         self.scores = {
             "scale": original.scaling,
-            "softcap": (getattr(original, "attn_logit_softcapping", None) if capped else None) or 0.0,
+            "softcap": (getattr(original, "attn_logit_softcapping", None) if capped else None)
+            or 0.0,
         }
         # Of its own: the projections are shared, and may be in another mode.
         self.training = original.training

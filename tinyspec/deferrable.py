@@ -182,6 +182,8 @@ def _updates(node: ast.If, k: str) -> bool:
         return False
     past = ast.unparse(node.test).removesuffix(" is not None")
     text = f"{stored[0]}, {stored[1]} = {past}.update({k}, {stored[1]}, self.layer_idx)"
-    return past.isidentifier() and _matches(node.test, f"{past} is not None") and _matches(
-        written, text
+    return (
+        past.isidentifier()
+        and _matches(node.test, f"{past} is not None")
+        and _matches(written, text)
     )
