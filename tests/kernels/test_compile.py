@@ -30,6 +30,8 @@ TARGETS = {
     "sm_100": (("cuda", 100, 32), 227 << 10),
     "gfx942": (("hip", "gfx942", 64), 64 << 10),
 }
+# How pairs lie, and in which dtype (None: the model's) cos and sin are.
+TURNS = {"halves": (False, None), "interleaved in fp32": (True, torch.float32)}
 HEAD_DIMS = [16, 32, 64, 80, 96, 128, 256]
 Call = Callable[[], object]
 
@@ -48,16 +50,17 @@ def entries(full: bool) -> Iterator[tuple[str, list[Call]]]:
     yield "sample", [sample_call(*size, forced) for size in sizes for forced in (False, True)]
     dtypes = [torch.bfloat16, torch.float16, torch.float32] if full else [torch.bfloat16]
     norms = (True, False) if full else (True,)
-    for dtype, dim, norm in product(dtypes, HEAD_DIMS if full else [80, 128], norms):
-        calls = [kv_write_call(dtype, dim, norm, *s) for s in ((1, 1, 1), (16, 8, 2), (5, 32, 8))]
-        yield f"kv_write {dtype} {dim} norm={norm}", calls
+    sizes = ((1, 1, 1), (16, 8, 2), (5, 32, 8))
+    for *entry, norm, turn in product(dtypes, HEAD_DIMS if full else [80, 128], norms, TURNS):
+        calls = [kv_write_call(*entry, norm, turn, *size) for size in sizes]
+        yield f"kv_write {entry} norm={norm} {turn}", calls
     grid = list(product(dtypes, HEAD_DIMS, (True, False)))
     if not full:
         grid = [(torch.bfloat16, dim, False) for dim in (64, 80, 128)]
         grid += [(torch.bfloat16, 256, True), (torch.float32, 64, False)]
     for dtype, dim, extras in grid:
         sizes = ((1, 1, 1, 16, 0, 30), (3, 16, 2, 128, 40, 600), (17, 12, 4, 1, 1, 5000))
-        calls = [attention_call(dtype, dim, extras, *s) for s in sizes]
+        calls = [attention_call(dtype, dim, extras, *size) for size in sizes]
         yield f"attention {dtype} {dim} extras={extras}", calls
     # (K, N) of some layers per binary: all that it knows of them is how far they divide.
     layers = {"even": ((64, 4096), (11008, 128)), "odd": ((3, 997), (63, 50257))}
@@ -91,18 +94,20 @@ def sample_call(rows: int, vocab: int, forced: bool) -> Call:
 
 
 def kv_write_call(
-    dtype: torch.dtype, dim: int, norm: bool, rows: int, q_heads: int, kv_heads: int
+    dtype: torch.dtype, dim: int, norm: bool, turn: str, rows: int, q_heads: int, kv_heads: int
 ) -> Call:
     from tinyspec.kernels.kv_write import fused_kv_write
 
+    interleaved, angle_dtype = TURNS[turn]
     fused = torch.zeros(rows, q_heads + 2 * kv_heads, dim, dtype=dtype)
     parts = fused.split([q_heads, kv_heads, kv_heads], dim=1)
-    cos = torch.zeros(rows, dim, dtype=dtype)
+    cos = torch.zeros(rows, dim, dtype=angle_dtype or dtype)
     cache = torch.zeros(2, 16, kv_heads, dim, dtype=dtype)
     weight = torch.zeros(dim, dtype=dtype) if norm else None
     slots = torch.zeros(rows, dtype=torch.long)
     args = (*parts, cos, cos, cache, cache.clone(), slots)
-    return lambda: fused_kv_write(*args, q_weight=weight, k_weight=weight)
+    options = {"q_weight": weight, "k_weight": weight, "interleaved": interleaved}
+    return lambda: fused_kv_write(*args, **options)
 
 
 def attention_call(

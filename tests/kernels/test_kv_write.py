@@ -19,24 +19,33 @@ EPS = 1e-6
 SENTINEL = 7.0
 
 
-def reference(x: Tensor, weight: Tensor | None, cos: Tensor | None, sin: Tensor | None) -> Tensor:
-    """Norm and rotation as transformers writes them, in the dtype of ``x``."""
+TURNS = [pytest.param(False, id="halves"), pytest.param(True, id="interleaved")]
+
+
+def reference(
+    x: Tensor, weight: Tensor | None, cos: Tensor | None, sin: Tensor | None, interleaved: bool
+) -> Tensor:
+    """Norm and rotation as transformers writes them, in the dtype of ``x`` or of wider angles."""
     if weight is not None:
         wide = x if x.dtype == torch.float64 else x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
         x = weight.to(x.dtype) * wide.to(x.dtype)
     if cos is None or sin is None:
         return x
-    cos, sin = cos.to(x.dtype)[:, None], sin.to(x.dtype)[:, None]
+    wide = torch.promote_types(x.dtype, cos.dtype)
+    cos, sin = cos.to(wide)[:, None], sin.to(wide)[:, None]
     rot = cos.shape[-1]
     turned, rest = x[..., :rot], x[..., rot:]
-    half = torch.cat([-turned[..., rot // 2 :], turned[..., : rot // 2]], dim=-1)
-    return torch.cat([turned * cos + half * sin, rest], dim=-1)
+    if interleaved:
+        other = torch.stack([-turned[..., 1::2], turned[..., ::2]], dim=-1).flatten(-2)
+    else:
+        other = torch.cat([-turned[..., rot // 2 :], turned[..., : rot // 2]], dim=-1)
+    return torch.cat([(turned * cos + other * sin).to(x.dtype), rest], dim=-1)
 
 
 def angles(rows: int, rot: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    angle = 3 * normal(rows, rot // 2, seed=9)
-    angle = torch.cat([angle, angle], dim=-1)
+    """Every element has its own: that two of a pair are one angle is nothing to rely on."""
+    angle = 3 * normal(rows, rot, seed=9)
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
@@ -52,6 +61,15 @@ def slots(values: list[int]) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
 @pytest.mark.parametrize(
+    "interleaved, angle_dtype",
+    [
+        pytest.param(False, None, id="halves"),
+        pytest.param(True, None, id="interleaved"),
+        pytest.param(False, torch.float32, id="halves-in-fp32"),
+        pytest.param(True, torch.float32, id="interleaved-in-fp32"),
+    ],
+)
+@pytest.mark.parametrize(
     "q_heads, kv_heads, dim, rot",
     [
         pytest.param(1, 1, 4, 2, id="smallest"),
@@ -64,27 +82,36 @@ def slots(values: list[int]) -> Tensor:
     ],
 )
 def test_matches_reference(
-    q_heads: int, kv_heads: int, dim: int, rot: int, norm: bool, dtype: torch.dtype
+    q_heads: int,
+    kv_heads: int,
+    dim: int,
+    rot: int,
+    interleaved: bool,
+    angle_dtype: torch.dtype | None,
+    norm: bool,
+    dtype: torch.dtype,
 ) -> None:
+    if angle_dtype is not None and (rot == 0 or dtype == angle_dtype):
+        pytest.skip("no wider angles")
     places = [33, 0, -1, 16, 7]
     rows, kept = len(places), [0, 1, 3, 4]
     q = normal(rows, q_heads, dim, seed=1, dtype=dtype)
     k = normal(rows, kv_heads, dim, seed=2, dtype=dtype)
     v = normal(rows, kv_heads, dim, seed=3, dtype=dtype)
-    cos, sin = angles(rows, rot, dtype) if rot else (None, None)
+    cos, sin = angles(rows, rot, angle_dtype or dtype) if rot else (None, None)
     weights = [normal(dim, seed=seed, dtype=dtype) if norm else None for seed in (4, 5)]
     k_cache, v_cache = caches(3, 16, kv_heads, dim, dtype)
 
     out = fused_kv_write(
         q, k, v, cos, sin, k_cache, v_cache, slots(places),
-        q_weight=weights[0], k_weight=weights[1], eps=EPS,
+        q_weight=weights[0], k_weight=weights[1], eps=EPS, interleaved=interleaved,
     )  # fmt: skip
 
     written = k_cache.flatten(0, 1)[slots(places)[kept]]
     assert out.is_contiguous()
     for got, x, weight in ((out, q, weights[0]), (written, k, weights[1])):
-        same = reference(x, weight, cos, sin)
-        exact = reference(x.double(), weight, cos, sin)
+        same = reference(x, weight, cos, sin, interleaved)
+        exact = reference(x.double(), weight, cos, sin, interleaved)
         if x is k:
             same, exact = same[kept], exact[kept]
         assert_as_good_as_torch(got, same, exact)
@@ -100,8 +127,9 @@ def test_matches_reference_without_rows() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", TURNS)
 @pytest.mark.parametrize("page_size", [16, 128])
-def test_exact(page_size: int, dtype: torch.dtype) -> None:
+def test_exact(page_size: int, interleaved: bool, dtype: torch.dtype) -> None:
     """Angles of 0, 90 and 180 degrees only move and negate numbers."""
     dim, half, places = 48, 16, [page_size, 2, 2 * page_size - 1]
     x = normal(3, 2, dim, seed=1, dtype=dtype)
@@ -116,15 +144,23 @@ def test_exact(page_size: int, dtype: torch.dtype) -> None:
             torch.cat([-first[2], -second[2], rest[2]], dim=-1),
         ]
     )
+    if interleaved:
+        # The same numbers, the two of a pair side by side.
+        order = torch.arange(dim)
+        order[: 2 * half] = order[: 2 * half].view(2, half).T.flatten()
+        x, expected = x[..., order].contiguous(), expected[..., order]
     k_cache, v_cache = caches(2, page_size, 2, dim, dtype)
-    out = fused_kv_write(x, x, v, cos, sin, k_cache, v_cache, slots(places))
+    out = fused_kv_write(
+        x, x, v, cos, sin, k_cache, v_cache, slots(places), interleaved=interleaved
+    )
     assert torch.equal(out, expected)
     assert torch.equal(k_cache.flatten(0, 1)[places], expected)
     assert torch.equal(v_cache.flatten(0, 1)[places], v)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_row_invariant(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("interleaved", TURNS)
+def test_row_invariant(interleaved: bool, dtype: torch.dtype) -> None:
     rows, q_heads, kv_heads, dim = 9, 6, 3, 80
     fused = normal(rows, (q_heads + 2 * kv_heads) * dim, seed=1, dtype=dtype)
     q, k, v = fused.view(rows, -1, dim).split([q_heads, kv_heads, kv_heads], dim=1)
@@ -139,7 +175,7 @@ def test_row_invariant(dtype: torch.dtype) -> None:
             parts = [torch.where(big[:, None, None], part * 1000, part) for part in parts]
         out = fused_kv_write(
             *parts, cos[pick], sin[pick], k_cache, v_cache, places[pick],
-            q_weight=weight, k_weight=weight,
+            q_weight=weight, k_weight=weight, interleaved=interleaved,
         )  # fmt: skip
         return [out, k_cache[0, places[pick]], v_cache[0, places[pick]]]
 

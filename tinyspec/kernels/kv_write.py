@@ -1,12 +1,14 @@
 """Fused KV write: q/k RMSNorm, RoPE on q and k, scatter of k and v into their slots, one launch.
 
     n = cast(x / sqrt(mean(x^2) + eps)) * weight               (Qwen3; only where weights are given)
-    y = [n1 * cos1 - n2 * sin1, n2 * cos2 + n1 * sin2, n_rest] (halves of the first rot dimensions)
+    y = [n1 * cos1 - n2 * sin1, n2 * cos2 + n1 * sin2, n_rest]
+
+1 and 2 are the halves of the first rot dimensions (Llama), or its even and odd ones (GLM).
 
 q [R, Hq, D], k and v [R, Hkv, D], caches [N, page_size, Hkv, D]. A program owns BLOCK_H heads of
 one row: q heads, or k heads together with the v heads of the same number. RoPE is computed in fp32
-and rounded once. The only reduction is the norm's sum over a head, in an order fixed by dtype and
-head size.
+and rounded once. The only reduction is the norm's sum over a head, in an order fixed by dtype, head
+size and how the dimensions pair.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ def _norm_rotate(
     stride_out,
     eps,
     NORM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     ROT: tl.constexpr,
     D: tl.constexpr,
     HALF_PAD: tl.constexpr,
@@ -48,8 +51,10 @@ def _norm_rotate(
 ):
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     HALF: tl.constexpr = ROT // 2
-    first = tl.arange(0, HALF_PAD)
-    first_mask = first < HALF
+    pair = tl.arange(0, HALF_PAD)
+    pair_mask = pair < HALF
+    first = 2 * pair if INTERLEAVED else pair
+    second = first + 1 if INTERLEAVED else HALF + pair
     rest = ROT + tl.arange(0, REST_PAD)
     rest_mask = rest < D
     x_row = x_ptr + head[:, None] * stride_x
@@ -57,9 +62,9 @@ def _norm_rotate(
 
     total = tl.zeros([head.shape[0]], tl.float32)
     if ROT > 0:
-        pair_mask = head_mask[:, None] & first_mask[None, :]
-        x1 = tl.load(x_row + first[None, :], mask=pair_mask, other=0.0).to(tl.float32)
-        x2 = tl.load(x_row + HALF + first[None, :], mask=pair_mask, other=0.0).to(tl.float32)
+        turn_mask = head_mask[:, None] & pair_mask[None, :]
+        x1 = tl.load(x_row + first[None, :], mask=turn_mask, other=0.0).to(tl.float32)
+        x2 = tl.load(x_row + second[None, :], mask=turn_mask, other=0.0).to(tl.float32)
         total += tl.sum(x1 * x1 + x2 * x2, axis=1)
     if ROT < D:
         copy_mask = head_mask[:, None] & rest_mask[None, :]
@@ -68,16 +73,16 @@ def _norm_rotate(
     rms = tl.rsqrt(total / D + eps)
 
     if ROT > 0:
-        x1 = _normed(x1, weight_ptr, first, rms, first_mask, NORM, DTYPE)
-        x2 = _normed(x2, weight_ptr, HALF + first, rms, first_mask, NORM, DTYPE)
-        cos1 = tl.load(cos_ptr + first, mask=first_mask, other=0.0).to(tl.float32)[None, :]
-        sin1 = tl.load(sin_ptr + first, mask=first_mask, other=0.0).to(tl.float32)[None, :]
-        cos2 = tl.load(cos_ptr + HALF + first, mask=first_mask, other=0.0).to(tl.float32)[None, :]
-        sin2 = tl.load(sin_ptr + HALF + first, mask=first_mask, other=0.0).to(tl.float32)[None, :]
+        x1 = _normed(x1, weight_ptr, first, rms, pair_mask, NORM, DTYPE)
+        x2 = _normed(x2, weight_ptr, second, rms, pair_mask, NORM, DTYPE)
+        cos1 = tl.load(cos_ptr + first, mask=pair_mask, other=0.0).to(tl.float32)[None, :]
+        sin1 = tl.load(sin_ptr + first, mask=pair_mask, other=0.0).to(tl.float32)[None, :]
+        cos2 = tl.load(cos_ptr + second, mask=pair_mask, other=0.0).to(tl.float32)[None, :]
+        sin2 = tl.load(sin_ptr + second, mask=pair_mask, other=0.0).to(tl.float32)[None, :]
         y1 = x1 * cos1 - x2 * sin1
         y2 = x2 * cos2 + x1 * sin2
-        tl.store(out_row + first[None, :], y1.to(DTYPE), mask=pair_mask)
-        tl.store(out_row + HALF + first[None, :], y2.to(DTYPE), mask=pair_mask)
+        tl.store(out_row + first[None, :], y1.to(DTYPE), mask=turn_mask)
+        tl.store(out_row + second[None, :], y2.to(DTYPE), mask=turn_mask)
     if ROT < D:
         x3 = _normed(x3, weight_ptr, rest, rms, rest_mask, NORM, DTYPE)
         tl.store(out_row + rest[None, :], x3.to(DTYPE), mask=copy_mask)
@@ -130,6 +135,7 @@ def kv_write_kernel(
     eps,
     NORM_Q: tl.constexpr,
     NORM_K: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     ROT: tl.constexpr,
     D: tl.constexpr,
     VEC: tl.constexpr,
@@ -158,6 +164,7 @@ def kv_write_kernel(
             D,
             eps,
             NORM=NORM_Q,
+            INTERLEAVED=INTERLEAVED,
             ROT=ROT,
             D=D,
             HALF_PAD=HALF_PAD,
@@ -180,6 +187,7 @@ def kv_write_kernel(
                 D,
                 eps,
                 NORM=NORM_K,
+                INTERLEAVED=INTERLEAVED,
                 ROT=ROT,
                 D=D,
                 HALF_PAD=HALF_PAD,
@@ -213,13 +221,15 @@ def fused_kv_write(
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 1e-6,
+    interleaved: bool = False,
 ) -> Tensor:
     """Norm and rotate q and k, write k and v where ``slot_mapping`` says, return the rotated q.
 
     q [R, Hq, D], k and v [R, Hkv, D], last dimension contiguous; cos and sin [R, rot] with rot <=
-    D, or None for no RoPE; caches [N, page_size, Hkv, D] contiguous; slot_mapping [R] int64, page *
-    page_size + offset, -1 to skip. q_weight and k_weight [D]: RMSNorm over the head before RoPE
-    (Qwen3).
+    D, in any float dtype, or None for no RoPE; caches [N, page_size, Hkv, D] contiguous;
+    slot_mapping [R] int64, page * page_size + offset, -1 to skip. q_weight and k_weight [D]:
+    RMSNorm over the head before RoPE (Qwen3). interleaved: neighbours of the first rot dimensions
+    turn together (GLM), not their halves.
     """
     rows, q_heads, dim = q.shape
     kv_heads = k.shape[1]
@@ -276,6 +286,7 @@ def fused_kv_write(
         eps=float(eps),
         NORM_Q=norm_q,
         NORM_K=norm_k,
+        INTERLEAVED=interleaved,
         ROT=rot,
         D=dim,
         VEC=vec,
