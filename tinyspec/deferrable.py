@@ -144,7 +144,7 @@ def _rejoined(tree: ast.FunctionDef, turning: ast.Assign, turned: list[str]) -> 
 
 
 def _only_attended(tree: ast.FunctionDef, turning: ast.stmt, q: str, k: str) -> bool:
-    """Whether q and k, from behind a statement on, go nowhere but to a cache and to the interface."""
+    """Whether q and k, from behind a statement on, go to a cache and to the interface alone."""
     behind = list(_behind(tree, turning))
     allowed: set[ast.AST] = set()
     callers = [n for n in behind if isinstance(n, ast.Assign) and _fetches(n.value)]

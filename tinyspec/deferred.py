@@ -140,7 +140,7 @@ def _rope(module: nn.Module) -> Rope | None:
 
 
 def _standard_norm(norm: nn.Module, head_dim: int) -> bool:
-    essence = None if own_forward(norm) else _essence(type(norm).forward)
+    essence = None if own_forward(norm) is not None else _essence(type(norm).forward)
     same = essence is not None and essence == _essence(_of("llama", "LlamaRMSNorm").forward)
     return same and norm.weight.shape == (head_dim,)
 
