@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 
+from tests.support import zoo
 from tests.support.loading import (
     CONFIG,
     DETERMINISTIC,
@@ -17,8 +18,8 @@ from tests.support.loading import (
     tokens,
     unlike,
 )
-from tests.support.tiny import tiny
-from tinyspec import Engine, EngineConfig, UnsupportedModelError, doctor
+from tests.support.tiny import prompts, tiny
+from tinyspec import Engine, EngineConfig, SamplingParams, UnsupportedModelError, doctor
 from tinyspec.kernels.twins.linear import linear
 from tinyspec.linears import KernelLinear, OneDnnLinear, by_kernel
 
@@ -208,14 +209,6 @@ REFUSED = {
         ),
         "adapter 'default' is ADAPTION_PROMPT",
     ),
-    "adaption prompt, unwrapped": (
-        lambda: (
-            tuned(
-                peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=2, adapter_layers=1)
-            ).base_model.model
-        ),
-        "self_attn.model is called by another attention .AdaptedAttention",
-    ),
     "activated lora": (
         lambda: lora(alora_invocation_tokens=[1, 2]),
         "alora_invocation_tokens",
@@ -223,10 +216,6 @@ REFUSED = {
     "parameters": (
         lambda: lora(target_modules=[], target_parameters=["q_proj.weight"]),
         "q_proj's parameters together anew in every pass",
-    ),
-    "attention": (
-        lambda: lora(modules_to_save=["self_attn"]),
-        "are both the attention of layer 0",
     ),
     "norm of queries": (
         lambda: peft.get_peft_model(tiny("qwen3"), peft.LNTuningConfig(target_modules=["q_norm"])),
@@ -243,6 +232,35 @@ def test_what_is_not_in_the_layers_is_refused(make, message):
         Engine(model, config=CONFIG)
     assert unlike(before, everything(model)) == []
     assert message.split(" .")[0] in doctor(model, CONFIG).problems[0]
+
+
+AROUND_ATTENTION = {
+    "adaption prompt": lambda: (
+        tuned(
+            peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=2, adapter_layers=1)
+        ).base_model.model
+    ),
+    "a copy of it": lambda: lora(modules_to_save=["self_attn"]),
+}
+
+
+@pytest.mark.parametrize("make", AROUND_ATTENTION.values(), ids=AROUND_ATTENTION)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_attention_within_attention_is_served(make, deterministic):
+    """What the survey saw called is what is served, whatever it is wrapped in."""
+    model = make()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "adaption" in name or "modules_to_save" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    expected = [zoo.greedy(model, prompt, 20)[0] for prompt in prompts(3)]
+    assert expected != [zoo.greedy(tiny(), prompt, 20)[0] for prompt in prompts(3)], (
+        "as if left out"
+    )
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True, deterministic=deterministic)
+    with Engine(model, config=CONFIG) as engine:
+        outputs = engine.generate(prompts(3), params)
+    assert [output.completions[0].token_ids for output in outputs] == expected
 
 
 def test_hooks_on_the_wrapper_are_refused():

@@ -136,7 +136,12 @@ def falcon():
 
 def one_layer_of_its_own():
     class OwnAttention(LlamaAttention):
-        pass
+        def forward(self, hidden_states, **kwargs):
+            rows = hidden_states.shape[1]
+            weights = torch.ones(rows, rows).tril()
+            return (weights / weights.sum(-1, keepdim=True)) @ self.v_proj(hidden_states)[
+                ..., :1
+            ].expand_as(hidden_states), None
 
     model = tiny()
     model.model.layers[1].self_attn.__class__ = OwnAttention

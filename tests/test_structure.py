@@ -20,7 +20,7 @@ FILES = {
 # From the ground up: a module imports only what stands on a line above its own. Packages are one
 # entry here and have their own rules below.
 LAYERS = (
-    ("errors", "packed"),
+    ("errors", "packed", "families"),
     ("unwrap",),
     (
         "interrupts",
@@ -35,13 +35,23 @@ LAYERS = (
         "models",
     ),
     ("config", "params", "text", "ambient", "drafter", "kv_cache", "bucket_classes", "fact_cache"),
-    ("outputs", "attention", "fingerprint", "capacity", "sampler", "attention_probe", "loading"),
-    ("request", "patched"),
+    (
+        "outputs",
+        "survey",
+        "fingerprint",
+        "capacity",
+        "sampler",
+        "attention_probe",
+        "loading",
+        "gate",
+    ),
+    ("request", "attention"),
+    ("patched",),
     ("patch",),
     ("passes", "intake", "prefix_cache", "outbox", "stream", "hf_rows", "hf_streamers"),
     ("batch", "residents", "hf_settings"),
     ("runner", "scheduler", "hf_prepare"),
-    ("commit", "model_probe", "hf_call"),
+    ("commit", "model_probe", "hf_call", "rehearsal"),
     ("bucket_probe",),
     ("loop", "contract"),
     ("desk",),

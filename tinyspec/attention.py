@@ -226,6 +226,13 @@ class RopeTable(nn.Module):
         self._place = torch.arange(positions, device=like.device)[None]
         self._tables: dict[tuple[Any, ...], tuple[Tensor, ...] | Tensor] = {}
 
+    def __getattr__(self, name: str) -> Any:
+        """Settings of the module that it stands for, which some models read."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_rotary"][0], name)
+
     def _table(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...] | Tensor:
         key = *args, *sorted(kwargs.items())
         found = self._tables.get(key)
@@ -240,6 +247,8 @@ class RopeTable(nn.Module):
         self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, ...] | Tensor:
         """position_ids [1, R] -> what the module says of them: mostly cos and sin [1, R, rot]."""
+        if position_ids.dim() != 2:  # rows and columns of pictures beside the tokens' places
+            return self._rotary[0](x, position_ids, *args, **kwargs)
         rows = position_ids[0]
         table = self._table(*args, **kwargs)
         if isinstance(table, Tensor):

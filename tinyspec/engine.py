@@ -26,6 +26,7 @@ from tinyspec.pages import PagePool
 from tinyspec.params import SamplingParams
 from tinyspec.passes import EngineStats, PassRecord
 from tinyspec.patch import install, uninstall
+from tinyspec.rehearsal import rehearse
 from tinyspec.request import Request
 from tinyspec.runner import Runner
 from tinyspec.sampler import Sampler
@@ -61,8 +62,7 @@ class Engine:
         if reason is not None:
             raise refuse("backend", config.backend, reason)
         drafter = make_drafter(config.drafter, model)
-        self.model = model
-        self.tokenizer = tokenizer
+        self.model, self.tokenizer = model, tokenizer
         linear = kernels.load(config.backend).linear if config.linear == "always" else None
         self._patched = install(model, config.max_model_len, linear)
         try:
@@ -82,10 +82,10 @@ class Engine:
         self._pool = PagePool(num_pages, config.page_size)
         self._scheduler = Scheduler(config, self._pool, buckets)
         self._runner = Runner(self.model, self._patched, self._pool, loaded, buckets)
+        rehearse(self._patched, self._runner)
         committer = Committer(loaded, self._scheduler, self.tokenizer, self._runner.device)
-        self._loop = Loop(
-            config, self._scheduler, self._runner, Sampler(loaded), committer, drafter
-        )
+        sampler = Sampler(loaded)
+        self._loop = Loop(config, self._scheduler, self._runner, sampler, committer, drafter)
         self._contract = Contract(self.model, self._runner, config)
         self._intake = Intake(self.model, self.tokenizer, config, self._pool)
         self._desk = Desk(self._loop, self._contract, self.tokenizer)

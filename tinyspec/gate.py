@@ -26,12 +26,12 @@ def refusal(model: PreTrainedModel) -> str | None:
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         return "it has cross-attention"
     text = config.get_text_config(decoder=True)
-    others = set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES
-    if others:
-        return f"it has layers of type {', '.join(sorted(others))}"
     kept = {type(layer).__name__ for layer in _cache_layers(text)} - CACHE_LAYERS
     if kept:
         return f"it keeps state other than keys and values ({', '.join(sorted(kept))})"
+    others = set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES
+    if others:
+        return f"it has layers of type {', '.join(sorted(others))}"
     if "dynamic" in _rope_types(text):
         return "dynamic RoPE scaling makes a row depend on the longest sequence"
     return None

@@ -76,9 +76,13 @@ class Runner:
             self._context.k, self._context.v = self._cache.k, self._cache.v
         return self._cache
 
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self._pool.page_size
+
     def _pages(self, num_pages: int) -> KVCache:
-        page_size = self._pool.page_size
-        return KVCache(self._layers, num_pages, page_size, self.model.dtype, self.device)
+        return KVCache(self._layers, num_pages, self.page_size, self.model.dtype, self.device)
 
     def extend(self, num_pages: int) -> None:
         """Let the memory that is taken, if any is, be of ``num_pages``; nothing may be running."""
