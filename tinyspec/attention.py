@@ -8,7 +8,7 @@ interface. Neither knows requests; what a pass needs stands in one ``AttentionCo
 from __future__ import annotations
 
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,15 @@ from tinyspec.survey import Reach, Recorder
 # The name under which transformers knows paged attention. No mask function goes by it, so models
 # build no masks: causality comes from the segments.
 IMPLEMENTATION = "tinyspec"
+
+
+class Note(NamedTuple):
+    """How a layer's q and k, handed over as they are, want to be turned: cos and sin [R, rot]."""
+
+    layer: int
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
 
 
 class AttentionContext:
@@ -40,6 +49,7 @@ class AttentionContext:
         self.positions: Tensor | None = None
         self.thread = 0
         self.slot_mapping: Tensor | None = None
+        self.note: Note | None = None
         self._calls = 0
 
     def record(self, recorder: Recorder | None, positions: Tensor | None = None) -> None:
@@ -55,7 +65,18 @@ class AttentionContext:
 
     def end(self) -> None:
         """The pass is over, however it went."""
-        self.segments = self.slot_mapping = self.positions = None
+        self.segments = self.slot_mapping = self.positions = self.note = None
+
+    def serves(self) -> bool:
+        """Whether this thread's pass is running."""
+        return self.segments is not None and self.thread == get_ident()
+
+    def noted(self, module: nn.Module) -> Note | None:
+        """What ``module`` has noted of its rotation in this pass, once."""
+        if self.note is None or not self.serves():
+            return None
+        note, self.note = self.note, None
+        return note if note.layer == module.layer_idx else None
 
     def attend(
         self,
@@ -70,7 +91,7 @@ class AttentionContext:
 
         v may be narrower than q and k, or wider: the cache's heads are as wide as the wider.
         """
-        if self.segments is None or self.kernels is None or self.thread != get_ident():
+        if not self.serves() or self.kernels is None or self.segments is None:
             raise RuntimeError(
                 "this model's attention is served by tinyspec: generate through its Engine, or "
                 "close that to use the model by itself"
@@ -117,9 +138,12 @@ class PagedAttention(nn.Module):
         self.context = context
         self.config: Any = original.config
         self.head_dim: int = original.head_dim  # type: ignore[assignment]
+        # As the original's forward has it: an attribute that it does not read says nothing.
+        capped = "attn_logit_softcapping" in type(original).forward.__code__.co_names
         self.scores = {
             "scale": original.scaling,
-            "softcap": getattr(original, "attn_logit_softcapping", None) or 0.0,
+            "softcap": (getattr(original, "attn_logit_softcapping", None) if capped else None)
+            or 0.0,
         }
         # Of its own: the projections are shared, and may be in another mode.
         self.training = original.training
@@ -164,12 +188,13 @@ def paged_attention_function(
         known = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
         return context.recorder.attend(module, query, key, value, attention_mask, **known, **kwargs)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    note = context.noted(module)
     out = context.attend(
         q,
         k,
         v,
-        None,
-        {},
+        note and (note.cos, note.sin),
+        {"interleaved": True} if note and note.interleaved else {},
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         softcap=softcap or 0.0,
         sinks=s_aux,

@@ -20,6 +20,7 @@ from tinyspec.attention import (
     ToldPositions,
     paged_attention_function,
 )
+from tinyspec.deferred import deferred
 from tinyspec.errors import UnsupportedModelError
 from tinyspec.gate import cache_windows, length_refusal, refusal
 from tinyspec.linears import LinearFunction, by_kernel, by_onednn
@@ -161,6 +162,8 @@ def _install(
     for parent, name, module in _children(model):
         if id(module) in called and type(module).__name__ in FUSED:
             patched.swap(parent, name, PagedAttention(module, context))
+        elif id(module) in called and (stand_in := deferred(module, context)) is not None:
+            patched.swap(parent, name, stand_in)
         elif _is_rotary(module):
             patched.swap(parent, name, RopeTable(module, positions, like))
     if linear is not None:

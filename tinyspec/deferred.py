@@ -1,0 +1,214 @@
+"""Deferred rotation: an attention module that leaves RoPE to the kernel that writes its keys.
+
+Told by the source, not by a list of models: a forward that does nothing with rotated q and k but
+hand them to the attention interface gives the same when it hands them over as they are, with the
+cos and sin that they want. Knows no model; knows the rotations that the kernel can do, by the
+function of transformers that does each.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from types import FunctionType
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tinyspec.attention import AttentionContext, Note
+from tinyspec.deferrable import ROTATE, bare, hands_over, source_of
+from tinyspec.unwrap import own_forward
+
+
+class Rope(NamedTuple):
+    """A rotation that the kernel can do.
+
+    lay: what transformers' cos or sin becomes, per element of the rotated part of a head, in the
+    dtype to turn in. rounds: whether the result has q's dtype where that of cos is
+    wider.
+    """
+
+    interleaved: bool
+    lay: Callable[[Tensor], Tensor]
+    rounds: bool = False
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float()
+
+
+def _twice(x: Tensor) -> Tensor:
+    return torch.cat((x, x), dim=-1)
+
+
+def _pairs(x: Tensor) -> Tensor:
+    return x[..., : x.shape[-1] // 2].repeat_interleave(2, dim=-1)
+
+
+def _wide_pairs(x: Tensor) -> Tensor:
+    return _pairs(x).float()
+
+
+# By the model whose ``apply_rotary_pos_emb`` it is.
+ROPES = {
+    "llama": Rope(False, _as_it_is),
+    "gpt_neox": Rope(False, _as_it_is),
+    "phi3": Rope(False, _as_it_is),
+    "nemotron": Rope(False, _as_it_is),
+    "olmo": Rope(False, _as_it_is, rounds=True),
+    "esm": Rope(False, _wide, rounds=True),
+    "gpt_oss": Rope(False, _twice),
+    "glm": Rope(True, _pairs),
+    "helium": Rope(True, _pairs),
+    "ernie4_5": Rope(True, _wide_pairs, rounds=True),
+    "cohere": Rope(True, _wide, rounds=True),
+}
+# Whose attention ``PagedAttention`` does.
+STANDARD = {
+    "llama": "LlamaAttention",
+    "mistral": "MistralAttention",
+    "qwen2": "Qwen2Attention",
+    "qwen3": "Qwen3Attention",
+    "gemma2": "Gemma2Attention",
+}
+
+
+def _of(family: str, name: str) -> Any:
+    """What ``family``'s modeling file calls ``name``, or None."""
+    module = import_module(f"transformers.models.{family}.modeling_{family}")
+    return getattr(module, name, None)
+
+
+@cache
+def _essence(function: Callable[..., Any]) -> str | None:
+    """What a function does, by its source and that of the functions it calls; None if unknown."""
+    tree = source_of(function)
+    if tree is None:
+        return None
+    assert isinstance(function, FunctionType)
+    parts = [ast.dump(bare(tree))]
+    own = {*function.__code__.co_varnames, function.__name__}
+    for name in sorted({n.id for n in ast.walk(bare(tree)) if isinstance(n, ast.Name)} - own):
+        value = function.__globals__.get(name)
+        called = _essence(value) if isinstance(value, FunctionType) else None
+        if called is not None:
+            parts.append(f"{name}: {called}")
+        elif value is not torch and (value is not None or not hasattr(builtins, name)):
+            return None
+    return "\n".join(parts)
+
+
+@cache
+def _references() -> dict[str | None, Rope]:
+    return {_essence(_of(family, ROTATE)): rope for family, rope in ROPES.items()}
+
+
+@cache
+def _standard() -> set[str]:
+    """What the attentions do whose place ``PagedAttention`` takes."""
+    forwards = [_of(family, name).forward for family, name in STANDARD.items()]
+    return {ast.dump(bare(tree)) for tree in map(source_of, forwards) if tree is not None}
+
+
+def _plain(function: Any) -> Any:
+    """The function that the kernels library made a module of, so that its own can replace it."""
+    if isinstance(function, nn.Module) and "forward" not in vars(function):
+        cells = getattr(type(function).forward, "__closure__", None) or ()
+        return cells[0].cell_contents if len(cells) == 1 else None
+    return function
+
+
+def _rope(module: nn.Module) -> Rope | None:
+    """How the kernel turns what ``module`` would; None where it cannot, or the module must."""
+    accelerated = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
+    if own_forward(module, accelerated) is not None or not hasattr(module, "layer_idx"):
+        return None
+    forward: Any = type(module).forward
+    tree = source_of(forward)
+    if tree is None or not hands_over(tree):
+        return None
+    essence = _essence(_plain(forward.__globals__.get(ROTATE)))
+    return None if essence is None else _references().get(essence)
+
+
+def _standard_norm(norm: nn.Module, head_dim: int) -> bool:
+    essence = None if own_forward(norm) is not None else _essence(type(norm).forward)
+    same = essence is not None and essence == _essence(_of("llama", "LlamaRMSNorm").forward)
+    return same and norm.weight.shape == (head_dim,)
+
+
+def layout(module: nn.Module) -> Literal["fused", "deferred"] | None:
+    """Which stand-in an attention module can have: ``PagedAttention``, one of its own kind that
+    leaves the rotation to the kernel, or none, which leaves it to the attention interface."""
+    rope = _rope(module)
+    if rope is None:
+        return None
+    tree = source_of(type(module).forward)
+    assert tree is not None
+    norms = [getattr(module, name) for name in ("q_norm", "k_norm") if hasattr(module, name)]
+    head_dim: Any = getattr(module, "head_dim", None)
+    fused = rope == ROPES["llama"] and ast.dump(bare(tree)) in _standard()
+    return "fused" if fused and all(_standard_norm(n, head_dim) for n in norms) else "deferred"
+
+
+class _Deferred(nn.Module):
+    """What a stand-in has besides its original's class."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # No method of its own: a module that holds itself is freed late.
+        return self.run_deferred(self, *args, **kwargs)  # type: ignore[operator]
+
+
+@cache
+def _class(original: type[nn.Module]) -> type[nn.Module]:
+    return type(original.__name__, (_Deferred, original), {})
+
+
+def deferred(module: nn.Module, context: AttentionContext) -> nn.Module | None:
+    """A stand-in that runs ``module``'s own forward, on everything that is its own, but leaves the
+    rotation to the kernel; None where ``layout`` is."""
+    rope = _rope(module)
+    if rope is None:
+        return None
+    forward: Any = type(module).forward
+    scope = {**forward.__globals__, ROTATE: _deferring(module, rope, context)}
+    run = FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__)
+    run.__kwdefaults__ = forward.__kwdefaults__
+    stand_in = object.__new__(_class(type(module)))
+    vars(stand_in).update(vars(module), tinyspec_context=context, run_deferred=run)
+    for call in ("forward", "_compiled_call_impl"):
+        vars(stand_in).pop(call, None)
+    return stand_in
+
+
+def _deferring(module: nn.Module, rope: Rope, context: AttentionContext) -> Callable[..., Any]:
+    """``apply_rotary_pos_emb`` of a stand-in: notes how q and k want to be turned."""
+    rotate = type(module).forward.__globals__[ROTATE]
+    layer: Any = module.layer_idx
+
+    def deferring(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        segments = context.segments if context.serves() else None
+        if segments is None:
+            return rotate(q, k, cos, sin)
+        # Once per pass, which all layers share that are handed the same.
+        key = (rope, q.dtype, id(cos), id(sin))
+        if key not in segments.derived:
+            fits = cos.shape[:2] == (1, q.shape[2]) and (rope.rounds or cos.dtype == q.dtype)
+            laid = (rope.lay(cos[0]), rope.lay(sin[0])) if fits else None
+            # With what it was made of, lest another come to have its id.
+            segments.derived[key] = laid, cos, sin
+        laid = segments.derived[key][0]
+        if laid is None:
+            return rotate(q, k, cos, sin)
+        context.note = Note(layer, *laid, rope.interleaved)
+        return q, k
+
+    return deferring
