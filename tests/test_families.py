@@ -58,7 +58,7 @@ def test_attention_or_refusal(kind, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(SERVED))
 def test_tokens_and_bits(kind):
-    """64 greedy tokens of ragged batches of 1, 3 and 8 are transformers'; bits as the table says."""
+    """64 greedy tokens of ragged batches of 1, 3 and 8, and bits as the table says."""
     model = tiny(kind)
     assert walk.wrong_tokens(model) == []
     assert walk.contract_of(model) == TABLE[kind][1]
@@ -90,7 +90,7 @@ def test_a_model_without_positions_is_refused():
     rotary = model.model.rotary_emb
     forward = rotary.forward
     rotary.forward = lambda x, position_ids: forward(x, torch.zeros_like(position_ids))
-    with pytest.raises(UnsupportedModelError, match="do not know their positions|forward of its"):
+    with pytest.raises(UnsupportedModelError, match=r"do not know their positions|forward of its"):
         Engine(model)
 
 

@@ -76,7 +76,8 @@ class AttentionContext:
         if self.note is None or not self.serves():
             return None
         note, self.note = self.note, None
-        return note if note.layer == module.layer_idx else None
+        assert note.layer == module.layer_idx, "rotated by one layer, attended to by another"
+        return note
 
     def attend(
         self,

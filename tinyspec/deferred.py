@@ -208,6 +208,7 @@ def _deferring(module: nn.Module, rope: Rope, context: AttentionContext) -> Call
         laid = segments.derived[key][0]
         if laid is None:
             return rotate(q, k, cos, sin)
+        assert context.note is None, "what was left unrotated was attended to by nobody"
         context.note = Note(layer, *laid, rope.interleaved)
         return q, k
 

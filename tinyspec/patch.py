@@ -20,7 +20,7 @@ from tinyspec.attention import (
     ToldPositions,
     paged_attention_function,
 )
-from tinyspec.deferred import deferred
+from tinyspec.deferred import deferred, layout
 from tinyspec.errors import UnsupportedModelError
 from tinyspec.gate import cache_windows, length_refusal, refusal
 from tinyspec.linears import LinearFunction, by_kernel, by_onednn
@@ -72,12 +72,11 @@ def _swap_refusal(model: PreTrainedModel) -> str | None:
     names = {id(module): name for name, module in model.named_modules()}
     swapped = []
     for _, _, module in _children(model):
-        if type(module).__name__ in FUSED:
-            norms = [getattr(module, n) for n in ("q_norm", "k_norm") if hasattr(module, n)]
-            swapped += [module, *norms]
-            for norm in norms:
-                if not type(norm).__name__.endswith("RMSNorm"):
-                    return f"{names[id(norm)]} is no norm of transformers ({type(norm).__name__})"
+        kind = layout(module) if calls_interface(module) else None
+        if kind is not None:
+            swapped.append(module)
+        if kind == "fused":
+            swapped += [getattr(module, n) for n in ("q_norm", "k_norm") if hasattr(module, n)]
         elif _is_rotary(module) or _counts_positions(module):
             swapped.append(module)
     wrappers = (parent.get_submodule(name) for parent, name, _ in compiled_modules(model))
@@ -160,9 +159,10 @@ def _install(
     like = torch.empty(0, dtype=model.dtype, device=model.device)
     called = {id(call.module) for call in found.calls}
     for parent, name, module in _children(model):
-        if id(module) in called and type(module).__name__ in FUSED:
+        kind = layout(module) if id(module) in called else None
+        if kind == "fused":
             patched.swap(parent, name, PagedAttention(module, context))
-        elif id(module) in called and (stand_in := deferred(module, context)) is not None:
+        elif kind == "deferred" and (stand_in := deferred(module, context)) is not None:
             patched.swap(parent, name, stand_in)
         elif _is_rotary(module):
             patched.swap(parent, name, RopeTable(module, positions, like))

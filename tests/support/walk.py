@@ -77,8 +77,9 @@ def contract_of(model: PreTrainedModel, tokens: int = TOKENS) -> str:
             return REFUSED
         few = [bits(output) for output in engine.generate(prompts()[5:], params)]
         alone = [bits(engine.generate([prompt], params)[0]) for prompt in prompts()]
-    other = [n for n in range(8) if alone[n] != crowd[n] or few[n - 5 :][:1] not in ([], [crowd[n]])]
-    return f"other bits of prompts {other}" if other else KEPT
+    other = {n for n in range(8) if alone[n] != crowd[n]}
+    other |= {n for n in range(5, 8) if few[n - 5] != crowd[n]}
+    return f"other bits of prompts {sorted(other)}" if other else KEPT
 
 
 def find(model_type: str) -> Finding:
@@ -131,7 +132,7 @@ def write(findings: dict[str, Finding]) -> None:
     head, tail = text.partition(BEGIN)[0], text.partition(END)[2]
     readme.write_text(f"{head}{BEGIN}\n{render(findings)}\n{END}{tail}")
     families = ROOT / "tinyspec" / "families.py"
-    head, tail = families.read_text().split('TYPES = """')[0], 'SERVED = frozenset(TYPES.split())\n'
+    head, tail = families.read_text().split('TYPES = """')[0], "SERVED = frozenset(TYPES.split())\n"
     kinds = " ".join(sorted(kind for kind, finding in findings.items() if not finding.refusal))
     kept = fill(kinds, 96, break_on_hyphens=False)
     families.write_text(f'{head}TYPES = """\n{kept}\n"""\n{tail}')
