@@ -20,7 +20,7 @@ FILES = {
 # From the ground up: a module imports only what stands on a line above its own. Packages are one
 # entry here and have their own rules below.
 LAYERS = (
-    ("errors", "packed", "families"),
+    ("errors", "packed", "families", "deferrable"),
     ("unwrap",),
     (
         "interrupts",
@@ -46,7 +46,7 @@ LAYERS = (
         "gate",
     ),
     ("request", "attention"),
-    ("patched",),
+    ("patched", "deferred"),
     ("patch",),
     ("passes", "intake", "prefix_cache", "outbox", "stream", "hf_rows", "hf_streamers"),
     ("batch", "residents", "hf_settings"),

@@ -90,7 +90,7 @@ def _behind(tree: ast.AST, statement: ast.AST) -> Iterator[ast.AST]:
     """What stands behind a statement."""
     end = (statement.end_lineno, statement.end_col_offset)  # type: ignore[attr-defined]
     for node in ast.walk(tree):
-        if hasattr(node, "lineno") and (node.lineno, node.col_offset) >= end:
+        if isinstance(node, (ast.stmt, ast.expr)) and (node.lineno, node.col_offset) >= end:
             yield node
 
 

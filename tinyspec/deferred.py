@@ -37,14 +37,6 @@ class Rope(NamedTuple):
     rounds: bool = False
 
 
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.float()
-
-
 def _twice(x: Tensor) -> Tensor:
     return torch.cat((x, x), dim=-1)
 
@@ -59,26 +51,23 @@ def _wide_pairs(x: Tensor) -> Tensor:
 
 # By the model whose ``apply_rotary_pos_emb`` it is.
 ROPES = {
-    "llama": Rope(False, _as_it_is),
-    "gpt_neox": Rope(False, _as_it_is),
-    "phi3": Rope(False, _as_it_is),
-    "nemotron": Rope(False, _as_it_is),
-    "olmo": Rope(False, _as_it_is, rounds=True),
-    "esm": Rope(False, _wide, rounds=True),
+    "llama": Rope(False, Tensor.contiguous),
+    "gpt_neox": Rope(False, Tensor.contiguous),
+    "phi3": Rope(False, Tensor.contiguous),
+    "nemotron": Rope(False, Tensor.contiguous),
+    "olmo": Rope(False, Tensor.contiguous, rounds=True),
+    "esm": Rope(False, Tensor.float, rounds=True),
     "gpt_oss": Rope(False, _twice),
     "glm": Rope(True, _pairs),
     "helium": Rope(True, _pairs),
     "ernie4_5": Rope(True, _wide_pairs, rounds=True),
-    "cohere": Rope(True, _wide, rounds=True),
+    "cohere": Rope(True, Tensor.float, rounds=True),
 }
 # Whose attention ``PagedAttention`` does.
-STANDARD = {
-    "llama": "LlamaAttention",
-    "mistral": "MistralAttention",
-    "qwen2": "Qwen2Attention",
-    "qwen3": "Qwen3Attention",
-    "gemma2": "Gemma2Attention",
-}
+STANDARD = (
+    *(("llama", "LlamaAttention"), ("mistral", "MistralAttention"), ("qwen2", "Qwen2Attention")),
+    *(("qwen3", "Qwen3Attention"), ("gemma2", "Gemma2Attention")),
+)
 
 
 def _of(family: str, name: str) -> Any:
@@ -114,7 +103,7 @@ def _references() -> dict[str | None, Rope]:
 @cache
 def _standard() -> set[str]:
     """What the attentions do whose place ``PagedAttention`` takes."""
-    forwards = [_of(family, name).forward for family, name in STANDARD.items()]
+    forwards = [_of(family, name).forward for family, name in STANDARD]
     return {ast.dump(bare(tree)) for tree in map(source_of, forwards) if tree is not None}
 
 
@@ -168,7 +157,7 @@ class _Deferred(nn.Module):
 
 
 @cache
-def _class(original: type[nn.Module]) -> type[nn.Module]:
+def _class(original: type) -> type[nn.Module]:
     return type(original.__name__, (_Deferred, original), {})
 
 
@@ -182,7 +171,8 @@ def deferred(module: nn.Module, context: AttentionContext) -> nn.Module | None:
     scope = {**forward.__globals__, ROTATE: _deferring(module, rope, context)}
     run = FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__)
     run.__kwdefaults__ = forward.__kwdefaults__
-    stand_in = object.__new__(_class(type(module)))
+    kind: Any = type(module)
+    stand_in = object.__new__(_class(kind))
     vars(stand_in).update(vars(module), tinyspec_context=context, run_deferred=run)
     for call in ("forward", "_compiled_call_impl"):
         vars(stand_in).pop(call, None)
@@ -209,7 +199,7 @@ def _deferring(module: nn.Module, rope: Rope, context: AttentionContext) -> Call
         if laid is None:
             return rotate(q, k, cos, sin)
         assert context.note is None, "what was left unrotated was attended to by nobody"
-        context.note = Note(layer, *laid, rope.interleaved)
+        context.note = Note(layer, laid[0], laid[1], rope.interleaved)
         return q, k
 
     return deferring
