@@ -51,6 +51,7 @@ class Contract:
         self._fingerprint: str | None = None
         self._facts: Facts | None = None
         self._proven_for: object = None
+        self._patched.experts.serve(config.linear)
         settle(self._model, self._model.dtype)
         self._note()
 

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tinyspec.attention import IMPLEMENTATION, AttentionContext
+from tinyspec.experts import Experts
 from tinyspec.fingerprint import trace
 from tinyspec.kv_cache import LayerShape
 from tinyspec.linears import Haste
@@ -36,6 +37,9 @@ class Patched:
     # The model as it was left by ``suspend``; None while the stand-ins are in.
     left: list[object] | None = None
 
+    def __post_init__(self) -> None:
+        self.experts = Experts(self.model, self.context)
+
     def swap(self, parent: nn.Module, name: str, module: nn.Module) -> None:
         """Put ``module`` in the place of ``parent``'s child ``name``."""
         before: nn.Module = parent._modules[name]  # type: ignore[assignment]
@@ -54,6 +58,7 @@ class Patched:
             _hand_over(parent, name, module, before)
         for bound in self.bound:
             bound.__dict__.pop("tinyspec_context", None)
+        self.experts.take_out()
         self.compiled.put_back()
         # Not by set_attn_implementation, which refuses what it could not load here.
         self.model.config._attn_implementation = self.implementation
@@ -93,9 +98,11 @@ class Patched:
         return outline
 
     def bind(self) -> None:
-        """Tell the attention modules that call the attention interface where the pages are."""
+        """Tell the attention modules that call the attention interface where the pages are, and
+        experts which pass is running."""
         for module in self.bound:
             module.__dict__["tinyspec_context"] = self.context
+        self.experts.put_in()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of a patched model, in memory or on disk, is not patched."""
