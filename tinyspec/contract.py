@@ -239,6 +239,8 @@ class Contract:
 
 def _unsound(facts: Facts) -> str:
     """What is in the way, and what may help."""
+    if facts.unsound[0].remedy:
+        return f"{facts.unsound[0].why}; {facts.unsound[0].remedy}"
     others = [rows for a in facts.alternatives for rows in a.reference_rows][:3]
     hint = f" ({', '.join(map(str, others))} may do)" if others else ""
     return (
