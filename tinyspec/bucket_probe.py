@@ -17,10 +17,13 @@ from torch import Tensor, nn
 
 from tinyspec.bucket_classes import BucketClasses, bucket_classes, probe_pool
 from tinyspec.config import EngineConfig
+from tinyspec.experts import by_kernel_alone, row_functions, served
 from tinyspec.facts import Alternative, BucketFact, Facts, Unsound
 from tinyspec.invariance import distinct_linears, linear_kinds, linear_shape, linear_weight
+from tinyspec.kv_cache import KVCache
 from tinyspec.linears import is_plain
 from tinyspec.model_probe import ModelProbe
+from tinyspec.routing_probe import TOKEN_SETS, Matmuls, routed
 from tinyspec.row_tiles import split_rows
 from tinyspec.runner import Runner
 
@@ -34,11 +37,13 @@ LEAST_ROWS = 4
 
 @dataclass(frozen=True)
 class _Op:
-    """A module without a weight matrix that maps rows to rows: [1, R, *shape] in its dtype."""
+    """What maps rows to rows beside the linears: [1, R, *shape] in its dtype. weight: [out, in] of
+    a matmul."""
 
-    module: nn.Module
+    module: Callable[[Tensor], Tensor]
     shape: tuple[int, ...]
     dtype: torch.dtype
+    weight: Tensor | None = None
 
 
 def probe_linears(runner: Runner) -> list[BucketClasses]:
@@ -59,7 +64,9 @@ def _classes(
     buckets = runner.buckets
 
     def rows_alone(rows: Tensor) -> Tensor:
-        return module(rows[None])[0]  # as in the model: [1, R, ...]
+        result = module(rows[None])  # as in the model: [1, R, ...]
+        # A router that is a linear: its logits come first.
+        return (result[0] if isinstance(result, tuple) else result)[0]
 
     return bucket_classes(rows_alone, pool, buckets.sizes, buckets.reference, name)
 
@@ -67,7 +74,7 @@ def _classes(
 def _probe_ops(runner: Runner, ops: dict[str, _Op]) -> list[BucketClasses]:
     found = []
     for name, op in ops.items():
-        pool = probe_pool(prod(op.shape), op.dtype, runner.device)
+        pool = probe_pool(prod(op.shape), op.dtype, runner.device, op.weight)
 
         def shaped(rows: Tensor, op: _Op = op) -> Tensor:
             return op.module(rows.view(*rows.shape[:2], *op.shape))
@@ -107,6 +114,26 @@ def find_ops(model: nn.Module, rows: int, run: Callable[[], object]) -> dict[str
     return dict(found.values())
 
 
+def _probe_routing(
+    runner: Runner, probe: ModelProbe, cache: KVCache
+) -> tuple[list[Unsound], dict[str, _Op]]:
+    """What is routed by value, and what of rows no linear and no element-wise module does: matmuls
+    of other modules (routers), and what experts do between theirs."""
+    experts = served(runner.model)
+    passes = []
+    for tokens in TOKEN_SETS:
+        noted = Matmuls(runner.model, experts)
+        with noted.following():
+            probe.retell(cache, tokens)
+        passes.append(noted.calls)
+    ops = {}
+    for matmul in noted.of_rows.values():
+        ops[matmul.module] = _Op(matmul.run, (matmul.features,), matmul.dtype, matmul.weight)
+    for name, fn, shape, dtype in row_functions(experts):
+        ops[name] = _Op(fn, shape, dtype)
+    return routed(passes), ops
+
+
 def probe_buckets(runner: Runner, linears: list[BucketClasses], config: EngineConfig) -> Facts:
     """Everything else, and what follows from all of it; ``linears`` from ``probe_linears``."""
     buckets = runner.buckets
@@ -114,9 +141,10 @@ def probe_buckets(runner: Runner, linears: list[BucketClasses], config: EngineCo
     run_in_tiles(runner, tiles)
     probe = ModelProbe(runner, config, buckets.largest)
     with runner.scratch(probe.num_pages) as cache:
-        ops = find_ops(runner.model, buckets.reference, lambda: probe.learn(cache))
+        unsound, ops = _probe_routing(runner, probe, cache)
+        ops |= find_ops(runner.model, buckets.reference, lambda: probe.learn(cache))
         classes = [*linears, *_probe_ops(runner, ops)]
-        unsound = [Unsound(c.name, str(c.position)) for c in classes if not c.position]
+        unsound += [Unsound(c.name, str(c.position)) for c in classes if not c.position]
         unsound += [Unsound(p.name, str(p)) for p in runner.probe_attention() if not p]
         others = {
             rows: [c.name for c in classes if not c.canonical(rows)] for rows in buckets.sizes
@@ -165,8 +193,10 @@ def _tiles(runner: Runner, linears: list[BucketClasses]) -> dict[str, tuple[int,
 
 
 def _quick(runner: Runner, linears: list[BucketClasses]) -> dict[int, list[str]]:
-    """By bucket: the linears that run another way in a pass that need not be canonical."""
-    found: dict[int, list[str]] = {}
+    """By bucket: the linears and, one for all, the experts that run another way in a pass that need
+    not be canonical."""
+    experts = [name for name, module in served(runner.model).items() if not by_kernel_alone(module)]
+    found = {rows: experts[:1] for rows in runner.buckets.sizes if experts}
     for c in linears:
         module = runner.model.get_submodule(c.name)
         most = min(getattr(module, "quick_rows", 0), runner.quick_rows)

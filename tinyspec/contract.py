@@ -51,6 +51,7 @@ class Contract:
         self._fingerprint: str | None = None
         self._facts: Facts | None = None
         self._proven_for: object = None
+        self._patched.experts.serve(config.linear)
         settle(self._model, self._model.dtype)
         self._note()
 
@@ -238,6 +239,8 @@ class Contract:
 
 def _unsound(facts: Facts) -> str:
     """What is in the way, and what may help."""
+    if facts.unsound[0].remedy:
+        return f"{facts.unsound[0].why}; {facts.unsound[0].remedy}"
     others = [rows for a in facts.alternatives for rows in a.reference_rows][:3]
     hint = f" ({', '.join(map(str, others))} may do)" if others else ""
     return (

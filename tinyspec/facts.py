@@ -28,10 +28,14 @@ class BucketFact:
 
 @dataclass(frozen=True)
 class Unsound:
-    """What breaks fact 1 in the reference bucket, or fact 3: without these no bucket can serve."""
+    """What breaks fact 1 in the reference bucket, or fact 3: without these no bucket can serve.
+
+    remedy: where another reference bucket would be none.
+    """
 
     name: str
     why: str
+    remedy: str = ""
 
 
 @dataclass(frozen=True)

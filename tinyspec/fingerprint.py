@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tinyspec.config import EngineConfig
+from tinyspec.experts import served, ways
 from tinyspec.invariance import BITS, linear_shape
 from tinyspec.linears import KernelLinear
 from tinyspec.packed import extra_parts, is_packed, layout, parts
@@ -98,7 +99,7 @@ def adapter_state(model: nn.Module) -> list[tuple[str, str, str]]:
 
 def structure(model: nn.Module) -> list[tuple[object, ...]]:
     """What the probed facts depend on beside device and settings: modules and their hooks, shapes,
-    layouts and alignment of parameters; not their values."""
+    layouts and alignment of parameters, how experts run; not values of parameters."""
     found: list[tuple[object, ...]] = []
     for name, module in model.named_modules():
         hooks = len(hooks_of(module))
@@ -109,7 +110,7 @@ def structure(model: nn.Module) -> list[tuple[object, ...]]:
             if parameter is not None:
                 lies = (parameter.shape, parameter.stride(), parameter.data_ptr() % 64)
                 found.append((own, *lies, parameter.dtype, parameter.device, layout(parameter)))
-    return found
+    return found + ways(model)
 
 
 def settings(model: nn.Module) -> list[tuple[str, str, object]]:
@@ -141,8 +142,9 @@ def function_settings(model: nn.Module) -> list[tuple[str, str, object]]:
 
 
 def served_by_kernel(model: nn.Module) -> list[str]:
-    """Names of the linears that the linear kernel serves."""
-    return sorted(name for name, m in model.named_modules() if isinstance(m, KernelLinear))
+    """Names of the linears and experts that the linear kernel serves."""
+    linears = (name for name, m in model.named_modules() if isinstance(m, KernelLinear))
+    return sorted([*linears, *served(model)])
 
 
 def digest_weights(model: nn.Module) -> str:

@@ -8,7 +8,7 @@ KV, not modules.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -123,6 +123,15 @@ class ModelProbe:
                 if p.first < self._distinct
             ]
         )
+
+    def retell(self, cache: KVCache, tokens: Callable[[int, int], Tensor]) -> None:
+        """A pass of all distinct rows, of other tokens: ``tokens(vocab_size, rows)``. For before
+        ``learn``, as other tokens write other KV."""
+        self._fill(cache)
+        own, rows = self._packed[0].clone(), self._distinct
+        self._packed[0, :rows] = tokens(self._runner.vocab_size, rows).to(own)
+        self._forward(0, rows, 0, self._kept(rows), canonical=True)
+        self._packed[0] = own
 
     def warm_up(self, cache: KVCache, sizes: Iterable[int]) -> None:
         """A pass of each size, for what happens in the first one only."""

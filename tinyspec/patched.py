@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tinyspec.attention import IMPLEMENTATION, AttentionContext
+from tinyspec.experts import Experts
 from tinyspec.fingerprint import trace
 from tinyspec.kv_cache import LayerShape
 from tinyspec.linears import Haste
@@ -39,6 +40,9 @@ class Patched:
     # The model as it was left by ``suspend``; None while the stand-ins are in.
     left: list[object] | None = None
 
+    def __post_init__(self) -> None:
+        self.experts = Experts(self.model, self.context)
+
     def swap(self, parent: nn.Module, name: str, module: nn.Module) -> None:
         """Put ``module`` in the place of ``parent``'s child ``name``."""
         before: nn.Module = parent._modules[name]  # type: ignore[assignment]
@@ -57,6 +61,7 @@ class Patched:
             _hand_over(parent, name, module, before)
         for bound in self.bound:
             bound.__dict__.pop("tinyspec_context", None)
+        self.experts.take_out()
         self.compiled.put_back()
         # Not by set_attn_implementation, which refuses what it could not load here.
         for config, implementation in self.configs:
@@ -98,11 +103,12 @@ class Patched:
 
     def bind(self) -> None:
         """Have the modules that call the attention interface call ours, and tell them where the
-        pages are."""
+        pages are, and experts which pass is running."""
         for config, _ in self.configs:
             config._attn_implementation_internal = IMPLEMENTATION
         for module in self.bound:
             module.__dict__["tinyspec_context"] = self.context
+        self.experts.put_in()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of a patched model, in memory or on disk, is not patched."""
