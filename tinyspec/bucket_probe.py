@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -34,6 +35,9 @@ LARGE = 1  # times the reference bucket
 # Small buckets get passes for about so many rows.
 LEAST_ROWS = 4
 
+# Where subclasses of nn.Linear are defined that call its forward.
+ROUTERS = "transformers.models."
+
 
 @dataclass(frozen=True)
 class _Op:
@@ -54,6 +58,9 @@ def probe_linears(runner: Runner) -> list[BucketClasses]:
         assert shape is not None
         dtype = runner.model.dtype if weight is None else weight.dtype
         pool = probe_pool(shape[0], dtype, runner.device, weight)
+        # A router that is a linear does more with its logits; here the matmul alone is meant.
+        if isinstance(module, nn.Linear) and type(module).__module__.startswith(ROUTERS):
+            module = partial(nn.Linear.forward, module)
         found.append(_classes(runner, module, pool, name))
     return found
 
@@ -64,9 +71,7 @@ def _classes(
     buckets = runner.buckets
 
     def rows_alone(rows: Tensor) -> Tensor:
-        result = module(rows[None])  # as in the model: [1, R, ...]
-        # A router that is a linear: its logits come first.
-        return (result[0] if isinstance(result, tuple) else result)[0]
+        return module(rows[None])[0]  # as in the model: [1, R, ...]
 
     return bucket_classes(rows_alone, pool, buckets.sizes, buckets.reference, name)
 

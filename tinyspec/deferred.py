@@ -110,7 +110,7 @@ def _standard() -> set[str]:
 def _plain(function: Any) -> Any:
     """The function that the kernels library made a module of, so that its own can replace it."""
     if isinstance(function, nn.Module) and "forward" not in vars(function):
-        cells = getattr(type(function).forward, "__closure__", None) or ()
+        cells: tuple[Any, ...] = getattr(type(function).forward, "__closure__", None) or ()
         return cells[0].cell_contents if len(cells) == 1 else None
     return function
 
