@@ -52,6 +52,11 @@ class AttentionContext:
         self.note: Note | None = None
         self._calls = 0
 
+    def record(self, recorder: Recorder | None, positions: Tensor | None = None) -> None:
+        """Have this thread's attention calls noted by ``recorder``, at these positions."""
+        self.recorder, self.positions = recorder, positions
+        self.thread = get_ident()
+
     def begin(self, segments: Segments, slot_mapping: Tensor, positions: Tensor) -> None:
         """A pass begins in this thread."""
         self.segments, self.slot_mapping, self.positions = segments, slot_mapping, positions
@@ -71,7 +76,8 @@ class AttentionContext:
         if self.note is None or not self.serves():
             return None
         note, self.note = self.note, None
-        return note if note.layer == module.layer_idx else None
+        assert note.layer == module.layer_idx, "rotated by one layer, attended to by another"
+        return note
 
     def attend(
         self,
@@ -179,7 +185,7 @@ def paged_attention_function(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query [1, Hq, R, D], key and value [1, Hkv, R, D]."""
     context: AttentionContext = module.tinyspec_context  # type: ignore[assignment]
-    if context.recorder is not None:
+    if context.recorder is not None and context.thread == get_ident():
         known = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
         return context.recorder.attend(module, query, key, value, attention_mask, **known, **kwargs)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))

@@ -131,7 +131,7 @@ def _rope(module: nn.Module) -> Rope | None:
 def _standard_norm(norm: nn.Module, head_dim: int) -> bool:
     essence = None if own_forward(norm) is not None else _essence(type(norm).forward)
     same = essence is not None and essence == _essence(_of("llama", "LlamaRMSNorm").forward)
-    return same and norm.weight.shape == (head_dim,)
+    return same and list(norm.weight.shape) == [head_dim]  # type: ignore[union-attr, arg-type]
 
 
 def layout(module: nn.Module) -> Literal["fused", "deferred"] | None:
@@ -191,13 +191,15 @@ def _deferring(module: nn.Module, rope: Rope, context: AttentionContext) -> Call
         # Once per pass, which all layers share that are handed the same.
         key = (rope, q.dtype, id(cos), id(sin))
         if key not in segments.derived:
-            fits = cos.shape[:2] == (1, q.shape[2]) and (rope.rounds or cos.dtype == q.dtype)
+            fits = list(cos.shape[:2]) == [1, q.shape[2]]
+            fits = fits and (rope.rounds or cos.dtype == q.dtype)
             laid = (rope.lay(cos[0]), rope.lay(sin[0])) if fits else None
             # With what it was made of, lest another come to have its id.
             segments.derived[key] = laid, cos, sin
         laid = segments.derived[key][0]
         if laid is None:
             return rotate(q, k, cos, sin)
+        assert context.note is None, "what was left unrotated was attended to by nobody"
         context.note = Note(layer, laid[0], laid[1], rope.interleaved)
         return q, k
 

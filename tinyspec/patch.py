@@ -20,13 +20,13 @@ from tinyspec.attention import (
     ToldPositions,
     paged_attention_function,
 )
-from tinyspec.deferred import deferred
+from tinyspec.deferred import deferred, layout
 from tinyspec.errors import UnsupportedModelError
 from tinyspec.gate import cache_windows, length_refusal, refusal
 from tinyspec.linears import LinearFunction, by_kernel, by_onednn
 from tinyspec.loading import loading_refusal, swap_refusal
 from tinyspec.patched import Patched
-from tinyspec.survey import Recorder, Survey, survey
+from tinyspec.survey import Survey, survey
 from tinyspec.unwrap import CompiledCalls, compiled_modules, has_hooks
 
 # Attention classes that PagedAttention stands in for.
@@ -72,12 +72,11 @@ def _swap_refusal(model: PreTrainedModel) -> str | None:
     names = {id(module): name for name, module in model.named_modules()}
     swapped = []
     for _, _, module in _children(model):
-        if type(module).__name__ in FUSED:
-            norms = [getattr(module, n) for n in ("q_norm", "k_norm") if hasattr(module, n)]
-            swapped += [module, *norms]
-            for norm in norms:
-                if not type(norm).__name__.endswith("RMSNorm"):
-                    return f"{names[id(norm)]} is no norm of transformers ({type(norm).__name__})"
+        kind = layout(module) if calls_interface(module) else None
+        if kind is not None:
+            swapped.append(module)
+        if kind == "fused":
+            swapped += [getattr(module, n) for n in ("q_norm", "k_norm") if hasattr(module, n)]
         elif _is_rotary(module) or _counts_positions(module):
             swapped.append(module)
     wrappers = (parent.get_submodule(name) for parent, name, _ in compiled_modules(model))
@@ -160,9 +159,10 @@ def _install(
     like = torch.empty(0, dtype=model.dtype, device=model.device)
     called = {id(call.module) for call in found.calls}
     for parent, name, module in _children(model):
-        if id(module) in called and type(module).__name__ in FUSED:
+        kind = layout(module) if id(module) in called else None
+        if kind == "fused":
             patched.swap(parent, name, PagedAttention(module, context))
-        elif id(module) in called and (stand_in := deferred(module, context)) is not None:
+        elif kind == "deferred" and (stand_in := deferred(module, context)) is not None:
             patched.swap(parent, name, stand_in)
         elif _is_rotary(module):
             patched.swap(parent, name, RopeTable(module, positions, like))
@@ -174,11 +174,8 @@ def _install(
 
 
 def _survey(model: PreTrainedModel, context: AttentionContext) -> Survey:
-    def listen(recorder: Recorder | None, positions: torch.Tensor | None = None) -> None:
-        context.recorder, context.positions = recorder, positions
-
     with Ambient(model)():
-        found = survey(model, IMPLEMENTATION, listen)
+        found = survey(model, IMPLEMENTATION, context.record)
     seen = {size for call in found.calls for size in (call.reach.window, call.reach.chunk)}
     others = cache_windows(model) - seen
     if others:

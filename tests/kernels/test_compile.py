@@ -32,6 +32,14 @@ TARGETS = {
 }
 # How pairs lie, and in which dtype (None: the model's) cos and sin are.
 TURNS = {"halves": (False, None), "interleaved in fp32": (True, torch.float32)}
+# (rows, q heads, kv heads, page size, window, chunk, length) of passes that share a binary.
+PASSES = (
+    (1, 1, 1, 16, 0, 0, 30),
+    (3, 16, 2, 128, 40, 0, 600),
+    (17, 12, 4, 1, 1, 0, 5000),
+    (5, 8, 8, 16, 0, 1, 900),
+    (2, 2, 1, 16, 0, 8192, 9000),
+)
 HEAD_DIMS = [16, 32, 64, 80, 96, 128, 256]
 Call = Callable[[], object]
 
@@ -51,16 +59,16 @@ def entries(full: bool) -> Iterator[tuple[str, list[Call]]]:
     dtypes = [torch.bfloat16, torch.float16, torch.float32] if full else [torch.bfloat16]
     norms = (True, False) if full else (True,)
     sizes = ((1, 1, 1), (16, 8, 2), (5, 32, 8))
-    for *entry, norm, turn in product(dtypes, HEAD_DIMS if full else [80, 128], norms, TURNS):
-        calls = [kv_write_call(*entry, norm, turn, *size) for size in sizes]
-        yield f"kv_write {entry} norm={norm} {turn}", calls
+    dims = HEAD_DIMS if full else [80, 128]
+    for dtype, dim, norm, turn in product(dtypes, dims, norms, TURNS):
+        calls = [kv_write_call(dtype, dim, norm, turn, *size) for size in sizes]
+        yield f"kv_write {dtype} {dim} norm={norm} {turn}", calls
     grid = list(product(dtypes, HEAD_DIMS, (True, False)))
     if not full:
         grid = [(torch.bfloat16, dim, False) for dim in (64, 80, 128)]
         grid += [(torch.bfloat16, 256, True), (torch.float32, 64, False)]
     for dtype, dim, extras in grid:
-        sizes = ((1, 1, 1, 16, 0, 30), (3, 16, 2, 128, 40, 600), (17, 12, 4, 1, 1, 5000))
-        calls = [attention_call(dtype, dim, extras, *size) for size in sizes]
+        calls = [attention_call(dtype, dim, extras, *size) for size in PASSES]
         yield f"attention {dtype} {dim} extras={extras}", calls
     # (K, N) of some layers per binary: all that it knows of them is how far they divide.
     layers = {"even": ((64, 4096), (11008, 128)), "odd": ((3, 997), (63, 50257))}
@@ -119,6 +127,7 @@ def attention_call(
     kv_heads: int,
     page_size: int,
     window: int,
+    chunk: int,
     length: int,
 ) -> Call:
     from tinyspec.kernels.paged_attention import paged_attention
@@ -128,7 +137,7 @@ def attention_call(
     q = torch.zeros(rows, q_heads, dim, dtype=dtype)
     table = torch.zeros(1, -(-length // page_size) + 1, dtype=torch.int32)[:, 1:]
     segments = Segments(table, ints([0, rows]), ints([length]), page_size, rows, length)
-    options = {"window": window}
+    options = {"window": window, "chunk": chunk}
     if extras:
         options |= {"softcap": 5.0, "sinks": torch.zeros(q_heads, dtype=dtype)}
     return lambda: paged_attention(q, cache, cache.clone(), segments, scale=1.0, **options)
@@ -291,9 +300,8 @@ def test_one_binary_when_run() -> None:
     torch.set_default_device("cuda")
     try:
         cache = attention_kernel.device_caches[torch.cuda.current_device()][0]
-        sizes = ((1, 1, 1, 16, 0, 30), (3, 16, 2, 128, 40, 600), (17, 12, 4, 1, 1, 5000))
         before = len(cache)
-        for size in sizes:
+        for size in PASSES:
             # No other test has this head size.
             attention_call(torch.bfloat16, 48, False, *size)()
         assert len(cache) == before + 1

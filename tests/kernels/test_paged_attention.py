@@ -123,6 +123,7 @@ def dense(
     dtype: torch.dtype,
     scale: float | None = None,
     window: int = 0,
+    chunk: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -138,6 +139,8 @@ def dense(
     hidden = key > position[:, None]
     if window:
         hidden |= key <= position[:, None] - window
+    if chunk:
+        hidden |= key // chunk != position[:, None] // chunk
     scores = scores.masked_fill(hidden, float("-inf"))
     if sinks is not None:
         column = sinks.to(dtype)[:, None, None].expand(-1, stop - start, 1)
@@ -161,6 +164,10 @@ CASES = {
     "window": (4, 2, 64, 16, [(150, 155), (2, 4)], {"window": 21}),
     "window-of-a-split": (2, 1, 32, 128, [(190, 195)], {"window": 64}),
     "window-of-one": (2, 1, 32, 16, [(62, 66)], {"window": 1}),
+    "chunk": (4, 2, 64, 16, [(145, 150), (2, 4)], {"chunk": 21}),
+    "chunk-of-a-split": (2, 1, 32, 128, [(190, 195)], {"chunk": 64}),
+    "chunk-of-one": (2, 1, 32, 16, [(62, 66)], {"chunk": 1}),
+    "chunk-of-more": (2, 1, 32, 16, [(62, 66)], {"chunk": 8192}),
     "softcap": (4, 2, 64, 16, [(90, 95)], {"softcap": 5.0}),
     "softcap-small-scores": (2, 1, 64, 16, [(90, 91)], {"softcap": 50.0, "scale": 0.01}),
     "sinks": (4, 2, 64, 16, [(90, 95), (0, 1)], {"sinks": True}),
@@ -172,6 +179,14 @@ CASES = {
         128,
         [(140, 143)],
         {"window": 90, "softcap": 9.0, "sinks": True, "scale": 0.2},
+    ),
+    "all-in-chunks": (
+        4,
+        2,
+        96,
+        128,
+        [(140, 143)],
+        {"chunk": 71, "softcap": 9.0, "sinks": True, "scale": 0.2},
     ),
 }
 
@@ -225,20 +240,25 @@ def test_exact(mode: str, dtype: torch.dtype) -> None:
         # One key in sight: its value, moved.
         mine = torch.cat([sequence.v[60:70], sequence.v[126:131]]).repeat_interleave(2, dim=1)
         assert torch.equal(work(window=1), mine)
-        # Equal scores, four keys in sight: the mean of small integers, across splits.
+        assert torch.equal(work(chunk=1), mine)
+        # Equal scores, a few keys in sight: the mean of small integers, across splits.
         sequence.v = torch.randint(-8, 9, sequence.v.shape).to(dtype).to(DEVICE)
         work = lay_out([(sequence, 60, 70), (sequence, 126, 131)])
         work.q.zero_()
-        means = [sequence.v[p - 3 : p + 1].sum(0) / 4 for p in [*range(60, 70), *range(126, 131)]]
-        assert torch.equal(work(window=4), torch.stack(means).repeat_interleave(2, dim=1))
+        for bound, lowest in (("window", lambda p: p - 3), ("chunk", lambda p: p - p % 2)):
+            keys = [slice(lowest(p), p + 1) for p in [*range(60, 70), *range(126, 131)]]
+            means = torch.stack([sequence.v[seen].mean(0) for seen in keys])
+            out = work(**{bound: 4 if bound == "window" else 2})
+            assert torch.equal(out, means.repeat_interleave(2, dim=1))
 
 
 OPTIONS = {
     "plain": {},
     "window": {"window": 23},
+    "chunk": {"chunk": 29},
     "all": {"window": 70, "softcap": 4.0, "sinks": True},
 }
-# Positions beside tile, split and window boundaries.
+# Positions beside tile, split, window and chunk boundaries.
 EDGES = [0, 1, 22, 23, 31, 32, 63, 64, 86, 87, 127, 128, 133, 149]
 LENGTH = 150
 
@@ -339,25 +359,31 @@ def test_row_invariant_can_fail(entry: dict[str, int]) -> None:
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", ["walk", "spread"])
-@pytest.mark.parametrize("window", [0, 40])
-def test_padding_untouched(window: int, mode: str, dtype: torch.dtype) -> None:
-    """Slots that are nobody's, keys behind the window and padding rows may hold NaN."""
+@pytest.mark.parametrize("bound", [{}, {"window": 40}, {"chunk": 64}], ids=str)
+def test_padding_untouched(bound: dict[str, int], mode: str, dtype: torch.dtype) -> None:
+    """Slots that are nobody's, keys behind the window or chunk and padding rows may hold NaN."""
     chunks = [
         (Sequence.make(stop, 6, 2, 80, dtype, seed=stop), start, stop)
         for start, stop in [(64, 65), (10, 14), (126, 132)]
     ]
     with launched(mode):
-        clean = lay_out(chunks)(window=window)
-        if window:
+        clean = lay_out(chunks)(**bound)
+        if bound:
             # No row of these segments sees the first keys any more.
             chunks[0][0].k[:16], chunks[0][0].v[:16] = NAN, NAN
             chunks[2][0].k[:64], chunks[2][0].v[:64] = NAN, NAN
         work = lay_out(chunks, padding=5, fill=NAN)
         before = [work.q.clone(), work.k_cache.clone(), work.v_cache.clone()]
-        out = work(window=window)
+        out = work(**bound)
     assert torch.equal(out[:11], clean)
     assert torch.equal(out[11:], torch.zeros_like(out[11:]))
     after = [work.q, work.k_cache, work.v_cache]
     assert all(
         torch.equal(a.nan_to_num(3), b.nan_to_num(3)) for a, b in zip(after, before, strict=True)
     )
+
+
+def test_refuses_a_window_in_chunks() -> None:
+    work = lay_out([(Sequence.make(5, 2, 1, 32, torch.float32), 0, 5)])
+    with pytest.raises(AssertionError):
+        work(window=3, chunk=4)

@@ -15,7 +15,15 @@ from tests.kernels.test_twin_attention import (
 from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
 
-SCORES = ({}, {"window": 50}, {"window": 140}, {"softcap": 20.0}, {"sinks": True})
+SCORES = (
+    {},
+    {"window": 50},
+    {"window": 140},
+    {"chunk": 50},
+    {"chunk": 140},
+    {"softcap": 20.0},
+    {"sinks": True},
+)
 # Rows of each length that the pass holds: prompts, parts of prompts, decode rows, two by two.
 ROWS = (
     [(n, length) for n, length in enumerate(LENGTHS)],
@@ -38,7 +46,7 @@ def test_matches_reference(dtype, shape, scores):
                 exact = dense(q, k, v, torch.float64, **scores)[len(q) - rows :]
                 same = (dense(q, k, v, dtype, **scores)[len(q) - rows :].double() - exact).norm()
                 if rows == len(q):
-                    same = max(same, sdpa_error(q, k, v, scores.get("window", 0)))
+                    same = max(same, sdpa_error(q, k, v, scores))
                 floor = torch.finfo(dtype).eps * exact.norm()
                 assert (out.double() - exact).norm() <= 2 * max(same, floor)
 

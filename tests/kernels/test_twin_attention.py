@@ -21,7 +21,15 @@ LENGTHS = (1, 5, 127, 128, 129, 300)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # head_dim, kv heads, group
 SHAPES = ((64, 2, 2), (32, 1, 4), (80, 2, 1), (96, 1, 3), (128, 1, 7), (256, 1, 1))
-SCORES = ({}, {"window": 50}, {"softcap": 20.0}, {"sinks": True}, {"window": 140, "softcap": 5.0})
+SCORES = (
+    {},
+    {"window": 50},
+    {"chunk": 50},
+    {"softcap": 20.0},
+    {"sinks": True},
+    {"window": 140, "softcap": 5.0},
+    {"chunk": 140, "softcap": 5.0},
+)
 # Not the usual one over the root of the head size.
 SCALE = 1.3
 
@@ -79,7 +87,19 @@ def run(dtype, shape, chosen, scores, page_size=128, seed=0, scattered=True, exa
     return [out[a:b] for a, b in pairwise(starts)]
 
 
-def dense(q, k, v, dtype, window=0, softcap=0.0, sinks=False):
+def sees(length, window=0, chunk=0):
+    """[length, length]: whether the row sees the key."""
+    key = torch.arange(length)
+    row = key[:, None]
+    seen = key <= row
+    if window:
+        seen &= key > row - window
+    if chunk:
+        seen &= key // chunk == row // chunk
+    return seen
+
+
+def dense(q, k, v, dtype, softcap=0.0, sinks=False, **bounds):
     """The definition, in ``dtype``."""
     group = q.shape[1] // k.shape[1]
     q, k, v = (x.to(dtype).transpose(0, 1) for x in (q, k, v))
@@ -87,30 +107,24 @@ def dense(q, k, v, dtype, window=0, softcap=0.0, sinks=False):
     scores = q @ k.transpose(1, 2) * (SCALE * q.shape[-1] ** -0.5)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    place = torch.arange(q.shape[1])
-    seen = place <= place[:, None]
-    if window:
-        seen &= place > place[:, None] - window
-    scores = scores.masked_fill(~seen, -torch.inf)
+    scores = scores.masked_fill(~sees(q.shape[1], **bounds), -torch.inf)
     if sinks:
         column = torch.linspace(-1, 2, len(q)).to(dtype)[:, None, None].expand(-1, q.shape[1], 1)
         return (torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v).transpose(0, 1)
     return (scores.softmax(-1) @ v).transpose(0, 1)
 
 
-def sdpa_error(q, k, v, window):
+def sdpa_error(q, k, v, scores):
     """Error (2-norm) of torch's scaled_dot_product_attention on the same rows."""
-    place = torch.arange(len(q))
-    seen = place <= place[:, None]
-    if window:
-        seen &= place > place[:, None] - window
+    bounds = {name: scores[name] for name in ("window", "chunk") if name in scores}
     group = q.shape[1] // k.shape[1]
     heads = [q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)]
     heads = [x.transpose(0, 1)[None] for x in heads]
-    out = F.scaled_dot_product_attention(*heads, attn_mask=seen, scale=SCALE * q.shape[-1] ** -0.5)[
-        0
-    ].transpose(0, 1)
-    return (out.double() - dense(q, k, v, torch.float64, window=window)).norm()
+    out = F.scaled_dot_product_attention(
+        *heads, attn_mask=sees(len(q), **bounds), scale=SCALE * q.shape[-1] ** -0.5
+    )
+    out = out[0].transpose(0, 1)
+    return (out.double() - dense(q, k, v, torch.float64, **bounds)).norm()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -122,7 +136,7 @@ def test_matches_reference(dtype, shape, scores):
     for out, (q, k, v) in zip(outs, sequences(dtype, shape), strict=True):
         exact = dense(q, k, v, torch.float64, **scores)
         same = (dense(q, k, v, dtype, **scores).double() - exact).norm()
-        same = max(same, sdpa_error(q, k, v, scores.get("window", 0)))
+        same = max(same, sdpa_error(q, k, v, scores))
         floor = torch.finfo(dtype).eps * exact.norm()
         assert (out.double() - exact).norm() <= 2 * max(same, floor)
 
@@ -146,11 +160,13 @@ def test_row_invariant(dtype, shape, scores):
                 assert torch.equal(out, whole[n][len(whole[n]) - rows :])
 
 
-@pytest.mark.parametrize("window", [0, 7, 128])
-def test_every_row_alone_equals_itself_in_the_prompt(window, monkeypatch):
-    """Row by row through a sequence of 300, across every tile and window boundary."""
+@pytest.mark.parametrize(
+    "bound", [{}, *({kind: n} for kind in ("window", "chunk") for n in (7, 128, 150))], ids=str
+)
+def test_every_row_alone_equals_itself_in_the_prompt(bound):
+    """Row by row through a sequence of 300, across every tile, window and chunk boundary."""
     dtype, shape = torch.float32, SHAPES[0]
-    whole = run(dtype, shape, [(5, 300)], {"window": window})[0]
+    whole = run(dtype, shape, [(5, 300)], bound)[0]
     q, k, v = sequences(dtype, shape)[5]
     caches = [torch.zeros(3, 128, 2, 64) for _ in range(2)]
     for cache_, values in zip(caches, (k, v), strict=True):
@@ -165,7 +181,7 @@ def test_every_row_alone_equals_itself_in_the_prompt(window, monkeypatch):
             max_seqlen_k=position + 1,
         )
         row = q[position : position + 1]
-        out = twin.paged_attention(row, *caches, segments, scale=SCALE / 8, window=window)
+        out = twin.paged_attention(row, *caches, segments, scale=SCALE / 8, **bound)
         assert torch.equal(out[0], whole[position]), position
 
 

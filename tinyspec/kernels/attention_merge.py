@@ -1,4 +1,5 @@
-"""What paged attention's two kernels share: the running state, its merge, its end.
+"""What paged attention's two kernels share: the keys a row sees, the running state, its merge, its
+end; and the second of them.
 
 A row's state is (highest score, sum, weighted values); ``merge`` joins it with that of the next
 split, wherever the split was computed, so there is one order of additions. Scores are in units of
@@ -8,13 +9,27 @@ log2(e), for exp2.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from tinyspec.kernels import launch
+from tinyspec.kernels.segments import Segments
 
 LOG2E = math.log2(math.e)
+# A window or chunk that hides nothing.
+UNBOUNDED = 2**31 - 1
 # Pointers whose alignment must not make another binary.
 POINTERS = ["page_table_ptr", "cu_seqlens_ptr", "seq_lens_ptr", "sink_ptr"]
+
+
+@triton.jit
+def lowest_key(position, window, chunk):
+    """First key that a row at ``position`` sees: none before its window, nor before its chunk."""
+    return tl.maximum(position - window + 1, position // chunk * chunk)
 
 
 @triton.jit
@@ -58,7 +73,7 @@ def sink_logits(sink_ptr, head, mask, SINKS: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "q_heads", "window"],
+    do_not_specialize=["num_rows", "q_heads", "window", "chunk"],
     do_not_specialize_on_alignment=POINTERS,
 )
 def merge_kernel(
@@ -72,6 +87,7 @@ def merge_kernel(
     num_rows,
     q_heads,
     window,
+    chunk,
     SINKS: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
@@ -84,7 +100,6 @@ def merge_kernel(
     if row >= seg_rows:
         return
     position = tl.load(seq_lens_ptr + s) - seg_rows + row
-    lowest = tl.where(window > 0, tl.maximum(position - window + 1, 0), 0)
 
     # One row of one head, as a tile of height 1.
     head = tl.program_id(2) + tl.arange(0, 1)
@@ -94,7 +109,7 @@ def merge_kernel(
     total = tl.zeros([1], tl.float32)
     acc = tl.zeros([1, D_PAD], tl.float32)
     part_stride = num_rows.to(tl.int64) * q_heads
-    for split in range(lowest // SPLIT, position // SPLIT + 1):
+    for split in range(lowest_key(position, window, chunk) // SPLIT, position // SPLIT + 1):
         part = entry + split * part_stride
         part_highest = tl.load(part_highest_ptr + part)
         part_total = tl.load(part_total_ptr + part)
@@ -104,3 +119,54 @@ def merge_kernel(
     out = finish(highest, total, acc, sink_logits(sink_ptr, head, head < q_heads, SINKS))
     out_ptrs = out_ptr + entry[:, None] * D + d
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=d < D)
+
+
+class Partials(NamedTuple):
+    """Workspace of the launch that leaves a partial state per split, R rows and Hq heads each."""
+
+    acc: Tensor  # [splits, R, Hq, D] fp32
+    highest: Tensor  # [splits, R, Hq] fp32
+    total: Tensor  # [splits, R, Hq] fp32
+
+    @classmethod
+    def empty(cls, splits: int, like: Tensor) -> Partials:
+        """For the rows, heads and head size of ``like``; one element each where splits is 1, which
+        leaves none."""
+        rows, heads, dim = like.shape
+        shape = (splits, rows, heads) if splits > 1 else (1, 1, 1)
+        sizes = ((*shape, dim), shape, shape)
+        return cls(*(torch.empty(s, dtype=torch.float32, device=like.device) for s in sizes))
+
+
+def merge_partials(
+    partials: Partials,
+    out: Tensor,
+    segments: Segments,
+    *,
+    window: int,
+    chunk: int,
+    sinks: Tensor | None,
+    split: int,
+) -> None:
+    """Merge the partials of every row's splits, ``split`` tokens each, into out [R, Hq, D]."""
+    num_rows, q_heads, dim = out.shape
+    grid = (segments.max_seqlen_q, segments.seq_lens.shape[0], q_heads)
+    merge_kernel[grid](
+        part_acc_ptr=partials.acc,
+        part_highest_ptr=partials.highest,
+        part_total_ptr=partials.total,
+        sink_ptr=out if sinks is None else sinks,
+        cu_seqlens_ptr=segments.cu_seqlens_q,
+        seq_lens_ptr=segments.seq_lens,
+        out_ptr=out,
+        num_rows=num_rows,
+        q_heads=q_heads,
+        window=window,
+        chunk=chunk,
+        SINKS=sinks is not None,
+        D=dim,
+        D_PAD=launch.padded(dim),
+        SPLIT=split,
+        num_warps=1,
+        **launch.OPTIONS,
+    )

@@ -30,9 +30,12 @@ from tinyspec.kernels import launch
 from tinyspec.kernels.attention_merge import (
     LOG2E,
     POINTERS,
+    UNBOUNDED,
+    Partials,
     finish,
+    lowest_key,
     merge,
-    merge_kernel,
+    merge_partials,
     sink_logits,
     tanh,
 )
@@ -49,6 +52,7 @@ from tinyspec.kernels.segments import Segments
         "split_programs",
         "page_size",
         "window",
+        "chunk",
         "stride_qr",
         "stride_qh",
         "stride_table",
@@ -76,7 +80,8 @@ def attention_kernel(
     head_blocks,  # tiles that the heads of one row fill
     split_programs,  # 1: walk all splits; more: one split per program
     page_size,
-    window,
+    window,  # UNBOUNDED: none
+    chunk,  # likewise
     stride_qr,  # strides of q in units of VEC elements
     stride_qh,
     stride_table,
@@ -106,7 +111,7 @@ def attention_kernel(
     # Keys that any row of this program sees: lowest..end - 1.
     first_position = seq_len - seg_rows + first_row
     end = tl.minimum(seq_len, first_position + tile_rows)
-    lowest = tl.where(window > 0, tl.maximum(first_position - window + 1, 0), 0)
+    lowest = lowest_key(first_position, window, chunk)
     first_split = lowest // SPLIT
     end_split = (end + SPLIT - 1) // SPLIT
     if split_programs > 1:
@@ -120,7 +125,7 @@ def attention_kernel(
     head = head_block * BLOCK_M + (m & ((1 << group_shift) - 1))
     valid = (first_row + row < seg_rows) & (head < group)
     position = first_position + row
-    reach = tl.where(window > 0, window, 2147483647)
+    row_lowest = lowest_key(position, window, chunk)
     pass_row = (seg_start + first_row).to(tl.int64)
     first_head = kv_head.to(tl.int64) * group
     table_ptr = page_table_ptr + s.to(tl.int64) * stride_table
@@ -155,8 +160,7 @@ def attention_kernel(
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale
             if CAPPED:
                 scores = cap * tanh(scores)
-            age = position[:, None] - key[None, :]
-            seen = (age >= 0) & (age < reach)
+            seen = (key[None, :] <= position[:, None]) & (key[None, :] >= row_lowest[:, None])
             scores = tl.where(seen, scores, float("-inf"))
 
             top = tl.maximum(split_highest, tl.max(scores, axis=1))
@@ -195,16 +199,18 @@ def paged_attention(
     *,
     scale: float,
     window: int = 0,
+    chunk: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of every row over its own sequence's pages.
 
     q [R, Hq, D], last dimension contiguous, caches [N, page_size, Hkv, D] contiguous -> [R, Hq, D]
-    in q's dtype; padding rows are 0. window: keys a row sees, itself included (0: all). softcap: c
-    * tanh(s / c) on the scaled scores (0: none). sinks [Hq]: one more logit per head in the
-    softmax's denominator. Method: FlashAttention-2 (arXiv 2307.08691) and its split over keys, with
-    both made one order.
+    in q's dtype; padding rows are 0. window: keys a row sees, itself included (0: all). chunk: a
+    row sees the keys since the last multiple of it, itself included (0: all; Llama 4); not along
+    with a window. softcap: c * tanh(s / c) on the scaled scores (0: none). sinks [Hq]: one more
+    logit per head in the softmax's denominator. Method: FlashAttention-2 (arXiv 2307.08691) and its
+    split over keys, with both made one order.
     """
     num_rows, q_heads, dim = q.shape
     kv_heads = k_cache.shape[2]
@@ -216,7 +222,7 @@ def paged_attention(
     for table in (segments.page_table, segments.cu_seqlens_q, segments.seq_lens):
         assert table.dtype == torch.int32 and table.stride(-1) == 1
     assert sinks is None or (sinks.shape == (q_heads,) and sinks.is_contiguous())
-    assert window >= 0 and softcap >= 0
+    assert window >= 0 and chunk >= 0 and softcap >= 0 and not (window and chunk)
 
     vec = launch.vector(q.dtype, dim)
     if not launch.aligned(q) or any(stride % vec for stride in q.stride()[:-1]):
@@ -236,10 +242,8 @@ def paged_attention(
     splits = triton.cdiv(segments.max_seqlen_k, entry.split)
     workspace_bytes = 4 * splits * num_rows * q_heads * (dim + 2)
     split_programs = launch.split_programs(programs, splits, workspace_bytes)
-    parts = (splits, num_rows, q_heads) if split_programs > 1 else (1, 1, 1)
-    part_acc = torch.empty((*parts, dim), dtype=torch.float32, device=q.device)
-    part_highest = torch.empty(parts, dtype=torch.float32, device=q.device)
-    part_total = torch.empty(parts, dtype=torch.float32, device=q.device)
+    partials = Partials.empty(split_programs, q)
+    bounds = {"window": window or UNBOUNDED, "chunk": chunk or UNBOUNDED}
 
     grid = (row_tiles, num_segments, kv_heads * head_blocks * split_programs)
     attention_kernel[grid](
@@ -251,9 +255,9 @@ def paged_attention(
         cu_seqlens_ptr=segments.cu_seqlens_q,
         seq_lens_ptr=segments.seq_lens,
         out_ptr=out,
-        part_acc_ptr=part_acc,
-        part_highest_ptr=part_highest,
-        part_total_ptr=part_total,
+        part_acc_ptr=partials.acc,
+        part_highest_ptr=partials.highest,
+        part_total_ptr=partials.total,
         num_rows=num_rows,
         kv_heads=kv_heads,
         group=group,
@@ -261,7 +265,7 @@ def paged_attention(
         head_blocks=head_blocks,
         split_programs=split_programs,
         page_size=segments.page_size,
-        window=window,
+        **bounds,
         stride_qr=q.stride(0) // vec,
         stride_qh=q.stride(1) // vec,
         stride_table=segments.page_table.stride(0),
@@ -278,23 +282,5 @@ def paged_attention(
         **entry.options(),
     )
     if split_programs > 1:
-        grid = (segments.max_seqlen_q, num_segments, q_heads)
-        merge_kernel[grid](
-            part_acc_ptr=part_acc,
-            part_highest_ptr=part_highest,
-            part_total_ptr=part_total,
-            sink_ptr=q if sinks is None else sinks,
-            cu_seqlens_ptr=segments.cu_seqlens_q,
-            seq_lens_ptr=segments.seq_lens,
-            out_ptr=out,
-            num_rows=num_rows,
-            q_heads=q_heads,
-            window=window,
-            SINKS=sinks is not None,
-            D=dim,
-            D_PAD=launch.padded(dim),
-            SPLIT=entry.split,
-            num_warps=1,
-            **launch.OPTIONS,
-        )
+        merge_partials(partials, out, segments, **bounds, sinks=sinks, split=entry.split)
     return out

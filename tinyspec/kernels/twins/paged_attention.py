@@ -5,7 +5,7 @@ query rows or tiles share its call, provided the query rows are a multiple of fo
 wider than 64 in fp32 and fp16, 16 at least (on an Intel CPU calls of 4 and 8 rows stand apart
 there; measured: ``benchmarks/probe.py``), and partials are merged one after the other from position
 0. A tile that is masked for a row has weight exactly 0 in that merge, so the tiles that other rows
-need, and those that a window lets a whole block skip, change nothing.
+need, and those that a window or chunk lets a whole block skip, change nothing.
 
 Rows whose bits are nobody's business (``Segments.exact``) go by ``quick_attention`` instead. Does
 not know requests or passes, and shares nothing between calls but what ``Segments.derived`` keeps
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tinyspec.kernels.segments import Segments
 from tinyspec.kernels.twins.quick_attention import quick_attention
-from tinyspec.kernels.twins.tile_plan import blocks_of, groups_of
+from tinyspec.kernels.twins.tile_plan import Sight, blocks_of, groups_of
 from tinyspec.kernels.twins.tiles import attend_tiles
 
 
@@ -36,24 +36,29 @@ def paged_attention(
     *,
     scale: float,
     window: int = 0,
+    chunk: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of every row over its own sequence's pages.
 
     q [R, Hq, D], caches [N, page_size, Hkv, D] -> [R, Hq, D] in q's dtype; padding rows are 0.
-    window: keys a row sees, itself included (0: all). softcap: c * tanh(s / c) on the scaled
-    scores (0: none). sinks [Hq]: one more logit per head in the softmax's denominator.
+    window: keys a row sees, itself included (0: all). chunk: a row sees the keys since the last
+    multiple of it, itself included (0: all; Llama 4); not along with a window. softcap: c * tanh(s
+    / c) on the scaled scores (0: none). sinks [Hq]: one more logit per head in the softmax's
+    denominator.
     """
+    assert not (window and chunk)
+    sight = Sight(window, chunk)
     if not segments.exact and not softcap and sinks is None:
-        return quick_attention(q, k_cache, v_cache, segments, scale=scale, window=window)
+        return quick_attention(q, k_cache, v_cache, segments, scale=scale, sight=sight)
     group = q.shape[1] // k_cache.shape[2]
-    key = "tiles", window, group, _least_rows(q)
+    key = "tiles", sight, group, _least_rows(q)
     plans = segments.derived.get(key)
     if plans is None:
-        blocks = blocks_of(segments, window)
+        blocks = blocks_of(segments, sight)
         # A multiple of four query rows per call, and ``least`` at least.
-        plans = groups_of(blocks, segments, window, group, unit=4, least=_least_rows(q))
+        plans = groups_of(blocks, segments, sight, group, unit=4, least=_least_rows(q))
         segments.derived[key] = plans
 
     result = torch.zeros(q.shape, dtype=q.dtype)

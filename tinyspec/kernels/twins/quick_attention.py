@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tinyspec.kernels.segments import Segments
-from tinyspec.kernels.twins.tile_plan import MASKED, Group, blocks_of, groups_of
+from tinyspec.kernels.twins.tile_plan import MASKED, Group, Sight, blocks_of, groups_of
 from tinyspec.kernels.twins.tiles import attend_tiles
 
 
@@ -42,20 +42,22 @@ class _Plan:
 
 
 def _stretch(
-    first: int, end: int, length: int, pages: list[int], size: int, window: int
+    first: int, end: int, length: int, pages: list[int], size: int, sight: Sight
 ) -> _Stretch:
     rows = end - first
     position = length - rows
-    lowest = max(0, position - window + 1) // size if window else 0
+    lowest = max(0, sight.lowest(position)) // size
     seen = pages[lowest : -(-length // size)]
     behind = lowest * size
     keys = length - behind
     mask = None
-    if position or 0 < window < rows:
-        ahead = torch.arange(position - behind, keys)[:, None] - torch.arange(keys)
-        hidden = ahead < 0
-        if window:
-            hidden |= ahead >= window
+    # Whether any of these keys is behind the sight of a row, and so of the last one.
+    bounded = sight.lowest(length - 1) > behind
+    if position or bounded:
+        place, key = torch.arange(position, length)[:, None], torch.arange(behind, length)
+        hidden = key > place
+        if bounded:
+            hidden |= key < sight.lowest(place)
         mask = torch.zeros(1, 1, rows, keys).masked_fill_(hidden, MASKED)
     where: slice | Tensor = torch.tensor(seen)
     if all(after == before + 1 for before, after in pairwise(seen)):
@@ -63,15 +65,15 @@ def _stretch(
     return _Stretch(first, rows, where, keys, mask)
 
 
-def _plan(segments: Segments, window: int, group: int) -> _Plan:
+def _plan(segments: Segments, sight: Sight, group: int) -> _Plan:
     places = list(pairwise(segments.cu_seqlens_q.tolist()))
     alone = {first for first, end in places if end == first + 1}
-    blocks = [block for block in blocks_of(segments, window) if block.row in alone]
+    blocks = [block for block in blocks_of(segments, sight) if block.row in alone]
     lengths, pages = segments.seq_lens.tolist(), segments.page_table.tolist()
     return _Plan(
-        groups_of(blocks, segments, window, group, unit=1, least=1),
+        groups_of(blocks, segments, sight, group, unit=1, least=1),
         [
-            _stretch(first, end, length, table, segments.page_size, window)
+            _stretch(first, end, length, table, segments.page_size, sight)
             for (first, end), length, table in zip(places, lengths, pages, strict=True)
             if first not in alone
         ],
@@ -86,14 +88,14 @@ def _context(cache: Tensor, stretch: _Stretch) -> Tensor:
 
 
 def quick_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, segments: Segments, *, scale: float, window: int
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, segments: Segments, *, scale: float, sight: Sight
 ) -> Tensor:
     """As ``paged_attention``, without softcap and sinks, and without a promise for the bits."""
     group = q.shape[1] // k_cache.shape[2] if q.dtype == torch.float32 else 1
-    key = "quick", window, group
+    key = "quick", sight, group
     plan = segments.derived.get(key)
     if plan is None:
-        plan = segments.derived[key] = _plan(segments, window, group)
+        plan = segments.derived[key] = _plan(segments, sight, group)
 
     parts = [
         attend_tiles(q, k_cache, v_cache, tiles, group=group, keys=tiles.reach, scale=scale)

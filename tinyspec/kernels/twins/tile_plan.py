@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from math import gcd
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,22 @@ BLOCK_ROWS = 128
 MAX_TILE_ROWS = 1 << 15
 # Finite, so that a wholly masked tile yields a finite result that then weighs exactly nothing.
 MASKED = -1e30
+
+Position = TypeVar("Position", int, Tensor)
+
+
+class Sight(NamedTuple):
+    """How far back a row sees: ``window`` keys, itself included, or those since the last multiple
+    of ``chunk``; 0: no such bound."""
+
+    window: int = 0
+    chunk: int = 0
+
+    def lowest(self, position: Position) -> Position:
+        """First key that a row at ``position`` sees; 0 or less: all."""
+        if self.chunk:
+            return position - position % self.chunk
+        return position - self.window + 1 if self.window else position * 0
 
 
 @dataclass
@@ -65,7 +82,7 @@ class Group:
     order: Tensor | None = None
 
 
-def blocks_of(segments: Segments, window: int) -> list[Block]:
+def blocks_of(segments: Segments, sight: Sight) -> list[Block]:
     """The rows of a pass as blocks, in order."""
     starts = segments.cu_seqlens_q.tolist()
     blocks = []
@@ -76,7 +93,7 @@ def blocks_of(segments: Segments, window: int) -> list[Block]:
         for row in range(first, end, BLOCK_ROWS):
             rows = min(BLOCK_ROWS, end - row)
             position = length - (end - row)
-            lowest = max(0, position - window + 1) // TILE if window else 0
+            lowest = max(0, sight.lowest(position)) // TILE
             count = (position + rows - 1) // TILE + 1 - lowest
             blocks.append(Block(row, rows, position, pages, lowest, count))
     return blocks
@@ -89,7 +106,7 @@ def _height(rows: int, unit: int) -> int:
 
 
 def groups_of(
-    blocks: list[Block], segments: Segments, window: int, group: int, *, unit: int, least: int
+    blocks: list[Block], segments: Segments, sight: Sight, group: int, *, unit: int, least: int
 ) -> list[Group]:
     """Groups of ``blocks``, each padded to a multiple of ``unit`` query rows a KV head, ``least``
     at least.
@@ -116,13 +133,13 @@ def groups_of(
 
     ordered = sorted(blocks, key=lambda b: (height(b), -b.num_tiles))
     return [
-        _group(batch, tall, segments, window, group)
+        _group(batch, tall, segments, sight, group)
         for tall, alike in groupby(ordered, key=height)
         for batch in batches(list(alike), tall)
     ]
 
 
-def _group(blocks: list[Block], height: int, segments: Segments, window: int, group: int) -> Group:
+def _group(blocks: list[Block], height: int, segments: Segments, sight: Sight, group: int) -> Group:
     page_size = segments.page_size
     counts = [
         sum(block.num_tiles > depth for block in blocks) for depth in range(blocks[0].num_tiles)
@@ -155,16 +172,18 @@ def _group(blocks: list[Block], height: int, segments: Segments, window: int, gr
 
     facts = torch.tensor(
         [
-            (blocks[b].row, blocks[b].rows - 1, blocks[b].position - number * TILE)
+            (blocks[b].row, blocks[b].rows - 1, blocks[b].position, number * TILE)
             for (b, _), number in zip(pairs, numbers, strict=True)
         ]
     )
     inside = torch.minimum(torch.arange(height), facts[:, 1:2])
-    ahead = (facts[:, 2:] + inside)[..., None]
+    position = facts[:, 2:3] + inside
+    ahead = (position - facts[:, 3:])[..., None]
+    lowest = (sight.lowest(position) - facts[:, 3:])[..., None]
     key = torch.arange(TILE)
     seen = key <= ahead
-    if window:
-        seen &= key > ahead - window
+    if (lowest > 0).any():
+        seen &= key >= lowest
     mask = torch.zeros(seen.shape, dtype=torch.float32).masked_fill_(~seen, MASKED)
     mask = mask.repeat_interleave(group, dim=1)[:, None]
     rows = facts[:, :1] + inside

@@ -1,0 +1,152 @@
+"""A walk through every text causal LM that transformers knows: how each is served, or why not.
+
+Rewrites the README's table and ``tinyspec/families.py`` by what it finds:
+
+    python -m tests.support.walk
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import fill
+
+from transformers import PreTrainedModel
+
+from tests.support.mixes import bits
+from tests.support.zoo import BUILT, greedy, prompts, tiny
+from tests.support.zoo_configs import CANNOT
+from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams, UnsupportedModelError
+from tinyspec.attention import PagedAttention
+from tinyspec.deferred import layout
+
+ROOT = Path(__file__).parents[2]
+BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
+CONFIG = EngineConfig(max_model_len=256, max_rows=64, reference_rows=16)
+TOKENS = 64
+FUSED, INTERFACE = "fused module", "attention interface"
+KEPT, REFUSED = "contract kept", "`DeterminismError`"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """How a model type is served: by which attention, and what ``deterministic=True`` gets there;
+    or why it is not."""
+
+    attention: str = ""
+    contract: str = ""
+    refusal: str = ""
+
+
+def attention_of(model: PreTrainedModel) -> str:
+    """Which attention an engine gives ``model``, or the refusal that it raises."""
+    with Engine(model, config=CONFIG) as engine:
+        stand_ins = [stand_in for _, _, _, stand_in in engine._patched.swapped]
+        fused = any(isinstance(m, PagedAttention) or layout(m) is not None for m in stand_ins)
+    return FUSED if fused else INTERFACE
+
+
+def wrong_tokens(model: PreTrainedModel, tokens: int = TOKENS) -> list[str]:
+    """Where greedy tokens of ragged batches of 1, 3 and 8 are not ``generate``'s at batch 1."""
+    expected = [greedy(model, prompt, tokens)[0] for prompt in prompts()]
+    params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
+    wrong = []
+    with Engine(model, config=CONFIG) as engine:
+        for count in (1, 3, 8):
+            outputs = engine.generate(prompts()[:count], params)
+            for n, output in enumerate(outputs):
+                completion = output.completions[0]
+                if completion.token_ids != expected[n]:
+                    wrong.append(f"prompt {n} of {count}: {completion.error or 'other tokens'}")
+    return wrong
+
+
+def contract_of(model: PreTrainedModel, tokens: int = TOKENS) -> str:
+    """What ``deterministic=True`` gets: the contract kept, ``DeterminismError``, or which prompts
+    have other bits alone than in a batch of 8 or 3."""
+    params = SamplingParams(
+        max_new_tokens=tokens, ignore_eos=True, deterministic=True, logprobs=True
+    )
+    with Engine(model, config=CONFIG) as engine:
+        try:
+            crowd = [bits(output) for output in engine.generate(prompts(), params)]
+        except DeterminismError:
+            return REFUSED
+        few = [bits(output) for output in engine.generate(prompts()[5:], params)]
+        alone = [bits(engine.generate([prompt], params)[0]) for prompt in prompts()]
+    other = {n for n in range(8) if alone[n] != crowd[n]}
+    other |= {n for n in range(5, 8) if few[n - 5] != crowd[n]}
+    return f"other bits of prompts {sorted(other)}" if other else KEPT
+
+
+def find(model_type: str) -> Finding:
+    """Everything about one model type. AssertionError where tokens or bits are wrong."""
+    model = tiny(model_type)
+    try:
+        attention = attention_of(model)
+    except UnsupportedModelError as error:
+        return Finding(refusal=str(error).partition(" is not supported: ")[2])
+    assert wrong_tokens(model) == [], model_type
+    return Finding(attention, contract_of(model))
+
+
+def shortened(reason: str) -> str:
+    """A refusal without what is only one model's: the names of its modules."""
+    words = [word for word in reason.split() if not word.endswith("Attention")]
+    return " ".join(words)
+
+
+def render(findings: dict[str, Finding]) -> str:
+    """The README's table: one row for all that are served, or refused, in the same way."""
+    served, refused = defaultdict(list), defaultdict(list)
+    for kind, finding in sorted(findings.items()):
+        if finding.refusal:
+            refused[shortened(finding.refusal)].append(kind)
+        else:
+            served[finding.attention, finding.contract].append(kind)
+    refused["not tried: " + "; ".join(sorted(set(CANNOT.values())))] = sorted(CANNOT)
+    count = sum(map(len, served.values()))
+    lines = [f"{count} of {len(findings) + len(CANNOT)} model types are served.", ""]
+    lines += ["| attention | `deterministic=True` | model types |", "| --- | --- | --- |"]
+    for (attention, contract), kinds in sorted(served.items()):
+        lines.append(f"| {attention} | {contract} | {len(kinds)}: {', '.join(kinds)} |")
+    lines += ["", "| refused, because | model types |", "| --- | --- |"]
+    for reason, kinds in sorted(refused.items(), key=lambda row: -len(row[1])):
+        lines.append(f"| {reason} | {len(kinds)}: {', '.join(kinds)} |")
+    return "\n".join(lines)
+
+
+def table() -> str:
+    """The table as it stands in the README."""
+    text = (ROOT / "README.md").read_text()
+    return text.partition(BEGIN)[2].partition(END)[0].strip()
+
+
+def write(findings: dict[str, Finding]) -> None:
+    """Put the findings where they stand."""
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    head, tail = text.partition(BEGIN)[0], text.partition(END)[2]
+    readme.write_text(f"{head}{BEGIN}\n{render(findings)}\n{END}{tail}")
+    families = ROOT / "tinyspec" / "families.py"
+    head, tail = families.read_text().split('TYPES = """')[0], "SERVED = frozenset(TYPES.split())\n"
+    kinds = " ".join(sorted(kind for kind, finding in findings.items() if not finding.refusal))
+    kept = fill(kinds, 96, break_on_hyphens=False)
+    families.write_text(f'{head}TYPES = """\n{kept}\n"""\n{tail}')
+
+
+def walk(kinds: Iterable[str]) -> dict[str, Finding]:
+    """All of ``kinds``, one after the other."""
+    findings = {}
+    for kind in kinds:
+        findings[kind] = find(kind)
+        print(kind, findings[kind], flush=True)
+    return findings
+
+
+if __name__ == "__main__":
+    logging.disable(logging.WARNING)
+    write(walk(BUILT))
