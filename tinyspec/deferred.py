@@ -37,16 +37,8 @@ class Rope(NamedTuple):
     rounds: bool = False
 
 
-def _twice(x: Tensor) -> Tensor:
-    return torch.cat((x, x), dim=-1)
-
-
 def _pairs(x: Tensor) -> Tensor:
     return x[..., : x.shape[-1] // 2].repeat_interleave(2, dim=-1)
-
-
-def _wide_pairs(x: Tensor) -> Tensor:
-    return _pairs(x).float()
 
 
 # By the model whose ``apply_rotary_pos_emb`` it is.
@@ -57,10 +49,10 @@ ROPES = {
     "nemotron": Rope(False, Tensor.contiguous),
     "olmo": Rope(False, Tensor.contiguous, rounds=True),
     "esm": Rope(False, Tensor.float, rounds=True),
-    "gpt_oss": Rope(False, _twice),
+    "gpt_oss": Rope(False, lambda x: torch.cat((x, x), dim=-1)),
     "glm": Rope(True, _pairs),
     "helium": Rope(True, _pairs),
-    "ernie4_5": Rope(True, _wide_pairs, rounds=True),
+    "ernie4_5": Rope(True, lambda x: _pairs(x).float(), rounds=True),
     "cohere": Rope(True, Tensor.float, rounds=True),
 }
 # Whose attention ``PagedAttention`` does.
@@ -110,7 +102,7 @@ def _standard() -> set[str]:
 def _plain(function: Any) -> Any:
     """The function that the kernels library made a module of, so that its own can replace it."""
     if isinstance(function, nn.Module) and "forward" not in vars(function):
-        cells = getattr(type(function).forward, "__closure__", None) or ()
+        cells: Any = getattr(type(function).forward, "__closure__", None) or ()
         return cells[0].cell_contents if len(cells) == 1 else None
     return function
 
