@@ -22,7 +22,7 @@ from torch import nn
 from tests.support.zoo import BUILT, VOCAB, tiny
 from tinyspec import deferred as deferring
 from tinyspec import kernels
-from tinyspec.attention import AttentionContext, PagedAttention
+from tinyspec.attention import AttentionContext
 from tinyspec.deferrable import hands_over, source_of
 from tinyspec.deferred import ROPES, deferred, layout
 from tinyspec.errors import UnsupportedModelError
@@ -88,17 +88,11 @@ def packed():
 
 def only(monkeypatch, way):
     """Have ``install`` put in stand-ins for attention alone, and of one way alone."""
-    monkeypatch.setattr(patch, "FUSED", ())
     monkeypatch.setattr(patch, "_is_rotary", lambda module: False)
     if way == "interface":
-        monkeypatch.setattr(patch, "deferred", lambda module, context: None)
-    elif way == "fused":
-        monkeypatch.setattr(patch, "deferred", fused_or_deferred)
-
-
-def fused_or_deferred(module, context):
-    kind = layout(module)
-    return PagedAttention(module, context) if kind == "fused" else deferred(module, context)
+        monkeypatch.setattr(patch, "layout", lambda module: None)
+    elif way == "deferred":
+        monkeypatch.setattr(patch, "layout", lambda module: layout(module) and "deferred")
 
 
 def through(model, monkeypatch, way):
@@ -420,7 +414,8 @@ def test_a_note_is_its_layers_and_its_passes():
     context.begin(SimpleNamespace(derived={}), None, None)
     cos = torch.full((1, 3, 16), 0.5)
     rotated(stand_in, context, cos)
-    assert context.noted(SimpleNamespace(layer_idx=module.layer_idx + 1)) is None
+    with pytest.raises(AssertionError, match="another"):
+        context.noted(SimpleNamespace(layer_idx=module.layer_idx + 1))
     rotated(stand_in, context, cos)
     assert context.noted(stand_in).layer == module.layer_idx
     assert context.noted(stand_in) is None
@@ -443,6 +438,7 @@ def test_laid_once_per_pass():
         rotate = stand_in.run_deferred.__globals__[deferring.ROTATE]
         rotate(torch.ones(1, 4, 3, 16), torch.ones(1, 2, 3, 16), cos, sin)
         laid.add(context.note.cos.data_ptr())
+        context.note = None
     assert len(stand_ins) > 1 and len(laid) == 1 and len(segments.derived) == 1
 
 

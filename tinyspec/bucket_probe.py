@@ -60,8 +60,9 @@ def probe_linears(runner: Runner) -> list[BucketClasses]:
         pool = probe_pool(shape[0], dtype, runner.device, weight)
         # A router that is a linear does more with its logits; here the matmul alone is meant.
         if isinstance(module, nn.Linear) and type(module).__module__.startswith(ROUTERS):
-            module = partial(nn.Linear.forward, module)
-        found.append(_classes(runner, module, pool, name))
+            found.append(_classes(runner, partial(nn.Linear.forward, module), pool, name))
+        else:
+            found.append(_classes(runner, module, pool, name))
     return found
 
 

@@ -37,16 +37,8 @@ class Rope(NamedTuple):
     rounds: bool = False
 
 
-def _twice(x: Tensor) -> Tensor:
-    return torch.cat((x, x), dim=-1)
-
-
 def _pairs(x: Tensor) -> Tensor:
     return x[..., : x.shape[-1] // 2].repeat_interleave(2, dim=-1)
-
-
-def _wide_pairs(x: Tensor) -> Tensor:
-    return _pairs(x).float()
 
 
 # By the model whose ``apply_rotary_pos_emb`` it is.
@@ -57,10 +49,10 @@ ROPES = {
     "nemotron": Rope(False, Tensor.contiguous),
     "olmo": Rope(False, Tensor.contiguous, rounds=True),
     "esm": Rope(False, Tensor.float, rounds=True),
-    "gpt_oss": Rope(False, _twice),
+    "gpt_oss": Rope(False, lambda x: torch.cat((x, x), dim=-1)),
     "glm": Rope(True, _pairs),
     "helium": Rope(True, _pairs),
-    "ernie4_5": Rope(True, _wide_pairs, rounds=True),
+    "ernie4_5": Rope(True, lambda x: _pairs(x).float(), rounds=True),
     "cohere": Rope(True, Tensor.float, rounds=True),
 }
 # Whose attention ``PagedAttention`` does.
@@ -110,7 +102,11 @@ def _standard() -> set[str]:
 def _plain(function: Any) -> Any:
     """The function that the kernels library made a module of, so that its own can replace it."""
     if isinstance(function, nn.Module) and "forward" not in vars(function):
+<<<<<<< HEAD
         cells: tuple[Any, ...] = getattr(type(function).forward, "__closure__", None) or ()
+=======
+        cells: Any = getattr(type(function).forward, "__closure__", None) or ()
+>>>>>>> ce268d6b0b8799ee42f93b92ee03b89b74bb87e8
         return cells[0].cell_contents if len(cells) == 1 else None
     return function
 
@@ -131,7 +127,7 @@ def _rope(module: nn.Module) -> Rope | None:
 def _standard_norm(norm: nn.Module, head_dim: int) -> bool:
     essence = None if own_forward(norm) is not None else _essence(type(norm).forward)
     same = essence is not None and essence == _essence(_of("llama", "LlamaRMSNorm").forward)
-    return same and norm.weight.shape == (head_dim,)
+    return same and list(norm.weight.shape) == [head_dim]  # type: ignore[union-attr, arg-type]
 
 
 def layout(module: nn.Module) -> Literal["fused", "deferred"] | None:
@@ -191,7 +187,8 @@ def _deferring(module: nn.Module, rope: Rope, context: AttentionContext) -> Call
         # Once per pass, which all layers share that are handed the same.
         key = (rope, q.dtype, id(cos), id(sin))
         if key not in segments.derived:
-            fits = cos.shape[:2] == (1, q.shape[2]) and (rope.rounds or cos.dtype == q.dtype)
+            fits = list(cos.shape[:2]) == [1, q.shape[2]]
+            fits = fits and (rope.rounds or cos.dtype == q.dtype)
             laid = (rope.lay(cos[0]), rope.lay(sin[0])) if fits else None
             # With what it was made of, lest another come to have its id.
             segments.derived[key] = laid, cos, sin
