@@ -102,11 +102,7 @@ def _standard() -> set[str]:
 def _plain(function: Any) -> Any:
     """The function that the kernels library made a module of, so that its own can replace it."""
     if isinstance(function, nn.Module) and "forward" not in vars(function):
-<<<<<<< HEAD
         cells: tuple[Any, ...] = getattr(type(function).forward, "__closure__", None) or ()
-=======
-        cells: Any = getattr(type(function).forward, "__closure__", None) or ()
->>>>>>> ce268d6b0b8799ee42f93b92ee03b89b74bb87e8
         return cells[0].cell_contents if len(cells) == 1 else None
     return function
 
