@@ -1,0 +1,76 @@
+"""The fused module against transformers' attention interface: the same model, decoding.
+
+Both sides are engines over the same weights and run in turns in one process; the ratio is that of
+their medians, above 1: the fused module is faster. Run with
+
+    pytest benchmarks/bench_attention.py --benchmark-enable --benchmark-json=FILE [--rounds N]
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.workloads import DEVICE, Workload, in_turns, of_shapes
+from tinyspec import Engine, EngineConfig
+
+# Standard, with norms of q and k, with pairs of neighbours, with projections in one.
+FAMILIES = ("llama", "qwen3", "glm4", "phi3")
+
+
+def build(family: str, dtype: torch.dtype, smoke: bool) -> Any:
+    """6 layers of width 512, 8 heads of 64, 4 of keys and values, random weights."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=256 if smoke else 8192,
+        hidden_size=64 if smoke else 512,
+        intermediate_size=96 if smoke else 1408,
+        num_hidden_layers=2 if smoke else 6,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=16 if smoke else 64,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).to(DEVICE).eval()
+    return model
+
+
+def interface_only(model: Any) -> Engine:
+    """An engine whose layers all go through the attention interface."""
+    with pytest.MonkeyPatch.context() as patch:
+        # ``tinyspec.patch`` is the function of this name.
+        patch.setattr(import_module("tinyspec.patch"), "layout", lambda module: None)
+        return Engine(model, config=EngineConfig(prefix_cache=False))
+
+
+def serve(engine: Engine, work: Workload) -> list[list[int]]:
+    outputs = engine.generate([list(p) for p in work.prompts], work.params(()))
+    return [output.completions[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("requests", [1, 16])
+@pytest.mark.parametrize("family", FAMILIES)
+def bench_attention(
+    benchmark: Any, family: str, requests: int, dtype: str, smoke: bool, rounds: int
+) -> None:
+    """``requests`` prompts of 64 tokens, 40 out; same tokens on both sides in fp32."""
+    models = [build(family, getattr(torch, dtype), smoke) for _ in range(2)]
+    shapes = [(8, 4) if smoke else (64, 40)] * requests
+    work = of_shapes(family, shapes, models[0].config.vocab_size)
+    fused = Engine(models[0], config=EngineConfig(prefix_cache=False))
+    with fused, interface_only(models[1]) as interface:
+        if dtype == "float32":
+            assert serve(fused, work) == serve(interface, work)
+        ratio = in_turns(
+            benchmark, lambda: serve(fused, work), lambda: serve(interface, work), rounds
+        )
+    benchmark.extra_info["ratio"] = round(ratio, 3)
