@@ -14,7 +14,7 @@ from torch import nn
 from tests.support import walk
 from tests.support.zoo import BUILT, MODEL_TYPES, tiny
 from tests.support.zoo_configs import CANNOT
-from tinyspec import Engine, EngineConfig, UnsupportedModelError, rehearsal
+from tinyspec import Engine, EngineConfig, SamplingParams, UnsupportedModelError, rehearsal
 from tinyspec.families import SERVED
 
 
@@ -135,4 +135,13 @@ def test_a_long_rope_is_served_as_far_as_one_table_holds():
     with pytest.raises(UnsupportedModelError, match="max_model_len=64"):
         Engine(model)
     with Engine(model, config=EngineConfig(max_model_len=64)) as engine:
-        assert engine.generate([[3, 4, 5]])[0].completions[0].token_ids
+        assert engine.generate([[3, 4, 5]], SamplingParams(max_new_tokens=4))[0].completions[0].token_ids
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_sequences_may_be_shorter_than_what_a_model_is_tried_with(known, monkeypatch):
+    if not known:
+        monkeypatch.setattr(rehearsal, "SERVED", frozenset())
+    with Engine(tiny("llama"), config=EngineConfig(max_model_len=8)) as engine:
+        output = engine.generate([[3, 4, 5]], SamplingParams(max_new_tokens=5, ignore_eos=True))
+    assert len(output[0].completions[0].token_ids) == 5

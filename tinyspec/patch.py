@@ -37,6 +37,8 @@ FUSED = (
     "Qwen3Attention",
     "Gemma2Attention",
 )
+# Survey and rehearsal go so far, however short the sequences to come are.
+LEAST_POSITIONS = 64
 Place = tuple[nn.Module, str, nn.Module]
 
 
@@ -149,14 +151,17 @@ def _install(
     patched.compiled.set_aside()
     patched.bound += [module for module in model.modules() if calls_interface(module)]
     patched.bind()
+    like = torch.empty(0, dtype=model.dtype, device=model.device)
     for parent, name, module in _children(model):
         if _counts_positions(module):
             patched.swap(parent, name, ToldPositions(module, context))
+        elif _is_rotary(module):
+            table = RopeTable(module, max(positions, LEAST_POSITIONS), like)
+            patched.swap(parent, name, table)
     found = _survey(model, context)
     patched.layers += [call.shape for call in found.calls]
     patched.keeps_logits = found.keeps_logits
     context.reach = [call.reach for call in found.calls]
-    like = torch.empty(0, dtype=model.dtype, device=model.device)
     called = {id(call.module) for call in found.calls}
     for parent, name, module in _children(model):
         kind = layout(module) if id(module) in called else None
@@ -164,8 +169,6 @@ def _install(
             patched.swap(parent, name, PagedAttention(module, context))
         elif kind == "deferred" and (stand_in := deferred(module, context)) is not None:
             patched.swap(parent, name, stand_in)
-        elif _is_rotary(module):
-            patched.swap(parent, name, RopeTable(module, positions, like))
     if linear is not None:
         for parent, name, served in by_kernel(model, linear):
             patched.swap(parent, name, served)
