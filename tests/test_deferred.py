@@ -19,13 +19,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.zoo import BUILT, VOCAB, tiny
+from tests.support.walk import places
+from tests.support.zoo import VOCAB, tiny
 from tinyspec import deferred as deferring
 from tinyspec import kernels
 from tinyspec.attention import AttentionContext
 from tinyspec.deferrable import hands_over, source_of
 from tinyspec.deferred import ROPES, deferred, layout
-from tinyspec.errors import UnsupportedModelError
 from tinyspec.kernels.segments import Segments
 from tinyspec.kv_cache import KVCache
 from tinyspec.survey import accepted
@@ -149,17 +149,26 @@ def test_left_to_the_interface(kind):
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
+# One of each rotation, and of each thing that may stand before it; all others in the slow tests.
+QUICK = (
+    *("llama", "qwen3", "glm4", "cohere", "cohere2", "ernie4_5", "gpt_oss", "phi", "phi3", "olmo2"),
+    *("stablelm", "gemma3_text", "smollm3", "modernbert-decoder", "mllama"),
+)
+WITH_STAND_INS = [kind for kind, cells in places().items() if cells[0] == "fused module"]
+
+
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("kind", BUILT)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *QUICK,
+        *(pytest.param(k, marks=pytest.mark.slow) for k in WITH_STAND_INS if k not in QUICK),
+    ],
+)
 def test_same_bits_as_the_interface(kind, dtype, monkeypatch):
-    """Every causal LM of transformers with a layer that leaves its rotation to the kernel."""
-    if not layouts(kind) - {None}:
-        pytest.skip("no layer of it has a stand-in")
+    """Every causal LM that the README has with a layer that leaves its rotation to the kernel."""
     model = model_of(kind, dtype)
-    try:
-        expected, none = through(model, monkeypatch, "interface")
-    except UnsupportedModelError as error:
-        pytest.skip(str(error))
+    expected, none = through(model, monkeypatch, "interface")
     assert none == 0 and expected[0].isfinite().all()
     found, told = through(model, monkeypatch, "deferred")
     assert same(found, expected)

@@ -5,8 +5,6 @@ type: quickly (attention, or the refusal, and a rehearsal of some tokens) and, i
 token by token and bit by bit.
 """
 
-import re
-
 import pytest
 import torch
 from torch import nn
@@ -17,20 +15,7 @@ from tests.support.zoo_configs import CANNOT
 from tinyspec import Engine, EngineConfig, SamplingParams, UnsupportedModelError, rehearsal
 from tinyspec.families import SERVED
 
-
-def places() -> dict[str, list[str]]:
-    """By model type: the cells of its row of the table, without the types."""
-    found = {}
-    for line in walk.table().splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        kinds = re.fullmatch(r"\d+: (.*)", cells[-1])
-        for kind in kinds[1].split(", ") if kinds else ():
-            assert kind not in found, "twice in the table"
-            found[kind] = cells[:-1]
-    return found
-
-
-TABLE = places()
+TABLE = walk.places()
 
 
 def test_the_table_is_complete():
@@ -135,7 +120,11 @@ def test_a_long_rope_is_served_as_far_as_one_table_holds():
     with pytest.raises(UnsupportedModelError, match="max_model_len=64"):
         Engine(model)
     with Engine(model, config=EngineConfig(max_model_len=64)) as engine:
-        assert engine.generate([[3, 4, 5]], SamplingParams(max_new_tokens=4))[0].completions[0].token_ids
+        assert (
+            engine.generate([[3, 4, 5]], SamplingParams(max_new_tokens=4))[0]
+            .completions[0]
+            .token_ids
+        )
 
 
 @pytest.mark.parametrize("known", [False, True])

@@ -70,6 +70,12 @@ def bare(tree: ast.FunctionDef) -> ast.FunctionDef:
     return _Bare().visit(copied)
 
 
+@cache
+def text_of(tree: ast.FunctionDef) -> str:
+    """What a function does, comparable with what others do."""
+    return ast.dump(bare(tree))
+
+
 def _named(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name
 
@@ -94,6 +100,7 @@ def _behind(tree: ast.AST, statement: ast.AST) -> Iterator[ast.AST]:
             yield node
 
 
+@cache
 def hands_over(forward: ast.FunctionDef) -> bool:
     """Whether a forward rotates q and k once, and from there on only hands them to a cache, where
     there is one, and to the attention interface.

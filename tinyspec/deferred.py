@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tinyspec.attention import AttentionContext, Note
-from tinyspec.deferrable import ROTATE, bare, hands_over, source_of
+from tinyspec.deferrable import ROTATE, bare, hands_over, source_of, text_of
 from tinyspec.unwrap import own_forward
 
 
@@ -75,7 +75,7 @@ def _essence(function: Callable[..., Any]) -> str | None:
     if tree is None:
         return None
     assert isinstance(function, FunctionType)
-    parts = [ast.dump(bare(tree))]
+    parts = [text_of(tree)]
     own = {*function.__code__.co_varnames, function.__name__}
     for name in sorted({n.id for n in ast.walk(bare(tree)) if isinstance(n, ast.Name)} - own):
         value = function.__globals__.get(name)
@@ -96,7 +96,7 @@ def _references() -> dict[str | None, Rope]:
 def _standard() -> set[str]:
     """What the attentions do whose place ``PagedAttention`` takes."""
     forwards = [_of(family, name).forward for family, name in STANDARD]
-    return {ast.dump(bare(tree)) for tree in map(source_of, forwards) if tree is not None}
+    return {text_of(tree) for tree in map(source_of, forwards) if tree is not None}
 
 
 def _plain(function: Any) -> Any:
@@ -136,7 +136,7 @@ def layout(module: nn.Module) -> Literal["fused", "deferred"] | None:
     assert tree is not None
     norms = [getattr(module, name) for name in ("q_norm", "k_norm") if hasattr(module, name)]
     head_dim: Any = getattr(module, "head_dim", None)
-    fused = rope == ROPES["llama"] and ast.dump(bare(tree)) in _standard()
+    fused = rope == ROPES["llama"] and text_of(tree) in _standard()
     return "fused" if fused and all(_standard_norm(n, head_dim) for n in norms) else "deferred"
 
 

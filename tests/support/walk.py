@@ -8,6 +8,7 @@ Rewrites the README's table and ``tinyspec/families.py`` by what it finds:
 from __future__ import annotations
 
 import logging
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -123,6 +124,18 @@ def table() -> str:
     """The table as it stands in the README."""
     text = (ROOT / "README.md").read_text()
     return text.partition(BEGIN)[2].partition(END)[0].strip()
+
+
+def places() -> dict[str, list[str]]:
+    """By model type: the cells of its row of the table, without the types."""
+    found = {}
+    for line in table().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        kinds = re.fullmatch(r"\d+: (.*)", cells[-1])
+        for kind in kinds[1].split(", ") if kinds else ():
+            assert kind not in found, "twice in the table"
+            found[kind] = cells[:-1]
+    return found
 
 
 def write(findings: dict[str, Finding]) -> None:
