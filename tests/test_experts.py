@@ -207,7 +207,7 @@ def test_other_designs_are_found(family):
     model = tiny_moe(family)
 
     def calls(tokens, rows=128):
-        noted = Matmuls(model)
+        noted = Matmuls(model, 0)
         with noted.following():
             model(tokens(VOCAB, rows)[None], use_cache=False)
         return noted.calls

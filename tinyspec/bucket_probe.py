@@ -123,18 +123,16 @@ def find_ops(model: nn.Module, rows: int, run: Callable[[], object]) -> dict[str
 def _probe_routing(
     runner: Runner, probe: ModelProbe, cache: KVCache
 ) -> tuple[list[Unsound], dict[str, _Op]]:
-    """What is routed by value, and what of rows no linear and no element-wise module does: matmuls
-    of other modules (routers), and what experts do between theirs."""
+    """What is routed by value, and what of rows no linear and no element-wise module does: steps of
+    other modules (routers), and what experts do between their matmuls."""
     experts = served(runner.model)
     passes = []
     for tokens in TOKEN_SETS:
-        noted = Matmuls(runner.model, experts)
+        noted = Matmuls(runner.model, probe.distinct, experts)
         with noted.following():
             probe.retell(cache, tokens)
         passes.append(noted.calls)
-    ops = {}
-    for matmul in noted.of_rows.values():
-        ops[matmul.module] = _Op(matmul.run, (matmul.features,), matmul.dtype, matmul.weight)
+    ops = {s.name: _Op(s.run, tuple(s.shape), s.dtype, s.weight) for s in noted.steps}
     for name, fn, shape, dtype in row_functions(experts):
         ops[name] = _Op(fn, shape, dtype)
     return routed(passes), ops

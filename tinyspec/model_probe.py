@@ -124,6 +124,11 @@ class ModelProbe:
             ]
         )
 
+    @property
+    def distinct(self) -> int:
+        """Rows of the passes that ``retell`` runs."""
+        return self._distinct
+
     def retell(self, cache: KVCache, tokens: Callable[[int, int], Tensor]) -> None:
         """A pass of all distinct rows, of other tokens: ``tokens(vocab_size, rows)``. For before
         ``learn``, as other tokens write other KV."""

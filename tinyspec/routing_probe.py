@@ -29,6 +29,13 @@ REMEDY = (
 )
 # Parts of operators' names: mm, addmm, bmm, baddbmm, _grouped_mm, linear, matmul, addmv, dot, conv.
 MATMULS = ("mm", "linear", "matmul", "mv", "dot", "conv")
+# Operators of one tensor whose rounding may depend on an element's place (its vector or what is
+# left over), or on how a sum is cut: where no module of rows does them, they are probed alone.
+STEPS = {
+    *("sigmoid", "silu", "gelu", "tanh", "softplus", "log_sigmoid_forward", "mish", "elu", "erf"),
+    *("exp", "expm1", "log", "log1p", "pow", "rsqrt", "sin", "cos", "sum", "mean", "cumsum"),
+    *("_softmax", "_log_softmax", "linalg_vector_norm"),
+}
 
 
 @dataclass(frozen=True)
@@ -42,23 +49,29 @@ class Matmul:
 
 
 @dataclass(frozen=True)
-class RowMatmul:
-    """A matmul of a pass's rows with a parameter, in a module that is none: a router's, say."""
+class RowStep:
+    """What a module that is neither linear nor element-wise does to a pass's rows by one operator,
+    with parameters at most: a router's matmul or sigmoid, say."""
 
-    module: str
+    name: str
     dtype: torch.dtype
-    features: int
-    weight: Tensor  # [out, in]
-    run: Callable[[Tensor], Tensor]  # of [1, R, features]
+    shape: tuple[int, ...]
+    run: Callable[[Tensor], Tensor]  # of [1, R, *shape]
+    weight: Tensor | None = None  # [out, in] of a matmul
 
 
 class Matmuls(TorchDispatchMode):
-    """Notes the matmuls of ``model`` while it is on, but for those inside of modules ``passed``."""
+    """Notes the matmuls of ``model``, and its steps of ``rows`` rows, while it is on, but for those
+    inside of modules ``passed``."""
 
-    def __init__(self, model: nn.Module, passed: Collection[str] = ()):
+    def __init__(self, model: nn.Module, rows: int, passed: Collection[str] = ()):
         super().__init__()
         self.calls: list[Matmul] = []
-        self.of_rows: dict[object, RowMatmul] = {}
+        self._steps: dict[object, tuple[str, RowStep]] = {}
+        self._rows = rows
+        # Modules that turn one tensor into another are probed as such.
+        self._alone: set[str] = set()
+        self._kept: list[Tensor] = []
         self._model = model
         self._passed = set(passed)
         self._inside: list[str] = []
@@ -71,9 +84,22 @@ class Matmuls(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.partition("::")[2]
-        if any(part in name for part in MATMULS) and not self._passed & set(self._inside):
+        if self._passed & set(self._inside):
+            return result
+        if any(part in name for part in MATMULS):
             self._note(name, func, args, kwargs or {})
+        elif name in STEPS:
+            self._note_step(name, func, args, kwargs or {}, result)
+        elif name == "_to_copy" and args[0].untyped_storage().data_ptr() in self._own:
+            # A parameter in another dtype is still one; kept, lest another come to lie there.
+            self._kept.append(result)
+            self._own.add(result.untyped_storage().data_ptr())
         return result
+
+    @property
+    def steps(self) -> list[RowStep]:
+        """What no module of rows does, one of each kind."""
+        return [step for where, step in self._steps.values() if where not in self._alone]
 
     def _note(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         where = self._inside[-1] if self._inside else ""
@@ -102,7 +128,33 @@ class Matmuls(TorchDispatchMode):
             return out.view(1, given.shape[1], -1)
 
         kind = (name, x.dtype, x.dim(), *((w.shape, w.stride(), w.dtype) for w in own.values()))
-        self.of_rows.setdefault(kind, RowMatmul(where, x.dtype, x.shape[-1], weight, run))
+        step = RowStep(f"{where}: {name}", x.dtype, x.shape[-1:], run, weight)
+        self._steps.setdefault(kind, (where, step))
+
+    def _note_step(
+        self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        """Take note of an operator of one tensor whose leading dimension is the pass's rows."""
+        x, *others = args
+        first = result[0] if isinstance(result, tuple) else result
+        lead = x.shape[:1] if x.shape[:1] == (self._rows,) else x.shape[:2]
+        of_rows = lead in ((self._rows,), (1, self._rows)) and x.dim() > len(lead)
+        if not of_rows or not x.is_floating_point() or first.shape[: len(lead)] != lead:
+            return
+        if any(isinstance(other, Tensor) for other in (*others, *kwargs.values())):
+            return
+        shape = x.shape[len(lead) :]
+
+        def run(given: Tensor) -> Tensor:
+            rows = given.shape[1]
+            out = func(given.reshape(*lead[:-1], rows, *shape), *others, **kwargs)
+            return (out[0] if isinstance(out, tuple) else out).reshape(1, rows, -1)
+
+        where = self._inside[-1] if self._inside else ""
+        kind = (name, x.dtype, lead, shape, str(others), str(kwargs))
+        self._steps.setdefault(
+            kind, (where, RowStep(f"{where}: {name} of {tuple(shape)}", x.dtype, shape, run))
+        )
 
     def _enter(self, name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._inside.append(name)
@@ -111,8 +163,14 @@ class Matmuls(TorchDispatchMode):
             shapes = tuple(tuple(x.shape) for x in inputs if isinstance(x, Tensor))
             self.calls.append(Matmul(name, "forward", shapes, ()))
 
-    def _leave(self, *_: Any) -> None:
-        self._inside.pop()
+    def _leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        name = self._inside.pop()
+        if (
+            isinstance(output, Tensor)
+            and len(inputs) == 1
+            and not any(True for _ in module.children())
+        ):
+            self._alone.add(name)
 
     @contextmanager
     def following(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from textwrap import fill
 
@@ -21,9 +22,10 @@ from tests.support.mixes import bits
 from tests.support.zoo import BUILT, greedy, prompts, tiny
 from tests.support.zoo_configs import CANNOT
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams, UnsupportedModelError
-from tinyspec.attention import PagedAttention
 from tinyspec.deferred import layout
 
+# ``tinyspec.patch`` is the function of this name.
+calls_interface = import_module("tinyspec.patch").calls_interface
 ROOT = Path(__file__).parents[2]
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 CONFIG = EngineConfig(max_model_len=256, max_rows=64, reference_rows=16)
@@ -45,9 +47,8 @@ class Finding:
 def attention_of(model: PreTrainedModel) -> str:
     """Which attention an engine gives ``model``, or the refusal that it raises."""
     with Engine(model, config=CONFIG) as engine:
-        stand_ins = [stand_in for _, _, _, stand_in in engine._patched.swapped]
-        fused = any(isinstance(m, PagedAttention) or layout(m) is not None for m in stand_ins)
-    return FUSED if fused else INTERFACE
+        called = (before for _, _, before, _ in engine._patched.swapped if calls_interface(before))
+        return FUSED if any(map(layout, called)) else INTERFACE
 
 
 def wrong_tokens(model: PreTrainedModel, tokens: int = TOKENS) -> list[str]:
