@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from tinyspec.errors import UnsupportedModelError
 from tinyspec.kv_cache import LayerShape
 
 ROWS = 12
+_ONE_AT_A_TIME = Lock()
 # Arguments of an attention call that say what is known otherwise, or nothing without a cache.
 SILENT = {
     *("dropout", "position_ids", "use_cache", "cache_position", "past_key_values", "layer_idx"),
@@ -61,7 +63,11 @@ class _Unknown(Exception):
 
 
 def reach_of(
-    mask_function: Callable[..., Tensor], rows: int, size: int | None, chunked: bool = False
+    mask_function: Callable[..., Tensor],
+    rows: int,
+    size: int | None,
+    chunked: bool = False,
+    device: torch.device | str = "cpu",
 ) -> Reach | None:
     """Which keys a mask function of transformers' lets a row see; ``size`` as it comes with it.
 
@@ -71,18 +77,18 @@ def reach_of(
     """
 
     def seen(place: Tensor) -> Tensor:
-        zero = torch.zeros((), dtype=torch.long)
+        zero = torch.zeros((), dtype=torch.long, device=device)
         found = torch.as_tensor(mask_function(zero, zero, place[:, None], place))
         return found.expand(len(place), len(place))
 
     edges = {0, 1, 2, 5, 63, 64, 1000}
     if size:
         edges |= {n * size + d for n in (1, 2, 5) for d in (-1, 0, 1)}
-    place = torch.tensor(sorted(edges))
+    place = torch.tensor(sorted(edges), device=device)
     try:
         found = seen(place)
     except IndexError:
-        place = torch.arange(rows)
+        place = torch.arange(rows, device=device)
         found = seen(place)
     q, k = place[:, None], place
     before = k <= q
@@ -118,7 +124,7 @@ class _Masks:
         reach = None
         if not use_vmap:
             chunked = local_size and getattr(config, "attention_chunk_size", None) == local_size
-            reach = reach_of(mask_function, q_length, local_size, bool(chunked))
+            reach = reach_of(mask_function, q_length, local_size, bool(chunked), device)
         self._made.append((mask, reach))
         return mask
 
@@ -133,12 +139,15 @@ class _Masks:
 
     @contextmanager
     def noted(self, implementation: str) -> Iterator[None]:
-        """Have models with this attention make masks here."""
-        AttentionMaskInterface.register(implementation, self.make)
-        try:
-            yield
-        finally:
-            del AttentionMaskInterface._global_mapping[implementation]
+        """Have models with this attention make masks here. The interface is the whole process's:
+        one at a time; another thread's pass makes a mask more, which paged attention passes over.
+        """
+        with _ONE_AT_A_TIME:
+            AttentionMaskInterface.register(implementation, self.make)
+            try:
+                yield
+            finally:
+                del AttentionMaskInterface._global_mapping[implementation]
 
 
 class Recorder:
