@@ -21,8 +21,8 @@ from torch import nn
 
 from tests.support.walk import places
 from tests.support.zoo import VOCAB, tiny
+from tinyspec import EngineConfig, kernels
 from tinyspec import deferred as deferring
-from tinyspec import kernels
 from tinyspec.attention import AttentionContext
 from tinyspec.deferrable import hands_over, source_of
 from tinyspec.deferred import ROPES, deferred, layout
@@ -101,7 +101,7 @@ def through(model, monkeypatch, way):
     told = []
     with monkeypatch.context() as patches:
         only(patches, way)
-        patched = patch.install(model, 512)
+        patched = patch.install(model, EngineConfig(max_model_len=512, max_rows=64))
     context = patched.context
     twins = kernels.load("torch")
 
@@ -456,7 +456,7 @@ def test_suspended_and_resumed(kind, monkeypatch):
     """The stand-ins go and come back with the rest of what ``install`` did."""
     model = tiny(kind)
     own = {name: (type(m), dict(vars(m))) for name, m in model.named_modules()}
-    patched = patch.install(model, 64)
+    patched = patch.install(model, EngineConfig(max_model_len=64, max_rows=64))
     stand_ins = [m for m in model.modules() if isinstance(m, deferring._Deferred)]
     assert stand_ins
     for _ in range(2):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import tinyspec
 from tests.support import walk
 from tests.support.zoo import BUILT, MODEL_TYPES, tiny
 from tests.support.zoo_configs import CANNOT
@@ -134,3 +135,45 @@ def test_sequences_may_be_shorter_than_what_a_model_is_tried_with(known, monkeyp
     with Engine(tiny("llama"), config=EngineConfig(max_model_len=8)) as engine:
         output = engine.generate([[3, 4, 5]], SamplingParams(max_new_tokens=5, ignore_eos=True))
     assert len(output[0].completions[0].token_ids) == 5
+
+
+def test_layers_that_run_by_the_value_of_rows_end_their_requests():
+    """KV goes by the order of calls: a layer left out would shift all behind it."""
+    model = tiny("llama")
+    layer = model.model.layers[0]
+    forward = layer.forward
+
+    def skipped(hidden_states, **kwargs):
+        few = hidden_states.shape[1] < 4
+        return hidden_states if few else forward(hidden_states, **kwargs)
+
+    layer.forward = skipped
+    with Engine(model) as engine:
+        completion = engine.generate([[3, 4, 5, 6, 7, 8]])[0].completions[0]
+    assert "must not depend on its rows" in completion.error
+
+
+def test_llama4_is_refused_where_it_would_count_rows():
+    model = tiny("llama4_text")
+    for config in (model.config, *(layer.self_attn.config for layer in model.model.layers)):
+        config.floor_scale = 24
+    for name, settings in {
+        "max_model_len=23": {"max_model_len": 24, "max_rows": 16, "reference_rows": 16},
+        "max_rows=23": {"max_model_len": 23, "max_rows": 64},
+    }.items():
+        with pytest.raises(UnsupportedModelError, match=name):
+            Engine(model, config=EngineConfig(**settings))
+
+
+def test_a_config_that_changes_between_calls_is_surveyed_anew():
+    model = tiny("mistral")
+    prompt = torch.tensor([walk.prompts()[1]])
+    model.config.sliding_window = None
+    tinyspec.patch(model)
+    for window in (None, 4, 16):
+        model.config.sliding_window = window
+        found = model.generate(prompt, max_new_tokens=12, do_sample=False)
+        own = tiny("mistral")
+        own.config.sliding_window = window
+        assert torch.equal(found, own.generate(prompt, max_new_tokens=12, do_sample=False))
+    tinyspec.unpatch(model)

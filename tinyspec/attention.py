@@ -63,6 +63,15 @@ class AttentionContext:
         self.thread = get_ident()
         self._calls = 0
 
+    def check(self) -> None:
+        """Raise RuntimeError where a forward did not call attention as often as it has layers: what
+        it called then was attended to over another layer's keys."""
+        if self._calls != len(self.k):
+            raise RuntimeError(
+                f"the model called attention {self._calls} times in a pass, {len(self.k)} times in "
+                "its survey: which of its layers run must not depend on its rows"
+            )
+
     def end(self) -> None:
         """The pass is over, however it went."""
         self.segments = self.slot_mapping = self.positions = self.note = None

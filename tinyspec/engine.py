@@ -64,7 +64,7 @@ class Engine:
         drafter = make_drafter(config.drafter, model)
         self.model, self.tokenizer = model, tokenizer
         linear = kernels.load(config.backend).linear if config.linear == "always" else None
-        self._patched = install(model, config.max_model_len, linear)
+        self._patched = install(model, config, linear)
         try:
             self.config = config
             self._grows = grows and config.num_pages is None

@@ -80,7 +80,7 @@ def by_kernel(
     even the order in which the router names them matters.
     """
     rows, slots = index.shape
-    index, order = index.sort(dim=1)
+    index, order = index.sort(dim=1, stable=True)
     weights = weights.gather(1, order)
     chosen = index.flatten()
     counts = torch.bincount(chosen).tolist()

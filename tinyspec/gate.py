@@ -13,6 +13,8 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 # Layers of transformers' cache that hold keys and values alone, or (shared ones) nothing.
 CACHE_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}
+# Survey and rehearsal go so far, however short the sequences to come are.
+LEAST_POSITIONS = 64
 # What configs call the longest sequence.
 POSITIONS = (
     *("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len", "n_ctx"),
@@ -37,24 +39,26 @@ def refusal(model: PreTrainedModel) -> str | None:
     return None
 
 
-def length_refusal(model: PreTrainedModel, max_model_len: int) -> str | None:
-    """What forbids sequences of ``max_model_len`` tokens, or None."""
+def length_refusal(model: PreTrainedModel, max_model_len: int, max_rows: int) -> str | None:
+    """What forbids sequences of ``max_model_len`` tokens, passes of ``max_rows`` rows, or None."""
     text = model.config.get_text_config(decoder=True)
     rope = next((r for r in _ropes(text) if r.get("rope_type") == "longrope"), None)
     if rope is not None:
         most = rope.get("original_max_position_embeddings")
         most = most or getattr(text, "original_max_position_embeddings", None) or 0
-        if max_model_len > most:
+        if max_model_len > most or most < LEAST_POSITIONS:
             return (
                 "longrope takes other factors once a sequence passes "
                 f"{most} tokens, for all of its rows; set max_model_len={most} to stay below"
             )
     scale = getattr(text, "floor_scale", None)
-    if getattr(text, "attn_temperature_tuning", False) and scale and max_model_len >= scale:
-        return (
-            f"its attention is tempered from position {scale} on by a count of its own; set "
-            f"max_model_len={scale - 1} to stay below"
-        )
+    tempered = getattr(text, "attn_temperature_tuning", False)
+    for name, size in (("max_model_len", max_model_len), ("max_rows", max_rows)):
+        if tempered and scale and size >= scale:
+            return (
+                f"its attention is tempered from {scale} rows on by a count of its own; set "
+                f"{name}={scale - 1} to stay below"
+            )
     return None
 
 

@@ -20,9 +20,10 @@ from tinyspec.attention import (
     ToldPositions,
     paged_attention_function,
 )
+from tinyspec.config import EngineConfig
 from tinyspec.deferred import deferred, layout
 from tinyspec.errors import UnsupportedModelError
-from tinyspec.gate import cache_windows, length_refusal, refusal
+from tinyspec.gate import LEAST_POSITIONS, cache_windows, length_refusal, refusal
 from tinyspec.linears import LinearFunction, by_kernel, by_onednn
 from tinyspec.loading import loading_refusal, swap_refusal
 from tinyspec.patched import Patched
@@ -37,8 +38,6 @@ FUSED = (
     "Qwen3Attention",
     "Gemma2Attention",
 )
-# Survey and rehearsal go so far, however short the sequences to come are.
-LEAST_POSITIONS = 64
 Place = tuple[nn.Module, str, nn.Module]
 
 
@@ -114,25 +113,25 @@ def _configs(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str | None]
 
 def install(
     model: PreTrainedModel,
-    max_model_len: int | None,
+    config: EngineConfig,
     linear: LinearFunction | None = None,
 ) -> Patched:
     """Swap the attention of ``model`` for paged attention; weights are shared, never copied.
 
-    linear: the kernel that is to serve all plain linears.
+    config: resolved. linear: the kernel that is to serve all plain linears.
 
     Raises UnsupportedModelError naming what is in the way, ValueError if it is patched already.
     """
-    assert max_model_len is not None
+    assert config.max_model_len and config.max_rows
     refuse_unsupported(model)
-    reason = length_refusal(model, max_model_len)
+    reason = length_refusal(model, config.max_model_len, config.max_rows)
     if reason is not None:
         raise UnsupportedModelError(f"{type(model).__name__} is not supported: {reason}")
     AttentionInterface.register(IMPLEMENTATION, paged_attention_function)
     patched = Patched(model, AttentionContext(), _configs(model), CompiledCalls(model))
     model.__dict__["_tinyspec"] = patched
     try:
-        _install(model, patched, max_model_len, linear)
+        _install(model, patched, config.max_model_len, linear)
     except BaseException:
         uninstall(model)
         raise

@@ -18,6 +18,9 @@ from tinyspec.kv_cache import LayerShape
 from tinyspec.linears import Haste
 from tinyspec.unwrap import CompiledCalls, hooks_of
 
+# What a config says that no stand-in counts on, and people change from call to call.
+PASSING = {"use_cache", "dtype", "return_dict", "output_hidden_states", "output_attentions"}
+
 
 @dataclass
 class Patched:
@@ -90,7 +93,9 @@ class Patched:
         what kind of weights it has; of modules that have stand-ins, their settings and buffers."""
         model = self.model
         outline: list[object] = [model.dtype, model.device]
-        outline += [config._attn_implementation for config, _ in self.configs]
+        for config, _ in self.configs:
+            said = {k: v for k, v in config.to_dict().items() if k not in PASSING}
+            outline += [config._attn_implementation, said]
         for module in model.modules():
             kinds = [type(parameter) for parameter in module._parameters.values()]
             outline += [module, type(module), hooks_of(module), kinds, "forward" in vars(module)]

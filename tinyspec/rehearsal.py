@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from tinyspec.ambient import Ambient
 from tinyspec.batch import Batch
 from tinyspec.errors import UnsupportedModelError
 from tinyspec.families import SERVED
+from tinyspec.gate import max_positions
 from tinyspec.kernels.segments import Segments
 from tinyspec.patched import Patched
 from tinyspec.runner import Runner
@@ -44,10 +45,15 @@ def rehearse(patched: Patched, runner: Runner) -> None:
     patched.suspend()
     try:
         tokens, expected = _by_itself(model)
+    except Exception as error:
+        why = f"its own generate raised {type(error).__name__}: {error}"
+        raise UnsupportedModelError(f"{type(model).__name__} is not supported: {why}") from error
     finally:
-        patched.resume()
+        resumed = patched.resume()
+    assert resumed, "its own generate has changed the model"
     end = len(tokens) - 1
-    cuts = [0, 7, *range(PROMPT, end + 1)]
+    prompt = len(tokens) - STEPS
+    cuts = [0, prompt // 3, *range(prompt, end + 1)]
     pages = list(range(1, 2 + end // runner.page_size))
     with runner.scratch(len(pages) + 1) as cache, runner.ambient():
         cache.zero(pages)
@@ -65,19 +71,21 @@ def _by_itself(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     # Not the one that stands on the model: that may be ours.
     own: Any = type(model)
     vocabulary = len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
-    ids = (torch.arange(PROMPT, device=model.device) * 5 + 2) % vocabulary
-    with Ambient(model)():
-        said = own.generate(
-            model,
-            ids[None],
-            attention_mask=torch.ones_like(ids)[None],
-            max_new_tokens=STEPS,
-            min_new_tokens=STEPS,
-            do_sample=False,
-            num_beams=1,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
+    prompt = min(PROMPT, max_positions(model) - STEPS)
+    ids = (torch.arange(prompt, device=model.device) * 5 + 2) % vocabulary
+    before = model.generation_config
+    model.generation_config = GenerationConfig(
+        max_new_tokens=STEPS,
+        do_sample=False,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    try:
+        with Ambient(model)():
+            said = own.generate(model, ids[None], attention_mask=torch.ones_like(ids)[None])
+    finally:
+        model.generation_config = before
     return said.sequences[0], torch.cat(said.logits).float()
 
 

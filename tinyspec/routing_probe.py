@@ -136,6 +136,8 @@ class Matmuls(TorchDispatchMode):
     ) -> None:
         """Take note of an operator of one tensor whose leading dimension is the pass's rows."""
         x, *others = args
+        if not isinstance(x, Tensor):  # a number to the power of a tensor
+            return
         first = result[0] if isinstance(result, tuple) else result
         lead = x.shape[:1] if x.shape[:1] == (self._rows,) else x.shape[:2]
         of_rows = lead in ((self._rows,), (1, self._rows)) and x.dim() > len(lead)

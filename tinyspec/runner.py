@@ -147,6 +147,7 @@ class Runner:
             more["logits_to_keep"] = keep
         try:
             logits = self.model(**self._entering(batch), **more, **self._always).logits
+            context.check()
         finally:
             context.end()
             self.tiles.on = False
