@@ -20,6 +20,7 @@ from tests.support.drop_in import PAD, SMALL, AfterEven, AtMultiples, patched, r
 from tests.support.sensitive import RowByRowLinear, ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import tiny
 from tinyspec import Engine, SamplingParams
+from tinyspec.kernels.segments import Segments
 
 RANDOM = settings(
     max_examples=40,
@@ -172,9 +173,18 @@ def test_deterministic_where_shapes_matter(crowd, number):
     assert same(bits_at(found, requests, place), truth("shape-sensitive", number, True))
 
 
+@pytest.fixture(scope="module")
+def one_reduction():
+    """Attention of plain requests as of deterministic ones, whatever is quicker."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Segments, "exact", property(lambda _: True, lambda *_: None), raising=False)
+        yield
+
+
 @settings(RANDOM, max_examples=20)
 @given(crowd=crowds(3), number=st.integers(0, len(NEEDLES) - 1))
-def test_plain_where_shapes_do_not_matter(crowd, number):
+def test_plain_where_shapes_do_not_matter(one_reduction, crowd, number):
+    """With linears row by row, and attention that has one reduction for all."""
     others, place = crowd
     requests = [*others[:place], needle_of(number, False), *others[place:]]
     found = run(model_of("row by row"), requests)

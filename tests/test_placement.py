@@ -63,7 +63,7 @@ def test_a_forward_below_accelerates_is_the_users():
     attention = model.model.layers[0].self_attn
     attention.forward = lambda *args, **kwargs: None
     hooks.add_hook_to_module(attention, hooks.AlignDevicesHook(CPU))
-    refused(model, "layers.0.self_attn has a forward of its own")
+    refused(model, "a forward over its attention's interface raised TypeError")
 
 
 def disk(model, tmp_path):

@@ -26,6 +26,7 @@ from tinyspec.errors import UnsupportedModelError
 from tinyspec.gate import LEAST_POSITIONS, cache_windows, length_refusal, refusal
 from tinyspec.linears import LinearFunction, by_kernel, by_onednn
 from tinyspec.loading import loading_refusal, swap_refusal
+from tinyspec.packed import settle
 from tinyspec.patched import Patched
 from tinyspec.survey import Survey, survey
 from tinyspec.unwrap import CompiledCalls, compiled_modules, has_hooks
@@ -176,6 +177,7 @@ def _install(
 
 
 def _survey(model: PreTrainedModel, context: AttentionContext) -> Survey:
+    settle(model, model.dtype)  # before a forward in inference mode does
     with Ambient(model)():
         found = survey(model, IMPLEMENTATION, context.record)
     seen = {size for call in found.calls for size in (call.reach.window, call.reach.chunk)}
