@@ -16,6 +16,7 @@ from tests.support.drop_in import PAD, SMALL, greedy, own, patched, random_ids
 from tests.support.memory import PROMPTS, generate, needed, page_bytes, pool_of, watched
 from tests.support.tiny import FAMILIES, tiny
 from tinyspec import EngineConfig
+from tinyspec.attention import RopeTable
 
 
 def large_tensors(least: int) -> set[int]:
@@ -32,8 +33,13 @@ def large_tensors(least: int) -> set[int]:
 
 def tables_of(model) -> set[int]:
     """Storages of the RoPE tables that stand in for the model's own rotary modules."""
-    swapped = model.generate._engine._patched.swapped
-    return {b.untyped_storage().data_ptr() for *_, m in swapped for b in m.buffers()}
+    found = []
+    for *_, module in model.generate._engine._patched.swapped:
+        if isinstance(module, RopeTable):
+            found.append(module._place)
+            for made in module._tables.values():
+                found += [made] if isinstance(made, torch.Tensor) else made
+    return {table.untyped_storage().data_ptr() for table in found}
 
 
 @pytest.fixture

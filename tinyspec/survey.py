@@ -287,6 +287,10 @@ def _refused(model: nn.Module, reason: str) -> UnsupportedModelError:
 
 def _alike(some: Tensor, others: Tensor, dtype: torch.dtype) -> bool:
     """Whether logits of a model of ``dtype`` are the same but for rounding."""
-    size = some.abs().max().clamp(min=1e-6)
-    off = (some - others).abs().max() / size
-    return bool(some.isfinite().all()) and bool(off <= ROUNDING[dtype])
+    known = some.isfinite()
+    if not torch.equal(known, others.isfinite()):
+        return False
+    some, others = some[known], others[known]
+    if not len(some):
+        return True  # it says nothing either way
+    return bool((some - others).abs().max() <= ROUNDING[dtype] * some.abs().max().clamp(min=1e-6))
