@@ -20,7 +20,7 @@ FILES = {
 # From the ground up: a module imports only what stands on a line above its own. Packages are one
 # entry here and have their own rules below.
 LAYERS = (
-    ("errors", "packed", "families", "deferrable"),
+    ("errors", "gate", "packed", "families", "deferrable"),
     ("unwrap",),
     (
         "interrupts",
@@ -35,7 +35,7 @@ LAYERS = (
         "models",
     ),
     ("config", "params", "text", "ambient", "drafter", "kv_cache", "bucket_classes", "fact_cache"),
-    ("outputs", "survey", "capacity", "sampler", "attention_probe", "loading", "gate"),
+    ("outputs", "survey", "capacity", "sampler", "attention_probe", "loading"),
     ("request", "attention", "routing_probe"),
     ("experts",),
     ("fingerprint",),

@@ -70,6 +70,11 @@ def max_positions(model: PreTrainedModel) -> int:
     return most or 2048  # nothing limits it: as much as most were trained for
 
 
+def vocab_size(model: PreTrainedModel) -> int:
+    """Rows of the model's embedding table: the token ids it takes."""
+    return len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
+
+
 def cache_windows(model: PreTrainedModel) -> set[int]:
     """Sliding windows of the layers of the model's own cache."""
     layers = _cache_layers(model.config.get_text_config(decoder=True))

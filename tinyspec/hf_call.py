@@ -22,7 +22,7 @@ from transformers.generation import (
 from tinyspec import hf_rows
 from tinyspec.drafter import Drafter, NgramDrafter, make_drafter
 from tinyspec.errors import refuse
-from tinyspec.gate import max_positions
+from tinyspec.gate import max_positions, vocab_size
 from tinyspec.hf_prepare import (
     SHARED,
     each_line_once,
@@ -37,7 +37,6 @@ from tinyspec.hf_rows import Row, Rows
 from tinyspec.hf_settings import Prepared
 from tinyspec.hf_streamers import Streamers
 from tinyspec.params import SamplingParams
-from tinyspec.patch import vocab_size
 from tinyspec.request import Sequence, noise_key
 
 OURS = ("seed", "deterministic")

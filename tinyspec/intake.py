@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 
 from tinyspec.config import EngineConfig
 from tinyspec.errors import refuse
+from tinyspec.gate import vocab_size
 from tinyspec.outputs import RequestOutput
 from tinyspec.pages import PagePool
 from tinyspec.params import SamplingParams
-from tinyspec.patch import vocab_size
 from tinyspec.request import Request
 from tinyspec.text import as_prompts, continuation_ids, to_token_ids
 

@@ -22,7 +22,7 @@ from tinyspec.attention import (
 )
 from tinyspec.config import EngineConfig
 from tinyspec.deferred import deferred, layout
-from tinyspec.errors import UnsupportedModelError
+from tinyspec.errors import unsupported
 from tinyspec.gate import LEAST_POSITIONS, cache_windows, length_refusal, refusal
 from tinyspec.linears import LinearFunction, by_kernel, by_onednn
 from tinyspec.loading import loading_refusal, swap_refusal
@@ -97,12 +97,7 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     if not any(map(calls_interface, model.modules())):
         reason = reason or "its attention does not go through transformers' attention interface"
     if reason is not None:
-        raise UnsupportedModelError(f"{type(model).__name__} is not supported: {reason}")
-
-
-def vocab_size(model: PreTrainedModel) -> int:
-    """Rows of the model's embedding table: the token ids it takes."""
-    return len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
+        raise unsupported(model, reason)
 
 
 def _configs(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str | None]]:
@@ -127,7 +122,7 @@ def install(
     refuse_unsupported(model)
     reason = length_refusal(model, config.max_model_len, config.max_rows)
     if reason is not None:
-        raise UnsupportedModelError(f"{type(model).__name__} is not supported: {reason}")
+        raise unsupported(model, reason)
     AttentionInterface.register(IMPLEMENTATION, paged_attention_function)
     patched = Patched(model, AttentionContext(), _configs(model), CompiledCalls(model))
     model.__dict__["_tinyspec"] = patched
@@ -183,10 +178,8 @@ def _survey(model: PreTrainedModel, context: AttentionContext) -> Survey:
     seen = {size for call in found.calls for size in (call.reach.window, call.reach.chunk)}
     others = cache_windows(model) - seen
     if others:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} is not supported: its cache has a window of "
-            f"{min(others)} where its masks have none"
-        )
+        why = f"its cache has a window of {min(others)} where its masks have none"
+        raise unsupported(model, why)
     return found
 
 

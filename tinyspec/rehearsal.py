@@ -16,9 +16,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from tinyspec.ambient import Ambient
 from tinyspec.batch import Batch
-from tinyspec.errors import UnsupportedModelError
+from tinyspec.errors import unsupported
 from tinyspec.families import SERVED
-from tinyspec.gate import max_positions
+from tinyspec.gate import max_positions, vocab_size
 from tinyspec.kernels.segments import Segments
 from tinyspec.patched import Patched
 from tinyspec.runner import Runner
@@ -47,7 +47,7 @@ def rehearse(patched: Patched, runner: Runner) -> None:
         tokens, expected = _by_itself(model)
     except Exception as error:
         why = f"its own generate raised {type(error).__name__}: {error}"
-        raise UnsupportedModelError(f"{type(model).__name__} is not supported: {why}") from error
+        raise unsupported(model, why) from error
     finally:
         resumed = patched.resume()
     assert resumed, "its own generate has changed the model"
@@ -60,19 +60,16 @@ def rehearse(patched: Patched, runner: Runner) -> None:
         found = [_rows(runner, tokens, pages, *piece)[-1] for piece in pairwise(cuts)]
     off = float((torch.stack(found[1:]) - expected).abs().max() / expected.abs().max())
     if not off <= TOLERANCE[model.dtype]:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} is not supported: nobody has tried a model of its kind, and "
-            f"over pages its logits are {off:.1%} off those of its own generate"
-        )
+        why = f"nobody has tried a model of its kind, and over pages its logits are {off:.1%} off"
+        raise unsupported(model, f"{why} those of its own generate")
 
 
 def _by_itself(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     """What its own ``generate`` makes of a prompt: all tokens, and logits [STEPS, V] fp32."""
     # Not the one that stands on the model: that may be ours.
     own: Any = type(model)
-    vocabulary = len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
     prompt = min(PROMPT, max_positions(model) - STEPS)
-    ids = (torch.arange(prompt, device=model.device) * 5 + 2) % vocabulary
+    ids = (torch.arange(prompt, device=model.device) * 5 + 2) % vocab_size(model)
     before = model.generation_config
     model.generation_config = GenerationConfig(
         max_new_tokens=STEPS,

@@ -13,13 +13,13 @@ from tinyspec.ambient import Ambient
 from tinyspec.attention_probe import probe_rows
 from tinyspec.batch import Batch
 from tinyspec.buckets import Buckets
+from tinyspec.gate import vocab_size
 from tinyspec.invariance import PositionProbe
 from tinyspec.kernels import Kernels
 from tinyspec.kv_cache import KVCache
 from tinyspec.linears import QUICK_ROWS
 from tinyspec.pages import PagePool
 from tinyspec.passes import Pass
-from tinyspec.patch import vocab_size
 from tinyspec.patched import Patched
 from tinyspec.row_tiles import RowTiles
 from tinyspec.survey import accepted

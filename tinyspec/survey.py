@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionMaskInterface, PreTrainedModel
 
-from tinyspec.errors import UnsupportedModelError
+from tinyspec.errors import unsupported
+from tinyspec.gate import vocab_size
 from tinyspec.kv_cache import LayerShape
 
 ROWS = 12
@@ -234,9 +235,8 @@ def survey(
 
     Raises UnsupportedModelError where what reaches attention is not all that a row has to know.
     """
-    vocabulary = len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
     places = torch.arange(ROWS)
-    ids = (places * 7 + 3) % vocabulary
+    ids = (places * 7 + 3) % vocab_size(model)
     masks = _Masks()
 
     def forward(order: Tensor, ahead: int = 0, **more: Any) -> tuple[Recorder, Tensor]:
@@ -255,7 +255,7 @@ def survey(
             return recorder, model(**arguments).logits[0].float()
         except Exception as error:
             why = f"a forward over its attention's interface raised {type(error).__name__}: {error}"
-            raise _refused(model, why) from error
+            raise unsupported(model, why) from error
         finally:
             listen(None, None)
 
@@ -277,12 +277,8 @@ def survey(
     ):
         reason = "its rows do not know their positions (it does not heed position_ids)"
     if reason is not None:
-        raise _refused(model, reason)
+        raise unsupported(model, reason)
     return Survey(first.calls, keeps_logits)
-
-
-def _refused(model: nn.Module, reason: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"{type(model).__name__} is not supported: {reason}")
 
 
 def _alike(some: Tensor, others: Tensor, dtype: torch.dtype) -> bool:
