@@ -11,7 +11,7 @@ from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, SamplingParams, linears
 from tinyspec.invariance import linear_shape, linear_weight
 from tinyspec.kernels.twins.linear import linear
-from tinyspec.linears import KernelLinear, OneDnnLinear, by_kernel, by_onednn
+from tinyspec.linears import KernelLinear, OneDnnLinear, by_cpu, by_kernel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FAMILIES = ("llama", "gpt2")
@@ -21,7 +21,7 @@ FAMILIES = ("llama", "gpt2")
 @pytest.mark.parametrize("rows", [1, 5, 64])
 def test_matches_reference(rows, bias):
     linear = nn.Linear(96, 40, bias=bias)
-    (_, _, found) = by_onednn(nn.Sequential(linear))[0]
+    (_, _, found) = by_cpu(nn.Sequential(linear))[0]
     x = torch.randn(2, rows, 96)
     exact = nn.functional.linear(x.double(), linear.weight.double())
     exact = exact + linear.bias.double() if bias else exact
@@ -124,7 +124,7 @@ def test_control_row_counts_show_in_an_mlp(family):
 def test_a_kernel_linear_keeps_the_names(bias):
     model = nn.Sequential(nn.Linear(96, 40, bias=bias), Conv1D(24, 40), nn.Linear(24, 8)).eval()
     originals = list(model)
-    swap(by_onednn(model))
+    swap(by_cpu(model))
     assert type(model[0]) is OneDnnLinear
     found = swap(by_kernel(model, linear))
     assert [(parent, name) for parent, name, _ in by_kernel(model, linear)] == []

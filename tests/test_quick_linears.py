@@ -12,7 +12,7 @@ from torch import nn
 from tests.support.mixes import bits, crowd, needles, solo
 from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams, doctor, fact_cache, linears
-from tinyspec.linears import QUICK_ROWS, Haste, by_onednn
+from tinyspec.linears import MKL_ROWS, Haste, by_cpu
 
 CONFIG = EngineConfig(reference_rows=16, max_rows=64)
 
@@ -31,9 +31,9 @@ def quick(monkeypatch):
 
     monkeypatch.setattr(nn.functional, "linear", linear)
     monkeypatch.setattr(linears, "_works", lambda: True)
-    monkeypatch.setattr(linears, "intel_cpu", lambda: True)
+    monkeypatch.setattr(linears, "cpu_has", lambda name: True)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
-    monkeypatch.setattr(linears, "QUICK_ELEMENTS", (1, 1 << 20))
+    monkeypatch.setattr(linears, "MKL_ELEMENTS", (1, 1 << 20))
     monkeypatch.setattr(fact_cache, "load", lambda key: None)
     monkeypatch.setattr(fact_cache, "store", lambda key, facts: None)
     return calls
@@ -41,17 +41,17 @@ def quick(monkeypatch):
 
 def test_only_few_rows_and_only_in_haste(quick):
     haste = Haste()
-    ((_, _, linear),) = by_onednn(nn.Sequential(nn.Linear(96, 40)), haste)
+    ((_, _, linear),) = by_cpu(nn.Sequential(nn.Linear(96, 40)), haste)
     with torch.no_grad():
-        for rows, limit, calls in ((4, 0, 0), (4, 12, 1), (12, 12, 1), (13, 12, 0), (5, 4, 0)):
-            haste.rows = limit
+        for rows, on, calls in ((4, False, 0), (4, True, 1), (12, True, 1), (13, True, 0)):
+            haste.on = on
             del quick[:]
             linear(torch.randn(1, rows, 96))
             assert len(quick) == calls
 
 
 def test_a_linear_without_haste_has_one_way(quick):
-    ((_, _, linear),) = by_onednn(nn.Sequential(nn.Linear(96, 40)))
+    ((_, _, linear),) = by_cpu(nn.Sequential(nn.Linear(96, 40)))
     linear(torch.randn(1, 4, 96))
     assert not quick
 
@@ -61,7 +61,7 @@ def test_small_buckets_are_canonical_on_demand(quick):
     assert report
     for fact in report.facts.buckets:
         assert fact.canonical == (fact.rows > 1)
-        assert bool(fact.tiled) == (1 < fact.rows <= QUICK_ROWS)
+        assert bool(fact.tiled) == (1 < fact.rows <= MKL_ROWS)
 
 
 @pytest.mark.parametrize("reference", [4, 16])
@@ -78,8 +78,7 @@ def test_bits_are_those_of_the_reference_bucket(quick, verify, reference):
         outputs = engine.generate([p for p, _ in requests], [s for _, s in requests])
         assert [bits(output) for output in outputs][: len(alone)] == alone
         engine.generate(prompts(2))
-        # The reference bucket has one way alone.
-        assert quick and max(quick) <= min(QUICK_ROWS, reference - 1)
+        assert quick and max(quick) <= MKL_ROWS
 
 
 def test_pages_of_quick_passes_serve_plain_requests_alone(quick):

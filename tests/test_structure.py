@@ -35,7 +35,7 @@ LAYERS = (
         "models",
     ),
     ("config", "params", "text", "ambient", "drafter", "kv_cache", "bucket_classes", "fact_cache"),
-    ("outputs", "survey", "capacity", "sampler", "attention_probe", "loading"),
+    ("outputs", "norms", "survey", "capacity", "sampler", "attention_probe", "loading"),
     ("request", "attention", "routing_probe"),
     ("experts",),
     ("fingerprint",),

@@ -88,6 +88,16 @@ class AttentionContext:
         assert note.layer == module.layer_idx, "rotated by one layer, attended to by another"
         return note
 
+    def packed(self, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """cos and sin [1, R, rot] as [R, rot], the same for all layers that are handed the same."""
+        if self.segments is None:
+            return angles  # ``attend`` says what is wrong
+        cos, sin = angles
+        key = "packed", id(cos), id(sin)
+        if key not in self.segments.derived:
+            self.segments.derived[key] = (cos[0], sin[0]), angles
+        return self.segments.derived[key][0]
+
     def attend(
         self,
         q: Tensor,
@@ -115,8 +125,9 @@ class AttentionContext:
             q, k = pad(q, (0, dim - q.shape[-1])), pad(k, (0, dim - k.shape[-1]))
         if width < dim:
             v = pad(v, (0, dim - width))
+        derived = self.segments.derived
         q = self.kernels.fused_kv_write(
-            q, k, v, cos, sin, k_cache, v_cache, self.slot_mapping, **norm
+            q, k, v, cos, sin, k_cache, v_cache, self.slot_mapping, derived=derived, **norm
         )
         reach = self.reach[layer]
         if reach.window:
@@ -155,12 +166,13 @@ class PagedAttention(nn.Module):
             "softcap": (getattr(original, "attn_logit_softcapping", None) if capped else None)
             or 0.0,
         }
+        self.has_norm = hasattr(original, "q_norm")
         # Of its own: the projections are shared, and may be in another mode.
         self.training = original.training
 
     def _norm(self) -> dict[str, Any]:
         """Norms of q and k, with the weights that they have now."""
-        if not hasattr(self, "q_norm"):
+        if not self.has_norm:
             return {}
         q, k = self.q_norm, self.k_norm
         return {"q_weight": q.weight, "k_weight": k.weight, "eps": q.variance_epsilon}
@@ -176,7 +188,7 @@ class PagedAttention(nn.Module):
         q = self.q_proj(hidden_states).view(rows, -1, self.head_dim)
         k = self.k_proj(hidden_states).view(rows, -1, self.head_dim)
         v = self.v_proj(hidden_states).view(rows, -1, self.head_dim)
-        rope = (position_embeddings[0][0], position_embeddings[1][0])
+        rope = self.context.packed(position_embeddings)
         out = self.context.attend(q, k, v, rope, self._norm(), **self.scores)
         return self.o_proj(out.view(1, rows, -1)), None
 

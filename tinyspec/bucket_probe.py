@@ -203,9 +203,8 @@ def _quick(runner: Runner, linears: list[BucketClasses]) -> dict[int, list[str]]
     found = {rows: experts[:1] for rows in runner.buckets.sizes if experts}
     for c in linears:
         module = runner.model.get_submodule(c.name)
-        most = min(getattr(module, "quick_rows", 0), runner.quick_rows)
         for rows in runner.buckets.sizes:
-            if rows <= most:
+            if rows <= getattr(module, "quick_rows", 0):
                 found.setdefault(rows, []).append(c.name)
     return found
 

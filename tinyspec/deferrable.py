@@ -1,16 +1,20 @@
-"""Reading an attention's source: whether rotated q and k go to the attention interface and nowhere
-else. Knows syntax; not modules, models or rotations.
+"""Reading a forward's source: whether rotated q and k go to the attention interface and nowhere
+else, and whether two functions do the same. Knows syntax; not modules, models or rotations.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
+from importlib import import_module
 from types import CodeType, FunctionType
 from typing import Any
+
+import torch
 
 # How transformers' modeling files call the function that rotates.
 ROTATE = "apply_rotary_pos_emb"
@@ -194,3 +198,28 @@ def _updates(node: ast.If, k: str) -> bool:
         and _matches(node.test, f"{past} is not None")
         and _matches(written, text)
     )
+
+
+def of_family(family: str, name: str) -> Any:
+    """What ``family``'s modeling file calls ``name``, or None."""
+    module = import_module(f"transformers.models.{family}.modeling_{family}")
+    return getattr(module, name, None)
+
+
+@cache
+def essence(function: Callable[..., Any]) -> str | None:
+    """What a function does, by its source and that of the functions it calls; None if unknown."""
+    tree = source_of(function)
+    if tree is None:
+        return None
+    assert isinstance(function, FunctionType)
+    parts = [text_of(tree)]
+    own = {*function.__code__.co_varnames, function.__name__}
+    for name in sorted({n.id for n in ast.walk(bare(tree)) if isinstance(n, ast.Name)} - own):
+        value = function.__globals__.get(name)
+        called = essence(value) if isinstance(value, FunctionType) else None
+        if called is not None:
+            parts.append(f"{name}: {called}")
+        elif value is not torch and (value is not None or not hasattr(builtins, name)):
+            return None
+    return "\n".join(parts)

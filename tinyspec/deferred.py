@@ -8,11 +8,8 @@ function of transformers that does each.
 
 from __future__ import annotations
 
-import ast
-import builtins
 from collections.abc import Callable
 from functools import cache
-from importlib import import_module
 from types import FunctionType
 from typing import Any, Literal, NamedTuple
 
@@ -20,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from tinyspec.attention import AttentionContext, Note
-from tinyspec.deferrable import ROTATE, bare, hands_over, source_of, text_of
+from tinyspec.deferrable import ROTATE, essence, hands_over, of_family, source_of, text_of
+from tinyspec.norms import is_rms_norm
 from tinyspec.unwrap import own_forward
 
 
@@ -62,40 +60,15 @@ STANDARD = (
 )
 
 
-def _of(family: str, name: str) -> Any:
-    """What ``family``'s modeling file calls ``name``, or None."""
-    module = import_module(f"transformers.models.{family}.modeling_{family}")
-    return getattr(module, name, None)
-
-
-@cache
-def _essence(function: Callable[..., Any]) -> str | None:
-    """What a function does, by its source and that of the functions it calls; None if unknown."""
-    tree = source_of(function)
-    if tree is None:
-        return None
-    assert isinstance(function, FunctionType)
-    parts = [text_of(tree)]
-    own = {*function.__code__.co_varnames, function.__name__}
-    for name in sorted({n.id for n in ast.walk(bare(tree)) if isinstance(n, ast.Name)} - own):
-        value = function.__globals__.get(name)
-        called = _essence(value) if isinstance(value, FunctionType) else None
-        if called is not None:
-            parts.append(f"{name}: {called}")
-        elif value is not torch and (value is not None or not hasattr(builtins, name)):
-            return None
-    return "\n".join(parts)
-
-
 @cache
 def _references() -> dict[str | None, Rope]:
-    return {_essence(_of(family, ROTATE)): rope for family, rope in ROPES.items()}
+    return {essence(of_family(family, ROTATE)): rope for family, rope in ROPES.items()}
 
 
 @cache
 def _standard() -> set[str]:
     """What the attentions do whose place ``PagedAttention`` takes."""
-    forwards = [_of(family, name).forward for family, name in STANDARD]
+    forwards = [of_family(family, name).forward for family, name in STANDARD]
     return {text_of(tree) for tree in map(source_of, forwards) if tree is not None}
 
 
@@ -116,14 +89,12 @@ def _rope(module: nn.Module) -> Rope | None:
     tree = source_of(forward)
     if tree is None or not hands_over(tree):
         return None
-    essence = _essence(_plain(forward.__globals__.get(ROTATE)))
-    return None if essence is None else _references().get(essence)
+    found = essence(_plain(forward.__globals__.get(ROTATE)))
+    return None if found is None else _references().get(found)
 
 
 def _standard_norm(norm: nn.Module, head_dim: int) -> bool:
-    essence = None if own_forward(norm) is not None else _essence(type(norm).forward)
-    same = essence is not None and essence == _essence(_of("llama", "LlamaRMSNorm").forward)
-    return same and list(norm.weight.shape) == [head_dim]  # type: ignore[union-attr, arg-type]
+    return is_rms_norm(norm) and list(norm.weight.shape) == [head_dim]  # type: ignore[union-attr, arg-type]
 
 
 def layout(module: nn.Module) -> Literal["fused", "deferred"] | None:

@@ -124,12 +124,12 @@ def settings(model: nn.Module) -> list[tuple[str, str, object]]:
 
 
 def function_settings(model: nn.Module) -> list[tuple[str, str, object]]:
-    """Numbers among the ``settings`` that may enter what a module computes: of transformers' and
-    torch's modules, as others may count what they like."""
+    """Numbers among the ``settings`` that may enter what a module computes: of transformers',
+    torch's and our own modules, as others may count what they like."""
     known = {
         name
         for name, module in model.named_modules()
-        if type(module).__module__.split(".")[0] in ("transformers", "torch")
+        if type(module).__module__.split(".")[0] in ("transformers", "torch", "tinyspec")
     }
     return [
         (name, attribute, value)

@@ -24,8 +24,9 @@ from tinyspec.config import EngineConfig
 from tinyspec.deferred import deferred, layout
 from tinyspec.errors import unsupported
 from tinyspec.gate import LEAST_POSITIONS, cache_windows, length_refusal, refusal
-from tinyspec.linears import LinearFunction, by_kernel, by_onednn
+from tinyspec.linears import LinearFunction, by_cpu, by_kernel
 from tinyspec.loading import loading_refusal, swap_refusal
+from tinyspec.norms import by_few_operators
 from tinyspec.packed import settle
 from tinyspec.patched import Patched
 from tinyspec.survey import Survey, survey
@@ -167,8 +168,10 @@ def _install(
     if linear is not None:
         for parent, name, served in by_kernel(model, linear):
             patched.swap(parent, name, served)
-    for parent, name, quicker in by_onednn(model, patched.haste):
+    for parent, name, quicker in by_cpu(model, patched.haste):
         patched.swap(parent, name, quicker)
+    for parent, name, norm in by_few_operators(model, patched.haste):
+        patched.swap(parent, name, norm)
 
 
 def _survey(model: PreTrainedModel, context: AttentionContext) -> Survey:

@@ -17,7 +17,6 @@ from tinyspec.gate import vocab_size
 from tinyspec.invariance import PositionProbe
 from tinyspec.kernels import Kernels
 from tinyspec.kv_cache import KVCache
-from tinyspec.linears import QUICK_ROWS
 from tinyspec.pages import PagePool
 from tinyspec.passes import Pass
 from tinyspec.patched import Patched
@@ -65,8 +64,6 @@ class Runner:
         self._cache: KVCache | None = None
         self.tiles = RowTiles()
         self._haste = patched.haste
-        # The reference bucket has one way alone.
-        self.quick_rows = min(QUICK_ROWS, buckets.reference - 1)
 
     @property
     def cache(self) -> KVCache:
@@ -135,11 +132,11 @@ class Runner:
     def forward(self, batch: Batch, keep: Tensor, canonical: bool) -> Tensor:
         """One forward of the patched model over packed rows; fp32 logits of the rows ``keep``.
 
-        canonical: linears run in tiles where without them the pass would not be canonical, and
-        otherwise, as attention does, by whatever is quickest.
+        canonical: linears run in tiles where without them the pass would not be canonical;
+        otherwise everything runs by whatever is quickest.
         """
         batch.segments.exact = self.tiles.on = canonical
-        self._haste.rows = 0 if canonical else self.quick_rows
+        self._haste.on = not canonical
         context = self._context
         context.begin(batch.segments, batch.slot_mapping, batch.positions)
         more = {"position_ids": batch.positions[None]} if self._takes_positions else {}
@@ -151,7 +148,7 @@ class Runner:
         finally:
             context.end()
             self.tiles.on = False
-            self._haste.rows = 0
+            self._haste.on = False
         return (logits[0] if self._keeps_logits else logits[0, keep]).float()
 
     def _entering(self, batch: Batch) -> dict[str, Tensor]:

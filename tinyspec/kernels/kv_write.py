@@ -222,6 +222,7 @@ def fused_kv_write(
     k_weight: Tensor | None = None,
     eps: float = 1e-6,
     interleaved: bool = False,
+    derived: object = None,
 ) -> Tensor:
     """Norm and rotate q and k, write k and v where ``slot_mapping`` says, return the rotated q.
 
@@ -229,7 +230,7 @@ def fused_kv_write(
     D, in any float dtype, or None for no RoPE; caches [N, page_size, Hkv, D] contiguous;
     slot_mapping [R] int64, page * page_size + offset, -1 to skip. q_weight and k_weight [D]:
     RMSNorm over the head before RoPE (Qwen3). interleaved: neighbours of the first rot dimensions
-    turn together (GLM), not their halves.
+    turn together (GLM), not their halves. derived: not needed here.
     """
     rows, q_heads, dim = q.shape
     kv_heads = k.shape[1]
@@ -241,7 +242,6 @@ def fused_kv_write(
     assert launch.aligned(k_cache, v_cache)
     assert (cos is None) == (sin is None)
     assert cos is None or sin is None or cos.stride(-1) == sin.stride(-1) == 1
-
     rot = 0 if cos is None else cos.shape[-1]
     assert rot <= dim and rot % 2 == 0
     vec = launch.vector(q.dtype, dim)

@@ -6,8 +6,13 @@ rounds where transformers rounds.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from typing import Any
+
 import torch
 from torch import Tensor
+
+Derived = dict[Hashable, Any]
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -16,22 +21,50 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * x32.to(x.dtype)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def _signed(sin: Tensor, interleaved: bool) -> Tensor:
+    """(-sin, sin): (-x2, x1) * sin is (x2, x1) * (-sin, sin), to the bit."""
+    if interleaved:
+        return torch.stack((-sin[..., ::2], sin[..., 1::2]), dim=-1).flatten(-2)
+    first, second = sin.split(sin.shape[-1] // 2, dim=-1)
+    return torch.cat((-first, second), dim=-1)
+
+
+def _rotate(x: Tensor, cos: Tensor, signed: Tensor, interleaved: bool) -> Tensor:
     """RoPE on the first ``cos.shape[-1]`` of the head's dimensions, rounded once where cos and sin
     are wider than x; halves form the pairs, or neighbours."""
     rot = cos.shape[-1]
     turned = x if rot == x.shape[-1] else x[..., :rot]
-    turned = turned.to(torch.promote_types(x.dtype, cos.dtype))
-    # (-x2, x1) * sin is (x2, x1) * (-sin, sin), to the bit.
+    if cos.dtype != x.dtype:
+        turned = turned.to(torch.promote_types(x.dtype, cos.dtype))
     if interleaved:
         partner = turned.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-        signed = torch.stack((-sin[..., ::2], sin[..., 1::2]), dim=-1).flatten(-2)
     else:
         partner = turned.roll(rot // 2, dims=-1)
-        first, second = sin.split(rot // 2, dim=-1)
-        signed = torch.cat((-first, second), dim=-1)
-    out = (turned * cos).add_(partner.mul_(signed)).to(x.dtype)
+    out = (turned * cos).add_(partner.mul_(signed))
+    if out.dtype != x.dtype:
+        out = out.to(x.dtype)
     return out if rot == x.shape[-1] else torch.cat((out, x[..., rot:]), dim=-1)
+
+
+def _angles(cos: Tensor, sin: Tensor, interleaved: bool, derived: Derived) -> tuple[Tensor, Tensor]:
+    """What ``_rotate`` takes, [R, 1, rot], once for all layers that are handed the same."""
+    key = "angles", interleaved, id(cos), id(sin)
+    if key not in derived:
+        # With what it was made of, lest another come to have its id.
+        derived[key] = cos[:, None], _signed(sin, interleaved)[:, None], cos, sin
+    return derived[key][:2]
+
+
+def _written(slot_mapping: Tensor, derived: Derived) -> tuple[Tensor | None, Tensor]:
+    """The rows that are written, None for all, and their slots."""
+    key = "written", id(slot_mapping)
+    if key not in derived:
+        rows, slots = None, slot_mapping
+        if int(slot_mapping.min()) < 0:
+            rows = (slot_mapping >= 0).nonzero().squeeze(-1)
+            slots = slot_mapping[rows]
+        derived[key] = rows, slots, slot_mapping
+    return derived[key][:2]
 
 
 def fused_kv_write(
@@ -48,6 +81,7 @@ def fused_kv_write(
     k_weight: Tensor | None = None,
     eps: float = 1e-6,
     interleaved: bool = False,
+    derived: Derived | None = None,
 ) -> Tensor:
     """Norm and rotate q and k, write k and v where ``slot_mapping`` says, return the rotated q.
 
@@ -55,18 +89,21 @@ def fused_kv_write(
     wider one than q's: turned in it, rounded once), or None for no RoPE; caches [N, page_size, Hkv,
     D]; slot_mapping [R] int64, page * page_size + offset, -1 to skip. q_weight and k_weight [D]:
     RMSNorm over the head before RoPE (Qwen3). interleaved: neighbours of the first rot dimensions
-    turn together (GLM), not their halves.
+    turn together (GLM), not their halves. derived: as ``Segments.derived``; calls that share it
+    leave cos, sin and slot_mapping as they are.
     """
+    derived = {} if derived is None else derived
     if q_weight is not None:
         q = _rms_norm(q, q_weight, eps)
     if k_weight is not None:
         k = _rms_norm(k, k_weight, eps)
     if cos is not None and sin is not None:
-        both = _rotate(torch.cat((q, k), dim=1), cos[:, None], sin[:, None], interleaved)
+        angles = _angles(cos, sin, interleaved, derived)
+        both = _rotate(torch.cat((q, k), dim=1), *angles, interleaved)
         q, k = both.split((q.shape[1], k.shape[1]), dim=1)
-    if int(slot_mapping.min()) < 0:
-        rows = (slot_mapping >= 0).nonzero().squeeze(-1)
-        k, v, slot_mapping = k[rows], v[rows], slot_mapping[rows]
-    k_cache.flatten(0, 1).index_copy_(0, slot_mapping, k)
-    v_cache.flatten(0, 1).index_copy_(0, slot_mapping, v)
-    return q.contiguous()
+    rows, slots = _written(slot_mapping, derived)
+    if rows is not None:
+        k, v = k[rows], v[rows]
+    k_cache.flatten(0, 1).index_copy_(0, slots, k)
+    v_cache.flatten(0, 1).index_copy_(0, slots, v)
+    return q

@@ -71,7 +71,7 @@ def _plan(segments: Segments, sight: Sight, group: int) -> _Plan:
     blocks = [block for block in blocks_of(segments, sight) if block.row in alone]
     lengths, pages = segments.seq_lens.tolist(), segments.page_table.tolist()
     return _Plan(
-        groups_of(blocks, segments, sight, group, unit=1, least=1),
+        groups_of(blocks, segments, sight, group, unit=1, least=1, whole=False),
         [
             _stretch(first, end, length, table, segments.page_size, sight)
             for (first, end), length, table in zip(places, lengths, pages, strict=True)
@@ -98,8 +98,7 @@ def quick_attention(
         plan = segments.derived[key] = _plan(segments, sight, group)
 
     parts = [
-        attend_tiles(q, k_cache, v_cache, tiles, group=group, keys=tiles.reach, scale=scale)
-        for tiles in plan.groups
+        attend_tiles(q, k_cache, v_cache, tiles, group=group, scale=scale) for tiles in plan.groups
     ]
     if len(parts) == 1 and plan.groups[0].straight and len(parts[0]) == len(q):
         return parts[0]

@@ -60,24 +60,24 @@ class Group:
 
     height: query rows of every block; a short block repeats its last row.
     rows:    [T * height] pass row of every tile's query rows.
-    mask:    [T, 1, height * group, TILE] fp32, 0 or MASKED.
+    mask:    [T, 1, height * group, keys] fp32, 0 or MASKED; None where nothing is masked.
     tiles:   [T, TILE] slots, or [T] tiles of the cache where pages hold whole tiles.
     counts:  blocks that have a first, a second, ... tile.
     span:    where the tiles lie dense in the cache, the range of them; ``rows`` and ``mask`` then
         follow the range, and ``order`` [T] says where in it each tile is.
     results: [n] pass row of every result, in the order of the blocks (of the range: of its tiles).
     straight: whether rows and results are both the pass rows 0, 1, 2, ...
-    reach:   keys of a tile that any row sees: fewer than TILE only where no block has two tiles.
+    keys:    how many keys of every tile are attended to.
     """
 
     height: int
     rows: Tensor
-    mask: Tensor
+    mask: Tensor | None
     tiles: Tensor
     counts: list[int]
     results: Tensor
     straight: bool
-    reach: int
+    keys: int
     span: tuple[int, int] | None = None
     order: Tensor | None = None
 
@@ -106,12 +106,20 @@ def _height(rows: int, unit: int) -> int:
 
 
 def groups_of(
-    blocks: list[Block], segments: Segments, sight: Sight, group: int, *, unit: int, least: int
+    blocks: list[Block],
+    segments: Segments,
+    sight: Sight,
+    group: int,
+    *,
+    unit: int,
+    least: int,
+    whole: bool = True,
 ) -> list[Group]:
     """Groups of ``blocks``, each padded to a multiple of ``unit`` query rows a KV head, ``least``
     at least.
 
-    group: query heads that share a KV head's call, hence query rows per row of the pass.
+    group: query heads that share a KV head's call, hence query rows per row of the pass. whole:
+    whether all of every tile is attended to, masked, where fewer keys would do.
     """
     unit //= gcd(group, unit)
 
@@ -133,13 +141,15 @@ def groups_of(
 
     ordered = sorted(blocks, key=lambda b: (height(b), -b.num_tiles))
     return [
-        _group(batch, tall, segments, sight, group)
+        _group(batch, tall, segments, sight, group, whole)
         for tall, alike in groupby(ordered, key=height)
         for batch in batches(list(alike), tall)
     ]
 
 
-def _group(blocks: list[Block], height: int, segments: Segments, sight: Sight, group: int) -> Group:
+def _group(
+    blocks: list[Block], height: int, segments: Segments, sight: Sight, group: int, whole: bool
+) -> Group:
     page_size = segments.page_size
     counts = [
         sum(block.num_tiles > depth for block in blocks) for depth in range(blocks[0].num_tiles)
@@ -184,8 +194,13 @@ def _group(blocks: list[Block], height: int, segments: Segments, sight: Sight, g
     seen = key <= ahead
     if (lowest > 0).any():
         seen &= key >= lowest
-    mask = torch.zeros(seen.shape, dtype=torch.float32).masked_fill_(~seen, MASKED)
-    mask = mask.repeat_interleave(group, dim=1)[:, None]
+    # With one tile a block, what is behind all rows' sight can be left out.
+    keys = TILE if whole or len(counts) > 1 else min(TILE, int(ahead.max()) + 1)
+    seen = seen[..., :keys]
+    mask = None
+    if whole or not bool(seen.all()):
+        mask = torch.zeros(seen.shape, dtype=torch.float32).masked_fill_(~seen, MASKED)
+        mask = mask.repeat_interleave(group, dim=1)[:, None]
     rows = facts[:, :1] + inside
     # With one tile a block there is nothing to merge, so nothing to put in order either.
     results, straight = rows, False
@@ -196,7 +211,6 @@ def _group(blocks: list[Block], height: int, segments: Segments, sight: Sight, g
     else:
         order = None
         straight = rows.flatten().tolist() == list(range(rows.numel()))
-    reach = TILE if len(counts) > 1 else min(TILE, int(ahead.max()) + 1)
     return Group(
-        height, rows.flatten(), mask, tiles, counts, results.flatten(), straight, reach, span, order
+        height, rows.flatten(), mask, tiles, counts, results.flatten(), straight, keys, span, order
     )

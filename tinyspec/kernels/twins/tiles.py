@@ -5,27 +5,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tinyspec.kernels.twins.tile_plan import Group
+from tinyspec.kernels.twins.tile_plan import TILE, Group
 
 
 def _tiles_of(cache: Tensor, plan: Group) -> Tensor:
-    """The tiles of K or V, [T, Hkv, TILE, D]: a view where they lie dense, else gathered."""
+    """The tiles of K or V, [T, Hkv, keys, D]: a view where they lie dense, else gathered."""
     heads, dim = cache.shape[2:]
-    tile = plan.mask.shape[-1]
+    if plan.span is not None:
+        low, high = plan.span
+        start = cache.storage_offset() + low * TILE * heads * dim
+        shape = high - low, heads, plan.keys, dim
+        return cache.as_strided(shape, (TILE * heads * dim, dim, heads * dim, 1), start)
     if plan.tiles.dim() == 1:
-        whole = cache.view(-1, tile, heads, dim)
-        if plan.span is not None:
-            found = whole[plan.span[0] : plan.span[1]]
-        else:
-            found = whole.index_select(0, plan.tiles)
+        found = cache.view(-1, TILE, heads, dim).index_select(0, plan.tiles)
     else:
         found = cache.flatten(0, 1).index_select(0, plan.tiles.flatten())
-        found = found.view(-1, tile, heads, dim)
-    return found.transpose(1, 2)
+        found = found.view(-1, TILE, heads, dim)
+    return found[:, : plan.keys].transpose(1, 2)
 
 
 def _partials(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
     """Attention within each tile, [T, Hkv, rows, D] and its log-sum-exp [T, Hkv, rows] fp32."""
     if not softcap:
@@ -33,7 +33,9 @@ def _partials(
             q, k, v, 0.0, False, attn_mask=mask, scale=scale
         )
     scores = torch.matmul(q.float(), k.float().transpose(-1, -2)).mul_(scale / softcap)
-    scores = scores.tanh_().mul_(softcap).add_(mask)
+    scores = scores.tanh_().mul_(softcap)
+    if mask is not None:
+        scores.add_(mask)
     highest = scores.amax(-1, keepdim=True)
     weights = scores.sub_(highest).exp_()
     total = weights.sum(-1, keepdim=True)
@@ -71,30 +73,32 @@ def attend_tiles(
     plan: Group,
     *,
     group: int,
-    keys: int | None = None,
     scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of the rows of ``plan``: [n, Hq, D], of the pass rows ``plan.results`` in order.
 
-    group: query heads that share a call. keys: of every tile, the first so many (all).
+    group: query heads that share a call.
     """
     heads, dim = q.shape[1:]
     height, parts = plan.height, heads // group
     rows = q if plan.straight and len(q) == len(plan.rows) else q.index_select(0, plan.rows)
-    packed = _between_heads(rows.reshape(-1, height, parts, group, dim))
+    if height == 1:
+        packed = rows.view(-1, parts, group, dim)
+    else:
+        packed = _between_heads(rows.reshape(-1, height, parts, group, dim))
+        packed = packed.view(-1, parts, height * group, dim)
     k, v = _tiles_of(k_cache, plan), _tiles_of(v_cache, plan)
-    mask = plan.mask
-    if keys is not None:
-        k, v, mask = k[:, :, :keys], v[:, :, :keys], mask[..., :keys]
-    out, lse = _partials(packed.view(-1, parts, height * group, dim), k, v, mask, scale, softcap)
+    out, lse = _partials(packed, k, v, plan.mask, scale, softcap)
     if plan.order is not None:
         out, lse = out.index_select(0, plan.order), lse.index_select(0, plan.order)
     sink_rows = None
     if sinks is not None:
         sink_rows = sinks.float().view(parts, 1, group).expand(-1, height, -1).flatten(1)
     merged = _merge(out, lse, plan.counts, sink_rows).to(q.dtype)
+    if height == 1:
+        return merged.reshape(-1, heads, dim)
     merged = _between_heads(merged.reshape(-1, parts, height, group, dim))
     return merged.view(-1, heads, dim)
 
