@@ -143,7 +143,7 @@ def probe_buckets(runner: Runner, linears: list[BucketClasses], config: EngineCo
     buckets = runner.buckets
     tiles = _tiles(runner, linears)
     run_in_tiles(runner, tiles)
-    probe = ModelProbe(runner, config, buckets.largest)
+    probe = ModelProbe(runner, config, buckets.sizes[-1])
     with runner.scratch(probe.num_pages) as cache:
         unsound, ops = _probe_routing(runner, probe, cache)
         ops |= find_ops(runner.model, buckets.reference, lambda: probe.learn(cache))

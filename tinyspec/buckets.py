@@ -18,13 +18,16 @@ def row_counts(most: int) -> list[int]:
 class Buckets:
     """Buckets up to ``max_rows``; ``reference`` is one of them and defines canonical results.
 
-    Which others are canonical, and what a pass in each costs, is unknown until ``learn``: before
-    that no pass is canonical.
+    sizes: those up to ``most`` (all), which are probed. Which of them are canonical, and what a
+    pass in each costs, is unknown until ``learn``: before that no pass is canonical. Larger ones
+    never are.
     """
 
-    def __init__(self, max_rows: int, reference: int):
-        assert reference <= max_rows
-        self.sizes = sorted({*row_counts(max_rows), reference})
+    def __init__(self, max_rows: int, reference: int, most: int | None = None):
+        most = max_rows if most is None else min(most, max_rows)
+        assert reference <= most
+        self.sizes = sorted({*row_counts(most), reference})
+        self._all = sorted({*self.sizes, *row_counts(max_rows)})
         self.reference = reference
         self.canonical: list[int] = []
         self._seconds: dict[int, float] = {}
@@ -58,12 +61,12 @@ class Buckets:
 
     @property
     def largest(self) -> int:
-        return self.sizes[-1]
+        return self._all[-1]
 
     def fit(self, rows: int) -> int:
         """The smallest bucket that holds ``rows`` rows."""
         assert 0 < rows <= self.largest, rows
-        return self.sizes[bisect_left(self.sizes, rows)]
+        return self._all[bisect_left(self._all, rows)]
 
     def fit_canonical(self, rows: int) -> int:
         """The smallest canonical bucket that holds ``rows`` rows."""

@@ -14,6 +14,8 @@ VERIFY = ("auto", "direct", "padded", "always")
 LINEAR = ("auto", "always", "never")
 BACKENDS = ("auto", "triton", "torch")
 MAX_PAGE_SIZE = 1024
+# Larger passes are not probed on a CPU, where that would take longer than they gain.
+CPU_PROBED_ROWS = 512
 
 
 def _power_of_two(value: object) -> bool:
@@ -25,8 +27,9 @@ class EngineConfig:
     """Settings of an engine. None means: by device kind, or by what the model allows.
 
     reference_rows: row count of the reference bucket (CPU 32, GPU 128).
-    max_rows: most rows of one pass (CPU 512, GPU 2048). max_sequences: most sequences running;
-        never more than max_rows.
+    max_rows: most rows of one pass (2048); on a CPU canonical passes have 512 at most, or
+        reference_rows or max_sequences. max_sequences: most sequences running; never more than
+        max_rows.
     max_model_len: longest prompt plus output (the model's positions).
     page_size: tokens per page, a power of two (CPU 128, GPU 16).
     num_pages | memory_fraction: size of the page pool, or the share of free memory it may take.
@@ -118,7 +121,7 @@ class EngineConfig:
         """
         cpu = device_type == "cpu"
         reference = self.reference_rows or (32 if cpu else 128)
-        rows = self.max_rows or max(512 if cpu else 2048, reference)
+        rows = self.max_rows or max(2048, reference)
         if rows < reference:
             raise refuse("max_rows", rows, f"at least reference_rows={reference}")
         length = self.max_model_len or model_positions
@@ -136,3 +139,10 @@ class EngineConfig:
             page_size=self.page_size or (128 if cpu else 16),
             backend=backend,
         )
+
+    def probed_rows(self, device_type: str) -> int:
+        """Most rows of a pass that may be canonical; of a resolved config."""
+        assert self.max_rows and self.reference_rows
+        if device_type != "cpu":
+            return self.max_rows
+        return max(CPU_PROBED_ROWS, self.reference_rows, self.max_sequences)

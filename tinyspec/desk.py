@@ -107,9 +107,10 @@ class Desk:
 
     def next_event(self, requests: list[Request]) -> StreamEvent | None:
         """The next event of a stream's requests, None when there are no more."""
-        mine = [request.request_id for request in requests]
-        while (event := self.outbox.next_event(mine)) is None:
-            if not any(request_id in self.requests for request_id in mine):
+        if not requests:
+            return None
+        while (event := self.outbox.next_event(requests[0].request_id)) is None:
+            if not any(request.request_id in self.requests for request in requests):
                 return None
             self.advance()
         return event

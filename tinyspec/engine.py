@@ -78,7 +78,8 @@ class Engine:
         config = self.config
         assert config.max_rows and config.reference_rows and config.page_size
         loaded = kernels.load(config.backend)
-        buckets = Buckets(config.max_rows, config.reference_rows)
+        probed = config.probed_rows(self.model.device.type)
+        buckets = Buckets(config.max_rows, config.reference_rows, probed)
         self._pool = PagePool(num_pages, config.page_size)
         self._scheduler = Scheduler(config, self._pool, buckets)
         self._runner = Runner(self.model, self._patched, self._pool, loaded, buckets)
@@ -255,10 +256,8 @@ class Engine:
     def prepare(
         self, prompts: Any, params: SamplingParams | list[SamplingParams] | None = None
     ) -> list[Request]:
-        """One request per prompt, checked and not queued yet; arguments and errors as ``generate``.
-
-        ``follow`` runs them.
-        """
+        """One request per prompt, checked, and queued only by ``follow``; arguments and errors as
+        ``generate``."""
         return self._ready().requests(prompts, params)
 
     def follow(self, requests: list[Request], drafter: Drafter | None = None) -> EventStream:

@@ -25,10 +25,11 @@ class Outbox:
 
     def wait_for(self, request_ids: Iterable[str], events: bool = False) -> None:
         """Keep the outputs of these for ``take``, and with ``events`` what they stream."""
+        together: deque[StreamEvent] = deque()
         for request_id in request_ids:
             self._awaited[request_id] = None
             if events:
-                self._events[request_id] = deque()
+                self._events[request_id] = together
 
     def is_awaited(self, request_id: str) -> bool:
         return request_id in self._awaited
@@ -61,10 +62,7 @@ class Outbox:
         finished, self._finished = self._finished, []
         return finished
 
-    def next_event(self, request_ids: Iterable[str]) -> StreamEvent | None:
-        """The first event waiting for one of these."""
-        for request_id in request_ids:
-            waiting = self._events.get(request_id)
-            if waiting:
-                return waiting.popleft()
-        return None
+    def next_event(self, request_id: str) -> StreamEvent | None:
+        """The first event waiting for this one or any that is awaited together with it."""
+        waiting = self._events.get(request_id)
+        return waiting.popleft() if waiting else None
