@@ -11,7 +11,15 @@ from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, SamplingParams, linears
 from tinyspec.invariance import linear_shape, linear_weight
 from tinyspec.kernels.twins.linear import linear
-from tinyspec.linears import KernelLinear, OneDnnLinear, by_cpu, by_kernel
+from tinyspec.linears import (
+    CpuLinear,
+    KernelLinear,
+    OneDnnLinear,
+    TurnedLinear,
+    by_cpu,
+    by_kernel,
+    cpu_has,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FAMILIES = ("llama", "gpt2")
@@ -31,10 +39,10 @@ def test_matches_reference(rows, bias):
 
 
 def served(model):
-    return [type(m) for m in model.modules() if isinstance(m, (nn.Linear, OneDnnLinear))]
+    return [type(m) for m in model.modules() if isinstance(m, (nn.Linear, CpuLinear))]
 
 
-def test_an_engine_serves_plain_fp32_linears_alone():
+def test_an_engine_serves_plain_linears_alone():
     model = tiny()
     before = served(model)
     weights = {id(p) for p in model.parameters()}
@@ -43,7 +51,7 @@ def test_an_engine_serves_plain_fp32_linears_alone():
         assert {id(p) for p in model.parameters()} == weights
     assert served(model) == before
     with Engine(tiny("llama", torch.bfloat16)) as engine:
-        assert set(served(engine.model)) == {nn.Linear}
+        assert set(served(engine.model)) == {TurnedLinear if cpu_has("amx_bf16") else nn.Linear}
 
 
 def test_without_the_operator_linears_stay(monkeypatch):

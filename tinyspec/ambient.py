@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -40,17 +41,23 @@ class Ambient:
     def __init__(self, model: nn.Module):
         self._model = model
         self._device = next(model.parameters()).device
+        self._holder: int | None = None
         self.look()
 
     def look(self) -> None:
         """List the model's modules anew; walking the tree at every pass would take longer."""
         self._modules = list(self._model.modules())
+        self._holder = None  # whose block knows nothing of new ones
 
     def _on_device(self) -> AbstractContextManager[object]:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
+        """The state while the block runs; one within another of the same thread is free."""
+        if self._holder == get_ident():
+            yield
+            return
         training = [module for module in self._modules if module.training]
         pinned = [(o, a, v, getattr(o, a)) for o, a, v in _pinned(self._device.type)]
         for module in training:
@@ -59,6 +66,7 @@ class Ambient:
             if before != value:
                 setattr(owner, name, value)
         try:
+            self._holder = get_ident()
             with (
                 self._on_device(),
                 torch.inference_mode(),
@@ -66,6 +74,7 @@ class Ambient:
             ):
                 yield
         finally:
+            self._holder = None
             for module in training:
                 module.training = True
             for owner, name, value, before in pinned:

@@ -102,7 +102,8 @@ class Contract:
 
     def changed(self) -> bool:
         """Whether a parameter was written to since the last look; quick enough for every step."""
-        return any(trace(parameter) != before for parameter, before in self._traces)
+        parameters, before = self._traces
+        return list(map(trace, parameters)) != before
 
     def look(self) -> bool:
         """Take note of weights, adapters, modules and threads; whether any of them changed.
@@ -128,7 +129,8 @@ class Contract:
         return changed
 
     def _note(self) -> None:
-        self._traces = [(p, trace(p)) for p in self._model.parameters()]
+        parameters = list(self._model.parameters())
+        self._traces = parameters, list(map(trace, parameters))
         adapters = adapter_state(self._model)
         self._structure = structure(self._model), adapters, torch.get_num_threads()
         self._seen = weight_state(self._model), function_settings(self._model), self._structure

@@ -6,13 +6,15 @@ with other weights is used. Knows no prompt text and no tensor.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from tqdm import tqdm
 
 from tinyspec.contract import Contract
 from tinyspec.errors import DeterminismError, refuse
-from tinyspec.interrupts import deferred_interrupt
+from tinyspec.interrupts import between_steps, deferred_interrupt
 from tinyspec.loop import Loop
 from tinyspec.outbox import Outbox
 from tinyspec.outputs import RequestOutput, StreamEvent
@@ -76,7 +78,7 @@ class Desk:
         mine = self.submit(requests)
         self.outbox.wait_for(mine)
         total = sum(len(request.sequences) for request in requests)
-        with tqdm(total=total, unit="completion", disable=not progress) as bar:
+        with tqdm(total=total, unit="completion", disable=not progress) as bar, self.steady():
             try:
                 while any(request_id in self.requests for request_id in mine):
                     self.advance()
@@ -87,6 +89,13 @@ class Desk:
             finally:
                 outputs = self.outbox.take(mine)
         return outputs
+
+    @contextmanager
+    def steady(self) -> Iterator[None]:
+        """For steps with nothing of the user's between them: what each would set and set back is
+        set for all."""
+        with between_steps(), self._loop.runner.ambient():
+            yield
 
     def advance(self) -> None:
         """One step; its events and the outputs of what it finished go to where they are awaited."""

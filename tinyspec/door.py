@@ -10,7 +10,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -204,7 +204,10 @@ class Door:
         sequences = [sequence for request in requests for sequence in request.sequences]
         places = {(s.request.request_id, s.index): n for n, s in enumerate(sequences)}
         streamers = call.streamers()
-        with engine.follow(requests, call.drafter() or self._drafter) as events:
+        with (
+            engine.follow(requests, call.drafter() or self._drafter) as events,
+            nullcontext() if streamers else events.steady(),
+        ):
             for event in events:
                 place = places[event.request_id, event.index]
                 if event.finish_reason == "abort":

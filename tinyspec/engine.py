@@ -265,8 +265,9 @@ class Engine:
         place of the engine's from now on."""
         if drafter is not None:
             self._loop.drafter = drafter
-        self._desk.outbox.wait_for(self._desk.submit(requests), events=True)
-        return EventStream(requests, self.tokenizer, self._desk.next_event, self._desk.drop)
+        desk = self._desk
+        desk.outbox.wait_for(desk.submit(requests), events=True)
+        return EventStream(requests, self.tokenizer, desk.next_event, desk.drop, desk.steady)
 
     def add_request(self, prompt: Any, params: SamplingParams | None = None) -> str:
         """Queue one prompt; returns the id under which ``step`` will report it.

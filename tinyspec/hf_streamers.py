@@ -41,6 +41,10 @@ class Streamers:
             for one, ids in zip(streamer, alone, strict=True):
                 one.put(torch.tensor([ids], dtype=torch.long))
 
+    def __bool__(self) -> bool:
+        """Whether anybody is told."""
+        return bool(self._streamers)
+
     def put(self, place: int, token_ids: list[int], ended: bool, pad: int) -> None:
         """Tokens of the completion ``place``."""
         if not self._streamers:

@@ -32,6 +32,7 @@ class QuickNorm(nn.Module):
         self.register_parameter("weight", norm.weight)  # type: ignore[arg-type]
         self.variance_epsilon: Any = norm.variance_epsilon
         self._haste = haste
+        self._eps: tuple[float, Tensor] | None = None
         self.train(norm.training)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -40,13 +41,19 @@ class QuickNorm(nn.Module):
         if self._haste.on:
             # One walk over the rows, where squares and their mean take two.
             length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-            mean = length.square_().div_(x.shape[-1])
-        elif wide is x:
+            mean = torch.addcmul(self._least(), length, length, value=1 / x.shape[-1])
+        elif wide is x and self.weight.dtype == x.dtype:
             return nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
         else:
-            mean = wide.square().mean(-1, keepdim=True)
-        scaled = wide * mean.add_(self.variance_epsilon).rsqrt_()
+            mean = wide.square().mean(-1, keepdim=True).add_(self.variance_epsilon)
+        scaled = wide * mean.rsqrt_()
         return scaled.mul_(self.weight) if wide is x else self.weight * scaled.to(x.dtype)
+
+    def _least(self) -> Tensor:
+        """The epsilon as a tensor, which costs less to add than a number."""
+        if self._eps is None or self._eps[0] != self.variance_epsilon:
+            self._eps = self.variance_epsilon, torch.tensor(self.variance_epsilon)
+        return self._eps[1]
 
 
 def by_few_operators(model: nn.Module, haste: Haste) -> list[tuple[nn.Module, str, QuickNorm]]:

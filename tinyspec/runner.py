@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,11 +127,14 @@ class Runner:
         canonical = work_pass.canonical
         fit = self.buckets.fit_canonical if canonical else self.buckets.fit
         bucket = fit(max(count, 1))
-        keep = torch.tensor(rows + [0] * (bucket - count)).to(self.device)
+        keep = None
+        if canonical or bucket < len(batch.input_ids) or rows != list(range(count)):
+            keep = torch.tensor(rows + [0] * (bucket - count)).to(self.device)
         return self.forward(batch, keep, canonical)[:count]
 
-    def forward(self, batch: Batch, keep: Tensor, canonical: bool) -> Tensor:
-        """One forward of the patched model over packed rows; fp32 logits of the rows ``keep``.
+    def forward(self, batch: Batch, keep: Tensor | None, canonical: bool) -> Tensor:
+        """One forward of the patched model over packed rows; fp32 logits of the rows ``keep``, or
+        of all.
 
         canonical: linears run in tiles where without them the pass would not be canonical;
         otherwise everything runs by whatever is quickest.
@@ -139,9 +143,11 @@ class Runner:
         self._haste.on = not canonical
         context = self._context
         context.begin(batch.segments, batch.slot_mapping, batch.positions)
-        more = {"position_ids": batch.positions[None]} if self._takes_positions else {}
+        more: dict[str, Any] = (
+            {"position_ids": batch.positions[None]} if self._takes_positions else {}
+        )
         if self._keeps_logits:
-            more["logits_to_keep"] = keep
+            more["logits_to_keep"] = 0 if keep is None else keep
         try:
             logits = self.model(**self._entering(batch), **more, **self._always).logits
             context.check()
@@ -149,7 +155,8 @@ class Runner:
             context.end()
             self.tiles.on = False
             self._haste.on = False
-        return (logits[0] if self._keeps_logits else logits[0, keep]).float()
+        own = keep is None or self._keeps_logits
+        return (logits[0] if own else logits[0, keep]).float()
 
     def _entering(self, batch: Batch) -> dict[str, Tensor]:
         """What enters the model: token ids, or where some rows have none, embeddings of all."""

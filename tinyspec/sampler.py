@@ -85,14 +85,14 @@ class Sampler:
         forced = None
         if any(row.forced >= 0 for row in rows):
             forced = torch.tensor([row.forced for row in rows], device=device)
-        tokens, logprobs = self._kernels.sample(
-            scores,
-            torch.tensor(temperature, dtype=torch.float32, device=device),
-            torch.tensor([row.key for row in rows], device=device),
-            torch.tensor([row.position for row in rows], device=device),
-            logprobs=wants,
-            forced=forced,
-        )
+        noise: tuple[Tensor | None, ...] = (None, None, None)
+        if any(temperature):
+            noise = (
+                torch.tensor(temperature, dtype=torch.float32, device=device),
+                torch.tensor([row.key for row in rows], device=device),
+                torch.tensor([row.position for row in rows], device=device),
+            )
+        tokens, logprobs = self._kernels.sample(scores, *noise, logprobs=wants, forced=forced)
         found = [Sampled(token) for token in tokens.tolist()]
         if wants:
             self._attach_logprobs(found, rows, raw, scores, temperature, logprobs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from tinyspec.outputs import Completion, StreamEvent
@@ -14,7 +15,7 @@ class EventStream(Iterator[StreamEvent]):
     """Events of some requests, each request's in the order in which its tokens are committed.
 
     next_event gives the next one, running the engine where it must, or None at the end; drop gives
-    the requests up.
+    the requests up; steady is a block for whoever does nothing of his own between events.
 
     Several streams and calls of ``generate`` may be under way in one engine. ``close`` (or leaving
     the ``with`` block, or dropping the stream) aborts what is unfinished.
@@ -26,10 +27,12 @@ class EventStream(Iterator[StreamEvent]):
         tokenizer: Any,
         next_event: Callable[[list[Request]], StreamEvent | None],
         drop: Callable[[list[Request]], None],
+        steady: Callable[[], AbstractContextManager[None]],
     ):
         self._requests = requests
         self._next_event = next_event
         self._drop = drop
+        self.steady = steady
         self._texts = {
             (request.request_id, sequence.index): TextStream(tokenizer)
             for request in requests

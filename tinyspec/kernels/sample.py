@@ -97,9 +97,9 @@ def sample_kernel(
 
 def sample(
     logits: Tensor,
-    temperature: Tensor,
-    keys: Tensor,
-    positions: Tensor,
+    temperature: Tensor | None,
+    keys: Tensor | None,
+    positions: Tensor | None,
     *,
     logprobs: bool = True,
     forced: Tensor | None = None,
@@ -108,12 +108,17 @@ def sample(
 
     logits [N, V] fp32, excluded tokens at -inf; temperature [N] fp32, 0 for greedy; keys [N] int64;
     positions [N] int64 -> tokens [N] int64, log-probabilities [N] fp32 under softmax(logits / T) (T
-    = 0: softmax(logits)). The token is argmax(logits / T + noise), the lowest index on ties; a row
-    without a finite maximum (NaN, +inf, or nothing left) yields token -1 and log-probability NaN.
+    = 0: softmax(logits)). Where all rows are greedy the three may be None. The token is argmax(
+    logits / T + noise), the lowest index on ties; a row without a finite maximum (NaN, +inf, or
+    nothing left) yields token -1 and log-probability NaN.
     forced [N] int64, below V: where it is not negative, the token that the row yields instead; its
     log-probability has the bits of a free choice of it (-inf if it is excluded).
     """
     rows, vocab_size = logits.shape
+    if temperature is None:
+        temperature = logits.new_zeros(rows)
+        keys = positions = torch.zeros(rows, dtype=torch.int64, device=logits.device)
+    assert keys is not None and positions is not None
     assert logits.dtype == temperature.dtype == torch.float32 and logits.stride(1) == 1
     assert keys.dtype == positions.dtype == torch.int64
     assert forced is None or forced.dtype == torch.int64

@@ -1,8 +1,9 @@
 """Attention for rows that need not be canonical: the same pages, by whatever is quickest on a CPU.
 
-One row of a sequence runs over the tiles of the canonical reduction, in place, but in calls of
-one query row (bf16, fp16) or of one group of heads (fp32), neither padded nor reaching further than
-any row sees. Several rows of a sequence run in one call over all of its context. Same mathematics,
+Rows that are alone in their sequences run in calls of one query row (bf16, fp16) or of one group of
+heads (fp32), neither padded nor reaching further than any row sees: one call over all of their
+context where that lies in the cache at even distances, else over the tiles of the canonical
+reduction, in place. Several rows of a sequence run in one call over its context. Same mathematics,
 other bits, and they may depend on what shares the pass.
 """
 
@@ -36,7 +37,24 @@ class _Stretch:
 
 
 @dataclass
+class _Even:
+    """Rows alone in their sequences, whose contexts start at even distances in the cache.
+
+    start, step: slot of the first context, and from one to the next. keys: of each context, what
+    any row sees. mask: [n, 1, 1, keys] fp32; None where every row sees them all.
+    """
+
+    start: int
+    step: int
+    keys: int
+    mask: Tensor | None
+
+
+@dataclass
 class _Plan:
+    """even: of all rows of the pass, in their order, or else the others are of each."""
+
+    even: _Even | None
     groups: list[Group]
     stretches: list[_Stretch]
 
@@ -65,12 +83,40 @@ def _stretch(
     return _Stretch(first, rows, where, keys, mask)
 
 
-def _plan(segments: Segments, sight: Sight, group: int) -> _Plan:
+def _even(lengths: list[int], tables: list[list[int]], size: int, sight: Sight) -> _Even | None:
+    """Contexts of these lengths on these pages, if they lie so."""
+    keys = max(lengths)
+    counts = [-(-length // size) for length in lengths]
+    firsts = [pages[0] for pages in tables]
+    step = firsts[1] - firsts[0] if len(firsts) > 1 else counts[0]
+    if any(sight.lowest(length - 1) > 0 for length in lengths):
+        return None
+    # Masked keys have to be finite: each context's own, not what lies between two of them.
+    if len(set(counts)) > 1 or step < counts[0]:
+        return None
+    if firsts != list(range(firsts[0], firsts[0] + step * len(firsts), step)):
+        return None
+    for pages, count in zip(tables, counts, strict=True):
+        if any(after != before + 1 for before, after in pairwise(pages[:count])):
+            return None
+    mask = None
+    if min(lengths) < keys:
+        hidden = torch.arange(keys) >= torch.tensor(lengths)[:, None]
+        mask = torch.zeros(hidden.shape).masked_fill_(hidden, MASKED)[:, None, None]
+    return _Even(firsts[0] * size, step * size, keys, mask)
+
+
+def _plan(segments: Segments, rows: int, sight: Sight, group: int) -> _Plan:
     places = list(pairwise(segments.cu_seqlens_q.tolist()))
-    alone = {first for first, end in places if end == first + 1}
-    blocks = [block for block in blocks_of(segments, sight) if block.row in alone]
     lengths, pages = segments.seq_lens.tolist(), segments.page_table.tolist()
+    alone = {first for first, end in places if end == first + 1}
+    if len(alone) == len(places) == rows:
+        even = _even(lengths, pages, segments.page_size, sight)
+        if even is not None:
+            return _Plan(even, [], [])
+    blocks = [block for block in blocks_of(segments, sight) if block.row in alone]
     return _Plan(
+        None,
         groups_of(blocks, segments, sight, group, unit=1, least=1, whole=False),
         [
             _stretch(first, end, length, table, segments.page_size, sight)
@@ -78,6 +124,25 @@ def _plan(segments: Segments, sight: Sight, group: int) -> _Plan:
             if first not in alone
         ],
     )
+
+
+def _attend_even(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, even: _Even, group: int, scale: float
+) -> Tensor:
+    rows, heads, dim = q.shape
+    kv_heads = k_cache.shape[2]
+    shape = rows, kv_heads, even.keys, dim
+    wide = kv_heads * dim
+    k, v = (
+        cache.as_strided(
+            shape, (even.step * wide, dim, wide, 1), cache.storage_offset() + even.start * wide
+        )
+        for cache in (k_cache, v_cache)
+    )
+    out, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q.view(rows, heads // group, group, dim), k, v, 0.0, attn_mask=even.mask, scale=scale
+    )
+    return out.reshape(rows, heads, dim)
 
 
 def _context(cache: Tensor, stretch: _Stretch) -> Tensor:
@@ -95,7 +160,9 @@ def quick_attention(
     key = "quick", sight, group
     plan = segments.derived.get(key)
     if plan is None:
-        plan = segments.derived[key] = _plan(segments, sight, group)
+        plan = segments.derived[key] = _plan(segments, len(q), sight, group)
+    if plan.even is not None:
+        return _attend_even(q, k_cache, v_cache, plan.even, group, scale)
 
     parts = [
         attend_tiles(q, k_cache, v_cache, tiles, group=group, scale=scale) for tiles in plan.groups

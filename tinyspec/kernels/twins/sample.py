@@ -10,9 +10,9 @@ from tinyspec.kernels.twins.philox import gumbel
 
 def sample(
     logits: Tensor,
-    temperature: Tensor,
-    keys: Tensor,
-    positions: Tensor,
+    temperature: Tensor | None,
+    keys: Tensor | None,
+    positions: Tensor | None,
     *,
     logprobs: bool = True,
     forced: Tensor | None = None,
@@ -21,15 +21,16 @@ def sample(
 
     logits [N, V] fp32, excluded tokens at -inf; temperature [N] fp32, 0 for greedy; keys [N] int64;
     positions [N] int64 -> tokens [N] int64, log-probabilities [N] fp32 under softmax(logits / T)
-    (T = 0: softmax(logits)). The token is argmax(logits / T + noise), the lowest index on ties; a
-    row without a finite maximum (NaN, +inf, or nothing left) yields -1. forced [N] int64, below V:
-    where it is not negative, the token that the row yields instead; its log-probability has the
-    bits of a free choice of it (-inf if it is excluded).
+    (T = 0: softmax(logits)). Where all rows are greedy the three may be None. The token is argmax(
+    logits / T + noise), the lowest index on ties; a row without a finite maximum (NaN, +inf, or
+    nothing left) yields -1. forced [N] int64, below V: where it is not negative, the token that the
+    row yields instead; its log-probability has the bits of a free choice of it (-inf if it is
+    excluded).
     """
-    hot = temperature > 0
     scaled = logits
     noisy = logits
-    if bool(hot.any()):
+    if temperature is not None and bool((hot := temperature > 0).any()):
+        assert keys is not None and positions is not None
         scaled = logits / torch.where(hot, temperature, 1.0)[:, None]
         noisy = scaled.clone()
         drawn = hot if forced is None else hot & (forced < 0)
@@ -38,7 +39,7 @@ def sample(
     best, tokens = noisy.max(dim=-1)
     if forced is not None:
         tokens = torch.where(forced < 0, tokens, forced)
-    tokens = torch.where(best.isfinite(), tokens, -1)
+    tokens = torch.where(best - best == 0, tokens, -1)  # finite
     if not logprobs:
         return tokens, None
     # log_softmax walks every row by itself and in one order, whatever the number of rows.
