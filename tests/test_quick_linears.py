@@ -1,6 +1,6 @@
-"""Few rows of a pass that need not be canonical run by torch's default linear: no bit shows it.
+"""Few rows of a pass that need not be canonical run their linears another way: no bit shows it.
 
-``quick`` makes that linear split its sum elsewhere than oneDNN, whatever the CPU, and counts rows.
+``quick`` makes that way split its sum elsewhere, whatever the CPU, and counts rows.
 """
 
 import random
@@ -12,24 +12,27 @@ from torch import nn
 from tests.support.mixes import bits, crowd, needles, solo
 from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams, doctor, fact_cache, linears
-from tinyspec.linears import MKL_ROWS, Haste, by_cpu
+from tinyspec.linears import MKL_ROWS, TURNED_ROWS, Haste, OneDnnLinear, TurnedLinear, by_cpu
 
 CONFIG = EngineConfig(reference_rows=16, max_rows=64)
+KINDS = {torch.float32: (OneDnnLinear, MKL_ROWS), torch.bfloat16: (TurnedLinear, TURNED_ROWS)}
+both = pytest.mark.parametrize("dtype", KINDS, ids=str)
 
 
 @pytest.fixture
 def quick(monkeypatch):
     calls = []
 
-    def linear(x, weight, bias=None):
+    def split(linear, x):
         calls.append(x.shape[:-1].numel())
-        cut = weight.shape[1] // 2
-        wide, exact = x.double(), weight.double()
+        cut = linear.weight.shape[1] // 2
+        wide, exact = x.double(), linear.weight.double()
         out = (wide[..., :cut] @ exact[:, :cut].T).to(x.dtype)
         out = out + (wide[..., cut:] @ exact[:, cut:].T).to(x.dtype)
-        return out if bias is None else out + bias
+        return out if linear.bias is None else out + linear.bias
 
-    monkeypatch.setattr(nn.functional, "linear", linear)
+    for kind, _ in KINDS.values():
+        monkeypatch.setattr(kind, "quick", split)
     monkeypatch.setattr(linears, "_works", lambda: True)
     monkeypatch.setattr(linears, "cpu_has", lambda name: True)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
@@ -39,14 +42,17 @@ def quick(monkeypatch):
     return calls
 
 
-def test_only_few_rows_and_only_in_haste(quick):
+@both
+def test_only_few_rows_and_only_in_haste(quick, dtype):
     haste = Haste()
-    ((_, _, linear),) = by_cpu(nn.Sequential(nn.Linear(96, 40)), haste)
+    kind, most = KINDS[dtype]
+    ((_, _, linear),) = by_cpu(nn.Sequential(nn.Linear(96, 40, dtype=dtype)), haste)
+    assert type(linear) is kind
     with torch.no_grad():
-        for rows, on, calls in ((4, False, 0), (4, True, 1), (12, True, 1), (13, True, 0)):
+        for rows, on, calls in ((4, False, 0), (4, True, 1), (most, True, 1), (most + 1, True, 0)):
             haste.on = on
             del quick[:]
-            linear(torch.randn(1, rows, 96))
+            linear(torch.randn(1, rows, 96, dtype=dtype))
             assert len(quick) == calls
 
 
@@ -54,20 +60,36 @@ def test_a_linear_without_haste_has_one_way(quick):
     ((_, _, linear),) = by_cpu(nn.Sequential(nn.Linear(96, 40)))
     linear(torch.randn(1, 4, 96))
     assert not quick
+    assert not by_cpu(nn.Sequential(nn.Linear(96, 40, dtype=torch.bfloat16)))
 
 
-def test_small_buckets_are_canonical_on_demand(quick):
-    report = doctor(tiny(), CONFIG)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(96,), (1, 96), (1, 1, 96), (1, 7, 96), (2, 3, 96)], ids=str)
+def test_turned_round(shape, bias):
+    """The same as the linear, as near as the dtype can tell, and laid out alike."""
+    own = nn.Linear(96, 40, bias, dtype=torch.bfloat16)
+    linear = TurnedLinear(own, Haste(on=True))
+    x = torch.randn(shape, dtype=torch.bfloat16)
+    with torch.no_grad():
+        found, exact = linear(x), own.double()(x.double())
+    assert found.shape == exact.shape and found.is_contiguous() and found.dtype == torch.bfloat16
+    assert (found.double() - exact).norm() <= 2**-7 * exact.norm()
+
+
+@both
+def test_small_buckets_are_canonical_on_demand(quick, dtype):
+    report = doctor(tiny("llama", dtype), EngineConfig(reference_rows=24, max_rows=64))
     assert report
     for fact in report.facts.buckets:
-        assert fact.canonical == (fact.rows > 1)
-        assert bool(fact.tiled) == (1 < fact.rows <= MKL_ROWS)
+        assert bool(fact.tiled) >= (fact.canonical and fact.rows <= KINDS[dtype][1])
+        assert fact.canonical or fact.rows < 24
 
 
+@both
 @pytest.mark.parametrize("reference", [4, 16])
 @pytest.mark.parametrize("verify", ["auto", "padded", "always"])
-def test_bits_are_those_of_the_reference_bucket(quick, verify, reference):
-    model = tiny()
+def test_bits_are_those_of_the_reference_bucket(quick, verify, reference, dtype):
+    model = tiny("llama", dtype)
     with Engine(model, config=EngineConfig(reference_rows=reference, verify="always")) as engine:
         alone = [bits(solo(engine, needle)) for needle in needles()]
     config = EngineConfig(reference_rows=reference, max_rows=64, max_sequences=40, verify=verify)
@@ -78,7 +100,7 @@ def test_bits_are_those_of_the_reference_bucket(quick, verify, reference):
         outputs = engine.generate([p for p, _ in requests], [s for _, s in requests])
         assert [bits(output) for output in outputs][: len(alone)] == alone
         engine.generate(prompts(2))
-        assert quick and max(quick) <= MKL_ROWS
+        assert quick and max(quick) <= KINDS[dtype][1]
 
 
 def test_pages_of_quick_passes_serve_plain_requests_alone(quick):

@@ -324,6 +324,34 @@ def test_buckets(most, reference):
             buckets.fit(rows)
 
 
+@pytest.mark.parametrize("max_rows, reference, most", [(2048, 32, 512), (100, 40, 40), (64, 8, 9)])
+def test_buckets_that_are_not_probed(max_rows, reference, most):
+    """They hold what a fast pass does, and are never canonical."""
+    buckets = Buckets(max_rows, reference, most)
+    assert buckets.sizes[-1] == most and buckets.largest == max_rows
+    buckets.learn(buckets.sizes, {})
+    assert buckets.canonical == buckets.sizes
+    for rows in (1, reference, most, most + 1, max_rows):
+        found = buckets.fit(rows)
+        assert rows <= found <= max_rows and buckets.is_canonical(found) == (rows <= most)
+    assert buckets.fit_canonical(most) == most
+    with pytest.raises(AssertionError):
+        buckets.fit_canonical(most + 1)
+
+
+def test_rows_that_are_probed():
+    for config, cpu, gpu in (
+        (EngineConfig(), 512, 2048),
+        (EngineConfig(max_rows=64, reference_rows=16), 64, 64),
+        (EngineConfig(reference_rows=600), 600, 2048),
+        (EngineConfig(max_sequences=700), 700, 2048),
+    ):
+        for device, most in (("cpu", cpu), ("cuda", gpu)):
+            found = config.resolve(device_type=device, model_positions=512)
+            probed = found.probed_rows(device)
+            assert Buckets(found.max_rows, found.reference_rows, probed).sizes[-1] == most
+
+
 @pytest.mark.parametrize("verify", ["auto", "always", "padded"])
 @pytest.mark.parametrize("canonical", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("seed", range(8))

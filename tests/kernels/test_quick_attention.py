@@ -14,6 +14,9 @@ from tests.kernels.test_twin_attention import (
 )
 from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
+from tinyspec.kernels.segments import Segments
+from tinyspec.kernels.twins import quick_attention
+from tinyspec.kernels.twins.paged_attention import paged_attention
 
 SCORES = (
     {},
@@ -97,3 +100,92 @@ def test_who_takes_it(monkeypatch):
         engine.generate(prompts(2), greedy)
         assert {canonical for canonical, _ in passes} == {True, False}
         assert all(exact == [canonical] * layers for canonical, exact in passes)
+
+
+@pytest.fixture
+def even_plans(monkeypatch):
+    """What was found of contexts at even distances, pass by pass."""
+    found = []
+    even = quick_attention._even
+
+    def note(*args):
+        found.append(even(*args))
+        return found[-1]
+
+    monkeypatch.setattr(quick_attention, "_even", note)
+    return found
+
+
+def decode(dtype, lengths, pages, size, window=0):
+    """Each of the sequences' last rows, on these pages of a cache that is NaN everywhere else."""
+    heads, group, dim = 2, 3, 32
+    generator = torch.Generator().manual_seed(0)
+    caches = torch.full((2, 12, size, heads, dim), torch.nan, dtype=dtype)
+    expected = []
+    q = torch.randn(len(lengths), heads * group, dim, generator=generator).to(dtype)
+    for row, (length, own) in enumerate(zip(lengths, pages, strict=True)):
+        caches[:, own] = 0
+        kv = torch.randn(2, length, heads, dim, generator=generator).to(dtype)
+        slots = [own[p // size] * size + p % size for p in range(length)]
+        for cache, values in zip(caches, kv, strict=True):
+            cache.flatten(0, 1)[slots] = values
+        seen = kv[:, max(0, length - window) if window else 0 :].double()
+        k, v = seen.repeat_interleave(group, dim=2)
+        weights = (torch.einsum("hd,lhd->hl", q[row].double(), k) * dim**-0.5).softmax(-1)
+        expected.append(torch.einsum("hl,lhd->hd", weights, v))
+    widest = max(map(len, pages))
+    segments = Segments(
+        torch.tensor([own + [0] * (widest - len(own)) for own in pages], dtype=torch.int32),
+        torch.arange(len(lengths) + 1, dtype=torch.int32),
+        torch.tensor(lengths, dtype=torch.int32),
+        size,
+        1,
+        max(lengths),
+        exact=False,
+    )
+    found = paged_attention(q, *caches, segments, scale=dim**-0.5, window=window)
+    error = (found.double() - torch.stack(expected)).abs().max()
+    assert error < 16 * torch.finfo(dtype).eps, "NaN included"
+
+
+EVEN = (
+    ([70], [[3]]),
+    ([200], [[3, 4]]),
+    ([70, 70, 70], [[2], [3], [4]]),
+    ([70, 5, 128], [[2], [4], [6]]),
+    ([130, 256], [[1, 2], [5, 6]]),
+)
+UNEVEN = (
+    ([200], [[3, 1]]),
+    ([70, 70, 70], [[2], [3], [5]]),
+    ([70, 70], [[3], [2]]),
+    ([70, 200], [[1], [4, 5]]),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_even_contexts_run_in_one_call(dtype, even_plans):
+    """And nothing between them is read, which NaN would show."""
+    for lengths, pages in EVEN:
+        decode(dtype, lengths, pages, 128)
+        assert even_plans.pop() is not None and not even_plans
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_other_contexts_do_not(dtype, even_plans):
+    for lengths, pages in UNEVEN:
+        decode(dtype, lengths, pages, 128)
+        assert even_plans.pop() is None and not even_plans
+    decode(dtype, [70, 70], [[2], [3]], 128, window=30)
+    assert even_plans.pop() is None
+
+
+def test_a_masked_key_must_be_finite(monkeypatch):
+    """Control: contexts of unlike pages would reach into what lies between them."""
+    lengths, pages = [70, 200], [[1], [4, 5]]
+    decode(torch.float32, lengths, pages, 128)
+    whole = quick_attention._Even(128, 3 * 128, 200, torch.zeros(2, 1, 1, 200))
+    whole.mask[0, ..., 70:] = -1e30
+    monkeypatch.setattr(quick_attention, "_even", lambda *args: whole)
+    with pytest.raises(AssertionError, match="NaN"):
+        decode(torch.float32, lengths, pages, 128)

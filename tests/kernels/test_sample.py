@@ -132,6 +132,16 @@ def test_matches_reference(rows: int, vocab: int) -> None:
     assert_as_good_as_torch(logprobs, same.gather(1, chosen)[:, 0], exact.gather(1, chosen)[:, 0])
 
 
+@both
+def test_all_greedy_need_no_noise(scorer: Callable) -> None:
+    logits, _, keys, positions = case(5, 300)
+    tokens, logprobs = scorer(logits, torch.zeros_like(logits[:, 0]), keys, positions)
+    bare, same = scorer(logits, None, None, None)
+    assert torch.equal(bare, tokens) and torch.equal(same, logprobs)
+    hot = torch.full_like(logits[:, 0], 2.5)
+    assert not torch.equal(scorer(logits, hot, keys, positions)[0], tokens), "control"
+
+
 def test_matches_reference_without_rows() -> None:
     tokens, logprobs = sample(*(x[:0] for x in case(1, 10)))
     assert tokens.shape == logprobs.shape == (0,)

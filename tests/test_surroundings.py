@@ -1,0 +1,105 @@
+"""What a step sets while it runs, once for many steps: the ambient state and Ctrl-C."""
+
+import signal
+from contextlib import suppress
+
+import pytest
+import torch
+
+from tests.support.tiny import prompts, tiny
+from tinyspec import Engine, SamplingParams
+from tinyspec.ambient import Ambient
+from tinyspec.interrupts import between_steps, deferred_interrupt
+
+
+def test_one_ambient_state_within_another(monkeypatch):
+    model = tiny().train()
+    ambient = Ambient(model)
+    looked = []
+    monkeypatch.setattr("tinyspec.ambient._pinned", lambda kind: looked.append(kind) or [])
+    with ambient():
+        for _ in range(3):
+            with ambient():
+                assert not model.training and torch.is_inference_mode_enabled()
+        assert not model.training and torch.is_inference_mode_enabled()
+    assert model.training and not torch.is_inference_mode_enabled()
+    assert len(looked) == 1
+    with ambient():
+        pass
+    assert len(looked) == 2
+
+
+def test_modules_that_came_meanwhile():
+    model = tiny()
+    ambient = Ambient(model)
+    with ambient():
+        model.add_module("late", torch.nn.Dropout())
+        ambient.look()
+        with ambient():
+            assert not model.late.training
+    assert model.late.training
+
+
+def test_interrupts_come_between_steps():
+    order = []
+    with pytest.raises(KeyboardInterrupt), between_steps():
+        for step in range(3):
+            with deferred_interrupt():
+                order.append(("begun", step))
+                if step == 1:
+                    signal.raise_signal(signal.SIGINT)
+                order.append(("ended", step))
+    assert order == [("begun", 0), ("ended", 0), ("begun", 1), ("ended", 1)]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_step_within_a_step_lets_the_outer_one_end():
+    ended = []
+    with pytest.raises(KeyboardInterrupt), deferred_interrupt():
+        with deferred_interrupt():
+            signal.raise_signal(signal.SIGINT)
+        ended.append("inner")
+        with between_steps(), deferred_interrupt():
+            pass
+        ended.append("outer")
+    assert ended == ["inner", "outer"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_handler_that_returns_is_called_every_time(monkeypatch):
+    calls = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: calls.append(number))
+    try:
+        with between_steps():
+            for _ in range(3):
+                with deferred_interrupt():
+                    signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            with suppress(ValueError), deferred_interrupt():
+                raise ValueError
+        assert calls == [signal.SIGINT] * 4
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_call_is_stopped_between_two_of_its_steps(streamed):
+    """By a criterion that stands for the user, in the middle of a step."""
+
+    def interrupt(ids, scores):
+        if ids.shape[1] == 8:
+            signal.raise_signal(signal.SIGINT)
+        return False
+
+    params = SamplingParams(max_new_tokens=10, stopping_criteria=[interrupt])
+    with Engine(tiny()) as engine:
+        expected = engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=10))[0]
+        with pytest.raises(KeyboardInterrupt):
+            if streamed:
+                list(engine.stream([[1, 2, 3]], params))
+            else:
+                engine.generate([[1, 2, 3]], params)
+        assert sum(engine.stats().passes.values()) == 15, "ten, and as many as there were tokens"
+        assert not engine.has_unfinished() and not torch.is_inference_mode_enabled()
+        again = engine.generate([[1, 2, 3], *prompts(1)], SamplingParams(max_new_tokens=10))[0]
+        assert again.completions[0].token_ids == expected.completions[0].token_ids
