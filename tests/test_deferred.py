@@ -197,7 +197,7 @@ def test_every_rotation_is_known_and_its_own():
     assert None not in deferring._references()
     kinds = {}
     for family, rope in ROPES.items():
-        essence = deferring._essence(deferring._of(family, deferring.ROTATE))
+        essence = deferring.essence(deferring.of_family(family, deferring.ROTATE))
         assert kinds.setdefault(essence, rope) == rope
 
 
@@ -351,7 +351,7 @@ def test_norms_of_another_kind_are_not_fused():
 
 def test_a_rotation_that_the_kernels_library_wrapped():
     """It makes modules of functions, so that its own can take their place; until one has."""
-    rotate = deferring._of("llama", deferring.ROTATE)
+    rotate = deferring.of_family("llama", deferring.ROTATE)
 
     class Func(nn.Module):
         def forward(self, *args, **kwargs):
@@ -375,7 +375,7 @@ def test_a_stand_in_shares_all_and_changes_nothing():
     assert isinstance(stand_in, type(module)) and type(stand_in).__name__ == "LlamaAttention"
     assert stand_in._parameters is module._parameters and stand_in._modules is module._modules
     assert vars(module) == before and "tinyspec_context" not in vars(module)
-    assert type(module).forward.__globals__[deferring.ROTATE] is deferring._of(
+    assert type(module).forward.__globals__[deferring.ROTATE] is deferring.of_family(
         "llama", "apply_rotary_pos_emb"
     )
 

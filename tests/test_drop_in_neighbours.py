@@ -21,6 +21,7 @@ from tests.support.sensitive import RowByRowLinear, ShapeSensitiveLinear, replac
 from tests.support.tiny import tiny
 from tinyspec import Engine, SamplingParams
 from tinyspec.kernels.segments import Segments
+from tinyspec.linears import Haste
 
 RANDOM = settings(
     max_examples=40,
@@ -175,9 +176,11 @@ def test_deterministic_where_shapes_matter(crowd, number):
 
 @pytest.fixture(scope="module")
 def one_reduction():
-    """Attention of plain requests as of deterministic ones, whatever is quicker."""
+    """Plain requests by the ways of deterministic ones, whatever is quicker."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Segments, "exact", property(lambda _: True, lambda *_: None), raising=False)
+        for owner, name, value in ((Segments, "exact", True), (Haste, "on", False)):
+            always = property(lambda _, value=value: value, lambda *_: None)
+            patch.setattr(owner, name, always, raising=False)
         yield
 
 

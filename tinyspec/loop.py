@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from operator import index
 
 from torch import Tensor
@@ -213,16 +213,15 @@ class Loop:
         sequence.draft_ended = sampled.token in sequence.params.stop_ids
 
     def _record(self, work_pass: Pass) -> PassRecord:
-        rows, sequences = dict.fromkeys(KINDS, 0), dict[str, int]()
+        rows: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
         for work in work_pass.works:
             rows[work.kind] += work.count
-            sequences[work.kind] = sequences.get(work.kind, 0) + 1
         return PassRecord(
             number=sum(self.stats.passes.values()),
             bucket=work_pass.bucket,
             canonical=work_pass.canonical,
-            rows=rows,
-            sequences=sequences,
+            rows=dict(rows),
+            sequences=dict(Counter(work.kind for work in work_pass.works)),
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
             left_out=len(self.scheduler.running) - len(work_pass.works),

@@ -5,22 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tinyspec.kernels.twins.tile_plan import TILE, Group
+from tinyspec.kernels.twins import tile_plan
+from tinyspec.kernels.twins.tile_plan import Group
 
 
 def _tiles_of(cache: Tensor, plan: Group) -> Tensor:
     """The tiles of K or V, [T, Hkv, keys, D]: a view where they lie dense, else gathered."""
-    heads, dim = cache.shape[2:]
+    (heads, dim), tile = cache.shape[2:], tile_plan.TILE
     if plan.span is not None:
         low, high = plan.span
-        start = cache.storage_offset() + low * TILE * heads * dim
+        start = cache.storage_offset() + low * tile * heads * dim
         shape = high - low, heads, plan.keys, dim
-        return cache.as_strided(shape, (TILE * heads * dim, dim, heads * dim, 1), start)
+        return cache.as_strided(shape, (tile * heads * dim, dim, heads * dim, 1), start)
     if plan.tiles.dim() == 1:
-        found = cache.view(-1, TILE, heads, dim).index_select(0, plan.tiles)
+        found = cache.view(-1, tile, heads, dim).index_select(0, plan.tiles)
     else:
         found = cache.flatten(0, 1).index_select(0, plan.tiles.flatten())
-        found = found.view(-1, TILE, heads, dim)
+        found = found.view(-1, tile, heads, dim)
     return found[:, : plan.keys].transpose(1, 2)
 
 
