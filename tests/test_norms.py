@@ -10,7 +10,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, SamplingParams
 from tinyspec.linears import Haste
-from tinyspec.norms import QuickNorm, by_few_operators
+from tinyspec.norms import QuickNorm, by_few_operators, is_rms_norm
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((1, 1, 512), (1, 7, 512), (1, 64, 96), (1, 5, 3, 32), (9, 17))
@@ -76,6 +76,29 @@ def test_who_has_one():
     found = by_few_operators(model, Haste())
     assert [name for _, name, _ in found] == ["llama", "qwen3"]
     assert all(quick.weight is model[name].weight for _, name, quick in found)
+
+
+class Called(LlamaRMSNorm):
+    def __call__(self, x):
+        return super().__call__(x) + 1
+
+
+def ping(x, left=3):
+    return pong(x, left - 1) if left else x
+
+
+def pong(x, left):
+    return ping(x, left)
+
+
+class Mutual(nn.Module):
+    def forward(self, x):
+        return ping(x)
+
+
+def test_what_only_looks_like_one():
+    assert is_rms_norm(LlamaRMSNorm(8)) and not is_rms_norm(Called(8))
+    assert not is_rms_norm(Mutual()) and not is_rms_norm(nn.ModuleList())
 
 
 def test_an_engine_swaps_them_and_gives_them_back():

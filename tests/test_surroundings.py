@@ -2,6 +2,7 @@
 
 import signal
 from contextlib import suppress
+from threading import Event, Thread
 
 import pytest
 import torch
@@ -11,22 +12,49 @@ from tinyspec import Engine, SamplingParams
 from tinyspec.ambient import Ambient
 from tinyspec.interrupts import between_steps, deferred_interrupt
 
+MATMUL = torch.backends.mkldnn.matmul
 
-def test_one_ambient_state_within_another(monkeypatch):
+
+@pytest.fixture
+def medium():
+    """A precision of the user's that changes bits."""
+    before, MATMUL.fp32_precision = MATMUL.fp32_precision, "bf16"
+    yield
+    MATMUL.fp32_precision = before
+
+
+def test_one_ambient_state_within_another(medium):
     model = tiny().train()
     ambient = Ambient(model)
-    looked = []
-    monkeypatch.setattr("tinyspec.ambient._pinned", lambda kind: looked.append(kind) or [])
     with ambient():
         for _ in range(3):
             with ambient():
                 assert not model.training and torch.is_inference_mode_enabled()
-        assert not model.training and torch.is_inference_mode_enabled()
+                assert MATMUL.fp32_precision == "ieee"
+            # What a processor or a criterion may do in the middle of a call.
+            model.train()
+            MATMUL.fp32_precision = "bf16"
     assert model.training and not torch.is_inference_mode_enabled()
-    assert len(looked) == 1
-    with ambient():
-        pass
-    assert len(looked) == 2
+    assert MATMUL.fp32_precision == "bf16"
+
+
+def test_a_call_that_ends_leaves_the_settings_of_others_alone(medium):
+    """Settings of the process, and calls in two threads: the last one gives them back."""
+    entered, ended = Event(), Event()
+
+    def other():
+        with Ambient(tiny())():
+            entered.set()
+            ended.wait(10)
+
+    thread = Thread(target=other)
+    with Ambient(tiny())():
+        thread.start()
+        assert entered.wait(10) and MATMUL.fp32_precision == "ieee"
+    assert MATMUL.fp32_precision == "ieee", "the other's still"
+    ended.set()
+    thread.join()
+    assert MATMUL.fp32_precision == "bf16"
 
 
 def test_modules_that_came_meanwhile():
@@ -51,6 +79,20 @@ def test_interrupts_come_between_steps():
                 order.append(("ended", step))
     assert order == [("begun", 0), ("ended", 0), ("begun", 1), ("ended", 1)]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_what_comes_before_the_first_step_leaves_nothing_behind(monkeypatch):
+    """The handler of before may raise while ours takes its place."""
+    taken = signal.signal
+
+    def interrupted(*args):
+        monkeypatch.setattr(signal, "signal", taken)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(signal, "signal", interrupted)
+    with pytest.raises(KeyboardInterrupt), deferred_interrupt():
+        raise AssertionError("not entered")
+    test_interrupts_come_between_steps()
 
 
 def test_a_step_within_a_step_lets_the_outer_one_end():

@@ -7,7 +7,7 @@ Facts 1 and 2 at the cost of a few passes a bucket. Knows functions from `[rows,
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from tinyspec.invariance import (
     RowFunction,
     cancelling_inputs,
     class_of,
+    in_passes,
     position_invariant,
     same_bits,
     unequal_bits,
@@ -30,6 +31,9 @@ REFERENCE_PASSES = 8
 QUIET_PASSES = 2
 # From here on a pass has room for every needle more than once.
 LARGE_ROWS = 128
+# Rows among which telling ones are looked for, and how many numbers these may have together.
+CANDIDATES = 1024
+CANDIDATE_NUMBERS = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -65,13 +69,44 @@ def probe_pool(
     return pool.to(device)
 
 
+def telling_pool(fn: RowFunction, pool: Tensor) -> Tensor | None:
+    """``pool`` with other needles: rows whose bits ``fn`` itself changes between a pass of one row
+    and one of very many; None where it changes none.
+
+    What is left over from vectors is rounded by another function, of which a few numbers in a
+    hundred tell, and in a pass of narrow rows hardly more numbers than that are left over.
+    """
+    count = min(CANDIDATES, max(len(pool) // 2, CANDIDATE_NUMBERS // pool.shape[1]))
+    generator = torch.Generator().manual_seed(count)
+    rows = torch.randn(count, pool.shape[1], generator=generator) * 3
+    rows = rows.to(pool)
+    told = unequal_bits(fn(rows), in_passes(fn, rows, 1)).sum(dim=1)
+    found = told.argsort(descending=True, stable=True)[: int(told.count_nonzero())]
+    if not len(found):
+        return None
+    telling = pool.clone()
+    places = torch.arange(len(pool[::2]), device=pool.device)
+    telling[::2] = rows[found[places % len(found)]]
+    return telling
+
+
 def bucket_classes(
-    fn: RowFunction, pool: Tensor, sizes: Iterable[int], reference: int, name: str = "function"
+    fn: RowFunction,
+    pool: Tensor,
+    sizes: Iterable[int],
+    reference: int,
+    name: str = "function",
+    search: bool = False,
 ) -> BucketClasses:
-    """Facts 1 and 2 of ``fn`` in passes of each of ``sizes``, by the rows of a ``probe_pool``.
+    """Facts 1 and 2 of ``fn`` in passes of each of ``sizes``, by the rows of a ``probe_pool`` and,
+    with ``search``, by those of a ``telling_pool``.
 
     In every bucket all needles go through at least once, and every row index holds one.
     """
+    telling = telling_pool(fn, pool) if search else None
+    if telling is not None:
+        found = [bucket_classes(fn, p, sizes, reference, name) for p in (pool, telling)]
+        return _both(*found)
     results: list[Tensor] = []
     labels: dict[int, int | None] = {}
     position = position_invariant(fn, pool[::2], reference, name, REFERENCE_PASSES)
@@ -81,6 +116,14 @@ def bucket_classes(
         if moved is not None and rows == reference and position:
             position = moved
     return BucketClasses(name, reference, position, labels)
+
+
+def _both(one: BucketClasses, other: BucketClasses) -> BucketClasses:
+    """What holds by two pools: buckets are alike that are so by both."""
+    pairs = {rows: (one.labels[rows], other.labels[rows]) for rows in one.labels}
+    kinds = {pair: label for label, pair in enumerate(dict.fromkeys(pairs.values()))}
+    labels = {rows: None if None in pair else kinds[pair] for rows, pair in pairs.items()}
+    return replace(one, position=one.position and other.position, labels=labels)
 
 
 def _in_turns(

@@ -67,14 +67,14 @@ def probe_linears(runner: Runner) -> list[BucketClasses]:
 
 
 def _classes(
-    runner: Runner, module: Callable[[Tensor], Tensor], pool: Tensor, name: str
+    runner: Runner, fn: Callable[[Tensor], Tensor], pool: Tensor, name: str, search: bool = False
 ) -> BucketClasses:
-    buckets = runner.buckets
+    sizes, reference = runner.buckets.sizes, runner.buckets.reference
 
     def rows_alone(rows: Tensor) -> Tensor:
-        return module(rows[None])[0]  # as in the model: [1, R, ...]
+        return fn(rows[None])[0]  # as in the model: [1, R, ...]
 
-    return bucket_classes(rows_alone, pool, buckets.sizes, buckets.reference, name)
+    return bucket_classes(rows_alone, pool, sizes, reference, name, search)
 
 
 def _probe_ops(runner: Runner, ops: dict[str, _Op]) -> list[BucketClasses]:
@@ -85,7 +85,7 @@ def _probe_ops(runner: Runner, ops: dict[str, _Op]) -> list[BucketClasses]:
         def shaped(rows: Tensor, op: _Op = op) -> Tensor:
             return op.module(rows.view(*rows.shape[:2], *op.shape))
 
-        found.append(_classes(runner, shaped, pool, name))
+        found.append(_classes(runner, shaped, pool, name, search=op.weight is None))
     return found
 
 

@@ -162,7 +162,7 @@ def _add_doctor(commands: Any) -> None:
     )
     _add_model(parser, dtype="auto")
     parser.add_argument("--reference-rows", type=int, help="default: CPU 32, GPU 128")
-    parser.add_argument("--max-rows", type=int, help="default: CPU 512, GPU 2048")
+    parser.add_argument("--max-rows", type=int, help="default: 2048")
     parser.add_argument("--fresh", action="store_true", help="probe anew, whatever is on disk")
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
     parser.set_defaults(run=_doctor)

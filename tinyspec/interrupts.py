@@ -49,13 +49,14 @@ def _mine() -> bool:
 
 @contextmanager
 def between_steps() -> Iterator[None]:
-    """Around several blocks of ``deferred_interrupt``: spares each of them the change of handlers,
-    and changes nothing else."""
+    """Around several blocks of ``deferred_interrupt``: spares each of them the change of handlers.
+    What comes between two of them waits for the end of the next."""
     if not _mine() or _holds:
         yield
         return
-    _holds.append(_Hold())
-    _holds[0].begin()
+    hold = _Hold()
+    hold.begin()  # which may raise, where something has come already
+    _holds.append(hold)
     try:
         yield
     finally:

@@ -184,7 +184,7 @@ def by_kernel(
 ) -> list[tuple[nn.Module, str, KernelLinear]]:
     """(parent, name, stand-in) for every linear of ``model`` that the ``linear`` kernel can serve.
 
-    These are ``nn.Linear``, ``CpuLinear`` and ``Conv1D`` themselves, never a subclass, without
+    These are ``nn.Linear``, its stand-ins and ``Conv1D`` themselves, never a subclass, without
     hooks and with a plain weight of a dtype that the kernel takes. only: of these, the modules of
     these names (as in ``named_modules``); names of others are passed over.
     """

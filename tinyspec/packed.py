@@ -73,7 +73,7 @@ def settle(model: nn.Module, dtype: torch.dtype) -> None:
         weight = getattr(module, "weight", None)
         if isinstance(weight, Tensor) and is_packed(weight) and _unsettled(module, weight):
             before, module.training = module.training, False
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():
                 size: Any = module.in_features
                 module(torch.zeros(1, size, dtype=dtype, device=weight.device))
             module.training = before

@@ -143,9 +143,9 @@ class Runner:
         self._haste.on = not canonical
         context = self._context
         context.begin(batch.segments, batch.slot_mapping, batch.positions)
-        more: dict[str, Any] = (
-            {"position_ids": batch.positions[None]} if self._takes_positions else {}
-        )
+        more: dict[str, Any] = {}
+        if self._takes_positions:
+            more["position_ids"] = batch.positions[None]
         if self._keeps_logits:
             more["logits_to_keep"] = 0 if keep is None else keep
         try:

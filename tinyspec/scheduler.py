@@ -121,7 +121,9 @@ class Scheduler(Residents):
         if self.config.verify == "always":
             return False
         rows = len(wants.decoding) + len(wants.settled)
-        rows += sum(sequence.pending for sequence in wants.prompts)
+        # Of prompts what a canonical pass would hold; the rest has the fast passes.
+        pending = sum(sequence.pending for sequence in wants.prompts)
+        rows += min(pending, max(0, self.buckets.canonical[-1] - rows))
         rows = min(rows, self.buckets.largest)
         window = max(self.draft_limit(sequence) for sequence in wants.settled)
         return self.buckets.padded_is_cheaper(rows, min(len(wants.settled), rows), window)

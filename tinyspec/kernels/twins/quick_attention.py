@@ -9,6 +9,7 @@ other bits, and they may depend on what shares the pass.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -18,6 +19,8 @@ from torch import Tensor
 from tinyspec.kernels.segments import Segments
 from tinyspec.kernels.twins.tile_plan import MASKED, Group, Sight, blocks_of, groups_of
 from tinyspec.kernels.twins.tiles import attend_tiles
+
+MASK_ROWS = 512
 
 
 @dataclass
@@ -83,6 +86,17 @@ def _stretch(
     return _Stretch(first, rows, where, keys, mask)
 
 
+def _stretches(
+    first: int, end: int, length: int, pages: list[int], size: int, sight: Sight
+) -> Iterator[_Stretch]:
+    """The rows of a sequence: all at once where no mask is needed, else cut, to bound the masks."""
+    masked = length > end - first or sight.lowest(length - 1) > 0
+    step = MASK_ROWS if masked else end - first
+    for row in range(first, end, step):
+        last = min(row + step, end)
+        yield _stretch(row, last, length - (end - last), pages, size, sight)
+
+
 def _even(lengths: list[int], tables: list[list[int]], size: int, sight: Sight) -> _Even | None:
     """Contexts of these lengths on these pages, if they lie so."""
     keys = max(lengths)
@@ -119,9 +133,10 @@ def _plan(segments: Segments, rows: int, sight: Sight, group: int) -> _Plan:
         None,
         groups_of(blocks, segments, sight, group, unit=1, least=1, whole=False),
         [
-            _stretch(first, end, length, table, segments.page_size, sight)
+            stretch
             for (first, end), length, table in zip(places, lengths, pages, strict=True)
             if first not in alone
+            for stretch in _stretches(first, end, length, table, segments.page_size, sight)
         ],
     )
 
