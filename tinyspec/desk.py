@@ -12,6 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from tinyspec.commit import Verdict
 from tinyspec.contract import Contract
 from tinyspec.errors import DeterminismError, refuse
 from tinyspec.interrupts import between_steps, deferred_interrupt
@@ -19,7 +20,7 @@ from tinyspec.loop import Loop
 from tinyspec.outbox import Outbox
 from tinyspec.outputs import RequestOutput, StreamEvent
 from tinyspec.request import Request
-from tinyspec.stream import completion_of
+from tinyspec.stream import completion_of, event_of
 
 
 class Desk:
@@ -105,14 +106,22 @@ class Desk:
             self.new_weights()
         with deferred_interrupt():
             try:
-                events = self._loop.step()
+                verdicts = self._loop.step()
             except BaseException:
-                self.outbox.put_events(self._loop.abandon())
+                self._tell(self._loop.abandon())
                 raise
             finally:
                 for request in [r for r in self.requests.values() if r.finished]:
                     self.outbox.put(self._retire(request))
-            self.outbox.put_events(events)
+            self._tell(verdicts)
+
+    def _tell(self, verdicts: list[Verdict]) -> None:
+        """Events of what was decided, for the streams that wait for them."""
+        for verdict in verdicts:
+            sequence = verdict.sequence
+            known = sequence.request.request_id, sequence.finish_reason == "abort"
+            if (verdict.committed or sequence.finished) and self.outbox.wants(*known):
+                self.outbox.put_events([event_of(sequence, verdict.committed)])
 
     def next_event(self, requests: list[Request]) -> StreamEvent | None:
         """The next event of a stream's requests, None when there are no more."""

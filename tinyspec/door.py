@@ -205,7 +205,7 @@ class Door:
         places = {(s.request.request_id, s.index): n for n, s in enumerate(sequences)}
         streamers = call.streamers()
         with (
-            engine.follow(requests, call.drafter() or self._drafter) as events,
+            engine.follow(requests, call.drafter() or self._drafter, not streamers) as events,
             nullcontext() if streamers else events.steady(),
         ):
             for event in events:

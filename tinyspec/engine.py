@@ -260,13 +260,15 @@ class Engine:
         ``generate``."""
         return self._ready().requests(prompts, params)
 
-    def follow(self, requests: list[Request], drafter: Drafter | None = None) -> EventStream:
-        """Queue what ``prepare`` made; the committed tokens as they come. ``drafter`` takes the
-        place of the engine's from now on."""
+    def follow(
+        self, requests: list[Request], drafter: Drafter | None = None, quiet: bool = False
+    ) -> EventStream:
+        """Queue what ``prepare`` made; the committed tokens as they come, or with ``quiet`` only
+        what is aborted. ``drafter`` takes the place of the engine's from now on."""
         if drafter is not None:
             self._loop.drafter = drafter
         desk = self._desk
-        desk.outbox.wait_for(desk.submit(requests), events=True)
+        desk.outbox.wait_for(desk.submit(requests), events=True, quiet=quiet)
         return EventStream(requests, self.tokenizer, desk.next_event, desk.drop, desk.steady)
 
     def add_request(self, prompt: Any, params: SamplingParams | None = None) -> str:
@@ -282,10 +284,8 @@ class Engine:
         return self._desk.outbox.take_finished()
 
     def abort(self, request_id: str) -> RequestOutput:
-        """End a request at once; what it has so far comes back with finish_reason "abort".
-
-        Raises ValueError if no request of that id is unfinished.
-        """
+        """End a request at once; what it has so far comes back with finish_reason "abort". Raises
+        ValueError if no request of that id is unfinished."""
         return self._desk.abort(request_id)
 
     def has_unfinished(self) -> bool:

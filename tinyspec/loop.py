@@ -11,7 +11,6 @@ from torch import Tensor
 from tinyspec.commit import Committer, Verdict
 from tinyspec.config import EngineConfig
 from tinyspec.drafter import Drafter, FastPath
-from tinyspec.outputs import StreamEvent
 from tinyspec.passes import DRAFT, KINDS, EngineStats, Pass, PassRecord, Work
 from tinyspec.request import Sequence
 from tinyspec.runner import Runner
@@ -42,8 +41,8 @@ class Loop:
         self.drafter = drafter
         self._proposed = 0
 
-    def step(self) -> list[StreamEvent]:
-        """One pass; the committed tokens it brought, sequence by sequence."""
+    def step(self) -> list[Verdict]:
+        """One pass; what it decided, sequence by sequence."""
         with self.runner.ambient():
             began = time.perf_counter()
             self._propose()
@@ -59,15 +58,15 @@ class Loop:
             verdicts = self.committer.take_verdicts()
             if work_pass is not None:
                 self._close(record, verdicts, time.perf_counter() - began)
-        return _events(verdicts)
+        return verdicts
 
-    def abandon(self) -> list[StreamEvent]:
+    def abandon(self) -> list[Verdict]:
         """After a step that failed: whatever ran is computed anew, nothing half done is kept.
 
-        What had been committed by then stays so; its events.
+        What had been committed by then stays so; it is returned.
         """
         self.scheduler.preempt_all()
-        return _events(self.committer.take_verdicts())
+        return self.committer.take_verdicts()
 
     def _failed(self, work_pass: Pass, error: Exception) -> None:
         """The pass raised: whoever is to blame fails by itself, the others go on.
@@ -278,23 +277,4 @@ def _sample_row(sequence: Sequence, logits_row: int, position: int) -> SampleRow
         -1 if given is None else given[generated],
         request.keeps_scores,
         request.keeps_logits,
-    )
-
-
-def _events(verdicts: list[Verdict]) -> list[StreamEvent]:
-    return [_event(v) for v in verdicts if v.committed or v.sequence.finished]
-
-
-def _event(verdict: Verdict) -> StreamEvent:
-    sequence = verdict.sequence
-    new = len(sequence.tokens) - verdict.committed
-    logprobs = None
-    if sequence.params.logprobs:
-        logprobs = sequence.logprobs[len(sequence.logprobs) - verdict.committed :]
-    return StreamEvent(
-        request_id=sequence.request.request_id,
-        index=sequence.index,
-        token_ids=sequence.tokens[new:],
-        logprobs=logprobs,
-        finish_reason=sequence.finish_reason,
     )

@@ -18,18 +18,28 @@ class Outbox:
         self._finished: list[RequestOutput] = []
         self._awaited: dict[str, RequestOutput | None] = {}
         self._events: dict[str, deque[StreamEvent]] = {}
+        self._quiet: set[str] = set()
 
     def __bool__(self) -> bool:
         """Whether ``take_finished`` has anything to give."""
         return bool(self._finished)
 
-    def wait_for(self, request_ids: Iterable[str], events: bool = False) -> None:
-        """Keep the outputs of these for ``take``, and with ``events`` what they stream."""
+    def wait_for(
+        self, request_ids: Iterable[str], events: bool = False, quiet: bool = False
+    ) -> None:
+        """Keep the outputs of these for ``take``, and with ``events`` what they stream; ``quiet``:
+        of that only what is aborted."""
         together: deque[StreamEvent] = deque()
         for request_id in request_ids:
             self._awaited[request_id] = None
             if events:
                 self._events[request_id] = together
+            if quiet:
+                self._quiet.add(request_id)
+
+    def wants(self, request_id: str, aborted: bool) -> bool:
+        """Whether a stream waits for an event of this request."""
+        return request_id in self._events and (aborted or request_id not in self._quiet)
 
     def is_awaited(self, request_id: str) -> bool:
         return request_id in self._awaited
@@ -52,6 +62,7 @@ class Outbox:
         taken = []
         for request_id in request_ids:
             self._events.pop(request_id, None)
+            self._quiet.discard(request_id)
             output = self._awaited.pop(request_id, None)
             if output is not None:
                 taken.append(output)

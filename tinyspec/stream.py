@@ -62,6 +62,21 @@ class EventStream(Iterator[StreamEvent]):
         self.close()
 
 
+def event_of(sequence: Sequence, committed: int) -> StreamEvent:
+    """What a sequence's newest ``committed`` tokens are to whoever follows it."""
+    new = len(sequence.tokens) - committed
+    logprobs = None
+    if sequence.params.logprobs:
+        logprobs = sequence.logprobs[len(sequence.logprobs) - committed :]
+    return StreamEvent(
+        request_id=sequence.request.request_id,
+        index=sequence.index,
+        token_ids=sequence.tokens[new:],
+        logprobs=logprobs,
+        finish_reason=sequence.finish_reason,
+    )
+
+
 def completion_of(sequence: Sequence, tokenizer: Any) -> Completion:
     """A finished sequence as its user sees it."""
     token_ids = sequence.tokens[sequence.request.num_prompt :]

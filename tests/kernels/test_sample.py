@@ -142,6 +142,19 @@ def test_all_greedy_need_no_noise(scorer: Callable) -> None:
     assert not torch.equal(scorer(logits, hot, keys, positions)[0], tokens), "control"
 
 
+def test_the_highest_of_many_rows() -> None:
+    """By blocks as by ``max``: the lowest index on ties, and NaN, and infinities."""
+    for seed in range(40):
+        logits = normal(20, 512, seed=seed).round(decimals=1)
+        logits[3], logits[4, 5], logits[5, ::7] = NEG, INF, NAN
+        logits[6, [200, 300]] = 50.0
+        values, places = twins._highest(logits)
+        expected = logits.max(dim=-1)
+        assert torch.equal(values.nan_to_num(7.0), expected.values.nan_to_num(7.0))
+        sound = ~expected.values.isnan()
+        assert torch.equal(places[sound], expected.indices[sound]) and int(places[6]) == 200
+
+
 def test_matches_reference_without_rows() -> None:
     tokens, logprobs = sample(*(x[:0] for x in case(1, 10)))
     assert tokens.shape == logprobs.shape == (0,)

@@ -7,6 +7,19 @@ from torch import Tensor
 
 from tinyspec.kernels.twins.philox import gumbel
 
+BLOCK, LEAST_ROWS = 128, 16
+
+
+def _highest(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """``rows.max(dim=-1)``: of many rows block by block first, in half the time."""
+    count, width = rows.shape
+    if count < LEAST_ROWS or width % BLOCK or not rows.is_contiguous():
+        return rows.max(dim=-1)
+    blocks = rows.view(count, -1, BLOCK)
+    block = blocks.amax(dim=-1).max(dim=-1).indices
+    best, place = blocks[torch.arange(count), block].max(dim=-1)
+    return best, block * BLOCK + place
+
 
 def sample(
     logits: Tensor,
@@ -36,7 +49,7 @@ def sample(
         drawn = hot if forced is None else hot & (forced < 0)
         rows = drawn.nonzero().squeeze(-1)
         noisy[rows] += gumbel(keys[rows], positions[rows], logits.shape[1])
-    best, tokens = noisy.max(dim=-1)
+    best, tokens = _highest(noisy)
     if forced is not None:
         tokens = torch.where(forced < 0, tokens, forced)
     tokens = torch.where(best - best == 0, tokens, -1)  # finite
