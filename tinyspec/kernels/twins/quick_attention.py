@@ -20,6 +20,7 @@ from tinyspec.kernels.segments import Segments
 from tinyspec.kernels.twins.tile_plan import MASKED, Group, Sight, blocks_of, groups_of
 from tinyspec.kernels.twins.tiles import attend_tiles
 
+# Rows of a call that has a mask: rows * context * 4 bytes.
 MASK_ROWS = 512
 
 
@@ -55,7 +56,7 @@ class _Even:
 
 @dataclass
 class _Plan:
-    """even: of all rows of the pass, in their order, or else the others are of each."""
+    """Either one call for all rows of the pass, or groups and stretches for some of them each."""
 
     even: _Even | None
     groups: list[Group]
