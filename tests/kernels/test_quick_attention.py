@@ -189,3 +189,28 @@ def test_a_masked_key_must_be_finite(monkeypatch):
     monkeypatch.setattr(quick_attention, "_even", lambda *args: whole)
     with pytest.raises(AssertionError, match="NaN"):
         decode(torch.float32, lengths, pages, 128)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_queries_may_lie_anyhow(exact, kv_heads, rows):
+    """Part of a fused projection, or turned round by the attention interface: the same bits."""
+    heads, dim, size = 4, 32, 128
+    caches = torch.randn(2, 6, size, kv_heads, dim)
+    lengths = [70, 200]
+    wide = torch.randn(2 * rows, heads + 2, dim)[:, :heads]
+    turned = wide.transpose(0, 1).contiguous().transpose(0, 1)
+    found = []
+    for q in (wide, turned, wide.contiguous()):
+        segments = Segments(
+            torch.tensor([[1, 0], [3, 4]], dtype=torch.int32),
+            torch.tensor([0, rows, 2 * rows], dtype=torch.int32),
+            torch.tensor(lengths, dtype=torch.int32),
+            size,
+            rows,
+            max(lengths),
+            exact,
+        )
+        found.append(paged_attention(q, *caches, segments, scale=dim**-0.5))
+    assert all(torch.equal(out, found[0]) and out.is_contiguous() for out in found)

@@ -89,7 +89,7 @@ def attend_tiles(
         packed = rows.view(-1, parts, group, dim)
     else:
         packed = _between_heads(rows.reshape(-1, height, parts, group, dim))
-        packed = packed.view(-1, parts, height * group, dim)
+        packed = packed.reshape(-1, parts, height * group, dim)
     k, v = _tiles_of(k_cache, plan), _tiles_of(v_cache, plan)
     out, lse = _partials(packed, k, v, plan.mask, scale, softcap)
     if plan.order is not None:
