@@ -1,10 +1,11 @@
-"""The page pool against a simple model: owners, order and forks on random traces; nothing lost."""
+"""The page pool against a simple model: owners, runs and forks on random traces; nothing lost."""
 
 import random
 
 import pytest
 
-from tinyspec.pages import PagePool
+from tests.support.pages import unowned
+from tinyspec.pages import LONGEST_RUN, PagePool
 
 
 def check(pool, tables):
@@ -18,6 +19,7 @@ def check(pool, tables):
     assert [pool.owners(page) for page in range(pool.num_pages)] == owners
     held = sum(count > 0 for count in owners)
     assert (pool.num_held, pool.num_free) == (held, pool.num_pages - held)
+    assert sorted(unowned(pool)) == free_pages(pool)
     for page, count in enumerate(owners):
         places = {pages.index(page) for pages, _ in tables if page in pages}
         assert len(places) == (count > 0), "a shared page stands at one place of its sequences"
@@ -34,8 +36,10 @@ def grow(pool, rng, tables):
     assert pool.can_grow(pages, wanted) == (need <= len(free))
     if need <= len(free):
         before = list(pages)
-        pool.grow(pages, wanted)
-        assert pages == before + free[:need]
+        pool.grow(pages, wanted, rng.randint(0, 2 * wanted))
+        assert pages[: len(before)] == before
+        more = pages[len(before) :]
+        assert len(set(more)) == need and set(more) <= set(free)
         tables[next(n for n, t in enumerate(tables) if t[0] is pages)] = (pages, wanted)
 
 
@@ -60,8 +64,8 @@ def fork(pool, rng, tables):
     forked, copy = pool.fork(pages, at)
     assert forked is not pages
     assert forked[:full] == pages[:full]
-    assert forked[full:] == (free[:1] if rest else [])
-    assert copy == ((pages[full], free[0]) if rest else None)
+    assert len(forked[full:]) == (rest > 0) and set(forked[full:]) <= set(free)
+    assert copy == ((pages[full], forked[full]) if rest else None)
     tables.append((forked, at))
 
 
@@ -103,18 +107,87 @@ def test_traces_reach_every_case():
         pool.grow(follower, 13)
 
 
-def test_lowest_free_page_first():
+def test_pages_lie_in_runs():
+    """As long as a sequence may become, the lowest first; what is given back serves again."""
+    pool = PagePool(12, 1)
+    tables: list[list[int]] = [[] for _ in range(3)]
+    for tokens in (1, 2, 4):
+        for table in tables:
+            pool.grow(table, tokens, most=4)
+    assert tables == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    pool.free(tables[2])
+    pool.truncate(tables[0], 1)
+    again: list[int] = []
+    pool.grow(again, 1, most=4)
+    pool.grow(tables[0], 2)
+    pool.grow(tables[0], 4, most=4)
+    pool.grow(again, 4)
+    assert (tables[0], again) == ([0, 1, 2, 3], [8, 9, 10, 11])
+
+
+def test_without_knowing_more_the_lowest_free_page():
+    """Control: pages of sequences that grow in turns lie in turns."""
     pool = PagePool(6, 1)
     tables: list[list[int]] = [[] for _ in range(3)]
-    for table in tables:
-        pool.grow(table, 2)
+    for tokens in (1, 2):
+        for table in tables:
+            pool.grow(table, tokens)
+    assert tables == [[0, 3], [1, 4], [2, 5]]
     pool.free(tables[2])
     pool.free(tables[0])
     again: list[int] = []
     pool.grow(again, 3)
-    assert again == [0, 1, 4]
-    assert pool.take_fresh() == [0, 1, 2, 3, 4, 5, 0, 1, 4]
+    assert again == [0, 2, 3]
+    assert pool.take_fresh() == [0, 1, 2, 3, 4, 5, 0, 2, 3]
     assert pool.take_fresh() == []
+
+
+def test_a_page_put_aside_is_free():
+    """Others get it before anything is evicted, and its sequence goes on elsewhere."""
+    pool = PagePool(6, 1)
+    kept, first, second = [], [], []
+    pool.grow(kept, 1)
+    pool.keep(0)
+    pool.free(kept)
+    pool.grow(first, 1, most=4)
+    assert (pool.num_held, pool.num_free) == (1, 5)
+    pool.grow(second, 4)
+    assert (first, second) == ([1], [5, 4, 3, 2])
+    evicted = []
+    pool.on_evict = evicted.append
+    pool.grow(first, 2)
+    assert (first, evicted) == ([1, 0], [0])
+
+
+def test_a_shared_last_page_has_one_run_behind_it():
+    pool = PagePool(8, 1)
+    leader: list[int] = []
+    pool.grow(leader, 2, most=4)
+    follower, _ = pool.fork(leader, 2)
+    pool.grow(follower, 3, most=4)
+    pool.grow(leader, 4, most=4)
+    pool.grow(follower, 4, most=4)
+    assert (leader, follower) == ([0, 1, 4, 5], [0, 1, 2, 3])
+
+
+def test_runs_are_bounded():
+    """However much a sequence may want, and however free pages lie."""
+    pool = PagePool(3 * LONGEST_RUN, 1)
+    pages: list[int] = []
+    pool.grow(pages, 1, most=1 << 30)
+    assert pool._aside == {0: LONGEST_RUN - 1}
+    scattered = PagePool(4 * LONGEST_RUN, 1)
+    everything: list[int] = []
+    scattered.grow(everything, scattered.num_pages)
+    for page in everything[: 2 * LONGEST_RUN : 2]:
+        scattered.free([page])
+    # A run of three lies behind more than are looked at.
+    scattered.free(everything[-3:])
+    found: list[int] = []
+    scattered.grow(found, 1, most=LONGEST_RUN)
+    assert found == [0] and not scattered._aside
+    scattered.grow(found, 2, most=4)
+    assert found == [0, 4 * LONGEST_RUN - 3]
 
 
 def test_pages_for():

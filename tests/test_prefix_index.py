@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.support.pages import check_index
+from tests.support.pages import check_index, unowned
 from tinyspec import SamplingParams
 from tinyspec.pages import PagePool
 from tinyspec.prefix_cache import PrefixCache
@@ -32,6 +32,7 @@ class Trace:
     def evicted(self, page):
         """The pool takes a page that nobody owns, once nothing is free; who waits longest goes."""
         assert self.pool.owners(page) == 0 and not self.pool._free
+        assert not self.pool._aside
         assert self.idle_since[page] == min(self.idle_since.values())
         self.forget(page)
         self.lose(page)
@@ -85,7 +86,7 @@ class Trace:
             self.seen["refused"] += 1
             self.leave(sequence)
             return
-        self.pool.grow(sequence.pages, len(tokens))
+        self.pool.grow(sequence.pages, len(tokens), self.rng.randint(0, 4 * len(tokens)))
         self.alive.append(sequence)
         self.compute(sequence)
 
@@ -153,9 +154,7 @@ class Trace:
         owned = [page for sequence in self.alive for page in set(sequence.pages)]
         counts = [owned.count(page) for page in range(self.pool.num_pages)]
         assert [self.pool.owners(page) for page in range(self.pool.num_pages)] == counts
-        assert sorted([*self.pool._free, *self.pool._idle, *set(owned)]) == list(
-            range(self.pool.num_pages)
-        )
+        assert sorted([*unowned(self.pool), *set(owned)]) == list(range(self.pool.num_pages))
         assert len(self.cache) == len(self.known)
         assert set(self.cache._keys) == set(self.known.values())
         assert set(self.pool._idle) == set(self.idle_since)

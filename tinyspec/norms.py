@@ -54,8 +54,10 @@ class QuickNorm(nn.Module):
             return nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
         else:
             mean = wide.square().mean(-1, keepdim=True).add_(self.variance_epsilon)
-        scaled = wide * mean.rsqrt_()
-        return scaled.mul_(self.weight) if wide is x else self.weight * scaled.to(x.dtype)
+        if wide is x:
+            return (wide * mean.rsqrt_()).mul_(self.weight)
+        scaled = wide.mul_(mean.rsqrt_()).to(x.dtype)
+        return scaled.mul_(self.weight) if self.weight.dtype == x.dtype else self.weight * scaled
 
     def _least(self) -> Tensor:
         """The epsilon as a tensor, which costs less to add than a number."""

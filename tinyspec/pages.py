@@ -2,8 +2,11 @@
 
 A page may have several owners, after a fork or by a prefix that they share; it is then read-only,
 and given back with its last owner. A page that the prefix cache keeps goes idle instead: free to be
-taken, least recently used first, once no other is. The lowest free page is always handed out first,
-which keeps the pages in use dense.
+taken, least recently used first, once no other is.
+
+The lowest free pages go first, which keeps those in use dense. Behind a sequence's page as many are
+put aside as it may come to need: what lies in a run can be read at one stretch. A page put aside is
+free all the same, and taken by others before any is evicted.
 """
 
 from __future__ import annotations
@@ -11,15 +14,21 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
+# Pages of one run at most; as many again are passed over in search of one.
+LONGEST_RUN = 64
+
 
 class PagePool:
-    """``num_pages`` pages of ``page_size`` tokens."""
+    """``num_pages`` pages of ``page_size`` tokens, ``num_held`` of them owned."""
 
     def __init__(self, num_pages: int, page_size: int):
         self.num_pages = num_pages
         self.page_size = page_size
+        self.num_held = 0
         self._owners = [0] * num_pages
         self._free = list(range(num_pages))
+        # How many pages are put aside behind a page, the last that its sequence has.
+        self._aside: dict[int, int] = {}
         self._fresh: list[int] = []
         self._kept: set[int] = set()
         self._idle: dict[int, None] = {}
@@ -39,6 +48,7 @@ class PagePool:
         self.num_pages = min(self.num_pages, num_pages)
         self._owners = [0] * self.num_pages
         self._free = list(range(self.num_pages))
+        self._aside = {}
         self._fresh = []
 
     def kept(self) -> list[int]:
@@ -48,11 +58,7 @@ class PagePool:
     @property
     def num_free(self) -> int:
         """Pages that nobody owns, idle ones included."""
-        return len(self._free) + len(self._idle)
-
-    @property
-    def num_held(self) -> int:
-        return self.num_pages - self.num_free
+        return self.num_pages - self.num_held
 
     def num_idle(self, pages: list[int]) -> int:
         """How many of ``pages`` nobody owns."""
@@ -66,15 +72,62 @@ class PagePool:
         """Whether ``grow`` would succeed."""
         return self.pages_for(tokens) - len(pages) <= self.num_free
 
-    def grow(self, pages: list[int], tokens: int) -> None:
-        """Append pages until ``pages`` holds ``tokens`` tokens."""
+    def grow(self, pages: list[int], tokens: int, most: int = 0) -> None:
+        """Append pages until ``pages`` holds ``tokens`` tokens, of ``most`` that it may come to."""
         assert self.can_grow(pages, tokens)
+        whole = self.pages_for(max(tokens, most))
         while len(pages) < self.pages_for(tokens):
-            page = heapq.heappop(self._free) if self._free else self._evict()
+            page = self._next(pages, whole - len(pages))
             assert self._owners[page] == 0
-            self._owners[page] = 1
+            self._own(page)
             self._fresh.append(page)
             pages.append(page)
+
+    def _own(self, page: int) -> None:
+        self.num_held += self._owners[page] == 0
+        self._owners[page] += 1
+
+    def _next(self, pages: list[int], wanted: int) -> int:
+        """The page put aside for ``pages``; else the first of a run of ``wanted``, the rest put
+        aside; else any."""
+        last = pages[-1] if pages else -1
+        if last in self._aside:
+            return self._set_aside(last + 1, self._aside.pop(last) - 1)
+        run = self._run(wanted)
+        if run:
+            return self._set_aside(run[0], len(run) - 1)
+        if self._free:
+            return heapq.heappop(self._free)
+        if self._aside:
+            last, count = self._aside.popitem()
+            self._set_aside(last, count - 1)
+            return last + count
+        return self._evict()
+
+    def _set_aside(self, page: int, count: int) -> int:
+        """Put ``count`` pages behind ``page`` aside; returns ``page``."""
+        if count:
+            self._aside[page] = count
+        return page
+
+    def _run(self, wanted: int) -> list[int]:
+        """Take the lowest run of so many free pages; none where it takes long to find."""
+        length = min(wanted, LONGEST_RUN)
+        run: list[int] = []
+        passed: list[int] = []
+        for _ in range(min(len(self._free), length + LONGEST_RUN)):
+            page = heapq.heappop(self._free)
+            if run and page != run[-1] + 1:
+                passed += run
+                run = []
+            run.append(page)
+            if len(run) == length:
+                break
+        else:
+            passed, run = passed + run, []
+        for page in passed:
+            heapq.heappush(self._free, page)
+        return run
 
     def take_fresh(self) -> list[int]:
         """Pages handed out since the last call: what is in them is somebody's old values."""
@@ -109,7 +162,7 @@ class PagePool:
         for page in pages:
             assert page in self._kept
             self._idle.pop(page, None)
-            self._owners[page] += 1
+            self._own(page)
 
     def can_fork(self, tokens: int) -> bool:
         """Whether there is a page for the copy that a fork at ``tokens`` may need."""
@@ -124,7 +177,7 @@ class PagePool:
         full = tokens // self.page_size
         shared = pages[:full]
         for page in shared:
-            self._owners[page] += 1
+            self._own(page)
         if tokens % self.page_size == 0:
             return shared, None
         self.grow(shared, tokens)
@@ -136,8 +189,11 @@ class PagePool:
 
     def _release(self, page: int) -> None:
         assert self._owners[page] > 0
+        for put in range(page + 1, page + 1 + self._aside.pop(page, 0)):
+            heapq.heappush(self._free, put)
         self._owners[page] -= 1
         if self._owners[page] == 0:
+            self.num_held -= 1
             if page in self._kept:
                 self._idle[page] = None
             else:

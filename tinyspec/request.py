@@ -99,6 +99,11 @@ class Sequence:
         return self.params.max_new_tokens - self.num_generated
 
     @property
+    def most_tokens(self) -> int:
+        """Positions that it may come to have KV of: its last token needs none."""
+        return self.request.num_prompt + self.params.max_new_tokens - 1
+
+    @property
     def pending(self) -> int:
         """Committed tokens whose KV is not final: 1 while decoding, more during the prompt."""
         return len(self.tokens) - self.computed

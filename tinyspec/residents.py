@@ -129,7 +129,7 @@ class Residents:
             if victim is sequence:
                 return False
             self._preempt(victim)
-        self.pool.grow(sequence.pages, tokens)
+        self.pool.grow(sequence.pages, tokens, sequence.most_tokens)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:

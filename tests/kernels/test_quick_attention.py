@@ -116,30 +116,37 @@ def even_plans(monkeypatch):
     return found
 
 
-def decode(dtype, lengths, pages, size, window=0):
-    """Each of the sequences' last rows, on these pages of a cache that is NaN everywhere else."""
+def decode(dtype, lengths, pages, size, window=0, rows=()):
+    """Each of the sequences' last rows, on these pages of a cache that is NaN everywhere else.
+
+    rows: how many of each; one where nothing is said.
+    """
     heads, group, dim = 2, 3, 32
     generator = torch.Generator().manual_seed(0)
     caches = torch.full((2, 12, size, heads, dim), torch.nan, dtype=dtype)
     expected = []
-    q = torch.randn(len(lengths), heads * group, dim, generator=generator).to(dtype)
-    for row, (length, own) in enumerate(zip(lengths, pages, strict=True)):
+    rows = rows or [1] * len(lengths)
+    starts = [sum(rows[:n]) for n in range(len(rows) + 1)]
+    q = torch.randn(starts[-1], heads * group, dim, generator=generator).to(dtype)
+    for n, (length, own) in enumerate(zip(lengths, pages, strict=True)):
         caches[:, own] = 0
         kv = torch.randn(2, length, heads, dim, generator=generator).to(dtype)
         slots = [own[p // size] * size + p % size for p in range(length)]
         for cache, values in zip(caches, kv, strict=True):
             cache.flatten(0, 1)[slots] = values
-        seen = kv[:, max(0, length - window) if window else 0 :].double()
-        k, v = seen.repeat_interleave(group, dim=2)
-        weights = (torch.einsum("hd,lhd->hl", q[row].double(), k) * dim**-0.5).softmax(-1)
-        expected.append(torch.einsum("hl,lhd->hd", weights, v))
+        for row in range(starts[n], starts[n + 1]):
+            end = length - (starts[n + 1] - row) + 1
+            seen = kv[:, max(0, end - window) if window else 0 : end].double()
+            k, v = seen.repeat_interleave(group, dim=2)
+            weights = (torch.einsum("hd,lhd->hl", q[row].double(), k) * dim**-0.5).softmax(-1)
+            expected.append(torch.einsum("hl,lhd->hd", weights, v))
     widest = max(map(len, pages))
     segments = Segments(
         torch.tensor([own + [0] * (widest - len(own)) for own in pages], dtype=torch.int32),
-        torch.arange(len(lengths) + 1, dtype=torch.int32),
+        torch.tensor(starts, dtype=torch.int32),
         torch.tensor(lengths, dtype=torch.int32),
         size,
-        1,
+        max(rows),
         max(lengths),
         exact=False,
     )
@@ -180,11 +187,51 @@ def test_other_contexts_do_not(dtype, even_plans):
     assert even_plans.pop() is None
 
 
+MIXED = (
+    ([70, 70, 90, 131], [[2], [3], [5], [7, 8]], (1, 1, 90, 31), True),
+    ([40, 70, 70, 70], [[1], [3], [5], [7]], (40, 1, 1, 1), True),
+    ([70, 70, 90, 131], [[2], [4], [5], [7, 8]], (1, 1, 1, 31), False),
+    ([70, 90, 70], [[2], [3], [4]], (1, 90, 1), False),
+    ([90, 131], [[5], [7, 9]], (90, 31), None),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_beside_prompts(dtype, even_plans):
+    """Rows that are alone and follow each other run in one call there, too."""
+    for lengths, pages, rows, found in MIXED:
+        decode(dtype, lengths, pages, 128, rows=rows)
+        plans = [plan is not None for plan in even_plans]
+        assert plans == ([] if found is None else [found])
+        even_plans.clear()
+
+
+def test_no_call_over_an_odd_number_of_keys(monkeypatch):
+    """Beyond the context, as far as its pages go; what is behind them stays unread."""
+    seen = []
+    stretch = quick_attention._stretch
+
+    def note(*args):
+        seen.append(stretch(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(quick_attention, "_stretch", note)
+    for size, length, rows, keys in (
+        (128, 101, 101, 112),
+        (128, 131, 31, 144),
+        (24, 101, 101, 112),
+        (24, 118, 18, 120),
+    ):
+        pages = list(range(2, 2 + -(-length // size)))
+        decode(torch.bfloat16, [length], [pages], size, rows=[rows])
+        assert seen.pop().keys == keys
+
+
 def test_a_masked_key_must_be_finite(monkeypatch):
     """Control: contexts of unlike pages would reach into what lies between them."""
     lengths, pages = [70, 200], [[1], [4, 5]]
     decode(torch.float32, lengths, pages, 128)
-    whole = quick_attention._Even(128, 3 * 128, 200, torch.zeros(2, 1, 1, 200))
+    whole = quick_attention._Even(0, 2, 128, 3 * 128, 200, torch.zeros(2, 1, 1, 200))
     whole.mask[0, ..., 70:] = -1e30
     monkeypatch.setattr(quick_attention, "_even", lambda *args: whole)
     with pytest.raises(AssertionError, match="NaN"):

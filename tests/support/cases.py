@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.support.mixes import bits
+from tests.support.pages import unowned
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import VOCAB, config_of, tiny
 from tinyspec import Engine, EngineConfig, RequestOutput, SamplingParams
@@ -79,7 +80,7 @@ def one_by_one(engine: Engine, requests: Requests) -> list[object]:
 def whole(engine: Engine) -> bool:
     """Nobody holds a page, and every page is free or idle, once."""
     pool = engine._pool
-    return pool.num_held == 0 and sorted([*pool._free, *pool._idle]) == list(range(pool.num_pages))
+    return pool.num_held == 0 and sorted(unowned(pool)) == list(range(pool.num_pages))
 
 
 def drain(engine: Engine) -> dict[str, RequestOutput]:

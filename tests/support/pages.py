@@ -8,7 +8,14 @@ from hashlib import blake2b
 import torch
 
 from tinyspec import Engine
+from tinyspec.pages import PagePool
 from tinyspec.prefix_cache import PrefixCache
+
+
+def unowned(pool: PagePool) -> list[int]:
+    """Every page that nobody owns, as often as the pool has it: free, put aside or idle."""
+    aside = [range(last + 1, last + 1 + count) for last, count in pool._aside.items()]
+    return [*pool._free, *(page for run in aside for page in run), *pool._idle]
 
 
 def check_residents(engine: Engine) -> None:
@@ -22,7 +29,7 @@ def check_residents(engine: Engine) -> None:
     assert [pool.owners(page) for page in range(pool.num_pages)] == [
         owners[page] for page in range(pool.num_pages)
     ]
-    places = [*pool._free, *pool._idle, *owners]
+    places = [*unowned(pool), *owners]
     assert sorted(places) == list(range(pool.num_pages)), "a page is in two places or in none"
     if scheduler.prefix is not None:
         check_index(scheduler.prefix)

@@ -22,6 +22,9 @@ from tinyspec.kernels.twins.tiles import attend_tiles
 
 # Rows of a call that has a mask: rows * context * 4 bytes.
 MASK_ROWS = 512
+# Keys of a stretch are a multiple of it where its pages have so many: in bf16 512 rows over 501 or
+# 502 keys take twice as long as over 512, over 508 half as long again.
+KEYS_UNIT = 16
 
 
 @dataclass
@@ -29,8 +32,8 @@ class _Stretch:
     """Consecutive rows of one sequence, and the pages that they can see.
 
     pages: their slots as a range, where they follow each other in the cache, else the pages.
-    keys:  of these slots, how many hold the context.
-    mask:  [1, 1, rows, keys] fp32; None where rows and keys are the same tokens, all of them seen.
+    keys:  of these slots, how many are attended to: the context and, masked, a few behind it.
+    mask:  [1, 1, rows, keys] fp32; None where the rows are the whole context, all of it seen.
     """
 
     row: int
@@ -42,12 +45,15 @@ class _Stretch:
 
 @dataclass
 class _Even:
-    """Rows alone in their sequences, whose contexts start at even distances in the cache.
+    """All rows alone in their sequences, whose contexts start at even distances in the cache.
 
-    start, step: slot of the first context, and from one to the next. keys: of each context, what
-    any row sees. mask: [n, 1, 1, keys] fp32; None where every row sees them all.
+    row, rows: the first of them, which follow each other, and how many. start, step: slot of the
+    first context, and from one to the next. keys: of each context, what any row sees. mask:
+    [rows, 1, 1, keys] fp32; None where every row sees them all.
     """
 
+    row: int
+    rows: int
     start: int
     step: int
     keys: int
@@ -56,7 +62,7 @@ class _Even:
 
 @dataclass
 class _Plan:
-    """Either one call for all rows of the pass, or groups and stretches for some of them each."""
+    """Calls for some rows of the pass each: in place of groups one for all rows that are alone."""
 
     even: _Even | None
     groups: list[Group]
@@ -71,19 +77,17 @@ def _stretch(
     lowest = max(0, sight.lowest(position)) // size
     seen = pages[lowest : -(-length // size)]
     behind = lowest * size
-    keys = length - behind
+    keys = min(-(-(length - behind) // KEYS_UNIT) * KEYS_UNIT, len(seen) * size)
     mask = None
     # Whether any of these keys is behind the sight of a row, and so of the last one.
     bounded = sight.lowest(length - 1) > behind
     if position or bounded:
-        place, key = torch.arange(position, length)[:, None], torch.arange(behind, length)
+        place, key = torch.arange(position, length)[:, None], torch.arange(behind, behind + keys)
         hidden = key > place
         if bounded:
             hidden |= key < sight.lowest(place)
         mask = torch.zeros(1, 1, rows, keys).masked_fill_(hidden, MASKED)
-    where: slice | Tensor = torch.tensor(seen)
-    if all(after == before + 1 for before, after in pairwise(seen)):
-        where = slice(seen[0], seen[-1] + 1)
+    where = slice(seen[0], seen[-1] + 1) if _in_a_row(seen) else torch.tensor(seen)
     return _Stretch(first, rows, where, keys, mask)
 
 
@@ -98,8 +102,10 @@ def _stretches(
         yield _stretch(row, last, length - (end - last), pages, size, sight)
 
 
-def _even(lengths: list[int], tables: list[list[int]], size: int, sight: Sight) -> _Even | None:
-    """Contexts of these lengths on these pages, if they lie so."""
+def _even(
+    places: list[int], lengths: list[int], tables: list[list[int]], size: int, sight: Sight
+) -> _Even | None:
+    """Rows at these places over contexts of these lengths on these pages, if they lie so."""
     keys = max(lengths)
     counts = [-(-length // size) for length in lengths]
     firsts = [pages[0] for pages in tables]
@@ -111,35 +117,44 @@ def _even(lengths: list[int], tables: list[list[int]], size: int, sight: Sight) 
         return None
     if firsts != list(range(firsts[0], firsts[0] + step * len(firsts), step)):
         return None
-    for pages, count in zip(tables, counts, strict=True):
-        if any(after != before + 1 for before, after in pairwise(pages[:count])):
-            return None
+    if not _in_a_row(places):
+        return None
+    if not all(_in_a_row(pages[: counts[0]]) for pages in tables):
+        return None
     mask = None
     if min(lengths) < keys:
         hidden = torch.arange(keys) >= torch.tensor(lengths)[:, None]
         mask = torch.zeros(hidden.shape).masked_fill_(hidden, MASKED)[:, None, None]
-    return _Even(firsts[0] * size, step * size, keys, mask)
+    return _Even(places[0], len(places), firsts[0] * size, step * size, keys, mask)
 
 
-def _plan(segments: Segments, rows: int, sight: Sight, group: int) -> _Plan:
-    places = list(pairwise(segments.cu_seqlens_q.tolist()))
-    lengths, pages = segments.seq_lens.tolist(), segments.page_table.tolist()
-    alone = {first for first, end in places if end == first + 1}
-    if len(alone) == len(places) == rows:
-        even = _even(lengths, pages, segments.page_size, sight)
-        if even is not None:
-            return _Plan(even, [], [])
-    blocks = [block for block in blocks_of(segments, sight) if block.row in alone]
-    return _Plan(
-        None,
-        groups_of(blocks, segments, sight, group, unit=1, least=1, whole=False),
-        [
-            stretch
-            for (first, end), length, table in zip(places, lengths, pages, strict=True)
-            if first not in alone
-            for stretch in _stretches(first, end, length, table, segments.page_size, sight)
-        ],
+def _in_a_row(numbers: list[int]) -> bool:
+    return all(after == before + 1 for before, after in pairwise(numbers))
+
+
+def _plan(segments: Segments, sight: Sight, group: int) -> _Plan:
+    size = segments.page_size
+    known = zip(
+        pairwise(segments.cu_seqlens_q.tolist()),
+        segments.seq_lens.tolist(),
+        segments.page_table.tolist(),
+        strict=True,
     )
+    alone, stretches = [], []
+    for (first, end), length, pages in known:
+        if end == first + 1:
+            alone.append((first, length, pages))
+        else:
+            stretches += _stretches(first, end, length, pages, size, sight)
+    if not alone:
+        return _Plan(None, [], stretches)
+    places, lengths, tables = map(list, zip(*alone, strict=True))
+    even = _even(places, lengths, tables, size, sight)
+    if even is not None:
+        return _Plan(even, [], stretches)
+    blocks = [block for block in blocks_of(segments, sight) if block.row in set(places)]
+    groups = groups_of(blocks, segments, sight, group, unit=1, least=1, whole=False)
+    return _Plan(None, groups, stretches)
 
 
 def _attend_even(
@@ -176,9 +191,10 @@ def quick_attention(
     key = "quick", sight, group
     plan = segments.derived.get(key)
     if plan is None:
-        plan = segments.derived[key] = _plan(segments, len(q), sight, group)
-    if plan.even is not None:
-        return _attend_even(q, k_cache, v_cache, plan.even, group, scale)
+        plan = segments.derived[key] = _plan(segments, sight, group)
+    even = plan.even
+    if even is not None and even.rows == len(q):
+        return _attend_even(q, k_cache, v_cache, even, group, scale)
 
     parts = [
         attend_tiles(q, k_cache, v_cache, tiles, group=group, scale=scale) for tiles in plan.groups
@@ -186,6 +202,9 @@ def quick_attention(
     if len(parts) == 1 and plan.groups[0].straight and len(parts[0]) == len(q):
         return parts[0]
     result = torch.zeros(q.shape, dtype=q.dtype)
+    if even is not None:
+        rows = slice(even.row, even.row + even.rows)
+        result[rows] = _attend_even(q[rows], k_cache, v_cache, even, group, scale)
     for tiles, found in zip(plan.groups, parts, strict=True):
         result.index_copy_(0, tiles.results, found)
     for stretch in plan.stretches:
