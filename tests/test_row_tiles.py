@@ -34,6 +34,21 @@ def test_split_rows(rows, counts, tiles):
     assert split_rows(rows, counts) == tiles
 
 
+@pytest.mark.parametrize("gradient", [True, False])
+def test_tiles_have_the_bits_of_passes_of_their_size(gradient):
+    """Of frozen weights, too, by which torch multiplies a part of [1, R, in] as a batch."""
+    torch.manual_seed(0)
+    linear = nn.Linear(512, 256, bias=False, dtype=torch.bfloat16).requires_grad_(gradient)
+    x = torch.randn(1, 64, 512).to(torch.bfloat16)
+    whole = [part.clone() for part in x.split(32, dim=1)]
+    with torch.no_grad():
+        expected = torch.cat([linear(part) for part in whole], dim=1)
+        tiles = RowTiles()
+        tiles.bind([linear], (32,))
+        tiles.on = True
+        assert torch.equal(linear(x), expected)
+
+
 @pytest.fixture
 def breaks_above(monkeypatch):
     """torch's linear with other partial sums above 16 rows; counts its row counts."""

@@ -140,7 +140,8 @@ def _plan(segments: Segments, sight: Sight, group: int) -> _Plan:
         segments.page_table.tolist(),
         strict=True,
     )
-    alone, stretches = [], []
+    alone: list[tuple[int, int, list[int]]] = []
+    stretches: list[_Stretch] = []
     for (first, end), length, pages in known:
         if end == first + 1:
             alone.append((first, length, pages))
