@@ -1,4 +1,4 @@
-"""Few rows of a pass that need not be canonical run their linears another way: no bit shows it.
+"""Passes that need not be canonical run some linears by torch's default: no bit shows it.
 
 ``quick`` makes that way split its sum elsewhere, whatever the CPU, and counts rows.
 """
@@ -12,10 +12,22 @@ from torch import nn
 from tests.support.mixes import bits, crowd, needles, solo
 from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams, doctor, fact_cache, linears
-from tinyspec.linears import MKL_ROWS, TURNED_ROWS, Haste, OneDnnLinear, TurnedLinear, by_cpu
+from tinyspec.linears import (
+    MKL_ROWS,
+    TURNED_ROWS,
+    CpuLinear,
+    Haste,
+    OneDnnLinear,
+    TurnedLinear,
+    by_cpu,
+)
 
 CONFIG = EngineConfig(reference_rows=16, max_rows=64)
-KINDS = {torch.float32: (OneDnnLinear, MKL_ROWS), torch.bfloat16: (TurnedLinear, TURNED_ROWS)}
+# Which linear, and the row counts that are quicker by torch's default.
+KINDS = {
+    torch.float32: (OneDnnLinear, range(1, MKL_ROWS + 1)),
+    torch.bfloat16: (TurnedLinear, range(TURNED_ROWS + 1, 1 << 20)),
+}
 both = pytest.mark.parametrize("dtype", KINDS, ids=str)
 
 
@@ -31,8 +43,7 @@ def quick(monkeypatch):
         out = out + (wide[..., cut:] @ exact[:, cut:].T).to(x.dtype)
         return out if linear.bias is None else out + linear.bias
 
-    for kind, _ in KINDS.values():
-        monkeypatch.setattr(kind, "quick", split)
+    monkeypatch.setattr(CpuLinear, "quick", split)
     monkeypatch.setattr(linears, "_works", lambda: True)
     monkeypatch.setattr(linears, "cpu_has", lambda name: True)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
@@ -43,24 +54,26 @@ def quick(monkeypatch):
 
 
 @both
-def test_only_few_rows_and_only_in_haste(quick, dtype):
+def test_only_some_row_counts_and_only_in_haste(quick, dtype):
     haste = Haste()
-    kind, most = KINDS[dtype]
+    kind, hasty = KINDS[dtype]
     ((_, _, linear),) = by_cpu(nn.Sequential(nn.Linear(96, 40, dtype=dtype)), haste)
     assert type(linear) is kind
     with torch.no_grad():
-        for rows, on, calls in ((4, False, 0), (4, True, 1), (most, True, 1), (most + 1, True, 0)):
-            haste.on = on
-            del quick[:]
-            linear(torch.randn(1, rows, 96, dtype=dtype))
-            assert len(quick) == calls
+        for rows in (1, MKL_ROWS, MKL_ROWS + 1, TURNED_ROWS, TURNED_ROWS + 1, 64):
+            for on in (False, True):
+                haste.on = on
+                del quick[:]
+                linear(torch.randn(1, rows, 96, dtype=dtype))
+                assert quick == [rows] * (on and rows in hasty)
 
 
-def test_a_linear_without_haste_has_one_way(quick):
-    ((_, _, linear),) = by_cpu(nn.Sequential(nn.Linear(96, 40)))
-    linear(torch.randn(1, 4, 96))
+@both
+def test_a_linear_without_haste_has_one_way(quick, dtype):
+    ((_, _, linear),) = by_cpu(nn.Sequential(nn.Linear(96, 40, dtype=dtype)))
+    for rows in (4, 64):
+        linear(torch.randn(1, rows, 96, dtype=dtype))
     assert not quick
-    assert not by_cpu(nn.Sequential(nn.Linear(96, 40, dtype=torch.bfloat16)))
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -68,7 +81,7 @@ def test_a_linear_without_haste_has_one_way(quick):
 def test_turned_round(shape, bias):
     """The same as the linear, as near as the dtype can tell, and laid out alike."""
     own = nn.Linear(96, 40, bias, dtype=torch.bfloat16)
-    linear = TurnedLinear(own, Haste(on=True))
+    linear = TurnedLinear(own)
     x = torch.randn(shape, dtype=torch.bfloat16)
     with torch.no_grad():
         found, exact = linear(x), own.double()(x.double())
@@ -77,11 +90,11 @@ def test_turned_round(shape, bias):
 
 
 @both
-def test_small_buckets_are_canonical_on_demand(quick, dtype):
+def test_buckets_are_canonical_on_demand(quick, dtype):
     report = doctor(tiny("llama", dtype), EngineConfig(reference_rows=24, max_rows=64))
     assert report
     for fact in report.facts.buckets:
-        assert bool(fact.tiled) >= (fact.canonical and fact.rows <= KINDS[dtype][1])
+        assert bool(fact.tiled) >= (fact.canonical and fact.rows in KINDS[dtype][1])
         assert fact.canonical or fact.rows < 24
 
 
@@ -100,7 +113,8 @@ def test_bits_are_those_of_the_reference_bucket(quick, verify, reference, dtype)
         outputs = engine.generate([p for p, _ in requests], [s for _, s in requests])
         assert [bits(output) for output in outputs][: len(alone)] == alone
         engine.generate(prompts(2))
-        assert quick and max(quick) <= KINDS[dtype][1]
+        engine.generate(prompts(24))
+        assert quick and all(rows in KINDS[dtype][1] for rows in quick)
 
 
 def test_pages_of_quick_passes_serve_plain_requests_alone(quick):

@@ -38,7 +38,7 @@ def test_split_rows(rows, counts, tiles):
 def test_tiles_have_the_bits_of_passes_of_their_size(gradient):
     """Of frozen weights, too, by which torch multiplies a part of [1, R, in] as a batch."""
     torch.manual_seed(0)
-    linear = nn.Linear(512, 256, bias=False, dtype=torch.bfloat16).requires_grad_(gradient)
+    linear = nn.Linear(512, 1408, bias=False, dtype=torch.bfloat16).requires_grad_(gradient)
     x = torch.randn(1, 64, 512).to(torch.bfloat16)
     whole = [part.clone() for part in x.split(32, dim=1)]
     with torch.no_grad():

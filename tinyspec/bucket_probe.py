@@ -204,7 +204,7 @@ def _quick(runner: Runner, linears: list[BucketClasses]) -> dict[int, list[str]]
     for c in linears:
         module = runner.model.get_submodule(c.name)
         for rows in runner.buckets.sizes:
-            if rows <= getattr(module, "quick_rows", 0):
+            if rows in getattr(module, "quick_rows", ()):
                 found.setdefault(rows, []).append(c.name)
     return found
 

@@ -2,10 +2,11 @@
 
 oneDNN is for fp32 on a CPU, where it is faster than torch's default. The operator is private (it is
 what inductor emits), so it is looked for and compared before use; where it is missing or disagrees,
-linears stay as they are. Few rows may be quicker another way in a pass that need not be canonical:
-in fp32 on an Intel CPU MKL, torch's default; in bf16 on one with AMX the product turned round, rows
-by weight, as torch's default packs the weight anew in every call. The kernel is for a device whose
-BLAS has no usable canonical bucket: its rows do not depend on the number of rows.
+linears stay as they are. In bf16 on a CPU with AMX the product is turned round, weight by rows: the
+bits of a row then hardly depend on how many there are, while torch's default cuts its sums by their
+number. In a pass that need not be canonical torch's default is used where it is quicker: in fp32 on
+an Intel CPU for few rows (MKL), in bf16 for many. The kernel is for a device whose BLAS has no
+usable canonical bucket: its rows do not depend on the number of rows.
 
 Either has bits of its own: which linears it serves is part of the fingerprint. Knows modules, and
 nothing of which bucket is canonical.
@@ -13,6 +14,7 @@ nothing of which bucket is canonical.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache
@@ -33,10 +35,13 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # 4.5, and from 16 rows on the same; of 2 million and more only 1 or 2 rows were quicker by MKL.
 MKL_ROWS, FEW_MKL_ROWS = 12, 2
 MKL_ELEMENTS = 1 << 16, 1 << 20
-# Where the turned product is quicker in bf16 with AMX: 43 linears of 131,000 to 4 million took 2.7,
-# 2.9, 2.7, 2.8 and 3.1 ms at 1, 4, 8, 16, 24 rows, turned 2.2, 2.5, 2.6, 2.8 and 3.4; a whole model
-# of them gained 13, 9, 8, 5 and 1 %.
+# Where the turned product is quicker in bf16 with AMX, as torch's default packs the weight anew in
+# every call: 43 linears of 131,000 to 4 million took 2.7, 2.9, 2.7, 2.8 and 3.1 ms at 1, 4, 8, 16,
+# 24 rows, turned 2.2, 2.5, 2.6, 2.8 and 3.4; a whole model of them gained 13, 9, 8, 5 and 1 %.
 TURNED_ROWS = 16
+# From so many elements on oneDNN turns a matrix more quickly: 1408 by 64, 512 by 512, 8192 by 64 and
+# 1408 by 512 took torch 44, 123, 306 and 453 us, by oneDNN 60, 100, 163 and 237.
+REORDERED_ELEMENTS = 1 << 18
 
 
 @dataclass
@@ -62,14 +67,14 @@ def _mkl_rows(elements: int) -> int:
 
 
 class CpuLinear(nn.Module):
-    """An ``nn.Linear`` that has a quicker way for few rows; shares the parameters of the module
+    """An ``nn.Linear`` by another way than torch's default; shares the parameters of the module
     that it stands in for.
 
-    quick_rows: up to so many go that way in haste.
+    quick_rows: the row counts that go by torch's default in haste.
     """
 
     bias: Tensor | None
-    quick_rows = 0
+    quick_rows = range(0)
 
     def __init__(self, linear: nn.Linear, haste: Haste | None = None):
         super().__init__()
@@ -81,25 +86,25 @@ class CpuLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features]."""
-        if self._haste.on and x.numel() <= self.quick_rows * self.in_features:
+        if self._haste.on and x.numel() // self.in_features in self.quick_rows:
             return self.quick(x)
         return self.steady(x)
 
     def steady(self, x: Tensor) -> Tensor:
-        """The way of every canonical pass, and of many rows."""
-        return nn.functional.linear(x, self.weight, self.bias)
+        """The way of every canonical pass."""
+        raise NotImplementedError
 
     def quick(self, x: Tensor) -> Tensor:
-        """The way of few rows in haste."""
+        """By torch's default."""
         return nn.functional.linear(x, self.weight, self.bias)
 
 
 class OneDnnLinear(CpuLinear):
-    """fp32: by oneDNN, in haste by torch's default."""
+    """fp32: by oneDNN."""
 
     def __init__(self, linear: nn.Linear, haste: Haste | None = None):
         super().__init__(linear, haste)
-        self.quick_rows = 0 if haste is None else _mkl_rows(linear.weight.numel())
+        self.quick_rows = range(_mkl_rows(linear.weight.numel()) + 1)
 
     def steady(self, x: Tensor) -> Tensor:
         """By oneDNN."""
@@ -107,20 +112,27 @@ class OneDnnLinear(CpuLinear):
 
 
 class TurnedLinear(CpuLinear):
-    """bf16: by torch's default, in haste by the weight times the rows as columns."""
+    """bf16: by the weight times the rows as columns."""
 
-    quick_rows = TURNED_ROWS
+    quick_rows = range(TURNED_ROWS + 1, sys.maxsize)
 
-    def quick(self, x: Tensor) -> Tensor:
+    def steady(self, x: Tensor) -> Tensor:
         """By the turned product, and turned back: not all that follows takes columns."""
         columns = x.reshape(-1, self.in_features).t()
         if columns.shape[1] == 1:
             out = torch.mv(self.weight, columns[:, 0])
         else:
-            out = torch.mm(self.weight, columns).t().contiguous()
+            out = _turned_back(torch.mm(self.weight, columns))
         if self.bias is not None:
             out += self.bias
         return out.view(*x.shape[:-1], self.out_features)
+
+
+def _turned_back(x: Tensor) -> Tensor:
+    """[out, R] as [R, out], contiguous; nothing but copied."""
+    if x.numel() < REORDERED_ELEMENTS:
+        return x.t().contiguous()
+    return x.to_mkldnn().transpose(0, 1).to_dense()
 
 
 def _works() -> bool:
@@ -134,13 +146,12 @@ def _works() -> bool:
 
 
 def by_cpu(model: nn.Module, haste: Haste | None = None) -> list[tuple[nn.Module, str, CpuLinear]]:
-    """(parent, name, stand-in) for every plain ``nn.Linear`` of ``model`` on a CPU that has one:
-    in fp32 by oneDNN, in bf16, where haste is possible at all, turned round."""
+    """(parent, name, stand-in) for every plain ``nn.Linear`` of ``model`` on a CPU that has one."""
     kinds: dict[torch.dtype, type[CpuLinear]] = {}
     with torch.inference_mode():
         if _works():
             kinds[torch.float32] = OneDnnLinear
-    if haste is not None and cpu_has("amx_bf16"):
+    if cpu_has("amx_bf16"):
         kinds[torch.bfloat16] = TurnedLinear
     return [
         (parent, name, kinds[child.weight.dtype](child, haste))
