@@ -39,8 +39,8 @@ MKL_ELEMENTS = 1 << 16, 1 << 20
 # every call: 43 linears of 131,000 to 4 million took 2.7, 2.9, 2.7, 2.8 and 3.1 ms at 1, 4, 8, 16,
 # 24 rows, turned 2.2, 2.5, 2.6, 2.8 and 3.4; a whole model of them gained 13, 9, 8, 5 and 1 %.
 TURNED_ROWS = 16
-# From so many elements on oneDNN turns a matrix more quickly: 1408 by 64, 512 by 512, 8192 by 64 and
-# 1408 by 512 took torch 44, 123, 306 and 453 us, by oneDNN 60, 100, 163 and 237.
+# From so many elements on oneDNN turns a matrix more quickly: 1408 by 64, 512 by 512, 8192 by 64
+# and 1408 by 512 took torch 44, 123, 306 and 453 us, by oneDNN 60, 100, 163 and 237.
 REORDERED_ELEMENTS = 1 << 18
 
 
