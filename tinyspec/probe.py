@@ -61,7 +61,7 @@ class DoctorReport:
             milliseconds, rate = f"{taken * 1e3:.2f}", f"{fact.rows / taken:.0f}"
             plan = self.plans.get(fact.rows, "-")
             broken = ", ".join(_short(name) for name in (*fact.broken_by, *fact.tiled))
-            canonical = ("in tiles" if fact.tiled else "yes") if fact.canonical else "no"
+            canonical = ("own way" if fact.tiled else "yes") if fact.canonical else "no"
             rows.append((mark + str(fact.rows), canonical, milliseconds, rate, plan, broken))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         aligned = (str.rjust, str.ljust, str.rjust, str.rjust, str.ljust, str.ljust)
@@ -77,7 +77,8 @@ class DoctorReport:
         notes = [f"* reference bucket; {canonical} of {total} buckets are canonical"]
         if facts.tiled:
             notes.append(
-                "in tiles: a canonical pass runs these linears in tiles of rows or its own way"
+                "own way: a canonical pass runs these linears in tiles of rows, or another way than "
+                "passes that need not be canonical"
             )
         names = dict.fromkeys(n for fact in facts.buckets for n in (*fact.broken_by, *fact.tiled))
         long = [name for name in names if _short(name) != name]
