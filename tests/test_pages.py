@@ -5,7 +5,10 @@ import random
 import pytest
 
 from tests.support.pages import unowned
+from tests.support.tiny import tiny
+from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.pages import LONGEST_RUN, PagePool
+from tinyspec.request import Sequence
 
 
 def check(pool, tables):
@@ -152,7 +155,7 @@ def test_a_page_put_aside_is_free():
     pool.grow(first, 1, most=4)
     assert (pool.num_held, pool.num_free) == (1, 5)
     pool.grow(second, 4)
-    assert (first, second) == ([1], [5, 4, 3, 2])
+    assert (first, second) == ([1], [5, 3, 4, 2])
     evicted = []
     pool.on_evict = evicted.append
     pool.grow(first, 2)
@@ -188,6 +191,24 @@ def test_runs_are_bounded():
     assert found == [0] and not scattered._aside
     scattered.grow(found, 2, most=4)
     assert found == [0, 4 * LONGEST_RUN - 3]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_an_engine_says_how_long_a_sequence_may_become(known, monkeypatch):
+    """Control: where it does not, pages of sequences that decode side by side lie in turns."""
+    if not known:
+        monkeypatch.setattr(Sequence, "most_tokens", 0)
+    config = EngineConfig(page_size=16, num_pages=64, max_sequences=8, prefix_cache=False)
+    runs = set()
+    with Engine(tiny(), config=config) as engine:
+        for prompt in ([5] * 10, [6] * 20, [7] * 30):
+            engine.add_request(prompt, SamplingParams(max_new_tokens=60, ignore_eos=True))
+        while engine.has_unfinished():
+            engine.step()
+            for sequence in engine._scheduler.running:
+                first = sequence.pages[0]
+                runs.add(sequence.pages == list(range(first, first + len(sequence.pages))))
+    assert runs == ({True} if known else {True, False})
 
 
 def test_pages_for():

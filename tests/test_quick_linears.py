@@ -89,6 +89,18 @@ def test_turned_round(shape, bias):
     assert (found.double() - exact).norm() <= 2**-7 * exact.norm()
 
 
+def test_many_rows_turned_back():
+    """From some size on by another operator: the same numbers at the same places."""
+    own = nn.Linear(64, 1024, dtype=torch.bfloat16)
+    linear = TurnedLinear(own)
+    x = torch.randn(1, 512, 64, dtype=torch.bfloat16)
+    assert linears.REORDERED_ELEMENTS <= 256 * 1024
+    with torch.no_grad():
+        found = linear(x)
+        plain = torch.mm(own.weight, x[0].t()).t() + own.bias
+    assert torch.equal(found[0], plain) and found.is_contiguous()
+
+
 @both
 def test_buckets_are_canonical_on_demand(quick, dtype):
     report = doctor(tiny("llama", dtype), EngineConfig(reference_rows=24, max_rows=64))

@@ -129,8 +129,11 @@ class TurnedLinear(CpuLinear):
 
 
 def _turned_back(x: Tensor) -> Tensor:
-    """[out, R] as [R, out], contiguous; nothing but copied."""
-    if x.numel() < REORDERED_ELEMENTS:
+    """[out, R] as [R, out], contiguous.
+
+    oneDNN also flushes subnormal numbers to zero, as its own product has done already.
+    """
+    if x.numel() < REORDERED_ELEMENTS or not torch.backends.mkldnn.enabled:
         return x.t().contiguous()
     return x.to_mkldnn().transpose(0, 1).to_dense()
 
@@ -151,7 +154,7 @@ def by_cpu(model: nn.Module, haste: Haste | None = None) -> list[tuple[nn.Module
     with torch.inference_mode():
         if _works():
             kinds[torch.float32] = OneDnnLinear
-    if cpu_has("amx_bf16"):
+    if cpu_has("amx_bf16") and torch.backends.mkldnn.is_available():
         kinds[torch.bfloat16] = TurnedLinear
     return [
         (parent, name, kinds[child.weight.dtype](child, haste))

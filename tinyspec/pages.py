@@ -89,7 +89,8 @@ class PagePool:
 
     def _next(self, pages: list[int], wanted: int) -> int:
         """The page put aside for ``pages``; else the first of a run of ``wanted``, the rest put
-        aside; else any."""
+        aside; else any that is free; else from what is put aside for another, half of it at most.
+        """
         last = pages[-1] if pages else -1
         if last in self._aside:
             return self._set_aside(last + 1, self._aside.pop(last) - 1)
@@ -100,8 +101,9 @@ class PagePool:
             return heapq.heappop(self._free)
         if self._aside:
             last, count = self._aside.popitem()
-            self._set_aside(last, count - 1)
-            return last + count
+            taken = min(wanted, -(-count // 2))
+            self._set_aside(last, count - taken)
+            return self._set_aside(last + 1 + count - taken, taken - 1)
         return self._evict()
 
     def _set_aside(self, page: int, count: int) -> int:

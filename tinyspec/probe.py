@@ -77,8 +77,8 @@ class DoctorReport:
         notes = [f"* reference bucket; {canonical} of {total} buckets are canonical"]
         if facts.tiled:
             notes.append(
-                "own way: a canonical pass runs these linears in tiles of rows, or another way than "
-                "passes that need not be canonical"
+                "own way: a canonical pass runs these linears in tiles of rows, or another way "
+                "than passes that need not be canonical"
             )
         names = dict.fromkeys(n for fact in facts.buckets for n in (*fact.broken_by, *fact.tiled))
         long = [name for name in names if _short(name) != name]

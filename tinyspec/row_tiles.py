@@ -59,10 +59,13 @@ class RowTiles:
                 tiles = plans[rows] = split_rows(rows, counts)
             if len(tiles) < 2:
                 return forward(x)
+            if x.numel() > rows * x.shape[-1]:
+                return torch.cat([forward(part) for part in x.split(tiles, dim=-2)], dim=-2)
             # Cut as [R, in]: a part of [1, R, in] torch multiplies as a batch where the weight asks
-            # for no gradient, which takes up to thirty times as long.
+            # for no gradient, which takes up to thirty times as long and has other bits.
             parts = x.reshape(rows, x.shape[-1]).split(tiles)
-            return torch.cat([forward(part[None]) for part in parts], dim=1)
+            out = torch.cat([forward(part[None]) for part in parts], dim=1)
+            return out.view(*x.shape[:-1], out.shape[-1])
 
         return run
 

@@ -160,6 +160,34 @@ def test_row_invariant(dtype, shape, scores):
                 assert torch.equal(out, whole[n][len(whole[n]) - rows :])
 
 
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("page_size", [16, 48, 128])
+def test_pages_of_others_are_not_read(page_size, exact):
+    """Not even masked, for their values may be NaN: neither behind a short sequence's last page,
+    where the table is filled up with zeros, nor between two sequences."""
+    lengths = (5, 300, 129)
+    needs = [-(-length // page_size) for length in lengths]
+    first = [1 + sum(needs[:n]) + n for n in range(len(needs))]
+    table = torch.zeros(len(lengths), max(needs), dtype=torch.int32)
+    caches = torch.full((2, 2 + sum(needs) + len(needs), page_size, 2, 64), torch.nan)
+    for row, page, need in zip(table, first, needs, strict=True):
+        row[:need] = torch.arange(page, page + need)
+        caches[:, page : page + need] = torch.randn(2, need, page_size, 2, 64)
+    q = torch.randn(3, 4, 64)
+    segments = Segments(
+        page_table=table,
+        cu_seqlens_q=torch.arange(4, dtype=torch.int32),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        page_size=page_size,
+        max_seqlen_q=1,
+        max_seqlen_k=300,
+        exact=exact,
+    )
+    assert twin.paged_attention(q, *caches, segments, scale=1 / 8).isfinite().all()
+    caches[:, first[1]] = torch.nan  # control: a page of its own
+    assert not twin.paged_attention(q, *caches, segments, scale=1 / 8).isfinite().all()
+
+
 @pytest.mark.parametrize(
     "bound", [{}, *({kind: n} for kind in ("window", "chunk") for n in (7, 128, 150))], ids=str
 )

@@ -153,7 +153,8 @@ def _plan(segments: Segments, sight: Sight, group: int) -> _Plan:
     even = _even(places, lengths, tables, size, sight)
     if even is not None:
         return _Plan(even, [], stretches)
-    blocks = [block for block in blocks_of(segments, sight) if block.row in set(places)]
+    single = set(places)
+    blocks = [block for block in blocks_of(segments, sight) if block.row in single]
     groups = groups_of(blocks, segments, sight, group, unit=1, least=1, whole=False)
     return _Plan(None, groups, stretches)
 

@@ -173,9 +173,12 @@ def _group(
             pairs, numbers = [pairs[n] for n in at], [numbers[n] for n in at]
             order = tiles - low
     else:
-        # Positions behind the sequence's last page repeat that page: masked, and finite.
+        # Positions behind the page of the block's last row repeat that page: masked, and finite.
+        # What the table has there may be anybody's.
         token = torch.tensor(numbers)[:, None] * TILE + torch.arange(TILE)
-        last = torch.tensor([len(blocks[b].pages) - 1 for b, _ in pairs])
+        last = torch.tensor(
+            [(blocks[b].position + blocks[b].rows - 1) // page_size for b, _ in pairs]
+        )
         table = torch.tensor([blocks[b].pages for b, _ in pairs])
         page = torch.minimum(token // page_size, last[:, None])
         tiles = table.gather(1, page) * page_size + token % page_size
