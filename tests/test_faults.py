@@ -159,6 +159,22 @@ def test_a_request_that_is_not_finite_fails_alone():
         assert bits(engine.generate([[5, 9, 11]], DETERMINISTIC)[0]) == expected
 
 
+@pytest.mark.parametrize("page_size", [16, 128])
+@pytest.mark.parametrize("long", [False, True])
+def test_a_long_request_that_is_not_finite_fails_alone(long, page_size):
+    """It has the first page, with which shorter rows of the page table are filled up."""
+    token, _ = unused_token()
+    config = EngineConfig(page_size=page_size, max_rows=256, reference_rows=16)
+    with Engine(tiny(), config=config) as engine:
+        expected = bits(engine.generate([[5, 9, 11]], DETERMINISTIC)[0])
+    with Engine(poisoned(token), config=config) as engine:
+        mixed = [[token] * (100 if long else 3), [5, 9, 11]]
+        outputs = engine.generate(mixed, DETERMINISTIC)
+        assert "finite" in outputs[0].completions[0].error
+        assert bits(outputs[1]) == expected
+        assert whole(engine)
+
+
 def test_a_poisonous_draft_is_survived():
     """A draft whose values are NaN spoils its tile; the verify runs again without drafts."""
     token, expected = unused_token()
