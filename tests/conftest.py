@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import tempfile
 
 # What probes find is kept under HF_HOME: the machine's is not used, nor is anything left there.
@@ -46,3 +47,11 @@ def two_threads():
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def sigint():
+    """SIGINT raises KeyboardInterrupt, also where the tests were started with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

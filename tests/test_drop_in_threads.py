@@ -123,15 +123,7 @@ def test_ctrl_c_in_a_streamer(at, deterministic):
         assert model.generate._engine._pool.num_held == 0
 
 
-@pytest.fixture
-def listening():
-    """Python's own handler, which a shell takes from what it starts in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-def test_ctrl_c_in_a_pass(listening):
+def test_ctrl_c_in_a_pass(sigint):
     """The signal itself, at a bad moment; whoever listened to it before does so again."""
 
     def interrupts(ids, scores):

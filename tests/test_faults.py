@@ -50,14 +50,6 @@ def test_control_a_lost_page_is_seen():
         assert not whole(engine)
 
 
-@pytest.fixture
-def sigint():
-    """SIGINT raises KeyboardInterrupt, also where the tests were started with it ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def test_interrupt_leaves_a_usable_engine(sigint):
     """Ctrl-C from outside, at any moment of a long generate."""
     with Engine(tiny()) as engine:

@@ -12,15 +12,7 @@ from tinyspec import Engine, SamplingParams
 from tinyspec.ambient import Ambient
 from tinyspec.interrupts import between_steps, deferred_interrupt
 
-
-@pytest.fixture(autouse=True)
-def pythons_handler():
-    """Of SIGINT, which whoever runs the tests in the background may have switched off."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
+pytestmark = pytest.mark.usefixtures("sigint")
 MATMUL = torch.backends.mkldnn.matmul
 
 

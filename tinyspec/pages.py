@@ -48,7 +48,6 @@ class PagePool:
         self.num_pages = min(self.num_pages, num_pages)
         self._owners = [0] * self.num_pages
         self._free = list(range(self.num_pages))
-        self._aside = {}
         self._fresh = []
 
     def kept(self) -> list[int]:

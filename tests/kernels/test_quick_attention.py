@@ -102,18 +102,23 @@ def test_who_takes_it(monkeypatch):
         assert all(exact == [canonical] * layers for canonical, exact in passes)
 
 
+def results_of(monkeypatch, name):
+    """What a function of quick attention returns from now on, call by call."""
+    found = []
+    function = getattr(quick_attention, name)
+
+    def note(*args):
+        found.append(function(*args))
+        return found[-1]
+
+    monkeypatch.setattr(quick_attention, name, note)
+    return found
+
+
 @pytest.fixture
 def even_plans(monkeypatch):
     """What was found of contexts at even distances, pass by pass."""
-    found = []
-    even = quick_attention._even
-
-    def note(*args):
-        found.append(even(*args))
-        return found[-1]
-
-    monkeypatch.setattr(quick_attention, "_even", note)
-    return found
+    return results_of(monkeypatch, "_even")
 
 
 def decode(dtype, lengths, pages, size, window=0, rows=()):
@@ -208,14 +213,7 @@ def test_beside_prompts(dtype, even_plans):
 
 def test_no_call_over_an_odd_number_of_keys(monkeypatch):
     """Beyond the context, as far as its pages go; what is behind them stays unread."""
-    seen = []
-    stretch = quick_attention._stretch
-
-    def note(*args):
-        seen.append(stretch(*args))
-        return seen[-1]
-
-    monkeypatch.setattr(quick_attention, "_stretch", note)
+    seen = results_of(monkeypatch, "_stretch")
     for size, length, rows, keys in (
         (128, 101, 101, 112),
         (128, 131, 31, 144),
