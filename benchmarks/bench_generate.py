@@ -3,10 +3,14 @@
 Both sides of a ratio run in turns in one process, and the ratio is that of their medians. Before
 anything is timed in fp32, both must give the same tokens. Everything is included on both sides:
 prompts, planning, sampling, lists in and lists out; neither keeps a prompt for the next round. What
-``deterministic=True`` costs is measured by ``bench_share.py``. Run with
+``deterministic=True`` costs is measured by ``bench_share.py``. What one workload leaves on the heap
+moves another's times by up to a half, so each has a process of its own:
 
-    pytest benchmarks/bench_generate.py --benchmark-enable --benchmark-json=FILE
-    python benchmarks/render.py FILE
+    for run in equal-{1,4,16,64}:9 long:7 ragged:2; do
+        pytest benchmarks/bench_generate.py -k "${run%:*}-" --rounds "${run#*:}" \\
+            --benchmark-enable --benchmark-json="${run%:*}.json"
+    done
+    python benchmarks/render.py {equal-*,long,ragged}.json
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python benchmarks/render.py results/*.json [--plots FOLDER] [--scrub]
 
-Reads what `probe.py --json` and `pytest --benchmark-json` save. Knows the two formats, and
-measures nothing.
+Reads what `probe.py --json` and `pytest --benchmark-json` save; benchmarks of one group share a
+table, whichever files they are in. Knows the two formats, and measures nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LLM_42 = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print every file's tables."""
+    """Print the tables of all files."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -34,14 +34,19 @@ def main(arguments: list[str] | None = None) -> int:
         "--scrub", action="store_true", help="take the host's name out of the files"
     )
     options = parser.parse_args(arguments)
+    benchmarks: list[dict[str, Any]] = []
     for path in options.files:
         report = json.loads(path.read_text())
         if options.scrub and report.get("machine_info", {}).pop("node", None):
             path.write_text(json.dumps(report, indent=1) + "\n")
-        print(probe_table(report) if "environment" in report else benchmark_table(report))
+        if "environment" in report:
+            print(probe_table(report))
+        benchmarks += report.get("benchmarks", [])
         if options.plots and "benchmarks" in report:
             options.plots.mkdir(parents=True, exist_ok=True)
             plot(report, options.plots / f"{path.stem}.png")
+    if benchmarks:
+        print(benchmark_table(benchmarks))
     return 0
 
 
@@ -182,10 +187,10 @@ def _attention_row(check: dict[str, Any]) -> list[str]:
     return [check["kernel"], check["varies"], result, moved]
 
 
-def benchmark_table(report: dict[str, Any]) -> str:
+def benchmark_table(benchmarks: Iterable[dict[str, Any]]) -> str:
     """One table a group: median, spread, and what the benchmark put into `extra_info`."""
     groups: dict[str, list[dict[str, Any]]] = {}
-    for benchmark in report["benchmarks"]:
+    for benchmark in benchmarks:
         groups.setdefault(benchmark["group"] or "benchmarks", []).append(benchmark)
     parts = []
     for group, members in groups.items():

@@ -145,6 +145,7 @@ def test_facts_as_json():
         alternatives=(Alternative((4, 16), 2),),
         kernel_linears=("a.b",),
         tiles={"a.b": (4, 8)},
+        straight={"a.c": (8, 16)},
     )
     assert Facts.from_dict(json.loads(json.dumps(facts.to_dict()))) == facts
     fact_cache.store("key", facts)

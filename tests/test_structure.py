@@ -44,7 +44,7 @@ LAYERS = (
     ("passes", "intake", "prefix_cache", "outbox", "stream", "hf_rows", "hf_streamers"),
     ("batch", "residents", "hf_settings"),
     ("runner", "scheduler", "hf_prepare"),
-    ("commit", "model_probe", "hf_call", "rehearsal"),
+    ("commit", "model_probe", "linear_probe", "hf_call", "rehearsal"),
     ("bucket_probe",),
     ("loop", "contract"),
     ("desk",),

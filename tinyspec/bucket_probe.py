@@ -1,7 +1,7 @@
 """Which buckets are canonical for a patched model on this device, and what a pass in each costs.
 
-Every distinct linear and every element-wise module by itself, attention, then the model end to end:
-a bucket is canonical only if none of them tells it from the reference bucket. Knows models and
+Beside the linears every element-wise module by itself, attention, then the model end to end: a
+bucket is canonical only if none of them tells it from the reference bucket. Knows models and
 passes, not requests.
 """
 
@@ -9,20 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tinyspec.bucket_classes import BucketClasses, bucket_classes, probe_pool
+from tinyspec.bucket_classes import BucketClasses, probe_pool
 from tinyspec.config import EngineConfig
 from tinyspec.experts import by_kernel_alone, row_functions, served
 from tinyspec.facts import Alternative, BucketFact, Facts, Unsound
-from tinyspec.invariance import distinct_linears, linear_kinds, linear_shape, linear_weight
+from tinyspec.invariance import linear_shape
 from tinyspec.kv_cache import KVCache
-from tinyspec.linears import is_plain
+from tinyspec.linear_probe import classes_of, find_straight, find_tiles, run_in_tiles
+from tinyspec.linears import CpuLinear
 from tinyspec.model_probe import ModelProbe
 from tinyspec.routing_probe import TOKEN_SETS, Matmuls, routed
 from tinyspec.row_tiles import split_rows
@@ -34,9 +34,6 @@ REFERENCE_TURNS, TURNS, LARGE_TURNS = 8, 2, 1
 LARGE = 1  # times the reference bucket
 # Small buckets get passes for about so many rows.
 LEAST_ROWS = 4
-
-# Where subclasses of nn.Linear are defined that call its forward.
-ROUTERS = "transformers.models."
 
 
 @dataclass(frozen=True)
@@ -50,33 +47,6 @@ class _Op:
     weight: Tensor | None = None
 
 
-def probe_linears(runner: Runner) -> list[BucketClasses]:
-    """Every distinct linear of the model, the unembedding included, by itself."""
-    found = []
-    for name, module in distinct_linears(runner.model).items():
-        shape, weight = linear_shape(module), linear_weight(module)
-        assert shape is not None
-        dtype = runner.model.dtype if weight is None else weight.dtype
-        pool = probe_pool(shape[0], dtype, runner.device, weight)
-        # A router that is a linear does more with its logits; here the matmul alone is meant.
-        if isinstance(module, nn.Linear) and type(module).__module__.startswith(ROUTERS):
-            found.append(_classes(runner, partial(nn.Linear.forward, module), pool, name))
-        else:
-            found.append(_classes(runner, module, pool, name))
-    return found
-
-
-def _classes(
-    runner: Runner, fn: Callable[[Tensor], Tensor], pool: Tensor, name: str, search: bool = False
-) -> BucketClasses:
-    sizes, reference = runner.buckets.sizes, runner.buckets.reference
-
-    def rows_alone(rows: Tensor) -> Tensor:
-        return fn(rows[None])[0]  # as in the model: [1, R, ...]
-
-    return bucket_classes(rows_alone, pool, sizes, reference, name, search)
-
-
 def _probe_ops(runner: Runner, ops: dict[str, _Op]) -> list[BucketClasses]:
     found = []
     for name, op in ops.items():
@@ -85,7 +55,7 @@ def _probe_ops(runner: Runner, ops: dict[str, _Op]) -> list[BucketClasses]:
         def shaped(rows: Tensor, op: _Op = op) -> Tensor:
             return op.module(rows.view(*rows.shape[:2], *op.shape))
 
-        found.append(_classes(runner, shaped, pool, name, search=op.weight is None))
+        found.append(classes_of(runner, shaped, pool, name, search=op.weight is None))
     return found
 
 
@@ -141,7 +111,7 @@ def _probe_routing(
 def probe_buckets(runner: Runner, linears: list[BucketClasses], config: EngineConfig) -> Facts:
     """Everything else, and what follows from all of it; ``linears`` from ``probe_linears``."""
     buckets = runner.buckets
-    tiles = _tiles(runner, linears)
+    tiles = find_tiles(runner, linears)
     run_in_tiles(runner, tiles)
     probe = ModelProbe(runner, config, buckets.sizes[-1])
     with runner.scratch(probe.num_pages) as cache:
@@ -182,18 +152,14 @@ def probe_buckets(runner: Runner, linears: list[BucketClasses], config: EngineCo
         facts = [replace(fact, canonical=False) for fact in facts]
     canonical = sum(fact.canonical for fact in facts)
     alternatives = _alternatives(classes, buckets.sizes, buckets.reference, canonical)
-    return Facts(buckets.reference, tuple(facts), tuple(unsound), tuple(alternatives), tiles=tiles)
-
-
-def _tiles(runner: Runner, linears: list[BucketClasses]) -> dict[str, tuple[int, ...]]:
-    """Kinds of plain linears that tell some buckets from the reference one, and the buckets that
-    they do not."""
-    found = {}
-    for c in linears:
-        counts = tuple(rows for rows in runner.buckets.sizes if c.canonical(rows))
-        if counts and len(counts) < len(c.labels) and is_plain(runner.model.get_submodule(c.name)):
-            found[c.name] = counts
-    return found
+    return Facts(
+        buckets.reference,
+        tuple(facts),
+        tuple(unsound),
+        tuple(alternatives),
+        tiles=tiles,
+        straight=find_straight(runner),
+    )
 
 
 def _quick(runner: Runner, linears: list[BucketClasses]) -> dict[int, list[str]]:
@@ -204,7 +170,7 @@ def _quick(runner: Runner, linears: list[BucketClasses]) -> dict[int, list[str]]
     for c in linears:
         module = runner.model.get_submodule(c.name)
         for rows in runner.buckets.sizes:
-            if rows in getattr(module, "quick_rows", ()):
+            if isinstance(module, CpuLinear) and module.hastens(rows):
                 found.setdefault(rows, []).append(c.name)
     return found
 
@@ -216,14 +182,6 @@ def _without_tiles(rows: int, names: list[str], tiles: dict[str, tuple[int, ...]
     """
     stuck = [name for name in names if not split_rows(rows, tiles.get(name, ()))]
     return names if stuck else []
-
-
-def run_in_tiles(runner: Runner, tiles: dict[str, tuple[int, ...]]) -> None:
-    """Let linears run in tiles of rows in canonical passes; ``tiles`` as in ``Facts``."""
-    kinds = linear_kinds(runner.model)
-    for name, counts in tiles.items():
-        modules = [runner.model.get_submodule(other) for other in kinds[name]]
-        runner.tiles.bind([module for module in modules if is_plain(module)], counts)
 
 
 def warm_up(runner: Runner, config: EngineConfig) -> None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from tinyspec import fact_cache, kernels
 from tinyspec.ambient import refuse_tunable_op
 from tinyspec.bucket_classes import BucketClasses
-from tinyspec.bucket_probe import probe_buckets, probe_linears, run_in_tiles, warm_up
+from tinyspec.bucket_probe import probe_buckets, warm_up
 from tinyspec.buckets import Buckets
 from tinyspec.config import EngineConfig
 from tinyspec.errors import DeterminismError
@@ -32,6 +32,7 @@ from tinyspec.fingerprint import (
     weight_state,
 )
 from tinyspec.invariance import linear_kinds
+from tinyspec.linear_probe import probe_linears, run_in_tiles, run_straight
 from tinyspec.linears import by_kernel
 from tinyspec.packed import settle, unprovable
 from tinyspec.patch import patched_of
@@ -184,6 +185,7 @@ class Contract:
         if facts is not None and facts.sizes == buckets.sizes:
             self._serve_by_kernel(facts.kernel_linears)
             run_in_tiles(self._runner, facts.tiles)
+            run_straight(self._runner, facts.straight)
             with self._runner.ambient():
                 warm_up(self._runner, self._config)
             return facts
@@ -222,6 +224,7 @@ class Contract:
     def _take_back(self) -> None:
         """Undo what the proof did to the modules: the linear kernel, and tiles."""
         self._runner.tiles.unbind()
+        run_straight(self._runner, {})
         self._patched.undo(self._swaps)
         self._relist()
 

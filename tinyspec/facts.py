@@ -53,7 +53,8 @@ class Alternative:
 class Facts:
     """Everything found for one model on one device. kernel_linears: served by the linear kernel
     because without it the reference bucket would be unsound. tiles: name of a kind of linears, and
-    the row counts that they may run in tiles of."""
+    the row counts that they may run in tiles of. straight: the same, and the row counts at which
+    turned linears need not turn."""
 
     reference: int
     buckets: tuple[BucketFact, ...]
@@ -61,6 +62,7 @@ class Facts:
     alternatives: tuple[Alternative, ...] = ()
     kernel_linears: tuple[str, ...] = ()
     tiles: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    straight: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def sizes(self) -> list[int]:
@@ -108,5 +110,10 @@ class Facts:
                 for entry in found["alternatives"]
             ),
             kernel_linears=tuple(map(str, found["kernel_linears"])),
-            tiles={str(name): tuple(map(int, n)) for name, n in found["tiles"].items()},
+            tiles=_counts(found["tiles"]),
+            straight=_counts(found["straight"]),
         )
+
+
+def _counts(found: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {str(name): tuple(map(int, counts)) for name, counts in found.items()}

@@ -4,9 +4,10 @@ oneDNN is for fp32 on a CPU, where it is faster than torch's default. The operat
 what inductor emits), so it is looked for and compared before use; where it is missing or disagrees,
 linears stay as they are. In bf16 on a CPU with AMX the product is turned round, weight by rows: the
 bits of a row then hardly depend on how many there are, while torch's default cuts its sums by their
-number. In a pass that need not be canonical torch's default is used where it is quicker: in fp32 on
-an Intel CPU for few rows (MKL), in bf16 for many. The kernel is for a device whose BLAS has no
-usable canonical bucket: its rows do not depend on the number of rows.
+number. Where both are found alike, the quicker serves. In a pass that need not be canonical torch's
+default is used where it is quicker: in fp32 on an Intel CPU for few rows (MKL), in bf16 for many.
+The kernel is for a device whose BLAS has no usable canonical bucket: its rows do not depend on the
+number of rows.
 
 Either has bits of its own: which linears it serves is part of the fingerprint. Knows modules, and
 nothing of which bucket is canonical.
@@ -90,6 +91,10 @@ class CpuLinear(nn.Module):
             return self.quick(x)
         return self.steady(x)
 
+    def hastens(self, rows: int) -> bool:
+        """Whether ``rows`` rows go another way in haste."""
+        return rows in self.quick_rows
+
     def steady(self, x: Tensor) -> Tensor:
         """The way of every canonical pass."""
         raise NotImplementedError
@@ -112,20 +117,37 @@ class OneDnnLinear(CpuLinear):
 
 
 class TurnedLinear(CpuLinear):
-    """bf16: by the weight times the rows as columns."""
+    """bf16: by the weight times the rows as columns.
+
+    straight: the row counts that go by rows times the weight all the same, as there it is quicker
+    and was found to have the same bits.
+    """
 
     quick_rows = range(TURNED_ROWS + 1, sys.maxsize)
+    straight: Collection[int] = ()
+
+    def hastens(self, rows: int) -> bool:
+        same = rows in self.straight and self.bias is None
+        return super().hastens(rows) and not same
 
     def steady(self, x: Tensor) -> Tensor:
-        """By the turned product, and turned back: not all that follows takes columns."""
-        columns = x.reshape(-1, self.in_features).t()
-        if columns.shape[1] == 1:
-            out = torch.mv(self.weight, columns[:, 0])
-        else:
-            out = _turned_back(torch.mm(self.weight, columns))
+        """By the turned product, or what has its bits."""
+        rows = x.reshape(-1, self.in_features)
+        out = self.by_rows(rows) if len(rows) in self.straight else self.by_columns(rows)
         if self.bias is not None:
             out += self.bias
         return out.view(*x.shape[:-1], self.out_features)
+
+    def by_columns(self, rows: Tensor) -> Tensor:
+        """[R, in] -> [R, out], without the bias; turned back, as not all that follows takes
+        columns."""
+        if len(rows) == 1:
+            return torch.mv(self.weight, rows[0])[None]
+        return _turned_back(torch.mm(self.weight, rows.t()))
+
+    def by_rows(self, rows: Tensor) -> Tensor:
+        """[R, in] -> [R, out], without the bias; bits as of ``by_columns`` where probed."""
+        return torch.mm(rows, self.weight.t())
 
 
 def _turned_back(x: Tensor) -> Tensor:

@@ -1,0 +1,136 @@
+"""Turned linears run straight in canonical passes only where a probe finds the same bits.
+
+``alike`` makes turning unnecessary at multiples of 32 rows and at no other count; fp64 sums, so
+that nothing else decides the bits.
+"""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.mixes import bits, crowd, needles, solo
+from tests.support.tiny import tiny
+from tinyspec import Engine, EngineConfig, doctor, fact_cache, linears
+from tinyspec.linear_probe import find_straight, run_straight
+from tinyspec.linears import Haste, TurnedLinear
+
+CONFIG = EngineConfig(reference_rows=16, max_rows=64, max_sequences=40)
+DTYPE = torch.bfloat16
+
+
+def product(linear, rows, cuts=1):
+    """[R, in] -> [R, out]; in ``cuts`` parts, each rounded."""
+    parts = zip(rows.double().chunk(cuts, 1), linear.weight.double().chunk(cuts, 1), strict=True)
+    return sum((part @ weight.T).to(rows.dtype) for part, weight in parts)
+
+
+@pytest.fixture
+def alike(monkeypatch):
+    """The row counts at which something ran straight."""
+    calls = []
+
+    def by_rows(linear, rows):
+        calls.append(len(rows))
+        return product(linear, rows, 1 if len(rows) % 32 == 0 else 2)
+
+    monkeypatch.setattr(TurnedLinear, "by_columns", product)
+    monkeypatch.setattr(TurnedLinear, "by_rows", by_rows)
+    monkeypatch.setattr(linears, "cpu_has", lambda name: True)
+    monkeypatch.setattr(fact_cache, "load", lambda key: None)
+    monkeypatch.setattr(fact_cache, "store", lambda key, facts: None)
+    return calls
+
+
+def straight_of(model):
+    return {tuple(m.straight) for m in model.modules() if isinstance(m, TurnedLinear)}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_only_at_the_row_counts_that_are_alike(alike, bias):
+    own = nn.Linear(96, 40, bias, dtype=DTYPE)
+    haste = Haste()
+    linear = TurnedLinear(own, haste)
+    linear.straight = (32, 64)
+    x = torch.randn(1, 64, 96, dtype=DTYPE)
+    with torch.no_grad():
+        turned = TurnedLinear(own)(x)
+        for rows in (1, 16, 31, 32, 48, 64):
+            del alike[:]
+            found = linear(x[:, :rows])
+            assert alike == [rows] * (rows in (32, 64))
+            assert torch.equal(found, turned[:, :rows])
+    # In haste 48 rows go another way, and 32 do unless that is the same one.
+    assert linear.hastens(48) and linear.hastens(32) == bias and not linear.hastens(8)
+
+
+def test_the_probe_finds_them(alike):
+    with Engine(tiny("llama", DTYPE), config=CONFIG) as engine:
+        assert straight_of(engine.model) == {()}
+        facts = engine.contract.examine()
+        assert facts.canonical == facts.sizes and facts.sizes[-1] == 64
+        assert set(facts.straight.values()) == {(32, 64)}
+        assert straight_of(engine.model) == {(32, 64)}
+        for fact in facts.buckets:
+            assert bool(fact.tiled) == (fact.rows > 16 and fact.rows not in (32, 64))
+
+
+def test_bits_are_those_of_turned_linears(alike, monkeypatch):
+    """Control: run straight where they are not alike, requests have other bits."""
+    model = tiny("llama", DTYPE)
+    requests = [*needles(), *crowd(random.Random(0), 20)]
+
+    def found(engine):
+        outputs = engine.generate([p for p, _ in requests], [s for _, s in requests])
+        return [bits(output) for output in outputs][: len(needles())]
+
+    with Engine(model, config=CONFIG) as engine:
+        alone = [bits(solo(engine, needle)) for needle in needles()]
+        engine.release()
+        del alike[:]
+        assert found(engine) == alone
+        assert {32, 64} & set(alike), "canonical passes ran straight"
+        run_straight(engine._runner, dict.fromkeys(find_straight(engine._runner), range(17, 65)))
+        engine.release()
+        assert found(engine) != alone
+        run_straight(engine._runner, {})
+        engine.release()
+        del alike[:]
+        assert found(engine) == alone
+        assert not alike
+
+
+def test_facts_on_disk_say_where(alike, monkeypatch):
+    kept = {}
+    monkeypatch.setattr(fact_cache, "store", kept.__setitem__)
+    monkeypatch.setattr(fact_cache, "load", kept.get)
+    for _ in range(2):
+        with Engine(tiny("llama", DTYPE), config=CONFIG) as engine:
+            engine.contract.prove()
+            assert straight_of(engine.model) == {(32, 64)}
+    assert len(kept) == 1
+
+
+def test_without_a_proof_none(alike, monkeypatch):
+    """What a proof says is taken back where it turns out unsound."""
+    model = tiny("llama", DTYPE)
+    with Engine(model, config=replace(CONFIG, linear="never")) as engine:
+        engine.contract.prove()
+        # Here a row's place matters.
+        monkeypatch.setattr(
+            TurnedLinear,
+            "by_columns",
+            lambda linear, rows: product(linear, rows) * torch.arange(1, len(rows) + 1)[:, None],
+        )
+        assert engine.contract.examine(fresh=True).unsound
+        assert straight_of(model) == {()}
+
+
+def test_doctor_by_this_machine():
+    """Wherever it finds any, the buckets are canonical end to end."""
+    report = doctor(tiny("llama", DTYPE), CONFIG, fresh=True)
+    assert report
+    for counts in report.facts.straight.values():
+        assert set(counts) <= set(report.facts.sizes)

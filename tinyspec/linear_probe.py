@@ -1,0 +1,115 @@
+"""Every distinct linear of a patched model by itself, in every bucket, and how it may run there.
+
+A linear whose bits change with the number of rows runs in tiles of those that agree; one that knows
+a quicker way runs it in the buckets where that has the same bits. Knows a model's linears, not its
+passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from functools import partial
+
+from torch import Tensor, nn
+
+from tinyspec.bucket_classes import BucketClasses, bucket_classes, probe_pool
+from tinyspec.invariance import distinct_linears, linear_kinds, linear_shape, linear_weight
+from tinyspec.linears import TurnedLinear, is_plain
+from tinyspec.runner import Runner
+
+# Where subclasses of nn.Linear are defined that call its forward.
+ROUTERS = "transformers.models."
+Counts = dict[str, tuple[int, ...]]
+
+
+def probe_linears(runner: Runner) -> list[BucketClasses]:
+    """Every distinct linear of the model, the unembedding included, by itself; from here on those
+    that can run straight where they were found to."""
+    run_straight(runner, {})
+    found = []
+    for name, module in distinct_linears(runner.model).items():
+        shape, weight = linear_shape(module), linear_weight(module)
+        assert shape is not None
+        dtype = runner.model.dtype if weight is None else weight.dtype
+        pool = probe_pool(shape[0], dtype, runner.device, weight)
+        if isinstance(module, TurnedLinear):
+            found.append(_turned(runner, module, pool, name))
+        # A router that is a linear does more with its logits; here the matmul alone is meant.
+        elif isinstance(module, nn.Linear) and type(module).__module__.startswith(ROUTERS):
+            found.append(classes_of(runner, partial(nn.Linear.forward, module), pool, name))
+        else:
+            found.append(classes_of(runner, module, pool, name))
+    return found
+
+
+def classes_of(
+    runner: Runner,
+    fn: Callable[[Tensor], Tensor],
+    pool: Tensor,
+    name: str,
+    search: bool = False,
+    sizes: Collection[int] | None = None,
+) -> BucketClasses:
+    """``bucket_classes`` of a function of [1, R, ...] in the engine's buckets, or those of
+    ``sizes``."""
+    sizes = runner.buckets.sizes if sizes is None else sizes
+
+    def rows_alone(rows: Tensor) -> Tensor:
+        return fn(rows[None])[0]  # as in the model: [1, R, ...]
+
+    return bucket_classes(rows_alone, pool, sizes, runner.buckets.reference, name, search)
+
+
+def _turned(runner: Runner, module: TurnedLinear, pool: Tensor, name: str) -> BucketClasses:
+    """The classes of ``module``, which then runs straight, with all of its kind, wherever that
+    has the bits of the reference bucket and is quicker."""
+    reference = runner.buckets.reference
+
+    def straight(x: Tensor) -> Tensor:
+        way = module.by_columns if x.shape[1] == reference else module.by_rows
+        return way(x[0])[None]
+
+    quick = [n for n in runner.buckets.sizes if n in module.quick_rows and n != reference]
+    alike = classes_of(runner, straight, pool, name, sizes=[reference, *quick])
+    counts = tuple(n for n in quick if alike.canonical(n))
+    rest = [n for n in runner.buckets.sizes if n not in counts]
+    found = classes_of(runner, module, pool, name, sizes=rest)
+    run_straight(runner, find_straight(runner) | {name: counts})
+    same: dict[int, int | None] = dict.fromkeys(counts, found.labels[reference])
+    return replace(found, labels=found.labels | same)
+
+
+def find_straight(runner: Runner) -> Counts:
+    """Kinds of linears that run straight, and the buckets that they do it in."""
+    modules = distinct_linears(runner.model).items()
+    turned = {name: m for name, m in modules if isinstance(m, TurnedLinear)}
+    return {name: tuple(m.straight) for name, m in turned.items() if m.straight}
+
+
+def run_straight(runner: Runner, straight: Mapping[str, Collection[int]]) -> None:
+    """Let turned linears run straight where ``straight`` says, as in ``Facts``, and no others."""
+    for first, names in linear_kinds(runner.model).items():
+        for name in names:
+            module = runner.model.get_submodule(name)
+            if isinstance(module, TurnedLinear):
+                module.straight = straight.get(first, ())
+
+
+def find_tiles(runner: Runner, linears: list[BucketClasses]) -> Counts:
+    """Kinds of plain linears that tell some buckets from the reference one, and the buckets that
+    they do not."""
+    found = {}
+    for c in linears:
+        counts = tuple(rows for rows in runner.buckets.sizes if c.canonical(rows))
+        if counts and len(counts) < len(c.labels) and is_plain(runner.model.get_submodule(c.name)):
+            found[c.name] = counts
+    return found
+
+
+def run_in_tiles(runner: Runner, tiles: Mapping[str, Collection[int]]) -> None:
+    """Let linears run in tiles of rows in canonical passes; ``tiles`` as in ``Facts``."""
+    kinds = linear_kinds(runner.model)
+    for name, counts in tiles.items():
+        modules = [runner.model.get_submodule(other) for other in kinds[name]]
+        runner.tiles.bind([module for module in modules if is_plain(module)], counts)
