@@ -12,8 +12,7 @@ from tests.support.mixes import bits
 from tests.support.sensitive import PositionSensitiveLinear, ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import prompts, tiny
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams, contract, fact_cache
-from tinyspec.bucket_probe import _between
-from tinyspec.buckets import Buckets
+from tinyspec.buckets import Buckets, between
 from tinyspec.facts import Alternative, BucketFact, Facts, Unsound
 from tinyspec.fingerprint import adapter_state, checksum
 from tinyspec.kernels import twins
@@ -429,8 +428,8 @@ def test_checksum(dtype, size):
 
 def test_costs_between_those_measured():
     cost = {4: 1.0, 8: 3.0, 32: 6.0}
-    found = [_between(cost, rows) for rows in (1, 4, 6, 8, 20, 32, 40)]
-    assert found == [1.0, 1.0, 2.0, 3.0, 4.5, 6.0, 6.0]
+    found = [between(cost, rows) for rows in (1, 4, 6, 8, 20, 32, 40)]
+    assert found == [1.0, 1.0, 2.0, 3.0, 4.5, 6.0, 7.5]
 
 
 def learnt(canonical, seconds):

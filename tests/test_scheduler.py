@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from tinyspec.buckets import Buckets
+from tinyspec.buckets import Buckets, row_counts
 from tinyspec.config import EngineConfig
 from tinyspec.pages import PagePool
 from tinyspec.params import SamplingParams
@@ -327,7 +327,7 @@ def test_buckets(most, reference):
 @pytest.mark.parametrize("max_rows, reference, most", [(2048, 32, 512), (100, 40, 40), (64, 8, 9)])
 def test_buckets_that_are_not_probed(max_rows, reference, most):
     """They hold what a fast pass does, and are never canonical."""
-    buckets = Buckets(max_rows, reference, most)
+    buckets = Buckets(max_rows, reference, row_counts(most))
     assert buckets.sizes[-1] == most and buckets.largest == max_rows
     buckets.learn(buckets.sizes, {})
     assert buckets.canonical == buckets.sizes
@@ -341,15 +341,26 @@ def test_buckets_that_are_not_probed(max_rows, reference, most):
 
 def test_rows_that_are_probed():
     for config, cpu, gpu in (
-        (EngineConfig(), 512, 2048),
-        (EngineConfig(max_rows=64, reference_rows=16), 64, 64),
-        (EngineConfig(reference_rows=600), 600, 2048),
-        (EngineConfig(max_sequences=700), 700, 2048),
+        (EngineConfig(), [*row_counts(512), 1024], row_counts(2048)),
+        (EngineConfig(max_rows=1000), row_counts(512), row_counts(1000)),
+        (EngineConfig(max_rows=64, reference_rows=16), row_counts(64), row_counts(64)),
+        (EngineConfig(reference_rows=600), row_counts(600), row_counts(2048)),
+        (EngineConfig(max_sequences=700), row_counts(700), row_counts(2048)),
     ):
-        for device, most in (("cpu", cpu), ("cuda", gpu)):
+        for device, counts in (("cpu", cpu), ("cuda", gpu)):
             found = config.resolve(device_type=device, model_positions=512)
-            probed = found.probed_rows(device)
-            assert Buckets(found.max_rows, found.reference_rows, probed).sizes[-1] == most
+            assert found.probed_rows(device) == counts
+            buckets = Buckets(found.max_rows, found.reference_rows, counts)
+            assert {found.reference_rows, *counts} == set(buckets.sizes)
+
+
+def test_seconds_of_buckets_that_were_not_measured():
+    """In proportion, so that the choice between padding and drafting does not jump there."""
+    buckets = Buckets(2048, 32, [*row_counts(512), 1024])
+    assert buckets.seconds(640) == 640
+    buckets.learn(buckets.sizes, {rows: 2.0 + rows for rows in buckets.sizes})
+    assert [buckets.seconds(rows) for rows in (1, 512, 640, 1024)] == [3, 514, 642, 1026]
+    assert buckets.seconds(2048) == 2 * 1026
 
 
 @pytest.mark.parametrize("verify", ["auto", "always", "padded"])

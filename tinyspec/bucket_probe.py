@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tinyspec.bucket_classes import BucketClasses, probe_pool
+from tinyspec.buckets import between
 from tinyspec.config import EngineConfig
 from tinyspec.experts import by_kernel_alone, row_functions, served
 from tinyspec.facts import Alternative, BucketFact, Facts, Unsound
@@ -146,7 +147,7 @@ def probe_buckets(runner: Runner, linears: list[BucketClasses], config: EngineCo
             if rows == buckets.reference:
                 why = f"{MODEL}: at {rows} rows {run.wrong} depend on a row's index or neighbours"
                 unsound.append(Unsound(MODEL, why))
-        names, seconds = tuple(broken[rows]), _between(cost, rows)
+        names, seconds = tuple(broken[rows]), between(cost, rows)
         facts.append(BucketFact(rows, not names, names, seconds, run.seconds, tiled[rows]))
     if unsound:
         facts = [replace(fact, canonical=False) for fact in facts]
@@ -228,14 +229,6 @@ def _take_turns(probe: ModelProbe, runs: list[_Run]) -> None:
                 seconds, wrong = probe.run(run.rows, turn, not run.fast, run.compare)
                 run.times.append(seconds)
                 run.wrong = run.wrong or wrong
-
-
-def _between(cost: dict[int, float], rows: int) -> float:
-    """Seconds of ``rows`` rows, in proportion between the nearest measured."""
-    low = max((size for size in cost if size <= rows), default=min(cost))
-    high = min((size for size in cost if size >= rows), default=low)
-    share = (rows - low) / (high - low) if high > low else 0.0
-    return cost[low] + share * (cost[high] - cost[low])
 
 
 def _alternatives(

@@ -15,18 +15,27 @@ def row_counts(most: int) -> list[int]:
     return [c for c in counts if c < most] + [most]
 
 
+def between(cost: Mapping[int, float], rows: int) -> float:
+    """Seconds of ``rows`` rows, in proportion between the nearest of ``cost``; of more than any
+    there, in proportion to the rows."""
+    low = max((size for size in cost if size <= rows), default=min(cost))
+    high = min((size for size in cost if size >= rows), default=None)
+    if high is None:
+        return cost[low] * rows / low
+    share = (rows - low) / (high - low) if high > low else 0.0
+    return cost[low] + share * (cost[high] - cost[low])
+
+
 class Buckets:
     """Buckets up to ``max_rows``; ``reference`` is one of them and defines canonical results.
 
-    sizes: those up to ``most`` (all), which are probed. Which of them are canonical, and what a
-    pass in each costs, is unknown until ``learn``: before that no pass is canonical. Larger ones
-    never are.
+    sizes: those that are ``probed`` (all). Which of them are canonical, and what a pass in each
+    costs, is unknown until ``learn``: before that no pass is canonical. The others never are.
     """
 
-    def __init__(self, max_rows: int, reference: int, most: int | None = None):
-        most = max_rows if most is None else min(most, max_rows)
-        assert reference <= most
-        self.sizes = sorted({*row_counts(most), reference})
+    def __init__(self, max_rows: int, reference: int, probed: Iterable[int] | None = None):
+        self.sizes = sorted({*(row_counts(max_rows) if probed is None else probed), reference})
+        assert self.sizes[-1] <= max_rows
         self._all = sorted({*self.sizes, *row_counts(max_rows)})
         self.reference = reference
         self.canonical: list[int] = []
@@ -94,7 +103,7 @@ class Buckets:
 
     def seconds(self, bucket: int) -> float:
         """What a pass in ``bucket`` costs; where nothing was measured, its rows count."""
-        return self._seconds.get(bucket, float(bucket))
+        return between(self._seconds, bucket) if self._seconds else float(bucket)
 
     def canonical_seconds(self, bucket: int) -> float:
         """What a canonical pass in ``bucket`` costs, tiles and all."""

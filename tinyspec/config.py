@@ -8,14 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tinyspec.buckets import row_counts
 from tinyspec.errors import refuse
 
 VERIFY = ("auto", "direct", "padded", "always")
 LINEAR = ("auto", "always", "never")
 BACKENDS = ("auto", "triton", "torch")
 MAX_PAGE_SIZE = 1024
-# Larger passes are not probed on a CPU, where that would take longer than they gain.
-CPU_PROBED_ROWS = 512
+# On a CPU passes of more rows are probed by doublings only, and larger ones still not at all: that
+# would take longer than they gain.
+CPU_PROBED_ROWS, CPU_MOST_PROBED_ROWS = 512, 1024
 
 
 def _power_of_two(value: object) -> bool:
@@ -27,7 +29,7 @@ class EngineConfig:
     """Settings of an engine. None means: by device kind, or by what the model allows.
 
     reference_rows: row count of the reference bucket (CPU 32, GPU 128).
-    max_rows: most rows of one pass (2048); on a CPU canonical passes have 512 at most, or
+    max_rows: most rows of one pass (2048); on a CPU canonical passes have 1024 at most, or
         reference_rows or max_sequences. max_sequences: most sequences running; never more than
         max_rows.
     max_model_len: longest prompt plus output (the model's positions).
@@ -140,9 +142,13 @@ class EngineConfig:
             backend=backend,
         )
 
-    def probed_rows(self, device_type: str) -> int:
-        """Most rows of a pass that may be canonical; of a resolved config."""
+    def probed_rows(self, device_type: str) -> list[int]:
+        """The row counts that a canonical pass may have; of a resolved config."""
         assert self.max_rows and self.reference_rows
         if device_type != "cpu":
-            return self.max_rows
-        return max(CPU_PROBED_ROWS, self.reference_rows, self.max_sequences)
+            return row_counts(self.max_rows)
+        most = max(CPU_PROBED_ROWS, self.reference_rows, self.max_sequences)
+        counts = row_counts(min(most, self.max_rows))
+        while 2 * counts[-1] <= min(CPU_MOST_PROBED_ROWS, self.max_rows):
+            counts.append(2 * counts[-1])
+        return counts
