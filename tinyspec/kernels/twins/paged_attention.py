@@ -74,5 +74,5 @@ def paged_attention(
             sinks=sinks,
         )
         # A block's repeated last row is the same row computed again: the same bits, written twice.
-        result.index_copy_(0, plan.results, found)
+        result.index_copy_(0, plan.rows, found)
     return result

@@ -208,7 +208,7 @@ def quick_attention(
         rows = slice(even.row, even.row + even.rows)
         result[rows] = _attend_even(q[rows], k_cache, v_cache, even, group, scale)
     for tiles, found in zip(plan.groups, parts, strict=True):
-        result.index_copy_(0, tiles.results, found)
+        result.index_copy_(0, tiles.rows, found)
     for stretch in plan.stretches:
         rows = slice(stretch.row, stretch.row + stretch.rows)
         out, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 from math import gcd
 from typing import NamedTuple, TypeVar
 
@@ -21,7 +21,7 @@ TILE = 128
 # Query rows of one block. More would only mask more of the tiles behind the block's own rows.
 BLOCK_ROWS = 128
 # Bounds the scratch of one call: tiles * query rows.
-MAX_TILE_ROWS = 1 << 15
+MAX_TILE_ROWS = 1 << 13
 # Finite, so that a wholly masked tile yields a finite result that then weighs exactly nothing.
 MASKED = -1e30
 
@@ -56,30 +56,29 @@ class Block:
 
 @dataclass
 class Group:
-    """Blocks of like height, most tiles first; their tiles ordered by depth, then by block.
+    """Blocks of like height, most tiles first; their tiles ordered by depth, then by block, or,
+    where they lie dense in the cache, as they lie there.
 
     height: query rows of every block; a short block repeats its last row.
-    rows:    [T * height] pass row of every tile's query rows.
-    mask:    [T, 1, height * group, keys] fp32, 0 or MASKED; None where nothing is masked.
-    tiles:   [T, TILE] slots, or [T] tiles of the cache where pages hold whole tiles.
-    counts:  blocks that have a first, a second, ... tile.
-    span:    where the tiles lie dense in the cache, the range of them; ``rows`` and ``mask`` then
-        follow the range, and ``order`` [T] says where in it each tile is.
-    results: [n] pass row of every result, in the order of the blocks (of the range: of its tiles).
-    straight: whether rows and results are both the pass rows 0, 1, 2, ...
-    keys:    how many keys of every tile are attended to.
+    rows:   [B * height] pass row of every block's query rows.
+    straight: whether these are the pass rows 0, 1, 2, ...
+    owners: [T] block of every tile; None where tiles and blocks are the same in the same order.
+    mask:   [T, 1, height * group, keys] fp32, 0 or MASKED; None where nothing is masked.
+    keys:   how many keys of every tile are attended to.
+    tiles:  [T, TILE] slots, or [T] tiles of the cache where pages hold whole tiles.
+    span:   where the tiles lie dense in the cache, the range of them.
+    depths: where the first, the second, ... tiles of the blocks that have one are among all.
     """
 
     height: int
     rows: Tensor
-    mask: Tensor | None
-    tiles: Tensor
-    counts: list[int]
-    results: Tensor
     straight: bool
+    owners: Tensor | None
+    mask: Tensor | None
     keys: int
-    span: tuple[int, int] | None = None
-    order: Tensor | None = None
+    tiles: Tensor
+    span: tuple[int, int] | None
+    depths: list[slice | Tensor]
 
 
 def blocks_of(segments: Segments, sight: Sight) -> list[Block]:
@@ -156,7 +155,8 @@ def _group(
     ]
     pairs = [(b, depth) for depth, count in enumerate(counts) for b in range(count)]
     numbers = [blocks[b].first_tile + depth for b, depth in pairs]
-    span = order = None
+    where = list(range(len(pairs)))
+    span = None
     if page_size % TILE == 0:
         ratio = page_size // TILE
         places = [
@@ -167,11 +167,11 @@ def _group(
         low, high = min(places), max(places) + 1
         if high - low <= 2.5 * len(places) and len(set(places)) == len(places):
             span = (low, high)
-            found = {place - low: n for n, place in enumerate(places)}
+            where = [place - low for place in places]
+            found = {place: n for n, place in enumerate(where)}
             # A tile of the range that is nobody's gets the first block's rows; none reads it.
             at = [found.get(place, 0) for place in range(high - low)]
             pairs, numbers = [pairs[n] for n in at], [numbers[n] for n in at]
-            order = tiles - low
     else:
         # Positions behind the page of the block's last row repeat that page: masked, and finite.
         # What the table has there may be anybody's.
@@ -183,16 +183,14 @@ def _group(
         page = torch.minimum(token // page_size, last[:, None])
         tiles = table.gather(1, page) * page_size + token % page_size
 
-    facts = torch.tensor(
-        [
-            (blocks[b].row, blocks[b].rows - 1, blocks[b].position, number * TILE)
-            for (b, _), number in zip(pairs, numbers, strict=True)
-        ]
-    )
-    inside = torch.minimum(torch.arange(height), facts[:, 1:2])
-    position = facts[:, 2:3] + inside
-    ahead = (position - facts[:, 3:])[..., None]
-    lowest = (sight.lowest(position) - facts[:, 3:])[..., None]
+    owners = [b for b, _ in pairs]
+    known = torch.tensor([(block.row, block.rows - 1, block.position) for block in blocks])
+    inside = torch.minimum(torch.arange(height), known[:, 1:2])
+    rows = (known[:, :1] + inside).flatten()
+    position = (known[:, 2:] + inside)[owners]
+    first = torch.tensor(numbers)[:, None] * TILE
+    ahead = (position - first)[..., None]
+    lowest = (sight.lowest(position) - first)[..., None]
     key = torch.arange(TILE)
     seen = key <= ahead
     if (lowest > 0).any():
@@ -204,16 +202,23 @@ def _group(
     if whole or not bool(seen.all()):
         mask = torch.zeros(seen.shape, dtype=torch.float32).masked_fill_(~seen, MASKED)
         mask = mask.repeat_interleave(group, dim=1)[:, None]
-    rows = facts[:, :1] + inside
-    # With one tile a block there is nothing to merge, so nothing to put in order either.
-    results, straight = rows, False
-    if len(counts) > 1:
-        results = rows[order[: counts[0]]] if order is not None else rows[: counts[0]]
-    elif order is not None and len(at) != len(places):
-        results = rows[order]
-    else:
-        order = None
-        straight = rows.flatten().tolist() == list(range(rows.numel()))
+    ends = list(accumulate(counts, initial=0))
     return Group(
-        height, rows.flatten(), mask, tiles, counts, results.flatten(), straight, keys, span, order
+        height=height,
+        rows=rows,
+        straight=rows.tolist() == list(range(len(rows))),
+        owners=None if owners == list(range(len(blocks))) else torch.tensor(owners),
+        mask=mask,
+        keys=keys,
+        tiles=tiles,
+        span=span,
+        depths=[_places(where[start:end]) for start, end in pairwise(ends)],
     )
+
+
+def _places(numbers: list[int]) -> slice | Tensor:
+    """As a slice where they rise by even steps."""
+    step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
+    stop = numbers[-1] + 1
+    even = step > 0 and numbers == list(range(numbers[0], stop, step))
+    return slice(numbers[0], stop, step) if even else torch.tensor(numbers)

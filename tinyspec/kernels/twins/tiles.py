@@ -44,26 +44,31 @@ def _partials(
     return out, (highest + total.log_()).squeeze(-1)
 
 
-def _merge(out: Tensor, lse: Tensor, counts: list[int], sinks: Tensor | None) -> Tensor:
+def _at(x: Tensor, places: slice | Tensor) -> Tensor:
+    return x[places] if isinstance(places, slice) else x.index_select(0, places)
+
+
+def _merge(out: Tensor, lse: Tensor, plan: Group, sinks: Tensor | None) -> Tensor:
     """Weigh the partials of each block by their log-sum-exp, one after the other.
 
-    out [T, Hkv, rows, D], which is overwritten, lse [T, Hkv, rows], ordered by depth;
-    sinks [Hkv, rows] -> [B, ...].
+    out [T, Hkv, rows, D], which may be overwritten, lse [T, Hkv, rows]; sinks [Hkv, rows] ->
+    [B, Hkv, rows, D].
     """
-    if len(counts) == 1 and sinks is None:
-        return out
-    blocks = counts[0] if len(counts) > 1 else len(out)
-    counts = [blocks, *counts[1:]]
-    starts = [sum(counts[:depth]) for depth in range(len(counts))]
-    highest = lse[:blocks].clone() if sinks is None else torch.maximum(lse[:blocks], sinks)
-    for start, count in zip(starts[1:], counts[1:], strict=True):
-        highest[:count] = torch.maximum(highest[:count], lse[start : start + count])
-    merged = torch.zeros(blocks, *out.shape[1:], dtype=torch.float32)
+    if len(plan.depths) == 1 and sinks is None:
+        return _at(out, plan.depths[0])
+    highest = _at(lse, plan.depths[0])
+    highest = highest.clone() if sinks is None else torch.maximum(highest, sinks)
+    for depth in plan.depths[1:]:
+        partial = _at(lse, depth)
+        torch.maximum(highest[: len(partial)], partial, out=highest[: len(partial)])
+    weights = lse.sub(highest if plan.owners is None else highest[plan.owners]).exp_()
+    scaled = out.float().mul_(weights[..., None])
     total = torch.zeros_like(highest) if sinks is None else (sinks - highest).exp_()
-    for start, count in zip(starts, counts, strict=True):
-        weight = (lse[start : start + count] - highest[:count]).exp_()
-        total[:count] += weight
-        merged[:count] += out[start : start + count].float().mul_(weight[..., None])
+    merged = torch.zeros(highest.shape + out.shape[-1:])
+    for depth in plan.depths:
+        weight = _at(weights, depth)
+        total[: len(weight)] += weight
+        merged[: len(weight)] += _at(scaled, depth)
     return merged.div_(total[..., None])
 
 
@@ -78,7 +83,7 @@ def attend_tiles(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of the rows of ``plan``: [n, Hq, D], of the pass rows ``plan.results`` in order.
+    """Attention of the rows of ``plan``: [n, Hq, D], of the pass rows ``plan.rows`` in order.
 
     group: query heads that share a call.
     """
@@ -90,14 +95,14 @@ def attend_tiles(
     else:
         packed = _between_heads(rows.reshape(-1, height, parts, group, dim))
         packed = packed.reshape(-1, parts, height * group, dim)
+    if plan.owners is not None:
+        packed = packed.index_select(0, plan.owners)
     k, v = _tiles_of(k_cache, plan), _tiles_of(v_cache, plan)
     out, lse = _partials(packed, k, v, plan.mask, scale, softcap)
-    if plan.order is not None:
-        out, lse = out.index_select(0, plan.order), lse.index_select(0, plan.order)
     sink_rows = None
     if sinks is not None:
         sink_rows = sinks.float().view(parts, 1, group).expand(-1, height, -1).flatten(1)
-    merged = _merge(out, lse, plan.counts, sink_rows).to(q.dtype)
+    merged = _merge(out, lse, plan, sink_rows).to(q.dtype)
     if height == 1:
         return merged.reshape(-1, heads, dim)
     merged = _between_heads(merged.reshape(-1, parts, height, group, dim))
