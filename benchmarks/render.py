@@ -3,7 +3,8 @@
     python benchmarks/render.py results/*.json [--plots FOLDER] [--scrub]
 
 Reads what `probe.py --json` and `pytest --benchmark-json` save; benchmarks of one group share a
-table, whichever files they are in. Knows the two formats, and measures nothing.
+table, whichever files they are in, and say which where more than one has them. Knows the two
+formats, and measures nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
             path.write_text(json.dumps(report, indent=1) + "\n")
         if "environment" in report:
             print(probe_table(report))
-        benchmarks += report.get("benchmarks", [])
+        benchmarks += [{**found, "file": path.stem} for found in report.get("benchmarks", [])]
         if options.plots and "benchmarks" in report:
             options.plots.mkdir(parents=True, exist_ok=True)
             plot(report, options.plots / f"{path.stem}.png")
@@ -197,6 +198,11 @@ def benchmark_table(benchmarks: Iterable[dict[str, Any]]) -> str:
         if all("sweep" in member["extra_info"] for member in members):
             parts += _share_tables(group, [member["extra_info"] for member in members])
             continue
+        if len({member["name"] for member in members}) < len(members):
+            members = [
+                {**member, "extra_info": {"file": member["file"], **member["extra_info"]}}
+                for member in members
+            ]
         extra = sorted({key for member in members for key in member["extra_info"]})
         rows = [
             [

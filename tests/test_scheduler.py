@@ -342,10 +342,10 @@ def test_buckets_that_are_not_probed(max_rows, reference, most):
 def test_rows_that_are_probed():
     for config, cpu, gpu in (
         (EngineConfig(), [*row_counts(512), 1024], row_counts(2048)),
-        (EngineConfig(max_rows=1000), row_counts(512), row_counts(1000)),
+        (EngineConfig(max_rows=1000), [*row_counts(512), 1000], row_counts(1000)),
         (EngineConfig(max_rows=64, reference_rows=16), row_counts(64), row_counts(64)),
-        (EngineConfig(reference_rows=600), row_counts(600), row_counts(2048)),
-        (EngineConfig(max_sequences=700), row_counts(700), row_counts(2048)),
+        (EngineConfig(reference_rows=600), [*row_counts(600), 1024], row_counts(2048)),
+        (EngineConfig(max_sequences=1500), row_counts(1500), row_counts(2048)),
     ):
         for device, counts in (("cpu", cpu), ("cuda", gpu)):
             found = config.resolve(device_type=device, model_positions=512)

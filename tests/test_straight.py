@@ -14,8 +14,10 @@ from torch import nn
 from tests.support.mixes import bits, crowd, needles, solo
 from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig, doctor, fact_cache, linears
+from tinyspec.invariance import PositionProbe
 from tinyspec.linear_probe import find_straight, run_straight
 from tinyspec.linears import Haste, TurnedLinear
+from tinyspec.runner import Runner
 
 CONFIG = EngineConfig(reference_rows=16, max_rows=64, max_sequences=40)
 DTYPE = torch.bfloat16
@@ -114,23 +116,46 @@ def test_facts_on_disk_say_where(alike, monkeypatch):
 
 
 def test_without_a_proof_none(alike, monkeypatch):
-    """What a proof says is taken back where it turns out unsound."""
+    """Where attention turns out unsound, what linears were found to do is taken back, and left
+    alone when read from disk."""
+    kept = {}
+    monkeypatch.setattr(fact_cache, "store", kept.__setitem__)
     model = tiny("llama", DTYPE)
-    with Engine(model, config=replace(CONFIG, linear="never")) as engine:
+    with Engine(model, config=CONFIG) as engine:
         engine.contract.prove()
-        # Here a row's place matters.
-        monkeypatch.setattr(
-            TurnedLinear,
-            "by_columns",
-            lambda linear, rows: product(linear, rows) * torch.arange(1, len(rows) + 1)[:, None],
-        )
+        assert straight_of(model) == {(32, 64)}
+        broken = PositionProbe("attention", 16, 1, 1, 0, 0)
+        monkeypatch.setattr(Runner, "probe_attention", lambda runner: [broken])
         assert engine.contract.examine(fresh=True).unsound
+        assert straight_of(model) == {()}
+    monkeypatch.setattr(fact_cache, "load", kept.get)
+    with Engine(model, config=CONFIG) as engine:
+        assert engine.contract.examine().unsound
         assert straight_of(model) == {()}
 
 
-def test_doctor_by_this_machine():
-    """Wherever it finds any, the buckets are canonical end to end."""
-    report = doctor(tiny("llama", DTYPE), CONFIG, fresh=True)
-    assert report
-    for counts in report.facts.straight.values():
-        assert set(counts) <= set(report.facts.sizes)
+def test_found_anew(alike, monkeypatch):
+    """What was straight before does not decide what a bucket is compared with."""
+    with Engine(tiny("llama", DTYPE), config=CONFIG) as engine:
+        engine.contract.prove()
+        monkeypatch.setattr(TurnedLinear, "by_rows", lambda linear, rows: product(linear, rows, 2))
+        facts = engine.contract.examine(fresh=True)
+        assert facts.straight == {} and straight_of(engine.model) == {()}
+        assert facts.canonical == facts.sizes
+
+
+def test_the_reference_bucket_is_turned(alike):
+    """Canonical results are those of the turned product, also where the reference bucket has so
+    many rows that the other way would be quicker, or both are alike."""
+    for reference in (24, 32):
+        config = replace(CONFIG, reference_rows=reference)
+        with Engine(tiny("llama", DTYPE), config=config) as engine:
+            facts = engine.contract.examine()
+            assert set(facts.straight.values()) == {tuple({32, 64} - {reference})}
+            assert facts.canonical == facts.sizes
+
+
+def test_by_this_machine():
+    """Whatever its probe finds, the buckets are canonical end to end."""
+    facts = doctor(tiny("llama", DTYPE), CONFIG, fresh=True).facts
+    assert not facts.unsound and 64 in facts.canonical

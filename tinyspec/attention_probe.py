@@ -17,14 +17,19 @@ from tinyspec.kv_cache import LayerShape
 PAGE_SIZE = 128
 PAGES = 5
 LENGTH = PAGE_SIZE * PAGES - 40
-# Both sides of every boundary of 16 tokens and up, and what lies about the ends.
-PLACES = sorted({0, 1, 2, 3, LENGTH - 1, *(p + d for p in range(64, LENGTH, 64) for d in (-1, 0))})
+# Both sides of every boundary of 64 tokens, what lies about the ends, and rows all over, as of some
+# head sizes one in a hundred tells.
+BOUNDARIES = (p + d for p in range(64, LENGTH, 64) for d in (-1, 0))
+PLACES = sorted({0, 1, 2, 3, LENGTH - 1, *BOUNDARIES, *range(0, LENGTH, 7)})
+# One in so many of them in a pass of its own, too.
+LONELY = 15
 
 
 def probe_rows(
     kernels: Kernels, shape: LayerShape, dtype: torch.dtype, device: torch.device
 ) -> PositionProbe:
-    """Rows at PLACES, each as a segment of its own and in pairs, against the whole prompt."""
+    """Rows at PLACES, each as a segment of its own and with those behind it, in one pass and in
+    several, against the whole prompt."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*size: int) -> Tensor:
@@ -49,13 +54,16 @@ def probe_rows(
             max_seqlen_k=max(last for _, last in spans),
         )
         rows = torch.cat([q[first:last] for first, last in spans])
-        return kernels.paged_attention(rows, k, v, segments, scale=shape.head_dim**-0.5)
+        scores = {"scale": shape.head_dim**-0.5, "softcap": shape.softcap}
+        return kernels.paged_attention(rows, k, v, segments, **scores)
 
     whole = attend([(0, LENGTH)])
     checked = differing = 0
     row_index, column_index = -1, -1
     for rows in (1, 2, 17):
-        for spans in ([(p, min(p + rows, LENGTH)) for p in PLACES], [(PLACES[-9], PLACES[-9] + 1)]):
+        spans_of_places = [(place, min(place + rows, LENGTH)) for place in PLACES]
+        # All in one pass, and some in passes of their own.
+        for spans in (spans_of_places, *([span] for span in spans_of_places[::LONELY])):
             expected = torch.cat([whole[first:last] for first, last in spans])
             wrong = unequal_bits(expected, attend(spans))
             if not differing and (places := wrong.nonzero()).numel():

@@ -15,8 +15,7 @@ VERIFY = ("auto", "direct", "padded", "always")
 LINEAR = ("auto", "always", "never")
 BACKENDS = ("auto", "triton", "torch")
 MAX_PAGE_SIZE = 1024
-# On a CPU passes of more rows are probed by doublings only, and larger ones still not at all: that
-# would take longer than they gain.
+# On a CPU of passes of more rows only the largest is probed: more would take longer than they gain.
 CPU_PROBED_ROWS, CPU_MOST_PROBED_ROWS = 512, 1024
 
 
@@ -149,6 +148,4 @@ class EngineConfig:
             return row_counts(self.max_rows)
         most = max(CPU_PROBED_ROWS, self.reference_rows, self.max_sequences)
         counts = row_counts(min(most, self.max_rows))
-        while 2 * counts[-1] <= min(CPU_MOST_PROBED_ROWS, self.max_rows):
-            counts.append(2 * counts[-1])
-        return counts
+        return sorted({*counts, min(max(CPU_MOST_PROBED_ROWS, most), self.max_rows)})

@@ -183,9 +183,10 @@ class Contract:
         key = fact_cache.key_of(self._digest(), *modules, buckets.sizes, self._config.linear)
         facts = None if fresh else fact_cache.load(key)
         if facts is not None and facts.sizes == buckets.sizes:
-            self._serve_by_kernel(facts.kernel_linears)
-            run_in_tiles(self._runner, facts.tiles)
-            run_straight(self._runner, facts.straight)
+            if not facts.unsound:
+                self._serve_by_kernel(facts.kernel_linears)
+                run_in_tiles(self._runner, facts.tiles)
+                run_straight(self._runner, facts.straight)
             with self._runner.ambient():
                 warm_up(self._runner, self._config)
             return facts
@@ -222,10 +223,10 @@ class Contract:
         return tuple(n for n in names if self._model.get_submodule(n) is not before[n])
 
     def _take_back(self) -> None:
-        """Undo what the proof did to the modules: the linear kernel, and tiles."""
+        """Undo what the proof did to the modules: the linear kernel, tiles, and straight ways."""
         self._runner.tiles.unbind()
-        run_straight(self._runner, {})
         self._patched.undo(self._swaps)
+        run_straight(self._runner, {})
         self._relist()
 
     def _relist(self) -> None:

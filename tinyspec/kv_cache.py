@@ -10,11 +10,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Heads of one attention layer."""
+    """Heads of one attention layer, and the softcap of its scores (0: none)."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    softcap: float = 0.0
 
 
 class KVCache:

@@ -187,7 +187,8 @@ class Recorder:
             self.reason = self.reason or f"{type(module).__name__} {error}"
             reach = Reach()
         rows, heads, width = query.shape[2], query.shape[1], value.shape[-1]
-        shape = LayerShape(heads, key.shape[1], max(query.shape[-1], width))
+        size = max(query.shape[-1], width)
+        shape = LayerShape(heads, key.shape[1], size, scores.get("softcap") or 0.0)
         self.calls.append(AttentionCall(module, shape, reach))
         self.keys.append(key.clone())
         return query.new_zeros(len(query), rows, heads, width), None

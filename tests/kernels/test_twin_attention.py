@@ -46,14 +46,17 @@ def sequences(dtype, shape):
     return [(rand(n, kv_heads * group), rand(n, kv_heads), rand(n, kv_heads)) for n in LENGTHS]
 
 
-def run(dtype, shape, chosen, scores, page_size=128, seed=0, scattered=True, exact=True):
-    """Attention of the last ``rows`` rows of each chosen sequence: [(index, rows), ...]."""
+def run(dtype, shape, chosen, scores, page_size=128, seed=0, scattered=True, exact=True, step=1):
+    """Attention of the last ``rows`` rows of each chosen sequence: [(index, rows), ...].
+
+    Not scattered: on every ``step``th page of the cache.
+    """
     dim, kv_heads, group = shape
     g = torch.Generator().manual_seed(seed)
     held = [sequences(dtype, shape)[n] for n, _ in chosen]
     needs = [-(-len(q) // page_size) for q, _, _ in held]
-    pool = sum(needs) * (3 if scattered else 1)
-    free = torch.randperm(pool, generator=g).tolist() if scattered else list(range(pool))
+    pool = sum(needs) * (3 if scattered else step)
+    free = torch.randperm(pool, generator=g).tolist() if scattered else list(range(0, pool, step))
     # What the pages hold beside the sequences is large: it must not show.
     caches = [
         100 * torch.randn(pool, page_size, kv_heads, dim, generator=g).to(dtype) for _ in range(2)
@@ -85,6 +88,18 @@ def run(dtype, shape, chosen, scores, page_size=128, seed=0, scattered=True, exa
     out = twin.paged_attention(q, *caches, segments, scale=SCALE * dim**-0.5, **scores)
     assert torch.equal(out[starts[-1] :], torch.zeros_like(padding))
     return [out[a:b] for a, b in pairwise(starts)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_tiles_with_holes_between_them(dtype, shape):
+    """Dense in the cache but for what is another's, and of one tile each: where there is but one KV
+    head, too."""
+    chosen = [(1, 5), (2, 5), (3, 5), (0, 1)]
+    scattered = run(dtype, shape, chosen, {})
+    for step in (1, 2):
+        found = run(dtype, shape, chosen, {}, scattered=False, step=step)
+        assert all(map(torch.equal, found, scattered))
 
 
 def sees(length, window=0, chunk=0):

@@ -2,10 +2,11 @@
 
 The tile, not the page, is what the bits see. A tile's partial result does not depend on how many
 query rows or tiles share its call, provided the query rows are a multiple of four and, for heads
-wider than 64 in fp32 and fp16, 16 at least (on an Intel CPU calls of 4 and 8 rows stand apart
-there; measured: ``benchmarks/probe.py``), and partials are merged one after the other from position
-0. A tile that is masked for a row has weight exactly 0 in that merge, so the tiles that other rows
-need, and those that a window or chunk lets a whole block skip, change nothing.
+wider than 64 in fp32 and fp16, and with a softcap, 16 at least (on an Intel CPU calls of 4 and 8
+rows stand apart there; measured: ``benchmarks/probe.py``), 16-bit heads come in units of 32, and
+partials are merged one after the other from position 0. A tile that is masked for a row has weight
+exactly 0 in that merge, so the tiles that other rows need, and those that a window or chunk lets a
+whole block skip, change nothing.
 
 Rows whose bits are nobody's business (``Segments.exact``) go by ``quick_attention`` instead. Does
 not know requests or passes, and shares nothing between calls but what ``Segments.derived`` keeps
@@ -23,9 +24,10 @@ from tinyspec.kernels.twins.tile_plan import Sight, blocks_of, groups_of
 from tinyspec.kernels.twins.tiles import attend_tiles
 
 
-def _least_rows(q: Tensor) -> int:
+def _least_rows(q: Tensor, softcap: float) -> int:
     """Query rows that a call has at least: fewer change a row's bits."""
-    return 4 if q.shape[2] <= 64 or q.dtype == torch.bfloat16 else 16
+    wide = q.dtype != torch.bfloat16 or softcap  # with a softcap scores are multiplied in fp32
+    return 16 if wide and q.shape[2] > 64 else 4
 
 
 def paged_attention(
@@ -53,12 +55,13 @@ def paged_attention(
     if not segments.exact and not softcap and sinks is None:
         return quick_attention(q, k_cache, v_cache, segments, scale=scale, sight=sight)
     group = q.shape[1] // k_cache.shape[2]
-    key = "tiles", sight, group, _least_rows(q)
+    least = _least_rows(q, softcap)
+    key = "tiles", sight, group, least
     plans = segments.derived.get(key)
     if plans is None:
         blocks = blocks_of(segments, sight)
         # A multiple of four query rows per call, and ``least`` at least.
-        plans = groups_of(blocks, segments, sight, group, unit=4, least=_least_rows(q))
+        plans = groups_of(blocks, segments, sight, group, unit=4, least=least)
         segments.derived[key] = plans
 
     result = torch.zeros(q.shape, dtype=q.dtype)

@@ -199,9 +199,10 @@ def quick_attention(
         return _attend_even(q, k_cache, v_cache, even, group, scale)
 
     parts = [
-        attend_tiles(q, k_cache, v_cache, tiles, group=group, scale=scale) for tiles in plan.groups
+        attend_tiles(q, k_cache, v_cache, tiles, group=group, scale=scale, exact=False)
+        for tiles in plan.groups
     ]
-    if len(parts) == 1 and plan.groups[0].straight and len(parts[0]) == len(q):
+    if len(parts) == 1 and plan.groups[0].in_order and len(parts[0]) == len(q):
         return parts[0]
     result = torch.zeros(q.shape, dtype=q.dtype)
     if even is not None:

@@ -61,7 +61,7 @@ class Group:
 
     height: query rows of every block; a short block repeats its last row.
     rows:   [B * height] pass row of every block's query rows.
-    straight: whether these are the pass rows 0, 1, 2, ...
+    in_order: whether these are the pass rows 0, 1, 2, ...
     owners: [T] block of every tile; None where tiles and blocks are the same in the same order.
     mask:   [T, 1, height * group, keys] fp32, 0 or MASKED; None where nothing is masked.
     keys:   how many keys of every tile are attended to.
@@ -72,7 +72,7 @@ class Group:
 
     height: int
     rows: Tensor
-    straight: bool
+    in_order: bool
     owners: Tensor | None
     mask: Tensor | None
     keys: int
@@ -206,7 +206,7 @@ def _group(
     return Group(
         height=height,
         rows=rows,
-        straight=rows.tolist() == list(range(len(rows))),
+        in_order=rows.tolist() == list(range(len(rows))),
         owners=None if owners == list(range(len(blocks))) else torch.tensor(owners),
         mask=mask,
         keys=keys,

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tinyspec.kernels.twins import tile_plan
 from tinyspec.kernels.twins.tile_plan import Group
+
+# Of a 16-bit head whose size is no multiple of it, torch cuts sums by the number of query rows.
+HEAD_UNIT = 32
 
 
 def _tiles_of(cache: Tensor, plan: Group) -> Tensor:
@@ -80,16 +84,17 @@ def attend_tiles(
     *,
     group: int,
     scale: float,
+    exact: bool = True,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of the rows of ``plan``: [n, Hq, D], of the pass rows ``plan.rows`` in order.
 
-    group: query heads that share a call.
+    group: query heads that share a call. exact: whether a row's bits matter.
     """
     heads, dim = q.shape[1:]
     height, parts = plan.height, heads // group
-    rows = q if plan.straight and len(q) == len(plan.rows) else q.index_select(0, plan.rows)
+    rows = q if plan.in_order and len(q) == len(plan.rows) else q.index_select(0, plan.rows)
     if height == 1:
         packed = rows.view(-1, parts, group, dim)
     else:
@@ -98,7 +103,10 @@ def attend_tiles(
     if plan.owners is not None:
         packed = packed.index_select(0, plan.owners)
     k, v = _tiles_of(k_cache, plan), _tiles_of(v_cache, plan)
+    if exact and q.dtype != torch.float32 and dim % HEAD_UNIT:
+        packed, k, v = (pad(x, (0, -dim % HEAD_UNIT)) for x in (packed, k, v))
     out, lse = _partials(packed, k, v, plan.mask, scale, softcap)
+    out = out[..., :dim]
     sink_rows = None
     if sinks is not None:
         sink_rows = sinks.float().view(parts, 1, group).expand(-1, height, -1).flatten(1)
@@ -106,7 +114,7 @@ def attend_tiles(
     if height == 1:
         return merged.reshape(-1, heads, dim)
     merged = _between_heads(merged.reshape(-1, parts, height, group, dim))
-    return merged.view(-1, heads, dim)
+    return merged.reshape(-1, heads, dim)
 
 
 def _between_heads(x: Tensor) -> Tensor:
