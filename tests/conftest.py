@@ -50,6 +50,16 @@ def two_threads():
 
 
 @pytest.fixture
+def no_facts_on_disk(monkeypatch):
+    """For models whose linears a test replaces: facts of the same model with its own, and of this
+    one, are not each other's."""
+    from tinyspec import fact_cache
+
+    monkeypatch.setattr(fact_cache, "load", lambda key: None)
+    monkeypatch.setattr(fact_cache, "store", lambda key, facts: None)
+
+
+@pytest.fixture
 def sigint():
     """SIGINT raises KeyboardInterrupt, also where the tests were started with it ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.support.mixes import bits, crowd, needles, solo
 from tests.support.tiny import prompts, tiny
-from tinyspec import Engine, EngineConfig, SamplingParams, doctor, fact_cache, linears
+from tinyspec import Engine, EngineConfig, SamplingParams, doctor, linears
 from tinyspec.linears import (
     MKL_ROWS,
     TURNED_ROWS,
@@ -32,7 +32,7 @@ both = pytest.mark.parametrize("dtype", KINDS, ids=str)
 
 
 @pytest.fixture
-def quick(monkeypatch):
+def quick(monkeypatch, no_facts_on_disk):
     calls = []
 
     def split(linear, x):
@@ -50,8 +50,6 @@ def quick(monkeypatch):
     monkeypatch.setattr(linears, "cpu_has", lambda name: True)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     monkeypatch.setattr(linears, "MKL_ELEMENTS", (1, 1 << 20))
-    monkeypatch.setattr(fact_cache, "load", lambda key: None)
-    monkeypatch.setattr(fact_cache, "store", lambda key, facts: None)
     return calls
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.support.mixes import bits, crowd, needles, solo
 from tests.support.tiny import tiny
-from tinyspec import Engine, EngineConfig, SamplingParams, doctor, fact_cache, linears
+from tinyspec import Engine, EngineConfig, SamplingParams, doctor, linears
 from tinyspec.row_tiles import RowTiles, split_rows
 
 CONFIG = EngineConfig(reference_rows=16, max_rows=64)
@@ -63,7 +63,7 @@ def test_tiles_keep_the_shape(shape):
 
 
 @pytest.fixture
-def breaks_above(monkeypatch):
+def breaks_above(monkeypatch, no_facts_on_disk):
     """torch's linear with other partial sums above 16 rows; counts its row counts."""
     calls = []
 
@@ -79,9 +79,6 @@ def breaks_above(monkeypatch):
     monkeypatch.setattr(nn.functional, "linear", linear)
     # Canonical passes go by it, whatever the CPU, and there is no other way for few rows.
     monkeypatch.setattr(linears, "cpu_has", lambda name: False)
-    # Facts on disk, of this model with torch's own linear or with this one, are not each other's.
-    monkeypatch.setattr(fact_cache, "load", lambda key: None)
-    monkeypatch.setattr(fact_cache, "store", lambda key, facts: None)
     return calls
 
 

@@ -30,7 +30,7 @@ def product(linear, rows, cuts=1):
 
 
 @pytest.fixture
-def alike(monkeypatch):
+def alike(monkeypatch, no_facts_on_disk):
     """The row counts at which something ran straight."""
     calls = []
 
@@ -41,8 +41,6 @@ def alike(monkeypatch):
     monkeypatch.setattr(TurnedLinear, "by_columns", product)
     monkeypatch.setattr(TurnedLinear, "by_rows", by_rows)
     monkeypatch.setattr(linears, "cpu_has", lambda name: True)
-    monkeypatch.setattr(fact_cache, "load", lambda key: None)
-    monkeypatch.setattr(fact_cache, "store", lambda key, facts: None)
     return calls
 
 

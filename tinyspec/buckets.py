@@ -54,7 +54,8 @@ class Buckets:
         and seconds of such a pass.
         """
         self.canonical = sorted(canonical)
-        self._seconds = dict(seconds)
+        # For the choice of every pass: looked up there, not worked out.
+        self._seconds = {rows: between(seconds, rows) for rows in self._all} if seconds else {}
         self._tiled = dict(tiled or {})
         assert self.reference in self.canonical and set(self.canonical) <= set(self.sizes)
         assert set(self._tiled) <= set(self.canonical)
@@ -103,7 +104,7 @@ class Buckets:
 
     def seconds(self, bucket: int) -> float:
         """What a pass in ``bucket`` costs; where nothing was measured, its rows count."""
-        return between(self._seconds, bucket) if self._seconds else float(bucket)
+        return self._seconds.get(bucket, float(bucket))
 
     def canonical_seconds(self, bucket: int) -> float:
         """What a canonical pass in ``bucket`` costs, tiles and all."""

@@ -28,18 +28,21 @@ def probe_linears(runner: Runner) -> list[BucketClasses]:
     that can run straight where they were found to."""
     run_straight(runner, {})
     found = []
+    straight: Counts = {}
     for name, module in distinct_linears(runner.model).items():
         shape, weight = linear_shape(module), linear_weight(module)
         assert shape is not None
         dtype = runner.model.dtype if weight is None else weight.dtype
         pool = probe_pool(shape[0], dtype, runner.device, weight)
         if isinstance(module, TurnedLinear):
-            found.append(_turned(runner, module, pool, name))
+            classes, straight[name] = _turned(runner, module, pool, name)
+            found.append(classes)
         # A router that is a linear does more with its logits; here the matmul alone is meant.
         elif isinstance(module, nn.Linear) and type(module).__module__.startswith(ROUTERS):
             found.append(classes_of(runner, partial(nn.Linear.forward, module), pool, name))
         else:
             found.append(classes_of(runner, module, pool, name))
+    run_straight(runner, straight)
     return found
 
 
@@ -61,9 +64,11 @@ def classes_of(
     return bucket_classes(rows_alone, pool, sizes, runner.buckets.reference, name, search)
 
 
-def _turned(runner: Runner, module: TurnedLinear, pool: Tensor, name: str) -> BucketClasses:
-    """The classes of ``module``, which then runs straight, with all of its kind, wherever that
-    has the bits of the reference bucket and is quicker."""
+def _turned(
+    runner: Runner, module: TurnedLinear, pool: Tensor, name: str
+) -> tuple[BucketClasses, tuple[int, ...]]:
+    """The classes of ``module`` if it runs straight wherever that has the bits of the reference
+    bucket and is quicker, and the buckets where it does."""
     reference = runner.buckets.reference
 
     def straight(x: Tensor) -> Tensor:
@@ -75,9 +80,8 @@ def _turned(runner: Runner, module: TurnedLinear, pool: Tensor, name: str) -> Bu
     counts = tuple(n for n in quick if alike.canonical(n))
     rest = [n for n in runner.buckets.sizes if n not in counts]
     found = classes_of(runner, module, pool, name, sizes=rest)
-    run_straight(runner, find_straight(runner) | {name: counts})
     same: dict[int, int | None] = dict.fromkeys(counts, found.labels[reference])
-    return replace(found, labels=found.labels | same)
+    return replace(found, labels=found.labels | same), counts
 
 
 def find_straight(runner: Runner) -> Counts:
