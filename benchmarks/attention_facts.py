@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tinyspec.invariance import position_invariant, row_classes, unequal_bits
+from benchmarks.row_classes import row_classes
+from tinyspec.determinism.probes.bits import position_invariant, unequal_bits
 
 TILE = 128
 QUERY_ROWS = (*range(1, 17), 32, 33, 34, 35, 36, 64, 65, 66, 67, 100, 128, 129, 256)

@@ -47,7 +47,7 @@ def interface_only(model: Any) -> Engine:
     """An engine whose layers all go through the attention interface."""
     with pytest.MonkeyPatch.context() as patch:
         # ``tinyspec.patch`` is the function of this name.
-        patch.setattr(import_module("tinyspec.patch"), "layout", lambda module: None)
+        patch.setattr(import_module("tinyspec.model.install"), "layout", lambda module: None)
         return Engine(model, config=EngineConfig(prefix_cache=False))
 
 

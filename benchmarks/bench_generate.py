@@ -28,7 +28,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from benchmarks.presets import build
 from benchmarks.workloads import DEVICE, Workload, in_turns, of_shapes
 from tinyspec import EngineConfig, patch, unpatch
-from tinyspec.linears import Haste, by_cpu
+from tinyspec.model.linears import FastMode, cpu_stand_ins
 
 SAME_LINEARS = ", same linears"
 BLOCK = 256
@@ -59,7 +59,7 @@ def model_for(dtype: str, smoke: bool, side: str) -> Any:
     """The same weights for all sides; a model each, as engine and manager change theirs."""
     model = build("tiny" if smoke else "small", getattr(torch, dtype), DEVICE).eval()
     if side.endswith(SAME_LINEARS):
-        for parent, name, linear in by_cpu(model, Haste(on=True)):
+        for parent, name, linear in cpu_stand_ins(model, FastMode(on=True)):
             setattr(parent, name, linear)
     model.generation_config.eos_token_id = None
     return model

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tinyspec import kernels
-from tinyspec.kernels.segments import Segments
+from tinyspec.kernels import backend as kernels
+from tinyspec.kernels.attention_metadata import AttentionMetadata
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -45,12 +45,12 @@ def paged(sequences: int, context: int, rows: int, dtype: torch.dtype) -> tuple[
     table = torch.randperm(sequences * pages, device=DEVICE).view(sequences, pages).int()
     starts = torch.arange(sequences + 1, device=DEVICE, dtype=torch.int32) * rows
     lengths = torch.full((sequences,), context, dtype=torch.int32, device=DEVICE)
-    return q, k, v, Segments(table, starts, lengths, PAGE, rows, context)
+    return q, k, v, AttentionMetadata(table, starts, lengths, PAGE, rows, context)
 
 
-def on_cpu(q: Any, k: Any, v: Any, segments: Segments) -> torch.Tensor:
+def on_cpu(q: Any, k: Any, v: Any, segments: AttentionMetadata) -> torch.Tensor:
     """What the twin says, in fp32."""
-    moved = Segments(
+    moved = AttentionMetadata(
         segments.page_table.cpu(),
         segments.cu_seqlens_q.cpu(),
         segments.seq_lens.cpu(),

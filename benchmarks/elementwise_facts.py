@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinyspec.invariance import position_invariant, row_classes
+from benchmarks.row_classes import row_classes
+from tinyspec.determinism.probes.bits import position_invariant
 
 ODD_WIDTHS = (1, 100, 997, 1000)  # 1: what the rsqrt of a norm sees
 ROW_COUNTS = (1, 2, 3, 5, 8, 32, 33)

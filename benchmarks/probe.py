@@ -32,15 +32,9 @@ from torch import Tensor, nn
 
 from benchmarks import attention_facts, elementwise_facts, presets, render
 from benchmarks.environment import environment
-from tinyspec.invariance import (
-    cancelling_inputs,
-    distinct_linears,
-    linear_shape,
-    linear_weight,
-    position_invariant,
-    row_classes,
-    unequal_bits,
-)
+from benchmarks.row_classes import row_classes
+from tinyspec.determinism.probes.bits import cancelling_inputs, position_invariant, unequal_bits
+from tinyspec.model.linear_kinds import distinct_linears, linear_shape, linear_weight
 
 ROWS = [*range(1, 17), *range(18, 33, 2), 40, 48, 56, 64, 80, 96, 100, 112, 128, 192, 256, 512]
 PARTS = ("linears", "model_pass", "elementwise", "attention", "agreement")
@@ -85,9 +79,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--preset", choices=presets.PRESETS, default="small", help="a shape, random weights")
-    add(
-        "--model", metavar="FOLDER", help="a model folder instead, e.g. tinyspec/models/storyteller"
-    )
+    add("--model", metavar="FOLDER", help="a model folder instead, e.g. tinyspec/tools/storyteller")
     add("--layers", type=int, help="cut the preset's depth")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.presets import build, sharpen
 from tinyspec import Engine, EngineConfig, SamplingParams
-from tinyspec.passes import EngineStats
+from tinyspec.scheduler.passes import EngineStats
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

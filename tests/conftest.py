@@ -53,10 +53,10 @@ def two_threads():
 def no_facts_on_disk(monkeypatch):
     """For models whose linears a test replaces: facts of the same model with its own, and of this
     one, are not each other's."""
-    from tinyspec import fact_cache
+    from tinyspec.determinism import probe_cache
 
-    monkeypatch.setattr(fact_cache, "load", lambda key: None)
-    monkeypatch.setattr(fact_cache, "store", lambda key, facts: None)
+    monkeypatch.setattr(probe_cache, "load", lambda key: None)
+    monkeypatch.setattr(probe_cache, "store", lambda key, facts: None)
 
 
 @pytest.fixture

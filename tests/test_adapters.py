@@ -21,7 +21,7 @@ from tests.support.loading import (
 from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams, UnsupportedModelError, doctor
 from tinyspec.kernels.twins.linear import linear
-from tinyspec.linears import KernelLinear, OneDnnLinear, by_kernel
+from tinyspec.model.linears import KernelLinear, OneDnnLinear, kernel_stand_ins
 
 peft = pytest.importorskip("peft")
 
@@ -111,7 +111,9 @@ def test_only_the_plain_linear_inside_is_replaced():
         mlp = engine.model.model.layers[0].mlp
         assert mlp.down_proj is layer and type(layer.base_layer) is OneDnnLinear
         assert layer.base_layer.weight is base.weight
-        found = {parent._modules[name] for parent, name, _ in by_kernel(engine.model, linear)}
+        found = {
+            parent._modules[name] for parent, name, _ in kernel_stand_ins(engine.model, linear)
+        }
         assert layer not in found and layer.base_layer in found
         assert layer.lora_A["default"] in found
     assert layer.base_layer is base

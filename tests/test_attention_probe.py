@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from tests.support.tiny import tiny
-from tinyspec import Engine, kernels
-from tinyspec.attention_probe import probe_rows
-from tinyspec.kernels.twins import paged_attention, tiles
-from tinyspec.kv_cache import LayerShape
-from tinyspec.linears import cpu_has
+from tinyspec import Engine
+from tinyspec.determinism.probes.attention import probe_attention, probe_rows
+from tinyspec.kernels import backend as kernels
+from tinyspec.kernels.twins import attention_tiles, paged_attention
+from tinyspec.model.attention_calls import LayerShape
+from tinyspec.model.linears import cpu_has
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -32,7 +33,7 @@ def test_rows_alone_and_in_their_prompt(dtype, dim, softcap):
 @pytest.mark.skipif(not cpu_has("amx_bf16"), reason="where few and many rows differ")
 @pytest.mark.parametrize("dim", [80, 112, 144])
 def test_control_head_sizes_as_they_are(dim, monkeypatch):
-    monkeypatch.setattr(tiles, "HEAD_UNIT", 1)
+    monkeypatch.setattr(attention_tiles, "HEAD_UNIT", 1)
     assert not probe(torch.bfloat16, dim)
 
 
@@ -47,11 +48,11 @@ def test_an_engine_probes_with_its_softcap(monkeypatch):
     with Engine(tiny("gemma2", torch.bfloat16)) as engine:
         softcap = engine.model.config.attn_logit_softcapping
         assert softcap
-        assert {layer.softcap for layer in engine._runner._layers} == {softcap}
-        assert all(engine._runner.probe_attention())
+        assert {layer.softcap for layer in engine._runner.layers} == {softcap}
+        assert all(probe_attention(engine._runner))
         context = engine._runner._context
         context.kernels = replace(
             context.kernels,
             paged_attention=lambda q, *_, softcap, **__: q * (1 + (len(q) == 1) * (softcap > 0)),
         )
-        assert not any(engine._runner.probe_attention())
+        assert not any(probe_attention(engine._runner))

@@ -15,7 +15,7 @@ from tests.support.mixes import crowd, needles, plain
 from tests.support.tiny import VOCAB, tiny
 from tests.test_replay import EOS, styled
 from tinyspec import Engine, RequestOutput, audit
-from tinyspec.models import BUNDLED
+from tinyspec.tools.demo import BUNDLED
 
 
 def asked():

@@ -6,7 +6,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tinyspec.models import BUNDLED, scores, stories
+from benchmarks.storyteller import evaluate as scores
+from benchmarks.storyteller import questions as stories
+from tinyspec.tools.demo import BUNDLED
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 FILES = (

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tinyspec import RequestOutput
-from tinyspec.cli import main
+from tinyspec.cli.main import main
 
 
 def run(capsys, *arguments):

@@ -21,17 +21,18 @@ from torch import nn
 
 from tests.support.walk import places
 from tests.support.zoo import VOCAB, tiny
-from tinyspec import EngineConfig, kernels
-from tinyspec import deferred as deferring
-from tinyspec.attention import AttentionContext
-from tinyspec.deferrable import hands_over, source_of
-from tinyspec.deferred import ROPES, deferred, layout
-from tinyspec.kernels.segments import Segments
-from tinyspec.kv_cache import KVCache
-from tinyspec.survey import accepted
+from tinyspec import EngineConfig
+from tinyspec.kernels import backend as kernels
+from tinyspec.kernels.attention_metadata import AttentionMetadata
+from tinyspec.model import fused_rope as deferring
+from tinyspec.model.attention import AttentionContext
+from tinyspec.model.deferrable import hands_over, source_of
+from tinyspec.model.fused_rope import ROPES, deferred, layout
+from tinyspec.model.introspection import accepted
+from tinyspec.runner.kv_cache import KVCache
 
 # ``tinyspec.patch`` is the function of this name.
-patch = import_module("tinyspec.patch")
+patch = import_module("tinyspec.model.install")
 PAGE = 16
 LENGTHS = (21, 1, 10)
 ROWS = sum(LENGTHS)
@@ -81,7 +82,7 @@ def packed():
     ends = torch.tensor((0, *LENGTHS)).cumsum(0).int()
     lengths = torch.tensor(LENGTHS).int()
     table = torch.tensor(tables).int()
-    segments = Segments(table, ends, lengths, PAGE, max(LENGTHS), max(LENGTHS))
+    segments = AttentionMetadata(table, ends, lengths, PAGE, max(LENGTHS), max(LENGTHS))
     positions = torch.cat([torch.arange(n) for n in LENGTHS])
     return segments, torch.tensor(slots), positions
 

@@ -31,7 +31,7 @@ from tinyspec import (
     SamplingParams,
     doctor,
 )
-from tinyspec.cli import main
+from tinyspec.cli.main import main
 
 REFERENCE = 8
 SIZES = [1, 2, 4, 8, 12, 16, 20]
@@ -345,7 +345,8 @@ def test_command_line(capsys):
 
 def test_command_line_says_no(capsys, monkeypatch):
     monkeypatch.setattr(
-        "tinyspec.cli.doctor", lambda *_, **__: DoctorReport("m", "d", "c", ("it is broken",))
+        "tinyspec.cli.doctor.doctor",
+        lambda *_, **__: DoctorReport("m", "d", "c", ("it is broken",)),
     )
     assert main(["doctor", "--max-rows", "32"]) == 1
     assert "problem: it is broken" in capsys.readouterr().out

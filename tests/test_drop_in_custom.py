@@ -12,7 +12,7 @@ from transformers.generation import (
 )
 
 import tinyspec
-from tests.support.hooks import Backwards, Boom, BoomError, Recorder, Until
+from tests.support.hooks import AttentionRecorder, Backwards, Boom, BoomError, Until
 from tests.support.judge import (
     FAMILIES,
     NEW,
@@ -107,7 +107,7 @@ def test_assisted_streams_hold_the_same_tokens():
     """transformers puts accepted drafts together; the tokens are the same."""
     streams = []
     for model in pair():
-        recorder = Recorder()
+        recorder = AttentionRecorder()
         settings = {**BASE, "assistant_model": tiny(seed=3), "streamer": recorder}
         model.generate(one(ROWS[1]), **settings)
         streams.append((recorder.tokens, recorder.puts[-1]))

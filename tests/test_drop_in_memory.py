@@ -16,7 +16,7 @@ from tests.support.drop_in import PAD, SMALL, greedy, own, patched, random_ids
 from tests.support.memory import PROMPTS, generate, needed, page_bytes, pool_of, watched
 from tests.support.tiny import FAMILIES, tiny
 from tinyspec import EngineConfig
-from tinyspec.attention import RopeTable
+from tinyspec.model.positions import RopeTable
 
 
 def large_tensors(least: int) -> set[int]:

@@ -20,8 +20,8 @@ from tests.support.drop_in import PAD, SMALL, AfterEven, AtMultiples, patched, r
 from tests.support.sensitive import RowByRowLinear, ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import tiny
 from tinyspec import Engine, SamplingParams
-from tinyspec.kernels.segments import Segments
-from tinyspec.linears import Haste
+from tinyspec.kernels.attention_metadata import AttentionMetadata
+from tinyspec.model.linears import FastMode
 
 RANDOM = settings(
     max_examples=40,
@@ -178,7 +178,7 @@ def test_deterministic_where_shapes_matter(crowd, number):
 def one_reduction():
     """Plain requests by the ways of deterministic ones, whatever is quicker."""
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name, value in ((Segments, "exact", True), (Haste, "on", False)):
+        for owner, name, value in ((AttentionMetadata, "exact", True), (FastMode, "on", False)):
             always = property(lambda _, value=value: value, lambda *_: None)
             patch.setattr(owner, name, always, raising=False)
         yield

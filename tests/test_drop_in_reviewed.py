@@ -174,7 +174,7 @@ def test_an_interrupt_that_leaves_requests_over(model, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tinyspec.engine.EventStream", interrupted)
+    monkeypatch.setattr("tinyspec.engine.engine.EventStream", interrupted)
     with pytest.raises(KeyboardInterrupt):
         generate(model, ids)
     monkeypatch.undo()

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from tests.support.hooks import Boom, BoomError, Recorder
+from tests.support.hooks import AttentionRecorder, Boom, BoomError
 from tests.support.judge import FAMILIES, NEW, PAD, ROWS, greedy, listen, one, padded, pair
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -42,7 +42,7 @@ def test_puts_equal_transformers(family, case):
     """Shape, dtype, device and values of every put, and the end, in order."""
     put = []
     for model in pair(family):
-        recorder = Recorder()
+        recorder = AttentionRecorder()
         inputs, settings = case(greedy(family))
         model.generate(**inputs, **BASE | settings, streamer=recorder)
         put.append(recorder.puts)
@@ -53,7 +53,7 @@ def test_puts_equal_transformers(family, case):
 def test_control_puts_of_other_rows_differ():
     put = []
     for model, ids in zip(pair(), (SAME, SAME.flip(0)), strict=True):
-        recorder = Recorder()
+        recorder = AttentionRecorder()
         model.generate(ids, **BASE, streamer=recorder)
         put.append(recorder.puts)
     assert put[0] != put[1]
@@ -62,7 +62,7 @@ def test_control_puts_of_other_rows_differ():
 def test_no_input_streams_its_bos():
     put = []
     for model in pair():
-        recorder = Recorder()
+        recorder = AttentionRecorder()
         model.generate(**BASE, bos_token_id=5, streamer=recorder)
         put.append(recorder.puts)
     assert put[0] == put[1]
@@ -73,7 +73,7 @@ def test_embeddings_stream_no_prompt():
     embeds = model.get_input_embeddings()(SAME).detach()
     put = []
     for each in (model, own):
-        recorder = Recorder()
+        recorder = AttentionRecorder()
         each.generate(inputs_embeds=embeds, **BASE, streamer=recorder)
         put.append(recorder.puts)
     assert put[0] == put[1]
@@ -83,10 +83,10 @@ def test_embeddings_stream_no_prompt():
 def test_a_streamer_for_each_row(settings):
     """Only tinyspec has this: every one of them is put what it would be for its row alone."""
     model, own = pair()
-    several = [Recorder() for _ in ROWS]
+    several = [AttentionRecorder() for _ in ROWS]
     given = model.generate(BLOCK, attention_mask=MASK, **BASE | settings, streamer=several)
     for row, recorder, tokens in zip(ROWS, several, given, strict=True):
-        alone = Recorder()
+        alone = AttentionRecorder()
         own.generate(one(row), **BASE | settings, streamer=alone)
         assert recorder.puts == alone.puts
         assert (
@@ -97,8 +97,8 @@ def test_a_streamer_for_each_row(settings):
 def test_as_many_streamers_as_completions():
     model, _ = pair()
     with pytest.raises(ValueError, match="streamer"):
-        model.generate(BLOCK, attention_mask=MASK, **BASE, streamer=[Recorder()])
-    several = [Recorder() for _ in range(4)]
+        model.generate(BLOCK, attention_mask=MASK, **BASE, streamer=[AttentionRecorder()])
+    several = [AttentionRecorder() for _ in range(4)]
     model.generate(
         SAME[:2], **BASE, streamer=several, do_sample=True, num_return_sequences=2, seed=1
     )
@@ -111,7 +111,7 @@ def test_a_streamer_is_told_while_tokens_come():
     model, _ = pair()
     seen, go_on = threading.Event(), threading.Event()
 
-    class Gate(Recorder):
+    class Gate(AttentionRecorder):
         def put(self, value):
             super().put(value)
             if len(self.puts) == 3:
@@ -133,7 +133,7 @@ def test_calls_from_several_threads():
     results = {}
 
     def call(number):
-        results[number] = model.generate(SAME + number, **BASE, streamer=Recorder())
+        results[number] = model.generate(SAME + number, **BASE, streamer=AttentionRecorder())
 
     workers = [threading.Thread(target=call, args=(number,)) for number in range(4)]
     for worker in workers:
@@ -149,7 +149,7 @@ HOOKS = {
     "criterion": lambda boom: {"stopping_criteria": [boom]},
     "streamer": lambda boom: {"streamer": boom},
     "allowed": lambda boom: {"prefix_allowed_tokens_fn": boom},
-    "streamers": lambda boom: {"streamer": [Recorder(), boom, Recorder()]},
+    "streamers": lambda boom: {"streamer": [AttentionRecorder(), boom, AttentionRecorder()]},
 }
 
 
@@ -199,7 +199,7 @@ def test_streamers_of_a_failed_call_raise_as_transformers():
 def test_generate_within_generate_says_what_to_do():
     model, own = pair()
 
-    class Nested(Recorder):
+    class Nested(AttentionRecorder):
         def put(self, value):
             model.generate(SAME, **BASE)
 

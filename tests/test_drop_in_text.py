@@ -17,7 +17,7 @@ from transformers.generation import StopStringCriteria
 
 import tinyspec
 from tests.support.judge import defaults, joined, listen
-from tinyspec.models import BUNDLED
+from tinyspec.tools.demo import BUNDLED
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 TEXTS = ["Once upon a time", "The dog", "A girl named Lily had a red ball. She"]

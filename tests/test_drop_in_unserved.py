@@ -13,7 +13,7 @@ from transformers.generation import GenerationMode
 import tinyspec
 from tests.support.judge import PAD, ROWS, defaults, listen, one, padded, pair
 from tests.support.tiny import tiny
-from tinyspec.hf_settings import INERT, MODES, SERVED, WARPING, Prepared
+from tinyspec.drop_in.settings import INERT, MODES, SERVED, WARPING, Prepared
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 BASE = {"max_new_tokens": 6, "pad_token_id": PAD}

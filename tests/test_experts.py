@@ -15,10 +15,11 @@ from transformers.integrations.moe import use_experts_implementation
 from tests.support.mixes import Liar, bits, crowd, needles, random_config, run_through, solo
 from tests.support.moe import OWN_WAY, SERVED, tiny_moe
 from tests.support.tiny import VOCAB, hf_greedy, prompts
-from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams, bucket_probe
-from tinyspec.experts import IMPLEMENTATION, PLACE, by_kernel, served
+from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
+from tinyspec.determinism.probes import buckets as bucket_probe
+from tinyspec.determinism.probes.routing import TOKEN_SETS, Matmul, Matmuls, routed
 from tinyspec.kernels.twins.linear import linear
-from tinyspec.routing_probe import TOKEN_SETS, Matmul, Matmuls, routed
+from tinyspec.model.moe import IMPLEMENTATION, PLACE, kernel_stand_ins, served
 
 DTYPES = (torch.float32, torch.bfloat16)
 REFERENCE = 16
@@ -111,7 +112,7 @@ def test_matches_reference(kind, rows):
     module = experts_of(*KINDS[kind])
     x, index, weights = routes(rows)
     torch.testing.assert_close(
-        by_kernel(module, x, index, weights, linear), module(x, index, weights)
+        kernel_stand_ins(module, x, index, weights, linear), module(x, index, weights)
     )
 
 
@@ -125,14 +126,14 @@ def test_row_invariant(kind, dtype):
     x, index, weights = routes(40)
     x = x.to(dtype)
     alone = [
-        by_kernel(module, x[n : n + 1], index[n : n + 1], weights[n : n + 1], linear)
+        kernel_stand_ins(module, x[n : n + 1], index[n : n + 1], weights[n : n + 1], linear)
         for n in range(40)
     ]
     rng = random.Random(0)
     for turn in range(12):
         order = rng.sample(range(40), rng.randint(1, 40))
         flip = (lambda t: t.flip(1)) if turn % 2 else (lambda t: t)
-        given = by_kernel(module, x[order], flip(index[order]), flip(weights[order]), linear)
+        given = kernel_stand_ins(module, x[order], flip(index[order]), flip(weights[order]), linear)
         assert torch.equal(given, torch.cat([alone[n] for n in order])), turn
 
 

@@ -80,7 +80,7 @@ def seeing_model():
 
 
 def unfinished(engine):
-    return [s for request in engine._desk.requests.values() for s in request.sequences]
+    return [s for request in engine._tracker.requests.values() for s in request.sequences]
 
 
 def asked():
@@ -294,7 +294,7 @@ def test_a_failure_outside_the_pass_raises_and_leaves_the_others():
         ids = [engine.add_request(*request) for request in asked()]
         for _ in range(2):
             engine.step()
-        sampler, left = engine._loop._sampler, [4]
+        sampler, left = engine._core._sampler, [4]
         sample = sampler.sample
 
         def fails_once(*args):
@@ -338,7 +338,7 @@ def test_a_failure_outside_the_pass_loses_no_token_of_a_stream():
         stream = engine.stream([prompt], params)
         tokens = list(next(stream).token_ids)
         kept = engine.add_request(*asked()[0])
-        committer = engine._loop.committer
+        committer = engine._core.committer
         committer._kernels = AcceptFailsOnce(committer._kernels)
         sequence = stream._requests[0].sequences[0]
         with pytest.raises(RuntimeError, match=ARMED):

@@ -13,8 +13,9 @@ import tinyspec
 from tests.support import walk
 from tests.support.zoo import BUILT, MODEL_TYPES, tiny
 from tests.support.zoo_configs import CANNOT
-from tinyspec import Engine, EngineConfig, SamplingParams, UnsupportedModelError, rehearsal
-from tinyspec.families import SERVED
+from tinyspec import Engine, EngineConfig, SamplingParams, UnsupportedModelError
+from tinyspec.model.supported import SERVED
+from tinyspec.runner import parity_check
 
 TABLE = walk.places()
 
@@ -30,7 +31,7 @@ def test_the_table_is_complete():
 @pytest.mark.parametrize("kind", BUILT)
 def test_attention_or_refusal(kind, monkeypatch):
     """Nothing is taken as known: each is compared with its own ``generate`` over a few tokens."""
-    monkeypatch.setattr(rehearsal, "SERVED", frozenset())
+    monkeypatch.setattr(parity_check, "SERVED", frozenset())
     model = tiny(kind)
     if kind in SERVED:
         assert walk.attention_of(model) == TABLE[kind][0]
@@ -84,7 +85,7 @@ def test_a_model_without_positions_is_refused():
 def test_control_a_wrong_attention_shows_in_the_rehearsal(known, monkeypatch):
     """Scores half as large as they should be: with the type known, nobody would look."""
     if not known:
-        monkeypatch.setattr(rehearsal, "SERVED", frozenset())
+        monkeypatch.setattr(parity_check, "SERVED", frozenset())
     model = tiny("gpt2")
     paged = Engine.__init__.__globals__["install"]
 
@@ -131,7 +132,7 @@ def test_a_long_rope_is_served_as_far_as_one_table_holds():
 @pytest.mark.parametrize("known", [False, True])
 def test_sequences_may_be_shorter_than_what_a_model_is_tried_with(known, monkeypatch):
     if not known:
-        monkeypatch.setattr(rehearsal, "SERVED", frozenset())
+        monkeypatch.setattr(parity_check, "SERVED", frozenset())
     with Engine(tiny("llama"), config=EngineConfig(max_model_len=8)) as engine:
         output = engine.generate([[3, 4, 5]], SamplingParams(max_new_tokens=5, ignore_eos=True))
     assert len(output[0].completions[0].token_ids) == 5

@@ -32,10 +32,10 @@ def test_no_page_is_lost_over_a_thousand_requests():
             )
             engine.add_request(prompt[:40], short)
             if rng.random() < 0.2:
-                output = engine.abort(rng.choice(sorted(engine._desk.requests)))
+                output = engine.abort(rng.choice(sorted(engine._tracker.requests)))
                 assert "abort" in {c.finish_reason for c in output.completions}
                 aborted += 1
-            if len(engine._desk.requests) > 30:
+            if len(engine._tracker.requests) > 30:
                 done += len(engine.step())
         while engine.has_unfinished():
             done += len(engine.step())

@@ -4,22 +4,20 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.row_classes import row_classes
 from tests.support.sensitive import (
     PositionSensitiveLinear,
     RowByRowLinear,
     ShapeSensitiveLinear,
 )
-from tinyspec.bucket_classes import bucket_classes, probe_pool
-from tinyspec.invariance import (
+from tinyspec.determinism.probes.bits import (
     cancelling_inputs,
-    distinct_linears,
     in_passes,
-    linear_shape,
-    linear_weight,
     position_invariant,
-    row_classes,
     unequal_bits,
 )
+from tinyspec.determinism.probes.row_functions import bucket_classes, probe_pool
+from tinyspec.model.linear_kinds import distinct_linears, linear_shape, linear_weight
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROW_COUNTS = [1, 2, 3, 4, 8, 16, 32]

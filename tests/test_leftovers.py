@@ -7,9 +7,9 @@ import torch
 from tests.support.walk import CONFIG
 from tests.support.zoo import tiny
 from tinyspec import Engine
-from tinyspec.bucket_classes import bucket_classes, probe_pool
-from tinyspec.buckets import Buckets
-from tinyspec.invariance import in_passes, same_bits
+from tinyspec.determinism.probes.bits import in_passes, same_bits
+from tinyspec.determinism.probes.row_functions import bucket_classes, probe_pool
+from tinyspec.scheduler.buckets import Buckets
 
 SIZES = [*Buckets(64, 16).sizes, 33, 34]
 VECTOR = 32

@@ -8,17 +8,18 @@ from transformers.pytorch_utils import Conv1D
 
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import prompts, tiny
-from tinyspec import Engine, SamplingParams, linears
-from tinyspec.invariance import linear_shape, linear_weight
+from tinyspec import Engine, SamplingParams
 from tinyspec.kernels.twins.linear import linear
-from tinyspec.linears import (
+from tinyspec.model import linears
+from tinyspec.model.linear_kinds import linear_shape, linear_weight
+from tinyspec.model.linears import (
     CpuLinear,
     KernelLinear,
     OneDnnLinear,
-    TurnedLinear,
-    by_cpu,
-    by_kernel,
+    TransposedLinear,
     cpu_has,
+    cpu_stand_ins,
+    kernel_stand_ins,
 )
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -29,7 +30,7 @@ FAMILIES = ("llama", "gpt2")
 @pytest.mark.parametrize("rows", [1, 5, 64])
 def test_matches_reference(rows, bias):
     linear = nn.Linear(96, 40, bias=bias)
-    (_, _, found) = by_cpu(nn.Sequential(linear))[0]
+    (_, _, found) = cpu_stand_ins(nn.Sequential(linear))[0]
     x = torch.randn(2, rows, 96)
     exact = nn.functional.linear(x.double(), linear.weight.double())
     exact = exact + linear.bias.double() if bias else exact
@@ -51,7 +52,7 @@ def test_an_engine_serves_plain_linears_alone():
         assert {id(p) for p in model.parameters()} == weights
     assert served(model) == before
     with Engine(tiny("llama", torch.bfloat16)) as engine:
-        assert set(served(engine.model)) == {TurnedLinear if cpu_has("amx_bf16") else nn.Linear}
+        assert set(served(engine.model)) == {TransposedLinear if cpu_has("amx_bf16") else nn.Linear}
 
 
 def test_without_the_operator_linears_stay(monkeypatch):
@@ -90,7 +91,7 @@ def test_the_kernel_matches_the_model(family, dtype):
     expected, before = exact(ids).logits, model(ids).logits
     names = {n for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
     state = {name: value.data_ptr() for name, value in model.state_dict().items()}
-    swap(by_kernel(model, linear))
+    swap(kernel_stand_ins(model, linear))
     assert kernel_linears(model) == names
     after = model(ids).logits
     assert after.dtype == dtype and after.shape == before.shape
@@ -104,7 +105,7 @@ def test_the_kernel_matches_the_model(family, dtype):
 def test_row_counts_do_not_show_in_an_mlp(family, dtype):
     model = tiny(family, dtype)
     x = torch.randn(40, 64).to(dtype)
-    swap(by_kernel(model, linear))
+    swap(kernel_stand_ins(model, linear))
     for mlp in mlps(model):
         alone = torch.cat([mlp(row[None, None])[0] for row in x])
         for rows in range(1, 41):
@@ -122,7 +123,7 @@ def test_control_row_counts_show_in_an_mlp(family):
         return linear(x[:, :cut], weight[:, :cut], bias) + linear(x[:, cut:], weight[:, cut:])
 
     model = tiny(family)
-    swap(by_kernel(model, split))
+    swap(kernel_stand_ins(model, split))
     x = torch.randn(40, 64)
     mlp = mlps(model)[0]
     assert not torch.equal(mlp(x)[:7], mlp(x[:7]))
@@ -132,10 +133,10 @@ def test_control_row_counts_show_in_an_mlp(family):
 def test_a_kernel_linear_keeps_the_names(bias):
     model = nn.Sequential(nn.Linear(96, 40, bias=bias), Conv1D(24, 40), nn.Linear(24, 8)).eval()
     originals = list(model)
-    swap(by_cpu(model))
+    swap(cpu_stand_ins(model))
     assert type(model[0]) is OneDnnLinear
-    found = swap(by_kernel(model, linear))
-    assert [(parent, name) for parent, name, _ in by_kernel(model, linear)] == []
+    found = swap(kernel_stand_ins(model, linear))
+    assert [(parent, name) for parent, name, _ in kernel_stand_ins(model, linear)] == []
     assert all(stand_in is child for stand_in, child in zip(found, model, strict=True))
     for original, stand_in in zip(originals, found, strict=True):
         assert linear_shape(stand_in) == linear_shape(original)
@@ -147,17 +148,17 @@ def test_a_kernel_linear_keeps_the_names(bias):
 def test_only_the_named_are_found():
     model = tiny()
     names = ["model.layers.1.mlp.up_proj", "lm_head", "model.norm", "no.such.module"]
-    found = by_kernel(model, linear, only=names)
+    found = kernel_stand_ins(model, linear, only=names)
     assert {parent._modules[name] for parent, name, _ in found} == {
         model.lm_head,
         model.model.layers[1].mlp.up_proj,
     }
-    assert by_kernel(model, linear, only=()) == []
-    assert len(by_kernel(model, linear)) == 2 * 7 + 1
+    assert kernel_stand_ins(model, linear, only=()) == []
+    assert len(kernel_stand_ins(model, linear)) == 2 * 7 + 1
 
 
 def test_what_is_not_a_plain_linear_stays():
-    assert by_kernel(replace_linears(tiny(), ShapeSensitiveLinear), linear) == []
+    assert kernel_stand_ins(replace_linears(tiny(), ShapeSensitiveLinear), linear) == []
 
     class Packed(torch.Tensor):
         pass
@@ -168,7 +169,7 @@ def test_what_is_not_a_plain_linear_stays():
     wide.double()
     packed.weight = nn.Parameter(packed.weight.detach().as_subclass(Packed))
     model = nn.Sequential(hooked, patched, wide, packed, nn.Linear(8, 8))
-    assert [name for _, name, _ in by_kernel(model, linear)] == ["4"]
+    assert [name for _, name, _ in kernel_stand_ins(model, linear)] == ["4"]
 
 
 @torch.no_grad()

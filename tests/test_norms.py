@@ -9,8 +9,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, SamplingParams
-from tinyspec.linears import Haste
-from tinyspec.norms import QuickNorm, by_few_operators, is_rms_norm
+from tinyspec.model.cpu.norms import CpuRMSNorm, is_rms_norm, norm_stand_ins
+from tinyspec.model.linears import FastMode
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((1, 1, 512), (1, 7, 512), (1, 64, 96), (1, 5, 3, 32), (9, 17))
@@ -28,15 +28,15 @@ def test_bits_and_rounding(dtype, weight):
     other = False
     for shape in SHAPES:
         norm = norm_of(shape[-1], dtype, weight)
-        haste = Haste()
-        quick = QuickNorm(norm, haste)
+        fast_mode = FastMode()
+        quick = CpuRMSNorm(norm, fast_mode)
         for scale in (1e-4, 1.0, 100.0):
             x = (torch.randn(shape) * scale).to(dtype)
             with torch.inference_mode():
                 expected = norm(x)
-                haste.on = False
+                fast_mode.on = False
                 assert torch.equal(quick(x), expected) and quick(x).dtype == expected.dtype
-                haste.on = True
+                fast_mode.on = True
                 found = quick(x)
             assert found.dtype == expected.dtype
             coarse = max(torch.finfo(kind).eps for kind in (dtype, norm.weight.dtype))
@@ -47,7 +47,7 @@ def test_bits_and_rounding(dtype, weight):
 
 def test_reads_what_it_stands_for_now():
     norm = norm_of(32, torch.float32)
-    quick = QuickNorm(norm, Haste(on=True))
+    quick = CpuRMSNorm(norm, FastMode(on=True))
     x = torch.randn(1, 3, 32) * 1e-2
     with torch.no_grad():
         before = quick(x)
@@ -73,7 +73,7 @@ def test_who_has_one():
             "meta": LlamaRMSNorm(8).to("meta"),
         }
     )
-    found = by_few_operators(model, Haste())
+    found = norm_stand_ins(model, FastMode())
     assert [name for _, name, _ in found] == ["llama", "qwen3"]
     assert all(quick.weight is model[name].weight for _, name, quick in found)
 
@@ -106,7 +106,7 @@ def test_an_engine_swaps_them_and_gives_them_back():
     before = [type(m) for m in model.modules()]
     with Engine(model) as engine:
         kinds = {type(m) for m in model.modules()}
-        assert QuickNorm in kinds and LlamaRMSNorm not in kinds
+        assert CpuRMSNorm in kinds and LlamaRMSNorm not in kinds
         params = SamplingParams(max_new_tokens=4, deterministic=True)
         first = engine.generate(prompts(1), params)[0].fingerprint
         model.model.norm.variance_epsilon *= 3

@@ -19,7 +19,7 @@ from transformers import (
 
 from tests.support.drop_in import PAD, greedy, own, patched, random_ids
 from tests.support.tiny import tiny
-from tinyspec.models import BUNDLED
+from tinyspec.tools.demo import BUNDLED
 
 TEXTS = ["User: What is 2 + 3?\nBot:", "Once upon a time", "User: Tell me a story.\nBot:"]
 CHATS = [

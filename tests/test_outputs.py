@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from tests.support.tiny import config_of, prompts, tiny
 from tinyspec import Completion, Engine, EngineConfig, RequestOutput, SamplingParams, StreamEvent
-from tinyspec.models import BUNDLED
+from tinyspec.engine.tokenization import TextStream, ends_in_stop_string
 from tinyspec.outputs import CompletionStats
-from tinyspec.text import TextStream, ends_in_stop_string
+from tinyspec.tools.demo import BUNDLED
 
 TEXT = "The quick brown 🦊 jumps over 13 lazy 🐕‍🦺, naïvely — 東京タワー. THE END\n\n  two  spaces"
 END = "<end>"

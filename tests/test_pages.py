@@ -7,8 +7,8 @@ import pytest
 from tests.support.pages import unowned
 from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
-from tinyspec.pages import LONGEST_RUN, PagePool
-from tinyspec.request import Sequence
+from tinyspec.scheduler.page_pool import LONGEST_RUN, PagePool
+from tinyspec.scheduler.request import Sequence
 
 
 def check(pool, tables):

@@ -6,9 +6,9 @@ import pytest
 
 from tests.support.pages import check_index, unowned
 from tinyspec import SamplingParams
-from tinyspec.pages import PagePool
-from tinyspec.prefix_cache import PrefixCache
-from tinyspec.request import Request
+from tinyspec.scheduler.page_pool import PagePool
+from tinyspec.scheduler.prefix_cache import PrefixCache
+from tinyspec.scheduler.request import Request
 
 
 class Trace:

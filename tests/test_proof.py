@@ -11,12 +11,13 @@ from torch import nn
 from tests.support.mixes import bits
 from tests.support.sensitive import PositionSensitiveLinear, ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import prompts, tiny
-from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams, contract, fact_cache
-from tinyspec.buckets import Buckets, between
-from tinyspec.facts import Alternative, BucketFact, Facts, Unsound
-from tinyspec.fingerprint import adapter_state, checksum
+from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
+from tinyspec.determinism import contract, probe_cache
+from tinyspec.determinism.fingerprint import adapter_state, checksum
+from tinyspec.determinism.probe_results import Alternative, BucketResult, ProbeResults, Unsound
 from tinyspec.kernels import twins
-from tinyspec.linears import Haste, KernelLinear, by_cpu
+from tinyspec.model.linears import FastMode, KernelLinear, cpu_stand_ins
+from tinyspec.scheduler.buckets import Buckets, between
 
 SIZES = [1, 2, 4, 8, 12, 16]
 CONFIG = {"reference_rows": 8, "max_rows": 16}
@@ -137,18 +138,18 @@ def test_fresh_facts_replace_those_on_disk(home, probed):
 
 
 def test_facts_as_json():
-    facts = Facts(
+    facts = ProbeResults(
         reference=8,
-        buckets=(BucketFact(8, True, (), 0.1, 0.1), BucketFact(16, False, ("a.b",), 0.2, 0.3)),
+        buckets=(BucketResult(8, True, (), 0.1, 0.1), BucketResult(16, False, ("a.b",), 0.2, 0.3)),
         unsound=(Unsound("a.b", "why"),),
         alternatives=(Alternative((4, 16), 2),),
         kernel_linears=("a.b",),
         tiles={"a.b": (4, 8)},
-        straight={"a.c": (8, 16)},
+        direct={"a.c": (8, 16)},
     )
-    assert Facts.from_dict(json.loads(json.dumps(facts.to_dict()))) == facts
-    fact_cache.store("key", facts)
-    assert fact_cache.load("key") == facts and fact_cache.load("another") is None
+    assert ProbeResults.from_dict(json.loads(json.dumps(facts.to_dict()))) == facts
+    probe_cache.store("key", facts)
+    assert probe_cache.load("key") == facts and probe_cache.load("another") is None
 
 
 # The linear kernel
@@ -171,7 +172,7 @@ def third_rows_nudged(whole, only):
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
 def broken(request, monkeypatch):
     """dtype; linears with 192 outputs break fact 1 in it, and the kernel does not."""
-    served = by_cpu(nn.Sequential(nn.Linear(2, 2, dtype=request.param)), Haste())
+    served = cpu_stand_ins(nn.Sequential(nn.Linear(2, 2, dtype=request.param)), FastMode())
     cls = type(served[0][2]) if served else nn.Linear
     forward = third_rows_nudged(cls.forward, lambda module: module.out_features == 192)
     monkeypatch.setattr(cls, "forward", forward)

@@ -26,10 +26,10 @@ from tests.support.loading import (
 )
 from tests.support.tiny import tiny
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams, doctor
-from tinyspec.fingerprint import digest_weights, weight_state
-from tinyspec.invariance import linear_kinds, linear_weight
-from tinyspec.linears import KernelLinear, OneDnnLinear
-from tinyspec.packed import is_packed, layout, parts
+from tinyspec.determinism.fingerprint import digest_weights, weight_state
+from tinyspec.model.linear_kinds import linear_kinds, linear_weight
+from tinyspec.model.linears import KernelLinear, OneDnnLinear
+from tinyspec.model.quantized import is_packed, layout, parts
 
 NAME = "model.layers.0.self_attn.q_proj"
 LOGPROBS = SamplingParams(max_new_tokens=8, logprobs=True)

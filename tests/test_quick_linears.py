@@ -11,22 +11,23 @@ from torch import nn
 
 from tests.support.mixes import bits, crowd, needles, solo
 from tests.support.tiny import prompts, tiny
-from tinyspec import Engine, EngineConfig, SamplingParams, doctor, linears
-from tinyspec.linears import (
+from tinyspec import Engine, EngineConfig, SamplingParams, doctor
+from tinyspec.model import linears
+from tinyspec.model.linears import (
     MKL_ROWS,
-    TURNED_ROWS,
+    TRANSPOSED_ROWS,
     CpuLinear,
-    Haste,
+    FastMode,
     OneDnnLinear,
-    TurnedLinear,
-    by_cpu,
+    TransposedLinear,
+    cpu_stand_ins,
 )
 
 CONFIG = EngineConfig(reference_rows=16, max_rows=64)
 # Which linear, and the row counts that are quicker by torch's default.
 KINDS = {
     torch.float32: (OneDnnLinear, range(1, MKL_ROWS + 1)),
-    torch.bfloat16: (TurnedLinear, range(TURNED_ROWS + 1, 1 << 20)),
+    torch.bfloat16: (TransposedLinear, range(TRANSPOSED_ROWS + 1, 1 << 20)),
 }
 both = pytest.mark.parametrize("dtype", KINDS, ids=str)
 
@@ -45,7 +46,9 @@ def quick(monkeypatch, no_facts_on_disk):
 
     monkeypatch.setattr(CpuLinear, "quick", split)
     # Nor may canonical passes go that way.
-    monkeypatch.setattr(TurnedLinear, "by_rows", lambda linear, rows: rows @ linear.weight.t() + 1)
+    monkeypatch.setattr(
+        TransposedLinear, "by_rows", lambda linear, rows: rows @ linear.weight.t() + 1
+    )
     monkeypatch.setattr(linears, "_works", lambda: True)
     monkeypatch.setattr(linears, "cpu_has", lambda name: True)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
@@ -55,14 +58,14 @@ def quick(monkeypatch, no_facts_on_disk):
 
 @both
 def test_only_some_row_counts_and_only_in_haste(quick, dtype):
-    haste = Haste()
+    fast_mode = FastMode()
     kind, hasty = KINDS[dtype]
-    ((_, _, linear),) = by_cpu(nn.Sequential(nn.Linear(96, 40, dtype=dtype)), haste)
+    ((_, _, linear),) = cpu_stand_ins(nn.Sequential(nn.Linear(96, 40, dtype=dtype)), fast_mode)
     assert type(linear) is kind
     with torch.no_grad():
-        for rows in (1, MKL_ROWS, MKL_ROWS + 1, TURNED_ROWS, TURNED_ROWS + 1, 64):
+        for rows in (1, MKL_ROWS, MKL_ROWS + 1, TRANSPOSED_ROWS, TRANSPOSED_ROWS + 1, 64):
             for on in (False, True):
-                haste.on = on
+                fast_mode.on = on
                 del quick[:]
                 linear(torch.randn(1, rows, 96, dtype=dtype))
                 assert quick == [rows] * (on and rows in hasty)
@@ -70,7 +73,7 @@ def test_only_some_row_counts_and_only_in_haste(quick, dtype):
 
 @both
 def test_a_linear_without_haste_has_one_way(quick, dtype):
-    ((_, _, linear),) = by_cpu(nn.Sequential(nn.Linear(96, 40, dtype=dtype)))
+    ((_, _, linear),) = cpu_stand_ins(nn.Sequential(nn.Linear(96, 40, dtype=dtype)))
     for rows in (4, 64):
         linear(torch.randn(1, rows, 96, dtype=dtype))
     assert not quick
@@ -81,7 +84,7 @@ def test_a_linear_without_haste_has_one_way(quick, dtype):
 def test_turned_round(shape, bias):
     """The same as the linear, as near as the dtype can tell, and laid out alike."""
     own = nn.Linear(96, 40, bias, dtype=torch.bfloat16)
-    linear = TurnedLinear(own)
+    linear = TransposedLinear(own)
     x = torch.randn(shape, dtype=torch.bfloat16)
     with torch.no_grad():
         found, exact = linear(x), own.double()(x.double())
@@ -92,7 +95,7 @@ def test_turned_round(shape, bias):
 def test_many_rows_turned_back():
     """From some size on by another operator: the same numbers at the same places."""
     own = nn.Linear(64, 1024, dtype=torch.bfloat16)
-    linear = TurnedLinear(own)
+    linear = TransposedLinear(own)
     x = torch.randn(1, 512, 64, dtype=torch.bfloat16)
     assert linears.REORDERED_ELEMENTS <= 256 * 1024
     with torch.no_grad():

@@ -23,7 +23,7 @@ from tests.support.cases import (
 from tests.support.mixes import crowd, plain
 from tests.support.tiny import VOCAB, tiny
 from tinyspec import Engine, SamplingParams
-from tinyspec.models import BUNDLED
+from tinyspec.tools.demo import BUNDLED
 
 EOS = (5, 40, 41, 42, 90)
 STYLES = {

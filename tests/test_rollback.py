@@ -9,7 +9,7 @@ from tests.support.mixes import HalfLiar, Liar, crowd
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
-from tinyspec.models import BUNDLED
+from tinyspec.tools.demo import BUNDLED
 
 PARAMS = SamplingParams(max_new_tokens=60, deterministic=True, logprobs=True)
 PROMPT = prompts(6)[5]
@@ -84,7 +84,7 @@ def test_every_verify_commits(drafter):
 
 def test_fast_path_acceptance_on_the_bundled_model():
     """As drafter the fast path is right more than 99 times in 100, and little is undone."""
-    from tinyspec.models.stories import sample_prompts
+    from benchmarks.storyteller.questions import sample_prompts
 
     texts = sample_prompts(24, seed=1)
     params = [

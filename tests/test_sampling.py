@@ -17,12 +17,13 @@ from transformers.generation.logits_process import (
 
 from tests.support.mixes import crowd
 from tests.support.tiny import VOCAB, prompts, tiny
-from tinyspec import Engine, EngineConfig, SamplingParams, kernels
-from tinyspec.filters import keep_min_p, keep_top_k, keep_top_p, penalise_repetition
+from tinyspec import Engine, EngineConfig, SamplingParams
+from tinyspec.kernels import backend as kernels
 from tinyspec.kernels.twins.philox import gumbel, philox
 from tinyspec.kernels.twins.sample import sample
-from tinyspec.request import noise_key
-from tinyspec.sampler import Sampler, SampleRow
+from tinyspec.runner.logits_filters import keep_min_p, keep_top_k, keep_top_p, penalise_repetition
+from tinyspec.runner.sampler import Sampler, SampleRow
+from tinyspec.scheduler.request import noise_key
 
 DRAWS = 20_000
 # Upper 1e-4 quantiles of the chi-square distribution, by degrees of freedom.

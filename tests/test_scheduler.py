@@ -5,13 +5,13 @@ from collections import Counter
 
 import pytest
 
-from tinyspec.buckets import Buckets, row_counts
 from tinyspec.config import EngineConfig
-from tinyspec.pages import PagePool
-from tinyspec.params import SamplingParams
-from tinyspec.passes import DECODE, DRAFT, PROMPT, VERIFY
-from tinyspec.request import Request
-from tinyspec.scheduler import Scheduler
+from tinyspec.sampling_params import SamplingParams
+from tinyspec.scheduler.buckets import Buckets, probed_rows, row_counts
+from tinyspec.scheduler.page_pool import PagePool
+from tinyspec.scheduler.passes import DECODE, DRAFT, PROMPT, VERIFY
+from tinyspec.scheduler.request import Request
+from tinyspec.scheduler.scheduler import Scheduler
 
 
 class Logged(Scheduler):
@@ -349,7 +349,7 @@ def test_rows_that_are_probed():
     ):
         for device, counts in (("cpu", cpu), ("cuda", gpu)):
             found = config.resolve(device_type=device, model_positions=512)
-            assert found.probed_rows(device) == counts
+            assert probed_rows(found, device) == counts
             buckets = Buckets(found.max_rows, found.reference_rows, counts)
             assert {found.reference_rows, *counts} == set(buckets.sizes)
 

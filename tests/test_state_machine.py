@@ -197,7 +197,7 @@ class OneEngine(RuleBasedStateMachine):
     def abort(self, data):
         request_id = data.draw(st.sampled_from(sorted(self.open)))
         # It may have finished in a call of generate, whose steps nobody has asked for.
-        if request_id in self.engine._desk.requests:
+        if request_id in self.engine._tracker.requests:
             output = self.engine.abort(request_id)
             self.given_up.add(request_id)
             assert "abort" in {c.finish_reason for c in output.completions}
@@ -266,7 +266,7 @@ class OneEngine(RuleBasedStateMachine):
 
     @rule()
     def release(self):
-        if self.engine._desk.requests:
+        if self.engine._tracker.requests:
             with pytest.raises(ValueError, match="release"):
                 self.engine.release()
         else:

@@ -13,11 +13,13 @@ from torch import nn
 
 from tests.support.mixes import bits, crowd, needles, solo
 from tests.support.tiny import tiny
-from tinyspec import Engine, EngineConfig, doctor, fact_cache, linears
-from tinyspec.invariance import PositionProbe
-from tinyspec.linear_probe import find_straight, run_straight
-from tinyspec.linears import Haste, TurnedLinear
-from tinyspec.runner import Runner
+from tinyspec import Engine, EngineConfig, doctor
+from tinyspec.determinism import probe_cache
+from tinyspec.determinism.probes import buckets
+from tinyspec.determinism.probes.bits import PositionProbe
+from tinyspec.determinism.probes.linears import find_direct, run_direct
+from tinyspec.model import linears
+from tinyspec.model.linears import FastMode, TransposedLinear
 
 CONFIG = EngineConfig(reference_rows=16, max_rows=64, max_sequences=40)
 DTYPE = torch.bfloat16
@@ -38,25 +40,25 @@ def alike(monkeypatch, no_facts_on_disk):
         calls.append(len(rows))
         return product(linear, rows, 1 if len(rows) % 32 == 0 else 2)
 
-    monkeypatch.setattr(TurnedLinear, "by_columns", product)
-    monkeypatch.setattr(TurnedLinear, "by_rows", by_rows)
+    monkeypatch.setattr(TransposedLinear, "by_columns", product)
+    monkeypatch.setattr(TransposedLinear, "by_rows", by_rows)
     monkeypatch.setattr(linears, "cpu_has", lambda name: True)
     return calls
 
 
 def straight_of(model):
-    return {tuple(m.straight) for m in model.modules() if isinstance(m, TurnedLinear)}
+    return {tuple(m.direct) for m in model.modules() if isinstance(m, TransposedLinear)}
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_only_at_the_row_counts_that_are_alike(alike, bias):
     own = nn.Linear(96, 40, bias, dtype=DTYPE)
-    haste = Haste()
-    linear = TurnedLinear(own, haste)
-    linear.straight = (32, 64)
+    fast_mode = FastMode()
+    linear = TransposedLinear(own, fast_mode)
+    linear.direct = (32, 64)
     x = torch.randn(1, 64, 96, dtype=DTYPE)
     with torch.no_grad():
-        turned = TurnedLinear(own)(x)
+        turned = TransposedLinear(own)(x)
         for rows in (1, 16, 31, 32, 48, 64):
             del alike[:]
             found = linear(x[:, :rows])
@@ -71,7 +73,7 @@ def test_the_probe_finds_them(alike):
         assert straight_of(engine.model) == {()}
         facts = engine.contract.examine()
         assert facts.canonical == facts.sizes and facts.sizes[-1] == 64
-        assert set(facts.straight.values()) == {(32, 64)}
+        assert set(facts.direct.values()) == {(32, 64)}
         assert straight_of(engine.model) == {(32, 64)}
         for fact in facts.buckets:
             assert bool(fact.tiled) == (fact.rows > 16 and fact.rows not in (32, 64))
@@ -92,10 +94,10 @@ def test_bits_are_those_of_turned_linears(alike, monkeypatch):
         del alike[:]
         assert found(engine) == alone
         assert {32, 64} & set(alike), "canonical passes ran straight"
-        run_straight(engine._runner, dict.fromkeys(find_straight(engine._runner), range(17, 65)))
+        run_direct(engine._runner, dict.fromkeys(find_direct(engine._runner), range(17, 65)))
         engine.release()
         assert found(engine) != alone
-        run_straight(engine._runner, {})
+        run_direct(engine._runner, {})
         engine.release()
         del alike[:]
         assert found(engine) == alone
@@ -104,8 +106,8 @@ def test_bits_are_those_of_turned_linears(alike, monkeypatch):
 
 def test_facts_on_disk_say_where(alike, monkeypatch):
     kept = {}
-    monkeypatch.setattr(fact_cache, "store", kept.__setitem__)
-    monkeypatch.setattr(fact_cache, "load", kept.get)
+    monkeypatch.setattr(probe_cache, "store", kept.__setitem__)
+    monkeypatch.setattr(probe_cache, "load", kept.get)
     for _ in range(2):
         with Engine(tiny("llama", DTYPE), config=CONFIG) as engine:
             engine.contract.prove()
@@ -117,16 +119,16 @@ def test_without_a_proof_none(alike, monkeypatch):
     """Where attention turns out unsound, what linears were found to do is taken back, and left
     alone when read from disk."""
     kept = {}
-    monkeypatch.setattr(fact_cache, "store", kept.__setitem__)
+    monkeypatch.setattr(probe_cache, "store", kept.__setitem__)
     model = tiny("llama", DTYPE)
     with Engine(model, config=CONFIG) as engine:
         engine.contract.prove()
         assert straight_of(model) == {(32, 64)}
         broken = PositionProbe("attention", 16, 1, 1, 0, 0)
-        monkeypatch.setattr(Runner, "probe_attention", lambda runner: [broken])
+        monkeypatch.setattr(buckets, "probe_attention", lambda runner: [broken])
         assert engine.contract.examine(fresh=True).unsound
         assert straight_of(model) == {()}
-    monkeypatch.setattr(fact_cache, "load", kept.get)
+    monkeypatch.setattr(probe_cache, "load", kept.get)
     with Engine(model, config=CONFIG) as engine:
         assert engine.contract.examine().unsound
         assert straight_of(model) == {()}
@@ -136,9 +138,11 @@ def test_found_anew(alike, monkeypatch):
     """What was straight before does not decide what a bucket is compared with."""
     with Engine(tiny("llama", DTYPE), config=CONFIG) as engine:
         engine.contract.prove()
-        monkeypatch.setattr(TurnedLinear, "by_rows", lambda linear, rows: product(linear, rows, 2))
+        monkeypatch.setattr(
+            TransposedLinear, "by_rows", lambda linear, rows: product(linear, rows, 2)
+        )
         facts = engine.contract.examine(fresh=True)
-        assert facts.straight == {} and straight_of(engine.model) == {()}
+        assert facts.direct == {} and straight_of(engine.model) == {()}
         assert facts.canonical == facts.sizes
 
 
@@ -149,7 +153,7 @@ def test_the_reference_bucket_is_turned(alike):
         config = replace(CONFIG, reference_rows=reference)
         with Engine(tiny("llama", DTYPE), config=config) as engine:
             facts = engine.contract.examine()
-            assert set(facts.straight.values()) == {tuple({32, 64} - {reference})}
+            assert set(facts.direct.values()) == {tuple({32, 64} - {reference})}
             assert facts.canonical == facts.sizes
 
 

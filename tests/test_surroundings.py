@@ -9,8 +9,8 @@ import torch
 
 from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, SamplingParams
-from tinyspec.ambient import Ambient
-from tinyspec.interrupts import between_steps, deferred_interrupt
+from tinyspec.engine.interrupts import between_steps, deferred_interrupt
+from tinyspec.model.torch_state import TorchState
 
 pytestmark = pytest.mark.usefixtures("sigint")
 MATMUL = torch.backends.mkldnn.matmul
@@ -26,10 +26,10 @@ def medium():
 
 def test_one_ambient_state_within_another(medium):
     model = tiny().train()
-    ambient = Ambient(model)
-    with ambient():
+    torch_state = TorchState(model)
+    with torch_state():
         for _ in range(3):
-            with ambient():
+            with torch_state():
                 assert not model.training and torch.is_inference_mode_enabled()
                 assert MATMUL.fp32_precision == "ieee"
             # What a processor or a criterion may do in the middle of a call.
@@ -44,12 +44,12 @@ def test_a_call_that_ends_leaves_the_settings_of_others_alone(medium):
     entered, ended = Event(), Event()
 
     def other():
-        with Ambient(tiny())():
+        with TorchState(tiny())():
             entered.set()
             ended.wait(10)
 
     thread = Thread(target=other)
-    with Ambient(tiny())():
+    with TorchState(tiny())():
         thread.start()
         assert entered.wait(10) and MATMUL.fp32_precision == "ieee"
     assert MATMUL.fp32_precision == "ieee", "the other's still"
@@ -60,11 +60,11 @@ def test_a_call_that_ends_leaves_the_settings_of_others_alone(medium):
 
 def test_modules_that_came_meanwhile():
     model = tiny()
-    ambient = Ambient(model)
-    with ambient():
+    torch_state = TorchState(model)
+    with torch_state():
         model.add_module("late", torch.nn.Dropout())
-        ambient.look()
-        with ambient():
+        torch_state.look()
+        with torch_state():
             assert not model.late.training
     assert model.late.training
 

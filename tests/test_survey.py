@@ -12,7 +12,8 @@ from transformers.masking_utils import (
 
 from tests.support.zoo import tiny
 from tinyspec import Engine, EngineConfig, UnsupportedModelError
-from tinyspec.survey import Reach, reach_of
+from tinyspec.model.attention_calls import Reach
+from tinyspec.model.introspection import reach_of
 
 ROWS = 12
 

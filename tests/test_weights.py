@@ -141,7 +141,7 @@ def test_weights_change_under_running_requests():
         other = engine.add_request(PROMPTS[4], plain)
         waiting = engine.add_request(PROMPTS[5], DETERMINISTIC)
         done = {}
-        while not engine._desk.requests[begun].sequences[0].num_generated:
+        while not engine._tracker.requests[begun].sequences[0].num_generated:
             done |= {output.request_id: output for output in engine.step()}
         assert not done
         load(model, None)

@@ -1,14 +1,14 @@
 """tinyspec: deterministic continuous batching for Hugging Face models."""
 
 from tinyspec.config import EngineConfig
-from tinyspec.drafter import Drafter
-from tinyspec.drop_in import generate, patch, unpatch
-from tinyspec.engine import Engine
+from tinyspec.drop_in.patching import generate, patch, unpatch
+from tinyspec.engine.drafter import Drafter
+from tinyspec.engine.engine import Engine
 from tinyspec.errors import DeterminismError, TinyspecError, UnsupportedModelError
 from tinyspec.outputs import Completion, RequestOutput, StreamEvent
-from tinyspec.params import SamplingParams
-from tinyspec.probe import DoctorReport, doctor
-from tinyspec.replay import AuditReport, audit
+from tinyspec.sampling_params import SamplingParams
+from tinyspec.tools.audit import AuditReport, audit
+from tinyspec.tools.doctor import DoctorReport, doctor
 
 __all__ = [
     "AuditReport",

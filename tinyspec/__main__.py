@@ -2,6 +2,6 @@
 
 import sys
 
-from tinyspec.cli import main
+from tinyspec.cli.main import main
 
 sys.exit(main())

@@ -8,15 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tinyspec.buckets import row_counts
 from tinyspec.errors import refuse
 
 VERIFY = ("auto", "direct", "padded", "always")
 LINEAR = ("auto", "always", "never")
 BACKENDS = ("auto", "triton", "torch")
 MAX_PAGE_SIZE = 1024
-# On a CPU of passes of more rows only the largest is probed: more would take longer than they gain.
-CPU_PROBED_ROWS, CPU_MOST_PROBED_ROWS = 512, 1024
 
 
 def _power_of_two(value: object) -> bool:
@@ -140,12 +137,3 @@ class EngineConfig:
             page_size=self.page_size or (128 if cpu else 16),
             backend=backend,
         )
-
-    def probed_rows(self, device_type: str) -> list[int]:
-        """The row counts that a canonical pass may have; of a resolved config."""
-        assert self.max_rows and self.reference_rows
-        if device_type != "cpu":
-            return row_counts(self.max_rows)
-        most = max(CPU_PROBED_ROWS, self.reference_rows, self.max_sequences)
-        counts = row_counts(min(most, self.max_rows))
-        return sorted({*counts, min(max(CPU_MOST_PROBED_ROWS, most), self.max_rows)})

@@ -9,7 +9,7 @@ import json
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from tinyspec.params import SamplingParams
+from tinyspec.sampling_params import SamplingParams
 
 
 @dataclass

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.kernels.cases import DEVICE, ints, poisoned  # noqa: F401 - a fixture
 from tinyspec.kernels.accept import accept_truncate
-from tinyspec.kernels.accepted import Accepted
+from tinyspec.kernels.accept_result import AcceptResult
 
 PAGE_SIZE = 4
 
@@ -36,7 +36,7 @@ def commit(request: dict, stops: list[int], page_size: int) -> tuple[int | bool,
     return committed, accepted, targets[committed - 1], stopped, left, length, free
 
 
-def run(requests: list[dict], stops: list[list[int]], width: int, page_size: int) -> Accepted:
+def run(requests: list[dict], stops: list[list[int]], width: int, page_size: int) -> AcceptResult:
     def table(name: str) -> Tensor:
         rows = [r[name][:width] + [-1] * (width - len(r[name])) for r in requests]
         return torch.tensor(rows, dtype=torch.int64, device=DEVICE).view(len(requests), width)
@@ -82,7 +82,9 @@ def traces(seed: int, count: int, width: int, vocab: int) -> tuple[list[dict], l
     return requests, stops
 
 
-def expect(result: Accepted, requests: list[dict], stops: list[list[int]], page_size: int) -> None:
+def expect(
+    result: AcceptResult, requests: list[dict], stops: list[list[int]], page_size: int
+) -> None:
     got = list(zip(*(field.tolist() for field in result), strict=True))
     assert got == [commit(r, s, page_size) for r, s in zip(requests, stops, strict=True)]
 

@@ -130,13 +130,13 @@ def attention_call(
     chunk: int,
     length: int,
 ) -> Call:
+    from tinyspec.kernels.attention_metadata import AttentionMetadata
     from tinyspec.kernels.paged_attention import paged_attention
-    from tinyspec.kernels.segments import Segments
 
     cache = torch.zeros(2, page_size, kv_heads, dim, dtype=dtype)
     q = torch.zeros(rows, q_heads, dim, dtype=dtype)
     table = torch.zeros(1, -(-length // page_size) + 1, dtype=torch.int32)[:, 1:]
-    segments = Segments(table, ints([0, rows]), ints([length]), page_size, rows, length)
+    segments = AttentionMetadata(table, ints([0, rows]), ints([length]), page_size, rows, length)
     options = {"window": window, "chunk": chunk}
     if extras:
         options |= {"softcap": 5.0, "sinks": torch.zeros(q_heads, dtype=dtype)}

@@ -21,7 +21,7 @@ from tests.kernels.cases import (
     normal,
     poisoned,  # noqa: F401 - a fixture
 )
-from tinyspec.invariance import cancelling_inputs, position_invariant
+from tinyspec.determinism.probes.bits import cancelling_inputs, position_invariant
 from tinyspec.kernels import launch
 from tinyspec.kernels.linear import linear
 from tinyspec.kernels.twins import linear as twins

@@ -24,8 +24,8 @@ from tests.kernels.cases import (
     poisoned,  # noqa: F401 - a fixture
 )
 from tinyspec.kernels import launch
+from tinyspec.kernels.attention_metadata import AttentionMetadata
 from tinyspec.kernels.paged_attention import paged_attention
-from tinyspec.kernels.segments import Segments
 
 SPLIT = 64
 NAN = float("nan")
@@ -69,7 +69,7 @@ class Pass:
     q: Tensor
     k_cache: Tensor
     v_cache: Tensor
-    segments: Segments
+    segments: AttentionMetadata
 
     def __call__(self, scale: float | None = None, **options: object) -> Tensor:
         scale = self.q.shape[-1] ** -0.5 if scale is None else scale
@@ -105,7 +105,7 @@ def lay_out(
     rows = [stop - start for _, start, stop in chunks]
     q = [sequence.q[start:stop] for sequence, start, stop in chunks]
     q.append(torch.full((padding, *sample.q.shape[1:]), NAN, dtype=sample.q.dtype, device=DEVICE))
-    segments = Segments(
+    segments = AttentionMetadata(
         page_table=tables.to(DEVICE),
         cu_seqlens_q=ints([0, *torch.tensor(rows).cumsum(0).tolist()]),
         seq_lens=ints([stop for _, _, stop in chunks]),
@@ -222,12 +222,12 @@ def test_matches_reference_at_table_split() -> None:
 def test_matches_reference_when_empty() -> None:
     work = lay_out([(Sequence.make(5, 2, 1, 32, torch.float32), 0, 5)], padding=3)
     whole = work()
-    empty = Segments(ints([]).view(0, 1), ints([0]), ints([]), 16, 0, 0)
+    empty = AttentionMetadata(ints([]).view(0, 1), ints([0]), ints([]), 16, 0, 0)
     assert (Pass(work.q, work.k_cache, work.v_cache, empty)() == 0).all()
     assert Pass(work.q[:0], work.k_cache, work.v_cache, empty)().shape == (0, 2, 32)
     # A segment without rows between others.
     table = work.segments.page_table.expand(3, -1).contiguous()
-    gap = Segments(table, ints([0, 0, 5, 5]), ints([7, 5, 1]), 16, 5, 7)
+    gap = AttentionMetadata(table, ints([0, 0, 5, 5]), ints([7, 5, 1]), 16, 5, 7)
     assert torch.equal(Pass(work.q, work.k_cache, work.v_cache, gap)(), whole)
 
 

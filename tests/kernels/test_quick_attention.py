@@ -14,8 +14,8 @@ from tests.kernels.test_twin_attention import (
 )
 from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
-from tinyspec.kernels.segments import Segments
-from tinyspec.kernels.twins import quick_attention
+from tinyspec.kernels.attention_metadata import AttentionMetadata
+from tinyspec.kernels.twins.attention_plain import quick_attention
 from tinyspec.kernels.twins.paged_attention import paged_attention
 
 SCORES = (
@@ -86,7 +86,7 @@ def test_who_takes_it(monkeypatch):
             del seen[:]
             engine.generate(prompts(2), params)
             assert set(seen) == expected
-        layers = len(engine._runner._layers)
+        layers = len(engine._runner.layers)
         passes = []
         run_pass = engine._runner.run
 
@@ -146,7 +146,7 @@ def decode(dtype, lengths, pages, size, window=0, rows=()):
             weights = (torch.einsum("hd,lhd->hl", q[row].double(), k) * dim**-0.5).softmax(-1)
             expected.append(torch.einsum("hl,lhd->hd", weights, v))
     widest = max(map(len, pages))
-    segments = Segments(
+    segments = AttentionMetadata(
         torch.tensor([own + [0] * (widest - len(own)) for own in pages], dtype=torch.int32),
         torch.tensor(starts, dtype=torch.int32),
         torch.tensor(lengths, dtype=torch.int32),
@@ -248,7 +248,7 @@ def test_queries_may_lie_anyhow(exact, kv_heads, rows):
     turned = wide.transpose(0, 1).contiguous().transpose(0, 1)
     found = []
     for q in (wide, turned, wide.contiguous()):
-        segments = Segments(
+        segments = AttentionMetadata(
             torch.tensor([[1, 0], [3, 4]], dtype=torch.int32),
             torch.tensor([0, rows, 2 * rows], dtype=torch.int32),
             torch.tensor(lengths, dtype=torch.int32),

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tinyspec.kernels.segments import Segments
+from tinyspec.kernels.attention_metadata import AttentionMetadata
+from tinyspec.kernels.twins import attention_plan
 from tinyspec.kernels.twins import paged_attention as twin
-from tinyspec.kernels.twins import tile_plan
 
 LENGTHS = (1, 5, 127, 128, 129, 300)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -72,7 +72,7 @@ def run(dtype, shape, chosen, scores, page_size=128, seed=0, scattered=True, exa
         rows.append(q[len(q) - count :])
         starts.append(starts[-1] + count)
     padding = torch.randn(3, kv_heads * group, dim).to(dtype)
-    segments = Segments(
+    segments = AttentionMetadata(
         page_table=table,
         cu_seqlens_q=torch.tensor(starts, dtype=torch.int32),
         seq_lens=torch.tensor([len(q) for q, _, _ in held], dtype=torch.int32),
@@ -189,7 +189,7 @@ def test_pages_of_others_are_not_read(page_size, exact):
         row[:need] = torch.arange(page, page + need)
         caches[:, page : page + need] = torch.randn(2, need, page_size, 2, 64)
     q = torch.randn(3, 4, 64)
-    segments = Segments(
+    segments = AttentionMetadata(
         page_table=table,
         cu_seqlens_q=torch.arange(4, dtype=torch.int32),
         seq_lens=torch.tensor(lengths, dtype=torch.int32),
@@ -215,7 +215,7 @@ def test_every_row_alone_equals_itself_in_the_prompt(bound):
     for cache_, values in zip(caches, (k, v), strict=True):
         cache_.flatten(0, 1)[:300] = values
     for position in range(300):
-        segments = Segments(
+        segments = AttentionMetadata(
             page_table=torch.tensor([[0, 1, 2]], dtype=torch.int32),
             cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32),
             seq_lens=torch.tensor([position + 1], dtype=torch.int32),
@@ -232,7 +232,7 @@ def test_control_another_tile_differs(monkeypatch):
     """Another tile is another order of additions: the comparison above can fail."""
     shape = SHAPES[0]
     before = run(torch.float32, shape, [(5, 300)], {})[0]
-    monkeypatch.setattr(tile_plan, "TILE", 64)
+    monkeypatch.setattr(attention_plan, "TILE", 64)
     after = run(torch.float32, shape, [(5, 300)], {}, page_size=64)[0]
     assert not torch.equal(before, after)
     assert torch.allclose(before, after, atol=1e-5)
@@ -241,6 +241,6 @@ def test_control_another_tile_differs(monkeypatch):
 def test_large_batches_are_cut_without_a_trace(monkeypatch):
     chosen = [(n, length) for n, length in enumerate(LENGTHS)]
     before = run(torch.float32, SHAPES[0], chosen, {})
-    monkeypatch.setattr(tile_plan, "MAX_TILE_ROWS", 256)
+    monkeypatch.setattr(attention_plan, "MAX_TILE_ROWS", 256)
     after = run(torch.float32, SHAPES[0], chosen, {})
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

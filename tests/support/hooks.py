@@ -58,7 +58,7 @@ class Sure(StoppingCriteria):
         return scores[-1].amax(-1) > scores[0].amax(-1)
 
 
-class Recorder(BaseStreamer):
+class AttentionRecorder(BaseStreamer):
     """Keeps what it is put."""
 
     def __init__(self) -> None:

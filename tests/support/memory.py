@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.support.drop_in import PAD, SMALL, random_ids
-from tinyspec.kv_cache import KVCache
+from tinyspec.runner.kv_cache import KVCache
 
 PROMPTS = [random_ids(100, n) for n in range(4)]
 

@@ -8,8 +8,8 @@ from hashlib import blake2b
 import torch
 
 from tinyspec import Engine
-from tinyspec.pages import PagePool
-from tinyspec.prefix_cache import PrefixCache
+from tinyspec.scheduler.page_pool import PagePool
+from tinyspec.scheduler.prefix_cache import PrefixCache
 
 
 def unowned(pool: PagePool) -> list[int]:

@@ -1,6 +1,6 @@
 """A walk through every text causal LM that transformers knows: how each is served, or why not.
 
-Rewrites the README's table and ``tinyspec/families.py`` by what it finds:
+Rewrites the README's table and ``tinyspec/model/supported.py`` by what it finds:
 
     python -m tests.support.walk
 """
@@ -22,10 +22,10 @@ from tests.support.mixes import bits
 from tests.support.zoo import BUILT, greedy, prompts, tiny
 from tests.support.zoo_configs import CANNOT
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams, UnsupportedModelError
-from tinyspec.deferred import layout
+from tinyspec.model.fused_rope import layout
 
 # ``tinyspec.patch`` is the function of this name.
-calls_interface = import_module("tinyspec.patch").calls_interface
+calls_interface = import_module("tinyspec.model.install").calls_interface
 ROOT = Path(__file__).parents[2]
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 CONFIG = EngineConfig(max_model_len=256, max_rows=64, reference_rows=16)
@@ -145,11 +145,12 @@ def write(findings: dict[str, Finding]) -> None:
     text = readme.read_text()
     head, tail = text.partition(BEGIN)[0], text.partition(END)[2]
     readme.write_text(f"{head}{BEGIN}\n{render(findings)}\n{END}{tail}")
-    families = ROOT / "tinyspec" / "families.py"
-    head, tail = families.read_text().split('TYPES = """')[0], "SERVED = frozenset(TYPES.split())\n"
+    supported = ROOT / "tinyspec" / "model" / "supported.py"
+    head, _, rest = supported.read_text().partition('TYPES = """')
+    tail = rest.partition('\n"""\n')[2]
     kinds = " ".join(sorted(kind for kind, finding in findings.items() if not finding.refusal))
     kept = fill(kinds, 96, break_on_hyphens=False)
-    families.write_text(f'{head}TYPES = """\n{kept}\n"""\n{tail}')
+    supported.write_text(f'{head}TYPES = """\n{kept}\n"""\n{tail}')
 
 
 def walk(kinds: Iterable[str]) -> dict[str, Finding]:

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tinyspec.kernels import launch
-from tinyspec.kernels.accepted import Accepted
+from tinyspec.kernels.accept_result import AcceptResult
 
 
 @triton.jit(
@@ -101,7 +101,7 @@ def accept_truncate(
     stop_ids: Tensor,
     pages_held: Tensor,
     page_size: int,
-) -> Accepted:
+) -> AcceptResult:
     """Compare drafts with targets and say what is committed, kept and freed.
 
     drafts, targets [S, W] int64: row j of request s yields the canonical token ``targets[s, j]``,
@@ -121,7 +121,9 @@ def accept_truncate(
     def ints(dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(requests, dtype=dtype, device=drafts.device)
 
-    result = Accepted(ints(), ints(), ints(torch.int64), ints(torch.bool), ints(), ints(), ints())
+    result = AcceptResult(
+        ints(), ints(), ints(torch.int64), ints(torch.bool), ints(), ints(), ints()
+    )
     if requests == 0:
         return result
 

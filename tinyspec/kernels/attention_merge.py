@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tinyspec.kernels import launch
-from tinyspec.kernels.segments import Segments
+from tinyspec.kernels.attention_metadata import AttentionMetadata
 
 LOG2E = math.log2(math.e)
 # A window or chunk that hides nothing.
@@ -141,7 +141,7 @@ class Partials(NamedTuple):
 def merge_partials(
     partials: Partials,
     out: Tensor,
-    segments: Segments,
+    segments: AttentionMetadata,
     *,
     window: int,
     chunk: int,

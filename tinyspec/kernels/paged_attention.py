@@ -39,7 +39,7 @@ from tinyspec.kernels.attention_merge import (
     sink_logits,
     tanh,
 )
-from tinyspec.kernels.segments import Segments
+from tinyspec.kernels.attention_metadata import AttentionMetadata
 
 
 @triton.jit(
@@ -195,7 +195,7 @@ def paged_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    segments: Segments,
+    segments: AttentionMetadata,
     *,
     scale: float,
     window: int = 0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tinyspec.kernels.accepted import Accepted
+from tinyspec.kernels.accept_result import AcceptResult
 
 
 def accept_truncate(
@@ -18,7 +18,7 @@ def accept_truncate(
     stop_ids: Tensor,
     pages_held: Tensor,
     page_size: int,
-) -> Accepted:
+) -> AcceptResult:
     """Compare drafts with targets and say what is committed, kept and freed.
 
     drafts, targets [S, W] int64: row j of request s yields the canonical token ``targets[s, j]``,
@@ -48,7 +48,7 @@ def accept_truncate(
     def narrow(x: Tensor) -> Tensor:
         return x.to(torch.int32)
 
-    return Accepted(
+    return AcceptResult(
         narrow(committed),
         narrow(accepted),
         next_token,

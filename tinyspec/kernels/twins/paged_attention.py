@@ -18,10 +18,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tinyspec.kernels.segments import Segments
-from tinyspec.kernels.twins.quick_attention import quick_attention
-from tinyspec.kernels.twins.tile_plan import Sight, blocks_of, groups_of
-from tinyspec.kernels.twins.tiles import attend_tiles
+from tinyspec.kernels.attention_metadata import AttentionMetadata
+from tinyspec.kernels.twins.attention_plain import quick_attention
+from tinyspec.kernels.twins.attention_plan import Sight, blocks_of, groups_of
+from tinyspec.kernels.twins.attention_tiles import attend_tiles
 
 
 def _least_rows(q: Tensor, softcap: float) -> int:
@@ -34,7 +34,7 @@ def paged_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    segments: Segments,
+    segments: AttentionMetadata,
     *,
     scale: float,
     window: int = 0,

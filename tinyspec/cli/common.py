@@ -1,0 +1,23 @@
+"""What the commands share: options of a model, and the engine that they ask for."""
+
+from __future__ import annotations
+
+import argparse
+
+from tinyspec.config import EngineConfig
+from tinyspec.engine.engine import Engine
+from tinyspec.tools.demo import BUNDLED
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def add_model(parser: argparse.ArgumentParser, dtype: str) -> None:
+    parser.add_argument(
+        "--model", default=str(BUNDLED), help="hub name or folder (default: the bundled model)"
+    )
+    parser.add_argument("--dtype", default=dtype, choices=DTYPES, help="default: %(default)s")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
+
+
+def make_engine(options: argparse.Namespace, config: EngineConfig) -> Engine:
+    return Engine.from_pretrained(options.model, options.dtype, options.device, config)

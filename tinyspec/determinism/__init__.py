@@ -1,0 +1,1 @@
+"""What the promise rests on: the fingerprint, the probes and their results."""

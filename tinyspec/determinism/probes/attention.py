@@ -1,0 +1,83 @@
+"""Fact 3 on this device: attention of a row depends on its own sequence alone.
+
+A prompt of more than two tiles at once, against single rows of it among other segments. Knows head
+shapes and kernels, not models.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tinyspec.determinism.probes.bits import PositionProbe, unequal_bits
+from tinyspec.kernels.attention_metadata import AttentionMetadata
+from tinyspec.kernels.backend import Kernels
+from tinyspec.model.attention_calls import LayerShape
+from tinyspec.runner.model_runner import ModelRunner
+
+PAGE_SIZE = 128
+PAGES = 5
+LENGTH = PAGE_SIZE * PAGES - 40
+# Both sides of every boundary of 64 tokens, what lies about the ends, and rows all over, as of some
+# head sizes one in a hundred tells.
+BOUNDARIES = (p + d for p in range(64, LENGTH, 64) for d in (-1, 0))
+PLACES = sorted({0, 1, 2, 3, LENGTH - 1, *BOUNDARIES, *range(0, LENGTH, 7)})
+# One in so many of them in a pass of its own, too.
+LONELY = 15
+
+
+def probe_attention(runner: ModelRunner) -> list[PositionProbe]:
+    """``probe_rows`` of every distinct head shape of the runner's model."""
+    dtype, device = runner.model.dtype, runner.device
+    return [
+        probe_rows(runner.kernels, shape, dtype, device) for shape in dict.fromkeys(runner.layers)
+    ]
+
+
+def probe_rows(
+    kernels: Kernels, shape: LayerShape, dtype: torch.dtype, device: torch.device
+) -> PositionProbe:
+    """Rows at PLACES, each as a segment of its own and with those behind it, in one pass and in
+    several, against the whole prompt."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, device="cpu").to(device, dtype)
+
+    k, v = (draw(PAGES, PAGE_SIZE, shape.num_kv_heads, shape.head_dim) for _ in range(2))
+    q = draw(LENGTH, shape.num_heads, shape.head_dim)
+
+    def attend(spans: list[tuple[int, int]]) -> Tensor:
+        """Attention of rows first..last of the sequence, every span a segment."""
+        counts = [last - first for first, last in spans]
+
+        def column(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
+        segments = AttentionMetadata(
+            page_table=torch.arange(PAGES, dtype=torch.int32, device=device).repeat(len(spans), 1),
+            cu_seqlens_q=column([sum(counts[:n]) for n in range(len(spans) + 1)]),
+            seq_lens=column([last for _, last in spans]),
+            page_size=PAGE_SIZE,
+            max_seqlen_q=max(counts),
+            max_seqlen_k=max(last for _, last in spans),
+        )
+        rows = torch.cat([q[first:last] for first, last in spans])
+        scores = {"scale": shape.head_dim**-0.5, "softcap": shape.softcap}
+        return kernels.paged_attention(rows, k, v, segments, **scores)
+
+    whole = attend([(0, LENGTH)])
+    checked = differing = 0
+    row_index, column_index = -1, -1
+    for rows in (1, 2, 17):
+        spans_of_places = [(place, min(place + rows, LENGTH)) for place in PLACES]
+        # All in one pass, and some in passes of their own.
+        for spans in (spans_of_places, *([span] for span in spans_of_places[::LONELY])):
+            expected = torch.cat([whole[first:last] for first, last in spans])
+            wrong = unequal_bits(expected, attend(spans))
+            if not differing and (places := wrong.nonzero()).numel():
+                row_index, column_index = (int(n) for n in places[0])
+            checked += len(wrong)
+            differing += int(wrong.any(dim=1).sum())
+    name = f"attention ({shape.num_heads} heads of {shape.head_dim}, {shape.num_kv_heads} KV heads)"
+    return PositionProbe(name, LENGTH, checked, differing, row_index, column_index)

@@ -1,0 +1,138 @@
+"""Which row counts of a function of rows agree bit for bit, and does a row's place matter?
+
+Facts 1 and 2 that determinism rests on, as measurements of any function from `[rows, features]` to
+`[rows, ...]`. Knows torch, and nothing of engines, schedulers or transformers.
+
+A careless probe lies: rounding to bf16 hides nearly every change in the order of additions, so
+a few ordinary rows "agree". Here sums cancel, so that what is left is the accumulator's own
+rounding; every row of a large pool is compared, and neighbours are up to 1e4 larger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+RowFunction = Callable[[Tensor], Tensor]
+CANCELLED_OUTPUTS = 64
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class PositionProbe:
+    """Fact 1 at one shape: truthy if a row's bits depend on neither place nor neighbours."""
+
+    name: str
+    rows: int
+    checked: int  # rows compared
+    differing: int  # of these, rows with other bits
+    row_index: int  # where the first of them stood, or -1
+    column: int  # its first differing output, or -1
+
+    def __bool__(self) -> bool:
+        return self.differing == 0
+
+    def __str__(self) -> str:
+        if self:
+            return f"{self.name}: invariant at {self.rows} rows"
+        why = f"at {self.rows} rows a row's result depends on its row index or its neighbours"
+        where = (
+            f"{self.differing} of {self.checked}, first at {self.row_index}, output {self.column}"
+        )
+        return f"{self.name}: {why} ({where})"
+
+
+def unequal_bits(a: Tensor, b: Tensor) -> Tensor:
+    """`[rows, ...]` twice -> bool `[rows, elements]`; NaN equals any NaN, -0 is not 0."""
+    assert a.shape == b.shape and a.dtype == b.dtype, (a.shape, b.shape, a.dtype, b.dtype)
+    bits = BITS[a.element_size()]
+    unequal = a.contiguous().view(bits) != b.contiguous().view(bits)
+    return (unequal & ~(a.isnan() & b.isnan())).reshape(len(a), -1)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether `unequal_bits` finds none; where there is none, quicker."""
+    bits = BITS[a.element_size()]
+    if torch.equal(a.contiguous().view(bits), b.contiguous().view(bits)):
+        return True
+    return not unequal_bits(a, b).any()
+
+
+def cancelling_inputs(
+    rows: int, features: int, dtype: torch.dtype, seed: int = 0, weight: Tensor | None = None
+) -> Tensor:
+    """Inputs `[rows, features]`, on the CPU, whose products with `weight` cancel: order shows.
+
+    A third of the features is random; another cancels its products with up to 64 rows of `weight`
+    `[out, features]`; the last, orders of magnitude smaller, cancels what rounding the second to
+    `dtype` left over. Without a weight the plain sum of a row cancels.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, features, generator=generator)
+    x = (x * 2.0 ** torch.randint(-3, 4, x.shape, generator=generator)).to(dtype).double()
+    weight = torch.ones(1, features) if weight is None else weight.detach()
+    count = max(1, min(CANCELLED_OUTPUTS, features // 8, len(weight)))
+    picks = torch.linspace(0, len(weight) - 1, count).round().long().to(weight.device)
+    chosen = weight[picks].to("cpu", torch.float64).nan_to_num(0, 0, 0)
+    order = torch.randperm(features, generator=generator)
+    third = max(1, features // 3)
+    x[:, order[third:]] = 0
+    for part in (order[third : 2 * third], order[2 * third :]):
+        gram = chosen[:, part] @ chosen[:, part].T
+        gram.diagonal().add_(1e-12 * gram.trace() + 1e-30)
+        solved = torch.linalg.solve(gram, -chosen @ x.T)  # [count, rows]
+        x[:, part] = (solved.T @ chosen[:, part]).to(dtype).double()
+    return x.to(dtype)
+
+
+def position_invariant(
+    fn: RowFunction, inputs: Tensor, rows: int, name: str = "", passes: int | None = None
+) -> PositionProbe:
+    """Fact 1: in a pass of `rows` rows, do results keep their bits in every place, among any rows?
+
+    Every second row is a needle, taken from `inputs` `[any, features]`. The needles move through
+    every row index while the rows between them change (zeros, ordinary, 1e4 larger): one pass a row
+    index, or about `passes`; at the end the first place again, for what does not even repeat.
+    """
+    dtype, device = inputs.dtype, inputs.device
+    needles = inputs[torch.arange(0, (rows + 1) // 2, device=device) % len(inputs)]
+    generator = torch.Generator().manual_seed(rows)
+    between = torch.randn(rows // 2, inputs.shape[1], generator=generator).to(device)
+    largest = 1e3 if dtype == torch.float16 else 1e4
+    home = torch.arange(0, rows, 2, device=device)
+    others = torch.arange(1, rows, 2, device=device)
+    checked, differing, found = 0, 0, (-1, -1)
+    first: Tensor | None = None
+    stride = 1 if passes is None else max(1, rows // passes) | 1
+    for turn, shift in enumerate([*range(0, rows, stride), 0]):
+        x, index = inputs.new_empty(rows, inputs.shape[1]), (home + shift) % rows
+        x[index] = needles
+        scale = (1.0, largest, 0.0, 30.0)[turn % 4]
+        x[(others + shift) % rows] = (between.roll(turn, 0) * scale).to(dtype)
+        result = fn(x)[index]
+        first = result if first is None else first
+        wrong = unequal_bits(first, result)
+        if not differing and (places := wrong.nonzero()).numel():
+            found = (int(index[places[0, 0]]), int(places[0, 1]))
+        checked += len(wrong)
+        differing += int(wrong.any(dim=1).sum())
+    return PositionProbe(name or "function", rows, checked, differing, *found)
+
+
+def class_of(result: Tensor, results: list[Tensor]) -> int:
+    """Which of ``results`` has the bits of ``result``, which joins them if none has."""
+    for label, other in enumerate(results):
+        if same_bits(result, other):
+            return label
+    results.append(result)
+    return len(results) - 1
+
+
+def in_passes(fn: RowFunction, inputs: Tensor, rows: int) -> Tensor:
+    """The results of all `inputs` `[pool, ...]`, `rows` at a time; the last pass repeats some."""
+    pool = len(inputs)
+    index = torch.arange(-(-pool // rows) * rows, device=inputs.device) % pool
+    return torch.cat([fn(inputs[part]) for part in index.split(rows)])[:pool]

@@ -1,0 +1,300 @@
+"""Engine: requests in, finished outputs and streamed events out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from tinyspec.config import EngineConfig
+from tinyspec.determinism.contract import Contract
+from tinyspec.engine.commit import Committer
+from tinyspec.engine.core import EngineCore
+from tinyspec.engine.drafter import Drafter, make_drafter
+from tinyspec.engine.input_processor import InputProcessor
+from tinyspec.engine.request_tracker import RequestTracker
+from tinyspec.engine.stream import EventStream
+from tinyspec.errors import refuse
+from tinyspec.kernels import backend
+from tinyspec.kernels.backend import Kernels
+from tinyspec.model.install import install, uninstall
+from tinyspec.model.supported import max_positions
+from tinyspec.model.wrappers import unwrap
+from tinyspec.outputs import RequestOutput
+from tinyspec.runner.capacity import most_pages
+from tinyspec.runner.model_runner import ModelRunner
+from tinyspec.runner.parity_check import check_parity
+from tinyspec.runner.sampler import Sampler
+from tinyspec.sampling_params import SamplingParams
+from tinyspec.scheduler.buckets import Buckets
+from tinyspec.scheduler.page_pool import PagePool
+from tinyspec.scheduler.passes import EngineStats, PassRecord
+from tinyspec.scheduler.request import Request
+from tinyspec.scheduler.scheduler import Scheduler
+
+
+class Engine:
+    """Generates from a loaded causal LM, whose attention it patches until ``close``.
+
+    model: a loaded transformers causal LM, on one device; in PEFT's or torch.compile's wrapper, the
+    model inside is served. tokenizer: for text prompts, stop strings and text outputs. grows: the
+    page pool begins with one page, and ``reserve`` makes room; where ``config`` gives ``num_pages``
+    it does not grow. A context manager.
+
+    Raises UnsupportedModelError, or ValueError for a setting that does not fit and for a model that
+    another engine serves.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any = None,
+        config: EngineConfig | None = None,
+        *,
+        grows: bool = False,
+    ):
+        config = config or EngineConfig()
+        model = unwrap(model)
+        config = config.resolve(device_type=model.device.type, model_positions=max_positions(model))
+        if (reason := backend.refusal(config.backend, model.device.type)) is not None:
+            raise refuse("backend", config.backend, reason)
+        drafter = make_drafter(config.drafter, model)
+        self.model, self.tokenizer = model, tokenizer
+        kernels = backend.load(config.backend)
+        linear = kernels.linear if config.linear == "always" else None
+        self._patched = install(model, config, linear)
+        try:
+            self.config = config
+            self._grows = grows and config.num_pages is None
+            most = 1 if self._grows else most_pages(config, self._patched.layers, self.model)
+            self._build(drafter, kernels, most)
+        except BaseException:
+            uninstall(model)
+            raise
+
+    def _build(self, drafter: Drafter, kernels: Kernels, num_pages: int) -> None:
+        config = self.config
+        assert config.page_size
+        buckets = Buckets.of(config, self.model.device.type)
+        self._pool = PagePool(num_pages, config.page_size)
+        self._scheduler = scheduler = Scheduler(config, self._pool, buckets)
+        self._runner = runner = ModelRunner(self.model, self._patched, self._pool, kernels, buckets)
+        check_parity(self._patched, runner)
+        committer = Committer(kernels, scheduler, self.tokenizer, runner.device)
+        self._core = EngineCore(config, scheduler, runner, Sampler(kernels), committer, drafter)
+        self._contract = Contract(self.model, runner, config)
+        self._inputs = InputProcessor(self.model, self.tokenizer, config, self._pool)
+        self._tracker = RequestTracker(self._core, self._contract, self.tokenizer)
+        self._closed = False
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        dtype: str | torch.dtype = "auto",
+        device: str = "auto",
+        config: EngineConfig | None = None,
+    ) -> Engine:
+        """An engine for a model on the hub or in a folder; device "auto": a GPU if there is one."""
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        model: Any = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype)
+        return cls(model.to(device), AutoTokenizer.from_pretrained(name_or_path), config)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Abort what is unfinished, give the memory back and the model its own attention."""
+        if self._closed:
+            return
+        self._tracker.cancel(list(self._tracker.requests.values()))
+        self._runner.release()
+        self._runner.tiles.unbind()
+        uninstall(self.model)
+        self._closed = True
+
+    def suspend(self) -> None:
+        """Give the model its own attention back until ``resume``. Of the prefix cache canonical
+        pages stay: plain requests come out the same whatever plain ones went before.
+
+        Raises ValueError while requests are unfinished.
+        """
+        self._refuse_unfinished("suspend")
+        self._scheduler.forget_plain()
+        self._runner.tiles.suspend()
+        self._patched.suspend()
+
+    def resume(self) -> bool:
+        """Take the model's attention over again; False if that takes another engine, as modules,
+        hooks, dtype or device are not what they were."""
+        if not self._patched.resume():
+            return False
+        self._runner.tiles.resume()
+        return True
+
+    def reserve(self, num_pages: int) -> None:
+        """Let the page pool grow to ``num_pages``, or as far as memory allows; what is in it stays.
+
+        Raises ValueError while requests are unfinished.
+        """
+        there = self._pool.num_pages
+        if num_pages > there and self.config.num_pages is None:
+            self._refuse_unfinished("reserve")
+            held = there if self._runner.holds_memory else 0
+            most = most_pages(self.config, self._patched.layers, self.model, held)
+            more = min(num_pages, most) - there
+            if more > 0:
+                self._runner.extend(there + more)
+                self._pool.extend(more)
+
+    def release(self) -> None:
+        """Give the page pool's memory back; the next request takes it again.
+
+        Raises ValueError while requests are unfinished.
+        """
+        self._refuse_unfinished("release")
+        self._scheduler.forget_pages()
+        self._runner.release()
+        if self._grows:
+            self._pool.shrink(1)
+
+    def _refuse_unfinished(self, what: str) -> None:
+        if unfinished := len(self._tracker.requests):
+            raise refuse(what, f"{unfinished} unfinished requests", "none")
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of all that the bits depend on; outputs are comparable where it is equal."""
+        self._tracker.look()
+        return self._contract.fingerprint
+
+    @property
+    def contract(self) -> Contract:
+        """Fingerprint and proof, once engine and weights have been looked at."""
+        self._ready()
+        return self._contract
+
+    def weights_changed(self) -> None:
+        """Say that weights were written in a way that leaves no trace (through ``.data``)."""
+        self._contract.forget()
+        self._tracker.new_weights()
+
+    def stats(self) -> EngineStats:
+        """Sums over all passes so far."""
+        return self._core.stats
+
+    @property
+    def records(self) -> list[PassRecord]:
+        """Records of the latest passes; of all with ``EngineConfig(trace=True)``."""
+        return list(self._core.records)
+
+    def generate(
+        self,
+        prompts: Any,
+        params: SamplingParams | list[SamplingParams] | None = None,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Outputs for ``prompts``, in their order.
+
+        prompts: a str, a list of str, a list of token-id lists, or chat messages. params: one for
+        all, or as many as there are prompts. progress: show a bar of finished completions.
+
+        Raises ValueError naming field, value and what is allowed, and DeterminismError, before
+        anything runs.
+        """
+        return self._tracker.finish(self.prepare(prompts, params), progress)
+
+    def score(
+        self,
+        prompts: Any,
+        continuations: Any,
+        params: SamplingParams | list[SamplingParams] | None = None,
+    ) -> list[list[float]]:
+        """Log-probability of every token of each continuation behind its prompt.
+
+        They have the bits that ``generate`` gives the same tokens under the same ``params``
+        (default: greedy), and come from canonical passes that many prompts share. continuations:
+        one a prompt, token ids or text, which is taken without special tokens. Nothing stops a
+        continuation early.
+
+        Raises as ``generate``, and RuntimeError where a pass failed or logits were not finite.
+        """
+        outputs = self._tracker.finish(self._ready().scored(prompts, continuations, params))
+        completions = [output.completions[0] for output in outputs]
+        for completion in completions:
+            if completion.error is not None:
+                raise RuntimeError(f"no score: {completion.error}")
+        return [completion.logprobs or [] for completion in completions]
+
+    def replay(self, outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
+        """Finished requests computed once more, along the tokens that they have.
+
+        What comes back is this engine's own: where it leaves the tokens of an output, the
+        completion ends with the first token that differs and finish_reason "abort".
+        ``tinyspec.audit`` compares the two.
+        """
+        return self._tracker.finish(self._ready().replayed(outputs))
+
+    def stream(
+        self, prompts: Any, params: SamplingParams | list[SamplingParams] | None = None
+    ) -> EventStream:
+        """Committed tokens of ``prompts`` as they come; arguments and errors as ``generate``.
+
+        Requests whose events are not read to the end are aborted when the stream is closed.
+        """
+        return self.follow(self.prepare(prompts, params))
+
+    def prepare(
+        self, prompts: Any, params: SamplingParams | list[SamplingParams] | None = None
+    ) -> list[Request]:
+        """One request per prompt, checked, and queued only by ``follow``; arguments and errors as
+        ``generate``."""
+        return self._ready().requests(prompts, params)
+
+    def follow(
+        self, requests: list[Request], drafter: Drafter | None = None, quiet: bool = False
+    ) -> EventStream:
+        """Queue what ``prepare`` made; the committed tokens as they come, or with ``quiet`` only
+        what is aborted. ``drafter`` takes the place of the engine's from now on."""
+        if drafter is not None:
+            self._core.drafter = drafter
+        tracker = self._tracker
+        tracker.collector.wait_for(tracker.submit(requests), events=True, quiet=quiet)
+        return EventStream(
+            requests, self.tokenizer, tracker.next_event, tracker.drop, tracker.steady
+        )
+
+    def add_request(self, prompt: Any, params: SamplingParams | None = None) -> str:
+        """Queue one prompt; returns the id under which ``step`` will report it.
+
+        Raises as ``generate``.
+        """
+        return self._tracker.submit(self._ready().requests([prompt], params))[0]
+
+    def step(self) -> list[RequestOutput]:
+        """Run one pass; the outputs of requests that finished since the last call."""
+        self._tracker.advance()
+        return self._tracker.collector.take_finished()
+
+    def abort(self, request_id: str) -> RequestOutput:
+        """End a request at once; what it has so far comes back with finish_reason "abort". Raises
+        ValueError if no request of that id is unfinished."""
+        return self._tracker.abort(request_id)
+
+    def has_unfinished(self) -> bool:
+        """Whether ``step`` has anything left to do or to report."""
+        return bool(self._tracker.requests or self._tracker.collector)
+
+    def _ready(self) -> InputProcessor:
+        """Where a call's requests are made, once engine and weights have been looked at."""
+        if self._closed:
+            raise refuse("engine", "closed", "an engine that is open")
+        self._tracker.look()
+        return self._inputs

@@ -1,0 +1,91 @@
+"""What a user gets of sequences: an EventStream as they grow, a Completion when they are done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from tinyspec.engine.tokenization import TextStream, decode
+from tinyspec.outputs import Completion, StreamEvent
+from tinyspec.scheduler.request import Request, Sequence
+
+
+class EventStream(Iterator[StreamEvent]):
+    """Events of some requests, each request's in the order in which its tokens are committed.
+
+    next_event gives the next one, running the engine where it must, or None at the end; drop gives
+    the requests up; steady is a block for whoever does nothing of his own between events.
+
+    Several streams and calls of ``generate`` may be under way in one engine. ``close`` (or leaving
+    the ``with`` block, or dropping the stream) aborts what is unfinished.
+    """
+
+    def __init__(
+        self,
+        requests: list[Request],
+        tokenizer: Any,
+        next_event: Callable[[list[Request]], StreamEvent | None],
+        drop: Callable[[list[Request]], None],
+        steady: Callable[[], AbstractContextManager[None]],
+    ):
+        self._requests = requests
+        self._next_event = next_event
+        self._drop = drop
+        self.steady = steady
+        self._texts = {
+            (request.request_id, sequence.index): TextStream(tokenizer)
+            for request in requests
+            for sequence in request.sequences
+        }
+
+    def __next__(self) -> StreamEvent:
+        event = self._next_event(self._requests)
+        if event is None:
+            self.close()
+            raise StopIteration
+        text = self._texts[event.request_id, event.index]
+        event.text = text.push(event.token_ids, event.finish_reason is not None)
+        return event
+
+    def close(self) -> None:
+        """Abort what is unfinished and forget what was not read."""
+        self._drop(self._requests)
+
+    def __enter__(self) -> EventStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def event_of(sequence: Sequence, committed: int) -> StreamEvent:
+    """What a sequence's newest ``committed`` tokens are to whoever follows it."""
+    new = len(sequence.tokens) - committed
+    logprobs = None
+    if sequence.params.logprobs:
+        logprobs = sequence.logprobs[len(sequence.logprobs) - committed :]
+    return StreamEvent(
+        request_id=sequence.request.request_id,
+        index=sequence.index,
+        token_ids=sequence.tokens[new:],
+        logprobs=logprobs,
+        finish_reason=sequence.finish_reason,
+    )
+
+
+def completion_of(sequence: Sequence, tokenizer: Any) -> Completion:
+    """A finished sequence as its user sees it."""
+    token_ids = sequence.tokens[sequence.request.num_prompt :]
+    return Completion(
+        token_ids=token_ids,
+        text=decode(tokenizer, token_ids),
+        logprobs=sequence.logprobs if sequence.params.logprobs else None,
+        top_logprobs=sequence.top_logprobs if sequence.params.top_logprobs else None,
+        finish_reason=sequence.finish_reason,
+        error=sequence.error,
+        stats=sequence.stats,
+    )

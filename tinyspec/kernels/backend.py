@@ -1,0 +1,56 @@
+"""The engine's kernels: Triton on a GPU, their plain-torch twins on a CPU, one set of signatures.
+
+Which of the two runs is decided once per engine, by ``load``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """One implementation of every kernel; the docstrings of the twins define what each does."""
+
+    backend: str
+    fused_kv_write: Callable[..., Any]
+    paged_attention: Callable[..., Any]
+    accept_truncate: Callable[..., Any]
+    sample: Callable[..., Any]
+    linear: Callable[..., Any]
+
+
+def refusal(backend: str, device_type: str) -> str | None:
+    """Why ``backend`` cannot run on a device, or None. The one place that reads the environment."""
+    if backend == "torch" and device_type != "cpu":
+        return "the twins run on a CPU only"
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if backend == "triton" and device_type == "cpu" and not interpreted:
+        return "on a CPU Triton runs interpreted only: set TRITON_INTERPRET=1 first"
+    return None
+
+
+def load(backend: str) -> Kernels:
+    """The kernels of ``backend``: "triton" or "torch" (the twins).
+
+    Triton is imported here and not before, because a process that interprets its kernels has to say
+    so first and a process on a CPU need not have it at all.
+    """
+    assert backend in ("triton", "torch"), backend
+    package = __package__ if backend == "triton" else f"{__package__}.twins"
+
+    def kernel(module: str, name: str) -> Callable[..., Any]:
+        return getattr(import_module(f"{package}.{module}"), name)
+
+    return Kernels(
+        backend=backend,
+        fused_kv_write=kernel("kv_write", "fused_kv_write"),
+        paged_attention=kernel("paged_attention", "paged_attention"),
+        accept_truncate=kernel("accept", "accept_truncate"),
+        sample=kernel("sample", "sample"),
+        linear=kernel("linear", "linear"),
+    )

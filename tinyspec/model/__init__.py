@@ -1,0 +1,1 @@
+"""Paged attention and other stand-ins in a loaded model, and the way back."""

@@ -1,0 +1,224 @@
+"""Attention of a patched model: reads and writes pages, by the pass that the runner has set.
+
+Two doors to the same kernels: ``PagedAttention`` takes the place of an attention module of the
+standard layout; ``paged_attention_function`` serves every module that calls transformers' attention
+interface. Neither knows requests; what a pass needs stands in one ``AttentionContext``.
+"""
+
+from __future__ import annotations
+
+from threading import get_ident
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from tinyspec.kernels.attention_metadata import AttentionMetadata
+from tinyspec.kernels.backend import Kernels
+from tinyspec.model.attention_calls import Reach
+from tinyspec.model.introspection import AttentionRecorder
+
+# The name under which transformers knows paged attention. No mask function goes by it, so models
+# build no masks: causality comes from the segments.
+IMPLEMENTATION = "tinyspec"
+
+
+class Note(NamedTuple):
+    """How a layer's q and k, handed over as they are, want to be turned: cos and sin [R, rot]."""
+
+    layer: int
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+
+
+class AttentionContext:
+    """What attention layers share: the kernels, the pool, the pass that is running, in which
+    thread. Another thread's forward has no business with it.
+
+    Layers go by the order in which a forward calls attention, and see what ``reach`` says.
+    """
+
+    def __init__(self) -> None:
+        self.kernels: Kernels | None = None
+        self.k: list[Tensor] = []
+        self.v: list[Tensor] = []
+        self.reach: list[Reach] = []
+        self.recorder: AttentionRecorder | None = None
+        self.segments: AttentionMetadata | None = None
+        self.positions: Tensor | None = None
+        self.thread = 0
+        self.slot_mapping: Tensor | None = None
+        self.note: Note | None = None
+        self._calls = 0
+
+    def record(self, recorder: AttentionRecorder | None, positions: Tensor | None = None) -> None:
+        """Have this thread's attention calls noted by ``recorder``, at these positions."""
+        self.recorder, self.positions = recorder, positions
+        self.thread = get_ident()
+
+    def begin(self, segments: AttentionMetadata, slot_mapping: Tensor, positions: Tensor) -> None:
+        """A pass begins in this thread."""
+        self.segments, self.slot_mapping, self.positions = segments, slot_mapping, positions
+        self.thread = get_ident()
+        self._calls = 0
+
+    def check(self) -> None:
+        """Raise RuntimeError where a forward did not call attention as often as it has layers: what
+        it called then was attended to over another layer's keys."""
+        if self._calls != len(self.k):
+            raise RuntimeError(
+                f"the model called attention {self._calls} times in a pass, {len(self.k)} times in "
+                "its survey: which of its layers run must not depend on its rows"
+            )
+
+    def end(self) -> None:
+        """The pass is over, however it went."""
+        self.segments = self.slot_mapping = self.positions = self.note = None
+
+    def serves(self) -> bool:
+        """Whether this thread's pass is running."""
+        return self.segments is not None and self.thread == get_ident()
+
+    def noted(self, module: nn.Module) -> Note | None:
+        """What ``module`` has noted of its rotation in this pass, once."""
+        if self.note is None or not self.serves():
+            return None
+        note, self.note = self.note, None
+        assert note.layer == module.layer_idx, "rotated by one layer, attended to by another"
+        return note
+
+    def packed(self, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """cos and sin [1, R, rot] as [R, rot], the same for all layers that are handed the same."""
+        if self.segments is None:
+            return angles  # ``attend`` says what is wrong
+        cos, sin = angles
+        key = "packed", id(cos), id(sin)
+        if key not in self.segments.derived:
+            self.segments.derived[key] = (cos[0], sin[0]), angles
+        return self.segments.derived[key][0]
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rope: tuple[Tensor, Tensor] | None,
+        norm: dict[str, Any],
+        **scores: Any,
+    ) -> Tensor:
+        """The next layer: write k and v [R, Hkv, D] to their slots; attend with q [R, Hq, D].
+
+        v may be narrower than q and k, or wider: the cache's heads are as wide as the wider.
+        """
+        if not self.serves() or self.kernels is None or self.segments is None:
+            raise RuntimeError(
+                "this model's attention is served by tinyspec: generate through its Engine, or "
+                "close that to use the model by itself"
+            )
+        layer = self._calls
+        self._calls += 1
+        cos, sin = rope or (None, None)
+        k_cache, v_cache = self.k[layer], self.v[layer]
+        dim, width = k_cache.shape[-1], v.shape[-1]
+        if q.shape[-1] < dim:
+            q, k = pad(q, (0, dim - q.shape[-1])), pad(k, (0, dim - k.shape[-1]))
+        if width < dim:
+            v = pad(v, (0, dim - width))
+        derived = self.segments.derived
+        q = self.kernels.fused_kv_write(
+            q, k, v, cos, sin, k_cache, v_cache, self.slot_mapping, derived=derived, **norm
+        )
+        reach = self.reach[layer]
+        if reach.window:
+            scores["window"] = reach.window
+        if reach.chunk:
+            scores["chunk"] = reach.chunk
+        out = self.kernels.paged_attention(q, k_cache, v_cache, self.segments, **scores)
+        return out if width == dim else out[..., :width].contiguous()
+
+
+class PagedAttention(nn.Module):
+    """Attention with separate q, k, v projections, optional q/k norm and standard RoPE, over pages.
+
+    Shares the projections of the module that it stands in for, under the same names.
+    """
+
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+    o_proj: nn.Module
+    q_norm: Any
+    k_norm: Any
+
+    def __init__(self, original: nn.Module, context: AttentionContext):
+        super().__init__()
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"):
+            if hasattr(original, name):
+                setattr(self, name, getattr(original, name))
+        self.context = context
+        self.config: Any = original.config
+        self.head_dim: int = original.head_dim  # type: ignore[assignment]
+        # As the original's forward has it: an attribute that it does not read says nothing.
+        capped = "attn_logit_softcapping" in type(original).forward.__code__.co_names
+        self.scores = {
+            "scale": original.scaling,
+            "softcap": (getattr(original, "attn_logit_softcapping", None) if capped else None)
+            or 0.0,
+        }
+        self.has_norm = hasattr(original, "q_norm")
+        # Of its own: the projections are shared, and may be in another mode.
+        self.training = original.training
+
+    def _norm(self) -> dict[str, Any]:
+        """Norms of q and k, with the weights that they have now."""
+        if not self.has_norm:
+            return {}
+        q, k = self.q_norm, self.k_norm
+        return {"q_weight": q.weight, "k_weight": k.weight, "eps": q.variance_epsilon}
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """hidden_states [1, R, hidden]; position_embeddings cos and sin [1, R, rot]."""
+        rows = hidden_states.shape[1]
+        q = self.q_proj(hidden_states).view(rows, -1, self.head_dim)
+        k = self.k_proj(hidden_states).view(rows, -1, self.head_dim)
+        v = self.v_proj(hidden_states).view(rows, -1, self.head_dim)
+        rope = self.context.packed(position_embeddings)
+        out = self.context.attend(q, k, v, rope, self._norm(), **self.scores)
+        return self.o_proj(out.view(1, rows, -1)), None
+
+
+def paged_attention_function(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: query [1, Hq, R, D], key and value [1, Hkv, R, D]."""
+    context: AttentionContext = module.tinyspec_context  # type: ignore[assignment]
+    if context.recorder is not None and context.thread == get_ident():
+        known = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
+        return context.recorder.attend(module, query, key, value, attention_mask, **known, **kwargs)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    note = context.noted(module)
+    out = context.attend(
+        q,
+        k,
+        v,
+        note and (note.cos, note.sin),
+        {"interleaved": True} if note and note.interleaved else {},
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap=softcap or 0.0,
+        sinks=s_aux,
+    )
+    return out[None], None

@@ -1,0 +1,1 @@
+"""Stand-ins that only a CPU takes."""

@@ -1,0 +1,201 @@
+"""Which models are served: decided from a model's config and from how it was loaded, before a row.
+
+What only a forward shows is left to ``introspection``. TYPES are the model types that tests find
+served right one by one; a model of another type is compared with itself first (``parity_check``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
+
+from tinyspec.model.wrappers import has_hooks, own_forward
+
+TYPES = """
+afmoe apertus arcee aria_text axk1 bart beam bert bert-generation bigbird_pegasus biogpt bitnet
+blenderbot blenderbot-small camembert cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm
+data2vec-text dbrx deepseek_v2 deepseek_v3 diffllama dots1 electra emu3 ernie ernie4_5
+ernie4_5_moe exaone4 exaone_moe flex_olmo flint fuyu gemma gemma2 gemma3 gemma3_text
+gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text glm glm4 glm4_moe
+glm4_moe_lite got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe
+granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3
+hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama llama4 llama4_text
+longcat_flash marian mbart mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral
+mixtral mllama modernbert-decoder moss_transcribe_diarize nanochat nemotron olmo olmo2 olmo3
+olmoe opt pegasus persimmon phi phi3 phi4_multimodal phimoe plbart qwen2 qwen2_moe qwen3
+qwen3_moe roberta roberta-prelayernorm roc_bert seed_oss smollm3 solar_open stablelm starcoder2
+vaultgemma whisper xlm-roberta xlm-roberta-xl xmod youtu
+"""
+SERVED = frozenset(TYPES.split())
+LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+# Layers of transformers' cache that hold keys and values alone, or (shared ones) nothing.
+CACHE_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}
+# Survey and rehearsal go so far, however short the sequences to come are.
+LEAST_POSITIONS = 64
+# What configs call the longest sequence.
+POSITIONS = (
+    *("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len", "n_ctx"),
+    *("max_sequence_length", "seq_length", "context_length", "model_max_length"),
+)
+
+
+def refusal(model: PreTrainedModel) -> str | None:
+    """What in the model's config cannot be served, or None."""
+    config = model.config
+    if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
+        return "it has cross-attention"
+    text = config.get_text_config(decoder=True)
+    kept = {type(layer).__name__ for layer in _cache_layers(text)} - CACHE_LAYERS
+    if kept:
+        return f"it keeps state other than keys and values ({', '.join(sorted(kept))})"
+    others = set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES
+    if others:
+        return f"it has layers of type {', '.join(sorted(others))}"
+    if "dynamic" in _rope_types(text):
+        return "dynamic RoPE scaling makes a row depend on the longest sequence"
+    return None
+
+
+def length_refusal(model: PreTrainedModel, max_model_len: int, max_rows: int) -> str | None:
+    """What forbids sequences of ``max_model_len`` tokens, passes of ``max_rows`` rows, or None."""
+    text = model.config.get_text_config(decoder=True)
+    rope = next((r for r in _ropes(text) if r.get("rope_type") == "longrope"), None)
+    if rope is not None:
+        most = rope.get("original_max_position_embeddings")
+        most = most or getattr(text, "original_max_position_embeddings", None) or 0
+        if max_model_len > most or most < LEAST_POSITIONS:
+            return (
+                "longrope takes other factors once a sequence passes "
+                f"{most} tokens, for all of its rows; set max_model_len={most} to stay below"
+            )
+    scale = getattr(text, "floor_scale", None)
+    tempered = getattr(text, "attn_temperature_tuning", False)
+    for name, size in (("max_model_len", max_model_len), ("max_rows", max_rows)):
+        if tempered and scale and size >= scale:
+            return (
+                f"its attention is tempered from {scale} rows on by a count of its own; set "
+                f"{name}={scale - 1} to stay below"
+            )
+    return None
+
+
+def max_positions(model: PreTrainedModel) -> int:
+    """The longest sequence that the model has positions for."""
+    text = model.config.get_text_config(decoder=True)
+    found = (getattr(text, name, None) for name in POSITIONS)
+    most = next((int(value) for value in found if value and value > 0), None)
+    return most or 2048  # nothing limits it: as much as most were trained for
+
+
+def vocab_size(model: PreTrainedModel) -> int:
+    """Rows of the model's embedding table: the token ids it takes."""
+    return len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
+
+
+def cache_windows(model: PreTrainedModel) -> set[int]:
+    """Sliding windows of the layers of the model's own cache."""
+    layers = _cache_layers(model.config.get_text_config(decoder=True))
+    return {w for layer in layers if (w := getattr(layer, "sliding_window", None))}
+
+
+def _cache_layers(text: PreTrainedConfig) -> list[Any]:
+    try:
+        return list(DynamicCache(config=text).layers)
+    except (AttributeError, KeyError, TypeError, ValueError):  # a cache of the model's own making
+        return []
+
+
+def _ropes(text: PreTrainedConfig) -> Iterator[dict[str, Any]]:
+    """RoPE's parameters, of each type of layers where they differ."""
+    given = getattr(text, "rope_parameters", None) or {}
+    if isinstance(given, dict):
+        yield given
+        yield from (part for part in given.values() if isinstance(part, dict))
+
+
+def _rope_types(text: PreTrainedConfig) -> set[str]:
+    return {rope.get("rope_type", "default") for rope in _ropes(text)}
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Transformers' own, all of them the same attention by other kernels.
+SAME_ATTENTION = (
+    "eager_paged_attention_forward",
+    "flash_attention_forward",
+    "flex_attention_forward",
+    "sdpa_attention_forward",
+)
+
+
+def loading_refusal(model: PreTrainedModel) -> str | None:
+    """What in the way that ``model`` was loaded cannot be honoured, or None."""
+    if model.dtype not in DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        return f"its dtype is {model.dtype}; served are {names}"
+    return _placement(model) or _attention(model)
+
+
+def _placement(model: PreTrainedModel) -> str | None:
+    for name, module in model.named_modules():
+        if type(module).__name__ == "ParamWrapper":
+            return f"PEFT puts {name}'s parameters together anew in every pass (target_parameters)"
+        hook = _offloading(getattr(module, "_hf_hook", None))
+        if hook is not None:
+            where = name or "all of it"
+            return f"{where} is offloaded (accelerate's {hook}); load it onto one device"
+    if (getattr(model, "_tp_size", None) or 1) > 1:
+        return "it is sharded over devices (tensor parallel)"
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            return f"{name} has no data (it is on the meta device); load it onto one device"
+        if hasattr(parameter, "device_mesh"):
+            return f"{name} is sharded over devices ({type(parameter).__name__})"
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    if len(devices) > 1:
+        return f"it lies on more than one device ({', '.join(sorted(devices))})"
+    return None
+
+
+def _offloading(hook: Any) -> str | None:
+    """The name of the part of accelerate's hook that does more than to move tensors to where the
+    module is; None if none does."""
+    if hook is None:
+        return None
+    if type(hook).__name__ == "SequentialHook":
+        return next(filter(None, map(_offloading, hook.hooks)), None)
+    aligns = type(hook).__name__ == "AlignDevicesHook" and not hook.offload
+    return None if aligns else type(hook).__name__
+
+
+def _attention(model: PreTrainedModel) -> str | None:
+    name = model.config._attn_implementation
+    if name in (None, "eager"):
+        return None
+    function = AttentionInterface().get(name)
+    function = getattr(function, "func", function)  # of a partial
+    module = getattr(function, "__module__", "") or ""
+    own = module.split(".")[0] == "transformers" or function is None
+    if own and getattr(function, "__name__", SAME_ATTENTION[0]) in SAME_ATTENTION:
+        return None
+    called = f"{module}.{getattr(function, '__qualname__', function)}"
+    return f"its attn_implementation {name!r} is {called}, which paged attention would not call"
+
+
+def swap_refusal(name: str, module: nn.Module) -> str | None:
+    """Why ``module``, called ``name``, cannot make room for a stand-in, or None.
+
+    Its weights are used without it: what else it does, and what is hooked to it, would be lost.
+    """
+    if has_hooks(module):
+        return f"{name} has forward hooks, which paged attention would not call"
+    # Accelerate's own only moves tensors to where the module is.
+    if (
+        own_forward(module, "_old_forward" if hasattr(module, "_hf_hook") else "forward")
+        is not None
+    ):
+        return f"{name} has a forward of its own, which paged attention would not call"
+    return None

@@ -1,0 +1,1 @@
+"""Passes through a patched model: batches, the KV pool, logits and sampling."""

@@ -1,0 +1,45 @@
+"""How many pages the pool gets: what was asked for, or what memory and the limits allow."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from transformers import PreTrainedModel
+
+from tinyspec.config import EngineConfig
+from tinyspec.errors import refuse
+from tinyspec.model.attention_calls import LayerShape
+from tinyspec.runner.kv_cache import KVCache
+
+# Shares of the free memory: a GPU's is the engine's own, a CPU's is shared with everything else.
+DEFAULT_FRACTION = {"cuda": 0.8, "cpu": 0.4}
+
+
+def _free_memory(device: torch.device) -> int:
+    """Bytes free on the device."""
+    if device.type == "cuda":
+        # torch's allocator keeps what was freed; it is free for a pool as well.
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def most_pages(
+    config: EngineConfig, layers: list[LayerShape], model: PreTrainedModel, held: int = 0
+) -> int:
+    """``config.num_pages``, or what fits beside ``model`` and max_sequences could use.
+
+    held: pages whose memory is taken already; it counts as free. On a CPU a page takes memory only
+    once it is used. Raises ValueError where not one page fits.
+    """
+    if config.num_pages is not None:
+        return config.num_pages
+    assert config.page_size and config.max_model_len
+    most = config.max_sequences * -(-config.max_model_len // config.page_size)
+    fraction = config.memory_fraction or DEFAULT_FRACTION.get(model.device.type, 0.4)
+    page = KVCache.page_bytes(layers, config.page_size, model.dtype)
+    fitting = int((_free_memory(model.device) + held * page) * fraction) // page
+    if fitting < 1:
+        raise refuse("memory_fraction", fraction, f"enough for a page of {page} bytes")
+    return min(most, fitting)

@@ -1,0 +1,78 @@
+"""The KV pool's tensors, one pair per layer. Knows slots and pages, not who holds them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tinyspec.model.attention_calls import LayerShape
+
+
+class KVCache:
+    """Per layer k and v [num_pages, page_size, num_kv_heads, head_dim].
+
+    Masked positions of a tile are still multiplied by 0, so everything in use must be finite:
+    every page is zeroed when it is handed out, whatever its last owner left there.
+    """
+
+    def __init__(
+        self,
+        layers: list[LayerShape],
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        def pool(layer: LayerShape) -> Tensor:
+            shape = (num_pages, page_size, layer.num_kv_heads, layer.head_dim)
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        self.k = [pool(layer) for layer in layers]
+        self.v = [pool(layer) for layer in layers]
+        self.page_size = page_size
+        # The first page is also read by probes, which own none.
+        self.zero([0])
+
+    def extend(self, num_pages: int, kept: list[int]) -> None:
+        """Let every pool have ``num_pages``; of those that there are, ``kept`` keep their values.
+
+        One pool after the other, so that no more than one is there twice. Where memory runs out on
+        the way, the next call goes on with the rest.
+        """
+        for pools in (self.k, self.v):
+            for layer, before in enumerate(pools):
+                if len(before) < num_pages:
+                    after = before.new_empty(num_pages, *before.shape[1:])
+                    after[[0, *kept]] = before[[0, *kept]]
+                    pools[layer] = after
+
+    @staticmethod
+    def page_bytes(layers: list[LayerShape], page_size: int, dtype: torch.dtype) -> int:
+        """Bytes of one page over all layers, k and v."""
+        width = sum(layer.num_kv_heads * layer.head_dim for layer in layers)
+        return 2 * width * page_size * dtype.itemsize
+
+    def zero(self, pages: list[int]) -> None:
+        """Zero whole pages."""
+        if pages:
+            index = torch.tensor(pages, device=self.k[0].device)
+            for pool in (*self.k, *self.v):
+                pool.index_fill_(0, index, 0)
+
+    def zero_tail(self, pages: list[int], tokens: int) -> None:
+        """Zero the last of a sequence's pages behind its first ``tokens`` tokens."""
+        page, offset = divmod(tokens, self.page_size)
+        assert len(pages) == page + (offset > 0), (pages, tokens)
+        if offset:
+            for pool in (*self.k, *self.v):
+                pool[pages[page], offset:].zero_()
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy one page in every layer."""
+        for pool in (*self.k, *self.v):
+            pool[target].copy_(pool[source])
+
+    def read(self, layer: int, pages: list[int], tokens: int) -> tuple[Tensor, Tensor]:
+        """The first ``tokens`` keys and values of a sequence, [tokens, num_kv_heads, head_dim]."""
+        k, v = self.k[layer][pages], self.v[layer][pages]
+        return k.flatten(0, 1)[:tokens], v.flatten(0, 1)[:tokens]

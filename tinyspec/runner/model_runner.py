@@ -1,0 +1,167 @@
+"""Runs passes through a patched model. Knows rows and pages; not requests' fates, nor sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tinyspec.kernels.backend import Kernels
+from tinyspec.model.introspection import accepted
+from tinyspec.model.patched_model import PatchedModel
+from tinyspec.model.row_tiles import RowTiles
+from tinyspec.model.supported import vocab_size
+from tinyspec.model.torch_state import TorchState
+from tinyspec.runner.batch import Batch
+from tinyspec.runner.kv_cache import KVCache
+from tinyspec.scheduler.buckets import Buckets
+from tinyspec.scheduler.page_pool import PagePool
+from tinyspec.scheduler.passes import Pass
+
+# The largest that glibc takes as a measure of what to keep.
+KEPT_BYTES = (32 << 20) - (8 << 10)
+
+
+def keep_heap() -> None:
+    """Have the C library keep the memory of freed tensors for the next pass.
+
+    glibc hands every large block back to the system and takes it again page by page, until it has
+    seen a block of this size freed: up to 15 % of a plain run. Never touched, so it costs nothing.
+    """
+    bytes(KEPT_BYTES)
+
+
+class ModelRunner:
+    """The model, its KV pool and the state of the pass that is running."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        patched: PatchedModel,
+        pool: PagePool,
+        kernels: Kernels,
+        buckets: Buckets,
+    ):
+        self.model = model
+        self.torch_state = TorchState(model)
+        self.buckets = buckets
+        self.device = model.device
+        if self.device.type == "cpu":
+            keep_heap()
+        self.vocab_size = vocab_size(model)
+        self.layers = patched.layers
+        self.kernels = kernels
+        self._keeps_logits = patched.keeps_logits
+        self._always = accepted(model, use_cache=False, return_dict=True)
+        self._takes_positions = "position_ids" in accepted(model, position_ids=None)
+        self._pool = pool
+        self._context = patched.context
+        self._context.kernels = kernels
+        self._cache: KVCache | None = None
+        self.tiles = RowTiles()
+        self._fast_mode = patched.fast_mode
+
+    @property
+    def cache(self) -> KVCache:
+        """The KV pool; taken when first needed and again after ``release``."""
+        if self._cache is None:
+            self._cache = self._pages(self._pool.num_pages)
+            self._context.k, self._context.v = self._cache.k, self._cache.v
+        return self._cache
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self._pool.page_size
+
+    def _pages(self, num_pages: int) -> KVCache:
+        return KVCache(self.layers, num_pages, self.page_size, self.model.dtype, self.device)
+
+    def extend(self, num_pages: int) -> None:
+        """Let the memory that is taken, if any is, be of ``num_pages``; nothing may be running."""
+        if self._cache is not None:
+            self._cache.extend(num_pages, self._pool.kept())
+
+    @property
+    def holds_memory(self) -> bool:
+        """Whether the KV pool's memory is taken."""
+        return self._cache is not None
+
+    def release(self) -> None:
+        """Give the pool's memory back; nothing may be running."""
+        self._cache = None
+        self._context.k, self._context.v = [], []
+
+    @contextmanager
+    def scratch(self, num_pages: int) -> Iterator[KVCache]:
+        """A pool of its own for the passes of the block; the engine's is not touched."""
+        context = self._context
+        before = context.k, context.v
+        cache = self._pages(num_pages)
+        context.k, context.v = cache.k, cache.v
+        try:
+            yield cache
+        finally:
+            context.k, context.v = before
+
+    def run(self, work_pass: Pass, fresh: list[int], wanted: list[list[int]]) -> Tensor:
+        """Run a pass and return the logits of the wanted rows, [N, V] fp32, work by work.
+
+        wanted: per work of the pass, offsets into its rows. fresh: pages handed out for it.
+        The rows are gathered before the unembedding and padded to a bucket of their own, canonical
+        in a canonical pass.
+        """
+        self.cache.zero(fresh)
+        batch = Batch.of(work_pass, self.cache.page_size, self.device)
+        rows = [
+            first + offset
+            for first, offsets in zip(batch.first_rows, wanted, strict=True)
+            for offset in offsets
+        ]
+        count = len(rows)
+        canonical = work_pass.canonical
+        fit = self.buckets.fit_canonical if canonical else self.buckets.fit
+        bucket = fit(max(count, 1))
+        keep = None
+        if canonical or bucket < len(batch.input_ids) or rows != list(range(count)):
+            keep = torch.tensor(rows + [0] * (bucket - count)).to(self.device)
+        return self.forward(batch, keep, canonical)[:count]
+
+    def forward(self, batch: Batch, keep: Tensor | None, canonical: bool) -> Tensor:
+        """One forward of the patched model over packed rows; fp32 logits of the rows ``keep``, or
+        of all.
+
+        canonical: linears run in tiles where without them the pass would not be canonical;
+        otherwise everything runs by whatever is quickest.
+        """
+        batch.segments.exact = self.tiles.on = canonical
+        self._fast_mode.on = not canonical
+        context = self._context
+        context.begin(batch.segments, batch.slot_mapping, batch.positions)
+        more: dict[str, Any] = {}
+        if self._takes_positions:
+            more["position_ids"] = batch.positions[None]
+        if self._keeps_logits:
+            more["logits_to_keep"] = 0 if keep is None else keep
+        try:
+            logits = self.model(**self._entering(batch), **more, **self._always).logits
+            context.check()
+        finally:
+            context.end()
+            self.tiles.on = False
+            self._fast_mode.on = False
+        own = keep is None or self._keeps_logits
+        return (logits[0] if own else logits[0, keep]).float()
+
+    def _entering(self, batch: Batch) -> dict[str, Tensor]:
+        """What enters the model: token ids, or where some rows have none, embeddings of all."""
+        if not batch.embeds:
+            return {"input_ids": batch.input_ids[None]}
+        embeds = self.model.get_input_embeddings()(batch.input_ids)
+        for first, given in batch.embeds:
+            embeds[first : first + len(given)] = given
+        return {"inputs_embeds": embeds[None]}

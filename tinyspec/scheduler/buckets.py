@@ -1,0 +1,153 @@
+"""The row counts that a pass may have, and which of them are canonical. Host only."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from math import inf
+
+from tinyspec.config import EngineConfig
+
+# On a CPU of passes of more rows only the largest is probed: more would take longer than they gain.
+CPU_PROBED_ROWS, CPU_MOST_PROBED_ROWS = 512, 1024
+
+
+def row_counts(most: int) -> list[int]:
+    """1, 2, multiples of 4, and from 16 on four steps to every doubling, up to ``most``."""
+    counts = [1, 2, 4]
+    while counts[-1] < most:
+        counts.append(counts[-1] + max(4, 1 << (counts[-1].bit_length() - 3)))
+    return [c for c in counts if c < most] + [most]
+
+
+def probed_rows(config: EngineConfig, device_type: str) -> list[int]:
+    """The row counts that a canonical pass may have; ``config`` is resolved."""
+    assert config.max_rows and config.reference_rows
+    if device_type != "cpu":
+        return row_counts(config.max_rows)
+    most = max(CPU_PROBED_ROWS, config.reference_rows, config.max_sequences)
+    counts = row_counts(min(most, config.max_rows))
+    return sorted({*counts, min(max(CPU_MOST_PROBED_ROWS, most), config.max_rows)})
+
+
+def between(cost: Mapping[int, float], rows: int) -> float:
+    """Seconds of ``rows`` rows, in proportion between the nearest of ``cost``; of more than any
+    there, in proportion to the rows."""
+    low = max((size for size in cost if size <= rows), default=min(cost))
+    high = min((size for size in cost if size >= rows), default=None)
+    if high is None:
+        return cost[low] * rows / low
+    share = (rows - low) / (high - low) if high > low else 0.0
+    return cost[low] + share * (cost[high] - cost[low])
+
+
+class Buckets:
+    """Buckets up to ``max_rows``; ``reference`` is one of them and defines canonical results.
+
+    sizes: those that are ``probed`` (all). Which of them are canonical, and what a pass in each
+    costs, is unknown until ``learn``: before that no pass is canonical. The others never are.
+    """
+
+    def __init__(self, max_rows: int, reference: int, probed: Iterable[int] | None = None):
+        self.sizes = sorted({*(row_counts(max_rows) if probed is None else probed), reference})
+        assert self.sizes[-1] <= max_rows
+        self._all = sorted({*self.sizes, *row_counts(max_rows)})
+        self.reference = reference
+        self.canonical: list[int] = []
+        self._seconds: dict[int, float] = {}
+        self._tiled: dict[int, float] = {}
+
+    @classmethod
+    def of(cls, config: EngineConfig, device_type: str) -> Buckets:
+        """Those of an engine; ``config`` is resolved."""
+        assert config.max_rows and config.reference_rows
+        return cls(config.max_rows, config.reference_rows, probed_rows(config, device_type))
+
+    def learn(
+        self,
+        canonical: Iterable[int],
+        seconds: Mapping[int, float],
+        tiled: Mapping[int, float] | None = None,
+    ) -> None:
+        """Take in what was probed: the canonical buckets, and seconds of a pass by bucket.
+
+        tiled: those of the canonical ones that are so only because linears run in tiles of rows,
+        and seconds of such a pass.
+        """
+        self.canonical = sorted(canonical)
+        # For the choice of every pass: looked up there, not worked out.
+        self._seconds = {rows: between(seconds, rows) for rows in self._all} if seconds else {}
+        self._tiled = dict(tiled or {})
+        assert self.reference in self.canonical and set(self.canonical) <= set(self.sizes)
+        assert set(self._tiled) <= set(self.canonical)
+        # Tiles that cost more than a larger bucket are of no use.
+        for size in sorted(self._tiled.keys() - {self.reference}):
+            larger = (self.canonical_seconds(other) for other in self.canonical if other > size)
+            if min(larger, default=inf) <= self._tiled[size]:
+                self.canonical.remove(size)
+
+    def forget(self) -> None:
+        """No bucket is canonical any more: weights or device changed."""
+        self.canonical = []
+
+    @property
+    def largest(self) -> int:
+        return self._all[-1]
+
+    def fit(self, rows: int) -> int:
+        """The smallest bucket that holds ``rows`` rows."""
+        assert 0 < rows <= self.largest, rows
+        return self._all[bisect_left(self._all, rows)]
+
+    def fit_canonical(self, rows: int) -> int:
+        """The smallest canonical bucket that holds ``rows`` rows."""
+        assert 0 < rows <= self.canonical[-1], rows
+        return self.canonical[bisect_left(self.canonical, rows)]
+
+    def cheapest(self, least: int, wanted: int, guesses: int = 0, chance: float = 1.0) -> int:
+        """The canonical bucket for at least ``least`` of ``wanted`` rows that costs least per row.
+
+        guesses: rows beyond ``wanted`` that are of use with this ``chance``. ``least`` must fit; of
+        equal buckets the largest.
+        """
+        low = self.fit_canonical(max(least, 1))
+        high = self.fit_canonical(min(max(wanted + guesses, 1), self.canonical[-1]))
+
+        def cost(size: int) -> tuple[float, int]:
+            use = min(size, wanted) + chance * min(max(size - wanted, 0), guesses)
+            return self.canonical_seconds(size) / use, -size
+
+        return min((size for size in self.canonical if low <= size <= high), key=cost)
+
+    def is_canonical(self, bucket: int) -> bool:
+        """Whether rows of any pass in ``bucket`` are canonical, without tiles."""
+        return bucket in self.canonical and bucket not in self._tiled
+
+    def seconds(self, bucket: int) -> float:
+        """What a pass in ``bucket`` costs; where nothing was measured, its rows count."""
+        return self._seconds.get(bucket, float(bucket))
+
+    def canonical_seconds(self, bucket: int) -> float:
+        """What a canonical pass in ``bucket`` costs, tiles and all."""
+        return self._tiled.get(bucket, self.seconds(bucket))
+
+    def padded_is_cheaper(self, rows: int, drafting: int, window: int) -> bool:
+        """Whether a step of ``rows`` rows costs less per token padded to a canonical bucket than
+        drafted and verified.
+
+        drafting: how many of the rows are deterministic sequences'. They draft ``window`` tokens,
+        one a pass, and verify them in canonical passes, in which the other rows ride along; the
+        last of these yields one token more.
+        """
+        assert 0 <= drafting <= rows and window >= 0, (rows, drafting, window)
+        capacity = self.canonical[-1]
+        if rows > capacity:
+            return False
+        if self.is_canonical(self.fit(rows)):  # nothing to verify
+            return True
+        padded = self.canonical_seconds(self.fit_canonical(rows))
+        verified = drafting * (window + 1) + rows - drafting
+        passes = -(-verified // capacity)
+        verify = passes * self.canonical_seconds(self.fit_canonical(min(verified, capacity)))
+        drafts = window * self.seconds(self.fit(rows))
+        return padded <= (drafts + verify) / (window + 1)
