@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import tempfile
 
 # What probes find is kept under HF_HOME: the machine's is not used, nor is anything left there.
@@ -15,6 +14,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import pytest
 import torch
 import transformers
+
+from tests.support import signals
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -62,6 +63,5 @@ def no_facts_on_disk(monkeypatch):
 @pytest.fixture
 def sigint():
     """SIGINT raises KeyboardInterrupt, also where the tests were started with it ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+    with signals.handled_by():
+        yield

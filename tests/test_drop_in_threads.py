@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 
 import pytest
 import torch
 
 import tinyspec
+from tests.support import signals
 from tests.support.drop_in import PAD, SMALL, greedy, own, patched, portrait, random_ids
 from tests.support.tiny import tiny
 
@@ -127,16 +127,16 @@ def test_ctrl_c_in_a_pass(sigint):
     """The signal itself, at a bad moment; whoever listened to it before does so again."""
 
     def interrupts(ids, scores):
-        signal.raise_signal(signal.SIGINT)
+        signals.interrupt()
         return scores
 
-    before = signal.getsignal(signal.SIGINT)
+    before = signals.handler()
     prompt = random_ids(9)
     with patched(tiny()) as model:
         for _ in range(2):
             with pytest.raises(KeyboardInterrupt):
                 greedy(model, prompt, logits_processor=[interrupts])
-            assert signal.getsignal(signal.SIGINT) is before
+            assert signals.handler() is before
             assert model.generate._engine._pool.num_held == 0
             assert model.config._attn_implementation == "sdpa"
             assert greedy(model, prompt) == greedy(own(), prompt)

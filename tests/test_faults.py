@@ -3,14 +3,12 @@
 tests/test_failed_passes.py has the passes that raise.
 """
 
-import os
 import random
-import signal
-import threading
 
 import pytest
 import torch
 
+from tests.support import signals
 from tests.support.cases import bits_of, greedy, model_of, one_by_one, run, steady, text, whole
 from tests.support.mixes import bits, crowd
 from tests.support.tiny import VOCAB, prompts, tiny
@@ -51,16 +49,12 @@ def test_control_a_lost_page_is_seen():
 
 
 def test_interrupt_leaves_a_usable_engine(sigint):
-    """Ctrl-C from outside, at any moment of a long generate."""
+    """Ctrl-C at any moment of a long generate: in its preparation, its prompts, its decoding."""
     with Engine(tiny()) as engine:
         expected = bits(engine.generate(prompts(4)[3:], DETERMINISTIC)[0])
-        for delay in (0.05, 0.11, 0.2, 0.31):
-            timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
-            timer.start()
-            with pytest.raises(KeyboardInterrupt):
-                for _ in range(1000):
-                    engine.generate(prompts(20), SamplingParams(max_new_tokens=200))
-            timer.join()
+        for call in (1, 700, 3000, 11_000):
+            with pytest.raises(KeyboardInterrupt), signals.interrupt_at_call(call):
+                engine.generate(prompts(20), SamplingParams(max_new_tokens=200))
             assert not engine.has_unfinished()
             assert whole(engine)
             assert bits(engine.generate(prompts(4)[3:], DETERMINISTIC)[0]) == expected

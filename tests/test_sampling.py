@@ -348,7 +348,8 @@ def test_rows_do_not_depend_on_rows(sampler, vocab):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("style", [*KINDS, *STYLES], ids=str)
+# Ids by name alone: the text of a function holds its address, which is another in each process.
+@pytest.mark.parametrize("style", [*KINDS, *STYLES], ids=" ".join)
 def test_what_is_not_finite_yields_no_token(sampler, style, temperature):
     logits = torch.randn(5, VOCAB)
     params = SamplingParams(temperature=temperature, seed=1, **style)

@@ -1,12 +1,12 @@
 """What a step sets while it runs, once for many steps: the ambient state and Ctrl-C."""
 
-import signal
 from contextlib import suppress
 from threading import Event, Thread
 
 import pytest
 import torch
 
+from tests.support import signals
 from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, SamplingParams
 from tinyspec.engine.interrupts import between_steps, deferred_interrupt
@@ -76,21 +76,15 @@ def test_interrupts_come_between_steps():
             with deferred_interrupt():
                 order.append(("begun", step))
                 if step == 1:
-                    signal.raise_signal(signal.SIGINT)
+                    signals.interrupt()
                 order.append(("ended", step))
     assert order == [("begun", 0), ("ended", 0), ("begun", 1), ("ended", 1)]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signals.handler() is signals.RAISE
 
 
 def test_what_comes_before_the_first_step_leaves_nothing_behind(monkeypatch):
     """The handler of before may raise while ours takes its place."""
-    taken = signal.signal
-
-    def interrupted(*args):
-        monkeypatch.setattr(signal, "signal", taken)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(signal, "signal", interrupted)
+    signals.interrupt_when_set(monkeypatch)
     with pytest.raises(KeyboardInterrupt), deferred_interrupt():
         raise AssertionError("not entered")
     test_interrupts_come_between_steps()
@@ -100,29 +94,25 @@ def test_a_step_within_a_step_lets_the_outer_one_end():
     ended = []
     with pytest.raises(KeyboardInterrupt), deferred_interrupt():
         with deferred_interrupt():
-            signal.raise_signal(signal.SIGINT)
+            signals.interrupt()
         ended.append("inner")
         with between_steps(), deferred_interrupt():
             pass
         ended.append("outer")
     assert ended == ["inner", "outer"]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signals.handler() is signals.RAISE
 
 
-def test_a_handler_that_returns_is_called_every_time(monkeypatch):
+def test_a_handler_that_returns_is_called_every_time():
     calls = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: calls.append(number))
-    try:
-        with between_steps():
-            for _ in range(3):
-                with deferred_interrupt():
-                    signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)
-            with suppress(ValueError), deferred_interrupt():
-                raise ValueError
-        assert calls == [signal.SIGINT] * 4
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with signals.handled_by(lambda number, frame: calls.append(number)), between_steps():
+        for _ in range(3):
+            with deferred_interrupt():
+                signals.interrupt()
+        signals.interrupt()
+        with suppress(ValueError), deferred_interrupt():
+            raise ValueError
+    assert calls == [signals.SIGINT] * 4
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -131,7 +121,7 @@ def test_a_call_is_stopped_between_two_of_its_steps(streamed):
 
     def interrupt(ids, scores):
         if ids.shape[1] == 8:
-            signal.raise_signal(signal.SIGINT)
+            signals.interrupt()
         return False
 
     params = SamplingParams(max_new_tokens=10, stopping_criteria=[interrupt])

@@ -1,0 +1,68 @@
+"""Ctrl-C in tests: the handler that they start from, and interrupts at moments that they choose."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import pytest
+
+SIGINT, RAISE = signal.SIGINT, signal.default_int_handler
+Handler = Callable[[int, FrameType | None], Any]
+
+
+@contextmanager
+def handled_by(handler: Handler = RAISE) -> Iterator[None]:
+    """SIGINT calls ``handler``; by default it raises KeyboardInterrupt, also where the tests were
+    started with it ignored."""
+    before = signal.signal(SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(SIGINT, before)
+
+
+def interrupt() -> None:
+    """Ctrl-C, now."""
+    signal.raise_signal(SIGINT)
+
+
+def handler() -> Any:
+    """What SIGINT calls."""
+    return signal.getsignal(SIGINT)
+
+
+@contextmanager
+def interrupt_at_call(number: int) -> Iterator[None]:
+    """Ctrl-C when the block makes its ``number``-th call of a Python function: a moment of its
+    own for each number, and the same one on every machine."""
+    left = number
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal left
+        left -= event == "call"
+        if left == 0:
+            left = -1
+            sys.setprofile(None)
+            interrupt()
+
+    sys.setprofile(count)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def interrupt_when_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in place of the next change of a handler."""
+    change = signal.signal
+
+    def interrupted(*args: Any) -> None:
+        monkeypatch.setattr(signal, "signal", change)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(signal, "signal", interrupted)
