@@ -8,7 +8,6 @@ their medians, above 1: the fused module is faster. Run with
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.workloads import DEVICE, Workload, in_turns, of_shapes
 from tinyspec import Engine, EngineConfig
+from tinyspec.model import install
 
 # Standard, with norms of q and k, with pairs of neighbours, with projections in one.
 FAMILIES = ("llama", "qwen3", "glm4", "phi3")
@@ -46,8 +46,7 @@ def build(family: str, dtype: torch.dtype, smoke: bool) -> Any:
 def interface_only(model: Any) -> Engine:
     """An engine whose layers all go through the attention interface."""
     with pytest.MonkeyPatch.context() as patch:
-        # ``tinyspec.patch`` is the function of this name.
-        patch.setattr(import_module("tinyspec.model.install"), "layout", lambda module: None)
+        patch.setattr(install, "WAYS", ())
         return Engine(model, config=EngineConfig(prefix_cache=False))
 
 
