@@ -106,18 +106,20 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     reason = (
         _missing_name(model) or refusal(model) or loading_refusal(model) or _swap_refusal(model)
     )
-    if not any(map(calls_interface, model.modules())):
-        reason = reason or "its attention does not go through transformers' attention interface"
+    if reason is None and not any(map(calls_interface, model.modules())):
+        reason = "its attention does not go through transformers' attention interface"
     if reason is not None:
         raise unsupported(model, reason)
 
 
 def _missing_name(model: PreTrainedModel) -> str | None:
-    """Which private name of transformers' that is needed here this release lacks, or None."""
-    config = type(model.config).__name__, model.config
-    needed = [(*config, "_attn_implementation"), (*config, "_attn_implementation_internal")]
-    needed.append(("AttentionMaskInterface", AttentionMaskInterface, "_global_mapping"))
-    for owner_name, owner, name in needed:
+    """Which private name of transformers that is needed here this release lacks, or None."""
+    needed: list[tuple[object, str, str]] = [
+        (model.config, type(model.config).__name__, "_attn_implementation"),
+        (model.config, type(model.config).__name__, "_attn_implementation_internal"),
+        (AttentionMaskInterface, "AttentionMaskInterface", "_global_mapping"),
+    ]
+    for owner, owner_name, name in needed:
         if not hasattr(owner, name):
             version = transformers.__version__
             return f"transformers {version} has no {owner_name}.{name}, which tinyspec needs"
