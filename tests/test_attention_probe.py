@@ -48,11 +48,11 @@ def test_an_engine_probes_with_its_softcap(monkeypatch):
     with Engine(tiny("gemma2", torch.bfloat16)) as engine:
         softcap = engine.model.config.attn_logit_softcapping
         assert softcap
-        assert {layer.softcap for layer in engine._runner.layers} == {softcap}
-        assert all(probe_attention(engine._runner))
-        context = engine._runner._context
+        assert {layer.softcap for layer in engine.runner.layers} == {softcap}
+        assert all(probe_attention(engine.runner))
+        context = engine.runner._context
         context.kernels = replace(
             context.kernels,
             paged_attention=lambda q, *_, softcap, **__: q * (1 + (len(q) == 1) * (softcap > 0)),
         )
-        assert not any(probe_attention(engine._runner))
+        assert not any(probe_attention(engine.runner))

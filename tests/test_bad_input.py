@@ -24,9 +24,9 @@ def engine():
 
 def untouched(engine):
     """Nothing is queued or running, and no page is held."""
-    scheduler = engine._scheduler
+    scheduler = engine.scheduler
     quiet = not scheduler.waiting and not scheduler.running and not engine.has_unfinished()
-    return quiet and engine._pool.num_held == 0
+    return quiet and engine.pool.num_held == 0
 
 
 BAD_PROMPTS = {

@@ -67,7 +67,7 @@ def run_mix(model, alone, seed):
     order = [requests[n] if kind == "needle" else next(others_left) for kind, n in places]
     with Engine(model, config=random_config(rng, REFERENCE, drafter)) as engine:
         outputs = run_through(engine, rng, order)
-        assert engine._pool.num_held == 0
+        assert engine.pool.num_held == 0
     for (kind, n), output in zip(places, outputs, strict=True):
         assert all(c.error is None for c in output.completions)
         if kind == "needle":

@@ -182,7 +182,7 @@ def test_keys_that_differ_where_no_logit_does():
 def test_keys_that_are_not_written(monkeypatch):
     """What an earlier pass left in the pool does not pass for written."""
     with Engine(sound(), config=CONFIG) as engine:
-        context = engine._patched.context
+        context = engine.patched.context
         whole = context.kernels.fused_kv_write
 
         def forgetful(q, k, v, cos, sin, k_cache, v_cache, slots, **norm):
@@ -208,7 +208,7 @@ def test_log_probabilities_that_differ_where_no_logit_does(monkeypatch):
 def test_attention_that_depends_on_the_pass(monkeypatch):
     """Named, though every bucket agrees with itself."""
     with Engine(sound(), config=CONFIG) as engine:
-        context = engine._patched.context
+        context = engine.patched.context
         whole = context.kernels.paged_attention
 
         def other(q, *args, **kwargs):
@@ -300,11 +300,11 @@ def test_an_engine_keeps_its_pool_and_its_requests():
         while engine.has_unfinished():
             done |= {output.request_id: output for output in engine.step()}
         assert [bits(done[i]) for i in ids] == [bits(output) for output in alone]
-        cache = engine._runner.cache
+        cache = engine.runner.cache
         # As integers: what no request has touched yet may hold any bits, NaN included.
         before = [pool.view(torch.int32).clone() for pool in (*cache.k, *cache.v)]
         assert doctor(engine, fresh=True).facts.canonical == report.facts.canonical
-        assert engine._runner.cache is cache
+        assert engine.runner.cache is cache
         after = [pool.view(torch.int32) for pool in (*cache.k, *cache.v)]
         assert all(map(torch.equal, before, after))
         assert [bits(o) for o in engine.generate(prompts(4), DETERMINISTIC)] == [

@@ -40,9 +40,9 @@ def test_the_pool_stays_grows_and_keeps_its_values():
         engine = model.generate._engine
         first = generate(model, PROMPTS[:1], deterministic=True)
         small = pool_of(model)
-        storage = engine._runner._cache.k[0].data_ptr()
+        storage = engine.runner._cache.k[0].data_ptr()
         assert torch.equal(generate(model, PROMPTS[:1], deterministic=True), first)
-        assert pool_of(model) == small and engine._runner._cache.k[0].data_ptr() == storage
+        assert pool_of(model) == small and engine.runner._cache.k[0].data_ptr() == storage
         shorter = engine.stats().cached_prompt_tokens
         assert shorter > 0
         asked = {"return_dict_in_generate": True, "output_scores": True, "deterministic": True}
@@ -74,13 +74,13 @@ def test_the_pool_is_given_back():
     gc.collect()
     with patched(model):
         first = greedy(model, PROMPTS[0])
-        pools = [weakref.ref(t) for t in (*model.generate._engine._runner._cache.k,)]
+        pools = [weakref.ref(t) for t in (*model.generate._engine.runner._cache.k,)]
         model.generate.release()
         gc.collect()
         assert pool_of(model) == (0, 0)
         assert all(ref() is None for ref in pools)
         assert greedy(model, PROMPTS[0]) == first
-        pools = [weakref.ref(t) for t in (*model.generate._engine._runner._cache.k,)]
+        pools = [weakref.ref(t) for t in (*model.generate._engine.runner._cache.k,)]
         engine = weakref.ref(model.generate._engine)
     gc.collect()
     assert all(ref() is None for ref in pools)
@@ -94,7 +94,7 @@ def test_a_failed_call_holds_nothing(how):
 
     with patched(tiny()) as model:
         generate(model)
-        pool = model.generate._engine._pool
+        pool = model.generate._engine.pool
         before = pool_of(model)
         for _ in range(3):
             asked = {"temperature": -1.0} if how == "refused" else {"logits_processor": [fails]}

@@ -52,7 +52,7 @@ def test_kv_of_a_spoilt_plain_draft_is_not_canonical():
         seen = []
         while engine.has_unfinished():
             engine.step()
-            for sequence in engine._scheduler.running:
+            for sequence in engine.scheduler.running:
                 records = engine.records[-1]
                 seen.append((sequence.canonical, sequence.computed, records.canonical))
         assert any(computed > 10 for _, computed, _ in seen)
@@ -184,7 +184,7 @@ def test_an_interrupt_that_leaves_requests_over(model, monkeypatch):
 
 def test_growth_that_fails_on_the_way(model, monkeypatch):
     generate(model, [[1, 2, 3]])
-    cache = model.generate._engine._runner.cache
+    cache = model.generate._engine.runner.cache
     before = len(cache.k[0])
     new_empty, calls = torch.Tensor.new_empty, []
 
@@ -208,7 +208,7 @@ def test_growth_that_fails_on_the_way(model, monkeypatch):
 
 def test_release_gives_the_size_back_as_well(model):
     generate(model, [text(90)] * 8)
-    large = model.generate._engine._pool.num_pages
+    large = model.generate._engine.pool.num_pages
     model.generate.release()
     generate(model, [[1, 2, 3]])
-    assert model.generate._engine._pool.num_pages < large
+    assert model.generate._engine.pool.num_pages < large

@@ -120,7 +120,7 @@ def test_ctrl_c_in_a_streamer(at, deterministic):
             assert model.config._attn_implementation == "sdpa"
             assert torch.equal(model(ids).logits, own()(ids).logits)
         assert greedy(model, prompt, 20) == greedy(own(), prompt, 20)
-        assert model.generate._engine._pool.num_held == 0
+        assert model.generate._engine.pool.num_held == 0
 
 
 def test_ctrl_c_in_a_pass(sigint):
@@ -137,7 +137,7 @@ def test_ctrl_c_in_a_pass(sigint):
             with pytest.raises(KeyboardInterrupt):
                 greedy(model, prompt, logits_processor=[interrupts])
             assert signals.handler() is before
-            assert model.generate._engine._pool.num_held == 0
+            assert model.generate._engine.pool.num_held == 0
             assert model.config._attn_implementation == "sdpa"
             assert greedy(model, prompt) == greedy(own(), prompt)
 

@@ -80,7 +80,7 @@ def seeing_model():
 
 
 def unfinished(engine):
-    return [s for request in engine._tracker.requests.values() for s in request.sequences]
+    return [s for request in engine.tracker.requests.values() for s in request.sequences]
 
 
 def asked():
@@ -123,7 +123,7 @@ def test_a_pass_that_fails_often_loses_nothing():
         faulty.arm(lambda call, rows: call % 3 == 0 and len(sharers()) > 1)
 
         def sharers():
-            return engine._scheduler.running
+            return engine.scheduler.running
 
         outputs = run(engine, asked())
         assert faulty.raised >= 3
@@ -294,7 +294,7 @@ def test_a_failure_outside_the_pass_raises_and_leaves_the_others():
         ids = [engine.add_request(*request) for request in asked()]
         for _ in range(2):
             engine.step()
-        sampler, left = engine._core._sampler, [4]
+        sampler, left = engine.core.sampler, [4]
         sample = sampler.sample
 
         def fails_once(*args):
@@ -338,9 +338,9 @@ def test_a_failure_outside_the_pass_loses_no_token_of_a_stream():
         stream = engine.stream([prompt], params)
         tokens = list(next(stream).token_ids)
         kept = engine.add_request(*asked()[0])
-        committer = engine._core.committer
-        committer._kernels = AcceptFailsOnce(committer._kernels)
-        sequence = stream._requests[0].sequences[0]
+        committer = engine.core.committer
+        committer.kernels = AcceptFailsOnce(committer.kernels)
+        sequence = stream.requests[0].sequences[0]
         with pytest.raises(RuntimeError, match=ARMED):
             for event in stream:
                 tokens += event.token_ids
@@ -360,7 +360,7 @@ def test_aborts_and_streams_while_suspects_are_tried():
         ids = [engine.add_request(*request) for request in asked()]
         stream = engine.stream([asked()[1][0]], replace(asked()[1][1], max_new_tokens=13))
         faulty.arm(lambda call, rows: call == 3)
-        while not engine._scheduler._suspects:
+        while not engine.scheduler.suspects:
             engine.step()
         gone = engine.abort(ids.pop(0)).completions[0]
         engine.step()
@@ -371,5 +371,5 @@ def test_aborts_and_streams_while_suspects_are_tried():
         order = [1, 2, 3, 4, 5, 0]
         assert [bits(done[request_id]) for request_id in ids] == [expected[n] for n in order]
         assert gone.token_ids == expected[0][0][0][: len(gone.token_ids)]
-        assert faulty.raised == 1 and not engine._scheduler._suspects
+        assert faulty.raised == 1 and not engine.scheduler.suspects
         assert whole(engine)

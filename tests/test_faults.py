@@ -30,10 +30,10 @@ def test_no_page_is_lost_over_a_thousand_requests():
             )
             engine.add_request(prompt[:40], short)
             if rng.random() < 0.2:
-                output = engine.abort(rng.choice(sorted(engine._tracker.requests)))
+                output = engine.abort(rng.choice(sorted(engine.tracker.requests)))
                 assert "abort" in {c.finish_reason for c in output.completions}
                 aborted += 1
-            if len(engine._tracker.requests) > 30:
+            if len(engine.tracker.requests) > 30:
                 done += len(engine.step())
         while engine.has_unfinished():
             done += len(engine.step())
@@ -44,7 +44,7 @@ def test_no_page_is_lost_over_a_thousand_requests():
 
 def test_control_a_lost_page_is_seen():
     with Engine(tiny()) as engine:
-        engine._pool.grow([], 1)
+        engine.pool.grow([], 1)
         assert not whole(engine)
 
 
@@ -177,7 +177,7 @@ def test_release_and_weights():
     with Engine(model) as engine:
         first = engine.generate([[1, 2, 3]], DETERMINISTIC)[0]
         engine.release()
-        assert engine._runner._cache is None
+        assert engine.runner._cache is None
         again = engine.generate([[1, 2, 3]], DETERMINISTIC)[0]
         assert bits(again) == bits(first)
         assert again.fingerprint == first.fingerprint
@@ -200,10 +200,10 @@ def test_pages_held_are_what_sequences_need(page_size):
         most = 0
         while engine.has_unfinished():
             engine.step()
-            running = engine._scheduler.running
-            need = sum(engine._pool.pages_for(len(s.tokens) + len(s.drafts)) for s in running)
-            assert engine._pool.num_held <= need + len(running)
-            most = max(most, engine._pool.num_held)
+            running = engine.scheduler.running
+            need = sum(engine.pool.pages_for(len(s.tokens) + len(s.drafts)) for s in running)
+            assert engine.pool.num_held <= need + len(running)
+            most = max(most, engine.pool.num_held)
         assert most > 20
 
 

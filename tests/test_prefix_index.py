@@ -156,7 +156,7 @@ class Trace:
         assert [self.pool.owners(page) for page in range(self.pool.num_pages)] == counts
         assert sorted([*unowned(self.pool), *set(owned)]) == list(range(self.pool.num_pages))
         assert len(self.cache) == len(self.known)
-        assert set(self.cache._keys) == set(self.known.values())
+        assert set(self.cache.keys) == set(self.known.values())
         assert set(self.pool._idle) == set(self.idle_since)
 
     def go(self, turns):

@@ -283,11 +283,11 @@ def test_trained_weights_keep_the_proof_and_change_the_fingerprint(probed):
         for parameter in list(model.parameters())[:3]:
             with torch.no_grad():
                 parameter.add_(0.01)
-            assert engine._contract.changed()
+            assert engine.contract.changed()
             engine.generate(prompts(2), DETERMINISTIC)
-            assert not engine._contract.changed()
+            assert not engine.contract.changed()
             seen.append(engine.fingerprint)
-            assert engine._runner.buckets.canonical
+            assert engine.runner.buckets.canonical
         assert len(set(seen)) == 4 and len(probed) == 1
 
 
@@ -305,18 +305,18 @@ def test_what_loses_the_proof(probed, change, two_threads):
         else:
             weight = model.model.norm.weight
             weight.data = weight.data.repeat_interleave(2)[::2]
-        assert engine._contract.look() and engine._contract.lost
-        assert engine._runner.buckets.canonical == []
+        assert engine.contract.look() and engine.contract.lost
+        assert engine.runner.buckets.canonical == []
         engine.contract.prove()
-        assert len(probed) == 2 and not engine._contract.lost
-        assert not engine._contract.look()
+        assert len(probed) == 2 and not engine.contract.lost
+        assert not engine.contract.look()
 
 
 def test_looks_before_anything_is_proven():
     """Plain requests fill the prefix cache too."""
     model = tiny()
     with Engine(model, config=EngineConfig(**CONFIG)) as engine:
-        watch = engine._contract
+        watch = engine.contract
         assert not watch.look() and not watch.changed()
         with torch.no_grad():
             model.lm_head.weight[3, 4] += 1
@@ -331,9 +331,9 @@ def test_writes_that_leave_no_trace_are_seen_by_a_digest():
     for verify in (False, True):
         model = tiny()
         with Engine(model, config=EngineConfig(**CONFIG, verify_weights=verify)) as engine:
-            assert not engine._contract.look()
+            assert not engine.contract.look()
             model.lm_head.weight.data[3, 4] += 1
-            assert engine._contract.look() == verify and not engine._contract.look()
+            assert engine.contract.look() == verify and not engine.contract.look()
 
 
 class Tuner(nn.Module):
@@ -386,9 +386,9 @@ def test_adapters_in_use_are_part_of_the_fingerprint(change):
     tuner = model.model.layers[0].mlp.down_proj = Tuner(model.model.layers[0].mlp.down_proj)
     with Engine(model, config=EngineConfig(**CONFIG)) as engine:
         before = engine.generate(prompts(3), DETERMINISTIC)
-        assert not engine._contract.look()
+        assert not engine.contract.look()
         change(tuner)
-        assert not engine._contract.changed(), "no parameter was written to"
+        assert not engine.contract.changed(), "no parameter was written to"
         after = engine.generate(prompts(3), DETERMINISTIC)
         assert before[0].fingerprint != after[0].fingerprint
         if change is not merge:

@@ -226,7 +226,7 @@ def test_packed_weights_that_change_are_noticed(folder):
     twin = load(folder, quantization_config=int8_weights())
     with Engine(model, config=CONFIG) as engine:
         first = engine.generate(PROMPTS, DETERMINISTIC)
-        watch = engine._contract
+        watch = engine.contract
         assert not watch.changed()
         for linear in (model.get_submodule(NAME), twin.get_submodule(NAME)):
             with torch.no_grad():

@@ -148,9 +148,9 @@ def test_pages_of_quick_passes_serve_plain_requests_alone(quick):
         assert bits(engine.generate([tokens], mine)[0]) == bits(warm)
         engine.release()
         engine.generate([[5, 6, 7]], plain)
-        for key in [k for k in engine._scheduler.prefix._pages if not k[1]]:
-            page = engine._scheduler.prefix._pages.pop(key)
+        for key in [k for k in engine.scheduler.prefix.pages if not k[1]]:
+            page = engine.scheduler.prefix.pages.pop(key)
             taken = (key[0], True, key[2])
-            engine._scheduler.prefix._pages[taken] = page
-            engine._scheduler.prefix._keys[page] = taken
+            engine.scheduler.prefix.pages[taken] = page
+            engine.scheduler.prefix.keys[page] = taken
         assert bits(engine.generate([tokens], mine)[0]) != bits(warm)

@@ -22,13 +22,13 @@ def states(config, until=45):
     with Engine(model, config=config) as engine:
         engine.add_request(PROMPT, PARAMS)
         while not engine.step():
-            sequence = engine._scheduler.running[0]
+            sequence = engine.scheduler.running[0]
             if sequence.drafts or sequence.num_generated > until:
                 continue
             kv = [
                 tensor.clone()
                 for layer in range(2)
-                for tensor in engine._runner.cache.read(layer, sequence.pages, sequence.computed)
+                for tensor in engine.runner.cache.read(layer, sequence.pages, sequence.computed)
             ]
             found[sequence.num_generated] = (list(sequence.tokens), len(sequence.pages), kv)
         return found, engine.stats()
@@ -63,9 +63,9 @@ def test_control_fast_path_kv_differs():
             engine.add_request(PROMPT, params)
             for _ in range(20):
                 engine.step()
-            sequence = engine._scheduler.running[0]
+            sequence = engine.scheduler.running[0]
             assert sequence.num_generated > 3
-            kv.append(engine._runner.cache.read(1, sequence.pages, len(PROMPT))[0].clone())
+            kv.append(engine.runner.cache.read(1, sequence.pages, len(PROMPT))[0].clone())
     assert not torch.equal(*kv)
 
 

@@ -140,8 +140,8 @@ def test_control_without_tiles_the_bits_differ(breaks_above, monkeypatch):
     with Engine(tiny(dtype=torch.bfloat16), config=config) as engine:
         alone = [bits(solo(engine, needle)) for needle in needles()]
         engine.release()
-        engine._runner.tiles.unbind()
-        monkeypatch.setattr(engine._contract, "look", lambda: False)
+        engine.runner.tiles.unbind()
+        monkeypatch.setattr(engine.contract, "look", lambda: False)
         assert run(engine, requests)[: len(alone)] != alone
 
 

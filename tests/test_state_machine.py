@@ -124,7 +124,7 @@ class OneEngine(RuleBasedStateMachine):
         self.engine.generate([[1]], SamplingParams(max_new_tokens=1, deterministic=True))
         self.kv: dict = {}
         self.forgotten: set[tuple] = set()
-        if (prefix := self.engine._scheduler.prefix) is not None:
+        if (prefix := self.engine.scheduler.prefix) is not None:
             self.watch(prefix)
 
     def watch(self, prefix):
@@ -132,10 +132,10 @@ class OneEngine(RuleBasedStateMachine):
         forget = prefix._forget
 
         def noted(page):
-            self.forgotten.add((prefix._keys[page], page))
+            self.forgotten.add((prefix.keys[page], page))
             forget(page)
 
-        prefix._forget = prefix._pool.on_evict = noted
+        prefix._forget = prefix.pool.on_evict = noted
 
     def truth(self, prompt, params):
         return truth(self.model, tuple(prompt), params)
@@ -197,7 +197,7 @@ class OneEngine(RuleBasedStateMachine):
     def abort(self, data):
         request_id = data.draw(st.sampled_from(sorted(self.open)))
         # It may have finished in a call of generate, whose steps nobody has asked for.
-        if request_id in self.engine._tracker.requests:
+        if request_id in self.engine.tracker.requests:
             output = self.engine.abort(request_id)
             self.given_up.add(request_id)
             assert "abort" in {c.finish_reason for c in output.completions}
@@ -209,7 +209,7 @@ class OneEngine(RuleBasedStateMachine):
     @rule(asked=st.lists(requests(), min_size=1, max_size=3))
     def open_stream(self, asked):
         stream = self.engine.stream([p for p, _ in asked], [s for _, s in asked])
-        ids = [request.request_id for request in stream._requests]
+        ids = [request.request_id for request in stream.requests]
         read = {
             (request_id, n): ([], [])
             for request_id, (_, params) in zip(ids, asked, strict=True)
@@ -266,12 +266,12 @@ class OneEngine(RuleBasedStateMachine):
 
     @rule()
     def release(self):
-        if self.engine._tracker.requests:
+        if self.engine.tracker.requests:
             with pytest.raises(ValueError, match="release"):
                 self.engine.release()
         else:
             self.engine.release()
-            assert len(self.engine._scheduler.prefix or ()) == 0
+            assert len(self.engine.scheduler.prefix or ()) == 0
             self.kv = {}
 
     @invariant()

@@ -94,10 +94,10 @@ def test_bits_are_those_of_turned_linears(alike, monkeypatch):
         del alike[:]
         assert found(engine) == alone
         assert {32, 64} & set(alike), "canonical passes ran straight"
-        run_direct(engine._runner, dict.fromkeys(find_direct(engine._runner), range(17, 65)))
+        run_direct(engine.runner, dict.fromkeys(find_direct(engine.runner), range(17, 65)))
         engine.release()
         assert found(engine) != alone
-        run_direct(engine._runner, {})
+        run_direct(engine.runner, {})
         engine.release()
         del alike[:]
         assert found(engine) == alone

@@ -113,13 +113,13 @@ def test_a_pool_that_grows_keeps_what_it_holds():
         kept = indexed_kv(engine)
         assert len(kept) == 6
         engine.reserve(20)
-        assert indexed_kv(engine) == kept and engine._pool.num_free == 20
+        assert indexed_kv(engine) == kept and engine.pool.num_free == 20
         check_residents(engine)
         output = engine.generate([PROMPT, text(60, seed=4)], greedy(9))[0]
         assert output.completions[0].stats.cached_prompt_tokens == 39
         assert bits(output) == first
         engine.reserve(3)  # never shrinks
-        assert engine._pool.num_pages == 20 and whole(engine)
+        assert engine.pool.num_pages == 20 and whole(engine)
         engine.release()
         engine.reserve(24)
         assert bits(engine.generate([PROMPT], greedy(9))[0]) == first
@@ -128,7 +128,7 @@ def test_a_pool_that_grows_keeps_what_it_holds():
 def test_a_pool_of_a_given_size_does_not_grow():
     with Engine(tiny(), config=replace(CONFIG, num_pages=7), grows=True) as engine:
         engine.reserve(100)
-        assert engine._pool.num_pages == 7
+        assert engine.pool.num_pages == 7
 
 
 @pytest.mark.parametrize("kind", ["as is", "shape-sensitive"])

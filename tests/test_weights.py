@@ -141,7 +141,7 @@ def test_weights_change_under_running_requests():
         other = engine.add_request(PROMPTS[4], plain)
         waiting = engine.add_request(PROMPTS[5], DETERMINISTIC)
         done = {}
-        while not engine._tracker.requests[begun].sequences[0].num_generated:
+        while not engine.tracker.requests[begun].sequences[0].num_generated:
             done |= {output.request_id: output for output in engine.step()}
         assert not done
         load(model, None)
@@ -159,10 +159,10 @@ def test_release_gives_the_pool_back():
     model = tiny()
     with Engine(model, config=CONFIG) as engine:
         first = [bits(o) for o in engine.generate(PROMPTS, DETERMINISTIC)]
-        assert engine._runner._cache is not None
+        assert engine.runner._cache is not None
         engine.release()
-        assert engine._runner._cache is None
-        assert engine._pool.num_free == engine._pool.num_pages
+        assert engine.runner._cache is None
+        assert engine.pool.num_free == engine.pool.num_pages
         assert [bits(o) for o in engine.generate(PROMPTS, DETERMINISTIC)] == first
         assert engine.stats().cached_prompt_tokens == 0
         engine.add_request(PROMPTS[0], DETERMINISTIC)

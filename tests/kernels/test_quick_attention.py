@@ -70,15 +70,15 @@ def test_who_takes_it(monkeypatch):
     with engine:
         engine.generate(prompts(2), greedy)  # whatever is probed, is probed now
         seen = []
-        attend = engine._runner._context.kernels.paged_attention
+        attend = engine.runner._context.kernels.paged_attention
 
         def spy(*args, **kwargs):
             seen.append(args[3].exact)
             return attend(*args, **kwargs)
 
-        kernels = engine._runner._context.kernels
+        kernels = engine.runner._context.kernels
         monkeypatch.setattr(
-            engine._runner._context,
+            engine.runner._context,
             "kernels",
             kernels.__class__(**{**vars(kernels), "paged_attention": spy}),
         )
@@ -86,9 +86,9 @@ def test_who_takes_it(monkeypatch):
             del seen[:]
             engine.generate(prompts(2), params)
             assert set(seen) == expected
-        layers = len(engine._runner.layers)
+        layers = len(engine.runner.layers)
         passes = []
-        run_pass = engine._runner.run
+        run_pass = engine.runner.run
 
         def watch(work_pass, *args):
             del seen[:]
@@ -96,7 +96,7 @@ def test_who_takes_it(monkeypatch):
             passes.append((work_pass.canonical, list(seen)))
             return out
 
-        monkeypatch.setattr(engine._runner, "run", watch)
+        monkeypatch.setattr(engine.runner, "run", watch)
         engine.generate(prompts(2), greedy)
         assert {canonical for canonical, _ in passes} == {True, False}
         assert all(exact == [canonical] * layers for canonical, exact in passes)

@@ -48,7 +48,7 @@ class Finding:
 def attention_of(model: PreTrainedModel) -> str:
     """Which attention an engine gives ``model``, or the refusal that it raises."""
     with Engine(model, config=CONFIG) as engine:
-        called = (before for _, _, before, _ in engine._patched.swapped if calls_interface(before))
+        called = (before for _, _, before, _ in engine.patched.swapped if calls_interface(before))
         return FUSED if any(map(layout, called)) else INTERFACE
 
 

@@ -34,7 +34,7 @@ class Committer:
     def __init__(
         self, kernels: Kernels, scheduler: Scheduler, tokenizer: Any, device: torch.device
     ):
-        self._kernels = kernels
+        self.kernels = kernels
         self._device = device
         self._scheduler = scheduler
         self._tokenizer = tokenizer
@@ -99,7 +99,7 @@ class Committer:
             return torch.tensor(values, dtype=torch.int32, device=device)
 
         stop_ids = [list(self._stop_ids(s)) for s in sequences]
-        accepted = self._kernels.accept_truncate(
+        accepted = self.kernels.accept_truncate(
             table([s.drafts for s in sequences], width),
             table([[t.token for t in targets] for _, targets in verified], width),
             column([len(targets) for _, targets in verified]),

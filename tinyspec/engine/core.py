@@ -37,7 +37,7 @@ class EngineCore:
         self.committer = committer
         self.stats = EngineStats()
         self.records: deque[PassRecord] = deque(maxlen=None if config.trace else RECORDS_KEPT)
-        self._sampler = sampler
+        self.sampler = sampler
         self.drafter = drafter
         self._proposed = 0
 
@@ -190,7 +190,7 @@ class EngineCore:
             for sequence in self._advance(work, work_pass.canonical):
                 spans.append((sequence, work.kind == DRAFT, work.yields))
                 rows += [_sample_row(sequence, first + n, begin + n) for n in range(work.yields)]
-        found = iter(self._sampler.sample(logits, rows))
+        found = iter(self.sampler.sample(logits, rows))
         return [(s, draft, [next(found) for _ in range(count)]) for s, draft, count in spans]
 
     def _commit(self, outcomes: list[tuple[Sequence, bool, list[Sampled]]]) -> None:

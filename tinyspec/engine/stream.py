@@ -29,7 +29,7 @@ class EventStream(Iterator[StreamEvent]):
         drop: Callable[[list[Request]], None],
         steady: Callable[[], AbstractContextManager[None]],
     ):
-        self._requests = requests
+        self.requests = requests
         self._next_event = next_event
         self._drop = drop
         self.steady = steady
@@ -40,7 +40,7 @@ class EventStream(Iterator[StreamEvent]):
         }
 
     def __next__(self) -> StreamEvent:
-        event = self._next_event(self._requests)
+        event = self._next_event(self.requests)
         if event is None:
             self.close()
             raise StopIteration
@@ -50,7 +50,7 @@ class EventStream(Iterator[StreamEvent]):
 
     def close(self) -> None:
         """Abort what is unfinished and forget what was not read."""
-        self._drop(self._requests)
+        self._drop(self.requests)
 
     def __enter__(self) -> EventStream:
         return self

@@ -34,7 +34,7 @@ class Admission:
         self.preemptions = 0
         self.cached_prompt_tokens = 0
         # After a failed pass: who was in it, and how many tokens each had; most rows to try.
-        self._suspects: list[tuple[Sequence, int]] = []
+        self.suspects: list[tuple[Sequence, int]] = []
         self.row_limit: int | None = None
 
     def add(self, sequence: Sequence) -> None:
@@ -62,7 +62,7 @@ class Admission:
     def can_fork(self, leader: Sequence) -> bool:
         """Whether there is a place and a page for a sibling that starts on a computed prompt."""
         room = len(self.running) < self.config.max_sequences
-        return room and not self._suspects and self.pool.can_fork(leader.computed)
+        return room and not self.suspects and self.pool.can_fork(leader.computed)
 
     def fork(self, leader: Sequence, sibling: Sequence) -> tuple[int, int] | None:
         """Start ``sibling`` on the prompt that ``leader`` has computed.
@@ -101,13 +101,13 @@ class Admission:
 
     def eligible(self) -> list[Sequence]:
         """Who may have rows: everyone who runs, or a suspect by itself."""
-        return [self._suspects[0][0]] if self._suspects else self.running
+        return [self.suspects[0][0]] if self.suspects else self.running
 
     def admit(self) -> None:
         """Move waiting sequences in while there is a place and pages that are likely to last."""
         self._clear_suspects()
-        if self._suspects:
-            suspect = self._suspects[0][0]
+        if self.suspects:
+            suspect = self.suspects[0][0]
             if suspect in self.waiting:
                 self.waiting.remove(suspect)
                 self.running.append(suspect)
@@ -163,16 +163,16 @@ class Admission:
         row_limit: most rows of a pass of the first of them.
         """
         self.preempt_all()
-        known = [sequence for sequence, _ in self._suspects]
-        self._suspects += [(s, len(s.tokens)) for s in suspects if s not in known]
+        known = [sequence for sequence, _ in self.suspects]
+        self.suspects += [(s, len(s.tokens)) for s in suspects if s not in known]
         self.row_limit = row_limit
 
     def _clear_suspects(self) -> None:
-        while self._suspects:
-            sequence, tokens = self._suspects[0]
+        while self.suspects:
+            sequence, tokens = self.suspects[0]
             if not sequence.finished and len(sequence.tokens) == tokens:
                 return
-            del self._suspects[0]
+            del self.suspects[0]
             self.row_limit = None
             if sequence in self.running:
                 self._preempt(sequence)  # leaves the pool to the next

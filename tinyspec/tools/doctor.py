@@ -135,6 +135,7 @@ def doctor(
 
 
 def _examine(engine: Engine, fresh: bool, begun: float) -> DoctorReport:
+    engine.check_model()
     contract, config = engine.contract, engine.config
     if engine.has_unfinished() and (fresh or contract.facts is None):
         raise refuse("engine", "busy", "an engine without unfinished requests")
