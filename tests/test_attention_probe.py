@@ -50,9 +50,8 @@ def test_an_engine_probes_with_its_softcap(monkeypatch):
         assert softcap
         assert {layer.softcap for layer in engine.runner.layers} == {softcap}
         assert all(probe_attention(engine.runner))
-        context = engine.runner._context
-        context.kernels = replace(
-            context.kernels,
+        engine.runner.kernels = replace(
+            engine.runner.kernels,
             paged_attention=lambda q, *_, softcap, **__: q * (1 + (len(q) == 1) * (softcap > 0)),
         )
         assert not any(probe_attention(engine.runner))
