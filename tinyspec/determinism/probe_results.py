@@ -53,8 +53,8 @@ class Alternative:
 class ProbeResults:
     """Everything found for one model on one device. kernel_linears: served by the linear kernel
     because without it the reference bucket would be unsound. tiles: name of a kind of linears, and
-    the row counts that they may run in tiles of. straight: the same, and the row counts at which
-    turned linears need not turn."""
+    the row counts that they may run in tiles of. direct: the same of transposed linears, and the
+    row counts at which the direct product has the same bits."""
 
     reference: int
     buckets: tuple[BucketResult, ...]
@@ -111,7 +111,7 @@ class ProbeResults:
             ),
             kernel_linears=tuple(map(str, found["kernel_linears"])),
             tiles=_counts(found["tiles"]),
-            direct=_counts(found["straight"]),
+            direct=_counts(found["direct"]),
         )
 
 
