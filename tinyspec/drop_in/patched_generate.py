@@ -206,7 +206,7 @@ class PatchedGenerate:
         streamers = call.streamers()
         with (
             engine.follow(requests, call.drafter() or self._drafter, not streamers) as events,
-            nullcontext() if streamers else events.steady(),
+            nullcontext() if streamers else events.hold_state(),
         ):
             for event in events:
                 place = places[event.request_id, event.index]
