@@ -13,7 +13,13 @@ from transformers.generation import GenerationMode
 import tinyspec
 from tests.support.judge import PAD, ROWS, defaults, listen, one, padded, pair
 from tests.support.tiny import tiny
-from tinyspec.drop_in.settings import INERT, MODES, SERVED, WARPING, Prepared
+from tinyspec.drop_in.served import (
+    INERT_FIELDS,
+    SAMPLING_FIELDS,
+    SERVED_FIELDS,
+    SERVED_MODES,
+    unserved_settings,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 BASE = {"max_new_tokens": 6, "pad_token_id": PAD}
@@ -226,30 +232,36 @@ SET = {
 FIELDS = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
 
 
-def prepared(**fields):
-    """A request as transformers would prepare it; fields it would refuse are set all the same."""
+def unserved(**fields):
+    """What is named of a config with these fields, even if transformers would refuse them."""
     config = GenerationConfig()
     for name, value in fields.items():
         setattr(config, name, value)
-    return Prepared(config, [], [], one([1, 2]), [])
+    return list(unserved_settings(config))
 
 
 def test_every_field_of_the_installed_config_is_classified():
-    unknown = (SERVED | INERT | WARPING) - set(FIELDS) - {"transformers_version"}
+    unknown = (
+        (SERVED_FIELDS | INERT_FIELDS | SAMPLING_FIELDS) - set(FIELDS) - {"transformers_version"}
+    )
     assert not unknown, "fields that transformers does not have"
-    assert not (SERVED & INERT) and not (SERVED & WARPING) and not (INERT & WARPING)
+    assert (
+        not (SERVED_FIELDS & INERT_FIELDS)
+        and not (SERVED_FIELDS & SAMPLING_FIELDS)
+        and not (INERT_FIELDS & SAMPLING_FIELDS)
+    )
     assert len(FIELDS) > 60
     for name in FIELDS:
-        if name in SERVED | INERT:
+        if name in SERVED_FIELDS | INERT_FIELDS:
             continue
-        told = list(prepared(**{name: SET.get(name, True)}, do_sample=True).unserved())
+        told = unserved(**{name: SET.get(name, True)}, do_sample=True)
         assert any(name in why for why in told), f"{name} is dropped in silence"
 
 
 def test_a_field_nobody_knows_yet():
     """Entries that are no fields today are, set, not dropped in silence either."""
-    assert any("new_field" in why for why in prepared(new_field=3).unserved())
-    assert not list(prepared().unserved())
+    assert any("new_field" in why for why in unserved(new_field=3))
+    assert not unserved()
 
 
 INERT_VALUES = {
@@ -271,7 +283,7 @@ INERT_VALUES = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(INERT))
+@pytest.mark.parametrize("name", sorted(INERT_FIELDS))
 def test_inert_fields_change_nothing(name, caplog):
     settings = {**BASE, name: INERT_VALUES[name]}
     with caplog.at_level(logging.DEBUG, logger="tinyspec"):
@@ -282,8 +294,12 @@ def test_inert_fields_change_nothing(name, caplog):
 
 
 def test_every_mode_is_known():
-    assert {mode.value for mode in MODES} == {"greedy_search", "sample", "assisted_generation"}
-    assert len(GenerationMode) > len(MODES)
+    assert {mode.value for mode in SERVED_MODES} == {
+        "greedy_search",
+        "sample",
+        "assisted_generation",
+    }
+    assert len(GenerationMode) > len(SERVED_MODES)
 
 
 def test_unserved_settings_of_the_models_own_config(caplog):
