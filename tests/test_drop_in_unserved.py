@@ -8,18 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import CompileConfig, DynamicCache, GenerationConfig, StaticCache
-from transformers.generation import GenerationMode
+from transformers.generation import GenerationMode, UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 import tinyspec
 from tests.support.judge import PAD, ROWS, defaults, listen, one, padded, pair
 from tests.support.tiny import tiny
-from tinyspec.drop_in.served import (
-    INERT_FIELDS,
-    SAMPLING_FIELDS,
-    SERVED_FIELDS,
-    SERVED_MODES,
-    unserved_settings,
-)
+from tinyspec.drop_in import served
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 BASE = {"max_new_tokens": 6, "pad_token_id": PAD}
@@ -77,6 +71,10 @@ UNSERVED = {
     "logits_to_keep": lambda m: {"logits_to_keep": 1},
     "is_assistant": lambda m: {"is_assistant": True},
     "compile_config": lambda m: {"compile_config": CompileConfig()},
+    "guidance_scale-zero": lambda m: {"guidance_scale": 0.0},
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor": lambda m: {
+        "logits_processor": [UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, pair()[1])]
+    },
     "output_attentions-eager": lambda m: {"output_attentions": True, "use_cache": False},
 }
 GPT2_ONLY = {
@@ -237,22 +235,17 @@ def unserved(**fields):
     config = GenerationConfig()
     for name, value in fields.items():
         setattr(config, name, value)
-    return list(unserved_settings(config))
+    return list(served.unserved_settings(config))
 
 
 def test_every_field_of_the_installed_config_is_classified():
-    unknown = (
-        (SERVED_FIELDS | INERT_FIELDS | SAMPLING_FIELDS) - set(FIELDS) - {"transformers_version"}
-    )
+    groups = (served.SERVED_FIELDS, served.INERT_FIELDS, served.SAMPLING_FIELDS)
+    unknown = set().union(*groups) - set(FIELDS) - {"transformers_version"}
     assert not unknown, "fields that transformers does not have"
-    assert (
-        not (SERVED_FIELDS & INERT_FIELDS)
-        and not (SERVED_FIELDS & SAMPLING_FIELDS)
-        and not (INERT_FIELDS & SAMPLING_FIELDS)
-    )
+    assert sum(map(len, groups)) == len(set().union(*groups)), "a field of two groups"
     assert len(FIELDS) > 60
     for name in FIELDS:
-        if name in SERVED_FIELDS | INERT_FIELDS:
+        if name in served.SERVED_FIELDS | served.INERT_FIELDS:
             continue
         told = unserved(**{name: SET.get(name, True)}, do_sample=True)
         assert any(name in why for why in told), f"{name} is dropped in silence"
@@ -283,7 +276,7 @@ INERT_VALUES = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(INERT_FIELDS))
+@pytest.mark.parametrize("name", sorted(served.INERT_FIELDS))
 def test_inert_fields_change_nothing(name, caplog):
     settings = {**BASE, name: INERT_VALUES[name]}
     with caplog.at_level(logging.DEBUG, logger="tinyspec"):
@@ -294,12 +287,12 @@ def test_inert_fields_change_nothing(name, caplog):
 
 
 def test_every_mode_is_known():
-    assert {mode.value for mode in SERVED_MODES} == {
+    assert {mode.value for mode in served.SERVED_MODES} == {
         "greedy_search",
         "sample",
         "assisted_generation",
     }
-    assert len(GenerationMode) > len(SERVED_MODES)
+    assert len(GenerationMode) > len(served.SERVED_MODES)
 
 
 def test_unserved_settings_of_the_models_own_config(caplog):
