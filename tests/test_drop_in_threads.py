@@ -215,3 +215,19 @@ def test_a_forward_in_another_thread(family):
             assert isinstance(result, RuntimeError) and "tinyspec" in str(result)
         else:
             assert torch.allclose(result, expected, atol=1e-4)
+
+
+def test_an_interrupt_that_leaves_requests_over(monkeypatch):
+    """The error comes out, and the next call works."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    prompt = [5, 17, 3]
+    with patched(tiny()) as model:
+        monkeypatch.setattr("tinyspec.engine.engine.EventStream", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            greedy(model, prompt)
+        monkeypatch.undo()
+        assert model.config._attn_implementation != "tinyspec"
+        assert greedy(model, prompt) == greedy(own(), prompt)
