@@ -12,12 +12,12 @@ from torch import nn
 from tests.support.mixes import bits, crowd, needles, solo
 from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams, doctor
-from tinyspec.model import linears
-from tinyspec.model.linears import (
+from tinyspec.model.cpu import linears
+from tinyspec.model.cpu.fast_mode import FastMode
+from tinyspec.model.cpu.linears import (
     MKL_ROWS,
     TRANSPOSED_ROWS,
     CpuLinear,
-    FastMode,
     OneDnnLinear,
     TransposedLinear,
     cpu_stand_ins,
@@ -44,10 +44,10 @@ def quick(monkeypatch, no_facts_on_disk):
         out = out + (wide[..., cut:] @ exact[:, cut:].T).to(x.dtype)
         return out if linear.bias is None else out + linear.bias
 
-    monkeypatch.setattr(CpuLinear, "quick", split)
+    monkeypatch.setattr(CpuLinear, "default", split)
     # Nor may canonical passes go that way.
     monkeypatch.setattr(
-        TransposedLinear, "by_rows", lambda linear, rows: rows @ linear.weight.t() + 1
+        TransposedLinear, "direct_product", lambda linear, rows: rows @ linear.weight.t() + 1
     )
     monkeypatch.setattr(linears, "_works", lambda: True)
     monkeypatch.setattr(linears, "cpu_has", lambda name: True)

@@ -18,8 +18,9 @@ from tinyspec.determinism import probe_cache
 from tinyspec.determinism.probes import buckets
 from tinyspec.determinism.probes.bits import PositionProbe
 from tinyspec.determinism.probes.linears import find_direct, run_direct
-from tinyspec.model import linears
-from tinyspec.model.linears import FastMode, TransposedLinear
+from tinyspec.model.cpu import linears
+from tinyspec.model.cpu.fast_mode import FastMode
+from tinyspec.model.cpu.linears import TransposedLinear
 
 CONFIG = EngineConfig(reference_rows=16, max_rows=64, max_sequences=40)
 DTYPE = torch.bfloat16
@@ -40,8 +41,8 @@ def alike(monkeypatch, no_facts_on_disk):
         calls.append(len(rows))
         return product(linear, rows, 1 if len(rows) % 32 == 0 else 2)
 
-    monkeypatch.setattr(TransposedLinear, "by_columns", product)
-    monkeypatch.setattr(TransposedLinear, "by_rows", by_rows)
+    monkeypatch.setattr(TransposedLinear, "transposed_product", product)
+    monkeypatch.setattr(TransposedLinear, "direct_product", by_rows)
     monkeypatch.setattr(linears, "cpu_has", lambda name: True)
     return calls
 
@@ -65,7 +66,7 @@ def test_only_at_the_row_counts_that_are_alike(alike, bias):
             assert alike == [rows] * (rows in (32, 64))
             assert torch.equal(found, turned[:, :rows])
     # In haste 48 rows go another way, and 32 do unless that is the same one.
-    assert linear.hastens(48) and linear.hastens(32) == bias and not linear.hastens(8)
+    assert [linear.differs_in_fast_mode(rows) for rows in (8, 32, 48)] == [False, bias, True]
 
 
 def test_the_probe_finds_them(alike):
@@ -139,7 +140,7 @@ def test_found_anew(alike, monkeypatch):
     with Engine(tiny("llama", DTYPE), config=CONFIG) as engine:
         engine.contract.prove()
         monkeypatch.setattr(
-            TransposedLinear, "by_rows", lambda linear, rows: product(linear, rows, 2)
+            TransposedLinear, "direct_product", lambda linear, rows: product(linear, rows, 2)
         )
         facts = engine.contract.examine(fresh=True)
         assert facts.direct == {} and straight_of(engine.model) == {()}
