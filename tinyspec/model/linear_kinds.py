@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from inspect import Parameter, signature
+from inspect import signature
 
 from torch import Tensor, nn
 
@@ -49,13 +49,11 @@ def linear_shape(module: nn.Module) -> tuple[int, int] | None:
 @cache
 def _takes_rows(forward: Callable[..., object]) -> bool:
     """Whether modules with this forward can be called with one tensor and nothing else."""
-    required = [
-        parameter
-        for parameter in list(signature(forward).parameters.values())[1:]
-        if parameter.default is Parameter.empty
-        and parameter.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-    ]
-    return len(required) <= 1 and all(p.kind is not Parameter.KEYWORD_ONLY for p in required)
+    try:
+        signature(forward).bind("self", "rows")
+    except TypeError:
+        return False
+    return True
 
 
 def linear_weight(module: nn.Module) -> Tensor | None:

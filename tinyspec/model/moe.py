@@ -232,8 +232,8 @@ class Experts:
         self._model = model
         self._context = context
         self._linear = "auto"
-        self._configs: list[tuple[Any, str | None]] = []
-        self._modules: list[Any] = []
+        # Each config, its implementation before, and its modules.
+        self._taken: list[tuple[Any, str | None, list[Any]]] = []
 
     def serve(self, linear: str) -> None:
         """linear: as in ``EngineConfig``: "always" serves all passes, "never" none."""
@@ -258,17 +258,16 @@ class Experts:
             if before == IMPLEMENTATION:  # a copy of a patched model
                 states = [vars(m)[STATE] for m in members if STATE in vars(m)]
                 before = states[0].implementation if states else None
-            self._configs.append((config, before))
-            self._modules += members
+            self._taken.append((config, before, members))
             setattr(config, EXPERTS_CHOICE, IMPLEMENTATION)
             for module in members:
-                always = self._linear == "always"
-                vars(module)[STATE] = ExpertsState(self._context, before, always)
+                state = ExpertsState(self._context, before, always=self._linear == "always")
+                vars(module)[STATE] = state
 
     def take_out(self) -> None:
         """Restore the implementation of every config, and every module."""
-        for config, before in self._configs:
+        for config, before, members in self._taken:
             setattr(config, EXPERTS_CHOICE, before)
-        for module in self._modules:
-            vars(module).pop(STATE, None)
-        self._configs, self._modules = [], []
+            for module in members:
+                vars(module).pop(STATE, None)
+        self._taken = []

@@ -8,6 +8,7 @@ passes run it whole. Knows modules, not why or when a pass is canonical.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +24,8 @@ class RowTiles:
     def bind(self, modules: Iterable[nn.Module], counts: Collection[int]) -> None:
         """Run ``modules`` in tiles of the row counts ``counts``, whose bits agree."""
         for module in modules:
-            # On the instance: modules, parameters and their names stay what they are.
-            tiled = self._tiled(module.forward, counts)
-            module.__dict__["forward"] = tiled
-            self._bound.append((module, tiled))
+            self._bound.append((module, self._tiled(module.forward, counts)))
+        self.resume()
 
     def unbind(self) -> None:
         """Remove the tiled forwards."""
@@ -40,23 +39,22 @@ class RowTiles:
                 del module.__dict__["forward"]
 
     def resume(self) -> None:
-        """Bind the same modules again."""
+        """Set the tiled forwards again."""
         for module, tiled in self._bound:
+            # On the instance: modules, parameters and their names stay what they are.
             module.__dict__["forward"] = tiled
 
     def _tiled(
         self, forward: Callable[[Tensor], Tensor], counts: Collection[int]
     ) -> Callable[[Tensor], Tensor]:
-        plans: dict[int, list[int]] = {}
+        tiles_of = cache(partial(split_rows, counts=counts))
 
         def run(x: Tensor) -> Tensor:
             """x [..., R, in] -> [..., R, out]."""
             if not self.on:
                 return forward(x)
             rows = x.shape[-2]
-            tiles = plans.get(rows)
-            if tiles is None:
-                tiles = plans[rows] = split_rows(rows, counts)
+            tiles = tiles_of(rows)
             if len(tiles) < 2:
                 return forward(x)
             if x.numel() > rows * x.shape[-1]:

@@ -37,19 +37,14 @@ LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 # Layers of transformers' cache that hold only keys and values, or (shared ones) nothing.
 CACHE_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}
 # transformers' own attention functions: the same attention by different kernels.
-SAME_ATTENTION = (
-    "eager_paged_attention_forward",
-    "flash_attention_forward",
-    "flex_attention_forward",
-    "sdpa_attention_forward",
-)
+SAME_ATTENTION = [f"{kind}_attention_forward" for kind in ("eager_paged", "flash", "flex", "sdpa")]
 # Introspection and the parity check run at so many positions, whatever max_model_len is.
 LEAST_POSITIONS = 64
 # What configs call the longest sequence.
-POSITIONS = (
-    *("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len", "n_ctx"),
-    *("max_sequence_length", "seq_length", "context_length", "model_max_length"),
-)
+POSITIONS = """
+max_position_embeddings n_positions max_target_positions max_seq_len n_ctx max_sequence_length
+seq_length context_length model_max_length
+"""
 # Where no config names it: the length that most models were trained for.
 DEFAULT_POSITIONS = 2048
 
@@ -57,8 +52,7 @@ DEFAULT_POSITIONS = 2048
 def refusal(model: PreTrainedModel) -> str | None:
     """What in the model's config or in transformers itself cannot be served, or None."""
     config = model.config
-    missing = missing_names(config)
-    if missing is not None:
+    if missing := missing_names(config):
         return missing
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         return "it has cross-attention"
@@ -69,7 +63,7 @@ def refusal(model: PreTrainedModel) -> str | None:
     others = set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES
     if others:
         return f"it has layers of type {', '.join(sorted(others))}"
-    if "dynamic" in _rope_types(text):
+    if any(rope.get("rope_type") == "dynamic" for rope in _ropes(text)):
         return "dynamic RoPE scaling makes a row depend on the longest sequence"
     return None
 
@@ -98,7 +92,7 @@ def length_refusal(model: PreTrainedModel, max_model_len: int, max_rows: int) ->
 def max_positions(model: PreTrainedModel) -> int:
     """The longest sequence that the model has positions for."""
     text = model.config.get_text_config(decoder=True)
-    found = (getattr(text, name, None) for name in POSITIONS)
+    found = (getattr(text, name, None) for name in POSITIONS.split())
     return next((int(value) for value in found if value and value > 0), DEFAULT_POSITIONS)
 
 
@@ -128,10 +122,6 @@ def _ropes(text: PreTrainedConfig) -> Iterator[dict[str, Any]]:
     if isinstance(given, dict):
         yield given
         yield from (part for part in given.values() if isinstance(part, dict))
-
-
-def _rope_types(text: PreTrainedConfig) -> set[str]:
-    return {rope.get("rope_type", "default") for rope in _ropes(text)}
 
 
 def _longrope_limit(text: PreTrainedConfig) -> int | None:
@@ -192,13 +182,13 @@ def _offloading(hook: Any) -> str | None:
 def _own_attention(model: PreTrainedModel) -> str | None:
     """The attention function that the user chose, if it is not one of transformers'."""
     name = model.config._attn_implementation
-    if name in (None, "eager"):
+    function = None if name == "eager" else AttentionInterface().get(name)
+    if function is None:  # eager, or of a library that is not installed
         return None
-    function = AttentionInterface().get(name)
     function = getattr(function, "func", function)  # of a partial
     module = getattr(function, "__module__", "") or ""
-    own = module.split(".")[0] == "transformers" or function is None
-    if own and getattr(function, "__name__", SAME_ATTENTION[0]) in SAME_ATTENTION:
+    same = getattr(function, "__name__", "") in SAME_ATTENTION
+    if same and module.split(".")[0] == "transformers":
         return None
     called = f"{module}.{getattr(function, '__qualname__', function)}"
     return f"its attn_implementation {name!r} is {called}, which paged attention would not call"

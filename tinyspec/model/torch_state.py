@@ -23,8 +23,12 @@ def refuse_tunable_op() -> None:
         )
 
 
-def _pinned(device_type: str) -> list[tuple[Any, str, object]]:
-    """Settings that change bits: (owner, attribute, value during passes)."""
+# Owner, attribute and value of settings.
+Settings = list[tuple[Any, str, object]]
+
+
+def _pinned(device_type: str) -> Settings:
+    """Settings that change bits, with their values during passes."""
     if device_type != "cuda":
         matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
         return [(matmul, "fp32_precision", "ieee"), (torch.backends.mkldnn, "enabled", True)]
@@ -36,36 +40,39 @@ def _pinned(device_type: str) -> list[tuple[Any, str, object]]:
     ]
 
 
+def _apply(settings: Settings) -> None:
+    """Set what is not as in ``settings``."""
+    for owner, name, value in settings:
+        if getattr(owner, name) != value:
+            setattr(owner, name, value)
+
+
 class _PinnedSettings:
     """Settings of the process for one kind of device, pinned while any thread runs a pass; when
     the last pass ends they are as before."""
 
     def __init__(self, device_type: str):
         self._wanted = _pinned(device_type)
-        self._before: list[object] = []
+        self._before: Settings = []
         self._holders = 0
         self._lock = Lock()
 
     def acquire(self) -> None:
         with self._lock:
             if self._holders == 0:
-                self._before = [getattr(owner, name) for owner, name, _ in self._wanted]
+                self._before = [(o, name, getattr(o, name)) for o, name, _ in self._wanted]
             self._holders += 1
             self.apply()
 
     def apply(self) -> None:
-        """Set what is not as wanted."""
-        for owner, name, value in self._wanted:
-            if getattr(owner, name) != value:
-                setattr(owner, name, value)
+        """Set again what was changed meanwhile."""
+        _apply(self._wanted)
 
     def release(self) -> None:
         with self._lock:
             self._holders -= 1
             if self._holders == 0:
-                for (owner, name, value), before in zip(self._wanted, self._before, strict=True):
-                    if before != value:
-                        setattr(owner, name, before)
+                _apply(self._before)
 
 
 _settings_of = cache(_PinnedSettings)
