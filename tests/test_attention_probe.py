@@ -11,7 +11,7 @@ from tinyspec.determinism.probes.attention import probe_attention, probe_rows
 from tinyspec.kernels import backend as kernels
 from tinyspec.kernels.twins import attention_tiles, paged_attention
 from tinyspec.model.attention_calls import LayerShape
-from tinyspec.model.linears import cpu_has
+from tinyspec.model.cpu.linears import cpu_has
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -22,7 +22,7 @@ from tests.support.sensitive import RowByRowLinear, ShapeSensitiveLinear, replac
 from tests.support.tiny import tiny
 from tinyspec import Engine, SamplingParams
 from tinyspec.kernels.attention_metadata import AttentionMetadata
-from tinyspec.model.linears import FastMode
+from tinyspec.model.cpu.fast_mode import FastMode
 
 RANDOM = settings(
     max_examples=40,

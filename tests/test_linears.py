@@ -10,17 +10,16 @@ from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, SamplingParams
 from tinyspec.kernels.twins.linear import linear
-from tinyspec.model import linears
-from tinyspec.model.linear_kinds import linear_shape, linear_weight
-from tinyspec.model.linears import (
+from tinyspec.model.cpu import linears
+from tinyspec.model.cpu.linears import (
     CpuLinear,
-    KernelLinear,
     OneDnnLinear,
     TransposedLinear,
     cpu_has,
     cpu_stand_ins,
-    kernel_stand_ins,
 )
+from tinyspec.model.linear_kinds import linear_shape, linear_weight
+from tinyspec.model.linears import KernelLinear, kernel_stand_ins
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FAMILIES = ("llama", "gpt2")

@@ -9,8 +9,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, SamplingParams
+from tinyspec.model.cpu.fast_mode import FastMode
 from tinyspec.model.cpu.norms import CpuRMSNorm, is_rms_norm, norm_stand_ins
-from tinyspec.model.linears import FastMode
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((1, 1, 512), (1, 7, 512), (1, 64, 96), (1, 5, 3, 32), (9, 17))

@@ -16,7 +16,9 @@ from tinyspec.determinism import contract, probe_cache
 from tinyspec.determinism.fingerprint import adapter_state, checksum
 from tinyspec.determinism.probe_results import Alternative, BucketResult, ProbeResults, Unsound
 from tinyspec.kernels import twins
-from tinyspec.model.linears import FastMode, KernelLinear, cpu_stand_ins
+from tinyspec.model.cpu.fast_mode import FastMode
+from tinyspec.model.cpu.linears import cpu_stand_ins
+from tinyspec.model.linears import KernelLinear
 from tinyspec.scheduler.buckets import Buckets, between
 
 SIZES = [1, 2, 4, 8, 12, 16]

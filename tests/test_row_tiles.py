@@ -13,7 +13,7 @@ from torch import nn
 from tests.support.mixes import bits, crowd, needles, solo
 from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig, SamplingParams, doctor
-from tinyspec.model import linears
+from tinyspec.model.cpu import linears
 from tinyspec.model.row_tiles import RowTiles, split_rows
 
 CONFIG = EngineConfig(reference_rows=16, max_rows=64)
