@@ -15,6 +15,7 @@ from transformers.integrations.moe import use_experts_implementation
 from tests.support.mixes import Liar, bits, crowd, needles, random_config, run_through, solo
 from tests.support.moe import OWN_WAY, SERVED, tiny_moe
 from tests.support.tiny import VOCAB, hf_greedy, prompts
+from tests.support.tolerances import OPERATOR, close
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams, bucket_probe
 from tinyspec.experts import IMPLEMENTATION, PLACE, by_kernel, served
 from tinyspec.kernels.twins.linear import linear
@@ -110,9 +111,7 @@ def routes(rows, seed=0, slots=3):
 def test_matches_reference(kind, rows):
     module = experts_of(*KINDS[kind])
     x, index, weights = routes(rows)
-    torch.testing.assert_close(
-        by_kernel(module, x, index, weights, linear), module(x, index, weights)
-    )
+    assert close(by_kernel(module, x, index, weights, linear), module(x, index, weights), OPERATOR)
 
 
 @torch.no_grad()
