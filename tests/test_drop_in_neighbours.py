@@ -20,6 +20,7 @@ import tinyspec
 from tests.support.drop_in import PAD, SMALL, AfterEven, AtMultiples, patched, random_ids
 from tests.support.sensitive import RowByRowLinear, ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import tiny
+from tests.support.tolerances import FORMULA, close
 from tinyspec import Engine, SamplingParams
 from tinyspec.kernels.attention_metadata import AttentionMetadata
 from tinyspec.model.cpu.fast_mode import FastMode
@@ -248,7 +249,7 @@ def test_the_bits_of_engine_generate(engine, crowd, number):
         ):
             assert tokens == completion.token_ids
             chosen = scores.log_softmax(-1)[range(len(tokens)), tokens]
-            assert torch.allclose(chosen, torch.tensor(completion.logprobs), atol=1e-5)
+            assert close(chosen, torch.tensor(completion.logprobs), FORMULA)
     assert model_of("shape-sensitive").generate.fingerprint == engine.fingerprint
 
 

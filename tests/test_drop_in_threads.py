@@ -11,6 +11,7 @@ import tinyspec
 from tests.support import signals
 from tests.support.drop_in import PAD, SMALL, greedy, own, patched, portrait, random_ids
 from tests.support.tiny import tiny
+from tests.support.tolerances import LOGITS, close
 
 
 def threads_run(*jobs) -> list[object]:
@@ -214,7 +215,7 @@ def test_a_forward_in_another_thread(family):
         if isinstance(result, Exception):
             assert isinstance(result, RuntimeError) and "tinyspec" in str(result)
         else:
-            assert torch.allclose(result, expected, atol=1e-4)
+            assert close(result, expected, LOGITS)
 
 
 def test_an_interrupt_that_leaves_requests_over(monkeypatch):

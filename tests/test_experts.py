@@ -15,6 +15,7 @@ from transformers.integrations.moe import use_experts_implementation
 from tests.support.mixes import Liar, bits, crowd, needles, random_config, run_through, solo
 from tests.support.moe import OWN_WAY, SERVED, tiny_moe
 from tests.support.tiny import VOCAB, hf_greedy, prompts
+from tests.support.tolerances import OPERATOR, close
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
 from tinyspec.determinism.probes import buckets as bucket_probe
 from tinyspec.determinism.probes.routing import TOKEN_SETS, Matmul, Matmuls, routed
@@ -111,9 +112,8 @@ def routes(rows, seed=0, slots=3):
 def test_matches_reference(kind, rows):
     module = experts_of(*KINDS[kind])
     x, index, weights = routes(rows)
-    torch.testing.assert_close(
-        kernel_forward(module, x, index, weights, linear), module(x, index, weights)
-    )
+    expected = module(x, index, weights)
+    assert close(kernel_forward(module, x, index, weights, linear), expected, OPERATOR)
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import prompts, tiny
+from tests.support.tolerances import SHORT_SUM, assert_as_good_as_torch, close
 from tinyspec import Engine, SamplingParams
 from tinyspec.kernels.twins.linear import linear
 from tinyspec.model.cpu import linears
@@ -34,8 +35,7 @@ def test_matches_reference(rows, bias):
     exact = nn.functional.linear(x.double(), linear.weight.double())
     exact = exact + linear.bias.double() if bias else exact
     with torch.no_grad():
-        error = (found(x).double() - exact).norm()
-        assert error <= 2 * max((linear(x).double() - exact).norm(), 1e-7 * exact.norm())
+        assert_as_good_as_torch(found(x), linear(x), exact)
 
 
 def served(model):
@@ -179,4 +179,4 @@ def test_weights_are_read_at_the_call():
     assert torch.equal(stand_in(x), linear(x, layer.weight, layer.bias))
     stand_in.weight, stand_in.bias = nn.Parameter(torch.randn(8, 16)), None
     assert torch.equal(stand_in(x), linear(x, stand_in.weight, None))
-    assert torch.allclose(stand_in(x), F.linear(x, stand_in.weight), atol=1e-5)
+    assert close(stand_in(x), F.linear(x, stand_in.weight), SHORT_SUM)

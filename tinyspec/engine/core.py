@@ -9,7 +9,7 @@ from operator import index
 from torch import Tensor
 
 from tinyspec.config import EngineConfig
-from tinyspec.engine.commit import Committer, CommitResult
+from tinyspec.engine.commit import CommitResult, Committer
 from tinyspec.engine.drafter import Drafter, FastPath
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.sampler import Sampled, Sampler, SampleRow, chosen_logprobs
