@@ -13,7 +13,8 @@ from tests.support.sensitive import PositionSensitiveLinear, ShapeSensitiveLinea
 from tests.support.tiny import prompts, tiny
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
 from tinyspec.determinism import contract, probe_cache
-from tinyspec.determinism.fingerprint import adapter_state, checksum
+from tinyspec.determinism.checksum import checksum
+from tinyspec.determinism.fingerprint import adapter_state
 from tinyspec.determinism.probe_results import Alternative, BucketResult, ProbeResults, Unsound
 from tinyspec.kernels import twins
 from tinyspec.model.cpu.fast_mode import FastMode

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tinyspec.config import EngineConfig
-from tinyspec.determinism.probes.bits import BITS
+from tinyspec.determinism.checksum import checksum
+from tinyspec.determinism.code_digest import syntax_digest
 from tinyspec.model.linear_kinds import linear_shape
 from tinyspec.model.linears import KernelLinear
 from tinyspec.model.moe import implementations, kernel_experts
@@ -29,44 +30,10 @@ from tinyspec.model.wrappers import hooks_of
 
 # One more with every change that gives canonical passes other bits.
 REVISION = 4
-# Words summed at a time: few enough to stay in a CPU's cache.
-_CHUNK = 1 << 18
-_MULTIPLIER = 0xD6E8FEB86659FD93
 _PLAIN = (bool, int, float, str)
 # Numbers on modules that no bit of a pass depends on.
 _IDLE = ("training", "gradient_checkpointing")
 _ADAPTERS = ("active_adapters", "active_adapter", "disable_adapters", "merged_adapters")
-
-
-def checksum(tensor: Tensor) -> int:
-    """Position-weighted integer sum of a tensor's bits, modulo 2**64, computed where it lies.
-
-    Wrapping integer addition has no order, so any device gives the same number.
-    """
-    flat = tensor.detach().contiguous().flatten()
-    size = flat.element_size()
-    words = flat.view(BITS[size])
-    # Eight bytes at a time; what is left one element at a time.
-    whole = words.numel() * size // 8 * 8 // size
-    head = words[:whole]
-    if head.storage_offset() * size % 8:
-        head = head.clone()
-    total = _weighted_sum(head.view(torch.int64), 0)
-    return _weighted_sum(words[whole:], total)
-
-
-def _weighted_sum(words: Tensor, total: int) -> int:
-    """``total`` continued by a sum of integers times odd numbers that tell their places apart."""
-    # Odd and spread over 64 bits: swapping two different words changes the sum.
-    spread = torch.arange(min(_CHUNK, words.numel()), device=words.device) * 2 + 1
-    spread *= -7046029254386353131
-    for part in words.split(_CHUNK) if len(words) else ():
-        places = spread[: len(part)]
-        # One pass over the words; CUDA has no such product of integers.
-        alike = part.dtype == torch.int64 and part.device.type == "cpu"
-        found = torch.dot(part, places) if alike else (part * places).sum()
-        total = total * _MULTIPLIER + int(found)
-    return total % (1 << 64)
 
 
 def weight_state(model: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
@@ -218,6 +185,7 @@ def fingerprint(
     """32 hexadecimal digits. ``weights`` is the digest of the model's weights."""
     parts = {
         "revision": REVISION,
+        "code": syntax_digest(),
         "weights": weights,
         "settings": function_settings(model),
         "model": type(model).__name__,
