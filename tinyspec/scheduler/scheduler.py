@@ -101,6 +101,13 @@ class Scheduler(Admission):
     def schedule(self) -> Pass | None:
         """The next pass, its pages granted; None when nothing can run."""
         self.admit()
+        while (planned := self._plan()) is None and len(self.running) > 1:
+            # The rows of a pass went to sequences that found no pages.
+            self._preempt(max(self.running, key=priority))
+        return planned
+
+    def _plan(self) -> Pass | None:
+        """A pass of the first kind, canonical or fast, that has rows with pages."""
         candidates = self._candidates()
         # After a canonical pass without room for every decoding sequence, a fast pass comes first.
         fast_first = self._left_out and bool(self._fast_works(candidates))
