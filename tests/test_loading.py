@@ -26,7 +26,7 @@ from tests.support.loading import (
 )
 from tests.support.tiny import config_of, hf_greedy, prompts, tiny
 from tinyspec import Engine, SamplingParams, UnsupportedModelError, doctor
-from tinyspec.model.linears import OneDnnLinear
+from tinyspec.model.cpu.linears import OneDnnLinear
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,13 @@ from tests.support.sensitive import PositionSensitiveLinear, ShapeSensitiveLinea
 from tests.support.tiny import prompts, tiny
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
 from tinyspec.determinism import contract, probe_cache
-from tinyspec.determinism.fingerprint import adapter_state, checksum
+from tinyspec.determinism.checksum import checksum
+from tinyspec.determinism.fingerprint import adapter_state
 from tinyspec.determinism.probe_results import Alternative, BucketResult, ProbeResults, Unsound
 from tinyspec.kernels import twins
-from tinyspec.model.linears import FastMode, KernelLinear, cpu_stand_ins
+from tinyspec.model.cpu.fast_mode import FastMode
+from tinyspec.model.cpu.linears import cpu_stand_ins
+from tinyspec.model.linears import KernelLinear
 from tinyspec.scheduler.buckets import Buckets, between
 
 SIZES = [1, 2, 4, 8, 12, 16]

@@ -33,7 +33,7 @@ from tinyspec.kernels import backend
 from tinyspec.model.install import patched_of
 from tinyspec.model.linear_kinds import linear_kinds
 from tinyspec.model.linears import kernel_stand_ins
-from tinyspec.model.quantized import settle, trace, unprovable
+from tinyspec.model.quantized import repack_weights, trace, unprovable
 from tinyspec.model.torch_state import refuse_tunable_op
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.scheduler.buckets import Buckets
@@ -53,7 +53,7 @@ class Contract:
         self._facts: ProbeResults | None = None
         self._proven_for: object = None
         self._patched.experts.serve(config.linear)
-        settle(self._model, self._model.dtype)
+        repack_weights(self._model, self._model.dtype)
         self._note()
 
     @property
@@ -112,8 +112,8 @@ class Contract:
         Then what was computed before is of another fingerprint. The proof is lost only if modules
         or threads changed, not with the values of weights.
         """
-        self._runner.torch_state.look()
-        settle(self._model, self._model.dtype)
+        self._runner.torch_state.refresh_modules()
+        repack_weights(self._model, self._model.dtype)
         before, digest = self._seen, self._weights
         self._note()
         changed = self._seen != before
@@ -231,7 +231,7 @@ class Contract:
 
     def _relist(self) -> None:
         self._fingerprint = None
-        self._runner.torch_state.look()
+        self._runner.torch_state.refresh_modules()
 
     def _learn(self, facts: ProbeResults) -> None:
         buckets = self.buckets

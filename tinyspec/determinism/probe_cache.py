@@ -10,12 +10,11 @@ import hashlib
 import json
 import os
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 
 from huggingface_hub import constants
 
-import tinyspec
+from tinyspec.determinism.code_digest import file_digest
 from tinyspec.determinism.probe_results import ProbeResults
 
 FORMAT = 1
@@ -26,18 +25,9 @@ def folder() -> Path:
     return Path(constants.HF_HOME) / "tinyspec"
 
 
-@cache
-def _code() -> str:
-    """Digest of this package: facts hold for the kernels and the probes that found them."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(tinyspec.__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
 def key_of(fingerprint: str, *others: object) -> str:
     """The key of facts under ``fingerprint`` and whatever else they depend on."""
-    rest = json.dumps([FORMAT, _code(), *map(repr, others)])
+    rest = json.dumps([FORMAT, file_digest(), *map(repr, others)])
     return f"{fingerprint}-{hashlib.sha256(rest.encode()).hexdigest()[:16]}"
 
 

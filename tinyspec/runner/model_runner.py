@@ -54,7 +54,6 @@ class ModelRunner:
             keep_heap()
         self.vocab_size = vocab_size(model)
         self.layers = patched.layers
-        self.kernels = kernels
         self._keeps_logits = patched.keeps_logits
         self._always = accepted(model, use_cache=False, return_dict=True)
         self._takes_positions = "position_ids" in accepted(model, position_ids=None)

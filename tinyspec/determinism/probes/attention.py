@@ -13,6 +13,7 @@ from tinyspec.determinism.probes.bits import PositionProbe, unequal_bits
 from tinyspec.kernels.attention_metadata import AttentionMetadata
 from tinyspec.kernels.backend import Kernels
 from tinyspec.model.attention_calls import LayerShape
+from tinyspec.model.install import patched_of
 from tinyspec.runner.model_runner import ModelRunner
 
 PAGE_SIZE = 128
@@ -27,11 +28,12 @@ LONELY = 15
 
 
 def probe_attention(runner: ModelRunner) -> list[PositionProbe]:
-    """``probe_rows`` of every distinct head shape of the runner's model."""
+    """``probe_rows`` of every distinct head shape of the runner's model, by the kernels that its
+    passes call."""
     dtype, device = runner.model.dtype, runner.device
-    return [
-        probe_rows(runner.kernels, shape, dtype, device) for shape in dict.fromkeys(runner.layers)
-    ]
+    kernels = patched_of(runner.model).context.kernels
+    assert kernels is not None
+    return [probe_rows(kernels, shape, dtype, device) for shape in dict.fromkeys(runner.layers)]
 
 
 def probe_rows(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tinyspec.config import EngineConfig
+from tinyspec.determinism.checksum import row_checksums
 from tinyspec.determinism.probes.bits import same_bits, unequal_bits
 from tinyspec.kernels.attention_metadata import AttentionMetadata
 from tinyspec.runner.batch import Batch
@@ -28,8 +29,6 @@ SEGMENTS = ((1, 7), (5, 0), (1, 64), (1, 30), (17, 120), (1, 127), (5, 21), (1, 
 COLUMNS = 16
 # About so many rows have results of their own; in larger buckets they stand more than once.
 DISTINCT_ROWS = 128
-# Logits that are summed at a time.
-CHUNK = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -261,14 +260,8 @@ class ModelProbe:
     def _seen(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """What is kept of logits [R, V]: a checksum of each row's bits [R, 1], so that the tables
         stay small, and log-probabilities of a few tokens [R, COLUMNS], which all share one sum."""
-        vocabulary = logits.shape[1]
-        place = torch.arange(vocabulary, device=logits.device)
-        spread = (place * 2 + 1) * -7046029254386353131
-        sums = []
-        for rows in logits.split(max(1, CHUNK // vocabulary)):
-            if rows.sum().isnan():  # any NaN is as good as another
-                rows = rows.masked_fill(rows.isnan(), torch.nan)
-            sums.append((rows.view(torch.int32) * spread).sum(dim=1))
-        columns = torch.linspace(0, vocabulary - 1, COLUMNS, device=logits.device).round().long()
+        columns = (
+            torch.linspace(0, logits.shape[1] - 1, COLUMNS, device=logits.device).round().long()
+        )
         chosen = torch.log_softmax(logits, dim=-1).index_select(1, columns)
-        return torch.cat(sums)[:, None], chosen
+        return row_checksums(logits)[:, None], chosen
