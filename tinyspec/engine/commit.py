@@ -5,7 +5,7 @@ Knows sequences and pages, not passes: plain tokens and rows of a verify are com
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,17 +28,15 @@ class CommitResult:
     rolled_back: int = 0
 
 
+@dataclass(eq=False)
 class Committer:
     """Adds tokens to sequences, finishes those that stop, truncates those with wrong drafts."""
 
-    def __init__(
-        self, kernels: Kernels, scheduler: Scheduler, tokenizer: Any, device: torch.device
-    ):
-        self.kernels = kernels
-        self._device = device
-        self._scheduler = scheduler
-        self._tokenizer = tokenizer
-        self._results: list[CommitResult] = []
+    kernels: Kernels
+    scheduler: Scheduler
+    tokenizer: Any
+    device: torch.device
+    _results: list[CommitResult] = field(default_factory=list)
 
     def take_results(self) -> list[CommitResult]:
         """Results since the last call."""
@@ -82,13 +80,13 @@ class Committer:
         canonical = sequence.computed if sequence.deterministic else sequence.canonical
         sequence.canonical = min(canonical, sequence.computed)
         kept = max(sequence.computed, sequence.frozen)
-        self._scheduler.pool.truncate(sequence.pages, kept)
+        self.scheduler.pool.truncate(sequence.pages, kept)
         cache.zero_tail(sequence.pages, kept)
 
     def _verify(self, verified: list[tuple[Sequence, list[Sampled]]]) -> None:
         """Compare drafts with the verifier's tokens and commit, for all sequences in one launch."""
         sequences = [sequence for sequence, _ in verified]
-        pool, device = self._scheduler.pool, self._device
+        pool, device = self.scheduler.pool, self.device
         width = max(max(len(targets), len(s.drafts)) for s, targets in verified)
 
         def table(rows: list[list[int]], width: int) -> torch.Tensor:
@@ -156,9 +154,9 @@ class Committer:
             sequence.canonical = min(sequence.canonical, sequence.computed)
             if sequence.deterministic:
                 sequence.canonical = sequence.computed
-            self._scheduler.index_pages(sequence)
+            self.scheduler.index_pages(sequence)
         if sequence.finished:
-            self._scheduler.remove(sequence)
+            self.scheduler.remove(sequence)
 
     def _append(self, sequence: Sequence, sampled: Sampled) -> None:
         """Add one committed token; sets ``finish_reason`` if the sequence ends there."""
@@ -198,11 +196,11 @@ class Committer:
             return False
         if params.stop_strings:
             generated = sequence.tokens[sequence.request.num_prompt :]
-            if ends_in_stop_string(self._tokenizer, generated, params.stop_strings):
+            if ends_in_stop_string(self.tokenizer, generated, params.stop_strings):
                 return True
         if not params.stopping_criteria:
             return False
-        ids = torch.tensor([sequence.history], device=self._device)
+        ids = torch.tensor([sequence.history], device=self.device)
         scores = tuple(row[None] for row in sequence.scores) or None
         # Criteria may keep state, so each is called for every token.
         answers = [torch.as_tensor(f(ids, scores)) for f in params.stopping_criteria]
@@ -215,6 +213,6 @@ class Committer:
         sequence.siblings = []
         sequence.error, sequence.cause = error, cause
         sequence.finish_reason = "abort"
-        self._scheduler.unindex_pages(sequence)
-        self._scheduler.remove(sequence)
+        self.scheduler.unindex_pages(sequence)
+        self.scheduler.remove(sequence)
         self._results.append(CommitResult(sequence))

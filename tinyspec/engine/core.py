@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
+from dataclasses import dataclass, field
 from operator import index
 
 from torch import Tensor
 
-from tinyspec.config import EngineConfig
 from tinyspec.engine.commit import CommitResult, Committer
 from tinyspec.engine.drafter import Drafter, FastPath
 from tinyspec.runner.model_runner import ModelRunner
@@ -17,29 +17,19 @@ from tinyspec.scheduler.passes import DRAFT, KINDS, EngineStats, Pass, PassRecor
 from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.scheduler import Scheduler
 
-RECORDS_KEPT = 1000
 
-
+@dataclass(eq=False)
 class EngineCore:
     """Runs scheduler, runner, sampler and committer in turn; keeps a record of each pass."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        scheduler: Scheduler,
-        runner: ModelRunner,
-        sampler: Sampler,
-        committer: Committer,
-        drafter: Drafter,
-    ):
-        self.scheduler = scheduler
-        self.runner = runner
-        self.committer = committer
-        self.stats = EngineStats()
-        self.records: deque[PassRecord] = deque(maxlen=None if config.trace else RECORDS_KEPT)
-        self.sampler = sampler
-        self.drafter = drafter
-        self._proposed = 0
+    scheduler: Scheduler
+    runner: ModelRunner
+    sampler: Sampler
+    committer: Committer
+    drafter: Drafter
+    records: deque[PassRecord]
+    stats: EngineStats = field(default_factory=EngineStats)
+    _proposed: int = 0
 
     def step(self) -> list[CommitResult]:
         """Run one pass; what it committed, sequence by sequence."""

@@ -8,7 +8,7 @@ from tinyspec.scheduler.request import Sequence
 
 PROMPT, DECODE, DRAFT, VERIFY = "prompt", "decode", "draft", "verify"
 KINDS = (PROMPT, DECODE, DRAFT, VERIFY)
-DIRECT, PADDED, DRAFTED = "direct", "padded", "draft"
+DIRECT, PADDED = "direct", "padded"
 
 
 @dataclass

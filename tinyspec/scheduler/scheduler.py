@@ -13,17 +13,7 @@ from tinyspec.config import EngineConfig
 from tinyspec.scheduler.admission import Admission, arrival_order, priority
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.scheduler.page_pool import PagePool
-from tinyspec.scheduler.passes import (
-    DECODE,
-    DIRECT,
-    DRAFT,
-    DRAFTED,
-    PADDED,
-    PROMPT,
-    VERIFY,
-    Pass,
-    Work,
-)
+from tinyspec.scheduler.passes import DECODE, DIRECT, DRAFT, PADDED, PROMPT, VERIFY, Pass, Work
 from tinyspec.scheduler.request import Sequence
 
 
@@ -134,7 +124,7 @@ class Scheduler(Admission):
         if canonical:  # also without a deterministic row: canonical pages may be shared
             way = DIRECT if bucket == smallest else PADDED
         elif any(work.sequence.deterministic for work in works):
-            way = DRAFTED
+            way = DRAFT
         return Pass(works, bucket, canonical, way)
 
     @property
