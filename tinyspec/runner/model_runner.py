@@ -83,7 +83,7 @@ class ModelRunner:
     def extend(self, num_pages: int) -> None:
         """Let the memory that is taken, if any is, be of ``num_pages``; nothing may be running."""
         if self._cache is not None:
-            self._cache.extend(num_pages, self._pool.kept())
+            self._cache.extend(num_pages, self._pool.in_use())
 
     @property
     def holds_memory(self) -> bool:
