@@ -111,7 +111,7 @@ class ProbeResults:
             ),
             kernel_linears=tuple(map(str, found["kernel_linears"])),
             tiles=_counts(found["tiles"]),
-            direct=_counts(found["straight"]),
+            direct=_counts(found["direct"]),
         )
 
 
