@@ -13,11 +13,11 @@ from tinyspec.scheduler.passes import Pass
 
 @dataclass
 class Batch:
-    """The rows of one pass, padded to its bucket; padding rows write nothing and see nothing.
+    """The rows of one pass, padded to its bucket; padding rows write no KV and attend to none.
 
     input_ids, positions, slot_mapping: [bucket] int64, slot -1 for padding.
     first_rows: pass row of every work's first row. embeds: (first row, [n, hidden]) of rows that
-    enter the model as embeddings and not by their ids.
+    enter the model as embeddings instead of ids.
     """
 
     input_ids: Tensor
@@ -29,7 +29,7 @@ class Batch:
 
     @classmethod
     def of(cls, work_pass: Pass, page_size: int, device: torch.device) -> Batch:
-        """Pack the works of ``work_pass`` one behind the other."""
+        """Pack the works of ``work_pass`` one after the other."""
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -40,7 +40,7 @@ class Batch:
             places = range(work.start, work.end)
             ids += work.token_ids
             positions += places
-            # A row over a page that is shared runs for its logits only.
+            # Rows on shared pages run for their logits only.
             frozen = min(max(work.sequence.frozen - work.start, 0), work.count)
             slots += [-1] * frozen
             slots += [pages[p // page_size] * page_size + p % page_size for p in places[frozen:]]

@@ -1,4 +1,4 @@
-"""Runs passes through a patched model. Knows rows and pages; not requests' fates, nor sampling."""
+"""Runs passes through a patched model. Knows rows and pages, not requests nor sampling."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ModelRunner:
 
     @property
     def cache(self) -> KVCache:
-        """The KV pool; taken when first needed and again after ``release``."""
+        """The KV pool; allocated when first needed and again after ``release``."""
         if self._cache is None:
             self._cache = self._pages(self._pool.num_pages)
             self._context.k, self._context.v = self._cache.k, self._cache.v
@@ -71,23 +71,23 @@ class ModelRunner:
         return KVCache(self.layers, num_pages, self.page_size, self.model.dtype, self.device)
 
     def extend(self, num_pages: int) -> None:
-        """Let the memory that is taken, if any is, be of ``num_pages``; nothing may be running."""
+        """Grow the KV pool, if it is allocated, to ``num_pages``; no pass may be running."""
         if self._cache is not None:
             self._cache.extend(num_pages, self._pool.kept())
 
     @property
     def holds_memory(self) -> bool:
-        """Whether the KV pool's memory is taken."""
+        """Whether the KV pool is allocated."""
         return self._cache is not None
 
     def release(self) -> None:
-        """Give the pool's memory back; nothing may be running."""
+        """Free the pool's memory; no pass may be running."""
         self._cache = None
         self._context.k, self._context.v = [], []
 
     @contextmanager
     def scratch(self, num_pages: int) -> Iterator[KVCache]:
-        """A pool of its own for the passes of the block; the engine's is not touched."""
+        """A temporary pool for the passes of the ``with`` block instead of the engine's."""
         context = self._context
         before = context.k, context.v
         cache = self._pages(num_pages)
@@ -100,9 +100,9 @@ class ModelRunner:
     def run(self, work_pass: Pass, fresh: list[int], wanted: list[list[int]]) -> Tensor:
         """Run a pass and return the logits of the wanted rows, [N, V] fp32, work by work.
 
-        wanted: per work of the pass, offsets into its rows. fresh: pages handed out for it.
-        The rows are gathered before the unembedding and padded to a bucket of their own, canonical
-        in a canonical pass.
+        wanted: per work of the pass, offsets into its rows. fresh: pages newly allocated for it.
+        The rows are gathered before the unembedding and padded to a bucket of their own, which is
+        canonical in a canonical pass.
         """
         self.cache.zero(fresh)
         batch = Batch.of(work_pass, self.cache.page_size, self.device)
@@ -124,8 +124,8 @@ class ModelRunner:
         """One forward of the patched model over packed rows; fp32 logits of the rows ``keep``, or
         of all.
 
-        canonical: linears run in tiles where without them the pass would not be canonical;
-        otherwise everything runs by whatever is quickest.
+        canonical: linears run in tiles where the pass would not be canonical without them;
+        otherwise everything runs in the fastest way.
         """
         batch.metadata.exact = self.tiles.on = canonical
         self._fast_mode.on = not canonical
@@ -137,17 +137,17 @@ class ModelRunner:
         if self._keeps_logits:
             more["logits_to_keep"] = 0 if keep is None else keep
         try:
-            logits = self.model(**self._entering(batch), **more, **self._always).logits
+            logits = self.model(**self._inputs(batch), **more, **self._always).logits
             context.check()
         finally:
             context.end()
             self.tiles.on = False
             self._fast_mode.on = False
-        own = keep is None or self._keeps_logits
-        return (logits[0] if own else logits[0, keep]).float()
+        gathered = keep is None or self._keeps_logits
+        return (logits[0] if gathered else logits[0, keep]).float()
 
-    def _entering(self, batch: Batch) -> dict[str, Tensor]:
-        """What enters the model: token ids, or where some rows have none, embeddings of all."""
+    def _inputs(self, batch: Batch) -> dict[str, Tensor]:
+        """Token ids, or embeddings of all rows if some are given as embeddings."""
         if not batch.embeds:
             return {"input_ids": batch.input_ids[None]}
         embeds = self.model.get_input_embeddings()(batch.input_ids)
