@@ -64,7 +64,7 @@ def _stub(engine: Engine) -> Callable[[], object]:
     """Have no step of ``engine`` compute anything; returns the check for changed weights that every
     step makes. The one place that knows what lies inside an engine.
     """
-    loop, runner = engine._loop, engine._runner
+    core, runner = engine.core, engine.runner
     context, largest = runner._context, engine.config.max_rows
     logits = torch.zeros(1, largest, VOCAB, device=DEVICE)
     tokens = torch.zeros(largest, dtype=torch.long, device=DEVICE)
@@ -86,8 +86,8 @@ def _stub(engine: Engine) -> Callable[[], object]:
         **dict.fromkeys(("fused_kv_write", "paged_attention", "accept_truncate", "linear"), unused),
     )
     runner.model = forward
-    context.kernels = loop._sampler._kernels = loop.committer._kernels = stubs
-    return engine._contract.changed
+    context.kernels = core.sampler._kernels = core.committer.kernels = stubs
+    return engine.contract.changed
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "deterministic"])

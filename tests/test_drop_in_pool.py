@@ -119,7 +119,7 @@ def test_a_pool_of_a_fixed_size_does_not_grow():
 def test_growth_that_fails_on_the_way(monkeypatch):
     with patched(tiny()) as model:
         generate(model, [[1, 2, 3]], 6)
-        cache = model.generate._engine._runner.cache
+        cache = model.generate._engine.runner.cache
         before = len(cache.k[0])
         new_empty, calls = torch.Tensor.new_empty, []
 
@@ -144,7 +144,7 @@ def test_growth_that_fails_on_the_way(monkeypatch):
 def test_release_gives_the_size_back_as_well():
     with patched(tiny()) as model:
         generate(model)
-        large = model.generate._engine._pool.num_pages
+        large = model.generate._engine.pool.num_pages
         model.generate.release()
         generate(model, [[1, 2, 3]])
-        assert model.generate._engine._pool.num_pages < large
+        assert model.generate._engine.pool.num_pages < large

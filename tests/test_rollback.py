@@ -131,7 +131,7 @@ def test_kv_of_a_failed_plain_draft_is_not_canonical():
         seen = []
         while engine.has_unfinished():
             engine.step()
-            seen += [(s.canonical, s.computed) for s in engine._scheduler.running]
+            seen += [(s.canonical, s.computed) for s in engine.scheduler.running]
         assert any(computed > 10 for _, computed in seen)
         # The prompt at most: the rest was computed by passes of other sizes.
         assert max(canonical for canonical, _ in seen) <= 7

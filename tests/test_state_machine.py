@@ -129,13 +129,13 @@ class OneEngine(RuleBasedStateMachine):
 
     def watch(self, prefix):
         """Note which pages leave the index: between two looks one may leave and come back."""
-        forget = prefix._forget
+        forget = prefix.forget
 
         def noted(page):
             self.forgotten.add((prefix.keys[page], page))
             forget(page)
 
-        prefix._forget = prefix.pool.on_evict = noted
+        prefix.forget = prefix.pool.on_evict = noted
 
     def truth(self, prompt, params):
         return truth(self.model, tuple(prompt), params)

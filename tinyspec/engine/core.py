@@ -14,7 +14,7 @@ from tinyspec.engine.drafter import Drafter, FastPath
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.sampler import Sampled, Sampler, SampleRow, chosen_logprobs
 from tinyspec.scheduler.passes import DRAFT, KINDS, EngineStats, Pass, PassRecord, Work
-from tinyspec.scheduler.request import Sequence
+from tinyspec.scheduler.request import Request, Sequence
 from tinyspec.scheduler.scheduler import Scheduler
 
 
@@ -124,17 +124,17 @@ class EngineCore:
 
     def _run(self, work_pass: Pass) -> tuple[Tensor, list[int]]:
         """Run the pass; its logits, and for each work the first row that yields a token."""
-        scored = [_scored(work) for work in work_pass.works]
+        unscored = [_unscored(work) for work in work_pass.works]
         wanted = [
-            score + list(range(work.count - work.yields, work.count))
-            for work, score in zip(work_pass.works, scored, strict=True)
+            [p - work.start for p in positions] + list(range(work.count - work.yields, work.count))
+            for work, positions in zip(work_pass.works, unscored, strict=True)
         ]
         logits = self.runner.run(work_pass, self.scheduler.pool.take_fresh(), wanted)
         first, firsts = 0, []
-        for work, score, rows in zip(work_pass.works, scored, wanted, strict=True):
-            if score:
-                _score_prompt(work, score, logits[first : first + len(score)])
-            firsts.append(first + len(score))
+        for work, positions, rows in zip(work_pass.works, unscored, wanted, strict=True):
+            if positions:
+                _score_prompt(work.sequence.request, positions, logits[first:])
+            firsts.append(first + len(positions))
             first += len(rows)
         return logits, firsts
 
@@ -221,22 +221,21 @@ class EngineCore:
         self.scheduler.acceptance = (self.stats.accepted + 1) / (self.stats.drafted + 2)
 
 
-def _scored(work: Work) -> list[int]:
-    """Offsets of prompt rows whose logits give the log-probability of the next prompt token."""
+def _unscored(work: Work) -> list[int]:
+    """Positions of prompt rows whose logits give a prompt log-probability that is missing."""
     request = work.sequence.request
     if not request.prompt_logprobs:
         return []
-    last = min(work.end, request.num_prompt - 1)
-    places = range(work.start, last)
-    return [p - work.start for p in places if request.prompt_logprobs[p + 1] is None]
+    positions = range(work.start, min(work.end, request.num_prompt - 1))
+    return [p for p in positions if request.prompt_logprobs[p + 1] is None]
 
 
-def _score_prompt(work: Work, offsets: list[int], logits: Tensor) -> None:
-    request = work.sequence.request
-    places = [work.start + offset + 1 for offset in offsets]
-    values = chosen_logprobs(logits, [request.prompt[place] for place in places])
-    for place, value in zip(places, values, strict=True):
-        request.prompt_logprobs[place] = value
+def _score_prompt(request: Request, positions: list[int], logits: Tensor) -> None:
+    """Log-probabilities of the prompt tokens after ``positions``, from the leading ``logits``."""
+    targets = [request.prompt[p + 1] for p in positions]
+    values = chosen_logprobs(logits[: len(positions)], targets)
+    for position, value in zip(positions, values, strict=True):
+        request.prompt_logprobs[position + 1] = value
 
 
 def _sample_row(sequence: Sequence, logits_row: int, position: int) -> SampleRow:

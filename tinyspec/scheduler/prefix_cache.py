@@ -25,7 +25,7 @@ class PrefixCache:
         self.pages: dict[_Key, int] = {}
         self.keys: dict[int, _Key] = {}
         self._by_plain: set[int] = set()
-        pool.on_evict = self._forget
+        pool.on_evict = self.forget
 
     def __len__(self) -> int:
         return len(self.pages)
@@ -74,7 +74,7 @@ class PrefixCache:
         """Forget pages whose values may be wrong."""
         for page in pages:
             if page in self.keys:
-                self._forget(page)
+                self.forget(page)
                 self.pool.drop(page)
 
     def drop_plain(self) -> None:
@@ -86,7 +86,7 @@ class PrefixCache:
         self.drop(list(self.keys))
         self._version += 1
 
-    def _forget(self, page: int) -> None:
+    def forget(self, page: int) -> None:
         del self.pages[self.keys.pop(page)]
         self._by_plain.discard(page)
 
