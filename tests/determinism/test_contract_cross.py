@@ -1,7 +1,7 @@
 """The contract crossed with all that must not matter: the cache, chunks, sizes, ways, dtypes.
 
-Every test compares the bits of the same requests; tests/test_scenarios.py holds the controls that
-such a comparison can fail on these models.
+Every test compares the bits of the same requests; the controls that such a comparison can fail on
+these models stand in tests/determinism/test_scenarios.py.
 """
 
 import random

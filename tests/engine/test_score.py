@@ -1,7 +1,7 @@
 """score: tokens given beforehand have the log-probabilities that generating them gives, every bit.
 
 Control: the tokens of plain requests, on a model whose linears are sensitive to the row count, have
-other log-probabilities than they were generated with. tests/test_audit.py has audit.
+other log-probabilities than they were generated with. tests/tools/test_audit.py has audit.
 """
 
 import math

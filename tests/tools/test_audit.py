@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.engine.test_score import EOS, styled
 from tests.support.cases import KINDS, bits_of, engine_of, greedy, model_of, run, steady, text
 from tests.support.mixes import crowd, needles, plain
 from tests.support.tiny import VOCAB, tiny
-from tests.test_replay import EOS, styled
 from tinyspec import Engine, RequestOutput, audit
 from tinyspec.tools.demo import BUNDLED
 

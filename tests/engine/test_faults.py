@@ -1,6 +1,6 @@
 """Nothing is lost: aborts, Ctrl-C, functions that raise and values that are not finite.
 
-tests/test_failed_passes.py has the passes that raise.
+tests/engine/test_failed_passes.py has the passes that raise.
 """
 
 import random

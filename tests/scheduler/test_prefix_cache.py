@@ -1,6 +1,6 @@
 """What an engine may start from: prompts in a warm cache, to the bits of a cold one.
 
-tests/test_prefix_index.py has the index itself.
+tests/scheduler/test_prefix_index.py has the index itself.
 """
 
 import random
@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.engine.test_faults import Poison
 from tests.support.cases import (
     DTYPES,
     KINDS,
@@ -26,7 +27,6 @@ from tests.support.cases import (
 from tests.support.mixes import bits, crowd, plain
 from tests.support.pages import check_residents, indexed_kv, page_kv
 from tests.support.tiny import VOCAB, tiny
-from tests.test_faults import Poison
 from tinyspec import SamplingParams
 
 PROMPT = text(48, seed=1)
