@@ -135,8 +135,7 @@ def bench_decode_step(
     asked = work.params(range(sequences) if kind else ())
     params = [replace(one, temperature=0.0) for one in asked]
     numbers = [
-        engine.add_request(list(ids), one)
-        for ids, one in zip(work.prompts, params, strict=True)
+        engine.add_request(list(ids), one) for ids, one in zip(work.prompts, params, strict=True)
     ]
     for _ in range(PROMPT_STEPS):
         engine.step()
