@@ -218,7 +218,7 @@ REFUSED = {
     ),
     "parameters": (
         lambda: lora(target_modules=[], target_parameters=["q_proj.weight"]),
-        "q_proj's parameters together anew in every pass",
+        "q_proj's parameters in every pass",
     ),
 }
 

@@ -50,8 +50,9 @@ def test_an_engine_probes_with_its_softcap(monkeypatch):
         assert softcap
         assert {layer.softcap for layer in engine.runner.layers} == {softcap}
         assert all(probe_attention(engine.runner))
-        engine.runner.kernels = replace(
-            engine.runner.kernels,
+        context = engine.patched.context
+        context.kernels = replace(
+            context.kernels,
             paged_attention=lambda q, *_, softcap, **__: q * (1 + (len(q) == 1) * (softcap > 0)),
         )
         assert not any(probe_attention(engine.runner))

@@ -51,8 +51,10 @@ def truncate(pool, rng, tables):
     pages, tokens = tables[place]
     fewer = rng.randint(0, tokens)
     surplus = pages[pool.pages_for(fewer) :]
-    assert pool.truncate(pages, fewer) == len(surplus)
-    assert pool.truncate(pages, fewer) == 0
+    whole = list(pages)
+    for _ in range(2):
+        pool.truncate(pages, fewer)
+        assert [*pages, *surplus] == whole
     tables[place] = (pages, fewer)
 
 
@@ -178,7 +180,7 @@ def test_runs_are_bounded():
     pool = PagePool(3 * LONGEST_RUN, 1)
     pages: list[int] = []
     pool.grow(pages, 1, most=1 << 30)
-    assert pool._aside == {0: LONGEST_RUN - 1}
+    assert pool.reserved == {0: LONGEST_RUN - 1}
     scattered = PagePool(4 * LONGEST_RUN, 1)
     everything: list[int] = []
     scattered.grow(everything, scattered.num_pages)
@@ -188,7 +190,7 @@ def test_runs_are_bounded():
     scattered.free(everything[-3:])
     found: list[int] = []
     scattered.grow(found, 1, most=LONGEST_RUN)
-    assert found == [0] and not scattered._aside
+    assert found == [0] and not scattered.reserved
     scattered.grow(found, 2, most=4)
     assert found == [0, 4 * LONGEST_RUN - 3]
 

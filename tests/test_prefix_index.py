@@ -31,8 +31,8 @@ class Trace:
 
     def evicted(self, page):
         """The pool takes a page that nobody owns, once nothing is free; who waits longest goes."""
-        assert self.pool.owners(page) == 0 and not self.pool._free
-        assert not self.pool._aside
+        assert self.pool.owners(page) == 0 and not self.pool.free_pages
+        assert not self.pool.reserved
         assert self.idle_since[page] == min(self.idle_since.values())
         self.forget(page)
         self.lose(page)
@@ -157,7 +157,7 @@ class Trace:
         assert sorted([*unowned(self.pool), *set(owned)]) == list(range(self.pool.num_pages))
         assert len(self.cache) == len(self.known)
         assert set(self.cache.keys) == set(self.known.values())
-        assert set(self.pool._idle) == set(self.idle_since)
+        assert set(self.pool.idle) == set(self.idle_since)
 
     def go(self, turns):
         for _ in range(turns):

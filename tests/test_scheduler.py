@@ -233,6 +233,12 @@ def test_one_sequence_at_a_time(seed):
     random_simulation(seed, tight=True, max_sequences=1).run()
 
 
+@pytest.mark.parametrize("seed, tight", [(53, True), (89, False), (109, True), (359, True)])
+def test_rows_without_pages_do_not_stop_the_others(seed, tight):
+    """All rows of a pass fall to a plain prompt that finds no pages, though others could run."""
+    random_simulation(seed, tight).run()
+
+
 def test_preemption_happens_in_traces():
     """Control: tight pools do preempt deterministic sequences and plain ones, forks included."""
     preempted = []

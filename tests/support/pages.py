@@ -14,8 +14,8 @@ from tinyspec.scheduler.prefix_cache import PrefixCache
 
 def unowned(pool: PagePool) -> list[int]:
     """Every page that nobody owns, as often as the pool has it: free, put aside or idle."""
-    aside = [range(last + 1, last + 1 + count) for last, count in pool._aside.items()]
-    return [*pool._free, *(page for run in aside for page in run), *pool._idle]
+    aside = [range(last + 1, last + 1 + count) for last, count in pool.reserved.items()]
+    return [*pool.free_pages, *(page for run in aside for page in run), *pool.idle]
 
 
 def check_residents(engine: Engine) -> None:
@@ -37,7 +37,7 @@ def check_residents(engine: Engine) -> None:
         first = max(sequence.computed, sequence.frozen) // pool.page_size
         for page in sequence.pages[first:]:
             assert pool.owners(page) == 1, "a page with two owners may be written to"
-            assert page not in pool._kept, "an indexed page may be written to"
+            assert page not in pool.cached, "an indexed page may be written to"
         assert len(sequence.pages) <= pool.pages_for(len(sequence.tokens) + len(sequence.drafts))
 
 
@@ -45,8 +45,8 @@ def check_index(prefix: PrefixCache) -> None:
     """Every indexed page has one key, and the pool keeps those pages and no other."""
     assert {page: key for key, page in prefix.pages.items()} == prefix.keys
     assert len(prefix.pages) == len(prefix.keys)
-    assert set(prefix.keys) == prefix.pool._kept
-    assert set(prefix.pool._idle) <= prefix.pool._kept
+    assert set(prefix.keys) == prefix.pool.cached
+    assert set(prefix.pool.idle) <= prefix.pool.cached
 
 
 def page_kv(engine: Engine, page: int) -> bytes:

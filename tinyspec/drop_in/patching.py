@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -95,11 +96,8 @@ def generate(
     patched_generate = vars(model).get("generate")
     if isinstance(patched_generate, PatchedGenerate):
         return patched_generate.serve(arguments)
-    patched_generate = PatchedGenerate(model)
-    try:
+    with closing(PatchedGenerate(model)) as patched_generate:
         return patched_generate.serve(arguments)
-    finally:
-        patched_generate.close()
 
 
 def _unserved(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,9 @@ from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.passes import EngineStats, PassRecord
 from tinyspec.scheduler.request import Request
 from tinyspec.scheduler.scheduler import Scheduler
+
+RECORDS_KEPT = 1000
+Params = SamplingParams | list[SamplingParams] | None
 
 
 class Engine:
@@ -87,7 +91,9 @@ class Engine:
         self.runner = runner = ModelRunner(self.model, self.patched, self.pool, kernels, buckets)
         check_parity(self.patched, runner)
         committer = Committer(kernels, scheduler, self.tokenizer, runner.device)
-        self.core = EngineCore(config, scheduler, runner, Sampler(kernels), committer, drafter)
+        records: deque[PassRecord] = deque(maxlen=None if config.trace else RECORDS_KEPT)
+        sampler = Sampler(kernels)
+        self.core = EngineCore(scheduler, runner, sampler, committer, drafter, records)
         self.contract = Contract(self.model, runner, config)
         self._inputs = InputProcessor(self.model, self.tokenizer, config, self.pool)
         self.tracker = RequestTracker(self.core, self.contract, self.tokenizer)
@@ -124,8 +130,8 @@ class Engine:
         self._closed = True
 
     def suspend(self) -> None:
-        """Give the model its own attention back until ``resume``. Of the prefix cache canonical
-        pages stay: plain requests come out the same whatever plain ones went before.
+        """Give the model its own attention back until ``resume``. The prefix cache keeps only
+        pages of deterministic requests: plain outputs must not depend on earlier plain requests.
 
         Raises ValueError while requests are unfinished.
         """
@@ -135,15 +141,15 @@ class Engine:
         self.patched.suspend()
 
     def resume(self) -> bool:
-        """Take the model's attention over again; False if that takes another engine, as modules,
-        hooks, dtype or device are not what they were."""
+        """Patch the model's attention again; False if modules, hooks, dtype or device have changed,
+        which takes a new engine."""
         if not self.patched.resume():
             return False
         self.runner.tiles.resume()
         return True
 
     def reserve(self, num_pages: int) -> None:
-        """Let the page pool grow to ``num_pages``, or as far as memory allows; what is in it stays.
+        """Let the page pool grow to ``num_pages``, or as far as memory allows; its pages stay.
 
         Raises ValueError while requests are unfinished.
         """
@@ -174,19 +180,19 @@ class Engine:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of all that the bits depend on; outputs are comparable where it is equal."""
+        """Digest of everything that bits depend on; outputs with equal digests are comparable."""
         self.tracker.check_model()
         return self.contract.fingerprint
 
     def check_model(self) -> None:
-        """Compare weights, modules and threads with those of the last call; after a change nothing
-        computed before is used. Raises ValueError for a closed engine."""
+        """Compare weights, modules and threads with those of the last call; after a change, drop
+        what was computed before. Raises ValueError for a closed engine."""
         if self._closed:
             raise refuse("engine", "closed", "an engine that is open")
         self.tracker.check_model()
 
     def weights_changed(self) -> None:
-        """Say that weights were written in a way that leaves no trace (through ``.data``)."""
+        """To call after writing to weights through ``.data``, which torch does not record."""
         self.contract.forget()
         self.tracker.on_new_weights()
 
@@ -200,10 +206,7 @@ class Engine:
         return list(self.core.records)
 
     def generate(
-        self,
-        prompts: Any,
-        params: SamplingParams | list[SamplingParams] | None = None,
-        progress: bool = False,
+        self, prompts: Any, params: Params = None, progress: bool = False
     ) -> list[RequestOutput]:
         """Outputs for ``prompts``, in their order.
 
@@ -214,12 +217,7 @@ class Engine:
         """
         return self.tracker.finish(self.prepare(prompts, params), progress)
 
-    def score(
-        self,
-        prompts: Any,
-        continuations: Any,
-        params: SamplingParams | list[SamplingParams] | None = None,
-    ) -> list[list[float]]:
+    def score(self, prompts: Any, continuations: Any, params: Params = None) -> list[list[float]]:
         """Log-probability of every token of each continuation behind its prompt.
 
         The bits are those that ``generate`` gives the same tokens under the same ``params``
@@ -236,35 +234,30 @@ class Engine:
         return [completion.logprobs or [] for completion in completions]
 
     def replay(self, outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
-        """Finished requests computed once more, along the tokens that they have.
+        """Finished requests computed again, with their tokens as drafts.
 
-        What comes back is this engine's own: where it leaves the tokens of an output, the
-        completion ends with the first token that differs and finish_reason "abort".
-        ``tinyspec.audit`` compares the two.
+        A completion ends with the first token that differs from the given output's, with
+        finish_reason "abort". ``tinyspec.audit`` compares the two.
         """
         return self.tracker.finish(self._ready().replayed(outputs))
 
-    def stream(
-        self, prompts: Any, params: SamplingParams | list[SamplingParams] | None = None
-    ) -> EventStream:
+    def stream(self, prompts: Any, params: Params = None) -> EventStream:
         """Committed tokens of ``prompts`` as they come; arguments and errors as ``generate``.
 
-        Requests whose events are not read to the end are aborted when the stream is closed.
+        Closing the stream aborts what is unfinished.
         """
         return self.follow(self.prepare(prompts, params))
 
-    def prepare(
-        self, prompts: Any, params: SamplingParams | list[SamplingParams] | None = None
-    ) -> list[Request]:
-        """One request per prompt, checked, and queued only by ``follow``; arguments and errors as
+    def prepare(self, prompts: Any, params: Params = None) -> list[Request]:
+        """One checked request per prompt, for ``follow`` to queue; arguments and errors as
         ``generate``."""
         return self._ready().requests(prompts, params)
 
     def follow(
         self, requests: list[Request], drafter: Drafter | None = None, quiet: bool = False
     ) -> EventStream:
-        """Queue what ``prepare`` made; the committed tokens as they come, or with ``quiet`` only
-        what is aborted. ``drafter`` takes the place of the engine's from now on."""
+        """Queue what ``prepare`` made; committed tokens as they come, with ``quiet`` only events of
+        aborts. ``drafter`` replaces the engine's from now on."""
         if drafter is not None:
             self.core.drafter = drafter
         tracker = self.tracker
@@ -286,15 +279,15 @@ class Engine:
         return self.tracker.take_finished()
 
     def abort(self, request_id: str) -> RequestOutput:
-        """End a request at once; what it has so far comes back with finish_reason "abort". Raises
-        ValueError if no request of that id is unfinished."""
+        """End a request; its output so far, with finish_reason "abort". Raises ValueError if no
+        request of that id is unfinished."""
         return self.tracker.abort(request_id)
 
     def has_unfinished(self) -> bool:
-        """Whether ``step`` has anything left to do or to report."""
+        """Whether ``step`` has anything left to run or to return."""
         return self.tracker.has_unfinished()
 
     def _ready(self) -> InputProcessor:
-        """Where a call's requests are made, once engine and weights have been looked at."""
+        """The maker of requests, after a check of engine and weights."""
         self.check_model()
         return self._inputs

@@ -12,6 +12,7 @@ unpacked weights [E, out, in], or [E, in, out] where they say so. Others stay as
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache, partial
 from inspect import getclosurevars, isfunction
 from typing import Any
@@ -34,6 +35,7 @@ DECORATED = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "_
 RowFunction = tuple[str, Callable[[Tensor], Tensor], tuple[int, ...], torch.dtype]
 
 
+@dataclass
 class ExpertsState:
     """What ``experts_function`` needs to know of a module.
 
@@ -41,11 +43,10 @@ class ExpertsState:
     slots: experts per row in the last call.
     """
 
-    def __init__(self, context: AttentionContext, implementation: str | None, always: bool):
-        self.context = context
-        self.implementation = implementation
-        self.always = always
-        self.slots = 0
+    context: AttentionContext
+    implementation: str | None
+    always: bool
+    slots: int = 0
 
     @property
     def use_kernel(self) -> bool:
