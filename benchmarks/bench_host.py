@@ -4,8 +4,8 @@ Measured is the thread time of ``Engine.step()``: the schedule, the pass as tens
 pass, sampling and commit around the kernels, records and events. The model has the module tree of
 Qwen3-0.6B (28 layers, 311 parameters) at small widths. The forward returns the same logits at every
 step and the sample kernel token 0, so tokens are well defined: every sequence repeats token 0, and
-none of them stops. Deterministic requests are verified the "padded" way, one token a step as plain
-ones, since what "auto" takes hangs on measured costs. Run with
+none of them stops. Deterministic requests have verify="padded": one token a step as plain ones, not
+what "auto" would choose by measured costs. Run with
 
     pytest benchmarks/bench_host.py --benchmark-enable --benchmark-json=FILE [--rounds N]
     python benchmarks/render.py FILE
@@ -29,7 +29,9 @@ from benchmarks.workloads import DEVICE, of_shapes
 from tinyspec import Engine, EngineConfig, SamplingParams
 
 VOCAB = 256
-PROMPT = 32
+PROMPT, SMOKE_PROMPT = 32, 4
+LAYERS, SMOKE_LAYERS = 28, 2
+PARAMETERS = 311
 SEQUENCES = (1, 16, 64, 256)
 # Steps that are timed for each of ``--rounds``.
 STEPS = 100
@@ -37,15 +39,18 @@ STEPS = 100
 PROMPT_STEPS = 1000
 
 
-def build() -> Any:
-    """Qwen3-0.6B's module tree with random weights, a few hundred kilobytes of them."""
+def build(layers: int) -> Any:
+    """Qwen3-0.6B's module tree with random weights, a few hundred kilobytes of them.
+
+    layers: of its 28, how many.
+    """
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         "qwen3",
         vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=28,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
@@ -56,21 +61,19 @@ def build() -> Any:
         pad_token_id=None,
     )
     model: Any = AutoModelForCausalLM.from_config(config).to(DEVICE).eval()
-    assert len(list(model.parameters())) == 311
+    assert layers < LAYERS or len(list(model.parameters())) == PARAMETERS
     return model
 
 
 def _stub(engine: Engine) -> Callable[[], object]:
-    """Have no step of ``engine`` compute anything; returns the check for changed weights that every
-    step makes. The one place that knows what lies inside an engine.
+    """Stub what a step of ``engine`` computes; returns the check for changed weights that every
+    step makes. The only function here that uses an engine's internals.
     """
-    core, runner = engine.core, engine.runner
-    context, largest = runner._context, engine.config.max_rows
+    core, context, largest = engine.core, engine.patched.context, engine.config.max_rows
     logits = torch.zeros(1, largest, VOCAB, device=DEVICE)
     tokens = torch.zeros(largest, dtype=torch.long, device=DEVICE)
 
     def forward(*, logits_to_keep: Any, **_: Any) -> SimpleNamespace:
-        context._calls = len(context.k)
         kept = isinstance(logits_to_keep, Tensor)
         return SimpleNamespace(logits=logits[:, : len(logits_to_keep)] if kept else logits)
 
@@ -78,15 +81,16 @@ def _stub(engine: Engine) -> Callable[[], object]:
         return tokens[: len(rows)], None
 
     def unused(*_: Any, **__: Any) -> None:
-        raise AssertionError("a decode step with a stubbed forward has no use for this kernel")
+        raise AssertionError("a decode step with a stubbed forward calls no such kernel")
 
     stubs = replace(
         context.kernels,
         sample=sample,
         **dict.fromkeys(("fused_kv_write", "paged_attention", "accept_truncate", "linear"), unused),
     )
-    runner.model = forward
+    engine.runner.model = forward
     context.kernels = core.sampler._kernels = core.committer.kernels = stubs
+    context.check = lambda: None  # that every layer called attention
     return engine.contract.changed
 
 
@@ -97,11 +101,11 @@ def kind(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(scope="module")
 def stubbed(kind: bool, smoke: bool) -> Iterator[tuple[Engine, Callable[[], object]]]:
-    """An engine that computes nothing, its probes done before, and its check of the weights."""
+    """An engine whose steps compute nothing, probed before, and its check for changed weights."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # thread time sees one
     config = EngineConfig(verify="padded", max_rows=256 if smoke else None)  # fewer to probe
-    with Engine(build(), config=config) as engine:
+    with Engine(build(SMOKE_LAYERS if smoke else LAYERS), config=config) as engine:
         engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2, deterministic=kind))
         yield engine, _stub(engine)
     torch.set_num_threads(threads)
@@ -121,17 +125,17 @@ def bench_decode_step(
 ) -> None:
     """One step that gives each of ``sequences`` greedy requests one token.
 
-    weights_check_ms: the part of it that looks whether a parameter was written to. bucket: rows of
-    the pass, padding included. least_ms: the quickest step, which a busy machine moves least.
+    weights_check_ms: the part that checks whether a parameter was written to. bucket: rows of the
+    pass, padding included. least_ms: the fastest step, which a busy machine changes least.
     """
     engine, weights_check = stubbed
     steps = 2 if smoke else STEPS * rounds
-    work = of_shapes("host", [(PROMPT, PROMPT_STEPS + steps + 8)] * sequences, VOCAB)
+    prompt = SMOKE_PROMPT if smoke else PROMPT
+    work = of_shapes("host", [(prompt, PROMPT_STEPS + steps + 8)] * sequences, VOCAB)
     asked = work.params(range(sequences) if kind else ())
     params = [replace(one, temperature=0.0) for one in asked]
     numbers = [
-        engine.add_request(list(prompt), one)
-        for prompt, one in zip(work.prompts, params, strict=True)
+        engine.add_request(list(ids), one) for ids, one in zip(work.prompts, params, strict=True)
     ]
     for _ in range(PROMPT_STEPS):
         engine.step()
