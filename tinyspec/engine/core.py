@@ -51,8 +51,8 @@ class EngineCore:
         return results
 
     def recover(self) -> list[CommitResult]:
-        """After a step that raised: compute all running sequences anew, but for the tokens that
-        the step had committed, which are returned."""
+        """After a step that raised: all running sequences are computed again. Returns what the step
+        had committed, which stays."""
         self.scheduler.preempt_all()
         return self.committer.take_results()
 

@@ -218,7 +218,7 @@ class Engine:
         return self.tracker.finish(self.prepare(prompts, params), progress)
 
     def score(self, prompts: Any, continuations: Any, params: Params = None) -> list[list[float]]:
-        """Log-probability of every token of each continuation behind its prompt.
+        """Log-probability of every token of each continuation of its prompt.
 
         The bits are those that ``generate`` gives the same tokens under the same ``params``
         (default: greedy); prompts share canonical passes. continuations: one a prompt, token ids or

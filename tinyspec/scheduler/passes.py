@@ -34,11 +34,12 @@ class Work:
 
     @property
     def token_ids(self) -> list[int]:
-        sequence = self.sequence
-        committed = sequence.tokens[self.start : self.end]
-        behind = self.start - len(sequence.tokens)
-        drafts = sequence.drafts[max(behind, 0) : self.end - len(sequence.tokens)]
-        return committed + drafts if self.end > len(sequence.tokens) else committed
+        tokens, drafts = self.sequence.tokens, self.sequence.drafts
+        if self.end <= len(tokens):
+            return tokens[self.start : self.end]
+        return (
+            tokens[self.start :] + drafts[max(self.start - len(tokens), 0) : self.end - len(tokens)]
+        )
 
 
 @dataclass

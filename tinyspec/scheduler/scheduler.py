@@ -1,8 +1,8 @@
 """Chooses the next pass: its bucket, and which rows of which sequences run in it. Host only.
 
-The choice changes when a deterministic request's tokens come, never which: its prompt and its
-commits run in canonical passes, whatever rows share them. So each step may take the cheapest of
-three ways: direct, padded, or draft and verify.
+The choice changes the time of a deterministic request's tokens and never their bits: its prompt
+and its commits run in canonical passes, whatever rows share them. So each step may take the
+cheapest of three ways: direct, padded, or draft and verify.
 """
 
 from __future__ import annotations
