@@ -11,7 +11,7 @@ from tinyspec.determinism.probes.attention import probe_attention, probe_rows
 from tinyspec.kernels import backend as kernels
 from tinyspec.kernels.twins import attention_tiles, paged_attention
 from tinyspec.model.attention_calls import LayerShape
-from tinyspec.model.linears import cpu_has
+from tinyspec.model.cpu.linears import cpu_has
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -50,9 +50,8 @@ def test_an_engine_probes_with_its_softcap(monkeypatch):
         assert softcap
         assert {layer.softcap for layer in engine.runner.layers} == {softcap}
         assert all(probe_attention(engine.runner))
-        context = engine.runner._context
-        context.kernels = replace(
-            context.kernels,
+        engine.runner.kernels = replace(
+            engine.runner.kernels,
             paged_attention=lambda q, *_, softcap, **__: q * (1 + (len(q) == 1) * (softcap > 0)),
         )
         assert not any(probe_attention(engine.runner))

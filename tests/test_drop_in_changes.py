@@ -244,3 +244,18 @@ def test_a_change_that_cannot_be_served_and_back():
         assert greedy(model, PROMPT) == first
     tinyspec.patch(model, SMALL)
     tinyspec.unpatch(model)
+
+
+def test_a_setting_of_a_module():
+    prompt = random_ids(40, 1)
+    asked = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 6}
+    asked |= {"deterministic": True, "pad_token_id": 0}
+    twin = tiny()
+    twin.model.layers[0].input_layernorm.variance_epsilon = 0.5
+    with patched(tiny()) as model, patched(twin):
+        first = model.generate.fingerprint
+        model.generate([prompt], **asked)
+        model.model.layers[0].input_layernorm.variance_epsilon = 0.5
+        ours, expected = (each.generate([prompt], **asked) for each in (model, twin))
+        assert all(map(torch.equal, ours.logits, expected.logits))
+        assert model.generate.fingerprint == twin.generate.fingerprint != first

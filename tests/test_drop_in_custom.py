@@ -9,6 +9,7 @@ from transformers.generation import (
     LogitsProcessorList,
     MaxLengthCriteria,
     StoppingCriteriaList,
+    TopKLogitsWarper,
 )
 
 import tinyspec
@@ -245,3 +246,29 @@ def test_custom_generate_raises_what_a_hook_raises(patched):
     again = served.generate(**BATCH, **BASE, custom_generate=generate)
     assert torch.equal(again, model.generate(**BATCH, **BASE))
     assert again.max() < VOCAB
+
+
+CUSTOM_INPUTS = {
+    "a-processor-of-a-made-type": lambda model: {
+        "inputs": torch.tensor([[5, 17, 3, 99]]),
+        "do_sample": True,
+        "logits_processor": [TopKLogitsWarper(1)],
+    },
+    "pads-that-count": lambda model: {
+        "inputs": torch.tensor([[0, 5, 0, 9, 11, 0, 33, 8]]),
+        "attention_mask": torch.ones(1, 8, dtype=torch.long),
+    },
+    "embeddings": lambda model: {
+        "inputs_embeds": model.get_input_embeddings()(torch.tensor([[5, 17, 3, 99]])).detach(),
+    },
+}
+
+
+@pytest.mark.parametrize("name", CUSTOM_INPUTS)
+def test_custom_generate_of_one_prompt(name):
+    model = tiny()
+    asked = {**BASE, **CUSTOM_INPUTS[name](model)}
+    expected = model.generate(**asked)
+    for deterministic in (False, True):
+        more = {"custom_generate": generate, "deterministic": deterministic}
+        assert torch.equal(model.generate(**asked, **more), expected)

@@ -260,3 +260,12 @@ def test_lines_for_a_batch_come_once():
     kinds = [re.sub(r"\d+", "#", line) for line in ours.lines]
     assert not any("right-padding" in line for line in kinds)
     assert kinds and len(kinds) == len(set(kinds))
+
+
+@pytest.mark.parametrize("other", [[4], [4, 5, 6, 7, 8, 9]])
+def test_a_list_has_no_padding(other):
+    prompt = [5, PAD, 9, 11, PAD, 33]
+    new = lambda ids: pair()[0].generate(ids, **BASE, deterministic=True)[0, -NEW:]  # noqa: E731
+    assert torch.equal(new([prompt, other]), new([prompt]))
+    stripped = new(torch.tensor([prompt]))
+    assert not torch.equal(stripped, new([prompt])), "without a mask, pads of a tensor are padding"

@@ -14,14 +14,16 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import tinyspec
 from tests.support.drop_in import PAD, SMALL, AfterEven, AtMultiples, patched, random_ids
 from tests.support.sensitive import RowByRowLinear, ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import tiny
+from tests.support.tolerances import FORMULA, close
 from tinyspec import Engine, SamplingParams
 from tinyspec.kernels.attention_metadata import AttentionMetadata
-from tinyspec.model.linears import FastMode
+from tinyspec.model.cpu.fast_mode import FastMode
 
 RANDOM = settings(
     max_examples=40,
@@ -247,7 +249,7 @@ def test_the_bits_of_engine_generate(engine, crowd, number):
         ):
             assert tokens == completion.token_ids
             chosen = scores.log_softmax(-1)[range(len(tokens)), tokens]
-            assert torch.allclose(chosen, torch.tensor(completion.logprobs), atol=1e-5)
+            assert close(chosen, torch.tensor(completion.logprobs), FORMULA)
     assert model_of("shape-sensitive").generate.fingerprint == engine.fingerprint
 
 
@@ -259,3 +261,34 @@ def test_control_an_engine_of_other_weights(engine):
         assert other.generate.fingerprint != engine.fingerprint
     expected = engine.generate([requests[0][0]], params_of(requests[0][1]))[0].completions
     assert found[0][0] != expected[0].token_ids
+
+
+def new_tokens(model, prompts, **arguments):
+    return model.generate(prompts, max_new_tokens=6, pad_token_id=PAD, **arguments)[:, -6:].tolist()
+
+
+def test_processors_that_hold_a_prompt_are_not_shared():
+    prompts = [random_ids(12, n) for n in range(3)]
+    with patched(tiny()) as model:
+        together = new_tokens(model, prompts, encoder_repetition_penalty=[1.0, 30.0, 30.0])
+        alone = new_tokens(model, prompts[2:], encoder_repetition_penalty=30.0)
+        assert together[2] == alone[0] != new_tokens(model, prompts[2:])[0]
+
+
+def test_plain_calls_repeat_once_buckets_are_known():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.08}
+    config = LlamaConfig(vocab_size=128, **sizes, **heads)  # wide enough for row counts to show
+    prompts = [random_ids(n, n) for n in (129, 130, 131, 133, 140)]
+    asked = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 4}
+    with patched(LlamaForCausalLM(config).eval(), None) as model:
+
+        def calls():
+            outputs = [model.generate([p], pad_token_id=PAD, **asked) for p in prompts]
+            return [torch.cat(output.logits) for output in outputs]
+
+        first = calls()
+        model.generate([[1, 2]], deterministic=True, max_new_tokens=6)
+        for _ in range(2):
+            assert all(map(torch.equal, calls(), first))

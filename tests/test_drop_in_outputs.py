@@ -9,6 +9,7 @@ from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput, PrefixConstrainedLogitsProcessor
 
 import tinyspec
+from tests.support import tolerances
 from tests.support.hooks import Backwards, Until
 from tests.support.judge import (
     FAMILIES,
@@ -26,6 +27,7 @@ from tests.support.judge import (
     pair,
 )
 from tests.support.tiny import VOCAB, tiny
+from tests.support.tolerances import LOGITS_16, LOGPROBS
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 BASE = {"max_new_tokens": NEW, "pad_token_id": PAD}
@@ -83,7 +85,7 @@ def test_transition_scores_equal_transformers(settings):
             own.compute_transition_scores(o.sequences, o.scores, normalize_logits=normalize)
             for o in (given, judged)
         ]
-        assert torch.allclose(*scores, atol=1e-4) and scores[0].shape == (1, NEW)
+        assert tolerances.close(*scores, LOGPROBS) and scores[0].shape == (1, NEW)
 
 
 def test_scores_of_sixteen_bits_are_fp32():
@@ -96,7 +98,7 @@ def test_scores_of_sixteen_bits_are_fp32():
     for name in ("scores", "logits"):
         ours, theirs = getattr(given, name)[0], getattr(judged, name)[0]
         assert ours.dtype == theirs.dtype == torch.float32 and ours.shape == theirs.shape
-        assert torch.allclose(ours, theirs, atol=0.1, rtol=0.05)
+        assert tolerances.close(ours, theirs, LOGITS_16)
 
 
 def test_flags_without_a_dict_give_tokens():

@@ -114,3 +114,37 @@ def test_a_pool_of_a_fixed_size_does_not_grow():
         assert found[:, 100:].tolist() == longest
         with pytest.raises(ValueError, match="pages"):
             generate(model, [PROMPTS[0] * 2])
+
+
+def test_growth_that_fails_on_the_way(monkeypatch):
+    with patched(tiny()) as model:
+        generate(model, [[1, 2, 3]], 6)
+        cache = model.generate._engine._runner.cache
+        before = len(cache.k[0])
+        new_empty, calls = torch.Tensor.new_empty, []
+
+        def fails(self, *size, **settings):
+            if self.ndim == 4:
+                calls.append(size)
+                if len(calls) % 2 == 0:
+                    raise MemoryError
+            return new_empty(self, *size, **settings)
+
+        monkeypatch.setattr(torch.Tensor, "new_empty", fails)
+        for _ in range(2):
+            with pytest.raises(MemoryError):
+                generate(model, PROMPTS[:3], 6)
+        monkeypatch.undo()
+        grown = {len(pool) for pool in (*cache.k, *cache.v)}
+        assert len(grown) == 2 and min(grown) == before
+        expected = [greedy(own(), prompt, 6) for prompt in PROMPTS[:3]]
+        assert generate(model, PROMPTS[:3], 6)[:, -6:].tolist() == expected
+
+
+def test_release_gives_the_size_back_as_well():
+    with patched(tiny()) as model:
+        generate(model)
+        large = model.generate._engine._pool.num_pages
+        model.generate.release()
+        generate(model, [[1, 2, 3]])
+        assert model.generate._engine._pool.num_pages < large

@@ -28,6 +28,7 @@ from tests.support.drop_in import (
     random_ids,
 )
 from tests.support.tiny import VOCAB, tiny
+from tests.support.tolerances import LOGITS, close
 
 STOPS = [3, 9, 27, 41, 60, 77, 101]
 RANDOM = settings(
@@ -210,7 +211,7 @@ def filtered_otherwise(
         expected = processors(before, logits[n : n + 1].clone())[0]
         left = expected > -torch.inf
         same = torch.equal(left, scores[n] > -torch.inf) and bool(left[token])
-        if not (same and torch.allclose(scores[n][left], expected[left], atol=1e-4, rtol=1e-4)):
+        if not (same and close(scores[n][left], expected[left], LOGITS)):
             wrong.append(n)
     return wrong
 
@@ -244,7 +245,7 @@ def test_sampled_are_filtered_as_transformers_does(family, call, copies, seed, d
             with torch.no_grad():
                 whole = own(family)(torch.tensor([prompt + tokens])).logits[0]
             logits = steps_of(found, place, len(tokens))[1]
-            assert torch.allclose(logits, whole[len(prompt) - 1 : -1], atol=1e-3, rtol=1e-3)
+            assert close(logits, whole[len(prompt) - 1 : -1], LOGITS)
 
 
 @pytest.mark.parametrize("other", [{"top_k": 7}, {"top_p": 0.4}, {"temperature": 0.8}])

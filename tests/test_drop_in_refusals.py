@@ -158,3 +158,9 @@ def test_transformers_has_no_such_argument(name):
     _, own = pair()
     with pytest.raises(ValueError, match=name):
         own.generate(ROW, **BASE, **{name: 1})
+
+
+@pytest.mark.parametrize("seed", [-5, "abc", 1.5])
+def test_a_bad_seed_of_a_greedy_request(seed):
+    with pytest.raises(ValueError, match="seed"):
+        pair()[0].generate([[1, 2]], **BASE, seed=seed)

@@ -167,3 +167,13 @@ def test_control_on_torchs_own_sampling_a_row_does_depend_on_others():
         ids[:1], attention_mask=torch.ones_like(ids[:1]), pad_token_id=PAD, **SAMPLED
     )
     assert torch.equal(both[0], first[0])
+
+
+def test_a_call_that_transformers_serves_draws_as_without_tinyspec(model):
+    ids = torch.tensor([[5, 17, 3]])
+    asked = {"do_sample": True, "max_new_tokens": 511, "pad_token_id": PAD}  # beyond the positions
+    drawn = []
+    for each in (model, tiny()):
+        torch.manual_seed(0)
+        drawn.append(each.generate(ids, **asked))
+    assert torch.equal(*drawn)

@@ -11,6 +11,7 @@ import tinyspec
 from tests.support import signals
 from tests.support.drop_in import PAD, SMALL, greedy, own, patched, portrait, random_ids
 from tests.support.tiny import tiny
+from tests.support.tolerances import LOGITS, close
 
 
 def threads_run(*jobs) -> list[object]:
@@ -214,4 +215,20 @@ def test_a_forward_in_another_thread(family):
         if isinstance(result, Exception):
             assert isinstance(result, RuntimeError) and "tinyspec" in str(result)
         else:
-            assert torch.allclose(result, expected, atol=1e-4)
+            assert close(result, expected, LOGITS)
+
+
+def test_an_interrupt_that_leaves_requests_over(monkeypatch):
+    """The error comes out, and the next call works."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    prompt = [5, 17, 3]
+    with patched(tiny()) as model:
+        monkeypatch.setattr("tinyspec.engine.engine.EventStream", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            greedy(model, prompt)
+        monkeypatch.undo()
+        assert model.config._attn_implementation != "tinyspec"
+        assert greedy(model, prompt) == greedy(own(), prompt)

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 import tinyspec
 from tests.support.drop_in import PAD, SMALL, greedy, patched, random_ids
 from tests.support.tiny import FAMILIES, VOCAB, tiny
+from tests.support.tolerances import LOGITS, OTHER_WEIGHTS, close
 
 PROMPT = random_ids(11)
 BATCH = torch.tensor([random_ids(24, seed) for seed in range(3)])
@@ -182,8 +183,8 @@ def test_loaded_weights_are_seen(family, change):
         for deterministic in (False, True):
             assert greedy(model, PROMPT, deterministic=deterministic) == expected
             found = logits_of(model, deterministic=deterministic)
-            assert torch.allclose(found, logits, atol=1e-3, rtol=1e-3)
-        assert not torch.allclose(before, logits, atol=1e-1, rtol=1e-1)
+            assert close(found, logits, LOGITS)
+        assert not close(before, logits, OTHER_WEIGHTS)
 
 
 def logits_of(model, **settings) -> torch.Tensor:

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import CompileConfig, DynamicCache, GenerationConfig, StaticCache
-from transformers.generation import GenerationMode
+from transformers.generation import GenerationMode, UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 import tinyspec
 from tests.support.judge import PAD, ROWS, defaults, listen, one, padded, pair
 from tests.support.tiny import tiny
-from tinyspec.drop_in.settings import INERT, MODES, SERVED, WARPING, Prepared
+from tinyspec.drop_in import served
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 BASE = {"max_new_tokens": 6, "pad_token_id": PAD}
@@ -71,6 +71,10 @@ UNSERVED = {
     "logits_to_keep": lambda m: {"logits_to_keep": 1},
     "is_assistant": lambda m: {"is_assistant": True},
     "compile_config": lambda m: {"compile_config": CompileConfig()},
+    "guidance_scale-zero": lambda m: {"guidance_scale": 0.0},
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor": lambda m: {
+        "logits_processor": [UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, pair()[1])]
+    },
     "output_attentions-eager": lambda m: {"output_attentions": True, "use_cache": False},
 }
 GPT2_ONLY = {
@@ -226,30 +230,31 @@ SET = {
 FIELDS = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
 
 
-def prepared(**fields):
-    """A request as transformers would prepare it; fields it would refuse are set all the same."""
+def unserved(**fields):
+    """What is named of a config with these fields, even if transformers would refuse them."""
     config = GenerationConfig()
     for name, value in fields.items():
         setattr(config, name, value)
-    return Prepared(config, [], [], one([1, 2]), [])
+    return list(served.unserved_settings(config))
 
 
 def test_every_field_of_the_installed_config_is_classified():
-    unknown = (SERVED | INERT | WARPING) - set(FIELDS) - {"transformers_version"}
+    groups = (served.SERVED_FIELDS, served.INERT_FIELDS, served.SAMPLING_FIELDS)
+    unknown = set().union(*groups) - set(FIELDS) - {"transformers_version"}
     assert not unknown, "fields that transformers does not have"
-    assert not (SERVED & INERT) and not (SERVED & WARPING) and not (INERT & WARPING)
+    assert sum(map(len, groups)) == len(set().union(*groups)), "a field of two groups"
     assert len(FIELDS) > 60
     for name in FIELDS:
-        if name in SERVED | INERT:
+        if name in served.SERVED_FIELDS | served.INERT_FIELDS:
             continue
-        told = list(prepared(**{name: SET.get(name, True)}, do_sample=True).unserved())
+        told = unserved(**{name: SET.get(name, True)}, do_sample=True)
         assert any(name in why for why in told), f"{name} is dropped in silence"
 
 
 def test_a_field_nobody_knows_yet():
     """Entries that are no fields today are, set, not dropped in silence either."""
-    assert any("new_field" in why for why in prepared(new_field=3).unserved())
-    assert not list(prepared().unserved())
+    assert any("new_field" in why for why in unserved(new_field=3))
+    assert not unserved()
 
 
 INERT_VALUES = {
@@ -271,7 +276,7 @@ INERT_VALUES = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(INERT))
+@pytest.mark.parametrize("name", sorted(served.INERT_FIELDS))
 def test_inert_fields_change_nothing(name, caplog):
     settings = {**BASE, name: INERT_VALUES[name]}
     with caplog.at_level(logging.DEBUG, logger="tinyspec"):
@@ -282,8 +287,12 @@ def test_inert_fields_change_nothing(name, caplog):
 
 
 def test_every_mode_is_known():
-    assert {mode.value for mode in MODES} == {"greedy_search", "sample", "assisted_generation"}
-    assert len(GenerationMode) > len(MODES)
+    assert {mode.value for mode in served.SERVED_MODES} == {
+        "greedy_search",
+        "sample",
+        "assisted_generation",
+    }
+    assert len(GenerationMode) > len(served.SERVED_MODES)
 
 
 def test_unserved_settings_of_the_models_own_config(caplog):

@@ -15,11 +15,12 @@ from transformers.integrations.moe import use_experts_implementation
 from tests.support.mixes import Liar, bits, crowd, needles, random_config, run_through, solo
 from tests.support.moe import OWN_WAY, SERVED, tiny_moe
 from tests.support.tiny import VOCAB, hf_greedy, prompts
+from tests.support.tolerances import OPERATOR, close
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
 from tinyspec.determinism.probes import buckets as bucket_probe
 from tinyspec.determinism.probes.routing import TOKEN_SETS, Matmul, Matmuls, routed
 from tinyspec.kernels.twins.linear import linear
-from tinyspec.model.moe import IMPLEMENTATION, PLACE, kernel_stand_ins, served
+from tinyspec.model.moe import IMPLEMENTATION, STATE, kernel_experts, kernel_forward
 
 DTYPES = (torch.float32, torch.bfloat16)
 REFERENCE = 16
@@ -111,9 +112,8 @@ def routes(rows, seed=0, slots=3):
 def test_matches_reference(kind, rows):
     module = experts_of(*KINDS[kind])
     x, index, weights = routes(rows)
-    torch.testing.assert_close(
-        kernel_stand_ins(module, x, index, weights, linear), module(x, index, weights)
-    )
+    expected = module(x, index, weights)
+    assert close(kernel_forward(module, x, index, weights, linear), expected, OPERATOR)
 
 
 @torch.no_grad()
@@ -126,14 +126,14 @@ def test_row_invariant(kind, dtype):
     x, index, weights = routes(40)
     x = x.to(dtype)
     alone = [
-        kernel_stand_ins(module, x[n : n + 1], index[n : n + 1], weights[n : n + 1], linear)
+        kernel_forward(module, x[n : n + 1], index[n : n + 1], weights[n : n + 1], linear)
         for n in range(40)
     ]
     rng = random.Random(0)
     for turn in range(12):
         order = rng.sample(range(40), rng.randint(1, 40))
         flip = (lambda t: t.flip(1)) if turn % 2 else (lambda t: t)
-        given = kernel_stand_ins(module, x[order], flip(index[order]), flip(weights[order]), linear)
+        given = kernel_forward(module, x[order], flip(index[order]), flip(weights[order]), linear)
         assert torch.equal(given, torch.cat([alone[n] for n in order])), turn
 
 
@@ -147,7 +147,7 @@ def test_the_contract(model):
     rng = random.Random(1)
     with Engine(model, config=EngineConfig(reference_rows=REFERENCE)) as engine:
         alone = [bits(solo(engine, needle)) for needle in needles()]
-        assert len(served(model)) == model.config.num_hidden_layers
+        assert len(kernel_experts(model)) == model.config.num_hidden_layers
         for size in (1, 4, 15):
             outputs = run_through(engine, rng, [*needles(), *crowd(rng, size)])
             assert [bits(output) for output in outputs[: len(alone)]] == alone, size
@@ -172,7 +172,7 @@ def test_plain_tokens_are_transformers(family):
 def without_the_kernel(model, config):
     """Bits of needles alone, and in a crowd, though the probe would refuse them."""
     with Engine(model, config=config) as engine:
-        assert not served(model)
+        assert not kernel_experts(model)
         alone = [bits(solo(engine, needle)) for needle in needles()]
         others = crowd(random.Random(3), 12)
         outputs = engine.generate(*zip(*[*needles(), *others], strict=True))
@@ -244,9 +244,9 @@ def test_unpatched_without_a_trace(implementation):
         engine.suspend()
         assert model.get_experts_implementation()[""] == implementation
         assert engine.resume()
-        assert served(model)
+        assert kernel_experts(model)
     assert model.get_experts_implementation()[""] == implementation
-    assert not any(PLACE in vars(module) for module in model.modules())
+    assert not any(STATE in vars(module) for module in model.modules())
     assert [set(vars(module)) for module in model.modules()] == list(map(set, before))
 
 
@@ -258,7 +258,7 @@ def test_a_copy_runs_as_the_user_had_it():
         expected = model.model.layers[0].mlp.experts(x, index, weights)
         with Engine(model):
             twin = copy.deepcopy(model)
-            assert PLACE in vars(twin.model.layers[0].mlp.experts)
+            assert STATE in vars(twin.model.layers[0].mlp.experts)
             found = twin.model.layers[0].mlp.experts(x, index, weights)
         assert torch.equal(found, expected)
 

@@ -61,7 +61,7 @@ def test_sigmoid_of_a_router():
     rows = torch.randn(2000, 2) * 2
     expected = in_passes(torch.sigmoid, rows, CONFIG.reference_rows)
     with Engine(tiny("kolibri1"), config=CONFIG) as engine:
-        facts = engine.contract.examine()
+        facts = engine.contract.probe()
     broken = {fact.rows for fact in facts.buckets if any("sigmoid" in n for n in fact.broken_by)}
     unlike = {
         fact.rows

@@ -8,19 +8,19 @@ from transformers.pytorch_utils import Conv1D
 
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import prompts, tiny
+from tests.support.tolerances import SHORT_SUM, assert_as_good_as_torch, close
 from tinyspec import Engine, SamplingParams
 from tinyspec.kernels.twins.linear import linear
-from tinyspec.model import linears
-from tinyspec.model.linear_kinds import linear_shape, linear_weight
-from tinyspec.model.linears import (
+from tinyspec.model.cpu import linears
+from tinyspec.model.cpu.linears import (
     CpuLinear,
-    KernelLinear,
     OneDnnLinear,
     TransposedLinear,
     cpu_has,
     cpu_stand_ins,
-    kernel_stand_ins,
 )
+from tinyspec.model.linear_kinds import linear_shape, linear_weight
+from tinyspec.model.linears import KernelLinear, kernel_stand_ins
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FAMILIES = ("llama", "gpt2")
@@ -35,8 +35,7 @@ def test_matches_reference(rows, bias):
     exact = nn.functional.linear(x.double(), linear.weight.double())
     exact = exact + linear.bias.double() if bias else exact
     with torch.no_grad():
-        error = (found(x).double() - exact).norm()
-        assert error <= 2 * max((linear(x).double() - exact).norm(), 1e-7 * exact.norm())
+        assert_as_good_as_torch(found(x), linear(x), exact)
 
 
 def served(model):
@@ -180,4 +179,4 @@ def test_weights_are_read_at_the_call():
     assert torch.equal(stand_in(x), linear(x, layer.weight, layer.bias))
     stand_in.weight, stand_in.bias = nn.Parameter(torch.randn(8, 16)), None
     assert torch.equal(stand_in(x), linear(x, stand_in.weight, None))
-    assert torch.allclose(stand_in(x), F.linear(x, stand_in.weight), atol=1e-5)
+    assert close(stand_in(x), F.linear(x, stand_in.weight), SHORT_SUM)

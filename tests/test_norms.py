@@ -8,9 +8,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from tests.support.tiny import prompts, tiny
+from tests.support.tolerances import SHORT_SUM, close, units
 from tinyspec import Engine, SamplingParams
+from tinyspec.model.cpu.fast_mode import FastMode
 from tinyspec.model.cpu.norms import CpuRMSNorm, is_rms_norm, norm_stand_ins
-from tinyspec.model.linears import FastMode
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((1, 1, 512), (1, 7, 512), (1, 64, 96), (1, 5, 3, 32), (9, 17))
@@ -39,8 +40,7 @@ def test_bits_and_rounding(dtype, weight):
                 fast_mode.on = True
                 found = quick(x)
             assert found.dtype == expected.dtype
-            coarse = max(torch.finfo(kind).eps for kind in (dtype, norm.weight.dtype))
-            torch.testing.assert_close(found, expected, rtol=4 * coarse, atol=0)
+            assert close(found, expected, units(4, dtype, norm.weight.dtype))
             other |= not torch.equal(found, expected)
     assert other or dtype != torch.float32, "control: haste makes a difference"
 
@@ -54,7 +54,7 @@ def test_reads_what_it_stands_for_now():
         norm.weight.mul_(2)
         assert torch.equal(quick(x), before * 2)
         quick.variance_epsilon = norm.variance_epsilon = 0.1
-        torch.testing.assert_close(quick(x), norm(x))
+        assert close(quick(x), norm(x), SHORT_SUM)
 
 
 def test_who_has_one():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support.tiny import FAMILIES, hf_greedy, prompts, tiny
+from tests.support.tolerances import LOGPROBS, close
 from tinyspec import Engine, EngineConfig, SamplingParams
 
 GREEDY = SamplingParams(max_new_tokens=40)
@@ -39,7 +40,7 @@ def test_logprobs_agree_with_a_plain_forward(family):
         logits = model(torch.tensor([prompt + completion.token_ids])).logits[0].float()
     rows = logits.log_softmax(-1)[len(prompt) - 1 : -1]
     expected = rows.gather(1, torch.tensor(completion.token_ids)[:, None]).squeeze(1)
-    assert (torch.tensor(completion.logprobs) - expected).abs().max() < 1e-4
+    assert close(torch.tensor(completion.logprobs), expected, LOGPROBS)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

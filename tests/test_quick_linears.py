@@ -12,12 +12,12 @@ from torch import nn
 from tests.support.mixes import bits, crowd, needles, solo
 from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams, doctor
-from tinyspec.model import linears
-from tinyspec.model.linears import (
+from tinyspec.model.cpu import linears
+from tinyspec.model.cpu.fast_mode import FastMode
+from tinyspec.model.cpu.linears import (
     MKL_ROWS,
     TRANSPOSED_ROWS,
     CpuLinear,
-    FastMode,
     OneDnnLinear,
     TransposedLinear,
     cpu_stand_ins,
@@ -33,7 +33,7 @@ both = pytest.mark.parametrize("dtype", KINDS, ids=str)
 
 
 @pytest.fixture
-def quick(monkeypatch, no_facts_on_disk):
+def quick(monkeypatch, no_results_on_disk):
     calls = []
 
     def split(linear, x):
@@ -44,10 +44,10 @@ def quick(monkeypatch, no_facts_on_disk):
         out = out + (wide[..., cut:] @ exact[:, cut:].T).to(x.dtype)
         return out if linear.bias is None else out + linear.bias
 
-    monkeypatch.setattr(CpuLinear, "quick", split)
+    monkeypatch.setattr(CpuLinear, "default", split)
     # Nor may canonical passes go that way.
     monkeypatch.setattr(
-        TransposedLinear, "by_rows", lambda linear, rows: rows @ linear.weight.t() + 1
+        TransposedLinear, "direct_product", lambda linear, rows: rows @ linear.weight.t() + 1
     )
     monkeypatch.setattr(linears, "_works", lambda: True)
     monkeypatch.setattr(linears, "cpu_has", lambda name: True)
@@ -57,9 +57,9 @@ def quick(monkeypatch, no_facts_on_disk):
 
 
 @both
-def test_only_some_row_counts_and_only_in_haste(quick, dtype):
+def test_only_some_row_counts_and_only_in_fast_mode(quick, dtype):
     fast_mode = FastMode()
-    kind, hasty = KINDS[dtype]
+    kind, fast = KINDS[dtype]
     ((_, _, linear),) = cpu_stand_ins(nn.Sequential(nn.Linear(96, 40, dtype=dtype)), fast_mode)
     assert type(linear) is kind
     with torch.no_grad():
@@ -68,11 +68,11 @@ def test_only_some_row_counts_and_only_in_haste(quick, dtype):
                 fast_mode.on = on
                 del quick[:]
                 linear(torch.randn(1, rows, 96, dtype=dtype))
-                assert quick == [rows] * (on and rows in hasty)
+                assert quick == [rows] * (on and rows in fast)
 
 
 @both
-def test_a_linear_without_haste_has_one_way(quick, dtype):
+def test_a_linear_without_fast_mode_has_one_operator(quick, dtype):
     ((_, _, linear),) = cpu_stand_ins(nn.Sequential(nn.Linear(96, 40, dtype=dtype)))
     for rows in (4, 64):
         linear(torch.randn(1, rows, 96, dtype=dtype))
@@ -81,7 +81,7 @@ def test_a_linear_without_haste_has_one_way(quick, dtype):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(96,), (1, 96), (1, 1, 96), (1, 7, 96), (2, 3, 96)], ids=str)
-def test_turned_round(shape, bias):
+def test_transposed(shape, bias):
     """The same as the linear, as near as the dtype can tell, and laid out alike."""
     own = nn.Linear(96, 40, bias, dtype=torch.bfloat16)
     linear = TransposedLinear(own)
@@ -92,7 +92,7 @@ def test_turned_round(shape, bias):
     assert (found.double() - exact).norm() <= 2**-7 * exact.norm()
 
 
-def test_many_rows_turned_back():
+def test_many_rows_transposed_back():
     """From some size on by another operator: the same numbers at the same places."""
     own = nn.Linear(64, 1024, dtype=torch.bfloat16)
     linear = TransposedLinear(own)
@@ -140,7 +140,7 @@ def test_pages_of_quick_passes_serve_plain_requests_alone(quick):
     )
     config = EngineConfig(reference_rows=16, max_rows=64, page_size=16)
     with Engine(tiny(), config=config) as engine:
-        engine.contract.prove()
+        engine.contract.ensure()
         first = engine.generate([[5, 6, 7]], plain)[0]
         tokens = [5, 6, 7, *first.completions[0].token_ids]
         warm = engine.generate([tokens], mine)[0]

@@ -103,3 +103,35 @@ def test_fast_path_acceptance_on_the_bundled_model():
     for s in stats:
         assert s.drafted == s.accepted + s.rolled_back
         assert (s.rolled_back > 0) == (s.rollbacks > 0)
+
+
+class Spoils:
+    """A stateless processor that fails for one token of the drafts."""
+
+    stateless = True
+
+    def __call__(self, ids, scores):
+        return torch.full_like(scores, -torch.inf) if int(ids[0, -1]) == 77 else scores
+
+
+class Proposes77:
+    def propose(self, sequences, n):
+        return [[77]] * len(sequences)
+
+
+def test_kv_of_a_failed_plain_draft_is_not_canonical():
+    """A deterministic request must not start from it."""
+    model = replace_linears(tiny(), ShapeSensitiveLinear)
+    config = EngineConfig(reference_rows=16, page_size=8, drafter=Proposes77())
+    with Engine(model, config=config) as engine:
+        engine.generate([[1]], SamplingParams(max_new_tokens=1, deterministic=True))
+        engine.add_request(
+            PROMPT[:7], SamplingParams(max_new_tokens=40, logits_processors=[Spoils()])
+        )
+        seen = []
+        while engine.has_unfinished():
+            engine.step()
+            seen += [(s.canonical, s.computed) for s in engine._scheduler.running]
+        assert any(computed > 10 for _, computed in seen)
+        # The prompt at most: the rest was computed by passes of other sizes.
+        assert max(canonical for canonical, _ in seen) <= 7

@@ -12,8 +12,9 @@ from torch import nn
 
 from tests.support.mixes import bits, crowd, needles, solo
 from tests.support.tiny import tiny
+from tests.support.tolerances import SHORT_SUM, close
 from tinyspec import Engine, EngineConfig, SamplingParams, doctor
-from tinyspec.model import linears
+from tinyspec.model.cpu import linears
 from tinyspec.model.row_tiles import RowTiles, split_rows
 
 CONFIG = EngineConfig(reference_rows=16, max_rows=64)
@@ -60,11 +61,11 @@ def test_tiles_keep_the_shape(shape):
         tiles.bind([linear], (8, 32))
         tiles.on = True
         found = linear(x)
-    assert found.shape == expected.shape and torch.allclose(found, expected, atol=1e-6)
+    assert found.shape == expected.shape and close(found, expected, SHORT_SUM)
 
 
 @pytest.fixture
-def breaks_above(monkeypatch, no_facts_on_disk):
+def breaks_above(monkeypatch, no_results_on_disk):
     """torch's linear with other partial sums above 16 rows; counts its row counts."""
     calls = []
 

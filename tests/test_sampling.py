@@ -17,6 +17,7 @@ from transformers.generation.logits_process import (
 
 from tests.support.mixes import crowd
 from tests.support.tiny import VOCAB, prompts, tiny
+from tests.support.tolerances import FORMULA, LOGPROBS, NOISE, near
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.kernels import backend as kernels
 from tinyspec.kernels.twins.philox import gumbel, philox
@@ -144,7 +145,7 @@ def test_noise_is_gumbel_of_philox():
         word = plain_philox((v // 4, position, 0, 0), (key & ONES, key >> 32))[v % 4]
         u = ((word >> 9) + 0.5) / 2**23
         assert 0 < u < 1
-        assert noise[v].item() == pytest.approx(-math.log(-math.log(u)), rel=1e-5, abs=1e-6)
+        assert noise[v].item() == near(-math.log(-math.log(u)), NOISE)
 
 
 # Positions and lanes at which, under key 0, all 23 bits that are used are 0, or are 1.
@@ -154,7 +155,7 @@ EXTREMES = {(1224113, 0): 0.5, (372860, 3): 0.5, (824326, 1): 2**23 - 0.5, (9218
 def test_noise_at_its_extremes():
     for (position, lane), steps in EXTREMES.items():
         noise = gumbel(torch.tensor([0]), torch.tensor([position]), 4)[0, lane].item()
-        assert noise == pytest.approx(-math.log(-math.log(steps / 2**23)), rel=1e-6)
+        assert noise == near(-math.log(-math.log(steps / 2**23)), NOISE)
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 101, 128, 997])
@@ -242,7 +243,7 @@ def test_combinations_in_order(sampler, style, temperature):
         sampler.sample(logits, [replace(row, params=top) for row in rows]), expected, strict=True
     ):
         shares = torch.log_softmax(scores, 0)
-        assert found.logprob == pytest.approx(shares[found.token].item(), abs=1e-5)
+        assert found.logprob == near(shares[found.token].item(), FORMULA)
         allowed = {token for token, value in found.top if value > -torch.inf}
         assert allowed == set(scores.isfinite().nonzero().squeeze(1).tolist())
         assert found.token in allowed
@@ -450,7 +451,7 @@ def test_raw_and_processed_logprobs(sampler, temperature):
         sampled_from = torch.log_softmax(scores[0], 0)
         other = sampler.sample(logits, [replace(row, params=processed)])[0]
         assert other.token == found.token
-        assert other.logprob == pytest.approx(sampled_from[found.token].item(), abs=1e-5)
+        assert other.logprob == near(sampled_from[found.token].item(), FORMULA)
         assert other.logprob != found.logprob
 
 
@@ -507,7 +508,7 @@ def test_prompt_logprobs(max_rows, deterministic):
     for output, values in zip(outputs, expected, strict=True):
         first, *rest = output.prompt_logprobs
         assert first is None
-        assert rest == pytest.approx(values, abs=1e-4)
+        assert rest == near(values, LOGPROBS)
 
 
 def test_prompt_logprobs_do_not_depend_on_chunks():

@@ -5,6 +5,7 @@ import torch
 
 from tests.support.cases import model_of, run, steady, text, whole
 from tests.support.mixes import Liar
+from tests.support.tolerances import OTHER_PASS, close
 from tinyspec import SamplingParams
 
 LENGTHS = (3, 9, 17, 30)
@@ -60,7 +61,7 @@ def test_plain_requests_keep_their_tokens(style, drafter):
     assert tokens(outputs) == tokens(expected)
     for output, other in zip(outputs, expected, strict=True):
         for ours, theirs in zip(output.completions, other.completions, strict=True):
-            assert torch.allclose(torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs))
+            assert close(torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), OTHER_PASS)
     if drafter == "knows":  # of three completions it takes one for another where they part
         assert stats.accepted > stats.drafted * 0.8 > 5
         assert stats.rolled_back == 0 or style == "three of a prompt"

@@ -1,7 +1,7 @@
-"""Turned linears run straight in canonical passes only where a probe finds the same bits.
+"""Canonical passes use the direct product of a transposed linear only where a probe finds its bits.
 
-``alike`` makes turning unnecessary at multiples of 32 rows and at no other count; fp64 sums, so
-that nothing else decides the bits.
+``alike`` gives the direct product the same bits at multiples of 32 rows and at no other count; fp64
+sums, so that nothing else decides the bits.
 """
 
 import random
@@ -18,8 +18,9 @@ from tinyspec.determinism import probe_cache
 from tinyspec.determinism.probes import buckets
 from tinyspec.determinism.probes.bits import PositionProbe
 from tinyspec.determinism.probes.linears import find_direct, run_direct
-from tinyspec.model import linears
-from tinyspec.model.linears import FastMode, TransposedLinear
+from tinyspec.model.cpu import linears
+from tinyspec.model.cpu.fast_mode import FastMode
+from tinyspec.model.cpu.linears import TransposedLinear
 
 CONFIG = EngineConfig(reference_rows=16, max_rows=64, max_sequences=40)
 DTYPE = torch.bfloat16
@@ -32,21 +33,21 @@ def product(linear, rows, cuts=1):
 
 
 @pytest.fixture
-def alike(monkeypatch, no_facts_on_disk):
-    """The row counts at which something ran straight."""
+def alike(monkeypatch, no_results_on_disk):
+    """The row counts at which the direct product was used."""
     calls = []
 
     def by_rows(linear, rows):
         calls.append(len(rows))
         return product(linear, rows, 1 if len(rows) % 32 == 0 else 2)
 
-    monkeypatch.setattr(TransposedLinear, "by_columns", product)
-    monkeypatch.setattr(TransposedLinear, "by_rows", by_rows)
+    monkeypatch.setattr(TransposedLinear, "transposed_product", product)
+    monkeypatch.setattr(TransposedLinear, "direct_product", by_rows)
     monkeypatch.setattr(linears, "cpu_has", lambda name: True)
     return calls
 
 
-def straight_of(model):
+def direct_of(model):
     return {tuple(m.direct) for m in model.modules() if isinstance(m, TransposedLinear)}
 
 
@@ -58,29 +59,29 @@ def test_only_at_the_row_counts_that_are_alike(alike, bias):
     linear.direct = (32, 64)
     x = torch.randn(1, 64, 96, dtype=DTYPE)
     with torch.no_grad():
-        turned = TransposedLinear(own)(x)
+        transposed = TransposedLinear(own)(x)
         for rows in (1, 16, 31, 32, 48, 64):
             del alike[:]
             found = linear(x[:, :rows])
             assert alike == [rows] * (rows in (32, 64))
-            assert torch.equal(found, turned[:, :rows])
-    # In haste 48 rows go another way, and 32 do unless that is the same one.
-    assert linear.hastens(48) and linear.hastens(32) == bias and not linear.hastens(8)
+            assert torch.equal(found, transposed[:, :rows])
+    # In fast mode 48 rows take torch's default, and 32 do: the direct product, but for the bias.
+    assert [linear.differs_in_fast_mode(rows) for rows in (8, 32, 48)] == [False, bias, True]
 
 
 def test_the_probe_finds_them(alike):
     with Engine(tiny("llama", DTYPE), config=CONFIG) as engine:
-        assert straight_of(engine.model) == {()}
-        facts = engine.contract.examine()
+        assert direct_of(engine.model) == {()}
+        facts = engine.contract.probe()
         assert facts.canonical == facts.sizes and facts.sizes[-1] == 64
         assert set(facts.direct.values()) == {(32, 64)}
-        assert straight_of(engine.model) == {(32, 64)}
+        assert direct_of(engine.model) == {(32, 64)}
         for fact in facts.buckets:
             assert bool(fact.tiled) == (fact.rows > 16 and fact.rows not in (32, 64))
 
 
-def test_bits_are_those_of_turned_linears(alike, monkeypatch):
-    """Control: run straight where they are not alike, requests have other bits."""
+def test_bits_are_those_of_transposed_linears(alike, monkeypatch):
+    """Control: with the direct product where it is not alike, requests have other bits."""
     model = tiny("llama", DTYPE)
     requests = [*needles(), *crowd(random.Random(0), 20)]
 
@@ -93,7 +94,7 @@ def test_bits_are_those_of_turned_linears(alike, monkeypatch):
         engine.release()
         del alike[:]
         assert found(engine) == alone
-        assert {32, 64} & set(alike), "canonical passes ran straight"
+        assert {32, 64} & set(alike), "canonical passes used the direct product"
         run_direct(engine.runner, dict.fromkeys(find_direct(engine.runner), range(17, 65)))
         engine.release()
         assert found(engine) != alone
@@ -110,8 +111,8 @@ def test_facts_on_disk_say_where(alike, monkeypatch):
     monkeypatch.setattr(probe_cache, "load", kept.get)
     for _ in range(2):
         with Engine(tiny("llama", DTYPE), config=CONFIG) as engine:
-            engine.contract.prove()
-            assert straight_of(engine.model) == {(32, 64)}
+            engine.contract.ensure()
+            assert direct_of(engine.model) == {(32, 64)}
     assert len(kept) == 1
 
 
@@ -122,37 +123,37 @@ def test_without_a_proof_none(alike, monkeypatch):
     monkeypatch.setattr(probe_cache, "store", kept.__setitem__)
     model = tiny("llama", DTYPE)
     with Engine(model, config=CONFIG) as engine:
-        engine.contract.prove()
-        assert straight_of(model) == {(32, 64)}
+        engine.contract.ensure()
+        assert direct_of(model) == {(32, 64)}
         broken = PositionProbe("attention", 16, 1, 1, 0, 0)
         monkeypatch.setattr(buckets, "probe_attention", lambda runner: [broken])
-        assert engine.contract.examine(fresh=True).unsound
-        assert straight_of(model) == {()}
+        assert engine.contract.probe(fresh=True).unsound
+        assert direct_of(model) == {()}
     monkeypatch.setattr(probe_cache, "load", kept.get)
     with Engine(model, config=CONFIG) as engine:
-        assert engine.contract.examine().unsound
-        assert straight_of(model) == {()}
+        assert engine.contract.probe().unsound
+        assert direct_of(model) == {()}
 
 
 def test_found_anew(alike, monkeypatch):
-    """What was straight before does not decide what a bucket is compared with."""
+    """What used the direct product before does not decide what a bucket is compared with."""
     with Engine(tiny("llama", DTYPE), config=CONFIG) as engine:
-        engine.contract.prove()
+        engine.contract.ensure()
         monkeypatch.setattr(
-            TransposedLinear, "by_rows", lambda linear, rows: product(linear, rows, 2)
+            TransposedLinear, "direct_product", lambda linear, rows: product(linear, rows, 2)
         )
-        facts = engine.contract.examine(fresh=True)
-        assert facts.direct == {} and straight_of(engine.model) == {()}
+        facts = engine.contract.probe(fresh=True)
+        assert facts.direct == {} and direct_of(engine.model) == {()}
         assert facts.canonical == facts.sizes
 
 
-def test_the_reference_bucket_is_turned(alike):
-    """Canonical results are those of the turned product, also where the reference bucket has so
+def test_the_reference_bucket_is_transposed(alike):
+    """Canonical results are those of the transposed product, also where the reference bucket has so
     many rows that the other way would be quicker, or both are alike."""
     for reference in (24, 32):
         config = replace(CONFIG, reference_rows=reference)
         with Engine(tiny("llama", DTYPE), config=config) as engine:
-            facts = engine.contract.examine()
+            facts = engine.contract.probe()
             assert set(facts.direct.values()) == {tuple({32, 64} - {reference})}
             assert facts.canonical == facts.sizes
 

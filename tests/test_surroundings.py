@@ -63,7 +63,7 @@ def test_modules_that_came_meanwhile():
     torch_state = TorchState(model)
     with torch_state():
         model.add_module("late", torch.nn.Dropout())
-        torch_state.look()
+        torch_state.refresh_modules()
         with torch_state():
             assert not model.late.training
     assert model.late.training

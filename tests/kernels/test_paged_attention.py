@@ -18,11 +18,11 @@ from torch import Tensor
 from tests.kernels.cases import (
     DEVICE,
     DTYPES,
-    assert_as_good_as_torch,
     ints,
     normal,
     poisoned,  # noqa: F401 - a fixture
 )
+from tests.support.tolerances import assert_as_good_as_torch
 from tinyspec.kernels import launch
 from tinyspec.kernels.attention_metadata import AttentionMetadata
 from tinyspec.kernels.paged_attention import paged_attention

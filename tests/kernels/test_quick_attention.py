@@ -13,6 +13,7 @@ from tests.kernels.test_twin_attention import (
     sequences,
 )
 from tests.support.tiny import prompts, tiny
+from tests.support.tolerances import norm_as_good_as_torch, within_units
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.kernels.attention_metadata import AttentionMetadata
 from tinyspec.kernels.twins.attention_plain import quick_attention
@@ -50,8 +51,7 @@ def test_matches_reference(dtype, shape, scores):
                 same = (dense(q, k, v, dtype, **scores)[len(q) - rows :].double() - exact).norm()
                 if rows == len(q):
                     same = max(same, sdpa_error(q, k, v, scores))
-                floor = torch.finfo(dtype).eps * exact.norm()
-                assert (out.double() - exact).norm() <= 2 * max(same, floor)
+                assert norm_as_good_as_torch(out, same, exact)
 
 
 def test_other_bits():
@@ -156,8 +156,7 @@ def decode(dtype, lengths, pages, size, window=0, rows=()):
         exact=False,
     )
     found = paged_attention(q, *caches, segments, scale=dim**-0.5, window=window)
-    error = (found.double() - torch.stack(expected)).abs().max()
-    assert error < 16 * torch.finfo(dtype).eps, "NaN included"
+    assert within_units(found, torch.stack(expected), 16), "NaN included"
 
 
 EVEN = (

@@ -1,6 +1,6 @@
 """A walk through every text causal LM that transformers knows: how each is served, or why not.
 
-Rewrites the README's table and ``tinyspec/model/supported.py`` by what it finds:
+Rewrites the table in the model wing's README and ``tinyspec/model/supported.py`` by what it finds:
 
     python -m tests.support.walk
 """
@@ -27,6 +27,7 @@ from tinyspec.model.fused_rope import layout
 # ``tinyspec.patch`` is the function of this name.
 calls_interface = import_module("tinyspec.model.install").calls_interface
 ROOT = Path(__file__).parents[2]
+README = ROOT / "tinyspec" / "model" / "README.md"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 CONFIG = EngineConfig(max_model_len=256, max_rows=64, reference_rows=16)
 TOKENS = 64
@@ -123,7 +124,7 @@ def render(findings: dict[str, Finding]) -> str:
 
 def table() -> str:
     """The table as it stands in the README."""
-    text = (ROOT / "README.md").read_text()
+    text = README.read_text()
     return text.partition(BEGIN)[2].partition(END)[0].strip()
 
 
@@ -141,10 +142,9 @@ def places() -> dict[str, list[str]]:
 
 def write(findings: dict[str, Finding]) -> None:
     """Put the findings where they stand."""
-    readme = ROOT / "README.md"
-    text = readme.read_text()
+    text = README.read_text()
     head, tail = text.partition(BEGIN)[0], text.partition(END)[2]
-    readme.write_text(f"{head}{BEGIN}\n{render(findings)}\n{END}{tail}")
+    README.write_text(f"{head}{BEGIN}\n{render(findings)}\n{END}{tail}")
     supported = ROOT / "tinyspec" / "model" / "supported.py"
     head, _, rest = supported.read_text().partition('TYPES = """')
     tail = rest.partition('\n"""\n')[2]

@@ -33,7 +33,7 @@ from tinyspec.kernels import backend
 from tinyspec.model.install import patched_of
 from tinyspec.model.linear_kinds import linear_kinds
 from tinyspec.model.linears import kernel_stand_ins
-from tinyspec.model.quantized import settle, trace, unprovable
+from tinyspec.model.quantized import repack_weights, trace, unprovable
 from tinyspec.model.torch_state import refuse_tunable_op
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.scheduler.buckets import Buckets
@@ -53,7 +53,7 @@ class Contract:
         self._results: ProbeResults | None = None
         self._probed_structure: object = None
         self._patched.experts.serve(config.linear)
-        settle(self._model, self._model.dtype)
+        repack_weights(self._model, self._model.dtype)
         self._record_state()
 
     @property
@@ -94,9 +94,7 @@ class Contract:
             if self._weights_digest is None:
                 self._weights_digest = digest_weights(self._model)
             device = self._runner.device
-            self._fingerprint = fingerprint(
-                self._model, self._weights_digest, self._config, device
-            )
+            self._fingerprint = fingerprint(self._model, self._weights_digest, self._config, device)
         return self._fingerprint
 
     def drop_fingerprint(self) -> None:
@@ -114,8 +112,8 @@ class Contract:
         If so the fingerprint is dropped. Probe results are dropped only if modules or threads
         changed: they do not depend on the values of weights.
         """
-        self._runner.torch_state.look()
-        settle(self._model, self._model.dtype)
+        self._runner.torch_state.refresh_modules()
+        repack_weights(self._model, self._model.dtype)
         before, digest = self._state, self._weights_digest
         self._record_state()
         changed = self._state != before
@@ -233,7 +231,7 @@ class Contract:
 
     def _modules_changed(self) -> None:
         self._fingerprint = None
-        self._runner.torch_state.look()
+        self._runner.torch_state.refresh_modules()
 
     def _update_buckets(self, results: ProbeResults) -> None:
         buckets = self.buckets

@@ -24,8 +24,8 @@ from tinyspec.determinism.checksum import checksum
 from tinyspec.determinism.code_digest import syntax_digest
 from tinyspec.model.linear_kinds import linear_shape
 from tinyspec.model.linears import KernelLinear
-from tinyspec.model.moe import served, ways
-from tinyspec.model.quantized import extra_parts, is_packed, layout, parts, trace
+from tinyspec.model.moe import implementations, kernel_experts
+from tinyspec.model.quantized import extra_parts, is_packed, packing_format, parts, trace
 from tinyspec.model.wrappers import hooks_of
 
 # One more with every change that gives canonical passes other bits.
@@ -71,8 +71,10 @@ def structure(model: nn.Module) -> list[tuple[object, ...]]:
         for own, parameter in module._parameters.items():
             if parameter is not None:
                 lies = (parameter.shape, parameter.stride(), parameter.data_ptr() % 64)
-                found.append((own, *lies, parameter.dtype, parameter.device, layout(parameter)))
-    return found + ways(model)
+                found.append(
+                    (own, *lies, parameter.dtype, parameter.device, packing_format(parameter))
+                )
+    return found + implementations(model)
 
 
 def settings(model: nn.Module) -> list[tuple[str, str, object]]:
@@ -106,7 +108,7 @@ def function_settings(model: nn.Module) -> list[tuple[str, str, object]]:
 def served_by_kernel(model: nn.Module) -> list[str]:
     """Names of the linears and experts that the linear kernel serves."""
     linears = (name for name, m in model.named_modules() if isinstance(m, KernelLinear))
-    return sorted([*linears, *served(model)])
+    return sorted([*linears, *kernel_experts(model)])
 
 
 @torch.no_grad()
@@ -116,7 +118,7 @@ def digest_weights(model: nn.Module) -> str:
     digest = hashlib.sha256(repr(adapter_state(model)).encode())
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_packed(tensor):
-            digest.update(repr((name, layout(tensor))).encode())
+            digest.update(repr((name, packing_format(tensor))).encode())
         for part, plain in parts(tensor).items():
             _add(digest, f"{name}.{part}" if part else name, plain)
     for name, module in model.named_modules():

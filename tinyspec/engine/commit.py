@@ -19,7 +19,7 @@ from tinyspec.scheduler.scheduler import Scheduler
 
 
 @dataclass
-class Verdict:
+class CommitResult:
     """What one sequence's tokens came to: tokens added, and drafts judged."""
 
     sequence: Sequence
@@ -38,12 +38,12 @@ class Committer:
         self._device = device
         self._scheduler = scheduler
         self._tokenizer = tokenizer
-        self._verdicts: list[Verdict] = []
+        self._results: list[CommitResult] = []
 
-    def take_verdicts(self) -> list[Verdict]:
+    def take_results(self) -> list[CommitResult]:
         """What was decided since the last call."""
-        verdicts, self._verdicts = self._verdicts, []
-        return verdicts
+        results, self._results = self._results, []
+        return results
 
     def commit_plain(self, sequence: Sequence, sampled: Sampled) -> None:
         """One token of a request that has no drafts."""
@@ -52,7 +52,7 @@ class Committer:
             return
         self._append(sequence, sampled)
         self._settle(sequence)
-        self._verdicts.append(Verdict(sequence, committed=1))
+        self._results.append(CommitResult(sequence, committed=1))
 
     def commit_verified(
         self, verified: list[tuple[Sequence, list[Sampled]]], cache: KVCache
@@ -118,7 +118,7 @@ class Committer:
             strict=True,
         )
         for (sequence, targets), *decision in decisions:
-            self._verdicts.append(self._conclude(sequence, targets, *decision))
+            self._results.append(self._conclude(sequence, targets, *decision))
 
     def _conclude(
         self,
@@ -127,33 +127,33 @@ class Committer:
         num_committed: int,
         num_accepted: int,
         drafts_left: int,
-    ) -> Verdict:
+    ) -> CommitResult:
         """Commit one sequence's tokens and cut its drafts and pages to what is left."""
         drafts = sequence.drafts
         sequence.undrafted = False
         mismatch = num_accepted < min(num_committed, len(drafts))
-        verdict = Verdict(sequence, accepted=num_accepted)
+        result = CommitResult(sequence, accepted=num_accepted)
         sequence.stats.verify_passes += 1
         sequence.drafts = []
         for target in targets[:num_committed]:
             self._append(sequence, target)
-            verdict.committed += 1
+            result.committed += 1
             if sequence.finish_reason is not None:
                 break
-        verdict.accepted = min(num_accepted, verdict.committed)
-        sequence.stats.accepted += verdict.accepted
+        result.accepted = min(num_accepted, result.committed)
+        sequence.stats.accepted += result.accepted
         if mismatch:
-            verdict.rolled_back = len(drafts) - num_accepted
-            sequence.stats.rolled_back += verdict.rolled_back
+            result.rolled_back = len(drafts) - num_accepted
+            sequence.stats.rolled_back += result.rolled_back
             sequence.stats.rollbacks += 1
         self._settle(sequence)
         if sequence.finished:
-            return verdict
+            return result
         sequence.drafts = drafts[num_committed:] if drafts_left else []
         if not sequence.drafts:
             sequence.proposed = sequence.draft_ended = False
         self._scheduler.pool.truncate(sequence.pages, sequence.computed + len(sequence.drafts))
-        return verdict
+        return result
 
     def _settle(self, sequence: Sequence) -> None:
         """Behind its newest token all KV is final; a sequence that ended leaves."""
@@ -222,4 +222,4 @@ class Committer:
         sequence.finish_reason = "abort"
         self._scheduler.distrust(sequence)
         self._scheduler.remove(sequence)
-        self._verdicts.append(Verdict(sequence))
+        self._results.append(CommitResult(sequence))

@@ -9,7 +9,7 @@ from operator import index
 from torch import Tensor
 
 from tinyspec.config import EngineConfig
-from tinyspec.engine.commit import Committer, Verdict
+from tinyspec.engine.commit import CommitResult, Committer
 from tinyspec.engine.drafter import Drafter, FastPath
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.sampler import Sampled, Sampler, SampleRow, chosen_logprobs
@@ -41,7 +41,7 @@ class EngineCore:
         self.drafter = drafter
         self._proposed = 0
 
-    def step(self) -> list[Verdict]:
+    def step(self) -> list[CommitResult]:
         """One pass; what it decided, sequence by sequence."""
         with self.runner.torch_state():
             began = time.perf_counter()
@@ -55,18 +55,18 @@ class EngineCore:
                     self._failed(work_pass, error)
                 else:
                     self._commit(self._sample(work_pass, logits, firsts))
-            verdicts = self.committer.take_verdicts()
+            results = self.committer.take_results()
             if work_pass is not None:
-                self._close(record, verdicts, time.perf_counter() - began)
-        return verdicts
+                self._close(record, results, time.perf_counter() - began)
+        return results
 
-    def abandon(self) -> list[Verdict]:
+    def recover(self) -> list[CommitResult]:
         """After a step that failed: whatever ran is computed anew, nothing half done is kept.
 
         What had been committed by then stays so; it is returned.
         """
         self.scheduler.preempt_all()
-        return self.committer.take_verdicts()
+        return self.committer.take_results()
 
     def _failed(self, work_pass: Pass, error: Exception) -> None:
         """The pass raised: whoever is to blame fails by itself, the others go on.
@@ -228,14 +228,14 @@ class EngineCore:
             way=work_pass.way,
         )
 
-    def _close(self, record: PassRecord, verdicts: list[Verdict], seconds: float) -> None:
+    def _close(self, record: PassRecord, results: list[CommitResult], seconds: float) -> None:
         record.seconds = seconds
         record.drafted = record.sequences.get(DRAFT, 0) + self._proposed
         self._proposed = 0
-        record.committed = sum(v.committed for v in verdicts)
-        record.accepted = sum(v.accepted for v in verdicts)
-        record.rolled_back = sum(v.rolled_back for v in verdicts)
-        record.rollbacks = sum(v.rolled_back > 0 for v in verdicts)
+        record.committed = sum(v.committed for v in results)
+        record.accepted = sum(v.accepted for v in results)
+        record.rolled_back = sum(v.rolled_back for v in results)
+        record.rollbacks = sum(v.rolled_back > 0 for v in results)
         self.stats.preemptions = self.scheduler.preemptions
         self.stats.cached_prompt_tokens = self.scheduler.cached_prompt_tokens
         self.records.append(record)

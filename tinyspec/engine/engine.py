@@ -175,7 +175,7 @@ class Engine:
     @property
     def fingerprint(self) -> str:
         """Digest of all that the bits depend on; outputs are comparable where it is equal."""
-        self.tracker.look()
+        self.tracker.check_model()
         return self.contract.fingerprint
 
     def check_model(self) -> None:
@@ -183,12 +183,12 @@ class Engine:
         computed before is used. Raises ValueError for a closed engine."""
         if self._closed:
             raise refuse("engine", "closed", "an engine that is open")
-        self.tracker.look()
+        self.tracker.check_model()
 
     def weights_changed(self) -> None:
         """Say that weights were written in a way that leaves no trace (through ``.data``)."""
-        self.contract.forget()
-        self.tracker.new_weights()
+        self.contract.drop_fingerprint()
+        self.tracker.on_new_weights()
 
     def stats(self) -> EngineStats:
         """Sums over all passes so far."""
@@ -268,9 +268,9 @@ class Engine:
         if drafter is not None:
             self.core.drafter = drafter
         tracker = self.tracker
-        tracker.collector.wait_for(tracker.submit(requests), events=True, quiet=quiet)
+        tracker.subscribe(requests, aborts_only=quiet)
         return EventStream(
-            requests, self.tokenizer, tracker.next_event, tracker.drop, tracker.steady
+            requests, self.tokenizer, tracker.next_event, tracker.unsubscribe, tracker.hold_state
         )
 
     def add_request(self, prompt: Any, params: SamplingParams | None = None) -> str:
@@ -278,12 +278,12 @@ class Engine:
 
         Raises as ``generate``.
         """
-        return self.tracker.submit(self._ready().requests([prompt], params))[0]
+        return self.tracker.add(self._ready().requests([prompt], params))[0]
 
     def step(self) -> list[RequestOutput]:
         """Run one pass; the outputs of requests that finished since the last call."""
         self.tracker.advance()
-        return self.tracker.collector.take_finished()
+        return self.tracker.take_finished()
 
     def abort(self, request_id: str) -> RequestOutput:
         """End a request at once; what it has so far comes back with finish_reason "abort". Raises
@@ -292,7 +292,7 @@ class Engine:
 
     def has_unfinished(self) -> bool:
         """Whether ``step`` has anything left to do or to report."""
-        return bool(self.tracker.requests or self.tracker.collector)
+        return self.tracker.has_unfinished()
 
     def _ready(self) -> InputProcessor:
         """Where a call's requests are made, once engine and weights have been looked at."""

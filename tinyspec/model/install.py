@@ -20,13 +20,14 @@ from tinyspec.model.attention import (
     paged_attention_function,
 )
 from tinyspec.model.attention_calls import Survey
+from tinyspec.model.cpu.linears import cpu_stand_ins
 from tinyspec.model.cpu.norms import norm_stand_ins
 from tinyspec.model.fused_rope import deferred, layout
 from tinyspec.model.introspection import survey
-from tinyspec.model.linears import LinearFunction, cpu_stand_ins, kernel_stand_ins
+from tinyspec.model.linears import LinearFunction, kernel_stand_ins
 from tinyspec.model.patched_model import PatchedModel
 from tinyspec.model.positions import GivenPositions, RopeTable
-from tinyspec.model.quantized import settle
+from tinyspec.model.quantized import repack_weights
 from tinyspec.model.supported import (
     LEAST_POSITIONS,
     cache_windows,
@@ -181,7 +182,7 @@ def _install(
 
 
 def _survey(model: PreTrainedModel, context: AttentionContext) -> Survey:
-    settle(model, model.dtype)  # before a forward in inference mode does
+    repack_weights(model, model.dtype)  # before a forward in inference mode does
     with TorchState(model)():
         found = survey(model, IMPLEMENTATION, context.record)
     seen = {size for call in found.calls for size in (call.reach.window, call.reach.chunk)}

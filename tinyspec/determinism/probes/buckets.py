@@ -22,9 +22,9 @@ from tinyspec.determinism.probes.linears import classes_of, find_direct, find_ti
 from tinyspec.determinism.probes.model import ModelProbe
 from tinyspec.determinism.probes.routing import TOKEN_SETS, Matmuls, routed
 from tinyspec.determinism.probes.row_functions import BucketClasses, probe_pool
+from tinyspec.model.cpu.linears import CpuLinear
 from tinyspec.model.linear_kinds import linear_shape
-from tinyspec.model.linears import CpuLinear
-from tinyspec.model.moe import by_kernel_alone, row_functions, served
+from tinyspec.model.moe import kernel_experts, kernel_in_all_passes, row_functions
 from tinyspec.model.row_tiles import split_rows
 from tinyspec.runner.kv_cache import KVCache
 from tinyspec.runner.model_runner import ModelRunner
@@ -97,7 +97,7 @@ def _probe_routing(
 ) -> tuple[list[Unsound], dict[str, _Op]]:
     """What is routed by value, and what of rows no linear and no element-wise module does: steps of
     other modules (routers), and what experts do between their matmuls."""
-    experts = served(runner.model)
+    experts = kernel_experts(runner.model)
     passes = []
     for tokens in TOKEN_SETS:
         noted = Matmuls(runner.model, probe.distinct, experts)
@@ -169,12 +169,13 @@ def probe_buckets(
 def _quick(runner: ModelRunner, linears: list[BucketClasses]) -> dict[int, list[str]]:
     """By bucket: the linears and, one for all, the experts that run another way in a pass that need
     not be canonical."""
-    experts = [name for name, module in served(runner.model).items() if not by_kernel_alone(module)]
+    served = kernel_experts(runner.model).items()
+    experts = [name for name, module in served if not kernel_in_all_passes(module)]
     found = {rows: experts[:1] for rows in runner.buckets.sizes if experts}
     for c in linears:
         module = runner.model.get_submodule(c.name)
         for rows in runner.buckets.sizes:
-            if isinstance(module, CpuLinear) and module.hastens(rows):
+            if isinstance(module, CpuLinear) and module.differs_in_fast_mode(rows):
                 found.setdefault(rows, []).append(c.name)
     return found
 

@@ -14,8 +14,9 @@ from functools import partial
 from torch import Tensor, nn
 
 from tinyspec.determinism.probes.row_functions import BucketClasses, bucket_classes, probe_pool
+from tinyspec.model.cpu.linears import TransposedLinear
 from tinyspec.model.linear_kinds import distinct_linears, linear_kinds, linear_shape, linear_weight
-from tinyspec.model.linears import TransposedLinear, is_plain
+from tinyspec.model.linears import is_plain
 from tinyspec.runner.model_runner import ModelRunner
 
 # Where subclasses of nn.Linear are defined that call its forward.
@@ -72,10 +73,10 @@ def _turned(
     reference = runner.buckets.reference
 
     def direct(x: Tensor) -> Tensor:
-        way = module.by_columns if x.shape[1] == reference else module.by_rows
+        way = module.transposed_product if x.shape[1] == reference else module.direct_product
         return way(x[0])[None]
 
-    quick = [n for n in runner.buckets.sizes if n in module.quick_rows and n != reference]
+    quick = [n for n in runner.buckets.sizes if n in module.fast_rows and n != reference]
     alike = classes_of(runner, direct, pool, name, sizes=[reference, *quick])
     counts = tuple(n for n in quick if alike.canonical(n))
     rest = [n for n in runner.buckets.sizes if n not in counts]

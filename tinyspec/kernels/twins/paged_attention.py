@@ -25,9 +25,12 @@ from tinyspec.kernels.twins.attention_tiles import attend_tiles
 
 
 def _least_rows(q: Tensor, softcap: float) -> int:
-    """Query rows that a call has at least: fewer change a row's bits."""
+    """Query rows that a call has at least: fewer change a row's bits.
+
+    fp16 on a CPU with AVX512-FP16 needs 16 at every head size.
+    """
     wide = q.dtype != torch.bfloat16 or softcap  # with a softcap scores are multiplied in fp32
-    return 16 if wide and q.shape[2] > 64 else 4
+    return 16 if q.dtype == torch.float16 or (wide and q.shape[2] > 64) else 4
 
 
 def paged_attention(

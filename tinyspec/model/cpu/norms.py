@@ -11,8 +11,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from tinyspec.model.cpu.fast_mode import FastMode
 from tinyspec.model.deferrable import essence, of_family, source_of, text_of
-from tinyspec.model.linears import FastMode
 from tinyspec.model.wrappers import has_hooks, own_forward
 
 
