@@ -71,20 +71,16 @@ def layouts(kind):
 
 
 def packed():
-    """Segments, slots and positions of three sequences, each its whole prompt."""
+    """Attention metadata, slots and positions of three sequences, each its whole prompt."""
     tables, slots, page = [], [], 0
-    most = -(-max(LENGTHS) // PAGE)
     for n in LENGTHS:
         count = -(-n // PAGE)
-        tables.append(list(range(page, page + count)) + [0] * (most - count))
+        tables.append(range(page, page + count))
         slots += [page * PAGE + i for i in range(n)]
         page += count
-    ends = torch.tensor((0, *LENGTHS)).cumsum(0).int()
-    lengths = torch.tensor(LENGTHS).int()
-    table = torch.tensor(tables).int()
-    segments = AttentionMetadata(table, ends, lengths, PAGE, max(LENGTHS), max(LENGTHS))
+    metadata = AttentionMetadata.of([(0, n) for n in LENGTHS], tables, PAGE)
     positions = torch.cat([torch.arange(n) for n in LENGTHS])
-    return segments, torch.tensor(slots), positions
+    return metadata, torch.tensor(slots), positions
 
 
 def only(monkeypatch, way):
@@ -111,7 +107,7 @@ def through(model, monkeypatch, way):
         return twins.fused_kv_write(q, k, v, cos, *args, **kwargs)
 
     context.kernels = replace(twins, fused_kv_write=write)
-    segments, slots, positions = packed()
+    metadata, slots, positions = packed()
     pages = sum(-(-n // PAGE) for n in LENGTHS)
     cache = KVCache(patched.layers, pages, PAGE, model.dtype, model.device)
     cache.zero(list(range(pages)))
@@ -119,7 +115,7 @@ def through(model, monkeypatch, way):
     ids = torch.randint(2, VOCAB, (1, ROWS), generator=torch.Generator().manual_seed(1))
     more = accepted(model, position_ids=positions[None], use_cache=False)
     try:
-        context.begin(segments, slots, positions)
+        context.begin(metadata, slots, positions)
         with torch.no_grad():
             logits = model(input_ids=ids, **more).logits
     finally:

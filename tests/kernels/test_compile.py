@@ -136,11 +136,11 @@ def attention_call(
     cache = torch.zeros(2, page_size, kv_heads, dim, dtype=dtype)
     q = torch.zeros(rows, q_heads, dim, dtype=dtype)
     table = torch.zeros(1, -(-length // page_size) + 1, dtype=torch.int32)[:, 1:]
-    segments = AttentionMetadata(table, ints([0, rows]), ints([length]), page_size, rows, length)
+    metadata = AttentionMetadata(table, ints([0, rows]), ints([length]), page_size, rows, length)
     options = {"window": window, "chunk": chunk}
     if extras:
         options |= {"softcap": 5.0, "sinks": torch.zeros(q_heads, dtype=dtype)}
-    return lambda: paged_attention(q, cache, cache.clone(), segments, scale=1.0, **options)
+    return lambda: paged_attention(q, cache, cache.clone(), metadata, scale=1.0, **options)
 
 
 def linear_call(dtype: torch.dtype, stored: str, layer: tuple, rows: int, bias: bool) -> Call:

@@ -16,7 +16,7 @@ from tests.support.tiny import prompts, tiny
 from tests.support.tolerances import norm_as_good_as_torch, within_units
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.kernels.attention_metadata import AttentionMetadata
-from tinyspec.kernels.twins.attention_plain import quick_attention
+from tinyspec.kernels.twins import attention_plain
 from tinyspec.kernels.twins.paged_attention import paged_attention
 
 SCORES = (
@@ -57,10 +57,10 @@ def test_matches_reference(dtype, shape, scores):
 def test_other_bits():
     """Control: were the two the same, nothing would tell who takes which."""
     for dtype in DTYPES:
-        exact, quick = (
+        exact, plain = (
             run(dtype, SHAPES[0], [(5, 300)], {}, exact=exact)[0] for exact in (True, False)
         )
-        assert not torch.equal(exact, quick)
+        assert not torch.equal(exact, plain)
 
 
 def test_who_takes_it(monkeypatch):
@@ -103,22 +103,22 @@ def test_who_takes_it(monkeypatch):
 
 
 def results_of(monkeypatch, name):
-    """What a function of quick attention returns from now on, call by call."""
+    """What a function of plain attention returns from now on, call by call."""
     found = []
-    function = getattr(quick_attention, name)
+    function = getattr(attention_plain, name)
 
     def note(*args):
         found.append(function(*args))
         return found[-1]
 
-    monkeypatch.setattr(quick_attention, name, note)
+    monkeypatch.setattr(attention_plain, name, note)
     return found
 
 
 @pytest.fixture
 def even_plans(monkeypatch):
     """What was found of contexts at even distances, pass by pass."""
-    return results_of(monkeypatch, "_even")
+    return results_of(monkeypatch, "_decode_call")
 
 
 def decode(dtype, lengths, pages, size, window=0, rows=()):
@@ -145,17 +145,9 @@ def decode(dtype, lengths, pages, size, window=0, rows=()):
             k, v = seen.repeat_interleave(group, dim=2)
             weights = (torch.einsum("hd,lhd->hl", q[row].double(), k) * dim**-0.5).softmax(-1)
             expected.append(torch.einsum("hl,lhd->hd", weights, v))
-    widest = max(map(len, pages))
-    segments = AttentionMetadata(
-        torch.tensor([own + [0] * (widest - len(own)) for own in pages], dtype=torch.int32),
-        torch.tensor(starts, dtype=torch.int32),
-        torch.tensor(lengths, dtype=torch.int32),
-        size,
-        max(rows),
-        max(lengths),
-        exact=False,
-    )
-    found = paged_attention(q, *caches, segments, scale=dim**-0.5, window=window)
+    spans = [(length - count, length) for length, count in zip(lengths, rows, strict=True)]
+    metadata = AttentionMetadata.of(spans, pages, size, exact=False)
+    found = paged_attention(q, *caches, metadata, scale=dim**-0.5, window=window)
     assert within_units(found, torch.stack(expected), 16), "NaN included"
 
 
@@ -212,7 +204,7 @@ def test_beside_prompts(dtype, even_plans):
 
 def test_no_call_over_an_odd_number_of_keys(monkeypatch):
     """Beyond the context, as far as its pages go; what is behind them stays unread."""
-    seen = results_of(monkeypatch, "_stretch")
+    seen = results_of(monkeypatch, "_prompt_call")
     for size, length, rows, keys in (
         (128, 101, 101, 112),
         (128, 131, 31, 144),
@@ -228,9 +220,9 @@ def test_a_masked_key_must_be_finite(monkeypatch):
     """Control: contexts of unlike pages would reach into what lies between them."""
     lengths, pages = [70, 200], [[1], [4, 5]]
     decode(torch.float32, lengths, pages, 128)
-    whole = quick_attention._Even(0, 2, 128, 3 * 128, 200, torch.zeros(2, 1, 1, 200))
+    whole = attention_plain._DecodeCall(slice(0, 2), 128, 3 * 128, 200, torch.zeros(2, 1, 1, 200))
     whole.mask[0, ..., 70:] = -1e30
-    monkeypatch.setattr(quick_attention, "_even", lambda *args: whole)
+    monkeypatch.setattr(attention_plain, "_decode_call", lambda *args: whole)
     with pytest.raises(AssertionError, match="NaN"):
         decode(torch.float32, lengths, pages, 128)
 
@@ -247,14 +239,7 @@ def test_queries_may_lie_anyhow(exact, kv_heads, rows):
     turned = wide.transpose(0, 1).contiguous().transpose(0, 1)
     found = []
     for q in (wide, turned, wide.contiguous()):
-        segments = AttentionMetadata(
-            torch.tensor([[1, 0], [3, 4]], dtype=torch.int32),
-            torch.tensor([0, rows, 2 * rows], dtype=torch.int32),
-            torch.tensor(lengths, dtype=torch.int32),
-            size,
-            rows,
-            max(lengths),
-            exact,
-        )
-        found.append(paged_attention(q, *caches, segments, scale=dim**-0.5))
+        spans = [(length - rows, length) for length in lengths]
+        metadata = AttentionMetadata.of(spans, [[1], [3, 4]], size, exact=exact)
+        found.append(paged_attention(q, *caches, metadata, scale=dim**-0.5))
     assert all(torch.equal(out, found[0]) and out.is_contiguous() for out in found)

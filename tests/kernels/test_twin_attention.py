@@ -62,31 +62,23 @@ def run(dtype, shape, chosen, scores, page_size=128, seed=0, scattered=True, exa
     caches = [
         100 * torch.randn(pool, page_size, kv_heads, dim, generator=g).to(dtype) for _ in range(2)
     ]
-    table = torch.zeros(len(chosen), max(needs), dtype=torch.int32)
-    starts, rows = [0], []
-    for s, ((q, k, v), need, (_, count)) in enumerate(zip(held, needs, chosen, strict=True)):
-        pages = torch.tensor([free.pop() for _ in range(need)])
-        table[s, :need] = pages
+    tables, starts, rows = [], [0], []
+    for (q, k, v), need, (_, count) in zip(held, needs, chosen, strict=True):
+        tables.append([free.pop() for _ in range(need)])
+        pages = torch.tensor(tables[-1])
         slots = (pages[:, None] * page_size + torch.arange(page_size)).flatten()[: len(k)]
         for cache_, values in zip(caches, (k, v), strict=True):
             cache_.flatten(0, 1)[slots] = values
         rows.append(q[len(q) - count :])
         starts.append(starts[-1] + count)
     padding = torch.randn(3, kv_heads * group, dim).to(dtype)
-    segments = AttentionMetadata(
-        page_table=table,
-        cu_seqlens_q=torch.tensor(starts, dtype=torch.int32),
-        seq_lens=torch.tensor([len(q) for q, _, _ in held], dtype=torch.int32),
-        page_size=page_size,
-        max_seqlen_q=max(count for _, count in chosen),
-        max_seqlen_k=max(len(q) for q, _, _ in held),
-        exact=exact,
-    )
+    spans = [(len(q) - count, len(q)) for (q, _, _), (_, count) in zip(held, chosen, strict=True)]
+    metadata = AttentionMetadata.of(spans, tables, page_size, exact=exact)
     scores = dict(scores)
     if scores.pop("sinks", None):
         scores["sinks"] = torch.linspace(-1, 2, kv_heads * group)
     q = torch.cat([*rows, padding])
-    out = twin.paged_attention(q, *caches, segments, scale=SCALE * dim**-0.5, **scores)
+    out = twin.paged_attention(q, *caches, metadata, scale=SCALE * dim**-0.5, **scores)
     assert torch.equal(out[starts[-1] :], torch.zeros_like(padding))
     return [out[a:b] for a, b in pairwise(starts)]
 
@@ -183,24 +175,16 @@ def test_pages_of_others_are_not_read(page_size, exact):
     lengths = (5, 300, 129)
     needs = [-(-length // page_size) for length in lengths]
     first = [1 + sum(needs[:n]) + n for n in range(len(needs))]
-    table = torch.zeros(len(lengths), max(needs), dtype=torch.int32)
+    tables = [list(range(page, page + need)) for page, need in zip(first, needs, strict=True)]
     caches = torch.full((2, 2 + sum(needs) + len(needs), page_size, 2, 64), torch.nan)
-    for row, page, need in zip(table, first, needs, strict=True):
-        row[:need] = torch.arange(page, page + need)
-        caches[:, page : page + need] = torch.randn(2, need, page_size, 2, 64)
+    for pages in tables:
+        caches[:, pages] = torch.randn(2, len(pages), page_size, 2, 64)
     q = torch.randn(3, 4, 64)
-    segments = AttentionMetadata(
-        page_table=table,
-        cu_seqlens_q=torch.arange(4, dtype=torch.int32),
-        seq_lens=torch.tensor(lengths, dtype=torch.int32),
-        page_size=page_size,
-        max_seqlen_q=1,
-        max_seqlen_k=300,
-        exact=exact,
-    )
-    assert twin.paged_attention(q, *caches, segments, scale=1 / 8).isfinite().all()
+    spans = [(length - 1, length) for length in lengths]
+    metadata = AttentionMetadata.of(spans, tables, page_size, exact=exact)
+    assert twin.paged_attention(q, *caches, metadata, scale=1 / 8).isfinite().all()
     caches[:, first[1]] = torch.nan  # control: a page of its own
-    assert not twin.paged_attention(q, *caches, segments, scale=1 / 8).isfinite().all()
+    assert not twin.paged_attention(q, *caches, metadata, scale=1 / 8).isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -215,16 +199,9 @@ def test_every_row_alone_equals_itself_in_the_prompt(bound):
     for cache_, values in zip(caches, (k, v), strict=True):
         cache_.flatten(0, 1)[:300] = values
     for position in range(300):
-        segments = AttentionMetadata(
-            page_table=torch.tensor([[0, 1, 2]], dtype=torch.int32),
-            cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32),
-            seq_lens=torch.tensor([position + 1], dtype=torch.int32),
-            page_size=128,
-            max_seqlen_q=1,
-            max_seqlen_k=position + 1,
-        )
+        metadata = AttentionMetadata.of([(position, position + 1)], [[0, 1, 2]], 128)
         row = q[position : position + 1]
-        out = twin.paged_attention(row, *caches, segments, scale=SCALE / 8, **bound)
+        out = twin.paged_attention(row, *caches, metadata, scale=SCALE / 8, **bound)
         assert torch.equal(out[0], whole[position]), position
 
 

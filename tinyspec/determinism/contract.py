@@ -251,6 +251,6 @@ def _unsound_message(results: ProbeResults) -> str:
     others = [rows for a in results.alternatives for rows in a.reference_rows][:3]
     hint = f" ({', '.join(map(str, others))} may work)" if others else ""
     return (
-        f"{first.why}; in a pass of reference_rows={results.reference} a row's bits must not depend "
-        f"on its place: try other reference_rows{hint} or another dtype"
+        f"{first.why}; with reference_rows={results.reference} a row's bits must not depend on its "
+        f"place in the pass: try other reference_rows{hint} or another dtype"
     )

@@ -141,7 +141,7 @@ class Partials(NamedTuple):
 def merge_partials(
     partials: Partials,
     out: Tensor,
-    segments: AttentionMetadata,
+    metadata: AttentionMetadata,
     *,
     window: int,
     chunk: int,
@@ -150,14 +150,14 @@ def merge_partials(
 ) -> None:
     """Merge the partials of every row's splits, ``split`` tokens each, into out [R, Hq, D]."""
     num_rows, q_heads, dim = out.shape
-    grid = (segments.max_seqlen_q, segments.seq_lens.shape[0], q_heads)
+    grid = (metadata.max_seqlen_q, metadata.seq_lens.shape[0], q_heads)
     merge_kernel[grid](
         part_acc_ptr=partials.acc,
         part_highest_ptr=partials.highest,
         part_total_ptr=partials.total,
         sink_ptr=out if sinks is None else sinks,
-        cu_seqlens_ptr=segments.cu_seqlens_q,
-        seq_lens_ptr=segments.seq_lens,
+        cu_seqlens_ptr=metadata.cu_seqlens_q,
+        seq_lens_ptr=metadata.seq_lens,
         out_ptr=out,
         num_rows=num_rows,
         q_heads=q_heads,

@@ -195,7 +195,7 @@ def paged_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    segments: AttentionMetadata,
+    metadata: AttentionMetadata,
     *,
     scale: float,
     window: int = 0,
@@ -214,12 +214,12 @@ def paged_attention(
     """
     num_rows, q_heads, dim = q.shape
     kv_heads = k_cache.shape[2]
-    num_segments = segments.seq_lens.shape[0]
+    num_segments = metadata.seq_lens.shape[0]
     assert q.dtype == k_cache.dtype == v_cache.dtype and q.stride(-1) == 1
     assert k_cache.shape == v_cache.shape and k_cache.is_contiguous() and v_cache.is_contiguous()
-    assert k_cache.shape[1:] == (segments.page_size, kv_heads, dim) and q_heads % kv_heads == 0
-    assert launch.aligned(k_cache, v_cache) and len(segments.cu_seqlens_q) == num_segments + 1
-    for table in (segments.page_table, segments.cu_seqlens_q, segments.seq_lens):
+    assert k_cache.shape[1:] == (metadata.page_size, kv_heads, dim) and q_heads % kv_heads == 0
+    assert launch.aligned(k_cache, v_cache) and len(metadata.cu_seqlens_q) == num_segments + 1
+    for table in (metadata.page_table, metadata.cu_seqlens_q, metadata.seq_lens):
         assert table.dtype == torch.int32 and table.stride(-1) == 1
     assert sinks is None or (sinks.shape == (q_heads,) and sinks.is_contiguous())
     assert window >= 0 and chunk >= 0 and softcap >= 0 and not (window and chunk)
@@ -230,16 +230,16 @@ def paged_attention(
     score_scale = scale / softcap if softcap else scale * LOG2E
 
     out = torch.zeros((num_rows, q_heads, dim), dtype=q.dtype, device=q.device)
-    if num_segments == 0 or segments.max_seqlen_q == 0:
+    if num_segments == 0 or metadata.max_seqlen_q == 0:
         return out
 
     entry = launch.attention(q.dtype, dim)
     group = q_heads // kv_heads
     group_pad = min(launch.next_power_of_2(group), entry.block_m)
     head_blocks = triton.cdiv(group, entry.block_m)
-    row_tiles = triton.cdiv(segments.max_seqlen_q, entry.block_m // group_pad)
+    row_tiles = triton.cdiv(metadata.max_seqlen_q, entry.block_m // group_pad)
     programs = row_tiles * num_segments * kv_heads * head_blocks
-    splits = triton.cdiv(segments.max_seqlen_k, entry.split)
+    splits = triton.cdiv(metadata.max_seqlen_k, entry.split)
     workspace_bytes = 4 * splits * num_rows * q_heads * (dim + 2)
     split_programs = launch.split_programs(programs, splits, workspace_bytes)
     partials = Partials.empty(split_programs, q)
@@ -251,9 +251,9 @@ def paged_attention(
         k_ptr=k_cache,
         v_ptr=v_cache,
         sink_ptr=q if sinks is None else sinks,
-        page_table_ptr=segments.page_table,
-        cu_seqlens_ptr=segments.cu_seqlens_q,
-        seq_lens_ptr=segments.seq_lens,
+        page_table_ptr=metadata.page_table,
+        cu_seqlens_ptr=metadata.cu_seqlens_q,
+        seq_lens_ptr=metadata.seq_lens,
         out_ptr=out,
         part_acc_ptr=partials.acc,
         part_highest_ptr=partials.highest,
@@ -264,11 +264,11 @@ def paged_attention(
         group_shift=group_pad.bit_length() - 1,
         head_blocks=head_blocks,
         split_programs=split_programs,
-        page_size=segments.page_size,
+        page_size=metadata.page_size,
         **bounds,
         stride_qr=q.stride(0) // vec,
         stride_qh=q.stride(1) // vec,
-        stride_table=segments.page_table.stride(0),
+        stride_table=metadata.page_table.stride(0),
         score_scale=float(score_scale),
         cap=float(softcap) * LOG2E,
         CAPPED=softcap > 0,
@@ -282,5 +282,5 @@ def paged_attention(
         **entry.options(),
     )
     if split_programs > 1:
-        merge_partials(partials, out, segments, **bounds, sinks=sinks, split=entry.split)
+        merge_partials(partials, out, metadata, **bounds, sinks=sinks, split=entry.split)
     return out

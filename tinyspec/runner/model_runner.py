@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tinyspec.kernels.backend import Kernels
+from tinyspec.model.cpu.heap import keep_freed_memory
 from tinyspec.model.introspection import accepted
 from tinyspec.model.patched_model import PatchedModel
 from tinyspec.model.row_tiles import RowTiles
@@ -21,18 +22,6 @@ from tinyspec.runner.kv_cache import KVCache
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.passes import Pass
-
-# The largest that glibc takes as a measure of what to keep.
-KEPT_BYTES = (32 << 20) - (8 << 10)
-
-
-def keep_heap() -> None:
-    """Have the C library keep the memory of freed tensors for the next pass.
-
-    glibc hands every large block back to the system and takes it again page by page, until it has
-    seen a block of this size freed: up to 15 % of a plain run. Never touched, so it costs nothing.
-    """
-    bytes(KEPT_BYTES)
 
 
 class ModelRunner:
@@ -51,7 +40,7 @@ class ModelRunner:
         self.buckets = buckets
         self.device = model.device
         if self.device.type == "cpu":
-            keep_heap()
+            keep_freed_memory()
         self.vocab_size = vocab_size(model)
         self.layers = patched.layers
         self._keeps_logits = patched.keeps_logits
@@ -137,10 +126,10 @@ class ModelRunner:
         canonical: linears run in tiles where without them the pass would not be canonical;
         otherwise everything runs by whatever is quickest.
         """
-        batch.segments.exact = self.tiles.on = canonical
+        batch.metadata.exact = self.tiles.on = canonical
         self._fast_mode.on = not canonical
         context = self._context
-        context.begin(batch.segments, batch.slot_mapping, batch.positions)
+        context.begin(batch.metadata, batch.slot_mapping, batch.positions)
         more: dict[str, Any] = {}
         if self._takes_positions:
             more["position_ids"] = batch.positions[None]

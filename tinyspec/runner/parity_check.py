@@ -93,15 +93,10 @@ def _rows(runner: ModelRunner, tokens: Tensor, pages: list[int], first: int, las
     def padded(values: Tensor, filler: int) -> Tensor:
         return torch.cat([values, values.new_full((bucket - rows,), filler)])
 
-    def column(*values: int) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
     place = torch.arange(first, last, device=device)
     size = runner.page_size
-    segments = AttentionMetadata(
-        column(*pages)[None], column(0, rows), column(last), size, rows, last
-    )
+    metadata = AttentionMetadata.of([(first, last)], [pages], size, device)
     slots = padded(place + pages[0] * size, -1)
-    batch = Batch(padded(tokens[first:last], 0), padded(place, 0), slots, segments, [0])
+    batch = Batch(padded(tokens[first:last], 0), padded(place, 0), slots, metadata, [0])
     keep = padded(torch.arange(rows, device=device), 0)
     return runner.forward(batch, keep, canonical=True)[:rows]

@@ -51,22 +51,11 @@ def probe_rows(
 
     def attend(spans: list[tuple[int, int]]) -> Tensor:
         """Attention of rows first..last of the sequence, every span a segment."""
-        counts = [last - first for first, last in spans]
-
-        def column(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=device)
-
-        segments = AttentionMetadata(
-            page_table=torch.arange(PAGES, dtype=torch.int32, device=device).repeat(len(spans), 1),
-            cu_seqlens_q=column([sum(counts[:n]) for n in range(len(spans) + 1)]),
-            seq_lens=column([last for _, last in spans]),
-            page_size=PAGE_SIZE,
-            max_seqlen_q=max(counts),
-            max_seqlen_k=max(last for _, last in spans),
-        )
+        tables = [range(PAGES)] * len(spans)
+        metadata = AttentionMetadata.of(spans, tables, PAGE_SIZE, device)
         rows = torch.cat([q[first:last] for first, last in spans])
         scores = {"scale": shape.head_dim**-0.5, "softcap": shape.softcap}
-        return kernels.paged_attention(rows, k, v, segments, **scores)
+        return kernels.paged_attention(rows, k, v, metadata, **scores)
 
     whole = attend([(0, LENGTH)])
     checked = differing = 0

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -217,38 +216,27 @@ class ModelProbe:
         place = self._place(first, rows - padding)
         packed = torch.tensor([0, 0, -1], device=place.device)[:, None].repeat(1, rows)
         packed[:, : len(place)] = self._packed[:, place]
-        batch = Batch(packed[0], packed[1], packed[2], self._segments(first, len(place)), [])
+        batch = Batch(packed[0], packed[1], packed[2], self._metadata(first, len(place)), [])
         begun = self._clocks()
         logits = self._runner.forward(batch, kept, canonical)
         # Whichever is less: a pass is not charged with waiting for another process.
         return logits, min(end - start for start, end in zip(begun, self._clocks(), strict=True))
 
-    def _segments(self, first: int, rows: int) -> AttentionMetadata:
+    def _metadata(self, first: int, rows: int) -> AttentionMetadata:
         """Segments of ``rows`` rows from ``first`` on; the first and the last may be cut."""
-        starts, lengths, tables = [0], [], []
+        spans: list[tuple[int, int]] = []
+        tables: list[list[int]] = []
         number = next(n for n, piece in enumerate(self._pieces) if first < piece.end)
-        while starts[-1] < rows:
+        while rows > 0:
             piece = self._pieces[number % len(self._pieces)]
-            begin = max(first, piece.first) if starts == [0] else piece.first
-            count = min(piece.end - begin, rows - starts[-1])
-            starts.append(starts[-1] + count)
-            lengths.append(piece.position + begin - piece.first + count)
+            begin = piece.first if spans else max(first, piece.first)
+            count = min(piece.end - begin, rows)
+            position = piece.position + begin - piece.first
+            spans.append((position, position + count))
             tables.append(piece.pages)
+            rows -= count
             number += 1
-        widest = max(map(len, tables))
-        counts = [end - begin for begin, end in pairwise(starts)]
-
-        def column(values: list[int] | list[list[int]]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=self._runner.device)
-
-        return AttentionMetadata(
-            page_table=column([table + [0] * (widest - len(table)) for table in tables]),
-            cu_seqlens_q=column(starts),
-            seq_lens=column(lengths),
-            page_size=self._page_size,
-            max_seqlen_q=max(counts),
-            max_seqlen_k=max(lengths),
-        )
+        return AttentionMetadata.of(spans, tables, self._page_size, self._runner.device)
 
     def _clocks(self) -> tuple[float, float]:
         """Time of day and, on a CPU, time that this process has had."""
