@@ -73,8 +73,8 @@ class InputProcessor:
         ]
         requests = self.requests(given, each)
         for request, script in zip(requests, scripts, strict=True):
-            request.sequences[0].script = script
-            request.sequences[0].forced = True
+            request.sequences[0].given_tokens = script
+            request.sequences[0].teacher_forced = True
         return requests
 
     def replayed(self, outputs: Many[RequestOutput]) -> list[Request]:
@@ -84,7 +84,7 @@ class InputProcessor:
         for request, output in zip(requests, outputs, strict=True):
             request.recompute = True
             for sequence, completion in zip(request.sequences, output.completions, strict=True):
-                sequence.script = completion.token_ids
+                sequence.given_tokens = completion.token_ids
         return requests
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What one pass runs: rows of sequences in a bucket, and the small record it leaves. Host only."""
+"""One pass: rows of sequences in a bucket, and its record. Host only."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ DIRECT, PADDED, DRAFTED = "direct", "padded", "draft"
 class Work:
     """Consecutive rows of one sequence: positions ``start`` to ``start + count``.
 
-    The kinds are names for what the rows are doing and nothing more: prompt (of a preempted
-    sequence: all it had), decode (the newest token, in a canonical pass if the request is
-    deterministic), draft (a deterministic request's newest token on the fast path), verify
-    (rows over the newest token and drafts, canonical ones if the request is deterministic).
-    yields: how many of the rows, counted from the last, yield a token that is wanted.
+    kind: prompt (all committed tokens, for a preempted sequence), decode (the newest token), draft
+    (a deterministic request's newest token on the fast path), verify (the newest token and drafts).
+    yields: how many of the last rows yield a token.
     """
 
     sequence: Sequence
@@ -47,9 +45,8 @@ class Work:
 class Pass:
     """Works that share one forward pass, padded up to ``bucket`` rows.
 
-    way: how deterministic requests come to canonical tokens: "direct" (the bucket that the rows
-    need is canonical), "padded" (a larger one had to be taken), "draft" (their rows are drafts, to
-    be verified later), "" where none has a row.
+    way: "direct" (canonical, in the smallest bucket that fits), "padded" (canonical, in a larger
+    bucket), "draft" (deterministic rows are drafts to verify later), "" (plain rows only).
     """
 
     works: list[Work]
@@ -64,7 +61,7 @@ class Pass:
 
 @dataclass
 class PassRecord:
-    """What a pass did: rows by kind, its bucket and way, and what its verifies decided.
+    """What a pass ran and committed: rows and sequences by kind, its bucket and way.
 
     waiting, running: sequences at the time. left_out: running sequences without a row.
     """
@@ -95,8 +92,8 @@ class PassRecord:
 class EngineStats:
     """Sums over all passes since the engine began; ``rows`` by kind, ``passes`` by bucket.
 
-    ways: canonical and drafting passes by way. cached_prompt_tokens: prompt tokens that the prefix
-    cache or another completion of the prompt had already.
+    ways: canonical and drafting passes by way. cached_prompt_tokens: prompt tokens that were taken
+    from the prefix cache or another completion of the prompt.
     """
 
     passes: dict[int, int] = field(default_factory=dict)
@@ -114,9 +111,10 @@ class EngineStats:
     seconds: float = 0.0
 
     def add(self, record: PassRecord) -> None:
-        """Take one more pass into the sums."""
+        """Add one more pass to the sums."""
         self.passes[record.bucket] = self.passes.get(record.bucket, 0) + 1
-        self.canonical_passes += record.canonical
+        if record.canonical:
+            self.canonical_passes += 1
         if record.way:
             self.ways[record.way] = self.ways.get(record.way, 0) + 1
         for kind, rows in record.rows.items():

@@ -1,8 +1,8 @@
-"""Which page holds the KV of which tokens, so that a prompt can start from what others computed.
+"""Index of pages by their tokens, so that a prompt can start from KV computed before. Host only.
 
-Host only. Full pages of committed tokens are indexed under a 128-bit hash of all tokens up to the
-page's end, with the weights' version and whether the KV is canonical. Canonical pages serve
-everyone, others only plain requests. Moves no data: an indexed page is read-only.
+Full pages of committed tokens are indexed under a 128-bit hash of all tokens up to the page's end,
+with the weights' version and whether the KV is canonical. Canonical pages serve every request,
+others only plain ones. Moves no data: an indexed page is read-only.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class PrefixCache:
         for digest in self._digests(sequence):
             page = self.pages.get((self._version, True, digest))
             if page is not None:
-                canonical += canonical == len(pages)
+                if canonical == len(pages):
+                    canonical += 1
             elif not sequence.deterministic:
                 page = self.pages.get((self._version, False, digest))
             if page is None:
@@ -47,11 +48,11 @@ class PrefixCache:
         return pages, canonical
 
     def first(self, sequence: Sequence) -> bytes | None:
-        """What identifies the tokens of its first page, None where they do not fill one."""
+        """Digest of the tokens of its first page, None if they do not fill one."""
         return next(iter(self._digests(sequence)), None)
 
     def insert(self, sequence: Sequence) -> None:
-        """Index the pages that have filled up with KV of committed tokens since the last call."""
+        """Index pages that have filled up with committed tokens since the last call."""
         full = sequence.computed // self.pool.page_size
         if full <= sequence.indexed or sequence.request.embeds is not None:
             return
@@ -60,7 +61,7 @@ class PrefixCache:
             page = sequence.pages[number]
             canonical = sequence.canonical >= (number + 1) * self.pool.page_size
             key = (self._version, canonical, digests[number])
-            # A page of the same tokens may be there already: one is enough.
+            # One page is enough for the same tokens.
             if page not in self.keys and key not in self.pages:
                 self.pages[key] = page
                 self.keys[page] = key
@@ -70,14 +71,14 @@ class PrefixCache:
         sequence.indexed = full
 
     def drop(self, pages: list[int]) -> None:
-        """Forget pages whose values are not to be trusted."""
+        """Forget pages whose values may be wrong."""
         for page in pages:
             if page in self.keys:
                 self._forget(page)
                 self.pool.drop(page)
 
     def drop_plain(self) -> None:
-        """Forget what plain sequences computed, canonical or not: what ran when is chance."""
+        """Forget pages that plain sequences computed, canonical or not."""
         self.drop(list(self._by_plain))
 
     def clear(self) -> None:
@@ -92,7 +93,7 @@ class PrefixCache:
     def _digests(self, sequence: Sequence) -> list[bytes]:
         """One digest per full page of its tokens, each over all tokens up to the page's end."""
         size, digests = self.pool.page_size, sequence.digests
-        if sequence.request.embeds is not None:  # its tokens do not tell what its KV is of
+        if sequence.request.embeds is not None:  # its tokens are placeholders
             return digests
         for number in range(len(digests), len(sequence.tokens) // size):
             tokens = array("q", sequence.tokens[number * size : (number + 1) * size])
