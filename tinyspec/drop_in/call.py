@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from tinyspec.drop_in import prepare, served
@@ -39,13 +39,15 @@ class Call:
 
     arguments: by name. original: the model's own ``generate``.
     prompts, params: one of each per prompt. unserved: what only ``original`` serves; where there is
-    any, nothing else is set. Raises what ``original`` raises for bad arguments, and ValueError.
+    any, neither is set. transformers_arguments: those for ``original``. Raises what ``original``
+    raises for bad arguments, and ValueError.
     """
 
     def __init__(self, model: PreTrainedModel, original: Generate, arguments: dict[str, Any]):
         self._model, self._original = model, original
         not_given = [n for n, value in arguments.items() if value is None and n in _OPTIONAL]
         self._arguments = _without(arguments, not_given)
+        self.transformers_arguments = _without(self._arguments, ADDED_ARGUMENTS)
         self._prepared: list[PreparedRequest] = []
         self._shared: dict[tuple[object, ...], PreparedRequest] = {}
         self.params: list[SamplingParams] = []
@@ -54,10 +56,6 @@ class Call:
             self._prepare()
         if not self.unserved:
             self._set_params()
-
-    @property
-    def prompts(self) -> list[Prompt]:
-        return self._prompts.prompts
 
     @property
     def tinyspec_only(self) -> str | None:
@@ -70,15 +68,11 @@ class Call:
             return "a value for each request"
         return None
 
-    @property
-    def transformers_arguments(self) -> dict[str, Any]:
-        """The arguments for transformers' own ``generate``."""
-        return _without(self._arguments, ADDED_ARGUMENTS)
-
     def _prepare(self) -> None:
         """Let transformers prepare every request alone."""
         with prepare.log_lines_once():
             self._prompts = self._given_prompts()
+            self.prompts = self._prompts.prompts
             self._settings = self._per_request(len(self.prompts))
             for index, settings in enumerate(self._settings):
                 prepared = self._prepare_prompt(index, settings)
@@ -88,6 +82,7 @@ class Call:
                 several = prepared.config.num_return_sequences > 1
                 if several and settings.get("prefix_allowed_tokens_fn"):
                     self.unserved.append("prefix_allowed_tokens_fn with num_return_sequences > 1")
+        self._config = self._prepared[0].config  # for what is the same in all
         for name in prepare.SHARED_FIELDS:
             values = [getattr(prepared.config, name) for prepared in self._prepared]
             if any(value != values[0] for value in values):
@@ -157,11 +152,6 @@ class Call:
             if needs_seed[index]:
                 seed = noise_key(base, index) & (2**63 - 1)
                 self.params[index] = params.resolve(seed=seed)
-
-    @property
-    def _config(self) -> GenerationConfig:
-        """The config of any request, for what is the same in all."""
-        return self._prepared[0].config
 
     @property
     def keeps(self) -> tuple[bool, bool]:

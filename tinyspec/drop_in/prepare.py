@@ -84,10 +84,10 @@ def prepare(
     token. settings: the arguments of the call for this request. Raises what ``generate`` raises for
     them, and RuntimeError where it does not call ``custom_generate`` as transformers 5 does.
     """
-    calls: list[dict[str, Any]] = []
+    prepared: dict[str, Any] = {}
 
     def hook(model: Any, input_ids: torch.Tensor, **model_kwargs: Any) -> torch.Tensor:
-        calls.append({"input_ids": input_ids, **model_kwargs})
+        prepared.update(model_kwargs, input_ids=input_ids)
         return input_ids
 
     inputs: dict[str, Any] = {}
@@ -98,7 +98,6 @@ def prepare(
             inputs["input_ids"] = torch.tensor([prompt.ids], dtype=torch.long, device=device)
         inputs["attention_mask"] = torch.ones(1, len(prompt), dtype=torch.long, device=device)
     generate(**inputs, **settings, custom_generate=hook)
-    prepared = calls[0] if calls else {}
     names = ("generation_config", "logits_processor", "stopping_criteria", "input_ids")
     if missing := [name for name in names if name not in prepared]:
         raise RuntimeError(
@@ -117,15 +116,14 @@ def add_stop_strings(settings: dict[str, Any], default: GenerationConfig, tokeni
     default: the model's config. Without a tokenizer transformers refuses stop strings itself.
     """
     config: Any = settings.get("generation_config")
-    found = [getattr(c, "stop_strings", None) for c in (config, default)]
-    strings = next((value for value in found if value is not None), None)
-    strings = settings.get("stop_strings", strings)
+    given, inherited = (getattr(c, "stop_strings", None) for c in (config, default))
+    strings = settings.get("stop_strings", inherited if given is None else given)
     if tokenizer is None or strings is None:
         return
-    if found[0] is not None:
+    if given is not None:
         config = settings["generation_config"] = copy.deepcopy(config)
         config.stop_strings = None
-    if "stop_strings" in settings or found[1] is not None:
+    if "stop_strings" in settings or inherited is not None:
         settings["stop_strings"] = None
     criteria = list(settings.get("stopping_criteria") or ())
     if not any(type(criterion) is StopStringCriteria for criterion in criteria):
