@@ -26,8 +26,8 @@ from tinyspec.determinism.fingerprint import (
 )
 from tinyspec.determinism.probe_results import ProbeResults
 from tinyspec.determinism.probes.buckets import probe_buckets, warm_up
-from tinyspec.determinism.probes.linears import probe_linears, run_direct, run_in_tiles
-from tinyspec.determinism.probes.row_functions import BucketClasses
+from tinyspec.determinism.probes.linears import probe_linears, set_direct, set_tiles
+from tinyspec.determinism.probes.row_functions import BucketInvariance
 from tinyspec.errors import DeterminismError
 from tinyspec.kernels import backend
 from tinyspec.model.install import patched_of
@@ -185,8 +185,8 @@ class Contract:
         if results is not None and results.sizes == buckets.sizes:
             if not results.unsound:
                 self._swap_in_kernel(results.kernel_linears)
-                run_in_tiles(self._runner, results.tiles)
-                run_direct(self._runner, results.direct)
+                set_tiles(self._runner, results.tiles)
+                set_direct(self._runner, results.direct)
             with self._runner.torch_state():
                 warm_up(self._runner, self._config)
             return results
@@ -206,7 +206,7 @@ class Contract:
         probe_cache.store(key, results)
         return results
 
-    def _unsound_linears(self, linears: list[BucketClasses]) -> tuple[str, ...]:
+    def _unsound_linears(self, linears: list[BucketInvariance]) -> tuple[str, ...]:
         """Every linear of a kind that is unsound in the reference bucket."""
         kinds = linear_kinds(self._model)
         return tuple(name for c in linears if not c.position for name in kinds[c.name])
@@ -226,7 +226,7 @@ class Contract:
         """Undo what earlier results changed: the linear kernel, tiles of rows, direct products."""
         self._runner.tiles.unbind()
         self._patched.undo(self._num_swapped)
-        run_direct(self._runner, {})
+        set_direct(self._runner, {})
         self._modules_changed()
 
     def _modules_changed(self) -> None:
