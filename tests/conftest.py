@@ -51,13 +51,12 @@ def two_threads():
 
 
 @pytest.fixture
-def no_facts_on_disk(monkeypatch):
-    """For models whose linears a test replaces: facts of the same model with its own, and of this
-    one, are not each other's."""
+def no_results_on_disk(monkeypatch):
+    """For models whose linears a test replaces, which the key of probe results does not see."""
     from tinyspec.determinism import probe_cache
 
     monkeypatch.setattr(probe_cache, "load", lambda key: None)
-    monkeypatch.setattr(probe_cache, "store", lambda key, facts: None)
+    monkeypatch.setattr(probe_cache, "store", lambda key, results: None)
 
 
 @pytest.fixture

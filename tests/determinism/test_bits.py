@@ -17,7 +17,7 @@ from tinyspec.determinism.probes.bits import (
     position_invariant,
     unequal_bits,
 )
-from tinyspec.determinism.probes.row_functions import bucket_classes, probe_pool
+from tinyspec.determinism.probes.row_functions import probe_function, probe_pool
 from tinyspec.model.linear_kinds import distinct_linears, linear_shape, linear_weight
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -225,7 +225,7 @@ SIZES = [1, 2, 4, 8, 12, 16, 32, 64, 96, 144]
 
 def classes_of(fn, weight=None, dtype=torch.float32, features=192, reference=16):
     pool = probe_pool(features, dtype, "cpu", weight)
-    return bucket_classes(fn, pool, SIZES, reference, "mlp.down_proj")
+    return probe_function(fn, pool, SIZES, reference, "mlp.down_proj")
 
 
 def canonical(classes):

@@ -50,8 +50,8 @@ def probed(monkeypatch):
 def proven(model, **config):
     """(facts, fingerprint) of an engine around ``model``."""
     with Engine(model, config=EngineConfig(**{**CONFIG, **config})) as engine:
-        engine.contract.prove()
-        return engine.contract.facts, engine.fingerprint
+        engine.contract.ensure()
+        return engine.contract.results, engine.fingerprint
 
 
 # Facts on disk
@@ -103,10 +103,10 @@ def test_settings_that_only_steer_share_facts(probed):
         lambda text: text[: len(text) // 2],
         lambda text: "[]",
         lambda text: "7",
-        lambda text: text.replace('"format": 1', '"format": 0'),
+        lambda text: text.replace('"format": 2', '"format": 1'),
         lambda text: text.replace('"reference"', '"preference"'),
         lambda text: text.replace('"key": "', '"key": "x'),
-        lambda text: json.dumps({**json.loads(text), "facts": [1, 2]}),
+        lambda text: json.dumps({**json.loads(text), "results": [1, 2]}),
     ],
 )
 def test_what_cannot_be_read_is_probed_anew(home, probed, spoil):
@@ -116,7 +116,7 @@ def test_what_cannot_be_read_is_probed_anew(home, probed, spoil):
     assert spoil(text) != text
     file.write_text(spoil(text))
     assert proven(tiny())[0].canonical == facts.canonical and len(probed) == 2
-    assert json.loads(file.read_text())["facts"], "and written anew"
+    assert json.loads(file.read_text())["results"], "and written anew"
 
 
 def test_a_home_that_cannot_be_written(home, probed):
@@ -130,11 +130,11 @@ def test_fresh_facts_replace_those_on_disk(home, probed):
     proven(tiny())
     (file,) = home.iterdir()
     entry = json.loads(file.read_text())
-    entry["facts"]["buckets"][0]["seconds"] = 12345.0
+    entry["results"]["buckets"][0]["seconds"] = 12345.0
     file.write_text(json.dumps(entry))
     assert proven(tiny())[0].buckets[0].seconds == 12345.0
     with Engine(tiny(), config=EngineConfig(**CONFIG)) as engine:
-        assert engine.contract.examine(fresh=True).buckets[0].seconds < 100
+        assert engine.contract.probe(fresh=True).buckets[0].seconds < 100
         assert engine.generate(prompts(2), DETERMINISTIC)
     assert proven(tiny())[0].buckets[0].seconds < 100
     assert [path.name for path in home.iterdir()] == [file.name], "no draft is left"
@@ -189,11 +189,11 @@ def test_the_kernel_serves_the_layers_that_break_the_reference_bucket(broken, pr
     model = tiny(dtype=broken)
     types = [type(module) for module in model.modules()]
     with Engine(model, config=EngineConfig(**CONFIG)) as engine:
-        plain = engine.contract._digest()
+        plain = engine.contract._current_fingerprint()
         outputs = engine.generate(prompts(4), DETERMINISTIC)
         served = [n for n, m in model.named_modules() if isinstance(m, KernelLinear)]
-        assert served == WIDE == sorted(engine.contract.facts.kernel_linears)
-        assert 8 in engine.contract.facts.canonical
+        assert served == WIDE == sorted(engine.contract.results.kernel_linears)
+        assert 8 in engine.contract.results.canonical
         assert {o.fingerprint for o in outputs} == {engine.fingerprint} != {plain}
         alone = [bits(engine.generate([p], DETERMINISTIC)[0]) for p in prompts(4)]
         assert [bits(output) for output in outputs] == alone
@@ -232,7 +232,7 @@ def test_a_kernel_that_does_not_help(broken, monkeypatch):
         with pytest.raises(DeterminismError, match=WIDE[0]):
             engine.generate([[1, 2]], DETERMINISTIC)
         assert not any(isinstance(module, KernelLinear) for module in model.modules())
-        assert engine.contract.facts.kernel_linears == ()
+        assert engine.contract.results.kernel_linears == ()
 
 
 def test_linears_of_their_own_are_not_swapped():
@@ -250,8 +250,8 @@ def test_always_makes_every_bucket_canonical(dtype):
     config = EngineConfig(**CONFIG, linear="always", verify="direct")
     with Engine(model, config=config) as engine:
         outputs = engine.generate(prompts(5), DETERMINISTIC)
-        assert engine.contract.facts.canonical == SIZES
-        assert not any(fact.tiled for fact in engine.contract.facts.buckets)
+        assert engine.contract.results.canonical == SIZES
+        assert not any(fact.tiled for fact in engine.contract.results.buckets)
         assert engine.stats().drafted == 0
         kinds = {type(m) for m in model.modules() if hasattr(m, "out_features")}
         assert kinds == {KernelLinear}
@@ -281,14 +281,14 @@ def test_direct_is_refused_with_the_buckets_that_are_in_its_way():
 def test_trained_weights_keep_the_proof_and_change_the_fingerprint(probed):
     model = tiny()
     with Engine(model, config=EngineConfig(**CONFIG)) as engine:
-        engine.contract.prove()
+        engine.contract.ensure()
         seen = [engine.fingerprint]
         for parameter in list(model.parameters())[:3]:
             with torch.no_grad():
                 parameter.add_(0.01)
-            assert engine.contract.changed()
+            assert engine.contract.parameters_written()
             engine.generate(prompts(2), DETERMINISTIC)
-            assert not engine.contract.changed()
+            assert not engine.contract.parameters_written()
             seen.append(engine.fingerprint)
             assert engine.runner.buckets.canonical
         assert len(set(seen)) == 4 and len(probed) == 1
@@ -298,7 +298,7 @@ def test_trained_weights_keep_the_proof_and_change_the_fingerprint(probed):
 def test_what_loses_the_proof(probed, change, two_threads):
     model = tiny()
     with Engine(model, config=EngineConfig(**CONFIG)) as engine:
-        engine.contract.prove()
+        engine.contract.ensure()
         if change == "threads":
             torch.set_num_threads(1)
         elif change == "module":
@@ -308,11 +308,11 @@ def test_what_loses_the_proof(probed, change, two_threads):
         else:
             weight = model.model.norm.weight
             weight.data = weight.data.repeat_interleave(2)[::2]
-        assert engine.contract.look() and engine.contract.lost
+        assert engine.contract.refresh() and engine.contract.outdated
         assert engine.runner.buckets.canonical == []
-        engine.contract.prove()
-        assert len(probed) == 2 and not engine.contract.lost
-        assert not engine.contract.look()
+        engine.contract.ensure()
+        assert len(probed) == 2 and not engine.contract.outdated
+        assert not engine.contract.refresh()
 
 
 def test_looks_before_anything_is_proven():
@@ -320,23 +320,23 @@ def test_looks_before_anything_is_proven():
     model = tiny()
     with Engine(model, config=EngineConfig(**CONFIG)) as engine:
         watch = engine.contract
-        assert not watch.look() and not watch.changed()
+        assert not watch.refresh() and not watch.parameters_written()
         with torch.no_grad():
             model.lm_head.weight[3, 4] += 1
-        assert watch.changed() and watch.look()
-        assert not watch.changed() and not watch.look()
+        assert watch.parameters_written() and watch.refresh()
+        assert not watch.parameters_written() and not watch.refresh()
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
-        assert watch.look() and not watch.look()
-        assert watch.known is None and watch.facts is None
+        assert watch.refresh() and not watch.refresh()
+        assert watch.known_fingerprint is None and watch.results is None
 
 
 def test_writes_that_leave_no_trace_are_seen_by_a_digest():
     for verify in (False, True):
         model = tiny()
         with Engine(model, config=EngineConfig(**CONFIG, verify_weights=verify)) as engine:
-            assert not engine.contract.look()
+            assert not engine.contract.refresh()
             model.lm_head.weight.data[3, 4] += 1
-            assert engine.contract.look() == verify and not engine.contract.look()
+            assert engine.contract.refresh() == verify and not engine.contract.refresh()
 
 
 class Tuner(nn.Module):
@@ -389,9 +389,9 @@ def test_adapters_in_use_are_part_of_the_fingerprint(change):
     tuner = model.model.layers[0].mlp.down_proj = Tuner(model.model.layers[0].mlp.down_proj)
     with Engine(model, config=EngineConfig(**CONFIG)) as engine:
         before = engine.generate(prompts(3), DETERMINISTIC)
-        assert not engine.contract.look()
+        assert not engine.contract.refresh()
         change(tuner)
-        assert not engine.contract.changed(), "no parameter was written to"
+        assert not engine.contract.parameters_written(), "no parameter was written to"
         after = engine.generate(prompts(3), DETERMINISTIC)
         assert before[0].fingerprint != after[0].fingerprint
         if change is not merge:

@@ -8,7 +8,7 @@ from tests.support.walk import CONFIG
 from tests.support.zoo import tiny
 from tinyspec import Engine
 from tinyspec.determinism.probes.bits import in_passes, same_bits
-from tinyspec.determinism.probes.row_functions import bucket_classes, probe_pool
+from tinyspec.determinism.probes.row_functions import probe_function, probe_pool
 from tinyspec.scheduler.buckets import Buckets
 
 SIZES = [*Buckets(64, 16).sizes, 33, 34]
@@ -33,26 +33,26 @@ def test_every_bucket_with_leftovers_is_found(width):
     pool = probe_pool(width, torch.float32, "cpu")
     reference = 32 if width % 2 else 16  # without leftovers
     for salt in range(25):
-        found = bucket_classes(leaves_some_over(salt), pool, SIZES, reference, search=True)
+        found = probe_function(leaves_some_over(salt), pool, SIZES, reference, search=True)
         assert {rows for rows in SIZES if found.canonical(rows)} == whole, salt
 
 
 def test_leftovers_in_the_reference_bucket_are_found():
     pool = probe_pool(2, torch.float32, "cpu")
     for salt in range(25):
-        assert not bucket_classes(leaves_some_over(salt), pool, SIZES, 56, search=True).position
+        assert not probe_function(leaves_some_over(salt), pool, SIZES, 56, search=True).position
 
 
 def test_control_a_pool_of_any_rows_misses_some():
     pool = probe_pool(2, torch.float32, "cpu")
     operators = map(leaves_some_over, range(25))
-    assert any(bucket_classes(fn, pool, SIZES, 16).canonical(56) for fn in operators)
+    assert any(probe_function(fn, pool, SIZES, 16).canonical(56) for fn in operators)
 
 
 def test_what_is_alike_everywhere_stays_so():
     for fn in (torch.exp, torch.square, torch.neg):
         pool = probe_pool(2, torch.float32, "cpu")
-        found = bucket_classes(fn, pool, SIZES, 16, search=True)
+        found = probe_function(fn, pool, SIZES, 16, search=True)
         assert all(map(found.canonical, SIZES))
 
 
@@ -61,7 +61,7 @@ def test_sigmoid_of_a_router():
     rows = torch.randn(2000, 2) * 2
     expected = in_passes(torch.sigmoid, rows, CONFIG.reference_rows)
     with Engine(tiny("kolibri1"), config=CONFIG) as engine:
-        facts = engine.contract.examine()
+        facts = engine.contract.probe()
     broken = {fact.rows for fact in facts.buckets if any("sigmoid" in n for n in fact.broken_by)}
     unlike = {
         fact.rows

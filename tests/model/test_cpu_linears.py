@@ -33,7 +33,7 @@ both = pytest.mark.parametrize("dtype", KINDS, ids=str)
 
 
 @pytest.fixture
-def quick(monkeypatch, no_facts_on_disk):
+def quick(monkeypatch, no_results_on_disk):
     calls = []
 
     def split(linear, x):
@@ -140,7 +140,7 @@ def test_pages_of_quick_passes_serve_plain_requests_alone(quick):
     )
     config = EngineConfig(reference_rows=16, max_rows=64, page_size=16)
     with Engine(tiny(), config=config) as engine:
-        engine.contract.prove()
+        engine.contract.ensure()
         first = engine.generate([[5, 6, 7]], plain)[0]
         tokens = [5, 6, 7, *first.completions[0].token_ids]
         warm = engine.generate([tokens], mine)[0]

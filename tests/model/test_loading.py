@@ -238,4 +238,4 @@ def test_element_wise_modules_of_any_shape_are_probed(expected):
 def test_plain_requests_need_no_proof(expected):
     with Engine(tiny(), config=CONFIG) as engine:
         assert tokens(engine.generate(PROMPTS, PLAIN)) == expected
-        assert engine.contract.facts is None
+        assert engine.contract.results is None

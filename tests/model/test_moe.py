@@ -18,7 +18,7 @@ from tests.support.tiny import VOCAB, hf_greedy, prompts
 from tests.support.tolerances import OPERATOR, close
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
 from tinyspec.determinism.probes import buckets as bucket_probe
-from tinyspec.determinism.probes.routing import TOKEN_SETS, Matmul, Matmuls, routed
+from tinyspec.determinism.probes.routing import TOKEN_SETS, Matmul, OpRecorder, data_dependent
 from tinyspec.kernels.twins.linear import linear
 from tinyspec.model.moe import IMPLEMENTATION, STATE, kernel_experts, kernel_forward
 
@@ -186,10 +186,10 @@ def test_control_other_implementations(monkeypatch, implementation):
     model = tiny_moe()
     model.set_experts_implementation(implementation)
     with Engine(model, config=config) as engine:
-        with pytest.raises(DeterminismError, match=r"layers\.0\.mlp\.experts: how many rows"):
+        with pytest.raises(DeterminismError, match=r"layers\.0\.mlp\.experts: the shapes"):
             solo(engine, needles()[0])
         assert engine.generate([[1, 2, 3]])[0].completions[0].finish_reason == "length"
-    monkeypatch.setattr(bucket_probe, "routed", lambda passes: [])
+    monkeypatch.setattr(bucket_probe, "data_dependent", lambda passes: [])
     found = []
     for dtype in DTYPES:
         model = tiny_moe(dtype=dtype)
@@ -208,12 +208,12 @@ def test_other_designs_are_found(family):
     model = tiny_moe(family)
 
     def calls(tokens, rows=128):
-        noted = Matmuls(model, 0)
-        with noted.following():
+        noted = OpRecorder(model, 0)
+        with noted.recording():
             model(tokens(VOCAB, rows)[None], use_cache=False)
-        return noted.calls
+        return noted.matmuls
 
-    (found,) = routed([calls(tokens) for tokens in TOKEN_SETS])
+    (found,) = data_dependent([calls(tokens) for tokens in TOKEN_SETS])
     assert OWN_WAY[family] in found.name and found.name in dict(model.named_modules())
 
 
@@ -227,10 +227,10 @@ def test_dbrx_is_refused():
 def test_fixed_shapes_are_not_routed():
     """All experts over all rows, and a model without any."""
     same = [Matmul("experts", "bmm", ((8, 32, 64), (8, 64, 96)), ())]
-    assert routed([same, list(same), list(same)]) == []
+    assert data_dependent([same, list(same), list(same)]) == []
     fewer = [Matmul("experts", "mm", ((31, 64), (64, 96)), ())]
-    assert routed([same, fewer])[0].name == "experts"
-    assert routed([same, [*same, *fewer]])[0].name == "experts"
+    assert data_dependent([same, fewer])[0].name == "experts"
+    assert data_dependent([same, [*same, *fewer]])[0].name == "experts"
 
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
@@ -271,7 +271,7 @@ def test_the_fingerprint_and_the_proof_know_how_experts_run():
         # Somebody else's choice, while the engine is open: what was proven no longer holds.
         model.set_experts_implementation("eager")
         assert engine.fingerprint != first.fingerprint
-        with pytest.raises(DeterminismError, match="experts: how many rows"):
+        with pytest.raises(DeterminismError, match="experts: the shapes of its matmuls"):
             engine.generate([[1, 2, 3]], params)
     model = tiny_moe()
     model.set_experts_implementation("eager")

@@ -228,13 +228,13 @@ def test_packed_weights_that_change_are_noticed(folder):
     with Engine(model, config=CONFIG) as engine:
         first = engine.generate(PROMPTS, DETERMINISTIC)
         watch = engine.contract
-        assert not watch.changed()
+        assert not watch.parameters_written()
         for linear in (model.get_submodule(NAME), twin.get_submodule(NAME)):
             with torch.no_grad():
                 linear.weight.qdata.neg_()
-        assert watch.changed()
+        assert watch.parameters_written()
         second = engine.generate(PROMPTS, DETERMINISTIC)
-        assert second[0].fingerprint != first[0].fingerprint and not watch.changed()
+        assert second[0].fingerprint != first[0].fingerprint and not watch.parameters_written()
         twin.model.layers[1].mlp.up_proj.weight = twin.model.layers[0].mlp.up_proj.weight
         model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
         third = tokens(engine.generate(PROMPTS, PLAIN))

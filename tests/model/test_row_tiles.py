@@ -65,7 +65,7 @@ def test_tiles_keep_the_shape(shape):
 
 
 @pytest.fixture
-def breaks_above(monkeypatch, no_facts_on_disk):
+def breaks_above(monkeypatch, no_results_on_disk):
     """torch's linear with other partial sums above 16 rows; counts its row counts."""
     calls = []
 

@@ -16,8 +16,8 @@ from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig, doctor
 from tinyspec.determinism import probe_cache
 from tinyspec.determinism.probes import buckets
-from tinyspec.determinism.probes.bits import PositionProbe
-from tinyspec.determinism.probes.linears import find_direct, run_direct
+from tinyspec.determinism.probes.bits import PositionResult
+from tinyspec.determinism.probes.linears import direct_counts, set_direct
 from tinyspec.model.cpu import linears
 from tinyspec.model.cpu.fast_mode import FastMode
 from tinyspec.model.cpu.linears import TransposedLinear
@@ -33,7 +33,7 @@ def product(linear, rows, cuts=1):
 
 
 @pytest.fixture
-def alike(monkeypatch, no_facts_on_disk):
+def alike(monkeypatch, no_results_on_disk):
     """The row counts at which the direct product was used."""
     calls = []
 
@@ -72,7 +72,7 @@ def test_only_at_the_row_counts_that_are_alike(alike, bias):
 def test_the_probe_finds_them(alike):
     with Engine(tiny("llama", DTYPE), config=CONFIG) as engine:
         assert direct_of(engine.model) == {()}
-        facts = engine.contract.examine()
+        facts = engine.contract.probe()
         assert facts.canonical == facts.sizes and facts.sizes[-1] == 64
         assert set(facts.direct.values()) == {(32, 64)}
         assert direct_of(engine.model) == {(32, 64)}
@@ -95,10 +95,10 @@ def test_bits_are_those_of_transposed_linears(alike, monkeypatch):
         del alike[:]
         assert found(engine) == alone
         assert {32, 64} & set(alike), "canonical passes used the direct product"
-        run_direct(engine.runner, dict.fromkeys(find_direct(engine.runner), range(17, 65)))
+        set_direct(engine.runner, dict.fromkeys(direct_counts(engine.runner), range(17, 65)))
         engine.release()
         assert found(engine) != alone
-        run_direct(engine.runner, {})
+        set_direct(engine.runner, {})
         engine.release()
         del alike[:]
         assert found(engine) == alone
@@ -111,7 +111,7 @@ def test_facts_on_disk_say_where(alike, monkeypatch):
     monkeypatch.setattr(probe_cache, "load", kept.get)
     for _ in range(2):
         with Engine(tiny("llama", DTYPE), config=CONFIG) as engine:
-            engine.contract.prove()
+            engine.contract.ensure()
             assert direct_of(engine.model) == {(32, 64)}
     assert len(kept) == 1
 
@@ -123,26 +123,26 @@ def test_without_a_proof_none(alike, monkeypatch):
     monkeypatch.setattr(probe_cache, "store", kept.__setitem__)
     model = tiny("llama", DTYPE)
     with Engine(model, config=CONFIG) as engine:
-        engine.contract.prove()
+        engine.contract.ensure()
         assert direct_of(model) == {(32, 64)}
-        broken = PositionProbe("attention", 16, 1, 1, 0, 0)
+        broken = PositionResult("attention", 16, 1, 1, 0, 0)
         monkeypatch.setattr(buckets, "probe_attention", lambda runner: [broken])
-        assert engine.contract.examine(fresh=True).unsound
+        assert engine.contract.probe(fresh=True).unsound
         assert direct_of(model) == {()}
     monkeypatch.setattr(probe_cache, "load", kept.get)
     with Engine(model, config=CONFIG) as engine:
-        assert engine.contract.examine().unsound
+        assert engine.contract.probe().unsound
         assert direct_of(model) == {()}
 
 
 def test_found_anew(alike, monkeypatch):
     """What used the direct product before does not decide what a bucket is compared with."""
     with Engine(tiny("llama", DTYPE), config=CONFIG) as engine:
-        engine.contract.prove()
+        engine.contract.ensure()
         monkeypatch.setattr(
             TransposedLinear, "direct_product", lambda linear, rows: product(linear, rows, 2)
         )
-        facts = engine.contract.examine(fresh=True)
+        facts = engine.contract.probe(fresh=True)
         assert facts.direct == {} and direct_of(engine.model) == {()}
         assert facts.canonical == facts.sizes
 
@@ -153,7 +153,7 @@ def test_the_reference_bucket_is_transposed(alike):
     for reference in (24, 32):
         config = replace(CONFIG, reference_rows=reference)
         with Engine(tiny("llama", DTYPE), config=config) as engine:
-            facts = engine.contract.examine()
+            facts = engine.contract.probe()
             assert set(facts.direct.values()) == {tuple({32, 64} - {reference})}
             assert facts.canonical == facts.sizes
 

@@ -111,6 +111,7 @@ def served_by_kernel(model: nn.Module) -> list[str]:
     return sorted([*linears, *kernel_experts(model)])
 
 
+@torch.no_grad()
 def digest_weights(model: nn.Module) -> str:
     """Digest of every parameter and buffer (name, shape, dtype, bits; of packed ones every part)
     and of the adapters used."""

@@ -193,7 +193,7 @@ class Engine:
 
     def weights_changed(self) -> None:
         """To call after writing to weights through ``.data``, which torch does not record."""
-        self.contract.forget()
+        self.contract.drop_fingerprint()
         self.tracker.on_new_weights()
 
     def stats(self) -> EngineStats:

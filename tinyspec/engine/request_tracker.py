@@ -51,7 +51,7 @@ class RequestTracker:
 
     def check_model(self) -> None:
         """Compare weights and modules with those of the last call."""
-        if self._contract.look():
+        if self._contract.refresh():
             self.on_new_weights()
 
     def on_new_weights(self) -> None:
@@ -67,7 +67,7 @@ class RequestTracker:
         if len(begun) == len(asking):
             return
         try:
-            self._contract.prove()
+            self._contract.ensure()
         except DeterminismError as error:
             self._abort_all(asking, str(error))
             return
@@ -79,9 +79,9 @@ class RequestTracker:
 
     def add(self, requests: list[Request]) -> list[str]:
         """Queue requests and return their ids; DeterminismError if the contract cannot be kept."""
-        fingerprint = self._contract.known
+        fingerprint = self._contract.known_fingerprint
         if any(request.params.deterministic for request in requests):
-            self._contract.prove()
+            self._contract.ensure()
             fingerprint = self._contract.fingerprint
         for request in requests:
             self.requests[request.request_id] = request
@@ -121,9 +121,9 @@ class RequestTracker:
 
     def advance(self) -> None:
         """Run one step; queue its events and deliver the outputs that it finished."""
-        if self._contract.changed():
+        if self._contract.parameters_written():
             self.check_model()
-        if self._contract.lost and any(r.params.deterministic for r in self.requests.values()):
+        if self._contract.outdated and any(r.params.deterministic for r in self.requests.values()):
             self.on_new_weights()
         with deferred_interrupt():
             try:
