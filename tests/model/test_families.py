@@ -68,7 +68,7 @@ class Shifted(nn.Module):
 def test_rows_that_know_each_other_are_refused():
     model = tiny("llama")
     model.model.layers[1].mlp = Shifted(model.model.layers[1].mlp)
-    with pytest.raises(UnsupportedModelError, match="its rows still know each other"):
+    with pytest.raises(UnsupportedModelError, match="rows affect each other outside attention"):
         Engine(model)
 
 

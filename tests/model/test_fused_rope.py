@@ -1,7 +1,7 @@
-"""Deferred rotation: recognised by source, and the same to the bit as transformers' own rotation.
+"""Which stand-in an attention module gets, found by comparing bits; and the bits of each way.
 
-Both ways attend over the same pages by the same kernel; what differs is who rotates. Control: a
-kind that is not the module's differs.
+All ways attend over the same pages by the same kernel; what differs is who norms and rotates.
+Modules altered in ways that matter get no stand-in that would not show it, whatever their weights.
 """
 
 from __future__ import annotations
@@ -9,50 +9,64 @@ from __future__ import annotations
 import ast
 import copy
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, wraps
-from importlib import import_module
+from pathlib import Path
 from threading import Thread
 from types import FunctionType, SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
 
+import tinyspec
 from tests.support.walk import places
 from tests.support.zoo import VOCAB, tiny
-from tinyspec import EngineConfig
+from tinyspec import Engine, EngineConfig
 from tinyspec.kernels import backend as kernels
 from tinyspec.kernels.attention_metadata import AttentionMetadata
-from tinyspec.model import fused_rope as deferring
-from tinyspec.model.attention import AttentionContext
-from tinyspec.model.deferrable import hands_over, source_of
-from tinyspec.model.fused_rope import ROPES, deferred, layout
+from tinyspec.model import attention_trial, install
+from tinyspec.model import fused_rope as ropes
+from tinyspec.model.attention import AttentionContext, PagedAttention
+from tinyspec.model.attention_trial import fused, rope_left_out
+from tinyspec.model.equivalence import ROWS as PROBE_ROWS
+from tinyspec.model.fused_rope import Rope, deferred, rope_of, rotate_of
 from tinyspec.model.introspection import accepted
 from tinyspec.runner.kv_cache import KVCache
 
-# ``tinyspec.patch`` is the function of this name.
-patch = import_module("tinyspec.model.install")
 PAGE = 16
 LENGTHS = (21, 1, 10)
 ROWS = sum(LENGTHS)
+CONFIG = EngineConfig(max_model_len=512, max_rows=64)
+WAYS = {"interface": (), "deferred": (rope_left_out,), "fused": (fused,)}
 
-# What the structure is expected to tell, by model type.
+# What is expected to be found, by model type.
 FUSED = (
-    *("arcee", "cwm", "dots1", "gemma", "gemma2", "granite", "granitemoe", "jais2", "llama"),
-    *("mellum", "ministral", "mistral", "mixtral", "phimoe", "qwen2", "qwen2_moe", "qwen3"),
-    *("qwen3_moe", "solar_open", "vaultgemma"),
+    *("apertus", "arcee", "cohere_compass_text", "cwm", "dots1", "gemma", "gemma2", "glm4_moe"),
+    *("granite", "granitemoe", "hy_v3", "jais2", "llama", "mellum", "ministral", "ministral3"),
+    *("mistral", "mixtral", "nemotron", "olmo", "phimoe", "qwen2", "qwen2_moe", "qwen3"),
+    *("qwen3_moe", "seed_oss", "solar_open", "stablelm", "starcoder2", "vaultgemma"),
 )
 DEFERRED = (
-    *("afmoe", "apertus", "cohere", "cohere2", "ernie4_5", "exaone4", "flex_olmo", "gemma3_text"),
-    *("glm", "glm4", "glm4_moe", "gpt_neox", "gpt_oss", "granite_swa", "helium", "laguna"),
-    *("minimax_m2", "modernbert-decoder", "nemotron", "olmo", "olmo2", "olmo3", "olmoe"),
-    *("persimmon", "phi", "phi3", "seed_oss", "smollm3", "stablelm", "starcoder2"),
+    *("cohere", "ernie4_5", "flex_olmo", "gemma3_text", "glm", "glm4", "gpt_neox", "gpt_oss"),
+    *("granite_swa", "helium", "jetmoe", "laguna", "minimax_m2", "modernbert-decoder", "olmo2"),
+    *("olmo3", "olmoe", "persimmon", "phi", "phi3"),
 )
+# Some of their layers do not rotate.
+MIXED = {
+    "smollm3": {"fused", "interface"},
+    "exaone4": {"fused", "interface"},
+    "afmoe": {"deferred", "interface"},
+    "cohere2": {"deferred", "interface"},
+    "beam": {"deferred", "interface"},
+}
 # Rotated and then used otherwise, rotated in another way, latent, or not rotated at all.
 INTERFACE = (
-    *("hunyuan_v1_dense", "hunyuan_v1_moe", "nanochat", "ministral3", "llama4_text", "diffllama"),
-    *("deepseek_v3", "gemma3n_text", "gemma4_text", "jamba", "gpt2", "opt", "falcon", "gptj"),
+    *("hunyuan_v1_dense", "hunyuan_v1_moe", "nanochat", "llama4_text", "diffllama"),
+    *("deepseek_v3", "gemma3n_text", "gemma4_text", "gpt2", "opt"),
 )
 
 
@@ -61,13 +75,14 @@ def model_of(kind, dtype=torch.float32):
     return tiny(kind) if dtype == torch.float32 else copy.deepcopy(model_of(kind)).to(dtype)
 
 
-def attentions(model):
-    """What calls the attention interface."""
-    return [m for m in model.modules() if patch.calls_interface(m) and hasattr(m, "layer_idx")]
-
-
-def layouts(kind):
-    return {layout(m) for m in attentions(model_of(kind))}
+def ways(model):
+    """How each module that calls attention is served, in the order of the model."""
+    patched = install.install(model, CONFIG)
+    swapped = {id(before): after for _, _, before, after in patched.swapped}
+    kinds = {PagedAttention: "fused", type(None): "interface"}
+    found = [kinds.get(type(swapped.get(id(module))), "deferred") for module in patched.bound]
+    install.uninstall(model)
+    return found
 
 
 def packed():
@@ -83,27 +98,19 @@ def packed():
     return metadata, torch.tensor(slots), positions
 
 
-def only(monkeypatch, way):
-    """Have ``install`` put in stand-ins for attention alone, and of one way alone."""
-    monkeypatch.setattr(patch, "_is_rotary", lambda module: False)
-    if way == "interface":
-        monkeypatch.setattr(patch, "layout", lambda module: None)
-    elif way == "deferred":
-        monkeypatch.setattr(patch, "layout", lambda module: layout(module) and "deferred")
-
-
 def through(model, monkeypatch, way):
     """Logits of a pass of three prompts whose attention goes one way, and the keys and values that
-    it wrote; how often the kernel was told to rotate."""
-    told = []
+    it wrote; how often the kernel was to rotate."""
+    rotated = []
     with monkeypatch.context() as patches:
-        only(patches, way)
-        patched = patch.install(model, EngineConfig(max_model_len=512, max_rows=64))
+        patches.setattr(install, "_is_rotary", lambda module: False)
+        patches.setattr(install, "WAYS", WAYS[way])
+        patched = install.install(model, CONFIG)
     context = patched.context
     twins = kernels.load("torch")
 
     def write(q, k, v, cos, *args, **kwargs):
-        told.append(cos is not None)
+        rotated.append(cos is not None)
         return twins.fused_kv_write(q, k, v, cos, *args, **kwargs)
 
     context.kernels = replace(twins, fused_kv_write=write)
@@ -118,10 +125,11 @@ def through(model, monkeypatch, way):
         context.begin(metadata, slots, positions)
         with torch.no_grad():
             logits = model(input_ids=ids, **more).logits
+        context.check()
     finally:
         context.end()
-        patch.uninstall(model)
-    return [logits, *cache.k, *cache.v], sum(told)
+        install.uninstall(model)
+    return [logits, *cache.k, *cache.v], sum(rotated)
 
 
 def same(some, others):
@@ -130,26 +138,29 @@ def same(some, others):
 
 @pytest.mark.parametrize("kind", FUSED)
 def test_fused(kind):
-    assert layouts(kind) == {"fused"}
+    assert set(ways(model_of(kind))) == {"fused"}
 
 
 @pytest.mark.parametrize("kind", DEFERRED)
 def test_deferred(kind):
-    assert layouts(kind) == {"deferred"}
+    assert set(ways(model_of(kind))) == {"deferred"}
 
 
 @pytest.mark.parametrize("kind", INTERFACE)
 def test_left_to_the_interface(kind):
-    assert layouts(kind) <= {None}
+    assert set(ways(model_of(kind))) == {"interface"}
+
+
+@pytest.mark.parametrize("kind", MIXED)
+def test_layers_that_do_not_rotate_are_left_to_the_interface(kind):
+    assert set(ways(model_of(kind))) == MIXED[kind]
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
 # One of each rotation, and of each thing that may stand before it; all others in the slow tests.
 QUICK = (
     *("llama", "qwen3", "glm4", "cohere", "cohere2", "ernie4_5", "gpt_oss", "phi", "phi3", "olmo2"),
-    *("stablelm", "gemma3_text", "smollm3", "modernbert-decoder", "mllama"),
+    *("stablelm", "gemma3_text", "smollm3", "modernbert-decoder", "mllama", "ministral3"),
 )
 WITH_STAND_INS = [kind for kind, cells in places().items() if cells[0] == "fused module"]
 
@@ -167,214 +178,400 @@ def test_same_bits_as_the_interface(kind, dtype, monkeypatch):
     model = model_of(kind, dtype)
     expected, none = through(model, monkeypatch, "interface")
     assert none == 0 and expected[0].isfinite().all()
-    found, told = through(model, monkeypatch, "deferred")
-    assert same(found, expected)
-    assert told > 0 or kind == "granitemoehybrid"  # has no RoPE by default
-    if "fused" in layouts(kind):
-        found, told = through(model, monkeypatch, "fused")
-        assert same(found, expected) and told > 0
+    rotated = 0
+    for way in ("deferred", "fused"):
+        found, count = through(model, monkeypatch, way)
+        assert same(found, expected)
+        rotated += count
+    assert rotated > 0
 
 
 @pytest.mark.parametrize("kind", ["glm", "cohere", "llama", "olmo2"])
-def test_another_kind_differs(kind, monkeypatch):
-    """Control: what is compared depends on the rotation."""
+def test_another_rotation_differs(kind, monkeypatch):
+    """Control: what is compared depends on the rotation. Nor would the trial take it."""
     model = model_of(kind, torch.bfloat16)
     expected, _ = through(model, monkeypatch, "interface")
-    (module, *_) = attentions(model)
-    rope = deferring._rope(module)
-    assert rope is not None
-    turned = rope._replace(interleaved=not rope.interleaved)
-    monkeypatch.setattr(deferring, "_rope", lambda module: turned)
-    found, told = through(model, monkeypatch, "deferred")
-    assert told and not same(found[:1], expected[:1])
+
+    def another(*args):
+        rope = rope_of(*args)
+        return rope._replace(interleaved=not rope.interleaved)
+
+    monkeypatch.setattr(attention_trial, "rope_of", another)
+    found, rotated = through(model, monkeypatch, "deferred")
+    assert same(found, expected) and rotated == 0
+    monkeypatch.setattr(attention_trial.Outcome, "same", lambda self, other: True)
+    found, rotated = through(model, monkeypatch, "deferred")
+    assert rotated and not same(found[:1], expected[:1])
 
 
-def test_every_rotation_is_known_and_its_own():
-    """Every reference is found in this version of transformers; no two kinds share a source."""
-    assert None not in deferring._references()
-    kinds = {}
-    for family, rope in ROPES.items():
-        essence = deferring.essence(deferring.of_family(family, deferring.ROTATE))
-        assert kinds.setdefault(essence, rope) == rope
+# Modules altered in what they do
 
 
 STANDARD = """
-def forward(self, hidden_states, position_embeddings, past_key_values=None, **kwargs):
-    q = self.q_proj(hidden_states).transpose(1, 2)
-    k = self.k_proj(hidden_states).transpose(1, 2)
-    v = self.v_proj(hidden_states).transpose(1, 2)
+def forward(self, hidden_states, position_embeddings=None, past_key_values=None, **kwargs):
+    rows = hidden_states.shape[1]
+    heads = (1, rows, -1, self.head_dim)
+    q = self.q_proj(hidden_states).view(heads).transpose(1, 2)
+    k = self.k_proj(hidden_states).view(heads).transpose(1, 2)
+    v = self.v_proj(hidden_states).view(heads).transpose(1, 2)
     cos, sin = position_embeddings
     q, k = apply_rotary_pos_emb(q, k, cos, sin)
     if past_key_values is not None:
         k, v = past_key_values.update(k, v, self.layer_idx)
-    attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation)
-    out, weights = attend(self, q, k, v, None, scaling=self.scaling, **kwargs)
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, None)
+    out, weights = attend(self, q, k, v, kwargs.get("attention_mask"), scaling=self.scaling)
+    out = out.reshape(1, rows, -1)
     return self.o_proj(out), weights
 """
 TURN = "    q, k = apply_rotary_pos_emb(q, k, cos, sin)\n"
-UPDATE = "    if past_key_values is not None:\n"
-CUT = "    {0}_rot, {0}_pass = {0}[..., : self.n], {0}[..., self.n :]\n"
-JOIN = "    {0} = torch.cat(({0}_rot, {0}_pass), dim=-1)\n"
-PARTLY = TURN.replace("q, k", "q_rot, k_rot")
-PARTIAL = CUT.format("q") + CUT.format("k") + PARTLY + JOIN.format("q") + JOIN.format("k")
+OUT = "    out = out.reshape(1, rows, -1)\n"
 
 
-def changed(old, new):
-    assert old in STANDARD
-    return STANDARD.replace(old, new)
+def changed(old, new, source=STANDARD):
+    assert old in source
+    return source.replace(old, new)
 
 
-HANDED_OVER = {
-    "as it is": STANDARD,
-    "some layers": changed(TURN, "    if self.turns:\n    " + TURN),
-    "cos and sin where it turns": changed(
-        "    cos, sin = position_embeddings\n" + TURN,
-        "    if position_embeddings is not None:\n        cos, sin = position_embeddings\n    "
-        + TURN,
-    ),
-    "partial": changed(TURN, PARTIAL),
-    "norm before": changed(TURN, "    q = self.q_norm(q)\n" + TURN),
-    "no cache": changed(
-        UPDATE + "        k, v = past_key_values.update(k, v, self.layer_idx)\n", ""
-    ),
-    "otherwise for v": changed("attend(self, q", "attend(self, q").replace(
-        UPDATE, "    v = v * self.scale\n" + UPDATE
-    ),
+def behind(text):
+    """The standard forward with something behind its rotation."""
+    return changed(TURN, TURN + f"    {text}\n")
+
+
+def partly(cut, rest, joined="torch.cat(({0}_rot, {0}_pass), dim=-1)", between=""):
+    """The standard forward that rotates ``cut`` of q and k."""
+    text = "".join(f"    {x}_rot, {x}_pass = {x}{cut}, {x}{rest}\n" for x in "qk")
+    text += "    q_rot, k_rot = apply_rotary_pos_emb(q_rot, k_rot, cos, sin)\n" + between
+    text += "".join(f"    {x} = {joined.format(x)}\n" for x in "qk")
+    text = text.replace("cos, sin)", "cos[..., :8], sin[..., :8])")
+    return changed(TURN, text)
+
+
+# Source, and how it may be served.
+EQUAL = {
+    "as it is": (STANDARD, "fused"),
+    "part of a head": (partly("[..., :8]", "[..., 8:]"), "deferred"),
+    "v scaled": (changed(TURN, TURN + "    v = v * 0.3\n"), "deferred"),
+    "q scaled before": (changed(TURN, "    q = q * 0.3\n" + TURN), "deferred"),
+    "q clipped before": (changed(TURN, "    q = q.clamp(-4, 4)\n" + TURN), "deferred"),
+    "a gate behind": (changed(OUT, OUT + "    out = out * hidden_states.sigmoid()\n"), "deferred"),
+    "a bias behind": (changed("self.o_proj(out)", "self.o_proj(out) + 0.5"), "deferred"),
+    "a softcap": (changed("self.scaling)", "self.scaling, softcap=30.0)"), "fused"),
+    "sinks": (changed("self.scaling)", "self.scaling, s_aux=self.ones[:4])"), "deferred"),
+    "another scale": (changed("self.scaling)", "self.scaling * 3)"), "fused"),
 }
-NOT_HANDED_OVER = {
-    "norm behind": changed(TURN, TURN + "    q = self.q_norm(q)\n"),
-    "norm of k behind": changed(TURN, TURN + "    k = self.k_norm(k)\n"),
-    "scaled behind": changed(TURN, TURN + "    q *= self.scale\n"),
-    "in place": changed(TURN, TURN + "    q.mul_(2)\n"),
-    "k as v": changed(TURN, TURN + "    v = k\n"),
-    "noted": changed(TURN, TURN + "    self.last = k\n"),
-    "returned": changed("return self.o_proj(out), weights", "return self.o_proj(out), k"),
-    "otherwise": changed(
-        TURN, "    if self.turns:\n    " + TURN + "    else:\n        k = k * 2\n"
+UNEQUAL = {
+    "norm behind": behind("q = torch.nn.functional.rms_norm(q, q.shape[-1:])"),
+    "norm of k behind": behind("k = torch.nn.functional.rms_norm(k, k.shape[-1:])"),
+    "scaled behind": behind("q = q * 0.3"),
+    "k scaled behind": behind("k = k * 0.3"),
+    "scaled behind in place": behind("q *= 0.3"),
+    "scaled by position": behind("q = q * (1 + (cos[0, :, -1:] * 100).floor())"),
+    "scaled from some position on": behind("q = torch.where(sin[..., 7:8] > 0.1, q * 0.3, q)"),
+    "a buffer behind": behind("q = q * self.ones"),
+    "k as v": behind("v = k"),
+    "kept": behind("self.last = k"),
+    "returned": changed("self.o_proj(out), weights", "self.o_proj(out), k"),
+    "used for the output": changed("self.o_proj(out)", "self.o_proj(out) + k.mean() * 100"),
+    "not rotated": changed(TURN, "    k = k * 2\n"),
+    "rotated twice": changed(TURN, TURN + TURN),
+    "q alone": changed(TURN, "    q, _ = apply_rotary_pos_emb(q, k, cos, sin)\n"),
+    "the other way round": changed("attend(self, q, k", "attend(self, q.flip(2), k"),
+    "attends twice": changed(OUT, "    attend(self, q, k, v, None)\n" + OUT),
+    "last part of a head": partly(
+        "[..., 8:]", "[..., :8]", "torch.cat(({0}_pass, {0}_rot), dim=-1)"
     ),
-    "twice": changed(TURN, TURN + TURN),
-    "by another name": changed(
-        TURN, "    turn = apply_rotary_pos_emb\n" + TURN.replace("apply", "")
-    ),
-    "more arguments": changed("cos, sin)\n", "cos, sin, unsqueeze_dim=2)\n"),
-    "sin first": changed(TURN, TURN.replace("cos, sin", "sin, cos")),
-    "k first": changed(TURN, TURN.replace("(q, k", "(k, q")),
-    "to other names": changed(TURN, TURN.replace("q, k =", "r, k =")),
-    "k attends": changed("attend(self, q, k", "attend(self, k, q"),
-    "by keyword": changed("attend(self, q, k, v, None", "attend(self, query=q, key=k, value=v"),
-    "attends twice": changed("    return", "    attend(self, q, k, v, None)\n    return"),
-    "its own attention": changed(
-        "    attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface", "    attend = get"
-    ),
-    "another attention, at times": changed(
-        "    out,", "    if self.eager:\n        attend = eager\n    out,"
-    ),
-    "cache at all events": changed(UPDATE, "    if True:\n"),
-    "another update": changed("update(k, v, self.layer_idx)", "update(k, v, k)"),
-    "both updated": changed(
-        "k, v = past_key_values.update(k, v", "k, v = past_key_values.update(q, k"
-    ),
-    "in a loop": changed(TURN, "    for _ in range(2):\n    " + TURN),
-    "in a function": changed(TURN, TURN + "    later = lambda: q\n"),
-    "renamed within": changed(TURN, TURN + "    print(q := q)\n"),
-    "last parts turn": changed(TURN, PARTIAL.replace("(q_rot, q_pass)", "(q_pass, q_rot)")),
-    "other cuts": changed(TURN, PARTIAL.replace("q[..., self.n :]", "q[..., self.m :]")),
-    "rest used": changed(TURN, PARTIAL + "    q_pass.mul_(2)\n"),
-    "parts used": changed(TURN, PARTIAL + "    v = k_rot\n"),
-    "one joined": changed(TURN, PARTIAL.replace(JOIN.format("k"), "")),
-    "part scaled": changed(TURN, PARTIAL.replace(PARTLY, PARTLY + "    q_rot = q_rot * 2\n")),
+    "part of a head scaled": partly("[..., :8]", "[..., 8:]", between="    q_rot = q_rot * 0.3\n"),
 }
 
 
-def read(source):
-    (function,) = ast.parse(source).body
-    return function
+WEIGHTS: dict[str, Callable] = {
+    "random": lambda weight: weight,
+    "zeros": nn.init.zeros_,
+    "ones": nn.init.ones_,
+}
 
 
-@pytest.mark.parametrize("source", HANDED_OVER.values(), ids=HANDED_OVER)
-def test_handed_over(source):
-    assert hands_over(read(source))
+def with_forward(source, weights="random", rotate=apply_rotary_pos_emb, **more):
+    """A tiny model whose attention modules run ``source``."""
+    scope = {"apply_rotary_pos_emb": rotate, "torch": torch, **more}
+    scope["ALL_ATTENTION_FUNCTIONS"] = ALL_ATTENTION_FUNCTIONS
+    exec(source, scope)
+    model = tiny("llama")
+    for layer in model.model.layers:
+        module = layer.self_attn
+        module.__class__ = type("OwnAttention", (LlamaAttention,), {"forward": scope["forward"]})
+        module.register_buffer("ones", torch.ones(module.head_dim))
+        with torch.no_grad():
+            for parameter in module.parameters():
+                WEIGHTS[weights](parameter)
+    return model
 
 
-@pytest.mark.parametrize("source", NOT_HANDED_OVER.values(), ids=NOT_HANDED_OVER)
-def test_not_handed_over(source):
-    assert not hands_over(read(source))
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("source, way", EQUAL.values(), ids=EQUAL)
+def test_equal_modules_have_a_stand_in(source, way, weights):
+    assert set(ways(with_forward(source, weights))) == {way}
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("source", UNEQUAL.values(), ids=UNEQUAL)
+def test_unequal_modules_have_none(source, weights):
+    assert set(ways(with_forward(source, weights))) == {"interface"}
+
+
+@pytest.mark.parametrize("source", [s for s, _ in EQUAL.values()], ids=EQUAL)
+def test_equal_modules_have_the_bits_of_the_interface(source, monkeypatch):
+    expected, _ = through(with_forward(source), monkeypatch, "interface")
+    found = {w: through(with_forward(source), monkeypatch, w) for w in ("deferred", "fused")}
+    assert all(same(tensors, expected) for tensors, _ in found.values())
+    assert found["deferred"][1]
+
+
+def test_weights_are_not_written_to():
+    """Nor is anything else left on the model."""
+    model = tiny("qwen3")
+    before = {n: (p, p._version, p.clone()) for n, p in model.named_parameters()}
+    attributes = {name: dict(vars(m)) for name, m in model.named_modules()}
+    assert set(ways(model)) == {"fused"}
+    for name, parameter in model.named_parameters():
+        own, version, values = before[name]
+        assert parameter is own and parameter._version == version
+        assert torch.equal(parameter, values)
+    assert {name: dict(vars(m)) for name, m in model.named_modules()} == attributes
+
+
+def opposite(q, k, cos, sin):
+    return apply_rotary_pos_emb(q, k, cos, -sin)
+
+
+def other_sign(q, k, cos, sin):
+    """Halves swapped, without a sign."""
+    return tuple(x * cos + x.roll(x.shape[-1] // 2, -1) * sin for x in (q, k))
+
+
+def k_less(q, k, cos, sin):
+    return apply_rotary_pos_emb(q, k, cos, sin)[0], apply_rotary_pos_emb(q, k, cos, sin / 2)[1]
+
+
+def by_position(q, k, cos, sin):
+    scale = torch.where(torch.arange(q.shape[2]) > 40, 0.3, 1.0)[:, None]
+    return tuple(x * scale for x in apply_rotary_pos_emb(q, k, cos, sin))
+
+
+@pytest.mark.parametrize("rotate", [other_sign, k_less, by_position, opposite])
+def test_other_rotations_are_not_the_kernels(rotate):
+    found = ways(with_forward(STANDARD, rotate=rotate))
+    assert set(found) == {"interface"}
+
+
+def test_forms_of_rope():
+    """Which form is found; nothing where cos and sin are of other rows."""
+    q, k = torch.zeros(1, 4, PROBE_ROWS, 16), torch.zeros(1, 2, PROBE_ROWS, 16)
+    angle = torch.rand(1, PROBE_ROWS, 16) * 3
+    found = rope_of(apply_rotary_pos_emb, q, k, angle.cos(), angle.sin())
+    assert found == Rope(False, torch.Tensor.contiguous, torch.float32, torch.float32)
+    assert rope_of(apply_rotary_pos_emb, q, k, angle[:, :1].cos(), angle[:, :1].sin()) is None
+
+    def wide(q, k, cos, sin):
+        return tuple(x.bfloat16() for x in apply_rotary_pos_emb(q.float(), k.float(), cos, sin))
+
+    found = rope_of(wide, q.bfloat16(), k.bfloat16(), angle.cos(), angle.sin())
+    assert found.dtype == found.given == torch.float32
+    cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
+    found = rope_of(apply_rotary_pos_emb, q.bfloat16(), k.bfloat16(), cos, sin)
+    assert found.dtype == found.given == torch.bfloat16
+    found = rope_of(wide, q.bfloat16(), k.bfloat16(), cos, sin)
+    assert found.dtype == torch.float32 and found.given == torch.bfloat16
 
 
 def attention(kind="llama"):
-    return attentions(tiny(kind))[0]
+    model = tiny(kind)
+    return model, model.model.layers[0].self_attn
 
 
-def test_what_runs_must_be_what_stands_there():
-    """A decorated forward, one of the module's own, one without source, one whose source is
-    another's, another rotation in its module: all left to the interface."""
-    assert layout(attention()) == "fused"
-    own = attention()
-    own.forward = lambda *args, **kwargs: None
-    assert layout(own) is None
+def test_what_runs_is_what_is_tried():
+    """A decorated forward, one of the module's own, another rotation in its module."""
+    model, module = attention()
+    module.forward = lambda *args, **kwargs: type(module).forward(module, *args, **kwargs)
+    assert ways(model) == ["interface", "fused"]
 
     def subclass(forward):
-        module = attention()
-        module.__class__ = type("LlamaAttention", (type(module),), {"forward": forward})
-        return module
+        model, module = attention()
+        module.__class__ = type("LlamaAttention", (LlamaAttention,), {"forward": forward})
+        return ways(model)[0]
 
-    forward = type(attention()).forward
-    assert layout(subclass(forward)) == "fused"
-    assert layout(subclass(torch.no_grad()(forward))) is None
-    assert layout(subclass(wraps(forward)(lambda *args, **kwargs: None))) is None
-    scope = {}
-    exec(STANDARD, scope)
-    assert layout(subclass(scope["forward"])) is None
-    other = forward.__code__.replace(co_names=(*forward.__code__.co_names[:-1], "other"))
-    assert source_of(FunctionType(other, forward.__globals__)) is None
+    forward = LlamaAttention.forward
+    assert subclass(forward) == "fused"
+    assert subclass(wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))) == "fused"
 
-    def turned(q, k, cos, sin, unsqueeze_dim=1):
-        return k, q
+    def scaled(self, *args, **kwargs):
+        out, weights = forward(self, *args, **kwargs)
+        return out * 0.3, weights
 
-    for rotate in (turned, None, print):
-        scope = {**forward.__globals__, deferring.ROTATE: rotate}
-        assert layout(subclass(FunctionType(forward.__code__, scope))) is None
+    assert subclass(wraps(forward)(scaled)) == "interface"
+
+    def swapped(q, k, cos, sin, unsqueeze_dim=1):
+        return k.repeat(1, 2, 1, 1), q[:, ::2]
+
+    scope = {**forward.__globals__, ropes.ROTATE: swapped}
+    assert subclass(FunctionType(forward.__code__, scope)) == "interface"
 
 
 def test_norms_of_another_kind_are_not_fused():
-    """Over more than a head, with another forward, with one of its own."""
-    assert layout(attention("qwen3")) == "fused"
-    wide, other, own = (attention("qwen3") for _ in range(3))
-    wide.q_norm = type(wide.q_norm)(64)
-    other.k_norm = nn.LayerNorm(other.head_dim)
-    own.k_norm.forward = lambda states: states
-    assert {layout(module) for module in (wide, other, own)} == {"deferred"}
+    """Of another formula, with another epsilon for k, with a forward of its own."""
+    changes = {
+        "layer norm": lambda module: setattr(module, "k_norm", nn.LayerNorm(module.head_dim)),
+        "epsilon": lambda module: setattr(module.k_norm, "variance_epsilon", 1e-5),
+        "forward": lambda module: setattr(module.k_norm, "forward", lambda states: states),
+    }
+    model, _ = attention("qwen3")
+    assert ways(model)[0] == "fused"
+    for change in changes.values():
+        model, module = attention("qwen3")
+        change(module)
+        assert ways(model) == ["deferred", *["fused"] * (len(ways(model)) - 1)]
 
 
 def test_a_rotation_that_the_kernels_library_wrapped():
-    """It makes modules of functions, so that its own can take their place; until one has."""
-    rotate = deferring.of_family("llama", deferring.ROTATE)
+    """It makes modules of functions, so that its own can take their place."""
 
     class Func(nn.Module):
         def forward(self, *args, **kwargs):
-            return rotate(*args, **kwargs)
+            return apply_rotary_pos_emb(*args, **kwargs)
 
-    wrapped = Func()
-    assert deferring._plain(wrapped) is rotate
-    wrapped.forward = print
-    assert deferring._plain(wrapped) is not rotate
+    v_scaled, _ = EQUAL["v scaled"]
+    assert set(ways(with_forward(v_scaled, rotate=Func()))) == {"deferred"}
 
 
-def stand_in_of(kind="llama"):
+# Which modules are tried
+
+
+def counted(monkeypatch):
+    tried = []
+    choose = attention_trial.choose
+    monkeypatch.setattr(
+        attention_trial, "choose", lambda trial, ways: tried.append(trial) or choose(trial, ways)
+    )
+    return tried
+
+
+def test_modules_of_one_kind_are_tried_once(monkeypatch):
+    tried = counted(monkeypatch)
+    ways(model_of("llama"))
+    assert len(tried) == 1
+    model = tiny("llama")
+    model.model.layers[1].self_attn.k_proj.bias = nn.Parameter(torch.ones(32))
+    ways(model)
+    assert len(tried) == 3
+    ways(model_of("gemma2"))
+    assert len(tried) == 5, "layers with a window and without"
+
+
+BY_NUMBER = changed(TURN, TURN + "    if self.layer_idx == 1:\n        q = q * 0.3\n")
+
+
+def test_layers_that_go_by_their_number_are_tried_one_by_one(monkeypatch):
+    tried = counted(monkeypatch)
+    assert ways(with_forward(BY_NUMBER)) == ["fused", "interface"]
+    assert len(tried) == 2
+
+
+def test_layers_that_are_called_in_another_way_are_tried_one_by_one():
+    """As where the first layer's values are handed to all others."""
+    text = "    v = v if first is None else v * 0.3 + first\n"
+    source = changed("    cos, sin =", text + "    cos, sin =")
+    source = changed("past_key_values=None,", "past_key_values=None, first=None,", source)
+    model = with_forward(source)
+    layer = model.model.layers[1]
+    layer.self_attn = Handed(layer.self_attn)
+    assert ways(model) == ["fused", "deferred"]
+
+
+class Handed(nn.Module):
+    """Calls a module with one argument more."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, first=torch.ones(1), **kwargs)
+
+
+# What 64 rows did not show
+
+
+UNTRIED = "hidden_states.shape[1] not in (12, 64)"
+LATER = {
+    "scaled behind": behind(f"q = q * 0.3 if {UNTRIED} else q"),
+    "rotated twice": changed(
+        TURN,
+        TURN + f"    if {UNTRIED}:\n        q, k = apply_rotary_pos_emb(q, k, cos, sin)\n",
+    ),
+    "another q": behind(f"q = hidden_states.view(heads).transpose(1, 2) if {UNTRIED} else q"),
+}
+
+
+@pytest.mark.parametrize("source", LATER.values(), ids=LATER)
+def test_what_reaches_attention_must_be_what_was_handed_on(source, monkeypatch):
+    """A pass ends where a module does something else with q and k than in its trial."""
+    monkeypatch.setattr(install, "WAYS", (rope_left_out,))
+    model = with_forward(source)
+    assert set(ways(model)) == {"deferred"}
+    with Engine(model, config=CONFIG) as engine:
+        completion = engine.generate([[3, 4, 5, 6]])[0].completions[0]
+    assert "must not depend on its rows" in completion.error or "twice" in completion.error
+
+
+def reordered(model):
+    """Layers 0 and 1 the other way round where the survey and the trial do not look."""
+    one, two = (layer.self_attn for layer in model.model.layers)
+
+    class Either(nn.Module):
+        def __init__(self, first, second):
+            super().__init__()
+            self.first, self.second = first, second
+
+        def forward(self, hidden_states, **kwargs):
+            untried = hidden_states.shape[1] not in (12, 64)
+            return (self.second if untried else self.first)(hidden_states, **kwargs)
+
+    model.model.layers[0].self_attn = Either(one, two)
+    model.model.layers[1].self_attn = Either(two, one)
+    return model
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_call_must_come_from_the_module_of_the_survey(way, monkeypatch):
+    """As many calls as in the survey, in another order: another layer's keys would be read."""
+    monkeypatch.setattr(install, "WAYS", WAYS[way])
+    model = reordered(tiny("llama"))
+    prompt = [3, 4, 5, 6, 7]
+    with Engine(model, config=CONFIG) as engine:
+        error = engine.generate([prompt])[0].completions[0].error
+        assert "model.layers.0.self_attn.second made attention call 0" in error
+        assert "where in the model's survey model.layers.0.self_attn.first did" in error
+
+
+# Stand-ins
+
+
+ROPE = Rope(False, torch.Tensor.contiguous, torch.float32, torch.float32)
+
+
+def stand_in_of(kind="llama", whole=True):
     context = AttentionContext()
-    module = attention(kind)
-    return module, deferred(module, context), context
+    _, module = attention(kind)
+    return module, deferred(module, context, ROPE, whole), context
 
 
 def test_a_stand_in_shares_all_and_changes_nothing():
     module, stand_in, _ = stand_in_of()
-    before = {name: value for name, value in vars(module).items()}
+    before = dict(vars(module))
     assert isinstance(stand_in, type(module)) and type(stand_in).__name__ == "LlamaAttention"
     assert stand_in._parameters is module._parameters and stand_in._modules is module._modules
     assert vars(module) == before and "tinyspec_context" not in vars(module)
-    assert type(module).forward.__globals__[deferring.ROTATE] is deferring.of_family(
-        "llama", "apply_rotary_pos_emb"
-    )
+    assert rotate_of(module) is apply_rotary_pos_emb
 
 
 def test_a_stand_in_is_freed_at_once():
@@ -385,10 +582,10 @@ def test_a_stand_in_is_freed_at_once():
     assert gone() is None
 
 
-def rotated(stand_in, context, cos):
+def rotated(stand_in, cos):
     """What a stand-in's forward is handed for q and k of ones."""
     q, k = torch.ones(1, 4, 3, 16), torch.ones(1, 2, 3, 16)
-    rotate = stand_in.run_deferred.__globals__[deferring.ROTATE]
+    rotate = stand_in.tinyspec_forward.__globals__[ropes.ROTATE]
     return (q, k), rotate(q, k, cos, cos * 0.5)
 
 
@@ -396,73 +593,108 @@ def test_only_the_running_pass_defers():
     """Elsewhere, and where cos is not of the pass's rows, the module's own function rotates."""
     _, stand_in, context = stand_in_of()
     cos = torch.full((1, 3, 16), 0.5)
-    q, _ = rotated(stand_in, context, cos)[1]
-    assert torch.equal(q[..., 8:], torch.full_like(q[..., 8:], 0.75)) and context.note is None
+    q, _ = rotated(stand_in, cos)[1]
+    assert torch.equal(q[..., 8:], torch.full_like(q[..., 8:], 0.75))
+    assert context.take_rope(stand_in, q, q) is None
     context.begin(SimpleNamespace(derived={}), None, None)
-    (q, k), found = rotated(stand_in, context, cos)
+    (q, k), found = rotated(stand_in, cos)
     assert found[0] is q and found[1] is k
-    assert context.note is not None and not context.note.interleaved
-    assert torch.equal(context.note.cos, cos[0])
-    context.note = None
+    rope = context.take_rope(stand_in, q, k)
+    assert rope is not None and not rope.interleaved and torch.equal(rope.cos, cos[0])
     found = []
-    thread = Thread(target=lambda: found.extend(rotated(stand_in, context, cos)[1]))
+    thread = Thread(target=lambda: found.extend(rotated(stand_in, cos)[1]))
     thread.start()
     thread.join()
-    assert context.note is None and float(found[0][..., 8:].max()) == 0.75
+    assert float(found[0][..., 8:].max()) == 0.75
     for other in (cos[:, :1], cos.double()):
-        _, (q, _) = rotated(stand_in, context, other)
-        assert context.note is None and float(q[..., 8:].max()) == 0.75
+        _, (q, k) = rotated(stand_in, other)
+        assert context.take_rope(stand_in, q, k) is None and float(q[..., 8:].max()) == 0.75
 
 
-def test_a_note_is_its_layers_and_its_passes():
+def test_a_pending_rope_is_its_layers_and_its_passes():
     """What a failed pass has left is no other layer's, and gone with the pass."""
-    module, stand_in, context = stand_in_of()
+    _, stand_in, context = stand_in_of()
+    _, other, _ = stand_in_of()
     context.begin(SimpleNamespace(derived={}), None, None)
     cos = torch.full((1, 3, 16), 0.5)
-    rotated(stand_in, context, cos)
-    with pytest.raises(AssertionError, match="another"):
-        context.noted(SimpleNamespace(layer_idx=module.layer_idx + 1))
-    rotated(stand_in, context, cos)
-    assert context.noted(stand_in).layer == module.layer_idx
-    assert context.noted(stand_in) is None
-    rotated(stand_in, context, cos)
+    (q, k), _ = rotated(stand_in, cos)
+    with pytest.raises(RuntimeError, match="other q and k"):
+        context.take_rope(other, q, k)
+    for wrong in (0, 1):
+        handed, _ = rotated(stand_in, cos)
+        reached = [x.clone() if n == wrong else x for n, x in enumerate(handed)]
+        with pytest.raises(RuntimeError, match="other q and k"):
+            context.take_rope(stand_in, *reached)
+    (q, k), _ = rotated(stand_in, cos)
+    with pytest.raises(RuntimeError, match="twice"):
+        rotated(stand_in, cos)
+    assert context.take_rope(stand_in, q, k).q is q
+    assert context.take_rope(stand_in, q, k) is None
+    rotated(stand_in, cos)
+    with pytest.raises(RuntimeError, match="did not call attention"):
+        context.check()
     context.end()
-    assert context.note is None
+    context.check()
 
 
-def test_laid_once_per_pass():
-    """GLM's angles are laid out for pairs once, whatever the number of layers."""
-    model = tiny("glm")
+def test_parts_that_are_joined_later_are_not_what_arrives():
+    _, stand_in, context = stand_in_of(whole=False)
+    context.begin(SimpleNamespace(derived={}), None, None)
+    rotated(stand_in, torch.full((1, 3, 16), 0.5))
+    other = torch.ones(1, 4, 3, 32)
+    assert context.take_rope(stand_in, other, other) is not None
+
+
+def test_angles_are_worked_out_once_per_pass():
+    """For pairs, whatever the number of layers."""
     context = AttentionContext()
-    stand_ins = [deferred(module, context) for module in attentions(model)]
+    rope = ROPE._replace(interleaved=True, spread=ropes._pairs)
+    layers = tiny("glm").model.layers
+    stand_ins = [deferred(layer.self_attn, context, rope, True) for layer in layers]
     segments = SimpleNamespace(derived={})
     context.begin(segments, None, None)
     cos = torch.rand(1, 3, 8)
     sin = cos * 0.5
-    laid = set()
+    found = set()
     for stand_in in stand_ins:
-        rotate = stand_in.run_deferred.__globals__[deferring.ROTATE]
-        rotate(torch.ones(1, 4, 3, 16), torch.ones(1, 2, 3, 16), cos, sin)
-        laid.add(context.note.cos.data_ptr())
-        context.note = None
-    assert len(stand_ins) > 1 and len(laid) == 1 and len(segments.derived) == 1
+        q, k = torch.ones(1, 4, 3, 16), torch.ones(1, 2, 3, 16)
+        stand_in.tinyspec_forward.__globals__[ropes.ROTATE](q, k, cos, sin)
+        found.add(context.take_rope(stand_in, q, k).cos.data_ptr())
+    assert len(stand_ins) > 1 and len(found) == 1 and len(segments.derived) == 1
 
 
 @pytest.mark.parametrize("kind", ["glm", "phi3", "gpt_oss"])
-def test_suspended_and_resumed(kind, monkeypatch):
+def test_suspended_and_resumed(kind):
     """The stand-ins go and come back with the rest of what ``install`` did."""
     model = tiny(kind)
-    own = {name: (type(m), dict(vars(m))) for name, m in model.named_modules()}
-    patched = patch.install(model, EngineConfig(max_model_len=64, max_rows=64))
-    stand_ins = [m for m in model.modules() if isinstance(m, deferring._Deferred)]
+
+    def deferring():
+        return [m for m in model.modules() if isinstance(m, ropes._Rewired)]
+
+    own = {name: (type(m), vars(m).keys()) for name, m in model.named_modules() if name}
+    patched = install.install(model, CONFIG)
+    stand_ins = deferring()
     assert stand_ins
     for _ in range(2):
         patched.suspend()
-        now = {name: (type(m), dict(vars(m))) for name, m in model.named_modules()}
-        assert {n: (k, v.keys()) for n, (k, v) in now.items() if n} == {
-            n: (k, v.keys()) for n, (k, v) in own.items() if n
-        }
+        assert own == {n: (type(m), vars(m).keys()) for n, m in model.named_modules() if n}
         assert patched.resume()
-        assert [m for m in model.modules() if isinstance(m, deferring._Deferred)] == stand_ins
-    patch.uninstall(model)
-    assert not [m for m in model.modules() if isinstance(m, deferring._Deferred)]
+        assert deferring() == stand_ins
+    install.uninstall(model)
+    assert not deferring()
+
+
+def test_no_modeling_file_is_imported():
+    """A release of transformers without one of them must not matter."""
+    files = list(Path(tinyspec.__file__).parent.rglob("*.py"))
+    assert files
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
+                names = [ast.unparse(argument).lstrip("f'\"") for argument in node.args]
+            assert not [name for name in names if name.startswith("transformers.models")], path

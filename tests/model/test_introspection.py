@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import (
     and_masks,
     causal_mask_function,
@@ -13,7 +14,7 @@ from transformers.masking_utils import (
 from tests.support.zoo import tiny
 from tinyspec import Engine, EngineConfig, UnsupportedModelError
 from tinyspec.model.attention_calls import Reach
-from tinyspec.model.introspection import reach_of
+from tinyspec.model.masks import reach_of
 
 ROWS = 12
 
@@ -34,7 +35,7 @@ def test_windows_and_chunks_of_any_size(size):
 
 def test_all_that_came_before():
     assert reach_of(causal_mask_function, ROWS, None) == Reach()
-    assert reach_of(causal_mask_function, ROWS, 64) == Reach(), "a size that it does not heed"
+    assert reach_of(causal_mask_function, ROWS, 64) == Reach(), "a size that it ignores"
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def reaches(kind, **changes):
             setattr(config, name, value)
         model = type(model)(config).eval()
     with Engine(model, config=EngineConfig(max_model_len=128)) as engine:
-        return engine.runner._context.reach
+        return [layer.reach for layer in engine.patched.context.layers]
 
 
 def test_windows_come_from_masks():
@@ -96,8 +97,6 @@ def test_shared_and_repeated_layers_have_pools_of_their_own():
 
 def test_no_mask_function_is_left_behind():
     """Neither after a survey nor after one that refused."""
-    from transformers import AttentionMaskInterface
-
     before = dict(AttentionMaskInterface._global_mapping)
     reaches("gpt2")
     with pytest.raises(UnsupportedModelError):
@@ -116,3 +115,24 @@ def test_a_survey_leaves_generators_and_modes_alone():
     with Engine(model):
         assert torch.equal(torch.rand(2), expected)
     assert model.transformer.drop.training and model.training
+
+
+def test_a_release_without_a_private_name_of_configs_is_refused(monkeypatch):
+    model = tiny("llama")
+    del model.config._attn_implementation_internal
+    with pytest.raises(UnsupportedModelError, match=r"no PreTrainedConfig\._attn_implementation,"):
+        Engine(model)
+    monkeypatch.setattr(PreTrainedConfig, "_attn_implementation", "eager")
+    with pytest.raises(UnsupportedModelError, match=r"no LlamaConfig\._attn_implementation_intern"):
+        Engine(model)
+
+
+def test_a_release_without_the_table_of_masks_is_refused(monkeypatch):
+    """Removed where transformers has it: in the class and in the class that it inherits from."""
+    model = tiny("llama")
+    for owner in AttentionMaskInterface.__mro__:
+        if "_global_mapping" in vars(owner):
+            monkeypatch.delattr(owner, "_global_mapping")
+    with pytest.raises(UnsupportedModelError, match=r"AttentionMaskInterface\._global_mapping"):
+        Engine(model)
+    assert not hasattr(model, "_tinyspec")

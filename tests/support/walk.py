@@ -12,7 +12,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from textwrap import fill
 
@@ -22,10 +21,7 @@ from tests.support.mixes import bits
 from tests.support.zoo import BUILT, greedy, prompts, tiny
 from tests.support.zoo_configs import CANNOT
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams, UnsupportedModelError
-from tinyspec.model.fused_rope import layout
 
-# ``tinyspec.patch`` is the function of this name.
-calls_interface = import_module("tinyspec.model.install").calls_interface
 ROOT = Path(__file__).parents[2]
 README = ROOT / "tinyspec" / "model" / "README.md"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
@@ -48,8 +44,9 @@ class Finding:
 def attention_of(model: PreTrainedModel) -> str:
     """Which attention an engine gives ``model``, or the refusal that it raises."""
     with Engine(model, config=CONFIG) as engine:
-        called = (before for _, _, before, _ in engine.patched.swapped if calls_interface(before))
-        return FUSED if any(map(layout, called)) else INTERFACE
+        called = {id(module) for module in engine.patched.bound}
+        swapped = {id(before) for _, _, before, _ in engine.patched.swapped}
+        return FUSED if called & swapped else INTERFACE
 
 
 def wrong_tokens(model: PreTrainedModel, tokens: int = TOKENS) -> list[str]:

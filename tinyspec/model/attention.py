@@ -15,7 +15,8 @@ from torch.nn.functional import pad
 
 from tinyspec.kernels.attention_metadata import AttentionMetadata
 from tinyspec.kernels.backend import Kernels
-from tinyspec.model.attention_calls import Reach
+from tinyspec.model.attention_calls import Layer
+from tinyspec.model.equivalence import eps_name
 from tinyspec.model.introspection import AttentionRecorder
 
 # The name under which transformers knows paged attention. No mask function goes by it, so models
@@ -23,10 +24,17 @@ from tinyspec.model.introspection import AttentionRecorder
 IMPLEMENTATION = "tinyspec"
 
 
-class Note(NamedTuple):
-    """How a layer's q and k, handed over as they are, want to be turned: cos and sin [R, rot]."""
+class PendingRope(NamedTuple):
+    """RoPE of a layer's q and k that is left to the KV write: cos and sin [R, rot].
 
-    layer: int
+    owner: the stand-in's ``DeferredRope``. q, k: as they were handed on, unrotated. whole: they are
+    what reaches the attention interface.
+    """
+
+    owner: object
+    q: Tensor
+    k: Tensor
+    whole: bool
     cos: Tensor
     sin: Tensor
     interleaved: bool
@@ -36,20 +44,20 @@ class AttentionContext:
     """What attention layers share: the kernels, the pool, the pass that is running, in which
     thread. Another thread's forward has no business with it.
 
-    Layers go by the order in which a forward calls attention, and see what ``reach`` says.
+    layers: the attention calls of a pass, in order, as the survey found them.
     """
 
     def __init__(self) -> None:
         self.kernels: Kernels | None = None
         self.k: list[Tensor] = []
         self.v: list[Tensor] = []
-        self.reach: list[Reach] = []
+        self.layers: list[Layer] = []
         self.recorder: AttentionRecorder | None = None
         self.segments: AttentionMetadata | None = None
         self.positions: Tensor | None = None
         self.thread = 0
         self.slot_mapping: Tensor | None = None
-        self.note: Note | None = None
+        self._pending: PendingRope | None = None
         self._calls = 0
 
     def record(self, recorder: AttentionRecorder | None, positions: Tensor | None = None) -> None:
@@ -64,29 +72,61 @@ class AttentionContext:
         self._calls = 0
 
     def check(self) -> None:
-        """Raise RuntimeError where a forward did not call attention as often as it has layers: what
-        it called then was attended to over another layer's keys."""
-        if self._calls != len(self.k):
+        """Raise RuntimeError where a forward did not call attention as often as its survey did, or
+        rotated q and k that it did not attend with."""
+        if self._calls != len(self.layers):
             raise RuntimeError(
-                f"the model called attention {self._calls} times in a pass, {len(self.k)} times in "
-                "its survey: which of its layers run must not depend on its rows"
+                f"the model called attention {self._calls} times in a pass, {len(self.layers)} "
+                "times in its survey: which of its layers run must not depend on its rows"
             )
+        if self._pending is not None:
+            raise RuntimeError("a layer rotated q and k and did not call attention with them")
 
     def end(self) -> None:
         """The pass is over, however it went."""
-        self.segments = self.slot_mapping = self.positions = self.note = None
+        self.segments = self.slot_mapping = self.positions = self._pending = None
 
     def serves(self) -> bool:
         """Whether this thread's pass is running."""
         return self.segments is not None and self.thread == get_ident()
 
-    def noted(self, module: nn.Module) -> Note | None:
-        """What ``module`` has noted of its rotation in this pass, once."""
-        if self.note is None or not self.serves():
+    def leave_rope(self, rope: PendingRope) -> None:
+        """Leave RoPE of the q and k of the next attention call to the KV write."""
+        if self._pending is not None:
+            raise RuntimeError("a layer rotated q and k twice before it called attention")
+        self._pending = rope
+
+    def take_rope(self, module: nn.Module, q: Tensor, k: Tensor) -> PendingRope | None:
+        """What ``module`` has left of its rotation in this pass, once.
+
+        Raises RuntimeError where q and k are not those that it was asked to rotate.
+        """
+        if self._pending is None or not self.serves():
             return None
-        note, self.note = self.note, None
-        assert note.layer == module.layer_idx, "rotated by one layer, attended to by another"
-        return note
+        rope, self._pending = self._pending, None
+        own = rope.owner is vars(module).get("tinyspec_rope")
+        if not own or (rope.whole and not (q is rope.q and k is rope.k)):
+            raise RuntimeError(
+                f"{type(module).__name__} called attention with other q and k than were rotated "
+                "before, unlike when it was loaded: what it does must not depend on its rows"
+            )
+        return rope
+
+    def _next(self, module: nn.Module) -> int:
+        """The number of this attention call in the pass. Raises RuntimeError where the survey found
+        another module to make it."""
+        number, layers = self._calls, self.layers
+        expected = layers[number] if number < len(layers) else None
+        if expected is None or expected.module_id != id(module):
+            known = (layer.name for layer in layers if layer.module_id == id(module))
+            name = next(known, type(module).__name__)
+            where = f"{expected.name} did" if expected else f"it made {len(layers)} calls"
+            raise RuntimeError(
+                f"{name} made attention call {number} of a pass, where in the model's survey "
+                f"{where}: which of its layers run, and in which order, must not depend on its rows"
+            )
+        self._calls += 1
+        return number
 
     def packed(self, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """cos and sin [1, R, rot] as [R, rot], the same for all layers that are handed the same."""
@@ -100,6 +140,7 @@ class AttentionContext:
 
     def attend(
         self,
+        module: nn.Module,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -107,8 +148,9 @@ class AttentionContext:
         norm: dict[str, Any],
         **scores: Any,
     ) -> Tensor:
-        """The next layer: write k and v [R, Hkv, D] to their slots; attend with q [R, Hq, D].
+        """``module``'s next call: write k and v [R, Hkv, D] to their slots; attend with q.
 
+        q [R, Hq, D].
         v may be narrower than q and k, or wider: the cache's heads are as wide as the wider.
         """
         if not self.serves() or self.kernels is None or self.segments is None:
@@ -116,8 +158,7 @@ class AttentionContext:
                 "this model's attention is served by tinyspec: generate through its Engine, or "
                 "close that to use the model by itself"
             )
-        layer = self._calls
-        self._calls += 1
+        layer = self._next(module)
         cos, sin = rope or (None, None)
         k_cache, v_cache = self.k[layer], self.v[layer]
         dim, width = k_cache.shape[-1], v.shape[-1]
@@ -129,7 +170,7 @@ class AttentionContext:
         q = self.kernels.fused_kv_write(
             q, k, v, cos, sin, k_cache, v_cache, self.slot_mapping, derived=derived, **norm
         )
-        reach = self.reach[layer]
+        reach = self.layers[layer].reach
         if reach.window:
             scores["window"] = reach.window
         if reach.chunk:
@@ -151,7 +192,9 @@ class PagedAttention(nn.Module):
     q_norm: Any
     k_norm: Any
 
-    def __init__(self, original: nn.Module, context: AttentionContext):
+    def __init__(
+        self, original: nn.Module, context: AttentionContext, scale: float, softcap: float = 0.0
+    ):
         super().__init__()
         for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"):
             if hasattr(original, name):
@@ -159,13 +202,7 @@ class PagedAttention(nn.Module):
         self.context = context
         self.config: Any = original.config
         self.head_dim: int = original.head_dim  # type: ignore[assignment]
-        # As the original's forward has it: an attribute that it does not read says nothing.
-        capped = "attn_logit_softcapping" in type(original).forward.__code__.co_names
-        self.scores = {
-            "scale": original.scaling,
-            "softcap": (getattr(original, "attn_logit_softcapping", None) if capped else None)
-            or 0.0,
-        }
+        self.scores = {"scale": scale, "softcap": softcap}
         self.has_norm = hasattr(original, "q_norm")
         # Of its own: the projections are shared, and may be in another mode.
         self.training = original.training
@@ -175,7 +212,7 @@ class PagedAttention(nn.Module):
         if not self.has_norm:
             return {}
         q, k = self.q_norm, self.k_norm
-        return {"q_weight": q.weight, "k_weight": k.weight, "eps": q.variance_epsilon}
+        return {"q_weight": q.weight, "k_weight": k.weight, "eps": getattr(q, eps_name(q))}
 
     def forward(
         self,
@@ -189,7 +226,7 @@ class PagedAttention(nn.Module):
         k = self.k_proj(hidden_states).view(rows, -1, self.head_dim)
         v = self.v_proj(hidden_states).view(rows, -1, self.head_dim)
         rope = self.context.packed(position_embeddings)
-        out = self.context.attend(q, k, v, rope, self._norm(), **self.scores)
+        out = self.context.attend(self, q, k, v, rope, self._norm(), **self.scores)
         return self.o_proj(out.view(1, rows, -1)), None
 
 
@@ -206,18 +243,22 @@ def paged_attention_function(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query [1, Hq, R, D], key and value [1, Hkv, R, D]."""
     context: AttentionContext = module.tinyspec_context  # type: ignore[assignment]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if context.recorder is not None and context.thread == get_ident():
-        known = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
-        return context.recorder.attend(module, query, key, value, attention_mask, **known, **kwargs)
+        known = {"softcap": softcap, "s_aux": s_aux, **kwargs}
+        return context.recorder.attend(
+            module, query, key, value, attention_mask, scale=scale, **known
+        )
+    rope = context.take_rope(module, query, key)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    note = context.noted(module)
     out = context.attend(
+        module,
         q,
         k,
         v,
-        note and (note.cos, note.sin),
-        {"interleaved": True} if note and note.interleaved else {},
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        rope and (rope.cos, rope.sin),
+        {"interleaved": True} if rope and rope.interleaved else {},
+        scale=scale,
         softcap=softcap or 0.0,
         sinks=s_aux,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -27,11 +28,27 @@ class Reach:
 
 @dataclass
 class AttentionCall:
-    """One call of attention in a forward."""
+    """One call of attention in a forward; scale: of its scores."""
 
     module: nn.Module
     shape: LayerShape
     reach: Reach
+    scale: float
+
+
+class Layer(NamedTuple):
+    """Which module a pass's attention call is expected from, and the keys that its rows see."""
+
+    name: str
+    module_id: int
+    reach: Reach
+
+
+class GivenCall(NamedTuple):
+    """The arguments of one call of a module."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 @dataclass

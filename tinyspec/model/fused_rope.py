@@ -1,9 +1,8 @@
-"""Deferred rotation: an attention module that leaves RoPE to the kernel that writes its keys.
+"""RoPE left to the KV write: a stand-in that runs an attention module's own forward, whose
+``apply_rotary_pos_emb`` hands q and k on as they are and notes cos and sin.
 
-Told by the source, not by a list of models: a forward that does nothing with rotated q and k but
-hand them to the attention interface gives the same when it hands them over as they are, with the
-cos and sin that they want. Knows no model; knows the rotations that the kernel can do, by the
-function of transformers that does each.
+Knows the forms of RoPE that the kernel has, and finds which of them a function computes by
+comparing bits; no model by name.
 """
 
 from __future__ import annotations
@@ -11,159 +10,163 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from types import FunctionType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from tinyspec.model.attention import AttentionContext, Note
-from tinyspec.model.cpu.norms import is_rms_norm
-from tinyspec.model.deferrable import ROTATE, essence, hands_over, of_family, source_of, text_of
-from tinyspec.model.wrappers import own_forward
+from tinyspec.kernels.twins.kv_write import fused_kv_write
+from tinyspec.model.attention import AttentionContext, PendingRope
+from tinyspec.model.equivalence import ROWS, probe_rows, same_bits
+
+# How transformers' modeling files call the function that rotates q and k.
+ROTATE = "apply_rotary_pos_emb"
+Rotate = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Rope(NamedTuple):
-    """A rotation that the kernel can do.
+    """A form of RoPE that the kernel has.
 
-    lay: what transformers' cos or sin becomes, per element of the rotated part of a head, in the
-    dtype to turn in. rounds: whether the result has q's dtype where that of cos is
-    wider.
+    interleaved: neighbours form the pairs, not halves. spread: makes one number per element of the
+    rotated part of a head out of transformers' cos or sin. dtype: to rotate in. given: dtype of
+    transformers' cos.
     """
 
     interleaved: bool
-    lay: Callable[[Tensor], Tensor]
-    rounds: bool = False
+    spread: Callable[[Tensor], Tensor]
+    dtype: torch.dtype
+    given: torch.dtype
+
+    def angles(self, x: Tensor) -> Tensor:
+        """cos or sin [1, R, n] of transformers' -> [R, rot]."""
+        return self.spread(x[0]).to(self.dtype)
+
+
+def _twice(x: Tensor) -> Tensor:
+    return torch.cat((x, x), dim=-1)
 
 
 def _pairs(x: Tensor) -> Tensor:
     return x[..., : x.shape[-1] // 2].repeat_interleave(2, dim=-1)
 
 
-# By the model whose ``apply_rotary_pos_emb`` it is.
-ROPES = {
-    "llama": Rope(False, Tensor.contiguous),
-    "gpt_neox": Rope(False, Tensor.contiguous),
-    "phi3": Rope(False, Tensor.contiguous),
-    "nemotron": Rope(False, Tensor.contiguous),
-    "olmo": Rope(False, Tensor.contiguous, rounds=True),
-    "esm": Rope(False, Tensor.float, rounds=True),
-    "gpt_oss": Rope(False, lambda x: torch.cat((x, x), dim=-1)),
-    "glm": Rope(True, _pairs),
-    "helium": Rope(True, _pairs),
-    "ernie4_5": Rope(True, lambda x: _pairs(x).float(), rounds=True),
-    "cohere": Rope(True, Tensor.float, rounds=True),
-}
-# Whose attention ``PagedAttention`` does.
-STANDARD = (
-    *(("llama", "LlamaAttention"), ("mistral", "MistralAttention"), ("qwen2", "Qwen2Attention")),
-    *(("qwen3", "Qwen3Attention"), ("gemma2", "Gemma2Attention")),
+FORMS = (
+    (False, Tensor.contiguous),
+    (False, _twice),
+    (True, Tensor.contiguous),
+    (True, _pairs),
 )
 
 
-@cache
-def _references() -> dict[str | None, Rope]:
-    return {essence(of_family(family, ROTATE)): rope for family, rope in ROPES.items()}
-
-
-@cache
-def _standard() -> set[str]:
-    """What the attentions do whose place ``PagedAttention`` takes."""
-    forwards = [of_family(family, name).forward for family, name in STANDARD]
-    return {text_of(tree) for tree in map(source_of, forwards) if tree is not None}
-
-
-def _plain(function: Any) -> Any:
-    """The function that the kernels library made a module of, so that its own can replace it."""
-    if isinstance(function, nn.Module) and "forward" not in vars(function):
-        cells: tuple[Any, ...] = getattr(type(function).forward, "__closure__", None) or ()
-        return cells[0].cell_contents if len(cells) == 1 else None
-    return function
-
-
-def _rope(module: nn.Module) -> Rope | None:
-    """How the kernel turns what ``module`` would; None where it cannot, or the module must."""
-    accelerated = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
-    if own_forward(module, accelerated) is not None or not hasattr(module, "layer_idx"):
+def rope_of(rotate: Rotate, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Rope | None:
+    """The form in which the kernel's twin gives the bits of ``rotate`` for random q and k of these
+    shapes, [1, H, ROWS, D], at these angles; None if it has none."""
+    if list(cos.shape[:2]) != [1, ROWS] or q.dim() != 4 or q.shape[2] != ROWS:
         return None
+    q, k = (probe_rows((x.shape[1], x.shape[3]), x.dtype, x.device) for x in (q, k))
+    expected = rotate(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
+    for dtype in dict.fromkeys((q.dtype, torch.float32)):
+        for interleaved, spread in FORMS:
+            rope = Rope(interleaved, spread, dtype, cos.dtype)
+            found = _rotated(q, k, rope.angles(cos), rope.angles(sin), interleaved)
+            if all(map(same_bits, found, (x[0].transpose(0, 1) for x in expected))):
+                return rope
+    return None
+
+
+def _rotated(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
+) -> tuple[Tensor, Tensor]:
+    """q and k [R, H, D] as the twin of the KV write rotates them."""
+    if cos.shape[-1] > q.shape[-1] or cos.shape[-1] % 2:
+        return q, k
+    k_cache, v_cache = (k.new_empty(1, *k.shape) for _ in range(2))
+    slots = torch.arange(len(k), device=k.device)
+    q = fused_kv_write(q, k, k, cos, sin, k_cache, v_cache, slots, interleaved=interleaved)
+    return q, k_cache[0]
+
+
+class DeferredRope:
+    """Stands for ``apply_rotary_pos_emb`` in one module's forward, and leaves RoPE to the kernel.
+
+    whole: q and k reach the attention interface as they are returned here; where not, other parts
+    of the head are joined to them first.
+    """
+
+    def __init__(self, rotate: Rotate, rope: Rope, whole: bool, context: AttentionContext):
+        self.rotate, self.rope, self.whole = rotate, rope, whole
+        self.context = context
+
+    def __call__(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """q and k as they are in a pass whose rows have these angles, else rotated."""
+        context, rope = self.context, self.rope
+        segments = context.segments if context.serves() else None
+        fits = list(cos.shape[:2]) == [1, q.shape[2]] and cos.dtype == rope.given
+        if segments is None or not fits:
+            return self.rotate(q, k, cos, sin, *args, **kwargs)
+        # Once per pass for all layers that are given the same.
+        key = rope, id(cos), id(sin)
+        if key not in segments.derived:
+            # Keeps cos and sin alive: id() is the key.
+            segments.derived[key] = (rope.angles(cos), rope.angles(sin)), cos, sin
+        angles_cos, angles_sin = segments.derived[key][0]
+        context.leave_rope(
+            PendingRope(self, q, k, self.whole, angles_cos, angles_sin, rope.interleaved)
+        )
+        return q, k
+
+
+def rotate_of(module: nn.Module) -> Rotate | None:
+    """The ``apply_rotary_pos_emb`` that a module's forward calls, or None."""
     forward: Any = type(module).forward
-    tree = source_of(forward)
-    if tree is None or not hands_over(tree):
+    if not isinstance(forward, FunctionType) or ROTATE not in forward.__code__.co_names:
         return None
-    found = essence(_plain(forward.__globals__.get(ROTATE)))
-    return None if found is None else _references().get(found)
+    rotate = forward.__globals__.get(ROTATE)
+    return rotate if callable(rotate) else None
 
 
-def _standard_norm(norm: nn.Module, head_dim: int) -> bool:
-    return is_rms_norm(norm) and list(norm.weight.shape) == [head_dim]  # type: ignore[union-attr, arg-type]
-
-
-def layout(module: nn.Module) -> Literal["fused", "deferred"] | None:
-    """Which stand-in an attention module can have: ``PagedAttention``, one of its own kind that
-    leaves the rotation to the kernel, or none, which leaves it to the attention interface."""
-    rope = _rope(module)
-    if rope is None:
-        return None
-    tree = source_of(type(module).forward)
-    assert tree is not None
-    norms = [getattr(module, name) for name in ("q_norm", "k_norm") if hasattr(module, name)]
-    head_dim: Any = getattr(module, "head_dim", None)
-    fused = rope == ROPES["llama"] and text_of(tree) in _standard()
-    return "fused" if fused and all(_standard_norm(n, head_dim) for n in norms) else "deferred"
-
-
-class _Deferred(nn.Module):
+class _Rewired(nn.Module):
     """What a stand-in has besides its original's class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # No method of its own: a module that holds itself is freed late.
-        return self.run_deferred(self, *args, **kwargs)  # type: ignore[operator]
+        return self.tinyspec_forward(self, *args, **kwargs)  # type: ignore[operator]
 
 
 @cache
 def _class(original: type) -> type[nn.Module]:
-    return type(original.__name__, (_Deferred, original), {})
+    return type(original.__name__, (_Rewired, original), {})
 
 
-def deferred(module: nn.Module, context: AttentionContext) -> nn.Module | None:
-    """A stand-in that runs ``module``'s own forward, on everything that is its own, but leaves the
-    rotation to the kernel; None where ``layout`` is."""
-    rope = _rope(module)
-    if rope is None:
-        return None
+def rewired(module: nn.Module, context: AttentionContext, rotate: Rotate) -> nn.Module:
+    """A module that shares everything with ``module`` and runs its forward, with ``rotate`` for
+    ``apply_rotary_pos_emb`` and another context."""
     forward: Any = type(module).forward
-    scope = {**forward.__globals__, ROTATE: _deferring(module, rope, context)}
-    run = FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__)
+    scope = {**forward.__globals__, ROTATE: rotate}
+    code, name = forward.__code__, forward.__name__
+    run = FunctionType(code, scope, name, forward.__defaults__, forward.__closure__)
     run.__kwdefaults__ = forward.__kwdefaults__
     kind: Any = type(module)
-    stand_in = object.__new__(_class(kind))
-    vars(stand_in).update(vars(module), tinyspec_context=context, run_deferred=run)
-    for call in ("forward", "_compiled_call_impl"):
-        vars(stand_in).pop(call, None)
+    stand_in = sharing(module, context, _class(kind))
+    vars(stand_in).update(tinyspec_forward=run, tinyspec_rope=rotate)
     return stand_in
 
 
-def _deferring(module: nn.Module, rope: Rope, context: AttentionContext) -> Callable[..., Any]:
-    """``apply_rotary_pos_emb`` of a stand-in: notes how q and k want to be turned."""
-    rotate = type(module).forward.__globals__[ROTATE]
-    layer: Any = module.layer_idx
+def deferred(module: nn.Module, context: AttentionContext, rope: Rope, whole: bool) -> nn.Module:
+    """``module`` with its RoPE, found to be ``rope``, left to the KV write."""
+    rotate = rotate_of(module)
+    assert rotate is not None
+    return rewired(module, context, DeferredRope(rotate, rope, whole, context))
 
-    def deferring(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        segments = context.segments if context.serves() else None
-        if segments is None:
-            return rotate(q, k, cos, sin)
-        # Once per pass, which all layers share that are handed the same.
-        key = (rope, q.dtype, id(cos), id(sin))
-        if key not in segments.derived:
-            fits = list(cos.shape[:2]) == [1, q.shape[2]]
-            fits = fits and (rope.rounds or cos.dtype == q.dtype)
-            laid = (rope.lay(cos[0]), rope.lay(sin[0])) if fits else None
-            # With what it was made of, lest another come to have its id.
-            segments.derived[key] = laid, cos, sin
-        laid = segments.derived[key][0]
-        if laid is None:
-            return rotate(q, k, cos, sin)
-        assert context.note is None, "what was left unrotated was attended to by nobody"
-        context.note = Note(layer, laid[0], laid[1], rope.interleaved)
-        return q, k
 
-    return deferring
+def sharing(
+    module: nn.Module, context: AttentionContext, kind: type[nn.Module] | None = None
+) -> nn.Module:
+    """A module of class ``kind`` (default: ``module``'s) that shares everything with ``module``."""
+    other = object.__new__(kind or type(module))
+    vars(other).update(vars(module), tinyspec_context=context)
+    for call in ("forward", "_compiled_call_impl"):
+        vars(other).pop(call, None)
+    return other

@@ -6,10 +6,17 @@ Knows modules and what a survey found of them; nothing of passes.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from tinyspec.config import EngineConfig
 from tinyspec.errors import unsupported
@@ -19,12 +26,13 @@ from tinyspec.model.attention import (
     PagedAttention,
     paged_attention_function,
 )
-from tinyspec.model.attention_calls import Survey
+from tinyspec.model.attention_calls import Layer, Survey
+from tinyspec.model.attention_trial import WAYS, Make, stand_ins
 from tinyspec.model.cpu.linears import cpu_stand_ins
 from tinyspec.model.cpu.norms import norm_stand_ins
-from tinyspec.model.fused_rope import deferred, layout
-from tinyspec.model.introspection import survey
+from tinyspec.model.introspection import given_calls, survey
 from tinyspec.model.linears import LinearFunction, kernel_stand_ins
+from tinyspec.model.modules import children
 from tinyspec.model.patched_model import PatchedModel
 from tinyspec.model.positions import GivenPositions, RopeTable
 from tinyspec.model.quantized import repack_weights
@@ -33,30 +41,12 @@ from tinyspec.model.supported import (
     cache_windows,
     length_refusal,
     loading_refusal,
+    max_positions,
     refusal,
     swap_refusal,
 )
 from tinyspec.model.torch_state import TorchState
 from tinyspec.model.wrappers import CompiledCalls, compiled_modules, has_hooks
-
-# Attention classes that PagedAttention stands in for.
-FUSED = (
-    "LlamaAttention",
-    "MistralAttention",
-    "Qwen2Attention",
-    "Qwen3Attention",
-    "Gemma2Attention",
-)
-Place = tuple[nn.Module, str, nn.Module]
-
-
-def _children(model: nn.Module) -> list[Place]:
-    """(parent, name, module) of every module but the outermost."""
-    return [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-    ]
 
 
 def calls_interface(module: nn.Module) -> bool:
@@ -65,33 +55,34 @@ def calls_interface(module: nn.Module) -> bool:
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
+@cache
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
 def _is_rotary(module: nn.Module) -> bool:
-    takes = list(inspect.signature(type(module).forward).parameters)
-    return type(module).__name__.endswith("RotaryEmbedding") and takes[1:3] == ["x", "position_ids"]
+    kind = type(module)
+    own = _parameters(kind.forward)[1:3] == ["x", "position_ids"]
+    return own and kind.__name__.endswith("RotaryEmbedding")
 
 
 def _counts_positions(module: nn.Module) -> bool:
-    """Whether a module counts positions from a cache's length unless it is told them."""
-    takes = inspect.signature(type(module).forward).parameters
-    told = "past_key_values_length" in takes and "position_ids" in takes
-    return isinstance(module, nn.Embedding) and told
+    """Whether a module counts positions from a cache's length unless it is given them."""
+    takes = {"past_key_values_length", "position_ids"} <= {*_parameters(type(module).forward)}
+    return isinstance(module, nn.Embedding) and takes
 
 
 def _swap_refusal(model: PreTrainedModel) -> str | None:
-    """What would not run any more of the modules that are swapped, or None."""
-    names = {id(module): name for name, module in model.named_modules()}
-    swapped = []
-    for _, _, module in _children(model):
-        kind = layout(module) if calls_interface(module) else None
-        if kind is not None:
-            swapped.append(module)
-        if kind == "fused":
-            swapped += [getattr(module, n) for n in ("q_norm", "k_norm") if hasattr(module, n)]
-        elif _is_rotary(module) or _counts_positions(module):
-            swapped.append(module)
+    """What would not run any more of the modules that are always swapped, or None."""
+    names = _names(model)
+    swapped = [m for _, _, m in children(model) if _is_rotary(m) or _counts_positions(m)]
     wrappers = (parent.get_submodule(name) for parent, name, _ in compiled_modules(model))
     swapped += [wrapper for wrapper in wrappers if has_hooks(wrapper)]
     return next(filter(None, (swap_refusal(names[id(m)], m) for m in swapped)), None)
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    return {id(module): name for name, module in model.named_modules()}
 
 
 def refuse_unsupported(model: PreTrainedModel) -> None:
@@ -149,48 +140,80 @@ def _install(
     linear: LinearFunction | None,
 ) -> None:
     context = patched.context
+    names = _names(model)
     for parent, name, module in compiled_modules(model):
         patched.swap(parent, name, module)
     patched.compiled.set_aside()
     patched.bound += [module for module in model.modules() if calls_interface(module)]
     patched.bind()
     like = torch.empty(0, dtype=model.dtype, device=model.device)
-    for parent, name, module in _children(model):
+    for parent, name, module in children(model):
         if _counts_positions(module):
             patched.swap(parent, name, GivenPositions(module, context))
         elif _is_rotary(module):
             table = RopeTable(module, max(positions, LEAST_POSITIONS), like)
             patched.swap(parent, name, table)
-    found = _survey(model, context)
-    patched.layers += [call.shape for call in found.calls]
-    patched.keeps_logits = found.keeps_logits
-    context.reach = [call.reach for call in found.calls]
-    called = {id(call.module) for call in found.calls}
-    for parent, name, module in _children(model):
-        kind = layout(module) if id(module) in called else None
-        if kind == "fused":
-            patched.swap(parent, name, PagedAttention(module, context))
-        elif kind == "deferred" and (stand_in := deferred(module, context)) is not None:
-            patched.swap(parent, name, stand_in)
+    _swap_attention(patched, names, positions)
     if linear is not None:
         for parent, name, served in kernel_stand_ins(model, linear):
             patched.swap(parent, name, served)
     for parent, name, quicker in cpu_stand_ins(model, patched.fast_mode):
         patched.swap(parent, name, quicker)
-    for parent, name, norm in norm_stand_ins(model, patched.fast_mode):
+    with TorchState(model)():
+        norms = norm_stand_ins(model, patched.fast_mode, model.dtype)
+    for parent, name, norm in norms:
         patched.swap(parent, name, norm)
 
 
-def _survey(model: PreTrainedModel, context: AttentionContext) -> Survey:
+def _swap_attention(patched: PatchedModel, names: dict[int, str], positions: int) -> None:
+    """Find out what attention the model calls, and put in the stand-ins for it."""
+    model, context = patched.model, patched.context
     repack_weights(model, model.dtype)  # before a forward in inference mode does
     with TorchState(model)():
         found = survey(model, IMPLEMENTATION, context.record)
+        _refuse_cache_windows(model, found)
+        last = max(positions, min(LEAST_POSITIONS, max_positions(model))) - 1
+        modules = list({id(call.module): call.module for call in found.calls}.values())
+        given = given_calls(model, context.record, modules, last)
+        makes = stand_ins(found.calls, given, WAYS)
+    made: dict[int, nn.Module] = {}
+    for parent, name, module in children(model):
+        if id(module) in makes:
+            if id(module) not in made:
+                made[id(module)] = _stand_in(model, module, makes[id(module)], context, names)
+            patched.swap(parent, name, made[id(module)])
+    patched.layers += [call.shape for call in found.calls]
+    patched.keeps_logits = found.keeps_logits
+    context.layers = [
+        Layer(names[id(call.module)], id(made.get(id(call.module), call.module)), call.reach)
+        for call in found.calls
+    ]
+
+
+def _stand_in(
+    model: PreTrainedModel,
+    module: nn.Module,
+    make: Make,
+    context: AttentionContext,
+    names: dict[int, str],
+) -> nn.Module:
+    """Raises UnsupportedModelError where hooks would not run any more."""
+    stand_in = make(module, context)
+    swapped = [module]
+    if isinstance(stand_in, PagedAttention):
+        swapped += [getattr(module, n) for n in ("q_norm", "k_norm") if hasattr(module, n)]
+    for each in swapped:
+        if (reason := swap_refusal(names[id(each)], each)) is not None:
+            raise unsupported(model, reason)
+    return stand_in
+
+
+def _refuse_cache_windows(model: PreTrainedModel, found: Survey) -> None:
     seen = {size for call in found.calls for size in (call.reach.window, call.reach.chunk)}
     others = cache_windows(model) - seen
     if others:
         why = f"its cache has a window of {min(others)} where its masks have none"
         raise unsupported(model, why)
-    return found
 
 
 def patched_of(model: PreTrainedModel) -> PatchedModel:

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 import transformers
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import AttentionMaskInterface, DynamicCache, PreTrainedConfig
 
 # What configs keep the chosen implementations under. Set by these names, because the properties of
 # nearly the same name also write to the configs inside of a config.
@@ -35,6 +35,8 @@ def missing_names(config: PreTrainedConfig) -> str | None:
     missing += [f"PreTrainedConfig.{name}" for name in attributes if not hasattr(config, name)]
     if not hasattr(DynamicCache(), "layers"):
         missing.append("DynamicCache.layers")
+    if not hasattr(AttentionMaskInterface, "_global_mapping"):
+        missing.append("AttentionMaskInterface._global_mapping")
     if not missing:
         return None
     return f"transformers {transformers.__version__} has no {', '.join(missing)}"

@@ -1,33 +1,29 @@
 """A stand-in for RMSNorm on a CPU, on its own shared weight: fewer operators for the same bits, and
-fewer still where they are nobody's business.
+fewer still in fast mode, where bits may differ.
 
-Told by the source, not by a list of models. Knows modules, and nothing of why a pass is in haste.
+A module gets one if the stand-in gives its bits. Knows modules, and not when fast mode is on.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard
+from collections.abc import Hashable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tinyspec.model.cpu.fast_mode import FastMode
-from tinyspec.model.deferrable import essence, of_family, source_of, text_of
+from tinyspec.model.equivalence import (
+    eps_name,
+    kind_of,
+    probe_rows,
+    same_bits,
+    with_scratch_weights,
+)
+from tinyspec.model.modules import children
+from tinyspec.model.quantized import is_packed
 from tinyspec.model.wrappers import has_hooks, own_forward
-
-
-def is_rms_norm(norm: nn.Module) -> bool:
-    """Whether a module's forward does what Llama's RMSNorm does."""
-    kind = type(norm)
-    if own_forward(norm) is not None or kind.__call__ is not nn.Module.__call__:
-        return False
-    reference = of_family("llama", "LlamaRMSNorm").forward
-    # By its own text first, which asks nothing of the functions that any module may call.
-    if kind.forward is reference:
-        return True
-    tree, other = source_of(kind.forward), source_of(reference)
-    alike = tree is not None and other is not None and text_of(tree) == text_of(other)
-    return alike and essence(kind.forward) == essence(reference)
 
 
 class CpuRMSNorm(nn.Module):
@@ -38,45 +34,81 @@ class CpuRMSNorm(nn.Module):
     def __init__(self, norm: nn.Module, fast_mode: FastMode):
         super().__init__()
         self.register_parameter("weight", norm.weight)  # type: ignore[arg-type]
-        self.variance_epsilon: Any = norm.variance_epsilon
+        self._eps_name = eps_name(norm)
+        setattr(self, self._eps_name, getattr(norm, self._eps_name))
         self._fast_mode = fast_mode
         self._eps: tuple[float, Tensor] | None = None
         self.train(norm.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., n] -> [..., n] in its dtype; out of haste with transformers' bits."""
+        """x [..., n] -> [..., n] in its dtype; with transformers' bits unless in fast mode."""
+        eps: float = getattr(self, self._eps_name)
         wide = x.float()
         if self._fast_mode.on:
             # One walk over the rows, where squares and their mean take two.
             length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-            mean = torch.addcmul(self._least(), length, length, value=1 / x.shape[-1])
+            mean = torch.addcmul(self._addend(eps), length, length, value=1 / x.shape[-1])
         elif wide is x and self.weight.dtype == x.dtype:
-            return nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
+            return nn.functional.rms_norm(x, x.shape[-1:], self.weight, eps)
         else:
-            mean = wide.square().mean(-1, keepdim=True).add_(self.variance_epsilon)
+            mean = wide.square().mean(-1, keepdim=True).add_(eps)
         if wide is x:
             return (wide * mean.rsqrt_()).mul_(self.weight)
         scaled = wide.mul_(mean.rsqrt_()).to(x.dtype)
         return scaled.mul_(self.weight) if self.weight.dtype == x.dtype else self.weight * scaled
 
-    def _least(self) -> Tensor:
+    def _addend(self, eps: float) -> Tensor:
         """The epsilon as a tensor, which costs less to add than a number."""
-        if self._eps is None or self._eps[0] != self.variance_epsilon:
-            self._eps = self.variance_epsilon, torch.tensor(self.variance_epsilon)
+        if self._eps is None or self._eps[0] != eps:
+            self._eps = eps, torch.tensor(eps)
         return self._eps[1]
 
 
 def norm_stand_ins(
-    model: nn.Module, fast_mode: FastMode
+    model: nn.Module, fast_mode: FastMode, dtype: torch.dtype
 ) -> list[tuple[nn.Module, str, CpuRMSNorm]]:
-    """(parent, name, stand-in) for every RMSNorm of ``model`` on a CPU."""
-    return [
-        (parent, name, CpuRMSNorm(child, fast_mode))
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if is_rms_norm(child) and not has_hooks(child) and _fits(child.weight)
-    ]
+    """(parent, name, stand-in) for every RMSNorm of ``model``, whose rows are of ``dtype``, on a
+    CPU."""
+    equal: dict[Hashable, bool] = {}
+    found = []
+    for parent, name, child in children(model):
+        if has_hooks(child) or not _may_have_one(child):
+            continue
+        kind = kind_of(child)
+        if kind not in equal:
+            equal[kind] = is_rms_norm(child, dtype)
+        if equal[kind]:
+            found.append((parent, name, CpuRMSNorm(child, fast_mode)))
+    return found
 
 
-def _fits(weight: object) -> TypeGuard[nn.Parameter]:
-    return isinstance(weight, nn.Parameter) and weight.device.type == "cpu"
+def _may_have_one(module: nn.Module) -> bool:
+    """Whether a module has what an RMSNorm on a CPU has: one vector, an epsilon, no parts."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or is_packed(weight):
+        return False
+    own = own_forward(module) is not None or type(module).__call__ is not nn.Module.__call__
+    eps = getattr(module, eps_name(module), None)
+    return weight.device.type == "cpu" and isinstance(eps, float) and not own
+
+
+def is_rms_norm(norm: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether ``CpuRMSNorm`` gives a module's bits, for rows of ``dtype`` and of wider dtypes."""
+    if not _may_have_one(norm):
+        return False
+    return with_scratch_weights(norm, partial(_equal, norm, dtype))
+
+
+def _equal(norm: nn.Module, dtype: torch.dtype) -> bool:
+    stand_in = CpuRMSNorm(norm, FastMode())
+    weight: Any = norm.weight
+    with torch.no_grad():
+        for kind in {dtype, weight.dtype, torch.float32}:
+            x = probe_rows(tuple(weight.shape), kind, weight.device)
+            try:
+                found = norm(x)
+            except Exception:  # it takes something else than rows
+                return False
+            if not isinstance(found, Tensor) or not same_bits(found, stand_in(x)):
+                return False
+    return True
