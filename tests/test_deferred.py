@@ -154,6 +154,7 @@ QUICK = (
     *("llama", "qwen3", "glm4", "cohere", "cohere2", "ernie4_5", "gpt_oss", "phi", "phi3", "olmo2"),
     *("stablelm", "gemma3_text", "smollm3", "modernbert-decoder", "mllama"),
 )
+OTHERS = pytest.mark.slow("model types", 0.3)
 WITH_STAND_INS = [kind for kind, cells in places().items() if cells[0] == "fused module"]
 
 
@@ -162,7 +163,11 @@ WITH_STAND_INS = [kind for kind, cells in places().items() if cells[0] == "fused
     "kind",
     [
         *QUICK,
-        *(pytest.param(k, marks=pytest.mark.slow) for k in WITH_STAND_INS if k not in QUICK),
+        *(
+            pytest.param(k, marks=pytest.mark.slow("model types", 0.3))
+            for k in WITH_STAND_INS
+            if k not in QUICK
+        ),
     ],
 )
 def test_same_bits_as_the_interface(kind, dtype, monkeypatch):
