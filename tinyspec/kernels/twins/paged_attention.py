@@ -1,12 +1,12 @@
 """Twin of paged attention: tiles of 128 tokens, each a flash-attention call, merged in order.
 
 The tile, not the page, is what the bits see. A tile's partial result does not depend on how many
-query rows or tiles share its call, provided the query rows are a multiple of four and, for heads
-wider than 64 in fp32 and fp16, and with a softcap, 16 at least (on an Intel CPU calls of 4 and 8
-rows stand apart there; measured: ``benchmarks/probe.py``), 16-bit heads come in units of 32, and
-partials are merged one after the other from position 0. A tile that is masked for a row has weight
-exactly 0 in that merge, so the tiles that other rows need, and those that a window or chunk lets a
-whole block skip, change nothing.
+query rows or tiles share its call, provided the query rows are a multiple of four and, in fp16 and
+for heads wider than 64 in fp32 and with a softcap, 16 at least (on Intel CPUs calls of 4 and 8 rows
+stand apart there, in fp16 with AVX512-FP16 for every head; measured: ``benchmarks/probe.py``),
+16-bit heads come in units of 32, and partials are merged one after the other from position 0. A
+tile that is masked for a row has weight exactly 0 in that merge, so the tiles that other rows need,
+and those that a window or chunk lets a whole block skip, change nothing.
 
 Rows whose bits are nobody's business (``Segments.exact``) go by ``quick_attention`` instead. Does
 not know requests or passes, and shares nothing between calls but what ``Segments.derived`` keeps
@@ -26,8 +26,8 @@ from tinyspec.kernels.twins.tiles import attend_tiles
 
 def _least_rows(q: Tensor, softcap: float) -> int:
     """Query rows that a call has at least: fewer change a row's bits."""
-    wide = q.dtype != torch.bfloat16 or softcap  # with a softcap scores are multiplied in fp32
-    return 16 if wide and q.shape[2] > 64 else 4
+    wide = q.dtype == torch.float32 or softcap  # with a softcap scores are multiplied in fp32
+    return 16 if q.dtype == torch.float16 or (wide and q.shape[2] > 64) else 4
 
 
 def paged_attention(
