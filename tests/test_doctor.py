@@ -92,7 +92,7 @@ def test_sound_model():
     assert [fact.rows for fact in report.facts.buckets] == SIZES == report.facts.canonical
     assert report.facts.reference == REFERENCE and report.facts.alternatives == ()
     assert report.facts.kernel_linears == () and not broken_by(report)
-    assert all(0 < fact.seconds < 5 for fact in report.facts.buckets)
+    assert all(fact.seconds > 0 for fact in report.facts.buckets)
     assert report.plans == dict.fromkeys(SIZES, "direct")
     assert report.model == "LlamaForCausalLM" and report.dtype == "float32"
     assert len(report.fingerprint) == 32
