@@ -21,6 +21,7 @@ def probe(dtype, dim, softcap=0.0, heads=(8, 2)):
     return probe_rows(kernels.load("torch"), shape, dtype, torch.device("cpu"))
 
 
+@pytest.mark.crossed(0.2)
 @pytest.mark.parametrize("softcap", [0.0, 50.0])
 @pytest.mark.parametrize("dim", [16, 40, 72, 80, 112, 128, 256])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

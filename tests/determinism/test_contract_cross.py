@@ -35,7 +35,7 @@ def mixed():
 
 def quick(kind, dtype):
     """Models as they are differ less: one dtype by default."""
-    slow = () if kind != "as is" or dtype == "bf16" else pytest.mark.slow
+    slow = () if kind != "as is" or dtype == "bf16" else pytest.mark.slow("crosses", 2)
     return pytest.param((kind, dtype), marks=slow, id=f"{kind}-{dtype}")
 
 
@@ -51,6 +51,7 @@ def cached_tokens(outputs):
     return [sum(c.stats.cached_prompt_tokens for c in output.completions) for output in outputs]
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize(
     ("cache", "page_size"), [(True, 8), (True, 32), (False, 32)], ids=["8", "32", "off"]
 )
@@ -79,6 +80,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("named", SETTINGS)
 def test_sizes(subject, named):
     model, alone = subject
@@ -87,7 +89,9 @@ def test_sizes(subject, named):
         assert whole(engine)
 
 
-@pytest.mark.parametrize("reference_rows", [pytest.param(4, marks=pytest.mark.slow), 21])
+@pytest.mark.parametrize(
+    "reference_rows", [pytest.param(4, marks=pytest.mark.slow("crosses", 4)), 21]
+)
 def test_reference_rows_is_the_one_size_that_counts(reference_rows):
     """Within one value everything agrees; between two, bits may differ and fingerprints do."""
     found, prints = [], set()
@@ -121,7 +125,8 @@ def test_chunks(dtype):
 
 
 @pytest.mark.parametrize(
-    "dtype", ["fp32", *(pytest.param(d, marks=pytest.mark.slow) for d in ("bf16", "fp16"))]
+    "dtype",
+    ["fp32", *(pytest.param(d, marks=pytest.mark.slow("crosses", 8)) for d in ("bf16", "fp16"))],
 )
 def test_a_prompt_of_4000_tokens(dtype):
     """Alone in large chunks, in small ones twice among others, and in a warm cache."""

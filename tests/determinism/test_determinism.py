@@ -74,20 +74,16 @@ def run_mix(model, alone, seed):
             assert bits(output) == alone[chosen[n]], f"mix {seed}, needle {chosen[n]}"
 
 
-@pytest.mark.parametrize("block", range(15))
-def test_random_mixes(models, block):
-    for n in range(5):
-        seed = block * 5 + n
-        for dtype in DTYPES:
-            model, alone = models[dtype]
-            run_mix(model, alone, seed)
+@pytest.mark.parametrize("seed", range(12))
+def test_random_mixes(models, seed):
+    for dtype in DTYPES:
+        model, alone = models[dtype]
+        run_mix(model, alone, seed)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("block", range(50))
-def test_many_random_mixes(models, block):
-    for n in range(10):
-        seed = 1000 + block * 10 + n
+@pytest.mark.slow("random mixes", 4, cases=50)
+def test_many_random_mixes(models, case_seed):
+    for seed in range(case_seed, case_seed + 10):
         for dtype in DTYPES:
             model, alone = models[dtype]
             run_mix(model, alone, seed)
@@ -114,6 +110,7 @@ def test_control_position_sensitive_is_refused():
         assert engine.generate([[1, 2, 3]])[0].completions[0].finish_reason == "length"
 
 
+@pytest.mark.crossed(0.4)
 @pytest.mark.parametrize("size", [2, 3, 8, 31, 64])
 def test_crowd_sizes(models, size):
     model, alone = models[torch.float32]
@@ -126,6 +123,7 @@ def test_crowd_sizes(models, size):
         assert bits(outputs[place]) == alone[2]
 
 
+@pytest.mark.crossed(0.3)
 @pytest.mark.parametrize("window", [1, 2, 5, 15, 16, 17, 31, 48, 64])
 def test_draft_window(models, window):
     model, alone = models[torch.float32]
@@ -135,6 +133,7 @@ def test_draft_window(models, window):
     assert [bits(output) for output in outputs] == alone
 
 
+@pytest.mark.crossed(0.3)
 @pytest.mark.parametrize("page_size", [1, 8, 32, 128, 512, 1024])
 def test_page_size(models, page_size):
     model, alone = models[torch.float32]
@@ -198,6 +197,7 @@ def test_completion_alone_or_among_n(models):
     assert len({tuple(tokens) for tokens, *_ in five}) > 1
 
 
+@pytest.mark.crossed(2)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_family_on_two_threads(family, dtype, two_threads):

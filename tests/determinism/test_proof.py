@@ -134,9 +134,9 @@ def test_fresh_facts_replace_those_on_disk(home, probed):
     file.write_text(json.dumps(entry))
     assert proven(tiny())[0].buckets[0].seconds == 12345.0
     with Engine(tiny(), config=EngineConfig(**CONFIG)) as engine:
-        assert engine.contract.probe(fresh=True).buckets[0].seconds < 100
+        assert engine.contract.probe(fresh=True).buckets[0].seconds != 12345.0
         assert engine.generate(prompts(2), DETERMINISTIC)
-    assert proven(tiny())[0].buckets[0].seconds < 100
+    assert proven(tiny())[0].buckets[0].seconds != 12345.0
     assert [path.name for path in home.iterdir()] == [file.name], "no draft is left"
 
 

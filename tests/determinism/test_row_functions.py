@@ -32,14 +32,14 @@ def test_every_bucket_with_leftovers_is_found(width):
     whole = {rows for rows in SIZES if rows * width % VECTOR == 0}
     pool = probe_pool(width, torch.float32, "cpu")
     reference = 32 if width % 2 else 16  # without leftovers
-    for salt in range(25):
+    for salt in range(0, 25, 4):
         found = probe_function(leaves_some_over(salt), pool, SIZES, reference, search=True)
         assert {rows for rows in SIZES if found.canonical(rows)} == whole, salt
 
 
 def test_leftovers_in_the_reference_bucket_are_found():
     pool = probe_pool(2, torch.float32, "cpu")
-    for salt in range(25):
+    for salt in range(0, 25, 4):
         assert not probe_function(leaves_some_over(salt), pool, SIZES, 56, search=True).position
 
 

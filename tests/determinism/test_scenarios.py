@@ -130,6 +130,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.crossed(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -139,6 +140,7 @@ def test_same_bits(family, kind, dtype):
     assert [where for where, expected, found in compared if expected != found] == []
 
 
+@pytest.mark.crossed(0.5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_control_without_the_flag_bits_differ(family, dtype):

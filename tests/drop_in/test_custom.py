@@ -137,6 +137,7 @@ def test_an_assistant_serves_its_call_alone():
     assert Counted.asked > first
 
 
+@pytest.mark.crossed(0.3)
 @pytest.mark.parametrize("patched", [True, False], ids=["patched", "unpatched"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_custom_generate_equals_transformers(patched, family):

@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from tests.support.drop_in import PAD, greedy, own, patched, random_ids
+from tests.support.patience import PATIENCE
 from tests.support.tiny import tiny
 from tinyspec.tools.demo import BUNDLED
 
@@ -140,7 +141,7 @@ def test_text_iterator_streamer_in_a_thread(model, plain, tokenizer):
     inputs = tokenizer(TEXTS[1], return_tensors="pt")
     texts = []
     for one in (model, plain):
-        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=PATIENCE)
         arguments = {**inputs, **GREEDY, "streamer": streamer}
         thread = threading.Thread(target=one.generate, kwargs=arguments)
         thread.start()

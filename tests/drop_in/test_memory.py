@@ -51,6 +51,7 @@ def only_new():
     gc.unfreeze()
 
 
+@pytest.mark.crossed(0.5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_weight_is_copied(family, dtype, only_new):

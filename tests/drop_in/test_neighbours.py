@@ -7,16 +7,17 @@ on one whose rows do not depend on shapes. Control: without it on the sensitive 
 from __future__ import annotations
 
 import copy
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tinyspec
+from tests.support.at_random import check_at_random
 from tests.support.drop_in import PAD, SMALL, AfterEven, AtMultiples, patched, random_ids
 from tests.support.sensitive import RowByRowLinear, ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import tiny
@@ -25,14 +26,6 @@ from tinyspec import Engine, SamplingParams
 from tinyspec.kernels.attention_metadata import AttentionMetadata
 from tinyspec.model.cpu.fast_mode import FastMode
 
-RANDOM = settings(
-    max_examples=40,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    print_blob=False,
-    suppress_health_check=list(HealthCheck),
-)
 KINDS = {"shape-sensitive": ShapeSensitiveLinear, "row by row": RowByRowLinear}
 NOTHING: dict[str, Any] = {
     "do_sample": True,
@@ -167,16 +160,14 @@ def crowds(draw, most: int = 6) -> tuple[list[Any], int]:
     return others, draw(st.integers(0, len(others)))
 
 
-@RANDOM
-@given(crowd=crowds(), number=st.integers(0, len(NEEDLES) - 1))
-def test_deterministic_where_shapes_matter(crowd, number):
+def deterministic_where_shapes_matter(crowd, number):
     others, place = crowd
     requests = [*others[:place], needle_of(number, True), *others[place:]]
     found = run(model_of("shape-sensitive"), requests)
     assert same(bits_at(found, requests, place), truth("shape-sensitive", number, True))
 
 
-@pytest.fixture(scope="module")
+@contextmanager
 def one_reduction():
     """Plain requests by the ways of deterministic ones, whatever is quicker."""
     with pytest.MonkeyPatch.context() as patch:
@@ -186,14 +177,13 @@ def one_reduction():
         yield
 
 
-@settings(RANDOM, max_examples=20)
-@given(crowd=crowds(3), number=st.integers(0, len(NEEDLES) - 1))
-def test_plain_where_shapes_do_not_matter(one_reduction, crowd, number):
+def plain_where_shapes_do_not_matter(crowd, number):
     """With linears row by row, and attention that has one reduction for all."""
     others, place = crowd
     requests = [*others[:place], needle_of(number, False), *others[place:]]
-    found = run(model_of("row by row"), requests)
-    assert same(bits_at(found, requests, place), truth("row by row", number, False))
+    with one_reduction():
+        found = run(model_of("row by row"), requests)
+        assert same(bits_at(found, requests, place), truth("row by row", number, False))
 
 
 def test_control_plain_where_shapes_matter():
@@ -228,38 +218,55 @@ def params_of(asked: dict[str, Any]) -> SamplingParams:
     )
 
 
-@pytest.fixture(scope="module")
-def engine():
-    with Engine(replace_linears(tiny(), ShapeSensitiveLinear), config=SMALL) as engine:
-        yield engine
+@cache
+def engine() -> Engine:
+    return Engine(replace_linears(tiny(), ShapeSensitiveLinear), config=SMALL)
 
 
-@settings(RANDOM, max_examples=20)
-@given(crowd=crowds(), number=st.integers(0, len(NEEDLES) - 1))
-def test_the_bits_of_engine_generate(engine, crowd, number):
+def the_bits_of_engine_generate(crowd, number):
     """Every deterministic request of a call has the tokens that an Engine gives it alone."""
     requests = [needle_of(number, True), *crowd[0]]
     found = run(model_of("shape-sensitive"), requests)
     for place, (prompt, asked) in enumerate(requests):
         if not asked["deterministic"] or (asked["do_sample"] and asked["seed"] is None):
             continue
-        expected = engine.generate([prompt], params_of(asked))[0].completions
+        expected = engine().generate([prompt], params_of(asked))[0].completions
         for (tokens, scores, _), completion in zip(
             bits_at(found, requests, place), expected, strict=True
         ):
             assert tokens == completion.token_ids
             chosen = scores.log_softmax(-1)[range(len(tokens)), tokens]
             assert close(chosen, torch.tensor(completion.logprobs), FORMULA)
-    assert model_of("shape-sensitive").generate.fingerprint == engine.fingerprint
+    assert model_of("shape-sensitive").generate.fingerprint == engine().fingerprint
 
 
-def test_control_an_engine_of_other_weights(engine):
+NUMBERS = st.integers(0, len(NEEDLES) - 1)
+# What is checked, and draws of its crowds.
+CHECKS = {
+    deterministic_where_shapes_matter: crowds(),
+    plain_where_shapes_do_not_matter: crowds(3),
+    the_bits_of_engine_generate: crowds(),
+}
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_a_few_crowds(check):
+    check_at_random(check, 0, 10, crowd=CHECKS[check], number=NUMBERS)
+
+
+@pytest.mark.slow("random use", 8, cases=12)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_many_crowds(check, case_seed):
+    check_at_random(check, case_seed, 30, crowd=CHECKS[check], number=NUMBERS)
+
+
+def test_control_an_engine_of_other_weights():
     requests = [needle_of(1, True)]
     other = replace_linears(tiny(seed=1), ShapeSensitiveLinear)
     with patched(other):
         found = bits_at(run(other, requests), requests, 0)
-        assert other.generate.fingerprint != engine.fingerprint
-    expected = engine.generate([requests[0][0]], params_of(requests[0][1]))[0].completions
+        assert other.generate.fingerprint != engine().fingerprint
+    expected = engine().generate([requests[0][0]], params_of(requests[0][1]))[0].completions
     assert found[0][0] != expected[0].token_ids
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 import tinyspec
+from tests.support.at_random import check_at_random
 from tests.support.drop_in import (
     PAD,
     SMALL,
@@ -31,14 +31,6 @@ from tests.support.tiny import VOCAB, tiny
 from tests.support.tolerances import LOGITS, close
 
 STOPS = [3, 9, 27, 41, 60, 77, 101]
-RANDOM = settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    print_blob=False,
-    suppress_health_check=list(HealthCheck),
-)
 
 # What every row may ask of both modes. Each may be given once, or as a list of one for each row.
 SETTINGS: dict[str, tuple[Any, ...]] = {
@@ -144,9 +136,7 @@ def generated(out: torch.Tensor, length: int, place: int, count: int) -> list[in
     return row[:count]
 
 
-@RANDOM
-@given(family=st.sampled_from(("llama", "gpt2")), call=calls())
-def test_greedy_equals_transformers(family, call):
+def greedy_equals_transformers(family, call):
     arguments, prompts, rows = call
     out = ours(family).generate(**arguments, do_sample=False)
     longest = max(map(len, prompts))
@@ -156,9 +146,7 @@ def test_greedy_equals_transformers(family, call):
     assert out.shape[0] == len(prompts)
 
 
-@settings(RANDOM, max_examples=25)
-@given(call=calls(), tokens=st.sampled_from((1, 3, 10)))
-def test_prompt_lookup_changes_no_token(call, tokens):
+def prompt_lookup_changes_no_token(call, tokens):
     arguments, _, _ = call
     plain = ours("llama").generate(**arguments, do_sample=False)
     looked = ours("llama").generate(**arguments, do_sample=False, prompt_lookup_num_tokens=tokens)
@@ -216,15 +204,7 @@ def filtered_otherwise(
     return wrong
 
 
-@RANDOM
-@given(
-    family=st.sampled_from(("llama", "gpt2")),
-    call=calls(SAMPLING),
-    copies=st.sampled_from((1, 1, 3)),
-    seed=st.sampled_from((None, 5)),
-    deterministic=st.booleans(),
-)
-def test_sampled_are_filtered_as_transformers_does(family, call, copies, seed, deterministic):
+def sampled_are_filtered_as_transformers_does(family, call, copies, seed, deterministic):
     arguments, prompts, rows = call
     extra = {"seed": seed, "deterministic": deterministic, "num_return_sequences": copies}
     found = ours(family).generate(
@@ -246,6 +226,32 @@ def test_sampled_are_filtered_as_transformers_does(family, call, copies, seed, d
                 whole = own(family)(torch.tensor([prompt + tokens])).logits[0]
             logits = steps_of(found, place, len(tokens))[1]
             assert close(logits, whole[len(prompt) - 1 : -1], LOGITS)
+
+
+FAMILIES = st.sampled_from(("llama", "gpt2"))
+# What is checked, and draws of its arguments.
+CHECKS = {
+    greedy_equals_transformers: {"family": FAMILIES, "call": calls()},
+    prompt_lookup_changes_no_token: {"call": calls(), "tokens": st.sampled_from((1, 3, 10))},
+    sampled_are_filtered_as_transformers_does: {
+        "family": FAMILIES,
+        "call": calls(SAMPLING),
+        "copies": st.sampled_from((1, 1, 3)),
+        "seed": st.sampled_from((None, 5)),
+        "deterministic": st.booleans(),
+    },
+}
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_a_few_calls(check):
+    check_at_random(check, 0, 15, **CHECKS[check])
+
+
+@pytest.mark.slow("random use", 5, cases=12)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_many_calls(check, case_seed):
+    check_at_random(check, case_seed, 40, **CHECKS[check])
 
 
 @pytest.mark.parametrize("other", [{"top_k": 7}, {"top_p": 0.4}, {"temperature": 0.8}])

@@ -8,6 +8,7 @@ import torch
 
 from tests.support.hooks import AttentionRecorder, Boom, BoomError
 from tests.support.judge import FAMILIES, NEW, PAD, ROWS, greedy, listen, one, padded, pair
+from tests.support.patience import PATIENCE
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 BASE = {"max_new_tokens": NEW, "pad_token_id": PAD}
@@ -116,14 +117,14 @@ def test_a_streamer_is_told_while_tokens_come():
             super().put(value)
             if len(self.puts) == 3:
                 seen.set()
-                assert go_on.wait(20)
+                assert go_on.wait(PATIENCE)
 
     gate = Gate()
     worker = threading.Thread(target=lambda: model.generate(SAME, **BASE, streamer=gate))
     worker.start()
-    assert seen.wait(20) and worker.is_alive() and len(gate.puts) == 3
+    assert seen.wait(PATIENCE) and worker.is_alive() and len(gate.puts) == 3
     go_on.set()
-    worker.join(20)
+    worker.join(PATIENCE)
     assert len(gate.puts) == NEW + 2
 
 
@@ -139,7 +140,7 @@ def test_calls_from_several_threads():
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(30)
+        worker.join(PATIENCE)
     for number in range(4):
         assert torch.equal(results[number], own.generate(SAME + number, **BASE))
 

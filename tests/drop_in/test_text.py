@@ -17,6 +17,7 @@ from transformers.generation import StopStringCriteria
 
 import tinyspec
 from tests.support.judge import defaults, joined, listen
+from tests.support.patience import PATIENCE
 from tinyspec.tools.demo import BUNDLED
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -186,10 +187,10 @@ def test_an_iterator_streamer_in_a_thread(models, tokenizer):
     inputs = tokenizer(TEXTS[2], return_tensors="pt")
     pieces = []
     for model in models:
-        streamer = TextIteratorStreamer(tokenizer, timeout=30)
+        streamer = TextIteratorStreamer(tokenizer, timeout=PATIENCE)
         settings = {**inputs, "streamer": streamer, "max_new_tokens": NEW}
         worker = threading.Thread(target=model.generate, kwargs=settings)
         worker.start()
         pieces.append(list(streamer))
-        worker.join(30)
+        worker.join(PATIENCE)
     assert pieces[0] == pieces[1] and len(pieces[0]) > 5

@@ -10,6 +10,7 @@ import torch
 import tinyspec
 from tests.support import signals
 from tests.support.drop_in import PAD, SMALL, greedy, own, patched, portrait, random_ids
+from tests.support.patience import PATIENCE
 from tests.support.tiny import tiny
 from tests.support.tolerances import LOGITS, close
 
@@ -28,7 +29,7 @@ def threads_run(*jobs) -> list[object]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(PATIENCE)
     return results
 
 
@@ -176,7 +177,7 @@ def test_unpatch_while_another_thread_generates():
             return scores
 
         def unpatch(model=model, begun=begun):
-            begun.wait(60)
+            begun.wait(PATIENCE)
             tinyspec.unpatch(model)
 
         found = threads_run(

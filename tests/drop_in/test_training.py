@@ -169,6 +169,7 @@ def half_way(model, other):
     return model
 
 
+@pytest.mark.crossed(0.5)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("change", [load, assign, replace_parameters, half_way])
 def test_loaded_weights_are_seen(family, change):

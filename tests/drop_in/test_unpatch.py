@@ -61,6 +61,7 @@ def failing_calls(model):
             model.generate(IDS, **wrong)
 
 
+@pytest.mark.crossed(0.3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("calls", ["no call", "calls", "failed calls", "released"])
 def test_the_model_is_its_own_self(family, calls):

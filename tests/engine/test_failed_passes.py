@@ -96,6 +96,7 @@ def alone(model):
         return one_by_one(engine, asked())
 
 
+@pytest.mark.crossed(0.7)
 @pytest.mark.parametrize("at", [1, 2, 5, 13])
 @pytest.mark.parametrize("page_size", [4, 64])
 def test_a_pass_that_fails_once_loses_nothing(at, page_size):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.support import signals
+from tests.support.patience import PATIENCE
 from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, SamplingParams
 from tinyspec.engine.interrupts import between_steps, deferred_interrupt
@@ -46,12 +47,12 @@ def test_a_call_that_ends_leaves_the_settings_of_others_alone(medium):
     def other():
         with TorchState(tiny())():
             entered.set()
-            ended.wait(10)
+            ended.wait(PATIENCE)
 
     thread = Thread(target=other)
     with TorchState(tiny())():
         thread.start()
-        assert entered.wait(10) and MATMUL.fp32_precision == "ieee"
+        assert entered.wait(PATIENCE) and MATMUL.fp32_precision == "ieee"
     assert MATMUL.fp32_precision == "ieee", "the other's still"
     ended.set()
     thread.join()

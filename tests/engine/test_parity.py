@@ -12,6 +12,7 @@ from tinyspec import Engine, EngineConfig, SamplingParams
 GREEDY = SamplingParams(max_new_tokens=40)
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("page_size", [16, 128])
 def test_greedy_equals_transformers(family, page_size):

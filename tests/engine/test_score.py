@@ -53,6 +53,7 @@ def logprobs_of(outputs):
     return [output.completions[0].logprobs for output in outputs]
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_score_has_the_bits_of_generation(kind, dtype):

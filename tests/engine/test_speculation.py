@@ -50,6 +50,7 @@ STYLES = {
 }
 
 
+@pytest.mark.crossed(0.5)
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("drafter", ["knows", "lies", "ngram"])
 def test_plain_requests_keep_their_tokens(style, drafter):

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import Phase
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -19,9 +19,9 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
+from tests.support.at_random import use_at_random
 from tests.support.cases import cost, drain, engine_of, model_of, text, whole
 from tests.support.mixes import Liar, bits
 from tests.support.pages import check_residents, indexed_kv
@@ -307,32 +307,19 @@ class OneEngineComparingPlain(OneEngine):
     compares_plain = True
 
 
-QUICK = settings(
-    max_examples=16,
-    stateful_step_count=30,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    print_blob=False,
-    suppress_health_check=list(HealthCheck),
-)
-
-
 def test_random_use():
     OneEngine.reached.clear()
-    run_state_machine_as_test(OneEngine, settings=QUICK)
+    use_at_random(OneEngine, 0, cases=5, steps=30)
     # Control: the runs did get to where something could go wrong.
-    assert all(OneEngine.reached[event] >= 10 for event in EVENTS), OneEngine.reached
+    assert all(OneEngine.reached[event] > 0 for event in EVENTS), OneEngine.reached
 
 
-@pytest.mark.slow
-def test_much_random_use():
-    run_state_machine_as_test(
-        OneEngine, settings=settings(QUICK, max_examples=60, stateful_step_count=60)
-    )
+@pytest.mark.slow("random use", 15, cases=50)
+def test_much_random_use(case_seed):
+    use_at_random(OneEngine, case_seed, cases=4, steps=60)
 
 
 def test_control_plain_requests_differ_from_the_oracle():
-    quick = settings(QUICK, phases=(Phase.generate,), report_multiple_bugs=False)
+    only_find = {"phases": (Phase.generate,), "report_multiple_bugs": False}
     with pytest.raises(AssertionError, match=DIFFERS):
-        run_state_machine_as_test(OneEngineComparingPlain, settings=quick)
+        use_at_random(OneEngineComparingPlain, 0, cases=16, steps=30, **only_find)

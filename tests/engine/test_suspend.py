@@ -131,6 +131,7 @@ def test_a_pool_of_a_given_size_does_not_grow():
         assert engine.pool.num_pages == 7
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("kind", ["as is", "shape-sensitive"])
 @pytest.mark.parametrize("chunk", [16, 24, 512])
 def test_a_prompt_of_embeddings_has_the_bits_of_its_tokens(kind, chunk):

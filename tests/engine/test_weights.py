@@ -81,6 +81,7 @@ def test_training_through_the_model_itself_needs_its_own_attention():
         assert [bits(o) for o in engine.generate(PROMPTS, DETERMINISTIC)] == fresh(model)[0]
 
 
+@pytest.mark.crossed(2)
 @pytest.mark.parametrize("change", [step, load, assign], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("verify_weights", [False, True])
 def test_changes_are_noticed(change, verify_weights):

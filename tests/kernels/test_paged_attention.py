@@ -260,6 +260,7 @@ def options_of(name: str, q_heads: int, dtype: torch.dtype) -> dict:
     return options
 
 
+@pytest.mark.crossed(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", ["walk", "spread"])
 @pytest.mark.parametrize("name", OPTIONS)
@@ -275,8 +276,6 @@ def test_row_invariant(
     q_heads: int, kv_heads: int, dim: int, name: str, mode: str, dtype: torch.dtype
 ) -> None:
     """A row inside a prompt, alone, in a verify, in a chunk: the same bits."""
-    if dim == 256 and name != "plain":
-        pytest.skip("covered by the other head sizes")
     sequence = Sequence.make(LENGTH, q_heads, kv_heads, dim, dtype)
     options = options_of(name, q_heads, dtype)
     with launched("walk"):

@@ -37,6 +37,7 @@ ROWS = (
 )
 
 
+@pytest.mark.crossed(0.2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("scores", SCORES, ids=str)

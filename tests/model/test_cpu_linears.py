@@ -4,6 +4,7 @@
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -113,14 +114,15 @@ def test_buckets_are_canonical_on_demand(quick, dtype):
         assert fact.canonical or fact.rows < 24
 
 
+@pytest.mark.crossed(3)
 @both
 @pytest.mark.parametrize("reference", [4, 16])
 @pytest.mark.parametrize("verify", ["auto", "padded", "always"])
 def test_bits_are_those_of_the_reference_bucket(quick, verify, reference, dtype):
     model = tiny("llama", dtype)
-    with Engine(model, config=EngineConfig(reference_rows=reference, verify="always")) as engine:
-        alone = [bits(solo(engine, needle)) for needle in needles()]
     config = EngineConfig(reference_rows=reference, max_rows=64, max_sequences=40, verify=verify)
+    with Engine(model, config=replace(config, verify="always")) as engine:
+        alone = [bits(solo(engine, needle)) for needle in needles()]
     with Engine(model, config=config) as engine:
         assert [bits(solo(engine, needle)) for needle in needles()] == alone
         requests = [*needles(), *crowd(random.Random(0), 20)]

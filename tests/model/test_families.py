@@ -42,7 +42,7 @@ def test_attention_or_refusal(kind, monkeypatch):
         assert [walk.shortened(reason)] == TABLE[kind]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("model types", 4)
 @pytest.mark.parametrize("kind", sorted(SERVED))
 def test_tokens_and_bits(kind):
     """64 greedy tokens of ragged batches of 1, 3 and 8, and bits as the table says."""

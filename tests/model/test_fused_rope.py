@@ -170,7 +170,11 @@ WITH_STAND_INS = [kind for kind, cells in places().items() if cells[0] == "fused
     "kind",
     [
         *QUICK,
-        *(pytest.param(k, marks=pytest.mark.slow) for k in WITH_STAND_INS if k not in QUICK),
+        *(
+            pytest.param(k, marks=pytest.mark.slow("model types", 0.3))
+            for k in WITH_STAND_INS
+            if k not in QUICK
+        ),
     ],
 )
 def test_same_bits_as_the_interface(kind, dtype, monkeypatch):

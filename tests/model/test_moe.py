@@ -137,13 +137,12 @@ def test_row_invariant(kind, dtype):
         assert torch.equal(given, torch.cat([alone[n] for n in order])), turn
 
 
-@pytest.fixture(scope="module", params=[(f, d) for f in SERVED for d in DTYPES], ids=str)
-def model(request):
-    return tiny_moe(*request.param)
-
-
-def test_the_contract(model):
+@pytest.mark.crossed(5)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", SERVED)
+def test_the_contract(family, dtype):
     """Every kind of needle alone, and among 1 to 15 others of any kind, through any door."""
+    model = tiny_moe(family, dtype)
     rng = random.Random(1)
     with Engine(model, config=EngineConfig(reference_rows=REFERENCE)) as engine:
         alone = [bits(solo(engine, needle)) for needle in needles()]

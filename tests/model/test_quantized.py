@@ -98,6 +98,7 @@ def settled(model):
     return model
 
 
+@pytest.mark.crossed(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", PROVEN)
 def test_served_and_proven(folder, name, dtype):

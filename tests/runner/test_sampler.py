@@ -495,6 +495,7 @@ def hf_prompt_logprobs(model, prompt):
     return [shares[n, token].item() for n, token in enumerate(prompt[1:])]
 
 
+@pytest.mark.crossed(0.7)
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("max_rows", [16, 24, 512])
 def test_prompt_logprobs(max_rows, deterministic):

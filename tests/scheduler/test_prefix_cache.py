@@ -36,6 +36,7 @@ def tokens_cached(output):
     return [completion.stats.cached_prompt_tokens for completion in output.completions]
 
 
+@pytest.mark.crossed(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_chat_reuses_its_earlier_turns(dtype, kind):

@@ -6,7 +6,6 @@ breaks on purpose.
 
 import dataclasses
 import json
-import time
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from huggingface_hub import constants
 from torch import nn
 from transformers import AutoModelForCausalLM, BloomConfig
 
-from benchmarks import presets
 from tests.support.mixes import bits
 from tests.support.sensitive import (
     PositionSensitiveLinear,
@@ -32,6 +30,7 @@ from tinyspec import (
     doctor,
 )
 from tinyspec.cli.main import main
+from tinyspec.runner.model_runner import ModelRunner as Runner
 
 REFERENCE = 8
 SIZES = [1, 2, 4, 8, 12, 16, 20]
@@ -93,7 +92,7 @@ def test_sound_model():
     assert [fact.rows for fact in report.facts.buckets] == SIZES == report.facts.canonical
     assert report.facts.reference == REFERENCE and report.facts.alternatives == ()
     assert report.facts.kernel_linears == () and not broken_by(report)
-    assert all(0 < fact.seconds < 5 for fact in report.facts.buckets)
+    assert all(fact.seconds > 0 for fact in report.facts.buckets)
     assert report.plans == dict.fromkeys(SIZES, "direct")
     assert report.model == "LlamaForCausalLM" and report.dtype == "float32"
     assert len(report.fingerprint) == 32
@@ -352,15 +351,18 @@ def test_command_line_says_no(capsys, monkeypatch):
     assert "problem: it is broken" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_quick(dtype, two_threads):
-    """The 30M model on two cores; where others hold them, by half of this process's own time."""
-    model = presets.build("small", dtype, "cpu")
-    taken = []
-    for _ in range(3):
-        begun, own = time.perf_counter(), time.process_time()
-        report = doctor(model, EngineConfig(max_rows=512), fresh=True)
-        taken.append(min(time.perf_counter() - begun, (time.process_time() - own) / 2))
-        assert report and len(report.facts.buckets) == 26
-    assert min(taken) < 3, taken
+def test_few_rows_are_computed(dtype, monkeypatch):
+    """What a doctor takes is the rows of its passes: less than two passes of every bucket."""
+    rows = []
+    forward = Runner.forward
+
+    def counted(runner, batch, *others):
+        rows.append(len(batch.input_ids))
+        return forward(runner, batch, *others)
+
+    monkeypatch.setattr(Runner, "forward", counted)
+    report = doctor(tiny(dtype=dtype), EngineConfig(max_rows=512))
+    sizes = report.facts.sizes
+    assert report and len(sizes) == 26
+    assert sum(rows) < 2 * sum(sizes)

@@ -79,7 +79,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(clone, target):
     assert folders == {"tinyspec", "bin"}
 
 
-@pytest.mark.slow
+@pytest.mark.slow("installation", 20)
 def test_both_run(clone, target):
     install("-e", clone, target=target)
     assert "function patch" in from_beside(clone, target, "import tinyspec; print(tinyspec.patch)")

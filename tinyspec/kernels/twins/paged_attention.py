@@ -3,9 +3,9 @@
 Bits depend on the tile, not on the page. A tile's partial result does not depend on how many query
 rows or tiles share its call, provided that
 
-- query rows are a multiple of four and, for heads wider than 64 in fp32 and fp16, and with a
-  softcap, 16 at least (on an Intel CPU calls of 4 and 8 rows differ there; measured:
-  ``benchmarks/probe.py``);
+- query rows are a multiple of four and, in fp16, for heads wider than 64 in fp32 and with a
+  softcap, 16 at least (on Intel CPUs calls of 4 and 8 rows differ there, in fp16 with AVX512-FP16
+  at every head size; measured: ``benchmarks/probe.py``);
 - 16-bit heads come in units of 32;
 - partials are merged one after the other from position 0.
 
