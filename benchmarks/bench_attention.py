@@ -1,13 +1,14 @@
-"""The fused module against transformers' attention interface: the same model, decoding.
+"""The fused attention module against transformers' attention interface: the same model, decoding.
 
 Both sides are engines over the same weights and run in turns in one process; the ratio is that of
-their medians, above 1: the fused module is faster. Run with
+their medians, above 1 if the fused module is faster. Run with
 
     pytest benchmarks/bench_attention.py --benchmark-enable --benchmark-json=FILE [--rounds N]
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.workloads import DEVICE, Workload, in_turns, of_shapes
 from tinyspec import Engine, EngineConfig
-from tinyspec.model import install
 
 # Standard, with norms of q and k, with pairs of neighbours, with projections in one.
 FAMILIES = ("llama", "qwen3", "glm4", "phi3")
@@ -43,11 +43,22 @@ def build(family: str, dtype: torch.dtype, smoke: bool) -> Any:
     return model
 
 
-def interface_only(model: Any) -> Engine:
-    """An engine whose layers all go through the attention interface."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(install, "WAYS", ())
-        return Engine(model, config=EngineConfig(prefix_cache=False))
+def attention_modules(model: Any) -> list[Any]:
+    """The attention module of every layer."""
+    return [layer.self_attn for layer in model.model.layers]
+
+
+def interface_only(model: Any) -> Any:
+    """The model with a forward set on each attention module, which therefore gets no stand-in."""
+    for module in attention_modules(model):
+        module.forward = partial(type(module).forward, module)
+    return model
+
+
+def have_stand_ins(engine: Engine, modules: list[Any]) -> list[bool]:
+    """Which of the modules that were in the model before have a stand-in in the engine."""
+    replaced = {id(before) for _, _, before, _ in engine.patched.swapped}
+    return [id(module) in replaced for module in modules]
 
 
 def serve(engine: Engine, work: Workload) -> list[list[int]]:
@@ -65,8 +76,14 @@ def bench_attention(
     models = [build(family, getattr(torch, dtype), smoke) for _ in range(2)]
     shapes = [(8, 4) if smoke else (64, 40)] * requests
     work = of_shapes(family, shapes, models[0].config.vocab_size)
-    fused = Engine(models[0], config=EngineConfig(prefix_cache=False))
-    with fused, interface_only(models[1]) as interface:
+    own = [attention_modules(model) for model in models]
+    config = EngineConfig(prefix_cache=False)
+    with (
+        Engine(models[0], config=config) as fused,
+        Engine(interface_only(models[1]), config=config) as interface,
+    ):
+        assert all(have_stand_ins(fused, own[0]))
+        assert not any(have_stand_ins(interface, own[1]))
         if dtype == "float32":
             assert serve(fused, work) == serve(interface, work)
         ratio = in_turns(

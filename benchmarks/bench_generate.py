@@ -28,7 +28,8 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from benchmarks.presets import build
 from benchmarks.workloads import DEVICE, Workload, in_turns, of_shapes
 from tinyspec import EngineConfig, patch, unpatch
-from tinyspec.model.linears import FastMode, cpu_stand_ins
+from tinyspec.model.cpu.fast_mode import FastMode
+from tinyspec.model.cpu.linears import cpu_stand_ins
 
 SAME_LINEARS = ", same linears"
 BLOCK = 256
@@ -180,8 +181,8 @@ def bench_plain(
 ) -> None:
     """``ratio`` above 1: tinyspec is faster than transformers.
 
-    On a CPU tinyspec runs linears by oneDNN in fp32, those of few rows in bf16 with the product
-    turned round; "same linears" gives them to both sides.
+    On a CPU tinyspec runs linears by oneDNN in fp32, those of few rows in bf16 by the transposed
+    product; "same linears" gives them to both sides.
     """
     if name in ("ragged", "long") and theirs == "generate_batch":
         rounds = min(rounds, 1)  # up to minutes a round, and far from 1

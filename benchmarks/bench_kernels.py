@@ -7,6 +7,7 @@ read once and every output written once.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,26 +38,24 @@ def time_it(benchmark: Any, function: Callable[[], object], moved: int) -> None:
 
 
 def paged(sequences: int, context: int, rows: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    """q, caches and segments of equal sequences, their pages scattered."""
+    """q, caches and attention metadata of equal sequences, their pages scattered."""
     pages = -(-context // PAGE)
     shape = (sequences * pages, PAGE, KV_HEADS, DIM)
     k, v = (torch.randn(shape, dtype=dtype, device=DEVICE) for _ in range(2))
     q = torch.randn(sequences * rows, HEADS, DIM, dtype=dtype, device=DEVICE)
-    table = torch.randperm(sequences * pages, device=DEVICE).view(sequences, pages).int()
-    starts = torch.arange(sequences + 1, device=DEVICE, dtype=torch.int32) * rows
-    lengths = torch.full((sequences,), context, dtype=torch.int32, device=DEVICE)
-    return q, k, v, AttentionMetadata(table, starts, lengths, PAGE, rows, context)
+    tables = torch.randperm(sequences * pages).view(sequences, pages).tolist()
+    spans = [(context - rows, context)] * sequences
+    return q, k, v, AttentionMetadata.of(spans, tables, PAGE, DEVICE)
 
 
-def on_cpu(q: Any, k: Any, v: Any, segments: AttentionMetadata) -> torch.Tensor:
+def on_cpu(q: Any, k: Any, v: Any, metadata: AttentionMetadata) -> torch.Tensor:
     """What the twin says, in fp32."""
-    moved = AttentionMetadata(
-        segments.page_table.cpu(),
-        segments.cu_seqlens_q.cpu(),
-        segments.seq_lens.cpu(),
-        segments.page_size,
-        segments.max_seqlen_q,
-        segments.max_seqlen_k,
+    moved = replace(
+        metadata,
+        page_table=metadata.page_table.cpu(),
+        cu_seqlens_q=metadata.cu_seqlens_q.cpu(),
+        seq_lens=metadata.seq_lens.cpu(),
+        derived={},
     )
     wide = (x.float().cpu() for x in (q, k, v))
     return TWINS.paged_attention(*wide, moved, scale=DIM**-0.5)
@@ -72,13 +71,13 @@ def bench_paged_attention(
 ) -> None:
     if smoke:
         sequences, context, rows = min(sequences, 2), 40, min(rows, 8)
-    q, k, v, segments = paged(sequences, context, rows, getattr(torch, dtype))
-    out = KERNELS.paged_attention(q, k, v, segments, scale=DIM**-0.5)
-    error = (out.float().cpu() - on_cpu(q, k, v, segments)).norm() / out.float().cpu().norm()
+    q, k, v, metadata = paged(sequences, context, rows, getattr(torch, dtype))
+    out = KERNELS.paged_attention(q, k, v, metadata, scale=DIM**-0.5)
+    error = (out.float().cpu() - on_cpu(q, k, v, metadata)).norm() / out.float().cpu().norm()
     assert error < (1e-2 if q.dtype == torch.bfloat16 else 1e-5), error
-    segments.derived.clear()
+    metadata.derived.clear()
     moved = (2 * q.numel() + k.numel() + v.numel()) * q.element_size()
-    time_it(benchmark, lambda: KERNELS.paged_attention(q, k, v, segments, scale=DIM**-0.5), moved)
+    time_it(benchmark, lambda: KERNELS.paged_attention(q, k, v, metadata, scale=DIM**-0.5), moved)
 
 
 @pytest.mark.parametrize("rows", [1, 64, 512])

@@ -3,6 +3,8 @@
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from typing import Any
 
 # What probes find is kept under HF_HOME: the machine's is not used, nor is anything left there.
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="tinyspec-tests-")
@@ -15,7 +17,7 @@ import pytest
 import torch
 import transformers
 
-from tests.support import signals
+from tests.support import budget, signals
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -29,17 +31,49 @@ def pytest_unconfigure() -> None:
     shutil.rmtree(os.environ["HF_HOME"], ignore_errors=True)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    budget.add_options(parser)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    budget.give_cases(metafunc)
+
+
+# Before ``-m`` selects: what is slow is only known then.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         absent = pytest.mark.skip(reason="needs a CUDA device")
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(absent)
+    budget.select(config, items)
 
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fixed_costs() -> Iterator[None]:
+    """The scheduler chooses by costs of buckets, and every test has the same ones: measured, they
+    would be others on a busy machine. The probes still measure; that is in ``BucketResult``."""
+    from tinyspec.determinism.probe_results import ProbeResults
+
+    def seconds(rows: int) -> float:
+        return 1e-3 * (1 + rows / 32)
+
+    def of_all(facts: ProbeResults) -> dict[int, float]:
+        return {rows: seconds(rows) for rows in facts.sizes}
+
+    def of_tiled(facts: ProbeResults) -> dict[int, float]:
+        return {f.rows: seconds(f.rows) for f in facts.buckets if f.canonical and f.tiled}
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(ProbeResults, "seconds", property(of_all))
+        patches.setattr(ProbeResults, "tiled", property(of_tiled))
+        yield
 
 
 @pytest.fixture
@@ -51,13 +85,14 @@ def two_threads():
 
 
 @pytest.fixture
-def no_facts_on_disk(monkeypatch):
-    """For models whose linears a test replaces: facts of the same model with its own, and of this
-    one, are not each other's."""
+def no_results_on_disk(monkeypatch):
+    """For models whose linears a test replaces, which the key of probe results does not see: what
+    one test finds is kept for that test alone."""
     from tinyspec.determinism import probe_cache
 
-    monkeypatch.setattr(probe_cache, "load", lambda key: None)
-    monkeypatch.setattr(probe_cache, "store", lambda key, facts: None)
+    kept: dict[str, Any] = {}
+    monkeypatch.setattr(probe_cache, "load", kept.get)
+    monkeypatch.setattr(probe_cache, "store", kept.__setitem__)
 
 
 @pytest.fixture

@@ -1,9 +1,9 @@
 """Every kernel and entry of the launch table, compiled for GPUs that are not here.
 
-Run as a script (in a process without ``TRITON_INTERPRET``) this file compiles what the wrappers
-would launch and prints one JSON line per binary; as a test it reads those lines. The wrappers
-themselves are called, with a launcher that compiles instead of running, so what is checked is what
-runs.
+Run as a script (in a process without ``TRITON_INTERPRET``) this file reads lines of a target and an
+entry, compiles what the wrappers would launch and answers with one JSON line: a record per binary.
+The tests ask it. The wrappers themselves are called, with a launcher that compiles instead of
+running, so what is checked is what runs.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +43,8 @@ PASSES = (
     (2, 2, 1, 16, 0, 8192, 9000),
 )
 HEAD_DIMS = [16, 32, 64, 80, 96, 128, 256]
+# (K, N) of some layers per binary: all that it knows of them is how far they divide.
+LAYERS = {"even": ((64, 4096), (11008, 128)), "odd": ((3, 997), (63, 50257))}
 Call = Callable[[], object]
 
 
@@ -48,37 +52,43 @@ def ints(values: list) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def entries(full: bool) -> Iterator[tuple[str, list[Call]]]:
-    """Name of a binary, and launches that all have to share it."""
-    yield (
-        "accept",
-        [accept_call(*sizes) for sizes in ((1, 1, 0, 1), (16, 17, 3, 16), (3, 64, 1, 128))],
-    )
-    sizes = ((1, 1), (16, 4096), (3, 50257))
-    yield "sample", [sample_call(*size, forced) for size in sizes for forced in (False, True)]
-    dtypes = [torch.bfloat16, torch.float16, torch.float32] if full else [torch.bfloat16]
-    norms = (True, False) if full else (True,)
+def entries() -> dict[str, Callable[[], list[Call]]]:
+    """By the name of a binary: launches that all have to share it."""
+    found = {"accept": accept_calls, "sample": sample_calls}
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    for dtype, dim, norm, turn in product(dtypes, HEAD_DIMS, (True, False), TURNS):
+        calls = partial(kv_write_calls, dtype, dim, norm, turn)
+        found[f"kv_write {dtype} {dim} norm={norm} {turn}"] = calls
+    for dtype, dim, extras in product(dtypes, HEAD_DIMS, (True, False)):
+        found[f"attention {dtype} {dim} extras={extras}"] = partial(
+            attention_calls, dtype, dim, extras
+        )
+    for dtype, kind, stored in product(dtypes, LAYERS, ("nk", "kn")):
+        found[f"linear {dtype} {kind} {stored}"] = partial(linear_calls, dtype, kind, stored)
+    return found
+
+
+def accept_calls() -> list[Call]:
+    return [accept_call(*sizes) for sizes in ((1, 1, 0, 1), (16, 17, 3, 16), (3, 64, 1, 128))]
+
+
+def sample_calls() -> list[Call]:
+    sizes = product(((1, 1), (16, 4096), (3, 50257)), (False, True))
+    return [sample_call(*size, forced) for size, forced in sizes]
+
+
+def kv_write_calls(dtype: torch.dtype, dim: int, norm: bool, turn: str) -> list[Call]:
     sizes = ((1, 1, 1), (16, 8, 2), (5, 32, 8))
-    dims = HEAD_DIMS if full else [80, 128]
-    for dtype, dim, norm, turn in product(dtypes, dims, norms, TURNS):
-        calls = [kv_write_call(dtype, dim, norm, turn, *size) for size in sizes]
-        yield f"kv_write {dtype} {dim} norm={norm} {turn}", calls
-    grid = list(product(dtypes, HEAD_DIMS, (True, False)))
-    if not full:
-        grid = [(torch.bfloat16, dim, False) for dim in (64, 80, 128)]
-        grid += [(torch.bfloat16, 256, True), (torch.float32, 64, False)]
-    for dtype, dim, extras in grid:
-        calls = [attention_call(dtype, dim, extras, *size) for size in PASSES]
-        yield f"attention {dtype} {dim} extras={extras}", calls
-    # (K, N) of some layers per binary: all that it knows of them is how far they divide.
-    layers = {"even": ((64, 4096), (11008, 128)), "odd": ((3, 997), (63, 50257))}
-    kinds = list(product(dtypes, layers, ("nk", "kn")))
-    if not full:
-        kinds = [(torch.bfloat16, "even", "nk"), (torch.float32, "even", "kn")]
-        kinds.append((torch.bfloat16, "odd", "kn"))
-    for dtype, kind, stored in kinds:
-        shapes = product(layers[kind], (1, 16, 777), (True, False))
-        yield f"linear {dtype} {kind} {stored}", [linear_call(dtype, stored, *s) for s in shapes]
+    return [kv_write_call(dtype, dim, norm, turn, *size) for size in sizes]
+
+
+def attention_calls(dtype: torch.dtype, dim: int, extras: bool) -> list[Call]:
+    return [attention_call(dtype, dim, extras, *size) for size in PASSES]
+
+
+def linear_calls(dtype: torch.dtype, kind: str, stored: str) -> list[Call]:
+    shapes = product(LAYERS[kind], (1, 16, 777), (True, False))
+    return [linear_call(dtype, stored, *shape) for shape in shapes]
 
 
 def accept_call(requests: int, width: int, stops: int, page_size: int) -> Call:
@@ -136,11 +146,11 @@ def attention_call(
     cache = torch.zeros(2, page_size, kv_heads, dim, dtype=dtype)
     q = torch.zeros(rows, q_heads, dim, dtype=dtype)
     table = torch.zeros(1, -(-length // page_size) + 1, dtype=torch.int32)[:, 1:]
-    segments = AttentionMetadata(table, ints([0, rows]), ints([length]), page_size, rows, length)
+    metadata = AttentionMetadata(table, ints([0, rows]), ints([length]), page_size, rows, length)
     options = {"window": window, "chunk": chunk}
     if extras:
         options |= {"softcap": 5.0, "sinks": torch.zeros(q_heads, dtype=dtype)}
-    return lambda: paged_attention(q, cache, cache.clone(), segments, scale=1.0, **options)
+    return lambda: paged_attention(q, cache, cache.clone(), metadata, scale=1.0, **options)
 
 
 def linear_call(dtype: torch.dtype, stored: str, layer: tuple, rows: int, bias: bool) -> Call:
@@ -156,14 +166,26 @@ def linear_call(dtype: torch.dtype, stored: str, layer: tuple, rows: int, bias: 
     return lambda: linear(x, weight, shift)
 
 
-def compile_all(targets: list[str], full: bool) -> None:
-    """Compile every entry for every target; one JSON line per kernel and entry on stdout."""
-    import triton.runtime.jit as jit
+def answer() -> None:
+    """For every line [target, entry] of stdin a line of stdout: a record of each kernel."""
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile, make_backend
 
     from tinyspec.kernels import launch
 
+    known = entries()
+    for line in sys.stdin:
+        name, entry = json.loads(line)
+        target = GPUTarget(*TARGETS[name][0])
+        launch.IS_HIP = target.backend == "hip"
+        print(json.dumps(records_of(known[entry](), target)), flush=True)
+
+
+def records_of(calls: list[Call], target: Any) -> list[dict]:
+    """What ``calls`` would launch, compiled for ``target``: a record of each kernel."""
+    import triton.runtime.jit as jit
+    from triton.compiler import ASTSource, compile, make_backend
+
+    backend = make_backend(target)
     pending: dict[str, dict[str, tuple]] = {}
 
     def prepare(
@@ -176,28 +198,22 @@ def compile_all(targets: list[str], full: bool) -> None:
         pending.setdefault(self.__name__, {}).setdefault(key, (self, options, *rest))
 
     jit.JITFunction.run = prepare
-    for name in targets:
-        target = GPUTarget(*TARGETS[name][0])
-        backend = make_backend(target)
-        launch.IS_HIP = target.backend == "hip"
-        for entry, calls in entries(full):
-            pending.clear()
-            for call in calls:
-                call()
-            for kernel, binaries in pending.items():
-                fn, options, signature, constexprs, attrs = next(iter(binaries.values()))
-                source = ASTSource(fn, signature, constexprs, attrs)
-                compiled = compile(source, target=target, options=options.__dict__)
-                record = {
-                    "target": name,
-                    "entry": entry,
-                    "kernel": kernel,
-                    "binaries": len(binaries),
-                    "shared": compiled.metadata.shared,
-                    "fusion": compiled.metadata.enable_fp_fusion,
-                }
-                inspect = inspect_ptx if target.backend == "cuda" else inspect_amdgcn
-                print(json.dumps(record | inspect(compiled.asm)), flush=True)
+    for call in calls:
+        call()
+    inspect = inspect_ptx if target.backend == "cuda" else inspect_amdgcn
+    records = []
+    for kernel, binaries in pending.items():
+        fn, options, signature, constexprs, attrs = next(iter(binaries.values()))
+        source = ASTSource(fn, signature, constexprs, attrs)
+        compiled = compile(source, target=target, options=options.__dict__)
+        record = {
+            "kernel": kernel,
+            "binaries": len(binaries),
+            "shared": compiled.metadata.shared,
+            "fusion": compiled.metadata.enable_fp_fusion,
+        }
+        records.append(record | inspect(compiled.asm))
+    return records
 
 
 def inspect_ptx(asm: dict) -> dict:
@@ -236,60 +252,84 @@ def inspect_amdgcn(asm: dict) -> dict:
     }
 
 
-def compiled(full: bool) -> list[dict]:
-    """Records of a fresh process, in which triton compiles."""
+Compiler = Callable[[str, str], list[dict]]
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[Compiler]:
+    """Records of an entry for a target, by a process in which triton compiles."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
-    command = [sys.executable, __file__, *TARGETS, *(["--full"] if full else [])]
-    run = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-4000:]
-    return [json.loads(line) for line in run.stdout.splitlines()]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, __file__], env=env, cwd=ROOT, **pipes) as child:
+
+        def ask(target: str, entry: str) -> list[dict]:
+            print(json.dumps([target, entry]), file=child.stdin, flush=True)
+            line = child.stdout.readline()
+            assert line, "the process that compiles has ended"
+            return json.loads(line)
+
+        yield ask
+        child.stdin.close()
 
 
-@pytest.fixture(scope="module", params=["essential", pytest.param("full", marks=pytest.mark.slow)])
-def records(request: pytest.FixtureRequest) -> list[dict]:
-    found = compiled(full=request.param == "full")
-    names = ("accept", "sample", "kv_write", "attention", "merge", "linear")
-    kernels = {f"{name}_kernel" for name in names}
-    for target in TARGETS:
-        assert {r["kernel"] for r in found if r["target"] == target} == kernels
-    return found
+# What the dots of 64 rows must become on sm_90: fp32 in pieces, without tf32.
+DOTS = {
+    "attention torch.bfloat16 128 extras=False": ["wgmma.mma_async"],
+    "attention torch.float32 64 extras=False": [],
+    "linear torch.bfloat16 even nk": ["wgmma.mma_async"],
+    "linear torch.float32 even kn": [],
+}
+# By default every kernel and every target; all others are slow.
+ESSENTIAL = {
+    *(("sm_90", entry) for entry in ("accept", "sample", *DOTS)),
+    ("sm_90", "kv_write torch.bfloat16 128 norm=True halves"),
+    ("sm_80", "kv_write torch.bfloat16 80 norm=True interleaved in fp32"),
+    ("sm_80", "attention torch.bfloat16 80 extras=False"),
+    ("sm_100", "attention torch.bfloat16 256 extras=True"),
+    ("gfx942", "attention torch.bfloat16 64 extras=False"),
+    ("gfx942", "linear torch.bfloat16 odd kn"),
+}
+GRID = [
+    pytest.param(
+        *case,
+        marks=() if case in ESSENTIAL else pytest.mark.slow("compile grid", 2),
+        id=" ".join(case),
+    )
+    for case in product(TARGETS, entries())
+]
 
 
-def offenders(records: list[dict], wrong: Callable[[dict], object]) -> list[str]:
-    return [f"{r['target']} {r['entry']} {r['kernel']}: {r}" for r in records if wrong(r)]
+@pytest.mark.parametrize("target, entry", GRID)
+def test_entry(compiler: Compiler, target: str, entry: str) -> None:
+    """One binary whatever the rows, heads, pages, windows, strides and lengths; it fits shared
+    memory, spills nothing (gfx942 does, a little, where scores are capped), and has no atomics,
+    no fused multiply-add, no tf32."""
+    records = compiler(target, entry)
+    kernels = {"attention_kernel", "merge_kernel"} if "attention" in entry else {kernel_of(entry)}
+    assert {record["kernel"] for record in records} == kernels
+    for record in records:
+        assert record["binaries"] == 1, record
+        assert record["shared"] <= TARGETS[target][1], record
+        assert target == "gfx942" or not record["spilled"], record
+        assert not record["atomics"], record
+        assert not record["fusion"] and not record["tf32"], record
+    if target == "sm_90" and entry in DOTS:
+        (dots,) = (r["dots"] for r in records if r["kernel"] == kernel_of(entry))
+        assert dots == DOTS[entry]
 
 
-def test_one_binary(records: list[dict]) -> None:
-    """Whatever the rows, heads, pages, windows, strides and lengths."""
-    assert not offenders(records, lambda r: r["binaries"] != 1)
+def kernel_of(entry: str) -> str:
+    """The kernel that an entry is named after."""
+    return f"{entry.partition(' ')[0]}_kernel"
 
 
-def test_fits_shared_memory(records: list[dict]) -> None:
-    assert not offenders(records, lambda r: r["shared"] > TARGETS[r["target"]][1])
-
-
-def test_spills_nothing(records: list[dict]) -> None:
-    """On NVIDIA; gfx942 spills a little where scores are capped."""
-    assert not offenders(records, lambda r: r["target"] != "gfx942" and r["spilled"])
-
-
-def test_no_atomics(records: list[dict]) -> None:
-    assert not offenders(records, lambda r: r["atomics"])
-
-
-def test_arithmetic_is_pinned(records: list[dict]) -> None:
-    """No fused multiply-add, no tf32, and 64 rows of 16-bit numbers are wgmma on sm_90."""
-    assert not offenders(records, lambda r: r["fusion"] or r["tf32"])
-    dots = {
-        r["entry"]: r["dots"]
-        for r in records
-        if r["target"] == "sm_90" and r["kernel"] in ("attention_kernel", "linear_kernel")
-    }
-    assert dots["attention torch.bfloat16 128 extras=False"] == ["wgmma.mma_async"]
-    assert dots["attention torch.float32 64 extras=False"] == []
-    assert dots["linear torch.bfloat16 even nk"] == ["wgmma.mma_async"]
-    assert dots["linear torch.float32 even kn"] == []
+def test_essential_entries_exist() -> None:
+    """Every kernel and every target is among those that run by default."""
+    known = entries()
+    assert {entry for _, entry in ESSENTIAL} <= known.keys()
+    assert {kernel_of(entry) for _, entry in ESSENTIAL} == set(map(kernel_of, known))
+    assert {target for target, _ in ESSENTIAL} == set(TARGETS)
 
 
 @pytest.mark.gpu
@@ -310,4 +350,4 @@ def test_one_binary_when_run() -> None:
 
 
 if __name__ == "__main__":
-    compile_all([a for a in sys.argv[1:] if not a.startswith("--")], "--full" in sys.argv)
+    answer()

@@ -9,10 +9,10 @@ from torch import Tensor
 from tests.kernels.cases import (
     DEVICE,
     DTYPES,
-    assert_as_good_as_torch,
     normal,
     poisoned,  # noqa: F401 - a fixture
 )
+from tests.support.tolerances import assert_as_good_as_torch
 from tinyspec.kernels.kv_write import fused_kv_write
 
 EPS = 1e-6

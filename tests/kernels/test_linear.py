@@ -17,10 +17,10 @@ from torch import Tensor
 from tests.kernels.cases import (
     DEVICE,
     DTYPES,
-    assert_as_good_as_torch,
     normal,
     poisoned,  # noqa: F401 - a fixture
 )
+from tests.support.tolerances import OPERATOR_16, assert_as_good_as_torch, close
 from tinyspec.determinism.probes.bits import cancelling_inputs, position_invariant
 from tinyspec.kernels import launch
 from tinyspec.kernels.linear import linear
@@ -218,7 +218,7 @@ def test_padding_untouched(stored: str, fn: Linear, dtype: torch.dtype) -> None:
     out = fn(wide_x, weight, wide_bias)
     assert torch.equal(out, expected)
     out = fn(wide_x, wide_weight, wide_bias)
-    assert torch.equal(out, expected) if fn is linear else torch.allclose(out, expected, atol=1e-2)
+    assert torch.equal(out, expected) if fn is linear else close(out, expected, OPERATOR_16)
     assert wide_x._base is not None and wide_x._base[0].isnan().all()
 
 

@@ -18,11 +18,11 @@ from torch import Tensor
 from tests.kernels.cases import (
     DEVICE,
     DTYPES,
-    assert_as_good_as_torch,
     ints,
     normal,
     poisoned,  # noqa: F401 - a fixture
 )
+from tests.support.tolerances import assert_as_good_as_torch
 from tinyspec.kernels import launch
 from tinyspec.kernels.attention_metadata import AttentionMetadata
 from tinyspec.kernels.paged_attention import paged_attention
@@ -69,11 +69,11 @@ class Pass:
     q: Tensor
     k_cache: Tensor
     v_cache: Tensor
-    segments: AttentionMetadata
+    metadata: AttentionMetadata
 
     def __call__(self, scale: float | None = None, **options: object) -> Tensor:
         scale = self.q.shape[-1] ** -0.5 if scale is None else scale
-        args = (self.q, self.k_cache, self.v_cache, self.segments)
+        args = (self.q, self.k_cache, self.v_cache, self.metadata)
         return paged_attention(*args, scale=scale, **options)
 
 
@@ -91,29 +91,19 @@ def lay_out(
     counts = [-(-stop // page_size) for _, _, stop in chunks]
     num_pages = sum(counts) + 2
     order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(seed)) + 1
-    tables = torch.zeros(len(chunks), max(counts), dtype=torch.int32)
+    tables = [pages.tolist() for pages in order[: sum(counts)].split(counts)]
     shape = (num_pages, page_size, kv_heads, dim)
     caches = [torch.full(shape, fill, dtype=sample.k.dtype, device=DEVICE) for _ in range(2)]
-    for s, ((sequence, _, stop), pages) in enumerate(
-        zip(chunks, order[: sum(counts)].split(counts), strict=True)
-    ):
-        tables[s, : len(pages)] = pages
-        slots = pages[:, None] * page_size + torch.arange(page_size)
+    for (sequence, _, stop), pages in zip(chunks, tables, strict=True):
+        slots = torch.tensor(pages)[:, None] * page_size + torch.arange(page_size)
         slots = slots.flatten()[:stop].to(DEVICE)
         for cache, values in zip(caches, (sequence.k, sequence.v), strict=True):
             cache.flatten(0, 1)[slots] = values[:stop]
-    rows = [stop - start for _, start, stop in chunks]
     q = [sequence.q[start:stop] for sequence, start, stop in chunks]
     q.append(torch.full((padding, *sample.q.shape[1:]), NAN, dtype=sample.q.dtype, device=DEVICE))
-    segments = AttentionMetadata(
-        page_table=tables.to(DEVICE),
-        cu_seqlens_q=ints([0, *torch.tensor(rows).cumsum(0).tolist()]),
-        seq_lens=ints([stop for _, _, stop in chunks]),
-        page_size=page_size,
-        max_seqlen_q=max(rows),
-        max_seqlen_k=max(stop for _, _, stop in chunks),
-    )
-    return Pass(torch.cat(q), caches[0], caches[1], segments)
+    spans = [(start, stop) for _, start, stop in chunks]
+    metadata = AttentionMetadata.of(spans, tables, page_size, DEVICE)
+    return Pass(torch.cat(q), caches[0], caches[1], metadata)
 
 
 def dense(
@@ -226,7 +216,7 @@ def test_matches_reference_when_empty() -> None:
     assert (Pass(work.q, work.k_cache, work.v_cache, empty)() == 0).all()
     assert Pass(work.q[:0], work.k_cache, work.v_cache, empty)().shape == (0, 2, 32)
     # A segment without rows between others.
-    table = work.segments.page_table.expand(3, -1).contiguous()
+    table = work.metadata.page_table.expand(3, -1).contiguous()
     gap = AttentionMetadata(table, ints([0, 0, 5, 5]), ints([7, 5, 1]), 16, 5, 7)
     assert torch.equal(Pass(work.q, work.k_cache, work.v_cache, gap)(), whole)
 
@@ -270,6 +260,7 @@ def options_of(name: str, q_heads: int, dtype: torch.dtype) -> dict:
     return options
 
 
+@pytest.mark.crossed(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", ["walk", "spread"])
 @pytest.mark.parametrize("name", OPTIONS)
@@ -285,8 +276,6 @@ def test_row_invariant(
     q_heads: int, kv_heads: int, dim: int, name: str, mode: str, dtype: torch.dtype
 ) -> None:
     """A row inside a prompt, alone, in a verify, in a chunk: the same bits."""
-    if dim == 256 and name != "plain":
-        pytest.skip("covered by the other head sizes")
     sequence = Sequence.make(LENGTH, q_heads, kv_heads, dim, dtype)
     options = options_of(name, q_heads, dtype)
     with launched("walk"):

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from tests.kernels.cases import (
     DEVICE,
-    assert_as_good_as_torch,
     normal,
     poisoned,  # noqa: F401 - a fixture
 )
+from tests.support.tolerances import assert_as_good_as_torch
 from tinyspec.kernels import launch
 from tinyspec.kernels.philox import philox
 from tinyspec.kernels.sample import sample

@@ -13,6 +13,7 @@ from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as glm
 from transformers.models.helium.modeling_helium import apply_rotary_pos_emb as helium
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama
 
+from tests.support.tolerances import ANGLES_16, close
 from tinyspec.kernels.twins.kv_write import fused_kv_write
 
 ROWS, Q_HEADS, KV_HEADS = 33, 6, 2
@@ -68,4 +69,4 @@ def test_wider_angles_show(interleaved):
     narrow = turned(x, cos, sin, interleaved)
     wide = turned(x, cos.float(), sin.float(), interleaved)
     assert not torch.equal(narrow, wide)
-    assert torch.allclose(narrow.float(), wide.float(), atol=0.1)
+    assert close(narrow.float(), wide.float(), ANGLES_16)

@@ -40,7 +40,7 @@ def engine_of(model: PreTrainedModel, **settings: object) -> Engine:
 def cost(engine: Engine, seconds: Callable[[int], float] = float) -> None:
     """Let the scheduler reckon with these seconds of a bucket (its rows) instead of measured ones,
     so that it decides the same everywhere."""
-    buckets = engine._runner.buckets
+    buckets = engine.runner.buckets
     buckets.seconds = buckets.canonical_seconds = seconds
 
 
@@ -79,7 +79,7 @@ def one_by_one(engine: Engine, requests: Requests) -> list[object]:
 
 def whole(engine: Engine) -> bool:
     """Nobody holds a page, and every page is free or idle, once."""
-    pool = engine._pool
+    pool = engine.pool
     return pool.num_held == 0 and sorted(unowned(pool)) == list(range(pool.num_pages))
 
 

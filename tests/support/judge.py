@@ -22,7 +22,9 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import warning_once
 
 import tinyspec
+from tests.support import tolerances
 from tests.support.tiny import VOCAB, tiny
+from tests.support.tolerances import LOGITS
 
 PAD = 0
 NEW = 12
@@ -140,7 +142,7 @@ def close(given: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
         a.shape == b.shape
         and a.dtype == b.dtype
         and torch.equal(a == -torch.inf, b == -torch.inf)
-        and torch.allclose(a, b, rtol=1e-4, atol=1e-4)
+        and tolerances.close(a, b, LOGITS)
         for a, b in zip(given, expected, strict=True)
     )
 

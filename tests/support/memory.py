@@ -66,7 +66,7 @@ def watched(job: Callable[[], Any]) -> tuple[Watch, Any]:
 
 def pool_of(model) -> tuple[int, int]:
     """Pages and bytes of the pool that is there."""
-    cache = model.generate._engine._runner._cache
+    cache = model.generate._engine.runner._cache
     if cache is None:
         return 0, 0
     tensors = [*cache.k, *cache.v]
@@ -74,7 +74,7 @@ def pool_of(model) -> tuple[int, int]:
 
 
 def page_bytes(model, page_size: int = SMALL.page_size) -> int:
-    layers = model.generate._engine._patched.layers
+    layers = model.generate._engine.patched.layers
     return KVCache.page_bytes(layers, page_size, model.dtype)
 
 

@@ -14,13 +14,13 @@ from tinyspec.scheduler.prefix_cache import PrefixCache
 
 def unowned(pool: PagePool) -> list[int]:
     """Every page that nobody owns, as often as the pool has it: free, put aside or idle."""
-    aside = [range(last + 1, last + 1 + count) for last, count in pool._aside.items()]
-    return [*pool._free, *(page for run in aside for page in run), *pool._idle]
+    aside = [range(last + 1, last + 1 + count) for last, count in pool.reserved.items()]
+    return [*pool.free_pages, *(page for run in aside for page in run), *pool.idle]
 
 
 def check_residents(engine: Engine) -> None:
     """Owners, free list, idle pages and index agree; nobody may write where somebody reads."""
-    scheduler, pool = engine._scheduler, engine._pool
+    scheduler, pool = engine.scheduler, engine.pool
     owners: Counter[int] = Counter()
     for sequence in scheduler.running:
         assert len(set(sequence.pages)) == len(sequence.pages)
@@ -37,22 +37,22 @@ def check_residents(engine: Engine) -> None:
         first = max(sequence.computed, sequence.frozen) // pool.page_size
         for page in sequence.pages[first:]:
             assert pool.owners(page) == 1, "a page with two owners may be written to"
-            assert page not in pool._kept, "an indexed page may be written to"
+            assert page not in pool.cached, "an indexed page may be written to"
         assert len(sequence.pages) <= pool.pages_for(len(sequence.tokens) + len(sequence.drafts))
 
 
 def check_index(prefix: PrefixCache) -> None:
     """Every indexed page has one key, and the pool keeps those pages and no other."""
-    assert {page: key for key, page in prefix._pages.items()} == prefix._keys
-    assert len(prefix._pages) == len(prefix._keys)
-    assert set(prefix._keys) == prefix._pool._kept
-    assert set(prefix._pool._idle) <= prefix._pool._kept
+    assert {page: key for key, page in prefix.pages.items()} == prefix.keys
+    assert len(prefix.pages) == len(prefix.keys)
+    assert set(prefix.keys) == prefix.pool.cached
+    assert set(prefix.pool.idle) <= prefix.pool.cached
 
 
 def page_kv(engine: Engine, page: int) -> bytes:
     """Digest of all bits of one page, k and v of every layer."""
     digest = blake2b(digest_size=16)
-    cache = engine._runner.cache
+    cache = engine.runner.cache
     for pool in (*cache.k, *cache.v):
         digest.update(pool[page].contiguous().view(torch.uint8).numpy().tobytes())
     return digest.digest()
@@ -60,7 +60,7 @@ def page_kv(engine: Engine, page: int) -> bytes:
 
 def indexed_kv(engine: Engine) -> dict[tuple, bytes]:
     """Digest of every page that the prefix cache knows, by key and page."""
-    prefix = engine._scheduler.prefix
-    if prefix is None or engine._runner._cache is None:
+    prefix = engine.scheduler.prefix
+    if prefix is None or engine.runner._cache is None:
         return {}
-    return {(key, page): page_kv(engine, page) for key, page in prefix._pages.items()}
+    return {(key, page): page_kv(engine, page) for key, page in prefix.pages.items()}

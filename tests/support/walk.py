@@ -1,6 +1,6 @@
 """A walk through every text causal LM that transformers knows: how each is served, or why not.
 
-Rewrites the README's table and ``tinyspec/model/supported.py`` by what it finds:
+Rewrites the table in the model wing's README and ``tinyspec/model/supported.py`` by what it finds:
 
     python -m tests.support.walk
 """
@@ -23,6 +23,7 @@ from tests.support.zoo_configs import CANNOT
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams, UnsupportedModelError
 
 ROOT = Path(__file__).parents[2]
+README = ROOT / "tinyspec" / "model" / "README.md"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 CONFIG = EngineConfig(max_model_len=256, max_rows=64, reference_rows=16)
 TOKENS = 64
@@ -43,8 +44,8 @@ class Finding:
 def attention_of(model: PreTrainedModel) -> str:
     """Which attention an engine gives ``model``, or the refusal that it raises."""
     with Engine(model, config=CONFIG) as engine:
-        called = {id(module) for module in engine._patched.bound}
-        swapped = {id(before) for _, _, before, _ in engine._patched.swapped}
+        called = {id(module) for module in engine.patched.bound}
+        swapped = {id(before) for _, _, before, _ in engine.patched.swapped}
         return FUSED if called & swapped else INTERFACE
 
 
@@ -120,7 +121,7 @@ def render(findings: dict[str, Finding]) -> str:
 
 def table() -> str:
     """The table as it stands in the README."""
-    text = (ROOT / "README.md").read_text()
+    text = README.read_text()
     return text.partition(BEGIN)[2].partition(END)[0].strip()
 
 
@@ -138,10 +139,9 @@ def places() -> dict[str, list[str]]:
 
 def write(findings: dict[str, Finding]) -> None:
     """Put the findings where they stand."""
-    readme = ROOT / "README.md"
-    text = readme.read_text()
+    text = README.read_text()
     head, tail = text.partition(BEGIN)[0], text.partition(END)[2]
-    readme.write_text(f"{head}{BEGIN}\n{render(findings)}\n{END}{tail}")
+    README.write_text(f"{head}{BEGIN}\n{render(findings)}\n{END}{tail}")
     supported = ROOT / "tinyspec" / "model" / "supported.py"
     head, _, rest = supported.read_text().partition('TYPES = """')
     tail = rest.partition('\n"""\n')[2]

@@ -20,53 +20,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tinyspec.config import EngineConfig
-from tinyspec.determinism.probes.bits import BITS
+from tinyspec.determinism.checksum import checksum
+from tinyspec.determinism.code_digest import syntax_digest
 from tinyspec.model.linear_kinds import linear_shape
 from tinyspec.model.linears import KernelLinear
-from tinyspec.model.moe import served, ways
-from tinyspec.model.quantized import extra_parts, is_packed, layout, parts, trace
+from tinyspec.model.moe import implementations, kernel_experts
+from tinyspec.model.quantized import extra_parts, is_packed, packing_format, parts, trace
 from tinyspec.model.wrappers import hooks_of
 
 # One more with every change that gives canonical passes other bits.
 REVISION = 4
-# Words summed at a time: few enough to stay in a CPU's cache.
-_CHUNK = 1 << 18
-_MULTIPLIER = 0xD6E8FEB86659FD93
 _PLAIN = (bool, int, float, str)
 # Numbers on modules that no bit of a pass depends on.
 _IDLE = ("training", "gradient_checkpointing")
 _ADAPTERS = ("active_adapters", "active_adapter", "disable_adapters", "merged_adapters")
-
-
-def checksum(tensor: Tensor) -> int:
-    """Position-weighted integer sum of a tensor's bits, modulo 2**64, computed where it lies.
-
-    Wrapping integer addition has no order, so any device gives the same number.
-    """
-    flat = tensor.detach().contiguous().flatten()
-    size = flat.element_size()
-    words = flat.view(BITS[size])
-    # Eight bytes at a time; what is left one element at a time.
-    whole = words.numel() * size // 8 * 8 // size
-    head = words[:whole]
-    if head.storage_offset() * size % 8:
-        head = head.clone()
-    total = _weighted_sum(head.view(torch.int64), 0)
-    return _weighted_sum(words[whole:], total)
-
-
-def _weighted_sum(words: Tensor, total: int) -> int:
-    """``total`` continued by a sum of integers times odd numbers that tell their places apart."""
-    # Odd and spread over 64 bits: swapping two different words changes the sum.
-    spread = torch.arange(min(_CHUNK, words.numel()), device=words.device) * 2 + 1
-    spread *= -7046029254386353131
-    for part in words.split(_CHUNK) if len(words) else ():
-        places = spread[: len(part)]
-        # One pass over the words; CUDA has no such product of integers.
-        alike = part.dtype == torch.int64 and part.device.type == "cpu"
-        found = torch.dot(part, places) if alike else (part * places).sum()
-        total = total * _MULTIPLIER + int(found)
-    return total % (1 << 64)
 
 
 def weight_state(model: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
@@ -104,8 +71,10 @@ def structure(model: nn.Module) -> list[tuple[object, ...]]:
         for own, parameter in module._parameters.items():
             if parameter is not None:
                 lies = (parameter.shape, parameter.stride(), parameter.data_ptr() % 64)
-                found.append((own, *lies, parameter.dtype, parameter.device, layout(parameter)))
-    return found + ways(model)
+                found.append(
+                    (own, *lies, parameter.dtype, parameter.device, packing_format(parameter))
+                )
+    return found + implementations(model)
 
 
 def settings(model: nn.Module) -> list[tuple[str, str, object]]:
@@ -139,16 +108,17 @@ def function_settings(model: nn.Module) -> list[tuple[str, str, object]]:
 def served_by_kernel(model: nn.Module) -> list[str]:
     """Names of the linears and experts that the linear kernel serves."""
     linears = (name for name, m in model.named_modules() if isinstance(m, KernelLinear))
-    return sorted([*linears, *served(model)])
+    return sorted([*linears, *kernel_experts(model)])
 
 
+@torch.no_grad()
 def digest_weights(model: nn.Module) -> str:
     """Digest of every parameter and buffer (name, shape, dtype, bits; of packed ones every part)
     and of the adapters used."""
     digest = hashlib.sha256(repr(adapter_state(model)).encode())
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_packed(tensor):
-            digest.update(repr((name, layout(tensor))).encode())
+            digest.update(repr((name, packing_format(tensor))).encode())
         for part, plain in parts(tensor).items():
             _add(digest, f"{name}.{part}" if part else name, plain)
     for name, module in model.named_modules():
@@ -216,6 +186,7 @@ def fingerprint(
     """32 hexadecimal digits. ``weights`` is the digest of the model's weights."""
     parts = {
         "revision": REVISION,
+        "code": syntax_digest(),
         "weights": weights,
         "settings": function_settings(model),
         "model": type(model).__name__,

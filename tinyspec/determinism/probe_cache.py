@@ -1,7 +1,7 @@
-"""Facts on disk, so that a model is probed once on a machine. Knows files, not what is in them.
+"""Probe results on disk, so that a model is probed once on a machine. Knows files only.
 
-A file is taken only if everything that its facts depend on is as it was: that is the key. Whatever
-else lies there is ignored, and so is a folder that cannot be written.
+The key covers everything that the results depend on. A file that cannot be read is ignored, and so
+is a folder that cannot be written.
 """
 
 from __future__ import annotations
@@ -10,54 +10,44 @@ import hashlib
 import json
 import os
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 
 from huggingface_hub import constants
 
-import tinyspec
+from tinyspec.determinism.code_digest import file_digest
 from tinyspec.determinism.probe_results import ProbeResults
 
-FORMAT = 1
+FORMAT = 2
 
 
 def folder() -> Path:
-    """Where facts are kept: beside the hub's cache."""
+    """Where results are kept: beside the hub's cache."""
     return Path(constants.HF_HOME) / "tinyspec"
 
 
-@cache
-def _code() -> str:
-    """Digest of this package: facts hold for the kernels and the probes that found them."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(tinyspec.__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
 def key_of(fingerprint: str, *others: object) -> str:
-    """The key of facts under ``fingerprint`` and whatever else they depend on."""
-    rest = json.dumps([FORMAT, _code(), *map(repr, others)])
+    """The key of results under ``fingerprint``, ``others`` and the code of this package."""
+    rest = json.dumps([FORMAT, file_digest(), *map(repr, others)])
     return f"{fingerprint}-{hashlib.sha256(rest.encode()).hexdigest()[:16]}"
 
 
 def load(key: str) -> ProbeResults | None:
-    """The facts stored under ``key``; None if there are none that can be read."""
+    """The results stored under ``key``; None if there are none that can be read."""
     try:
-        found = json.loads((folder() / f"{key}.json").read_text())
-        if found["format"] == FORMAT and found["key"] == key:
-            return ProbeResults.from_dict(found["facts"])
+        entry = json.loads((folder() / f"{key}.json").read_text())
+        if entry["format"] == FORMAT and entry["key"] == key:
+            return ProbeResults.from_dict(entry["results"])
     except (OSError, ValueError, KeyError, TypeError):
         pass
     return None
 
 
-def store(key: str, facts: ProbeResults) -> None:
-    """Keep ``facts`` under ``key``, if the folder can be written."""
-    entry = {"format": FORMAT, "key": key, "facts": facts.to_dict()}
+def store(key: str, results: ProbeResults) -> None:
+    """Keep ``results`` under ``key``, if the folder can be written."""
+    entry = {"format": FORMAT, "key": key, "results": results.to_dict()}
     with suppress(OSError):
         folder().mkdir(parents=True, exist_ok=True)
-        # A reader sees the old file or the new one, never half of it.
+        # Renamed when complete: another process reads the old file or the new one.
         draft = folder() / f"{key}.{os.getpid()}"
         draft.write_text(json.dumps(entry, indent=1) + "\n")
         draft.replace(folder() / f"{key}.json")

@@ -1,4 +1,4 @@
-"""What was found out about the buckets: which are canonical, why others are not, what each costs.
+"""What the probes found: which buckets are canonical, why others are not, what each costs.
 
 Host only: knows neither torch nor how anything was measured.
 """
@@ -11,11 +11,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class BucketResult:
-    """One bucket: whether its rows are the reference bucket's, and seconds of a pass.
+    """One bucket: whether its rows have the reference bucket's bits, and seconds of a pass.
 
     broken_by: the modules (one for all of their kind) whose rows differ there; "model" where only
-    the model end to end does. tiled: linears that would, if they did not run another way in a
-    canonical pass: in tiles of rows, or not by what is quickest. canonical_seconds: of such a pass.
+    the model end to end does. tiled: linears that a canonical pass runs in another way than fast
+    mode does, in tiles of rows for example. canonical_seconds: of such a pass.
     """
 
     rows: int
@@ -30,7 +30,7 @@ class BucketResult:
 class Unsound:
     """What breaks fact 1 in the reference bucket, or fact 3: without these no bucket can serve.
 
-    remedy: where another reference bucket would be none.
+    remedy: what helps where another reference bucket would not.
     """
 
     name: str
@@ -40,10 +40,8 @@ class Unsound:
 
 @dataclass(frozen=True)
 class Alternative:
-    """Other ``reference_rows``, any of which would make ``canonical`` buckets canonical.
-
-    By linears and element-wise ops alone: the model end to end was not tried.
-    """
+    """Other ``reference_rows``, each of which would make ``canonical`` buckets canonical, judged by
+    linears and element-wise modules alone."""
 
     reference_rows: tuple[int, ...]
     canonical: int
@@ -51,10 +49,12 @@ class Alternative:
 
 @dataclass(frozen=True)
 class ProbeResults:
-    """Everything found for one model on one device. kernel_linears: served by the linear kernel
-    because without it the reference bucket would be unsound. tiles: name of a kind of linears, and
-    the row counts that they may run in tiles of. straight: the same, and the row counts at which
-    turned linears need not turn."""
+    """Everything found for one model on one device.
+
+    kernel_linears: those that the linear kernel serves because the reference bucket would be
+    unsound without it. tiles: first name of a kind of linears, and the row counts of its tiles.
+    direct: first name of a kind of transposed linears, and the buckets of the direct product.
+    """
 
     reference: int
     buckets: tuple[BucketResult, ...]
@@ -66,23 +66,23 @@ class ProbeResults:
 
     @property
     def sizes(self) -> list[int]:
-        return [fact.rows for fact in self.buckets]
+        return [bucket.rows for bucket in self.buckets]
 
     @property
     def canonical(self) -> list[int]:
         """The canonical buckets; none where the reference bucket is unsound."""
-        return [fact.rows for fact in self.buckets if fact.canonical]
+        return [bucket.rows for bucket in self.buckets if bucket.canonical]
 
     @property
     def seconds(self) -> dict[int, float]:
         """Seconds of a pass by bucket."""
-        return {fact.rows: fact.seconds for fact in self.buckets}
+        return {bucket.rows: bucket.seconds for bucket in self.buckets}
 
     @property
     def tiled(self) -> dict[int, float]:
         """Buckets that are canonical by tiles of rows, and seconds of a canonical pass."""
-        found = (fact for fact in self.buckets if fact.canonical and fact.tiled)
-        return {fact.rows: fact.canonical_seconds for fact in found}
+        found = (bucket for bucket in self.buckets if bucket.canonical and bucket.tiled)
+        return {bucket.rows: bucket.canonical_seconds for bucket in found}
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON can hold it."""
@@ -95,14 +95,14 @@ class ProbeResults:
             reference=int(found["reference"]),
             buckets=tuple(
                 BucketResult(
-                    rows=int(fact["rows"]),
-                    canonical=bool(fact["canonical"]),
-                    broken_by=tuple(map(str, fact["broken_by"])),
-                    seconds=float(fact["seconds"]),
-                    canonical_seconds=float(fact["canonical_seconds"]),
-                    tiled=tuple(map(str, fact["tiled"])),
+                    rows=int(bucket["rows"]),
+                    canonical=bool(bucket["canonical"]),
+                    broken_by=tuple(map(str, bucket["broken_by"])),
+                    seconds=float(bucket["seconds"]),
+                    canonical_seconds=float(bucket["canonical_seconds"]),
+                    tiled=tuple(map(str, bucket["tiled"])),
                 )
-                for fact in found["buckets"]
+                for bucket in found["buckets"]
             ),
             unsound=tuple(Unsound(**entry) for entry in found["unsound"]),
             alternatives=tuple(
@@ -111,7 +111,7 @@ class ProbeResults:
             ),
             kernel_linears=tuple(map(str, found["kernel_linears"])),
             tiles=_counts(found["tiles"]),
-            direct=_counts(found["straight"]),
+            direct=_counts(found["direct"]),
         )
 
 

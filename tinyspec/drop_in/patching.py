@@ -1,9 +1,9 @@
-"""The drop-in: ``model.generate`` is for old code what it was, on tinyspec's engine, and takes
-parameters, seeds and ``deterministic`` for every request by itself."""
+"""The drop-in: ``model.generate`` on tinyspec's engine, for code that calls transformers' own."""
 
 from __future__ import annotations
 
 import copy
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -16,10 +16,10 @@ from transformers.generation import (
 )
 
 from tinyspec.config import EngineConfig
-from tinyspec.drop_in.call import INPUTS
-from tinyspec.drop_in.patched_generate import PatchedGenerate, own_generate
-from tinyspec.drop_in.prepare import own_processors, prepare
+from tinyspec.drop_in.patched_generate import PatchedGenerate, original_generate
+from tinyspec.drop_in.prepare import prepare, user_processors
 from tinyspec.drop_in.prompts import Prompt
+from tinyspec.drop_in.served import PROMPT_ARGUMENTS
 from tinyspec.model.wrappers import unwrap
 
 
@@ -29,25 +29,26 @@ def patch(model: PreTrainedModel, config: EngineConfig | None = None) -> None:
     model: as for an Engine; in a wrapper, the model inside is patched, and its ``generate`` is the
     wrapper's.
 
-    ``generate`` keeps the arguments, defaults, results and errors that it has. Besides, every
-    sampling parameter may be a list of one value per prompt, prompts may be lists of different
-    lengths, and there are ``seed`` and ``deterministic`` (scalars or lists). What tinyspec does not
-    serve goes to the model's own ``generate``, with a line in the log; together with what only
-    tinyspec has it raises NotImplementedError.
+    ``generate`` keeps its arguments, defaults, results and errors. Besides, every sampling
+    parameter may be a list of one value per prompt, prompts may be lists of different lengths, and
+    there are ``seed`` and ``deterministic`` (scalars or lists). A call that tinyspec does not serve
+    goes to the model's own ``generate``, with a line in the log; together with what only tinyspec
+    has it raises NotImplementedError.
 
-    ``model.generate`` has ``release()``, ``stats()``, ``weights_changed()`` and ``fingerprint``
-    besides. Raises UnsupportedModelError naming what is in the way, and ValueError if the model is
-    patched already or served by an Engine.
+    ``model.generate`` also has ``release()``, ``stats()``, ``weights_changed()`` and
+    ``fingerprint``. Raises UnsupportedModelError naming what is in the way, ValueError if the model
+    is patched already or served by an Engine, and RuntimeError if transformers' ``generate`` has no
+    ``custom_generate``.
     """
     inside = unwrap(model)
-    inside.__dict__["generate"] = PatchedGenerate(inside, config, synonym=generate)
+    inside.__dict__["generate"] = PatchedGenerate(inside, config, custom_generate=generate)
 
 
 def unpatch(model: PreTrainedModel) -> None:
     """Give ``model`` its own ``generate`` back; a model that is not patched is left alone."""
-    door = vars(unwrap(model)).get("generate")
-    if isinstance(door, PatchedGenerate):
-        door.close()
+    patched_generate = vars(unwrap(model)).get("generate")
+    if isinstance(patched_generate, PatchedGenerate):
+        patched_generate.close()
 
 
 def generate(
@@ -62,59 +63,82 @@ def generate(
 ) -> Any:
     """For ``model.generate(..., custom_generate=tinyspec.generate)``, patched or not.
 
-    transformers has prepared the arguments by then, for the batch as it is: ``max_length`` counts
-    padding, there are no values per request but ``seed`` and ``deterministic``, and a streamer is
-    not handed on. A model that is not patched gets an engine for this call alone.
+    transformers has prepared the arguments for the batch by then: ``max_length`` counts padding,
+    only ``seed`` and ``deterministic`` may have a value per request, and a streamer is not passed
+    on. A model that is not patched gets an engine for this call alone.
 
     Raises NotImplementedError naming what is not served.
     """
-    if any(isinstance(p, PrefixConstrainedLogitsProcessor) for p in logits_processor):
+    unserved = _unserved(logits_processor, generation_config, model_kwargs)
+    if unserved is not None:
         raise NotImplementedError(
-            "prefix_allowed_tokens_fn through custom_generate; use tinyspec.patch(model)"
+            f"{unserved} is not supported by custom_generate=tinyspec.generate; "
+            "call tinyspec.patch(model) and leave custom_generate out"
         )
-    past = model_kwargs.pop("past_key_values", None)
-    if past is not None and past.get_seq_length() > 0:
-        raise NotImplementedError("past_key_values is not supported by tinyspec")
-    for name in ("use_cache", "logits_to_keep"):
-        model_kwargs.pop(name, None)
-    if generation_config.num_beams > 1:
-        raise NotImplementedError(f"num_beams={generation_config.num_beams} is not supported")
-    config = copy.deepcopy(generation_config)
-    length = input_ids.shape[1]
-    if config.min_new_tokens is None:
-        config.min_new_tokens = max((config.min_length or 0) - length, 0) or None
-    config.max_new_tokens = config.max_length - length
-    config.max_length = config.min_length = config.stop_strings = config.max_time = None
-    # What transformers will make of the config once more is left out here.
-    made = prepare(own_generate(model), Prompt([0]), model.device, {"generation_config": config})
+    config = _new_token_limits(generation_config, input_ids.shape[1])
+    # What transformers makes of the config a second time is left out of the arguments.
+    original, settings = original_generate(model), {"generation_config": config}
+    made = prepare(original, Prompt([0]), model.device, settings)
 
-    def made_anew(criterion: Any) -> bool:
+    def is_made(criterion: Any) -> bool:
         if type(criterion) is MaxLengthCriteria:
             return criterion.max_length == generation_config.max_length
         return type(criterion) is EosTokenCriteria and criterion.eos_token_id.tolist() == made.eos
 
-    embeds = model_kwargs.get("inputs_embeds")
-    if model_kwargs.get("attention_mask") is None:  # all ones, which transformers leaves out
-        like = input_ids if embeds is None else embeds[..., 0]
-        model_kwargs["attention_mask"] = torch.ones_like(like, dtype=torch.long)
-    given = {
-        "input_ids": None if embeds is not None and length == 0 else input_ids,
-        **model_kwargs,
+    arguments = {
+        **_prompt_arguments(input_ids, model_kwargs, max(config.num_return_sequences, 1)),
         "generation_config": config,
-        "logits_processor": own_processors(logits_processor, made.processors),
-        "stopping_criteria": [c for c in stopping_criteria if not made_anew(c)],
+        "logits_processor": user_processors(logits_processor, made.processors),
+        "stopping_criteria": [c for c in stopping_criteria if not is_made(c)],
         "seed": seed,
         "deterministic": deterministic,
     }
-    # transformers has written every prompt down once for each of its completions.
-    for name in INPUTS:
-        if isinstance(given.get(name), Tensor):
-            given[name] = given[name][:: max(config.num_return_sequences, 1)]
-    door = vars(model).get("generate")
-    if isinstance(door, PatchedGenerate):
-        return door.serve(given)
-    door = PatchedGenerate(model)
-    try:
-        return door.serve(given)
-    finally:
-        door.close()
+    patched_generate = vars(model).get("generate")
+    if isinstance(patched_generate, PatchedGenerate):
+        return patched_generate.serve(arguments)
+    with closing(PatchedGenerate(model)) as patched_generate:
+        return patched_generate.serve(arguments)
+
+
+def _unserved(
+    processors: list[Any], config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> str | None:
+    """What transformers has prepared for its own decoding alone, if there is anything."""
+    if any(isinstance(processor, PrefixConstrainedLogitsProcessor) for processor in processors):
+        return "prefix_allowed_tokens_fn"
+    past = model_kwargs.get("past_key_values")
+    if past is not None and past.get_seq_length() > 0:
+        return "past_key_values"
+    return f"num_beams={config.num_beams}" if config.num_beams > 1 else None
+
+
+def _new_token_limits(config: GenerationConfig, length: int) -> GenerationConfig:
+    """A copy of ``config`` whose limits count new tokens, behind prompts of ``length`` tokens.
+
+    What has become a stopping criterion is taken out of it.
+    """
+    config = copy.deepcopy(config)
+    if config.min_new_tokens is None:
+        config.min_new_tokens = max((config.min_length or 0) - length, 0) or None
+    config.max_new_tokens = config.max_length - length
+    config.max_length = config.min_length = config.stop_strings = config.max_time = None
+    return config
+
+
+def _prompt_arguments(
+    input_ids: Tensor, model_kwargs: dict[str, Any], copies: int
+) -> dict[str, Any]:
+    """The prompts and what else goes to the model, without what transformers adds to it: the cache
+    settings, and ``copies`` of every prompt, one for each completion."""
+    added = ("past_key_values", "use_cache", "logits_to_keep")
+    arguments = {name: value for name, value in model_kwargs.items() if name not in added}
+    embeds = arguments.get("inputs_embeds")
+    if embeds is None or input_ids.shape[1] > 0:
+        arguments["input_ids"] = input_ids
+    if arguments.get("attention_mask") is None:  # transformers leaves out a mask of ones
+        like = input_ids if embeds is None else embeds[..., 0]
+        arguments["attention_mask"] = torch.ones_like(like, dtype=torch.long)
+    for name in PROMPT_ARGUMENTS:
+        if isinstance(arguments.get(name), Tensor):
+            arguments[name] = arguments[name][::copies]
+    return arguments

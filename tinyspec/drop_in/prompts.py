@@ -1,12 +1,13 @@
-"""From the padded tensors of transformers' ``generate`` to rows without pads, and back.
+"""From the padded tensors of transformers' ``generate`` to single prompts without pads, and back.
 
-A row is one prompt by itself. Knows tensors and their layout, and neither models nor parameters.
+Knows tensors and their shapes, and neither models nor parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress, zip_longest
 from typing import Any
 
 import torch
@@ -26,120 +27,98 @@ class Prompt:
         return len(self.ids) if self.embeds is None else len(self.embeds)
 
 
-@dataclass
 class Prompts:
-    """The prompts of one call.
+    """The prompts of one call, without pads.
 
-    block: the prompts as they were given, [B, L], with which the returned sequences begin; None:
-    lists of several lengths, to be padded on the left with what the call's pad token turns out to
-    be. masked: whether the caller said which tokens count.
+    input_ids: 1-D or 2-D, or lists of any lengths. embeds: [B, L, hidden]. attention_mask: of the
+    same shape; tokens where it is 0 are left out. Raises ValueError where the shapes do not fit.
     """
 
-    rows: list[Prompt]
-    block: Tensor | None
-    masked: bool
-
-    @classmethod
-    def of(cls, input_ids: Any, attention_mask: Any, embeds: Tensor | None = None) -> Prompts:
-        """Rows of ``input_ids``, 1-D or 2-D or a list of lists of any lengths, or of ``embeds``
-        [B, L, hidden], without what ``attention_mask`` (of the same shape) leaves out.
-
-        Raises ValueError naming the argument where the shapes do not fit.
-        """
+    def __init__(self, input_ids: Any, attention_mask: Any = None, embeds: Tensor | None = None):
+        # Lists have no padding, whatever their lengths.
+        self._masked = attention_mask is not None or isinstance(input_ids, Sequence)
+        if embeds is None and len(input_ids) == 0:
+            raise refuse("input_ids", input_ids, "at least one prompt")
+        # The returned sequences begin with these, [B, L]; None: lists of several lengths.
+        self._input_ids = None if input_ids is None else _tensor(input_ids)
         if embeds is not None:
             if embeds.ndim != 3:
-                raise refuse("inputs_embeds", tuple(embeds.shape), "[batch, length, hidden]")
-            mask = _mask(attention_mask, embeds.shape[:2])
-            block = _tensor(input_ids)
-            if block is None:
-                block = torch.empty(len(embeds), 0, dtype=torch.long, device=embeds.device)
-            given = block.tolist() if block.shape[1:] == embeds.shape[1:2] else [[]] * len(embeds)
-            rows = [
-                Prompt([i for i, real in zip(ids, keep, strict=False) if real], part[keep])
-                for ids, part, keep in zip(given, embeds, mask.to(embeds.device), strict=True)
-            ]
-            return cls(rows, block, attention_mask is not None)
-        if len(input_ids) == 0:
-            raise refuse("input_ids", input_ids, "at least one prompt")
-        block = _tensor(input_ids)
-        if block is None:  # lists of several lengths
-            lists = [_ids(ids) for ids in input_ids]
+                raise refuse("inputs_embeds.shape", tuple(embeds.shape), "[batch, length, hidden]")
+            if self._input_ids is None:
+                empty = torch.empty(len(embeds), 0, dtype=torch.long, device=embeds.device)
+                self._input_ids = empty
+            lists = self._input_ids.tolist()
+            masks = _mask(attention_mask, embeds.shape[:2]).tolist()
+        elif self._input_ids is not None:
+            shape = self._input_ids.shape
+            if len(shape) != 2:
+                raise refuse("input_ids.shape", tuple(shape), "[length] or [batch, length]")
+            lists = self._input_ids.tolist()
+            masks = _mask(attention_mask, shape).tolist()
+        else:
+            lists = _lists(input_ids)
+            masks = [[1] * len(ids) for ids in lists]
             if attention_mask is not None:
-                masks = [_ids(mask) for mask in attention_mask]
-                if list(map(len, masks)) != list(map(len, lists)):
-                    raise refuse("attention_mask", masks, "as long as input_ids, list by list")
-                pairs = zip(lists, masks, strict=True)
-                lists = [[i for i, m in zip(*pair, strict=True) if m] for pair in pairs]
-            return cls([Prompt(ids) for ids in lists], None, True)
-        if block.ndim != 2:
-            raise refuse("input_ids", tuple(block.shape), "of shape [length] or [batch, length]")
-        mask = _mask(attention_mask, block.shape)
-        lists = [
-            [i for i, real in zip(ids, keep, strict=True) if real]
-            for ids, keep in zip(block.tolist(), mask.tolist(), strict=True)
-        ]
-        # Lists have no padding, whatever their lengths.
-        masked = attention_mask is not None or isinstance(input_ids, Sequence)
-        return cls([Prompt(ids) for ids in lists], block, masked)
+                masks = _lists(attention_mask)
+            if list(map(len, masks)) != list(map(len, lists)):
+                raise refuse("attention_mask", masks, "lists as long as those of input_ids")
+        kept = [list(compress(ids, mask)) for ids, mask in zip(lists, masks, strict=True)]
+        self.prompts = [Prompt(ids) for ids in kept]
+        if embeds is not None:
+            for prompt, part, mask in zip(self.prompts, embeds, masks, strict=True):
+                prompt.embeds = part[torch.tensor(mask, device=embeds.device)]
 
-    def __len__(self) -> int:
-        return len(self.rows)
+    def strip(self, index: int, pad: int | None, eos: Sequence[int]) -> bool:
+        """Without an attention mask every pad token of a prompt is padding, unless it is a stop
+        token too. Returns whether there was any."""
+        prompt = self.prompts[index]
+        before = len(prompt)
+        if not self._masked and prompt.embeds is None and pad is not None and pad not in eos:
+            prompt.ids = [i for i in prompt.ids if i != pad]
+        return len(prompt) < before
 
-    def strip(self, number: int, pad: int | None, eos: Sequence[int]) -> None:
-        """Without a mask, every pad token of a row is padding, unless it is a stop token too."""
-        row = self.rows[number]
-        if not self.masked and row.embeds is None and pad is not None and pad not in eos:
-            row.ids = [i for i in row.ids if i != pad]
-
-    def prompts(self, pad: int) -> Tensor:
+    def padded(self, pad: int) -> Tensor:
         """What the returned sequences begin with, [B, L]."""
-        if self.block is not None:
-            return self.block
-        longest = max(len(row) for row in self.rows)
-        padded = [[pad] * (longest - len(row)) + row.ids for row in self.rows]
-        return torch.tensor(padded, dtype=torch.long)
+        if self._input_ids is not None:
+            return self._input_ids
+        longest = max(map(len, self.prompts))
+        return torch.tensor([[pad] * (longest - len(p)) + p.ids for p in self.prompts])
 
 
-def _ids(given: Any) -> list[int]:
-    """One list of token ids, from a list, a tensor or an array."""
-    return given.tolist() if hasattr(given, "tolist") else list(given)
+def _lists(given: Any) -> list[list[int]]:
+    """Lists of numbers, from lists, tensors or arrays."""
+    return [part.tolist() if hasattr(part, "tolist") else list(part) for part in given]
 
 
 def _tensor(given: Any) -> Tensor | None:
     """``given`` as a tensor [B, L]; None for lists of several lengths."""
-    if given is None or isinstance(given, Tensor):
-        block = given
-    elif isinstance(given, Sequence) and (
-        len({_length(part) for part in given}) > 1 or _length(given[0]) == 0
-    ):
-        return None
-    elif isinstance(given, Sequence) and given and isinstance(given[0], Tensor):
-        block = torch.stack(list(given))
-    else:
-        block = torch.as_tensor(given)
-    if block is None:
-        return None
-    if block.is_floating_point() or block.is_complex():
-        raise refuse("input_ids", block.dtype, "token ids, integers")
-    return block[None] if block.ndim == 1 else block
+    if isinstance(given, Sequence):
+        lengths = {_length(part) for part in given}
+        if len(lengths) > 1 or 0 in lengths:
+            return None
+        if isinstance(given[0], Tensor):
+            given = torch.stack(list(given))
+    ids = torch.as_tensor(given)
+    if ids.is_floating_point() or ids.is_complex():
+        raise refuse("input_ids.dtype", ids.dtype, "integers (token ids)")
+    return ids[None] if ids.ndim == 1 else ids
 
 
-def _length(part: Any) -> int:
-    return len(part) if hasattr(part, "__len__") and getattr(part, "ndim", 1) > 0 else -1
+def _length(part: Any) -> int | None:
+    """The length of a list, None of a number."""
+    return len(part) if hasattr(part, "__len__") and getattr(part, "ndim", 1) > 0 else None
 
 
 def _mask(given: Any, shape: Sequence[int]) -> Tensor:
     """Which of [B, L] tokens count."""
-    if given is None:
-        return torch.ones(tuple(shape), dtype=torch.bool)
-    mask = torch.as_tensor(given)
+    mask = torch.ones(tuple(shape)) if given is None else torch.as_tensor(given)
     mask = mask[None] if mask.ndim == 1 else mask
-    if tuple(mask.shape) != tuple(shape):
-        raise refuse("attention_mask", f"of shape {tuple(mask.shape)}", f"shape {tuple(shape)}")
+    if mask.shape != shape:
+        raise refuse("attention_mask.shape", tuple(mask.shape), f"{tuple(shape)}, as the prompts")
     return mask != 0
 
 
-def sequences(prompts: Tensor, generated: list[list[int]], pad: int) -> Tensor:
+def append(prompts: Tensor, generated: list[list[int]], pad: int) -> Tensor:
     """``prompts`` [N, L] with the ``generated`` tokens behind, filled up with ``pad``."""
     longest = max(map(len, generated))
     filled = [tokens + [pad] * (longest - len(tokens)) for tokens in generated]
@@ -147,16 +126,11 @@ def sequences(prompts: Tensor, generated: list[list[int]], pad: int) -> Tensor:
     return torch.cat([prompts, new.view(len(generated), longest)], dim=1)
 
 
-def steps(kept: list[list[Tensor]], pad: int) -> tuple[Tensor, ...]:
-    """Per step [N, V], from what every completion kept of each of its tokens, [V].
+def stack_steps(kept: list[list[Tensor]], pad: int) -> tuple[Tensor, ...]:
+    """Scores of every step, [N, V], from those of every completion's tokens, [V] each.
 
-    Behind its end a completion has the pad token for certain: 0 there, -inf elsewhere.
+    After its end a completion has the pad token with certainty: 0 there, -inf elsewhere.
     """
-    first = kept[0][0]
-    behind = torch.full_like(first, -torch.inf)
-    behind[pad] = 0.0
-    longest = max(map(len, kept))
-    return tuple(
-        torch.stack([rows[step] if step < len(rows) else behind for rows in kept])
-        for step in range(longest)
-    )
+    ended = torch.full_like(kept[0][0], -torch.inf)
+    ended[pad] = 0.0
+    return tuple(torch.stack(step) for step in zip_longest(*kept, fillvalue=ended))

@@ -16,60 +16,57 @@ from tinyspec.errors import refuse
 class Streamers:
     """One streamer for all completions of a call, one for each, or none.
 
-    A single one gets [N] tokens a step, as soon as every completion that goes on has the step's;
-    those that have ended get ``pad``. Each of several gets the tokens of its own completion.
+    A single one gets [N] tokens a step, once every unfinished completion has the step's token;
+    finished ones get ``pad``. Each of several gets the tokens of its own completion.
     """
 
-    def __init__(self, streamer: Any, prompts: Tensor, alone: list[list[int]]):
-        """prompts [N, L]: as returned; alone: every completion's own prompt, without pads.
+    def __init__(self, streamer: Any, padded: Tensor, prompts: list[list[int]]):
+        """padded [N, L]: the prompts as returned; prompts: every completion's, without pads.
 
         Raises ValueError where there are several streamers, and not one for each completion.
         """
-        self._put = 0
-        self._tokens: list[list[int]] = [[] for _ in alone]
-        self._ended = [False] * len(alone)
+        self._steps = 0
+        self._tokens: list[list[int]] = [[] for _ in prompts]
+        self._finished = [False] * len(prompts)
         self._several = isinstance(streamer, (list, tuple))
-        self._streamers = list(streamer) if self._several else [streamer]
-        if streamer is None:
-            self._streamers = []
-        elif not self._several:
-            streamer.put(prompts.cpu())
-        elif len(streamer) != len(alone):
-            allowed = f"one, or a list of one for each of the {len(alone)} completions"
-            raise refuse("streamer", f"{len(streamer)} streamers", allowed)
-        else:
-            for one, ids in zip(streamer, alone, strict=True):
+        self._streamers: list[Any] = []
+        if self._several:
+            if len(streamer) != len(prompts):
+                allowed = f"{len(prompts)}, one for each completion (or a single streamer for all)"
+                raise refuse("len(streamer)", len(streamer), allowed)
+            self._streamers = list(streamer)
+            for one, ids in zip(streamer, prompts, strict=True):
                 one.put(torch.tensor([ids], dtype=torch.long))
+        elif streamer is not None:
+            self._streamers = [streamer]
+            streamer.put(padded.cpu())
 
     def __bool__(self) -> bool:
-        """Whether anybody is told."""
+        """Whether there is a streamer."""
         return bool(self._streamers)
 
-    def put(self, place: int, token_ids: list[int], ended: bool, pad: int) -> None:
-        """Tokens of the completion ``place``."""
+    def put(self, index: int, token_ids: list[int], finished: bool, pad: int) -> None:
+        """Tokens of the completion ``index``."""
         if not self._streamers:
             return
-        self._tokens[place] += token_ids
-        self._ended[place] |= ended
+        self._tokens[index] += token_ids
+        self._finished[index] |= finished
         if self._several:
             for token in token_ids:
-                self._streamers[place].put(torch.tensor([token]))
-            if ended:
-                self._streamers[place].end()
+                self._streamers[index].put(torch.tensor([token]))
+            if finished:
+                self._streamers[index].end()
             return
-        while (step := self._step(pad)) is not None:
+        while self._has_step():
+            step = [ids[self._steps] if self._steps < len(ids) else pad for ids in self._tokens]
             self._streamers[0].put(torch.tensor(step))
+            self._steps += 1
 
-    def _step(self, pad: int) -> list[int] | None:
-        """The next step's tokens, once all are there."""
-        place = self._put
-        if not any(len(tokens) > place for tokens in self._tokens):
-            return None
-        states = list(zip(self._tokens, self._ended, strict=True))
-        if any(len(tokens) <= place and not ended for tokens, ended in states):
-            return None
-        self._put += 1
-        return [tokens[place] if place < len(tokens) else pad for tokens in self._tokens]
+    def _has_step(self) -> bool:
+        """Whether the next step's token is there, of every completion that has one."""
+        there = [len(tokens) > self._steps for tokens in self._tokens]
+        pairs = zip(there, self._finished, strict=True)
+        return any(there) and all(has_token or finished for has_token, finished in pairs)
 
     def end(self) -> None:
         """All completions have ended."""

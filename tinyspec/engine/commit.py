@@ -1,11 +1,11 @@
-"""What becomes of sampled tokens: commit, roll back, stop. The only place where tokens are added.
+"""Commits sampled tokens: accept drafts, roll back, stop. Tokens are added nowhere else.
 
-Knows sequences and pages, not passes: a plain token and the rows of a verify end up here alike.
+Knows sequences and pages, not passes: plain tokens and rows of a verify are committed alike.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ from tinyspec.scheduler.scheduler import Scheduler
 
 
 @dataclass
-class Verdict:
-    """What one sequence's tokens came to: tokens added, and drafts judged."""
+class CommitResult:
+    """Tokens committed to one sequence, and how many of its drafts were accepted or rolled back."""
 
     sequence: Sequence
     committed: int = 0
@@ -28,67 +28,65 @@ class Verdict:
     rolled_back: int = 0
 
 
+@dataclass(eq=False)
 class Committer:
-    """Adds tokens to sequences, ends those that stop, truncates those that drafted wrongly."""
+    """Adds tokens to sequences, finishes those that stop, truncates those with wrong drafts."""
 
-    def __init__(
-        self, kernels: Kernels, scheduler: Scheduler, tokenizer: Any, device: torch.device
-    ):
-        self._kernels = kernels
-        self._device = device
-        self._scheduler = scheduler
-        self._tokenizer = tokenizer
-        self._verdicts: list[Verdict] = []
+    kernels: Kernels
+    scheduler: Scheduler
+    tokenizer: Any
+    device: torch.device
+    _results: list[CommitResult] = field(default_factory=list)
 
-    def take_verdicts(self) -> list[Verdict]:
-        """What was decided since the last call."""
-        verdicts, self._verdicts = self._verdicts, []
-        return verdicts
+    def take_results(self) -> list[CommitResult]:
+        """Results since the last call."""
+        results, self._results = self._results, []
+        return results
 
-    def commit_plain(self, sequence: Sequence, sampled: Sampled) -> None:
-        """One token of a request that has no drafts."""
+    def commit(self, sampled: list[tuple[Sequence, list[Sampled]]], cache: KVCache) -> None:
+        """Commit what was sampled for each sequence, from its newest committed token on."""
+        finite, broken = [], []
+        for sequence, targets in sampled:
+            if not sequence.drafts:
+                self._commit_one(sequence, targets[0])
+                continue
+            good = next((n for n, t in enumerate(targets) if t.error is not None), len(targets))
+            if good > 0:
+                finite.append((sequence, targets[:good]))
+            if good < len(targets):
+                broken.append(sequence)
+        if finite:
+            self._verify(finite)
+        for sequence in broken:
+            if not sequence.finished:
+                self._retry_without_drafts(sequence, cache)
+
+    def _commit_one(self, sequence: Sequence, sampled: Sampled) -> None:
+        """One token of a sequence without drafts."""
+        sequence.draft_free = False
         if sampled.error is not None:
             self.fail(sequence, sampled.error, sampled.cause)
             return
         self._append(sequence, sampled)
-        self._settle(sequence)
-        self._verdicts.append(Verdict(sequence, committed=1))
+        self._update(sequence)
+        self._results.append(CommitResult(sequence, committed=1))
 
-    def commit_verified(
-        self, verified: list[tuple[Sequence, list[Sampled]]], cache: KVCache
-    ) -> None:
-        """The tokens of every sequence that may have drafts, from its newest committed one on."""
-        sound, spoilt = [], []
-        for sequence, targets in verified:
-            if not sequence.drafts:  # the pass was the decode: nothing to compare
-                sequence.undrafted = False
-                self.commit_plain(sequence, targets[0])
-                continue
-            good = next((n for n, t in enumerate(targets) if t.error is not None), len(targets))
-            if good > 0:
-                sound.append((sequence, targets[:good]))
-            if good < len(targets):
-                spoilt.append(sequence)
-        if sound:
-            self._judge(sound)
-        for sequence in spoilt:
-            if not sequence.finished:
-                self._undraft(sequence, cache)
-
-    def _undraft(self, sequence: Sequence, cache: KVCache) -> None:
-        """A row had no canonical token: on without drafts, whose values may have spoilt a tile."""
+    def _retry_without_drafts(self, sequence: Sequence, cache: KVCache) -> None:
+        """A row's logits were not finite, perhaps by the values of a wrong draft in its tile: drop
+        the drafts and their values, and run the newest token alone."""
         sequence.drop_drafts()
-        sequence.undrafted = True
+        sequence.draft_free = True
         sequence.computed = len(sequence.tokens) - 1
         canonical = sequence.computed if sequence.deterministic else sequence.canonical
         sequence.canonical = min(canonical, sequence.computed)
         kept = max(sequence.computed, sequence.frozen)
-        self._scheduler.pool.truncate(sequence.pages, kept)
+        self.scheduler.pool.truncate(sequence.pages, kept)
         cache.zero_tail(sequence.pages, kept)
 
-    def _judge(self, verified: list[tuple[Sequence, list[Sampled]]]) -> None:
+    def _verify(self, verified: list[tuple[Sequence, list[Sampled]]]) -> None:
+        """Compare drafts with the verifier's tokens and commit, for all sequences in one launch."""
         sequences = [sequence for sequence, _ in verified]
-        pool, device = self._scheduler.pool, self._device
+        pool, device = self.scheduler.pool, self.device
         width = max(max(len(targets), len(s.drafts)) for s, targets in verified)
 
         def table(rows: list[list[int]], width: int) -> torch.Tensor:
@@ -99,7 +97,7 @@ class Committer:
             return torch.tensor(values, dtype=torch.int32, device=device)
 
         stop_ids = [list(self._stop_ids(s)) for s in sequences]
-        accepted = self._kernels.accept_truncate(
+        accepted = self.kernels.accept_truncate(
             table([s.drafts for s in sequences], width),
             table([[t.token for t in targets] for _, targets in verified], width),
             column([len(targets) for _, targets in verified]),
@@ -110,64 +108,58 @@ class Committer:
             column([len(s.pages) for s in sequences]),
             pool.page_size,
         )
-        decisions = zip(
-            verified,
+        counts = zip(
             accepted.num_committed.tolist(),
             accepted.num_accepted.tolist(),
             accepted.drafts_left.tolist(),
             strict=True,
         )
-        for (sequence, targets), *decision in decisions:
-            self._verdicts.append(self._conclude(sequence, targets, *decision))
+        for (sequence, targets), (committed, num_accepted, left) in zip(
+            verified, counts, strict=True
+        ):
+            drafts, sequence.drafts = sequence.drafts, []
+            result = self._commit_verified(sequence, drafts, targets[:committed], num_accepted)
+            self._results.append(result)
+            if not sequence.finished:
+                sequence.drafts = drafts[committed:] if left else []
+                if not sequence.drafts:
+                    sequence.proposed = sequence.draft_ended = False
+                pool.truncate(sequence.pages, sequence.computed + len(sequence.drafts))
 
-    def _conclude(
-        self,
-        sequence: Sequence,
-        targets: list[Sampled],
-        num_committed: int,
-        num_accepted: int,
-        drafts_left: int,
-    ) -> Verdict:
-        """Commit one sequence's tokens and cut its drafts and pages to what is left."""
-        drafts = sequence.drafts
-        sequence.undrafted = False
-        mismatch = num_accepted < min(num_committed, len(drafts))
-        verdict = Verdict(sequence, accepted=num_accepted)
-        sequence.stats.verify_passes += 1
-        sequence.drafts = []
-        for target in targets[:num_committed]:
+    def _commit_verified(
+        self, sequence: Sequence, drafts: list[int], targets: list[Sampled], num_accepted: int
+    ) -> CommitResult:
+        """Commit ``targets``, of which the first ``num_accepted`` equal the drafts."""
+        result = CommitResult(sequence)
+        sequence.draft_free = False
+        for target in targets:
             self._append(sequence, target)
-            verdict.committed += 1
-            if sequence.finish_reason is not None:
+            result.committed += 1
+            if sequence.finished:
                 break
-        verdict.accepted = min(num_accepted, verdict.committed)
-        sequence.stats.accepted += verdict.accepted
-        if mismatch:
-            verdict.rolled_back = len(drafts) - num_accepted
-            sequence.stats.rolled_back += verdict.rolled_back
+        result.accepted = min(num_accepted, result.committed)
+        sequence.stats.verify_passes += 1
+        sequence.stats.accepted += result.accepted
+        if num_accepted < min(len(targets), len(drafts)):
+            result.rolled_back = len(drafts) - num_accepted
+            sequence.stats.rolled_back += result.rolled_back
             sequence.stats.rollbacks += 1
-        self._settle(sequence)
-        if sequence.finished:
-            return verdict
-        sequence.drafts = drafts[num_committed:] if drafts_left else []
-        if not sequence.drafts:
-            sequence.proposed = sequence.draft_ended = False
-        self._scheduler.pool.truncate(sequence.pages, sequence.computed + len(sequence.drafts))
-        return verdict
+        self._update(sequence)
+        return result
 
-    def _settle(self, sequence: Sequence) -> None:
-        """Behind its newest token all KV is final; a sequence that ended leaves."""
+    def _update(self, sequence: Sequence) -> None:
+        """After a commit: all KV before the newest token is final; a finished sequence leaves."""
         if sequence.error is None:
             sequence.computed = len(sequence.tokens) - 1
             sequence.canonical = min(sequence.canonical, sequence.computed)
             if sequence.deterministic:
                 sequence.canonical = sequence.computed
-            self._scheduler.settle(sequence)
+            self.scheduler.index_pages(sequence)
         if sequence.finished:
-            self._scheduler.remove(sequence)
+            self.scheduler.remove(sequence)
 
     def _append(self, sequence: Sequence, sampled: Sampled) -> None:
-        """Add one committed token and say whether the sequence ends there."""
+        """Add one committed token; sets ``finish_reason`` if the sequence ends there."""
         params = sequence.params
         sequence.tokens.append(sampled.token)
         if params.logprobs:
@@ -185,7 +177,7 @@ class Committer:
             sequence.cause = error
             sequence.finish_reason = "abort"
             return
-        if sequence.off_script:
+        if sequence.diverged:
             sequence.finish_reason = "abort"
         elif stopped:
             sequence.finish_reason = "stop"
@@ -194,24 +186,25 @@ class Committer:
 
     @staticmethod
     def _stop_ids(sequence: Sequence) -> tuple[int, ...]:
-        """Tokens that end it; a forced continuation runs to its end."""
-        return () if sequence.forced else sequence.params.stop_ids
+        """Tokens that end the sequence; none when it is teacher-forced."""
+        return () if sequence.teacher_forced else sequence.params.stop_ids
 
     def _stops(self, sequence: Sequence) -> bool:
-        """Stop strings and the user's criteria, on committed tokens alone."""
+        """Whether stop strings or the user's criteria end it; they see committed tokens only."""
         params = sequence.params
-        if sequence.forced:
+        if sequence.teacher_forced:
             return False
         if params.stop_strings:
             generated = sequence.tokens[sequence.request.num_prompt :]
-            if ends_in_stop_string(self._tokenizer, generated, params.stop_strings):
+            if ends_in_stop_string(self.tokenizer, generated, params.stop_strings):
                 return True
         if not params.stopping_criteria:
             return False
-        ids = torch.tensor([sequence.history], device=self._device)
+        ids = torch.tensor([sequence.history], device=self.device)
         scores = tuple(row[None] for row in sequence.scores) or None
-        # Every criterion sees every token, as those that count must.
-        return any([bool(torch.as_tensor(f(ids, scores)).all()) for f in params.stopping_criteria])
+        # Criteria may keep state, so each is called for every token.
+        answers = [torch.as_tensor(f(ids, scores)) for f in params.stopping_criteria]
+        return any(bool(answer.all()) for answer in answers)
 
     def fail(self, sequence: Sequence, error: str, cause: Exception | None = None) -> None:
         """End a sequence, and those that wait for its prompt, with an error."""
@@ -220,6 +213,6 @@ class Committer:
         sequence.siblings = []
         sequence.error, sequence.cause = error, cause
         sequence.finish_reason = "abort"
-        self._scheduler.distrust(sequence)
-        self._scheduler.remove(sequence)
-        self._verdicts.append(Verdict(sequence))
+        self.scheduler.unindex_pages(sequence)
+        self.scheduler.remove(sequence)
+        self._results.append(CommitResult(sequence))

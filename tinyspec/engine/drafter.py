@@ -1,6 +1,6 @@
-"""Drafters: who proposes tokens for a verify. A drafter sees token ids and nothing else.
+"""Drafters propose tokens for a verify; they see token ids only.
 
-A wrong proposal costs rows, never a result: what is committed is always the verifier's.
+A wrong proposal costs rows but changes no result: committed tokens are always the verifier's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Drafter(Protocol):
 
 
 class FastPath:
-    """The default: proposes nothing, so every draft comes from a decode row on the fast path."""
+    """The default: proposes nothing, so drafts come from decode rows on the fast path."""
 
     def propose(self, sequences: list[Sequence[int]], n: int) -> list[list[int]]:
         return [[] for _ in sequences]

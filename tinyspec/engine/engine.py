@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,14 +36,20 @@ from tinyspec.scheduler.passes import EngineStats, PassRecord
 from tinyspec.scheduler.request import Request
 from tinyspec.scheduler.scheduler import Scheduler
 
+RECORDS_KEPT = 1000
+Params = SamplingParams | list[SamplingParams] | None
+
 
 class Engine:
     """Generates from a loaded causal LM, whose attention it patches until ``close``.
 
-    model: a loaded transformers causal LM, on one device; in PEFT's or torch.compile's wrapper, the
-    model inside is served. tokenizer: for text prompts, stop strings and text outputs. grows: the
-    page pool begins with one page, and ``reserve`` makes room; where ``config`` gives ``num_pages``
-    it does not grow. A context manager.
+    model: a transformers causal LM on one device; of PEFT's or torch.compile's wrapper the model
+    inside is served. tokenizer: for text prompts, stop strings and text outputs. grows: start with
+    one page, ``reserve`` adds more (not where ``config`` sets ``num_pages``). A context manager.
+
+    For tests and tools to look at, and free to change: ``core`` (one step), ``scheduler``, ``pool``
+    (pages), ``runner`` (one pass), ``patched`` (the changes to the model), ``tracker`` (unfinished
+    requests), ``contract`` (fingerprint and proof).
 
     Raises UnsupportedModelError, or ValueError for a setting that does not fit and for a model that
     another engine serves.
@@ -65,11 +72,11 @@ class Engine:
         self.model, self.tokenizer = model, tokenizer
         kernels = backend.load(config.backend)
         linear = kernels.linear if config.linear == "always" else None
-        self._patched = install(model, config, linear)
+        self.patched = install(model, config, linear)
         try:
             self.config = config
             self._grows = grows and config.num_pages is None
-            most = 1 if self._grows else most_pages(config, self._patched.layers, self.model)
+            most = 1 if self._grows else most_pages(config, self.patched.layers, self.model)
             self._build(drafter, kernels, most)
         except BaseException:
             uninstall(model)
@@ -79,15 +86,17 @@ class Engine:
         config = self.config
         assert config.page_size
         buckets = Buckets.of(config, self.model.device.type)
-        self._pool = PagePool(num_pages, config.page_size)
-        self._scheduler = scheduler = Scheduler(config, self._pool, buckets)
-        self._runner = runner = ModelRunner(self.model, self._patched, self._pool, kernels, buckets)
-        check_parity(self._patched, runner)
+        self.pool = PagePool(num_pages, config.page_size)
+        self.scheduler = scheduler = Scheduler(config, self.pool, buckets)
+        self.runner = runner = ModelRunner(self.model, self.patched, self.pool, kernels, buckets)
+        check_parity(self.patched, runner)
         committer = Committer(kernels, scheduler, self.tokenizer, runner.device)
-        self._core = EngineCore(config, scheduler, runner, Sampler(kernels), committer, drafter)
-        self._contract = Contract(self.model, runner, config)
-        self._inputs = InputProcessor(self.model, self.tokenizer, config, self._pool)
-        self._tracker = RequestTracker(self._core, self._contract, self.tokenizer)
+        records: deque[PassRecord] = deque(maxlen=None if config.trace else RECORDS_KEPT)
+        sampler = Sampler(kernels)
+        self.core = EngineCore(scheduler, runner, sampler, committer, drafter, records)
+        self.contract = Contract(self.model, runner, config)
+        self._inputs = InputProcessor(self.model, self.tokenizer, config, self.pool)
+        self.tracker = RequestTracker(self.core, self.contract, self.tokenizer)
         self._closed = False
 
     @classmethod
@@ -114,45 +123,45 @@ class Engine:
         """Abort what is unfinished, give the memory back and the model its own attention."""
         if self._closed:
             return
-        self._tracker.cancel(list(self._tracker.requests.values()))
-        self._runner.release()
-        self._runner.tiles.unbind()
+        self.tracker.cancel(list(self.tracker.requests.values()))
+        self.runner.release()
+        self.runner.tiles.unbind()
         uninstall(self.model)
         self._closed = True
 
     def suspend(self) -> None:
-        """Give the model its own attention back until ``resume``. Of the prefix cache canonical
-        pages stay: plain requests come out the same whatever plain ones went before.
+        """Give the model its own attention back until ``resume``. The prefix cache keeps only
+        pages of deterministic requests: plain outputs must not depend on earlier plain requests.
 
         Raises ValueError while requests are unfinished.
         """
         self._refuse_unfinished("suspend")
-        self._scheduler.forget_plain()
-        self._runner.tiles.suspend()
-        self._patched.suspend()
+        self.scheduler.forget_plain()
+        self.runner.tiles.suspend()
+        self.patched.suspend()
 
     def resume(self) -> bool:
-        """Take the model's attention over again; False if that takes another engine, as modules,
-        hooks, dtype or device are not what they were."""
-        if not self._patched.resume():
+        """Patch the model's attention again; False if modules, hooks, dtype or device have changed,
+        which takes a new engine."""
+        if not self.patched.resume():
             return False
-        self._runner.tiles.resume()
+        self.runner.tiles.resume()
         return True
 
     def reserve(self, num_pages: int) -> None:
-        """Let the page pool grow to ``num_pages``, or as far as memory allows; what is in it stays.
+        """Let the page pool grow to ``num_pages``, or as far as memory allows; its pages stay.
 
         Raises ValueError while requests are unfinished.
         """
-        there = self._pool.num_pages
+        there = self.pool.num_pages
         if num_pages > there and self.config.num_pages is None:
             self._refuse_unfinished("reserve")
-            held = there if self._runner.holds_memory else 0
-            most = most_pages(self.config, self._patched.layers, self.model, held)
+            held = there if self.runner.holds_memory else 0
+            most = most_pages(self.config, self.patched.layers, self.model, held)
             more = min(num_pages, most) - there
             if more > 0:
-                self._runner.extend(there + more)
-                self._pool.extend(more)
+                self.runner.extend(there + more)
+                self.pool.extend(more)
 
     def release(self) -> None:
         """Give the page pool's memory back; the next request takes it again.
@@ -160,73 +169,64 @@ class Engine:
         Raises ValueError while requests are unfinished.
         """
         self._refuse_unfinished("release")
-        self._scheduler.forget_pages()
-        self._runner.release()
+        self.scheduler.forget_pages()
+        self.runner.release()
         if self._grows:
-            self._pool.shrink(1)
+            self.pool.shrink(1)
 
     def _refuse_unfinished(self, what: str) -> None:
-        if unfinished := len(self._tracker.requests):
+        if unfinished := len(self.tracker.requests):
             raise refuse(what, f"{unfinished} unfinished requests", "none")
 
     @property
     def fingerprint(self) -> str:
-        """Digest of all that the bits depend on; outputs are comparable where it is equal."""
-        self._tracker.look()
-        return self._contract.fingerprint
+        """Digest of everything that bits depend on; outputs with equal digests are comparable."""
+        self.tracker.check_model()
+        return self.contract.fingerprint
 
-    @property
-    def contract(self) -> Contract:
-        """Fingerprint and proof, once engine and weights have been looked at."""
-        self._ready()
-        return self._contract
+    def check_model(self) -> None:
+        """Compare weights, modules and threads with those of the last call; after a change, drop
+        what was computed before. Raises ValueError for a closed engine."""
+        if self._closed:
+            raise refuse("engine", "closed", "an engine that is open")
+        self.tracker.check_model()
 
     def weights_changed(self) -> None:
-        """Say that weights were written in a way that leaves no trace (through ``.data``)."""
-        self._contract.forget()
-        self._tracker.new_weights()
+        """To call after writing to weights through ``.data``, which torch does not record."""
+        self.contract.drop_fingerprint()
+        self.tracker.on_new_weights()
 
     def stats(self) -> EngineStats:
         """Sums over all passes so far."""
-        return self._core.stats
+        return self.core.stats
 
     @property
     def records(self) -> list[PassRecord]:
         """Records of the latest passes; of all with ``EngineConfig(trace=True)``."""
-        return list(self._core.records)
+        return list(self.core.records)
 
     def generate(
-        self,
-        prompts: Any,
-        params: SamplingParams | list[SamplingParams] | None = None,
-        progress: bool = False,
+        self, prompts: Any, params: Params = None, progress: bool = False
     ) -> list[RequestOutput]:
         """Outputs for ``prompts``, in their order.
 
         prompts: a str, a list of str, a list of token-id lists, or chat messages. params: one for
         all, or as many as there are prompts. progress: show a bar of finished completions.
 
-        Raises ValueError naming field, value and what is allowed, and DeterminismError, before
-        anything runs.
+        Raises ValueError naming the field, and DeterminismError, before anything runs.
         """
-        return self._tracker.finish(self.prepare(prompts, params), progress)
+        return self.tracker.finish(self.prepare(prompts, params), progress)
 
-    def score(
-        self,
-        prompts: Any,
-        continuations: Any,
-        params: SamplingParams | list[SamplingParams] | None = None,
-    ) -> list[list[float]]:
-        """Log-probability of every token of each continuation behind its prompt.
+    def score(self, prompts: Any, continuations: Any, params: Params = None) -> list[list[float]]:
+        """Log-probability of every token of each continuation of its prompt.
 
-        They have the bits that ``generate`` gives the same tokens under the same ``params``
-        (default: greedy), and come from canonical passes that many prompts share. continuations:
-        one a prompt, token ids or text, which is taken without special tokens. Nothing stops a
-        continuation early.
+        The bits are those that ``generate`` gives the same tokens under the same ``params``
+        (default: greedy); prompts share canonical passes. continuations: one a prompt, token ids or
+        text (taken without special tokens); nothing stops one early.
 
         Raises as ``generate``, and RuntimeError where a pass failed or logits were not finite.
         """
-        outputs = self._tracker.finish(self._ready().scored(prompts, continuations, params))
+        outputs = self.tracker.finish(self._ready().scored(prompts, continuations, params))
         completions = [output.completions[0] for output in outputs]
         for completion in completions:
             if completion.error is not None:
@@ -234,41 +234,36 @@ class Engine:
         return [completion.logprobs or [] for completion in completions]
 
     def replay(self, outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
-        """Finished requests computed once more, along the tokens that they have.
+        """Finished requests computed again, with their tokens as drafts.
 
-        What comes back is this engine's own: where it leaves the tokens of an output, the
-        completion ends with the first token that differs and finish_reason "abort".
-        ``tinyspec.audit`` compares the two.
+        A completion ends with the first token that differs from the given output's, with
+        finish_reason "abort". ``tinyspec.audit`` compares the two.
         """
-        return self._tracker.finish(self._ready().replayed(outputs))
+        return self.tracker.finish(self._ready().replayed(outputs))
 
-    def stream(
-        self, prompts: Any, params: SamplingParams | list[SamplingParams] | None = None
-    ) -> EventStream:
+    def stream(self, prompts: Any, params: Params = None) -> EventStream:
         """Committed tokens of ``prompts`` as they come; arguments and errors as ``generate``.
 
-        Requests whose events are not read to the end are aborted when the stream is closed.
+        Closing the stream aborts what is unfinished.
         """
         return self.follow(self.prepare(prompts, params))
 
-    def prepare(
-        self, prompts: Any, params: SamplingParams | list[SamplingParams] | None = None
-    ) -> list[Request]:
-        """One request per prompt, checked, and queued only by ``follow``; arguments and errors as
+    def prepare(self, prompts: Any, params: Params = None) -> list[Request]:
+        """One checked request per prompt, for ``follow`` to queue; arguments and errors as
         ``generate``."""
         return self._ready().requests(prompts, params)
 
     def follow(
         self, requests: list[Request], drafter: Drafter | None = None, quiet: bool = False
     ) -> EventStream:
-        """Queue what ``prepare`` made; the committed tokens as they come, or with ``quiet`` only
-        what is aborted. ``drafter`` takes the place of the engine's from now on."""
+        """Queue what ``prepare`` made; committed tokens as they come, with ``quiet`` only events of
+        aborts. ``drafter`` replaces the engine's from now on."""
         if drafter is not None:
-            self._core.drafter = drafter
-        tracker = self._tracker
-        tracker.collector.wait_for(tracker.submit(requests), events=True, quiet=quiet)
+            self.core.drafter = drafter
+        tracker = self.tracker
+        tracker.subscribe(requests, aborts_only=quiet)
         return EventStream(
-            requests, self.tokenizer, tracker.next_event, tracker.drop, tracker.steady
+            requests, self.tokenizer, tracker.next_event, tracker.unsubscribe, tracker.hold_state
         )
 
     def add_request(self, prompt: Any, params: SamplingParams | None = None) -> str:
@@ -276,25 +271,23 @@ class Engine:
 
         Raises as ``generate``.
         """
-        return self._tracker.submit(self._ready().requests([prompt], params))[0]
+        return self.tracker.add(self._ready().requests([prompt], params))[0]
 
     def step(self) -> list[RequestOutput]:
         """Run one pass; the outputs of requests that finished since the last call."""
-        self._tracker.advance()
-        return self._tracker.collector.take_finished()
+        self.tracker.advance()
+        return self.tracker.take_finished()
 
     def abort(self, request_id: str) -> RequestOutput:
-        """End a request at once; what it has so far comes back with finish_reason "abort". Raises
-        ValueError if no request of that id is unfinished."""
-        return self._tracker.abort(request_id)
+        """End a request; its output so far, with finish_reason "abort". Raises ValueError if no
+        request of that id is unfinished."""
+        return self.tracker.abort(request_id)
 
     def has_unfinished(self) -> bool:
-        """Whether ``step`` has anything left to do or to report."""
-        return bool(self._tracker.requests or self._tracker.collector)
+        """Whether ``step`` has anything left to run or to return."""
+        return self.tracker.has_unfinished()
 
     def _ready(self) -> InputProcessor:
-        """Where a call's requests are made, once engine and weights have been looked at."""
-        if self._closed:
-            raise refuse("engine", "closed", "an engine that is open")
-        self._tracker.look()
+        """The maker of requests, after a check of engine and weights."""
+        self.check_model()
         return self._inputs

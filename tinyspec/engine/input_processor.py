@@ -1,6 +1,6 @@
-"""From what a user asks to a Request: everything that can be refused is refused here, by name.
+"""From prompts and parameters to Requests: all invalid input is refused here, naming the field.
 
-Knows the model's limits; nothing has run yet and nothing is queued here.
+Knows the model's limits; runs and queues nothing.
 """
 
 from __future__ import annotations
@@ -54,37 +54,37 @@ class InputProcessor:
         return [self._request(p, wanted) for p, wanted in zip(ids, each, strict=True)]
 
     def scored(self, prompts: Any, continuations: Any, params: Any) -> list[Request]:
-        """Requests whose tokens are given: only their log-probabilities are wanted."""
+        """Requests for the log-probabilities of given continuations."""
         given, follow = as_prompts(prompts), as_prompts(continuations)
         if len(given) != len(follow):
             raise refuse("continuations", f"{len(follow)} of them", f"one a prompt, {len(given)}")
         texts = [continuation_ids(text, self._tokenizer) for text in follow]
-        scripts = [self._token_ids("continuation", ids) for ids in texts]
+        targets = [self._token_ids("continuation", ids) for ids in texts]
         each = [
             replace(
                 wanted,
                 deterministic=True,
                 logprobs=True,
                 num_return_sequences=1,
-                max_new_tokens=len(script),
-                min_new_tokens=min(wanted.min_new_tokens, len(script)),
+                max_new_tokens=len(target),
+                min_new_tokens=min(wanted.min_new_tokens, len(target)),
             )
-            for wanted, script in zip(self._params(params, len(given)), scripts, strict=True)
+            for wanted, target in zip(self._params(params, len(given)), targets, strict=True)
         ]
         requests = self.requests(given, each)
-        for request, script in zip(requests, scripts, strict=True):
-            request.sequences[0].script = script
-            request.sequences[0].forced = True
+        for request, target in zip(requests, targets, strict=True):
+            request.sequences[0].given_tokens = target
+            request.sequences[0].teacher_forced = True
         return requests
 
     def replayed(self, outputs: Many[RequestOutput]) -> list[Request]:
-        """Finished requests once more, their tokens as scripts; nothing cached is trusted."""
+        """Finished requests once more, with their tokens given; no cached page is used."""
         params = [replace(output.params, deterministic=True) for output in outputs]
         requests = self.requests([output.prompt_token_ids for output in outputs], params)
         for request, output in zip(requests, outputs, strict=True):
             request.recompute = True
             for sequence, completion in zip(request.sequences, output.completions, strict=True):
-                sequence.script = completion.token_ids
+                sequence.given_tokens = completion.token_ids
         return requests
 
     @staticmethod
@@ -101,49 +101,45 @@ class InputProcessor:
         return each
 
     def _request(self, prompt: list[int], params: SamplingParams) -> Request:
-        number = next(self._numbers)
-        own = _default_eos(self._model, self._vocab_size)
-        resolved = params.resolve(
-            eos_token_id=own if params.eos_token_id is None else params.eos_token_id,
-            seed=self._draw_seed()
-            if params.temperature > 0 and params.seed is None
-            else params.seed,
-        )
+        number, eos, seed = next(self._numbers), params.eos_token_id, params.seed
+        if eos is None:
+            eos = _default_eos(self._model, self._vocab_size)
+        if seed is None and params.temperature > 0:
+            seed = int(torch.randint(2**62, (1,), generator=self._seeds, device="cpu"))
+        resolved = params.resolve(eos_token_id=eos, seed=seed)
         return Request(f"request-{number}", prompt, resolved, number)
 
-    def _draw_seed(self) -> int:
-        return int(torch.randint(2**62, (1,), generator=self._seeds, device="cpu"))
-
     def _token_ids(self, field: str, ids: list[Any]) -> list[int]:
-        """``ids``, once they are known to be tokens of the model."""
+        """``ids``, checked to be tokens of the model."""
         if not ids:
             raise refuse(field, ids, "at least one token")
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int):
                 raise refuse(field, ids, "token ids, integers")
-            if not 0 <= token < self._vocab_size:
-                allowed = f"token ids of the vocabulary, 0 to {self._vocab_size - 1}"
-                raise refuse(f"{field} token id", token, allowed)
+            self._check_token(f"{field} token id", token)
         return ids
+
+    def _check_token(self, field: str, token: int) -> None:
+        if not 0 <= token < self._vocab_size:
+            raise refuse(field, token, f"token ids of the vocabulary, 0 to {self._vocab_size - 1}")
 
     def _check(self, prompt: list[int], params: SamplingParams) -> None:
         config, pool = self._config, self._pool
         assert config.max_model_len
-        total = len(prompt) + params.max_new_tokens
-        if total > config.max_model_len:
-            allowed = f"at most {config.max_model_len - len(prompt)} behind {len(prompt)} prompt "
-            allowed += f"tokens (max_model_len={config.max_model_len})"
-            raise refuse("max_new_tokens", params.max_new_tokens, allowed)
-        pages = pool.pages_for(total)
-        if pages > pool.num_pages:
+        limit = config.max_model_len - len(prompt)
+        pages = pool.pages_for(len(prompt) + params.max_new_tokens)
+        allowed = None
+        if params.max_new_tokens > limit:
+            allowed = f"at most {limit} after {len(prompt)} prompt tokens"
+            allowed += f" (max_model_len={config.max_model_len})"
+        elif pages > pool.num_pages:
             allowed = f"prompt and output need {pages} pages of {pool.page_size} tokens, and "
             allowed += f"there are {pool.num_pages}"
+        if allowed is not None:
             raise refuse("max_new_tokens", params.max_new_tokens, allowed)
         for field in ("stop_token_ids", "eos_token_id"):
             for token in getattr(params, field) or ():
-                if token >= self._vocab_size:
-                    allowed = f"token ids of the vocabulary, 0 to {self._vocab_size - 1}"
-                    raise refuse(field, token, allowed)
+                self._check_token(field, token)
         if params.top_logprobs > self._vocab_size:
             raise refuse("top_logprobs", params.top_logprobs, f"at most {self._vocab_size}")
         if params.stop_strings and self._tokenizer is None:
@@ -155,7 +151,7 @@ class InputProcessor:
 
 
 def _default_eos(model: PreTrainedModel, vocab_size: int) -> tuple[int, ...]:
-    """The model's own end-of-sequence tokens, as its ``generate`` would take them now."""
+    """The model's end-of-sequence tokens, as its ``generate`` would use now."""
     settings = getattr(model, "generation_config", None) or model.config
     eos = settings.eos_token_id
     ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)

@@ -1,4 +1,4 @@
-"""Ctrl-C between steps instead of within one, so that no sequence is left half committed."""
+"""Delays Ctrl-C to the end of a step, so that no sequence is left half committed."""
 
 from __future__ import annotations
 
@@ -9,71 +9,71 @@ from contextlib import contextmanager
 from typing import Any
 
 
-class _Hold:
-    """Takes the place of SIGINT's handler, and remembers what came."""
+class _Guard:
+    """Replaces SIGINT's handler, and remembers whether the signal came."""
 
     def __init__(self) -> None:
         self.in_step = False
-        self._came = False
-        self._before: Any = None
+        self._pending = False
+        self._previous: Any = None
 
-    def _note(self, number: int, frame: object) -> None:
-        self._came = True
+    def _remember(self, number: int, frame: object) -> None:
+        self._pending = True
 
     def begin(self) -> None:
-        self._before = signal.signal(signal.SIGINT, self._note)
+        self._previous = signal.signal(signal.SIGINT, self._remember)
 
     def end(self) -> None:
-        """The handler of before is back; it has what came."""
-        # None is not Python's to restore.
-        signal.signal(signal.SIGINT, signal.SIG_DFL if self._before is None else self._before)
-        if self._came:
-            self._came = False
+        """Restore the previous handler and pass on the signal, if it came."""
+        # None stands for a handler not set from Python, which cannot be restored.
+        signal.signal(signal.SIGINT, signal.SIG_DFL if self._previous is None else self._previous)
+        if self._pending:
+            self._pending = False
             signal.raise_signal(signal.SIGINT)
 
-    def pause(self) -> None:
-        """Let the handler of before have what came, and hold on."""
-        if self._came:
+    def flush(self) -> None:
+        """Pass the signal on, if it came, and go on delaying."""
+        if self._pending:
             try:
                 self.end()
             finally:
                 self.begin()
 
 
-_holds: list[_Hold] = []
+_guards: list[_Guard] = []
 
 
-def _mine() -> bool:
+def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
 @contextmanager
 def between_steps() -> Iterator[None]:
-    """Around several blocks of ``deferred_interrupt``: spares each of them the change of handlers.
-    What comes between two of them waits for the end of the next."""
-    if not _mine() or _holds:
+    """Set the handler once for several blocks of ``deferred_interrupt``. A signal between two of
+    them waits for the end of the next."""
+    if not _in_main_thread() or _guards:
         yield
         return
-    hold = _Hold()
-    hold.begin()  # which may raise, where something has come already
-    _holds.append(hold)
+    guard = _Guard()
+    guard.begin()  # may raise if a signal has just come
+    _guards.append(guard)
     try:
         yield
     finally:
-        _holds.pop().end()
+        _guards.pop().end()
 
 
 @contextmanager
 def deferred_interrupt() -> Iterator[None]:
-    """Hold back SIGINT until the block has ended; then let the handler of before have it."""
-    if not _mine() or (_holds and _holds[0].in_step):
+    """Delay SIGINT until the block has ended."""
+    if not _in_main_thread() or (_guards and _guards[0].in_step):
         yield
         return
     with between_steps():
-        hold = _holds[0]
-        hold.in_step = True
+        guard = _guards[0]
+        guard.in_step = True
         try:
             yield
         finally:
-            hold.in_step = False
-            hold.pause()
+            guard.in_step = False
+            guard.flush()

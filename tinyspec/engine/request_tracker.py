@@ -1,72 +1,87 @@
-"""The engine's desk: requests in, steps of the loop, outputs to whoever waits for them.
+"""Requests from submission to output: queue them, run steps, hand out outputs and stream events.
 
-Keeps every unfinished request and the fingerprint it runs under; sees to it that nothing computed
-with other weights is used. Knows no prompt text and no tensor.
+Holds every unfinished request and the fingerprint it runs under, and drops what was computed with
+weights that have changed since. Knows no prompt text and no tensor.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from tqdm import tqdm
 
 from tinyspec.determinism.contract import Contract
-from tinyspec.engine.commit import Verdict
+from tinyspec.engine.commit import CommitResult
 from tinyspec.engine.core import EngineCore
 from tinyspec.engine.interrupts import between_steps, deferred_interrupt
-from tinyspec.engine.output_collector import OutputCollector
 from tinyspec.engine.stream import completion_of, event_of
 from tinyspec.errors import DeterminismError, refuse
 from tinyspec.outputs import RequestOutput, StreamEvent
 from tinyspec.scheduler.request import Request
 
 
-class RequestTracker:
-    """Unfinished requests of one engine, and what became of the others."""
+@dataclass
+class _Subscription:
+    """Events of the requests of one stream; aborts_only: leave out all but aborts."""
 
-    def __init__(self, loop: EngineCore, contract: Contract, tokenizer: Any):
+    aborts_only: bool
+    events: deque[StreamEvent] = field(default_factory=deque)
+
+
+class RequestTracker:
+    """Unfinished requests of one engine by id, and what has not been taken of the finished ones.
+
+    Outputs of ``finish`` go to its caller, those of ``add`` to ``take_finished``; requests of
+    ``subscribe`` leave events alone.
+    """
+
+    def __init__(self, core: EngineCore, contract: Contract, tokenizer: Any):
         self.requests: dict[str, Request] = {}
-        self.collector = OutputCollector()
-        self._core = loop
+        self._core = core
         self._contract = contract
         self._tokenizer = tokenizer
         self._fingerprints: dict[str, str | None] = {}
+        self._finished: list[RequestOutput] = []
+        self._awaited: dict[str, RequestOutput | None] = {}
+        self._subscriptions: dict[str, _Subscription] = {}
 
-    def look(self) -> None:
-        """Before anything new: are the weights those of before?"""
-        if self._contract.look():
-            self.new_weights()
+    def check_model(self) -> None:
+        """Compare weights and modules with those of the last call."""
+        if self._contract.refresh():
+            self.on_new_weights()
 
-    def new_weights(self) -> None:
-        """Nothing computed with the old weights is used again.
+    def on_new_weights(self) -> None:
+        """Drop everything computed with the old weights.
 
-        Requests without tokens start anew and plain ones go on, both with the new weights; a
-        deterministic one that has tokens of the old would be neither's and is aborted.
+        Plain requests and those without tokens continue with the new weights. A deterministic
+        request that has tokens is aborted: its output would belong to neither.
         """
         self._core.scheduler.forget_pages()
         asking = [request for request in self.requests.values() if request.params.deterministic]
         begun = [r for r in asking if any(s.num_generated for s in r.sequences)]
-        self._give_up(begun, "the weights changed while it was running")
+        self._abort_all(begun, "the weights changed while it was running")
         if len(begun) == len(asking):
             return
         try:
-            self._contract.prove()
+            self._contract.ensure()
         except DeterminismError as error:
-            self._give_up(asking, str(error))
+            self._abort_all(asking, str(error))
             return
         self._fingerprints = dict.fromkeys(self.requests, self._contract.fingerprint)
 
-    def _give_up(self, requests: list[Request], why: str) -> None:
-        for output in self.cancel(requests, why):
-            self.collector.put(output)
+    def _abort_all(self, requests: list[Request], error: str) -> None:
+        for output in self.cancel(requests, error):
+            self._deliver(output)
 
-    def submit(self, requests: list[Request]) -> list[str]:
-        """Queue requests, once it is sure that what they ask can be kept; their ids."""
-        fingerprint = self._contract.known
+    def add(self, requests: list[Request]) -> list[str]:
+        """Queue requests and return their ids; DeterminismError if the contract cannot be kept."""
+        fingerprint = self._contract.known_fingerprint
         if any(request.params.deterministic for request in requests):
-            self._contract.prove()
+            self._contract.ensure()
             fingerprint = self._contract.fingerprint
         for request in requests:
             self.requests[request.request_id] = request
@@ -74,69 +89,94 @@ class RequestTracker:
             self._core.scheduler.add(request.sequences[0])
         return [request.request_id for request in requests]
 
+    def subscribe(self, requests: list[Request], aborts_only: bool) -> None:
+        """Queue requests whose events ``next_event`` returns."""
+        subscription = _Subscription(aborts_only)
+        self._subscriptions.update(dict.fromkeys(self.add(requests), subscription))
+
     def finish(self, requests: list[Request], progress: bool = False) -> list[RequestOutput]:
         """Run ``requests`` to their end; their outputs, in their order."""
-        mine = self.submit(requests)
-        self.collector.wait_for(mine)
-        total = sum(len(request.sequences) for request in requests)
-        with tqdm(total=total, unit="completion", disable=not progress) as bar, self.steady():
+        ids = self.add(requests)
+        self._awaited.update(dict.fromkeys(ids))
+        sequences = [sequence for request in requests for sequence in request.sequences]
+        bar = tqdm(total=len(sequences), unit="completion", disable=not progress)
+        with bar, self.hold_state():
             try:
-                while any(request_id in self.requests for request_id in mine):
+                while any(request_id in self.requests for request_id in ids):
                     self.advance()
-                    bar.update(sum(s.finished for r in requests for s in r.sequences) - bar.n)
+                    bar.update(len([s for s in sequences if s.finished]) - bar.n)
             except BaseException:
                 self.cancel(requests)
                 raise
             finally:
-                outputs = self.collector.take(mine)
-        return outputs
+                outputs = [self._awaited.pop(request_id) for request_id in ids]
+        return [output for output in outputs if output is not None]
 
     @contextmanager
-    def steady(self) -> Iterator[None]:
-        """For steps with nothing of the user's between them: what each would set and set back is
-        set for all."""
+    def hold_state(self) -> Iterator[None]:
+        """Set torch's state and the interrupt handler once for all steps of the block, which must
+        run no code of the user between them."""
         with between_steps(), self._core.runner.torch_state():
             yield
 
     def advance(self) -> None:
-        """One step; its events and the outputs of what it finished go to where they are awaited."""
-        if self._contract.changed():
-            self.look()
-        if self._contract.lost and any(r.params.deterministic for r in self.requests.values()):
-            self.new_weights()
+        """Run one step; queue its events and deliver the outputs that it finished."""
+        if self._contract.parameters_written():
+            self.check_model()
+        if self._contract.outdated and any(r.params.deterministic for r in self.requests.values()):
+            self.on_new_weights()
         with deferred_interrupt():
             try:
-                verdicts = self._core.step()
+                results = self._core.step()
             except BaseException:
-                self._tell(self._core.abandon())
+                self._queue_events(self._core.recover())
                 raise
             finally:
                 for request in [r for r in self.requests.values() if r.finished]:
-                    self.collector.put(self._retire(request))
-            self._tell(verdicts)
+                    self._deliver(self._retire(request))
+            self._queue_events(results)
 
-    def _tell(self, verdicts: list[Verdict]) -> None:
-        """Events of what was decided, for the streams that wait for them."""
-        for verdict in verdicts:
-            sequence = verdict.sequence
-            known = sequence.request.request_id, sequence.finish_reason == "abort"
-            if (verdict.committed or sequence.finished) and self.collector.wants(*known):
-                self.collector.put_events([event_of(sequence, verdict.committed)])
+    def _deliver(self, output: RequestOutput) -> None:
+        """Keep an output for the ``finish`` that waits for it, or else for ``take_finished``."""
+        if output.request_id in self._awaited:
+            self._awaited[output.request_id] = output
+        elif output.request_id not in self._subscriptions:
+            self._finished.append(output)
+
+    def take_finished(self) -> list[RequestOutput]:
+        """Outputs that became ready since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def has_unfinished(self) -> bool:
+        """Whether requests are unfinished or outputs not taken."""
+        return bool(self.requests or self._finished)
+
+    def _queue_events(self, results: list[CommitResult]) -> None:
+        for result in results:
+            sequence = result.sequence
+            subscription = self._subscriptions.get(sequence.request.request_id)
+            if subscription is None or not (result.committed or sequence.finished):
+                continue
+            if sequence.finish_reason == "abort" or not subscription.aborts_only:
+                subscription.events.append(event_of(sequence, result.committed))
 
     def next_event(self, requests: list[Request]) -> StreamEvent | None:
         """The next event of a stream's requests, None when there are no more."""
-        if not requests:
-            return None
-        while (event := self.collector.next_event(requests[0].request_id)) is None:
+        while requests:
+            subscription = self._subscriptions.get(requests[0].request_id)
+            if subscription is not None and subscription.events:
+                return subscription.events.popleft()
             if not any(request.request_id in self.requests for request in requests):
-                return None
+                break
             self.advance()
-        return event
+        return None
 
-    def drop(self, requests: list[Request]) -> None:
-        """A stream's requests are wanted no longer."""
+    def unsubscribe(self, requests: list[Request]) -> None:
+        """Abort what is unfinished of a stream's requests and drop their events."""
         self.cancel(requests)
-        self.collector.take([request.request_id for request in requests])
+        for request in requests:
+            self._subscriptions.pop(request.request_id, None)
 
     def abort(self, request_id: str) -> RequestOutput:
         """End one request; ValueError if none of that id is unfinished."""
@@ -144,25 +184,19 @@ class RequestTracker:
         if request is None:
             raise refuse("request_id", request_id, "the id of an unfinished request")
         output = self.cancel([request])[0]
-        if self.collector.is_awaited(request_id):
-            self.collector.put(output)  # for the call of ``generate`` that waits for it
+        if request_id in self._awaited:
+            self._awaited[request_id] = output
         return output
 
-    def cancel(self, requests: list[Request], why: str | None = None) -> list[RequestOutput]:
-        """Abort those of ``requests`` that are unfinished."""
-        outputs = []
-        for request in requests:
-            if self.requests.get(request.request_id) is request:
-                for sequence in request.sequences:
-                    if not sequence.finished:
-                        sequence.finish_reason, sequence.error = "abort", why
-                        self._core.scheduler.remove(sequence)
-                        last = StreamEvent(request.request_id, sequence.index, [])
-                        last.finish_reason = "abort"
-                        last.logprobs = [] if request.params.logprobs else None
-                        self.collector.put_events([last])
-                outputs.append(self._retire(request))
-        return outputs
+    def cancel(self, requests: list[Request], error: str | None = None) -> list[RequestOutput]:
+        """Abort those of ``requests`` that are unfinished; their outputs."""
+        unfinished = [r for r in requests if self.requests.get(r.request_id) is r]
+        for request in unfinished:
+            for sequence in [s for s in request.sequences if not s.finished]:
+                sequence.finish_reason, sequence.error = "abort", error
+                self._core.scheduler.remove(sequence)
+                self._queue_events([CommitResult(sequence)])
+        return [self._retire(request) for request in unfinished]
 
     def _retire(self, request: Request) -> RequestOutput:
         """Forget a request and make its output."""

@@ -1,4 +1,4 @@
-"""What a user gets of sequences: an EventStream as they grow, a Completion when they are done."""
+"""What users see of sequences: an EventStream while they grow, a Completion at the end."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from tinyspec.scheduler.request import Request, Sequence
 class EventStream(Iterator[StreamEvent]):
     """Events of some requests, each request's in the order in which its tokens are committed.
 
-    next_event gives the next one, running the engine where it must, or None at the end; drop gives
-    the requests up; steady is a block for whoever does nothing of his own between events.
+    next_event: returns the next event, running the engine if it must; None at the end.
+    unsubscribe: aborts requests. hold_state: a context manager for callers that run no code of
+    their own between events, which saves setting torch's state at each.
 
     Several streams and calls of ``generate`` may be under way in one engine. ``close`` (or leaving
-    the ``with`` block, or dropping the stream) aborts what is unfinished.
+    the ``with`` block, or deleting the stream) aborts what is unfinished.
     """
 
     def __init__(
@@ -26,13 +27,13 @@ class EventStream(Iterator[StreamEvent]):
         requests: list[Request],
         tokenizer: Any,
         next_event: Callable[[list[Request]], StreamEvent | None],
-        drop: Callable[[list[Request]], None],
-        steady: Callable[[], AbstractContextManager[None]],
+        unsubscribe: Callable[[list[Request]], None],
+        hold_state: Callable[[], AbstractContextManager[None]],
     ):
-        self._requests = requests
+        self.requests = requests
         self._next_event = next_event
-        self._drop = drop
-        self.steady = steady
+        self._unsubscribe = unsubscribe
+        self.hold_state = hold_state
         self._texts = {
             (request.request_id, sequence.index): TextStream(tokenizer)
             for request in requests
@@ -40,7 +41,7 @@ class EventStream(Iterator[StreamEvent]):
         }
 
     def __next__(self) -> StreamEvent:
-        event = self._next_event(self._requests)
+        event = self._next_event(self.requests)
         if event is None:
             self.close()
             raise StopIteration
@@ -50,7 +51,7 @@ class EventStream(Iterator[StreamEvent]):
 
     def close(self) -> None:
         """Abort what is unfinished and forget what was not read."""
-        self._drop(self._requests)
+        self._unsubscribe(self.requests)
 
     def __enter__(self) -> EventStream:
         return self
@@ -63,16 +64,13 @@ class EventStream(Iterator[StreamEvent]):
 
 
 def event_of(sequence: Sequence, committed: int) -> StreamEvent:
-    """What a sequence's newest ``committed`` tokens are to whoever follows it."""
-    new = len(sequence.tokens) - committed
-    logprobs = None
-    if sequence.params.logprobs:
-        logprobs = sequence.logprobs[len(sequence.logprobs) - committed :]
+    """The event of a sequence's newest ``committed`` tokens."""
+    logprobs = sequence.logprobs[len(sequence.logprobs) - committed :]
     return StreamEvent(
         request_id=sequence.request.request_id,
         index=sequence.index,
-        token_ids=sequence.tokens[new:],
-        logprobs=logprobs,
+        token_ids=sequence.tokens[len(sequence.tokens) - committed :],
+        logprobs=logprobs if sequence.params.logprobs else None,
         finish_reason=sequence.finish_reason,
     )
 

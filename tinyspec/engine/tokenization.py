@@ -1,4 +1,4 @@
-"""Between text and tokens: prompts in any accepted form, text out as it grows, stop strings."""
+"""Text and tokens: prompts in every accepted form, streamed text, stop strings."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def to_token_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
     """Token ids of one prompt. Raises ValueError where that needs a tokenizer and there is none."""
     if not isinstance(prompt, (str, Sequence)) or isinstance(prompt, bytes):
         raise refuse("prompt", prompt, "a str, token ids, or chat messages")
-    chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], dict)
-    if not isinstance(prompt, str) and not chat:
+    text = isinstance(prompt, str)
+    if not text and not (prompt and isinstance(prompt[0], dict)):
         return list(prompt)  # type: ignore[arg-type]
     if tokenizer is None:
         raise refuse("prompt", prompt, "token ids, as the engine has no tokenizer")
-    if not chat:
+    if text:
         return list(tokenizer(prompt)["input_ids"])
     if not getattr(tokenizer, "chat_template", None):
         raise refuse("prompt", prompt, "text or token ids, as the tokenizer has no chat template")
-    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    chat = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    return list(tokenizer(chat, add_special_tokens=False)["input_ids"])
 
 
 def continuation_ids(text: Prompt, tokenizer: Any) -> list[int]:
-    """Token ids of a text that goes on from another: no special tokens of its own."""
+    """Token ids of a text that continues another, without special tokens."""
     if isinstance(text, str):
         if tokenizer is None:
             raise refuse("continuation", text, "token ids, as the engine has no tokenizer")
@@ -56,34 +56,34 @@ def decode(tokenizer: Any, token_ids: list[int]) -> str | None:
 
 
 class TextStream:
-    """Text of a growing sequence, handed out piece by piece, never half a character.
+    """Text of a growing sequence, piece by piece and in whole characters.
 
-    Every piece is decoded behind the piece before it, because some tokenizers write a token
+    Each piece is decoded together with the one before it, because some tokenizers decode a token
     differently at the start of a text.
     """
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
-        self._before = 0
-        self._given = 0
+        self._start = 0
+        self._end = 0
 
     def push(self, token_ids: list[int], last: bool) -> str | None:
-        """What these tokens add; ``last`` flushes what was held back."""
+        """The text that these tokens add; ``last`` adds an incomplete character too."""
         if self._tokenizer is None:
             return None
         self._tokens += token_ids
-        known = decode(self._tokenizer, self._tokens[self._before : self._given]) or ""
-        text = decode(self._tokenizer, self._tokens[self._before :]) or ""
+        known = decode(self._tokenizer, self._tokens[self._start : self._end]) or ""
+        text = decode(self._tokenizer, self._tokens[self._start :]) or ""
         if text.endswith(_INCOMPLETE) and not last:
             return ""
-        self._before, self._given = self._given, len(self._tokens)
+        self._start, self._end = self._end, len(self._tokens)
         return text[len(known) :]
 
 
 def ends_in_stop_string(tokenizer: Any, generated: list[int], stops: Sequence[str]) -> bool:
     """Whether the newest of the ``generated`` tokens completes one of ``stops``."""
-    # A token holds at least one byte, so the match begins in these last tokens.
+    # A token has at least one byte, so the match begins in these last tokens.
     reach = max(len(stop.encode()) for stop in stops) + 1
     text = tokenizer.decode(generated[-reach:], skip_special_tokens=False)
     return any(stop in text for stop in stops)

@@ -1,10 +1,10 @@
 """Accept/truncate: what a verify commits, for every verifying request at once.
 
-    agreed    = first row whose draft is missing or unlike its target
+    agreed    = first row whose draft is missing or differs from its target
     committed = min(agreed + 1, num_rows, first stop token + 1, remaining)
 
 drafts and targets [S, W] int64. A program owns one request and walks its rows BLOCK_W at a time;
-all it reduces are minima of integers. Method: LLM-42, arXiv 2601.17768.
+it reduces integer minima only. Method: LLM-42, arXiv 2601.17768.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def accept_kernel(
         row = (place < num_rows) & (place < width)
         draft = tl.load(draft_ptr + s * stride_d + place, mask=row, other=-1)
         target = tl.load(target_ptr + s * stride_t + place, mask=row, other=-1)
-        unlike = row & ((draft != target) | (place >= draft_len))
-        agreed = tl.minimum(agreed, tl.min(tl.where(unlike, place, num_rows), axis=0))
+        differs = row & ((draft != target) | (place >= draft_len))
+        agreed = tl.minimum(agreed, tl.min(tl.where(differs, place, num_rows), axis=0))
         for i in range(0, num_stops):
             stop = tl.load(stop_ptr + s * stride_s + i)
             hit = row & (target == stop) & (stop >= 0)
@@ -102,7 +102,7 @@ def accept_truncate(
     pages_held: Tensor,
     page_size: int,
 ) -> AcceptResult:
-    """Compare drafts with targets and say what is committed, kept and freed.
+    """Compare drafts with targets: what is committed, kept and freed.
 
     drafts, targets [S, W] int64: row j of request s yields the canonical token ``targets[s, j]``,
     which ``drafts[s, j]`` guessed; j >= draft_lens[s] has no draft and yields the bonus token.

@@ -1,5 +1,4 @@
-"""What paged attention's two kernels share: the keys a row sees, the running state, its merge, its
-end; and the second of them.
+"""Helpers of both paged-attention kernels, and the second kernel, which merges splits.
 
 A row's state is (highest score, sum, weighted values); ``merge`` joins it with that of the next
 split, wherever the split was computed, so there is one order of additions. Scores are in units of
@@ -20,7 +19,7 @@ from tinyspec.kernels import launch
 from tinyspec.kernels.attention_metadata import AttentionMetadata
 
 LOG2E = math.log2(math.e)
-# A window or chunk that hides nothing.
+# A window or chunk that masks nothing.
 UNBOUNDED = 2**31 - 1
 # Pointers whose alignment must not make another binary.
 POINTERS = ["page_table_ptr", "cu_seqlens_ptr", "seq_lens_ptr", "sink_ptr"]
@@ -28,13 +27,13 @@ POINTERS = ["page_table_ptr", "cu_seqlens_ptr", "seq_lens_ptr", "sink_ptr"]
 
 @triton.jit
 def lowest_key(position, window, chunk):
-    """First key that a row at ``position`` sees: none before its window, nor before its chunk."""
+    """First key that a row at ``position`` attends to: that of its window or chunk."""
     return tl.maximum(position - window + 1, position // chunk * chunk)
 
 
 @triton.jit
 def merge(highest, total, acc, new_highest, new_total, new_acc):
-    """Running state [rows], [rows], [rows, D] joined by the next partial; either may be empty
+    """Running state [rows], [rows], [rows, D] and the next partial; either may be empty
     (-inf, 0, 0)."""
     top = tl.maximum(highest, new_highest)
     shift = tl.where(top == float("-inf"), 0.0, top)
@@ -122,7 +121,7 @@ def merge_kernel(
 
 
 class Partials(NamedTuple):
-    """Workspace of the launch that leaves a partial state per split, R rows and Hq heads each."""
+    """Workspace for a partial state per split, R rows and Hq heads each."""
 
     acc: Tensor  # [splits, R, Hq, D] fp32
     highest: Tensor  # [splits, R, Hq] fp32
@@ -130,8 +129,8 @@ class Partials(NamedTuple):
 
     @classmethod
     def empty(cls, splits: int, like: Tensor) -> Partials:
-        """For the rows, heads and head size of ``like``; one element each where splits is 1, which
-        leaves none."""
+        """For the rows, heads and head size of ``like``; unused where splits is 1: one element
+        each."""
         rows, heads, dim = like.shape
         shape = (splits, rows, heads) if splits > 1 else (1, 1, 1)
         sizes = ((*shape, dim), shape, shape)
@@ -141,7 +140,7 @@ class Partials(NamedTuple):
 def merge_partials(
     partials: Partials,
     out: Tensor,
-    segments: AttentionMetadata,
+    metadata: AttentionMetadata,
     *,
     window: int,
     chunk: int,
@@ -150,14 +149,14 @@ def merge_partials(
 ) -> None:
     """Merge the partials of every row's splits, ``split`` tokens each, into out [R, Hq, D]."""
     num_rows, q_heads, dim = out.shape
-    grid = (segments.max_seqlen_q, segments.seq_lens.shape[0], q_heads)
+    grid = (metadata.max_seqlen_q, metadata.seq_lens.shape[0], q_heads)
     merge_kernel[grid](
         part_acc_ptr=partials.acc,
         part_highest_ptr=partials.highest,
         part_total_ptr=partials.total,
         sink_ptr=out if sinks is None else sinks,
-        cu_seqlens_ptr=segments.cu_seqlens_q,
-        seq_lens_ptr=segments.seq_lens,
+        cu_seqlens_ptr=metadata.cu_seqlens_q,
+        seq_lens_ptr=metadata.seq_lens,
         out_ptr=out,
         num_rows=num_rows,
         q_heads=q_heads,

@@ -37,20 +37,20 @@ def refusal(backend: str, device_type: str) -> str | None:
 def load(backend: str) -> Kernels:
     """The kernels of ``backend``: "triton" or "torch" (the twins).
 
-    Triton is imported here and not before, because a process that interprets its kernels has to say
-    so first and a process on a CPU need not have it at all.
+    Triton is imported here and not before: TRITON_INTERPRET must be set before it is imported, and
+    on a CPU it need not be installed.
     """
     assert backend in ("triton", "torch"), backend
     package = __package__ if backend == "triton" else f"{__package__}.twins"
-
-    def kernel(module: str, name: str) -> Callable[..., Any]:
-        return getattr(import_module(f"{package}.{module}"), name)
-
-    return Kernels(
-        backend=backend,
-        fused_kv_write=kernel("kv_write", "fused_kv_write"),
-        paged_attention=kernel("paged_attention", "paged_attention"),
-        accept_truncate=kernel("accept", "accept_truncate"),
-        sample=kernel("sample", "sample"),
-        linear=kernel("linear", "linear"),
-    )
+    modules = {
+        "fused_kv_write": "kv_write",
+        "paged_attention": "paged_attention",
+        "accept_truncate": "accept",
+        "sample": "sample",
+        "linear": "linear",
+    }
+    kernels = {
+        name: getattr(import_module(f"{package}.{module}"), name)
+        for name, module in modules.items()
+    }
+    return Kernels(backend, **kernels)

@@ -62,9 +62,9 @@ def _norm_rotate(
 
     total = tl.zeros([head.shape[0]], tl.float32)
     if ROT > 0:
-        turn_mask = head_mask[:, None] & pair_mask[None, :]
-        x1 = tl.load(x_row + first[None, :], mask=turn_mask, other=0.0).to(tl.float32)
-        x2 = tl.load(x_row + second[None, :], mask=turn_mask, other=0.0).to(tl.float32)
+        pair_mask_2d = head_mask[:, None] & pair_mask[None, :]
+        x1 = tl.load(x_row + first[None, :], mask=pair_mask_2d, other=0.0).to(tl.float32)
+        x2 = tl.load(x_row + second[None, :], mask=pair_mask_2d, other=0.0).to(tl.float32)
         total += tl.sum(x1 * x1 + x2 * x2, axis=1)
     if ROT < D:
         copy_mask = head_mask[:, None] & rest_mask[None, :]
@@ -81,8 +81,8 @@ def _norm_rotate(
         sin2 = tl.load(sin_ptr + second, mask=pair_mask, other=0.0).to(tl.float32)[None, :]
         y1 = x1 * cos1 - x2 * sin1
         y2 = x2 * cos2 + x1 * sin2
-        tl.store(out_row + first[None, :], y1.to(DTYPE), mask=turn_mask)
-        tl.store(out_row + second[None, :], y2.to(DTYPE), mask=turn_mask)
+        tl.store(out_row + first[None, :], y1.to(DTYPE), mask=pair_mask_2d)
+        tl.store(out_row + second[None, :], y2.to(DTYPE), mask=pair_mask_2d)
     if ROT < D:
         x3 = _normed(x3, weight_ptr, rest, rms, rest_mask, NORM, DTYPE)
         tl.store(out_row + rest[None, :], x3.to(DTYPE), mask=copy_mask)
@@ -201,13 +201,6 @@ def kv_write_kernel(
             tl.store(v_cache_ptr + (slot * kv_heads + head[:, None]) * D + dim, v, mask=mask)
 
 
-def _vectorizable(x: Tensor, vec: int) -> Tensor:
-    """x itself, or a copy of it where its layout would need another binary."""
-    if launch.aligned(x) and all(stride % vec == 0 for stride in x.stride()[:-1]):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
 def fused_kv_write(
     q: Tensor,
     k: Tensor,
@@ -229,8 +222,8 @@ def fused_kv_write(
     q [R, Hq, D], k and v [R, Hkv, D], last dimension contiguous; cos and sin [R, rot] with rot <=
     D, in any float dtype, or None for no RoPE; caches [N, page_size, Hkv, D] contiguous;
     slot_mapping [R] int64, page * page_size + offset, -1 to skip. q_weight and k_weight [D]:
-    RMSNorm over the head before RoPE (Qwen3). interleaved: neighbours of the first rot dimensions
-    turn together (GLM), not their halves. derived: not needed here.
+    RMSNorm over the head before RoPE (Qwen3). interleaved: RoPE rotates even with odd dimensions
+    (GLM) instead of the first with the second half. derived: unused here.
     """
     rows, q_heads, dim = q.shape
     kv_heads = k.shape[1]
@@ -245,8 +238,8 @@ def fused_kv_write(
     rot = 0 if cos is None else cos.shape[-1]
     assert rot <= dim and rot % 2 == 0
     vec = launch.vector(q.dtype, dim)
-    q, k, v = _vectorizable(q, vec), _vectorizable(k, vec), _vectorizable(v, vec)
-    # A pointer that is never read has to have a type all the same.
+    q, k, v = (launch.vectorizable(x, vec) for x in (q, k, v))
+    # A pointer that is never read needs a type as well.
     norm_q, norm_k = q_weight is not None, k_weight is not None
     cos, sin = (q, q) if cos is None or sin is None else (cos, sin)
     q_weight = q if q_weight is None else q_weight

@@ -1,9 +1,9 @@
 """The launch table: every tile size, warp count and stage count of the Triton kernels.
 
 What a result depends on (tiles, splits, warps) is keyed by dtype and head size alone, never by the
-number of rows, sequences, pages or heads, and nothing here is tuned at run time. The numbers come
-from what fits the shared memory of sm_80, sm_90, sm_100 and gfx942 and spills no register of the
-first three (tests/kernels/test_compile.py); none of them was timed on a GPU yet.
+number of rows, sequences, pages or heads, and nothing here is tuned at run time. The numbers fit
+the shared memory of sm_80, sm_90, sm_100 and gfx942 and spill no register of the first three
+(tests/kernels/test_compile.py); none of them has been timed on a GPU yet.
 
 Knows dtypes and head sizes; imports neither triton nor the kernels.
 """
@@ -27,8 +27,8 @@ class AttentionLaunch(NamedTuple):
     """block_m query rows by block_n keys per tile; a split is ``split`` tokens, a multiple of
     block_n.
 
-    max_registers: told to ptxas, which otherwise may spill some to reach a better occupancy; 0:
-    leave it.
+    max_registers: limit for ptxas, which otherwise may spill some to reach a better occupancy; 0:
+    none.
     """
 
     block_m: int
@@ -101,8 +101,8 @@ _LINEAR = {
     4: LinearLaunch(32, 64, 32, 8, 3),
 }
 
-# Below this many programs a grid leaves SMs idle, and long contexts are spread over their splits.
-# The bits are the same either way, so this alone may look at the batch.
+# Below this many programs a grid leaves SMs idle, so long contexts get a program per split. Bits
+# are the same either way, so only this may depend on the batch.
 FULL_GRID = 128
 MAX_WORKSPACE_BYTES = 256 << 20
 
@@ -118,8 +118,8 @@ def next_power_of_2(n: int) -> int:
 
 
 def vector(dtype: torch.dtype, head_dim: int) -> int:
-    """Elements (a power of two) that every head of this size begins at a multiple of, 16 bytes at
-    most."""
+    """Largest power of two, 16 bytes at most, of which every head of this size begins at a
+    multiple."""
     return min(VECTOR_BYTES // dtype.itemsize, head_dim & -head_dim)
 
 
@@ -127,6 +127,14 @@ def aligned(*tensors: Tensor) -> bool:
     """Whether all begin at a multiple of 16 bytes; triton compiles another binary for those that do
     not."""
     return all(t.data_ptr() % VECTOR_BYTES == 0 for t in tensors)
+
+
+def vectorizable(x: Tensor, vec: int) -> Tensor:
+    """x itself, or a contiguous copy of it where its layout would need another binary."""
+    *strides, last = x.stride()
+    if last == 1 and aligned(x) and all(stride % vec == 0 for stride in strides):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def attention(dtype: torch.dtype, head_dim: int) -> AttentionLaunch:

@@ -1,4 +1,4 @@
-"""Linear: a matrix product whose rows do not know how many they are.
+"""Linear: a matrix product whose rows do not depend on their number.
 
     out[r, n] = sum_k x[r, k] * weight[n, k] + bias[n]
 
@@ -6,11 +6,11 @@ x [R, K], weight [N, K], out [R, N]. A program owns a tile of BLOCK_M rows by BL
 walks all of K from 0 in steps of BLOCK_K, into one fp32 accumulator; the bias joins it in fp32
 before the single cast. Nothing is split over K and the tile is keyed by dtype alone, so a row's
 bits depend on that row, the weight and the bias: not on the number of rows, its row index, its
-neighbours, or the number of outputs. A short last tile is filled up with zeros.
+neighbours, or the number of outputs. A short last tile is padded with zeros.
 
-The weight is read as it lies: [N, K] of ``nn.Linear``, or [K, N] of GPT-2's ``Conv1D``, passed
-transposed. VEC_K and VEC_N say how far K and N are known to divide; they widen loads and stores,
-and come from the layer, never from the pass.
+The weight is read as it is stored: [N, K] of ``nn.Linear``, or [K, N] of GPT-2's ``Conv1D``, passed
+transposed. VEC_K and VEC_N are known divisors of K and N; they widen loads and stores and come from
+the layer, never from the pass.
 """
 
 from __future__ import annotations
@@ -75,13 +75,6 @@ def linear_kernel(
     tl.store(out_tile, out, mask=row_mask[:, None] & n_mask[None, :])
 
 
-def _vectorizable(x: Tensor, vec: int) -> Tensor:
-    """The matrix x itself, or a copy of it where its layout would need another binary."""
-    if x.stride(1) == 1 and x.stride(0) % vec == 0 and launch.aligned(x):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias; the bits of a row depend on that row, the weight and the bias alone.
 
@@ -98,7 +91,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     vec_k, vec_n = launch.vector(x.dtype, width), launch.vector(x.dtype, outputs)
     transposed = weight.stride(1) != 1 and weight.stride(0) == 1
     vec_w = vec_n if transposed else vec_k
-    x, stored = _vectorizable(x, vec_k), _vectorizable(weight.T if transposed else weight, vec_w)
+    x = launch.vectorizable(x, vec_k)
+    stored = launch.vectorizable(weight.T if transposed else weight, vec_w)
 
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     if rows == 0:

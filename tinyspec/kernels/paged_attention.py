@@ -7,14 +7,14 @@ row, into tiles of BLOCK_M; a program owns one such tile and walks the keys in t
 
 Order of reduction, for every row: tiles from position 0 within a split of SPLIT tokens (online
 softmax, fp32), the partial (max, sum, acc) closed at every split boundary, partials merged in order
-by ``merge``. A tile or split that is wholly masked for a row leaves its state as it was, bit for
+by ``merge``. A tile or split that is all masked for a row does not change its state by a
 bit: the maximum stays, the correction is exp2(0) = 1, what is added is 0. So a row's bits depend on
-its own sequence alone, not on the rows, segments or pages around it, and tiles that no row of the
-program sees are skipped.
+its own sequence alone, not on the rows, segments or pages around it. Tiles that no row of the
+program attends to are skipped.
 
-Two ways to run it, same bits: a program walks all splits of its rows and stores the result; or one
-program per split stores its partial in a workspace, and ``merge_kernel`` merges those in the same
-order. One binary serves both. Scores are kept in units of log2(e), for exp2.
+It runs in one of two ways with the same bits: a program walks all splits of its rows and stores the
+result; or one program per split stores its partial in a workspace, and ``merge_kernel`` merges
+those in the same order. One binary serves both. Scores are kept in units of log2(e), for exp2.
 
 Does not protect a row from a non-finite value row in a tile that it shares: 0 * NaN is NaN.
 """
@@ -108,7 +108,7 @@ def attention_kernel(
     first_row = tl.program_id(0) * tile_rows
     if first_row >= seg_rows:
         return
-    # Keys that any row of this program sees: lowest..end - 1.
+    # Keys that any row of this program attends to: lowest..end - 1.
     first_position = seq_len - seg_rows + first_row
     end = tl.minimum(seq_len, first_position + tile_rows)
     lowest = lowest_key(first_position, window, chunk)
@@ -149,7 +149,7 @@ def attention_kernel(
         for start in range(first_key, end_key, BLOCK_N):
             key = start + tl.arange(0, BLOCK_N)
             live = (key >= lowest) & (key < end)
-            # Unsigned, for the division is shorter.
+            # Unsigned division takes fewer instructions.
             page_index = key.to(tl.uint32) // size
             page = tl.load(table_ptr + page_index, mask=live, other=0)
             slot = (page.to(tl.int64) - page_index) * page_size + key
@@ -164,20 +164,20 @@ def attention_kernel(
             scores = tl.where(seen, scores, float("-inf"))
 
             top = tl.maximum(split_highest, tl.max(scores, axis=1))
-            # A row that has seen no key yet keeps (-inf, 0, 0).
+            # A row without a key so far keeps (-inf, 0, 0).
             shift = tl.where(top == float("-inf"), 0.0, top)
-            fade = tl.exp2(split_highest - shift)
+            decay = tl.exp2(split_highest - shift)
             p = tl.exp2(scores - shift[:, None])
-            split_total = split_total * fade + tl.sum(p, axis=1)
+            split_total = split_total * decay + tl.sum(p, axis=1)
             split_highest = top
 
             v = tl.load(v_ptr + kv_offset, mask=kv_mask, other=0.0)
-            split_acc = tl.dot(p.to(v.dtype), v, split_acc * fade[:, None], input_precision="ieee")
+            split_acc = tl.dot(p.to(v.dtype), v, split_acc * decay[:, None], input_precision="ieee")
         highest, total, acc = merge(highest, total, acc, split_highest, split_total, split_acc)
 
     q_heads = kv_heads * group
     entry = pass_row * q_heads + first_head
-    # Within a tile 32 bits suffice, and are half the registers.
+    # Within a tile 32 bits are enough and take half the registers.
     in_tile = row * q_heads + head
     in_tile_d = in_tile[:, None] * D + d[None, :]
     if split_programs > 1:
@@ -195,7 +195,7 @@ def paged_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    segments: AttentionMetadata,
+    metadata: AttentionMetadata,
     *,
     scale: float,
     window: int = 0,
@@ -206,40 +206,39 @@ def paged_attention(
     """Causal attention of every row over its own sequence's pages.
 
     q [R, Hq, D], last dimension contiguous, caches [N, page_size, Hkv, D] contiguous -> [R, Hq, D]
-    in q's dtype; padding rows are 0. window: keys a row sees, itself included (0: all). chunk: a
-    row sees the keys since the last multiple of it, itself included (0: all; Llama 4); not along
-    with a window. softcap: c * tanh(s / c) on the scaled scores (0: none). sinks [Hq]: one more
-    logit per head in the softmax's denominator. Method: FlashAttention-2 (arXiv 2307.08691) and its
-    split over keys, with both made one order.
+    in q's dtype; padding rows are 0. window: keys a row attends to, its own included (0: all).
+    chunk: a row attends to the keys since the last multiple of it, its own included (0: all; Llama
+    4); not along with a window. softcap: c * tanh(s / c) on the scaled scores (0: none). sinks
+    [Hq]: one more logit per head in the softmax's denominator. Method: FlashAttention-2 (arXiv
+    2307.08691) and its split over keys, both in one order of reduction.
     """
     num_rows, q_heads, dim = q.shape
     kv_heads = k_cache.shape[2]
-    num_segments = segments.seq_lens.shape[0]
+    num_segments = metadata.seq_lens.shape[0]
     assert q.dtype == k_cache.dtype == v_cache.dtype and q.stride(-1) == 1
     assert k_cache.shape == v_cache.shape and k_cache.is_contiguous() and v_cache.is_contiguous()
-    assert k_cache.shape[1:] == (segments.page_size, kv_heads, dim) and q_heads % kv_heads == 0
-    assert launch.aligned(k_cache, v_cache) and len(segments.cu_seqlens_q) == num_segments + 1
-    for table in (segments.page_table, segments.cu_seqlens_q, segments.seq_lens):
+    assert k_cache.shape[1:] == (metadata.page_size, kv_heads, dim) and q_heads % kv_heads == 0
+    assert launch.aligned(k_cache, v_cache) and len(metadata.cu_seqlens_q) == num_segments + 1
+    for table in (metadata.page_table, metadata.cu_seqlens_q, metadata.seq_lens):
         assert table.dtype == torch.int32 and table.stride(-1) == 1
     assert sinks is None or (sinks.shape == (q_heads,) and sinks.is_contiguous())
     assert window >= 0 and chunk >= 0 and softcap >= 0 and not (window and chunk)
 
     vec = launch.vector(q.dtype, dim)
-    if not launch.aligned(q) or any(stride % vec for stride in q.stride()[:-1]):
-        q = q.clone(memory_format=torch.contiguous_format)
+    q = launch.vectorizable(q, vec)
     score_scale = scale / softcap if softcap else scale * LOG2E
 
     out = torch.zeros((num_rows, q_heads, dim), dtype=q.dtype, device=q.device)
-    if num_segments == 0 or segments.max_seqlen_q == 0:
+    if num_segments == 0 or metadata.max_seqlen_q == 0:
         return out
 
     entry = launch.attention(q.dtype, dim)
     group = q_heads // kv_heads
     group_pad = min(launch.next_power_of_2(group), entry.block_m)
     head_blocks = triton.cdiv(group, entry.block_m)
-    row_tiles = triton.cdiv(segments.max_seqlen_q, entry.block_m // group_pad)
+    row_tiles = triton.cdiv(metadata.max_seqlen_q, entry.block_m // group_pad)
     programs = row_tiles * num_segments * kv_heads * head_blocks
-    splits = triton.cdiv(segments.max_seqlen_k, entry.split)
+    splits = triton.cdiv(metadata.max_seqlen_k, entry.split)
     workspace_bytes = 4 * splits * num_rows * q_heads * (dim + 2)
     split_programs = launch.split_programs(programs, splits, workspace_bytes)
     partials = Partials.empty(split_programs, q)
@@ -251,9 +250,9 @@ def paged_attention(
         k_ptr=k_cache,
         v_ptr=v_cache,
         sink_ptr=q if sinks is None else sinks,
-        page_table_ptr=segments.page_table,
-        cu_seqlens_ptr=segments.cu_seqlens_q,
-        seq_lens_ptr=segments.seq_lens,
+        page_table_ptr=metadata.page_table,
+        cu_seqlens_ptr=metadata.cu_seqlens_q,
+        seq_lens_ptr=metadata.seq_lens,
         out_ptr=out,
         part_acc_ptr=partials.acc,
         part_highest_ptr=partials.highest,
@@ -264,11 +263,11 @@ def paged_attention(
         group_shift=group_pad.bit_length() - 1,
         head_blocks=head_blocks,
         split_programs=split_programs,
-        page_size=segments.page_size,
+        page_size=metadata.page_size,
         **bounds,
         stride_qr=q.stride(0) // vec,
         stride_qh=q.stride(1) // vec,
-        stride_table=segments.page_table.stride(0),
+        stride_table=metadata.page_table.stride(0),
         score_scale=float(score_scale),
         cap=float(softcap) * LOG2E,
         CAPPED=softcap > 0,
@@ -282,5 +281,5 @@ def paged_attention(
         **entry.options(),
     )
     if split_programs > 1:
-        merge_partials(partials, out, segments, **bounds, sinks=sinks, split=entry.split)
+        merge_partials(partials, out, metadata, **bounds, sinks=sinks, split=entry.split)
     return out

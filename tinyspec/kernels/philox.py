@@ -1,10 +1,10 @@
-"""Philox4x32-10 and the Gumbel variates made of it, as Triton helpers.
+"""Philox4x32-10 and Gumbel noise from it, as Triton helpers.
 
     u = ((x >> 9) + 1/2) / 2**23        g = -log(-log(u))
 
 Entry v of a row's noise is lane ``v & 3`` of the four outputs at counter (v >> 2, position, 0, 0)
-under the row's 64-bit key, so it depends on nothing else. Own rounds rather than triton's
-``tl.philox``, for the bits of a seed must not change with the triton version.
+under the row's 64-bit key, so it depends on nothing else. The rounds are written out instead of
+calling ``tl.philox``, because the bits of a seed must not change with the triton version.
 
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 """

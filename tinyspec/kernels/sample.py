@@ -4,10 +4,10 @@
 
 logits [N, V] fp32. A program owns one row and walks it BLOCK_V entries at a time. Every lane keeps
 its own best entry and its own running (max, sum) of the logsumexp; lanes are reduced once, at the
-end. So the order of additions is fixed by BLOCK_V alone. Ties go to the lowest index.
+end, so the order of additions is fixed by BLOCK_V alone. Ties go to the lowest index.
 
-A forced token wins its row in place of the best entry, and takes the same way out: its
-log-probability has the bits that the row's own choice of it would have.
+A forced token replaces the best entry; its log-probability is computed in the same way and has the
+same bits as if the row had chosen it.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def sample_kernel(
     logprob_ptr,  # [N] fp32
     vocab_size,
     stride,
-    num_forced,  # N, or 0: every row is free
+    num_forced,  # N, or 0: no row is forced
     BLOCK_V: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
-    hot = temperature > 0
-    divisor = tl.where(hot, temperature, 1.0)
+    sampled = temperature > 0
+    divisor = tl.where(sampled, temperature, 1.0)
     key = tl.load(key_ptr + row)
     k0 = (key & 0xFFFFFFFF).to(tl.uint32)
     k1 = ((key >> 32) & 0xFFFFFFFF).to(tl.uint32)
@@ -69,7 +69,7 @@ def sample_kernel(
         broken = tl.where((x != x) | (x == float("inf")), 1, broken)
 
         z = x
-        if hot & free:
+        if sampled & free:
             z = x + gumbel(start, position, k0, k1, BLOCK_V)
         z = tl.where(free, z, tl.where(v == forced, float("inf"), float("-inf")))
         # A later entry of the lane has the higher index, so it has to be strictly better.
@@ -86,13 +86,13 @@ def sample_kernel(
     top = tl.max(best, axis=0)
     token = tl.min(tl.where(best == top, best_v, vocab_size), axis=0)
     chosen = tl.max(tl.where((best == top) & (best_v == token), best_x, float("-inf")), axis=0)
-    crest = tl.max(highest, axis=0)
-    shift = tl.where(crest == float("-inf"), 0.0, crest)
+    row_max = tl.max(highest, axis=0)
+    shift = tl.where(row_max == float("-inf"), 0.0, row_max)
     norm = shift + tl.log(tl.sum(total * tl.exp(highest - shift), axis=0))
 
-    fine = (tl.max(broken, axis=0) == 0) & (crest > float("-inf"))
-    tl.store(token_ptr + row, tl.where(fine, token, -1).to(tl.int64))
-    tl.store(logprob_ptr + row, tl.where(fine, chosen - norm, float("nan")))
+    finite = (tl.max(broken, axis=0) == 0) & (row_max > float("-inf"))
+    tl.store(token_ptr + row, tl.where(finite, token, -1).to(tl.int64))
+    tl.store(logprob_ptr + row, tl.where(finite, chosen - norm, float("nan")))
 
 
 def sample(

@@ -11,11 +11,9 @@ from functools import cache
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import (
     AttentionInterface,
-    AttentionMaskInterface,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -30,12 +28,14 @@ from tinyspec.model.attention import (
 )
 from tinyspec.model.attention_calls import Layer, Survey
 from tinyspec.model.attention_trial import WAYS, stand_ins
+from tinyspec.model.cpu.linears import cpu_stand_ins
 from tinyspec.model.cpu.norms import norm_stand_ins
 from tinyspec.model.introspection import given_calls, survey
-from tinyspec.model.linears import LinearFunction, cpu_stand_ins, kernel_stand_ins
+from tinyspec.model.linears import LinearFunction, kernel_stand_ins
+from tinyspec.model.modules import children
 from tinyspec.model.patched_model import PatchedModel
 from tinyspec.model.positions import GivenPositions, RopeTable
-from tinyspec.model.quantized import settle
+from tinyspec.model.quantized import repack_weights
 from tinyspec.model.supported import (
     LEAST_POSITIONS,
     cache_windows,
@@ -47,17 +47,6 @@ from tinyspec.model.supported import (
 )
 from tinyspec.model.torch_state import TorchState
 from tinyspec.model.wrappers import CompiledCalls, compiled_modules, has_hooks
-
-Place = tuple[nn.Module, str, nn.Module]
-
-
-def _children(model: nn.Module) -> list[Place]:
-    """(parent, name, module) of every module but the outermost."""
-    return [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-    ]
 
 
 def calls_interface(module: nn.Module) -> bool:
@@ -83,9 +72,9 @@ def _counts_positions(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding) and takes
 
 
-def _swapped_at_once(model: nn.Module) -> list[nn.Module]:
+def _always_swapped(model: nn.Module) -> list[nn.Module]:
     """The modules that are swapped whatever they compute."""
-    found = [m for _, _, m in _children(model) if _is_rotary(m) or _counts_positions(m)]
+    found = [m for _, _, m in children(model) if _is_rotary(m) or _counts_positions(m)]
     wrappers = (parent.get_submodule(name) for parent, name, _ in compiled_modules(model))
     return found + [wrapper for wrapper in wrappers if has_hooks(wrapper)]
 
@@ -98,29 +87,12 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
             "or call tinyspec.unpatch(model), first"
         )
     reason = (
-        _missing_name(model)
-        or refusal(model)
-        or loading_refusal(model)
-        or _swap_refusal(model, _swapped_at_once(model))
+        refusal(model) or loading_refusal(model) or _swap_refusal(model, _always_swapped(model))
     )
     if reason is None and not any(map(calls_interface, model.modules())):
         reason = "its attention does not go through transformers' attention interface"
     if reason is not None:
         raise unsupported(model, reason)
-
-
-def _missing_name(model: PreTrainedModel) -> str | None:
-    """Which private name of transformers that is needed here this release lacks, or None."""
-    needed: list[tuple[object, str, str]] = [
-        (model.config, type(model.config).__name__, "_attn_implementation"),
-        (model.config, type(model.config).__name__, "_attn_implementation_internal"),
-        (AttentionMaskInterface, "AttentionMaskInterface", "_global_mapping"),
-    ]
-    for owner, owner_name, name in needed:
-        if not hasattr(owner, name):
-            version = transformers.__version__
-            return f"transformers {version} has no {owner_name}.{name}, which tinyspec needs"
-    return None
 
 
 def _names(model: nn.Module) -> dict[int, str]:
@@ -180,7 +152,7 @@ def _install(
     patched.bound += [module for module in model.modules() if calls_interface(module)]
     patched.bind()
     like = torch.empty(0, dtype=model.dtype, device=model.device)
-    for parent, name, module in _children(model):
+    for parent, name, module in children(model):
         if _counts_positions(module):
             patched.swap(parent, name, GivenPositions(module, context))
         elif _is_rotary(module):
@@ -201,7 +173,7 @@ def _install(
 def _swap_attention(patched: PatchedModel, positions: int) -> None:
     """Find out what attention the model calls, and put in the stand-ins for it."""
     model, context = patched.model, patched.context
-    settle(model, model.dtype)  # before a forward in inference mode does
+    repack_weights(model, model.dtype)  # before a forward in inference mode does
     with TorchState(model)():
         found = survey(model, IMPLEMENTATION, context.record)
         _refuse_cache_windows(model, found)
@@ -216,7 +188,7 @@ def _swap_attention(patched: PatchedModel, positions: int) -> None:
     if (reason := _swap_refusal(model, swapped)) is not None:
         raise unsupported(model, reason)
     names = _names(model)
-    for parent, name, module in _children(model):
+    for parent, name, module in children(model):
         if id(module) in made:
             patched.swap(parent, name, made[id(module)])
     patched.layers += [call.shape for call in found.calls]

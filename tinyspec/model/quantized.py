@@ -1,7 +1,7 @@
-"""Packed weights: the tensors behind a quantized parameter, and what of it no probe can prove.
+"""Packed weights: the tensors that a quantized parameter consists of, and what no probe can prove.
 
 torchao's parameters are tensors made of tensors; bitsandbytes keeps scales beside its own. Neither
-library is imported: they are known by what they have. Knows modules and tensors, not engines.
+library is imported: both are recognised by attributes. Knows modules and tensors, not engines.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 PLAIN = (nn.Parameter, Tensor)
-# Activations quantized by a scale for each of these: a row's own, or a part of a row's.
+# Quantized activations have one scale for each of these: a row, or a part of a row.
 ROW_SCALES = ("PerRow", "PerToken", "PerGroup")
 
 
 def is_packed(weight: object) -> bool:
-    """Whether a parameter is not what it claims to be: a subclass of Tensor."""
+    """Whether a weight is of a subclass of Tensor: its dtype may not say what it holds."""
     # In this order: it is asked of every parameter before every step.
     return type(weight) not in PLAIN and isinstance(weight, Tensor)
 
@@ -28,58 +28,57 @@ def parts(tensor: Tensor) -> dict[str, Tensor]:
     if not is_packed(tensor):
         return {"": tensor}
     flatten = getattr(tensor, "__tensor_flatten__", None)
-    found: dict[str, Tensor] = {}
     if flatten is None:
-        found[""] = tensor.detach().as_subclass(Tensor)
-        found |= {name: x for name, x in _beside(tensor).items() if isinstance(x, Tensor)}
-        return found
-    for name in flatten()[0]:
-        for inner, part in parts(getattr(tensor, name)).items():
-            found[f"{name}.{inner}".rstrip(".")] = part
-    return found
+        extra = {name: x for name, x in _quant_state(tensor).items() if isinstance(x, Tensor)}
+        return {"": tensor.detach().as_subclass(Tensor), **extra}
+    return {
+        f"{name}.{inner}".rstrip("."): part
+        for name in flatten()[0]
+        for inner, part in parts(getattr(tensor, name)).items()
+    }
 
 
 def trace(parameter: Tensor) -> tuple[int, ...]:
-    """Address and version counter of a parameter, of a packed one those of all its parts: one of
-    them changes when it is written to."""
+    """Address and version counter of a parameter, or of all parts of a packed one: one of them
+    changes when the parameter is written to."""
     if is_packed(parameter):
         return tuple(number for part in parts(parameter).values() for number in trace(part))
     return parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version
 
 
-def layout(tensor: object) -> str:
-    """How the parts of a packed weight are to be read: the same text for the same kernel."""
+def packing_format(tensor: object) -> str:
+    """How to read the parts of a packed weight; equal for weights that the same kernel takes."""
     if not isinstance(tensor, Tensor) or not is_packed(tensor):
         return ""
     flatten = getattr(tensor, "__tensor_flatten__", None)
-    how = flatten()[1] if flatten is not None else _beside(tensor)
+    how = flatten()[1] if flatten is not None else _quant_state(tensor)
     plain = {k: v for k, v in how.items() if not isinstance(v, Tensor)}
-    # Where an object lies in memory says nothing.
+    # Addresses of objects differ from process to process.
     return type(tensor).__name__ + re.sub(r" at 0x[0-9a-f]+", "", repr(plain))
 
 
-def _beside(weight: Tensor) -> dict[str, Any]:
+def _quant_state(weight: Tensor) -> dict[str, Any]:
     """What bitsandbytes keeps beside the data of a 4-bit parameter."""
     state = getattr(weight, "quant_state", None)
     return {} if state is None else state.as_dict()
 
 
 def extra_parts(module: nn.Module) -> dict[str, Tensor]:
-    """Tensors that are part of a module's weight and neither parameter nor buffer: the scales of
-    bitsandbytes' 8-bit linears, which move at the first call."""
+    """Tensors of a module's weight that are neither parameters nor buffers: the scales of
+    bitsandbytes' 8-bit linears, which are moved to the module at the first call."""
     scales = getattr(getattr(module, "state", None), "SCB", None)
     return {"SCB": scales} if isinstance(scales, Tensor) else {}
 
 
-def settle(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let packed weights take the form that they have while a model runs.
+def repack_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Bring packed weights into the format in which they run.
 
-    bitsandbytes repacks them at the first call in eval mode, and a digest must not depend on
-    whether there was one; nor may they become inference tensors, which cannot be trained on.
+    bitsandbytes repacks them at the first call in eval mode. Done here, so that a digest does not
+    depend on whether there was a call, and outside of inference mode, so that they can be trained.
     """
     for module in model.modules():
         weight = getattr(module, "weight", None)
-        if isinstance(weight, Tensor) and is_packed(weight) and _unsettled(module, weight):
+        if isinstance(weight, Tensor) and is_packed(weight) and _will_repack(module, weight):
             before, module.training = module.training, False
             with torch.inference_mode(False), torch.no_grad():
                 size: Any = module.in_features
@@ -87,7 +86,8 @@ def settle(model: nn.Module, dtype: torch.dtype) -> None:
             module.training = before
 
 
-def _unsettled(module: nn.Module, weight: Any) -> bool:
+def _will_repack(module: nn.Module, weight: Any) -> bool:
+    """Whether the next call in eval mode changes the weight's format."""
     if getattr(weight, "CB", None) is not None:
         return True
     repacks = getattr(module, "support_avx512bf16_for_cpu", False) and weight.device.type == "cpu"
@@ -96,16 +96,19 @@ def _unsettled(module: nn.Module, weight: Any) -> bool:
 
 
 def unprovable(model: nn.Module) -> str | None:
-    """What no probe can prove of ``model``, module named: kernels that look at all rows together,
-    and weights that are not to be seen. None if there is nothing."""
+    """The first module that no probe can prove row-invariant, and why; None if there is none.
+
+    These are kernels that look at all rows together, and weights that no digest finds.
+    """
     for name, module in model.named_modules():
-        why = _unprovable(module)
+        why = _row_dependence(module) or _hidden_tensors(module)
         if why is not None:
             return f"{name} ({type(module).__name__}) {why}"
     return None
 
 
-def _unprovable(module: nn.Module) -> str | None:
+def _row_dependence(module: nn.Module) -> str | None:
+    """What a module computes from all rows of a pass together, or None."""
     threshold = getattr(getattr(module, "state", None), "threshold", 0.0)
     if isinstance(threshold, float) and threshold > 0:
         return f"chooses outlier columns (threshold {threshold}) from all rows of a pass together"
@@ -113,27 +116,28 @@ def _unprovable(module: nn.Module) -> str | None:
         return "quantizes activations by one scale for all rows of a pass together"
     weight = getattr(module, "weight", None)
     how = getattr(weight, "act_quant_kwargs", None)
-    if how is not None and getattr(weight, "act_quant_scale", None) is None:
-        scale = getattr(how, "granularity", None)
-        of_a_row = type(scale).__name__ in ROW_SCALES or _blocks_of_a_row(scale)
-        if not of_a_row:
-            return f"quantizes activations by a scale for several rows of a pass ({scale})"
+    if how is None or getattr(weight, "act_quant_scale", None) is not None:
+        return None
+    granularity = getattr(how, "granularity", None)
+    kind, block = type(granularity).__name__, getattr(granularity, "block_size", ())
+    blocks_of_one_row = kind == "PerBlock" and set(block[:-1]) == {1}
+    if kind in ROW_SCALES or blocks_of_one_row:
+        return None
+    return f"quantizes activations by a scale for several rows of a pass ({granularity})"
+
+
+def _hidden_tensors(module: nn.Module) -> str | None:
+    """Attributes of a linear layer that hold tensors no digest reads, or None."""
     hidden = [
         key
         for key, value in vars(module).items()
         if key not in ("_parameters", "_buffers") and _holds_tensors(value)
     ]
     if hasattr(module, "in_features") and hidden:
-        return f"keeps tensors where no digest of weights finds them ({', '.join(hidden)})"
+        return f"keeps tensors outside of parameters and buffers ({', '.join(hidden)})"
     return None
 
 
-def _blocks_of_a_row(scale: object) -> bool:
-    block: Any = getattr(scale, "block_size", None)
-    return type(scale).__name__ == "PerBlock" and bool(block) and set(block[:-1]) == {1}
-
-
 def _holds_tensors(value: object) -> bool:
-    return isinstance(value, Tensor) or (
-        isinstance(value, dict) and any(isinstance(x, Tensor) for x in value.values())
-    )
+    values = value.values() if isinstance(value, dict) else [value]
+    return any(isinstance(x, Tensor) for x in values)

@@ -1,7 +1,7 @@
-"""Which models are served: decided from a model's config and from how it was loaded, before a row.
+"""Which models are served, by their config and by how they were loaded. Nothing runs here.
 
-What only a forward shows is left to ``introspection``. TYPES are the model types that tests find
-served right one by one; a model of another type is compared with itself first (``parity_check``).
+What only a forward shows is left to ``introspection``. Tests compare every model type of TYPES with
+transformers token by token; a model of another type is compared at load (``parity_check``).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
 
+from tinyspec.model.private_names import missing_names
 from tinyspec.model.wrappers import has_hooks, own_forward
 
 TYPES = """
@@ -31,21 +32,28 @@ qwen3_moe roberta roberta-prelayernorm roc_bert seed_oss smollm3 solar_open stab
 vaultgemma whisper xlm-roberta xlm-roberta-xl xmod youtu
 """
 SERVED = frozenset(TYPES.split())
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
-# Layers of transformers' cache that hold keys and values alone, or (shared ones) nothing.
+# Layers of transformers' cache that hold only keys and values, or (shared ones) nothing.
 CACHE_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}
-# Survey and rehearsal go so far, however short the sequences to come are.
+# transformers' own attention functions: the same attention by different kernels.
+SAME_ATTENTION = [f"{kind}_attention_forward" for kind in ("eager_paged", "flash", "flex", "sdpa")]
+# Introspection and the parity check run at so many positions, whatever max_model_len is.
 LEAST_POSITIONS = 64
 # What configs call the longest sequence.
-POSITIONS = (
-    *("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len", "n_ctx"),
-    *("max_sequence_length", "seq_length", "context_length", "model_max_length"),
-)
+POSITIONS = """
+max_position_embeddings n_positions max_target_positions max_seq_len n_ctx max_sequence_length
+seq_length context_length model_max_length
+"""
+# Where no config names it: the length that most models were trained for.
+DEFAULT_POSITIONS = 2048
 
 
 def refusal(model: PreTrainedModel) -> str | None:
-    """What in the model's config cannot be served, or None."""
+    """What in the model's config or in transformers itself cannot be served, or None."""
     config = model.config
+    if missing := missing_names(config):
+        return missing
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         return "it has cross-attention"
     text = config.get_text_config(decoder=True)
@@ -55,7 +63,7 @@ def refusal(model: PreTrainedModel) -> str | None:
     others = set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES
     if others:
         return f"it has layers of type {', '.join(sorted(others))}"
-    if "dynamic" in _rope_types(text):
+    if any(rope.get("rope_type") == "dynamic" for rope in _ropes(text)):
         return "dynamic RoPE scaling makes a row depend on the longest sequence"
     return None
 
@@ -63,22 +71,20 @@ def refusal(model: PreTrainedModel) -> str | None:
 def length_refusal(model: PreTrainedModel, max_model_len: int, max_rows: int) -> str | None:
     """What forbids sequences of ``max_model_len`` tokens, passes of ``max_rows`` rows, or None."""
     text = model.config.get_text_config(decoder=True)
-    rope = next((r for r in _ropes(text) if r.get("rope_type") == "longrope"), None)
-    if rope is not None:
-        most = rope.get("original_max_position_embeddings")
-        most = most or getattr(text, "original_max_position_embeddings", None) or 0
-        if max_model_len > most or most < LEAST_POSITIONS:
-            return (
-                "longrope takes other factors once a sequence passes "
-                f"{most} tokens, for all of its rows; set max_model_len={most} to stay below"
-            )
+    most = _longrope_limit(text)
+    if most is not None and (max_model_len > most or most < LEAST_POSITIONS):
+        return (
+            f"longrope changes the factors of all rows once a sequence is longer than {most} "
+            f"tokens; set max_model_len={most}"
+        )
     scale = getattr(text, "floor_scale", None)
-    tempered = getattr(text, "attn_temperature_tuning", False)
+    if not scale or not getattr(text, "attn_temperature_tuning", False):
+        return None
     for name, size in (("max_model_len", max_model_len), ("max_rows", max_rows)):
-        if tempered and scale and size >= scale:
+        if size >= scale:
             return (
-                f"its attention is tempered from {scale} rows on by a count of its own; set "
-                f"{name}={scale - 1} to stay below"
+                f"its attention temperature changes from {scale} rows on, by a row's place in the "
+                f"pass; set {name}={scale - 1}"
             )
     return None
 
@@ -86,13 +92,12 @@ def length_refusal(model: PreTrainedModel, max_model_len: int, max_rows: int) ->
 def max_positions(model: PreTrainedModel) -> int:
     """The longest sequence that the model has positions for."""
     text = model.config.get_text_config(decoder=True)
-    found = (getattr(text, name, None) for name in POSITIONS)
-    most = next((int(value) for value in found if value and value > 0), None)
-    return most or 2048  # nothing limits it: as much as most were trained for
+    found = (getattr(text, name, None) for name in POSITIONS.split())
+    return next((int(value) for value in found if value and value > 0), DEFAULT_POSITIONS)
 
 
 def vocab_size(model: PreTrainedModel) -> int:
-    """Rows of the model's embedding table: the token ids it takes."""
+    """Rows of the model's embedding table: how many token ids it takes."""
     return len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
 
 
@@ -103,50 +108,53 @@ def cache_windows(model: PreTrainedModel) -> set[int]:
 
 
 def _cache_layers(text: PreTrainedConfig) -> list[Any]:
+    """Layers of the model's cache; none where its config fits no ``DynamicCache``."""
     try:
-        return list(DynamicCache(config=text).layers)
-    except (AttributeError, KeyError, TypeError, ValueError):  # a cache of the model's own making
+        cache = DynamicCache(config=text)
+    except (AttributeError, KeyError, TypeError, ValueError):
         return []
+    return list(cache.layers)
 
 
 def _ropes(text: PreTrainedConfig) -> Iterator[dict[str, Any]]:
-    """RoPE's parameters, of each type of layers where they differ."""
+    """Parameters of RoPE, one after the other where types of layers have their own."""
     given = getattr(text, "rope_parameters", None) or {}
     if isinstance(given, dict):
         yield given
         yield from (part for part in given.values() if isinstance(part, dict))
 
 
-def _rope_types(text: PreTrainedConfig) -> set[str]:
-    return {rope.get("rope_type", "default") for rope in _ropes(text)}
-
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Transformers' own, all of them the same attention by other kernels.
-SAME_ATTENTION = (
-    "eager_paged_attention_forward",
-    "flash_attention_forward",
-    "flex_attention_forward",
-    "sdpa_attention_forward",
-)
+def _longrope_limit(text: PreTrainedConfig) -> int | None:
+    """The tokens from which on longrope takes its long factors; None without longrope."""
+    for rope in _ropes(text):
+        if rope.get("rope_type") == "longrope":
+            most = rope.get("original_max_position_embeddings")
+            return most or getattr(text, "original_max_position_embeddings", None) or 0
+    return None
 
 
 def loading_refusal(model: PreTrainedModel) -> str | None:
-    """What in the way that ``model`` was loaded cannot be honoured, or None."""
+    """What in the way that ``model`` was loaded cannot be served, or None."""
     if model.dtype not in DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         return f"its dtype is {model.dtype}; served are {names}"
-    return _placement(model) or _attention(model)
+    return _offloaded_or_merged(model) or _sharded(model) or _own_attention(model)
 
 
-def _placement(model: PreTrainedModel) -> str | None:
+def _offloaded_or_merged(model: PreTrainedModel) -> str | None:
+    """The first module that moves or makes its weights in every pass, or None."""
     for name, module in model.named_modules():
         if type(module).__name__ == "ParamWrapper":
-            return f"PEFT puts {name}'s parameters together anew in every pass (target_parameters)"
+            return f"PEFT merges {name}'s parameters in every pass (target_parameters)"
         hook = _offloading(getattr(module, "_hf_hook", None))
         if hook is not None:
             where = name or "all of it"
             return f"{where} is offloaded (accelerate's {hook}); load it onto one device"
+    return None
+
+
+def _sharded(model: PreTrainedModel) -> str | None:
+    """Which parameters are on several devices, or on none, or None."""
     if (getattr(model, "_tp_size", None) or 1) > 1:
         return "it is sharded over devices (tensor parallel)"
     for name, parameter in model.named_parameters():
@@ -156,13 +164,13 @@ def _placement(model: PreTrainedModel) -> str | None:
             return f"{name} is sharded over devices ({type(parameter).__name__})"
     devices = {str(parameter.device) for parameter in model.parameters()}
     if len(devices) > 1:
-        return f"it lies on more than one device ({', '.join(sorted(devices))})"
+        return f"it is on more than one device ({', '.join(sorted(devices))})"
     return None
 
 
 def _offloading(hook: Any) -> str | None:
-    """The name of the part of accelerate's hook that does more than to move tensors to where the
-    module is; None if none does."""
+    """Class of the part of accelerate's hook that does more than move inputs to the module's
+    device; None if no part does."""
     if hook is None:
         return None
     if type(hook).__name__ == "SequentialHook":
@@ -171,31 +179,30 @@ def _offloading(hook: Any) -> str | None:
     return None if aligns else type(hook).__name__
 
 
-def _attention(model: PreTrainedModel) -> str | None:
+def _own_attention(model: PreTrainedModel) -> str | None:
+    """The attention function that the user chose, if it is not one of transformers'."""
     name = model.config._attn_implementation
-    if name in (None, "eager"):
+    function = None if name == "eager" else AttentionInterface().get(name)
+    if function is None:  # eager, or of a library that is not installed
         return None
-    function = AttentionInterface().get(name)
     function = getattr(function, "func", function)  # of a partial
     module = getattr(function, "__module__", "") or ""
-    own = module.split(".")[0] == "transformers" or function is None
-    if own and getattr(function, "__name__", SAME_ATTENTION[0]) in SAME_ATTENTION:
+    same = getattr(function, "__name__", "") in SAME_ATTENTION
+    if same and module.split(".")[0] == "transformers":
         return None
     called = f"{module}.{getattr(function, '__qualname__', function)}"
     return f"its attn_implementation {name!r} is {called}, which paged attention would not call"
 
 
 def swap_refusal(name: str, module: nn.Module) -> str | None:
-    """Why ``module``, called ``name``, cannot make room for a stand-in, or None.
+    """Why ``module``, called ``name``, cannot be replaced by a stand-in, or None.
 
-    Its weights are used without it: what else it does, and what is hooked to it, would be lost.
+    A stand-in uses its weights alone: hooks and a forward of its own would not run.
     """
     if has_hooks(module):
         return f"{name} has forward hooks, which paged attention would not call"
-    # Accelerate's own only moves tensors to where the module is.
-    if (
-        own_forward(module, "_old_forward" if hasattr(module, "_hf_hook") else "forward")
-        is not None
-    ):
+    # Accelerate's forward only moves inputs to the module's device, and keeps the one before.
+    attribute = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
+    if own_forward(module, attribute) is not None:
         return f"{name} has a forward of its own, which paged attention would not call"
     return None

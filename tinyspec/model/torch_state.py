@@ -1,4 +1,4 @@
-"""The ambient state of every pass, whatever the caller has set; the caller's comes back."""
+"""torch's settings during every pass, whatever the caller has set; the caller's come back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tinyspec.errors import DeterminismError
 
 
 def refuse_tunable_op() -> None:
-    """TunableOp picks GEMMs by timing, which no contract survives."""
+    """Raise DeterminismError while TunableOp is on: it chooses GEMM kernels by timing."""
     if torch.cuda.is_available() and torch.cuda.tunable.is_enabled():
         raise DeterminismError(
             "TunableOp chooses GEMM kernels by timing; switch it off (torch.cuda.tunable.enable"
@@ -23,8 +23,12 @@ def refuse_tunable_op() -> None:
         )
 
 
-def _pinned(device_type: str) -> list[tuple[Any, str, object]]:
-    """Settings that change bits: (owner, attribute, value of every pass)."""
+# Owner, attribute and value of settings.
+Settings = list[tuple[Any, str, object]]
+
+
+def _pinned(device_type: str) -> Settings:
+    """Settings that change bits, with their values during passes."""
     if device_type != "cuda":
         matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
         return [(matmul, "fp32_precision", "ieee"), (torch.backends.mkldnn, "enabled", True)]
@@ -36,41 +40,42 @@ def _pinned(device_type: str) -> list[tuple[Any, str, object]]:
     ]
 
 
-class _Pins:
-    """Settings of the process for one kind of device: as passes want them while anybody holds them,
-    in whatever thread; the last one gives the caller's back."""
+def _apply(settings: Settings) -> None:
+    """Set what is not as in ``settings``."""
+    for owner, name, value in settings:
+        if getattr(owner, name) != value:
+            setattr(owner, name, value)
+
+
+class _PinnedSettings:
+    """Settings of the process for one kind of device, pinned while any thread runs a pass; when
+    the last pass ends they are as before."""
 
     def __init__(self, device_type: str):
         self._wanted = _pinned(device_type)
-        self._before: list[object] = []
+        self._before: Settings = []
         self._holders = 0
         self._lock = Lock()
 
-    def hold(self) -> None:
+    def acquire(self) -> None:
         with self._lock:
             if self._holders == 0:
-                self._before = [getattr(owner, name) for owner, name, _ in self._wanted]
+                self._before = [(o, name, getattr(o, name)) for o, name, _ in self._wanted]
             self._holders += 1
-            self.set()
+            self.apply()
 
-    def set(self) -> None:
-        """Set what somebody has changed since."""
-        for owner, name, value in self._wanted:
-            if getattr(owner, name) != value:
-                setattr(owner, name, value)
+    def apply(self) -> None:
+        """Set again what was changed meanwhile."""
+        _apply(self._wanted)
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         with self._lock:
             self._holders -= 1
             if self._holders == 0:
-                for (owner, name, value), before in zip(self._wanted, self._before, strict=True):
-                    if before != value:
-                        setattr(owner, name, before)
+                _apply(self._before)
 
 
-@cache
-def _pins(device_type: str) -> _Pins:
-    return _Pins(device_type)
+_settings_of = cache(_PinnedSettings)
 
 
 class TorchState:
@@ -79,13 +84,13 @@ class TorchState:
     def __init__(self, model: nn.Module):
         self._model = model
         self._device = next(model.parameters()).device
-        self._pins = _pins(self._device.type)
-        self._holder: int | None = None
+        self._settings = _settings_of(self._device.type)
+        self._thread: int | None = None
         self._trained: list[nn.Module] = []
-        self.look()
+        self.refresh_modules()
 
-    def look(self) -> None:
-        """List the model's modules anew; walking the tree at every pass would take longer."""
+    def refresh_modules(self) -> None:
+        """List the model's modules again; to walk the tree at every pass would take longer."""
         self._modules = list(self._model.modules())
 
     def _on_device(self) -> AbstractContextManager[object]:
@@ -93,17 +98,17 @@ class TorchState:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """The state while the block runs. Within another block of the same thread only what
-        somebody has changed meanwhile is set again."""
-        if self._holder == get_ident():
-            self._pins.set()
+        """The state while the block runs. A block within a block of the same thread only sets again
+        what was changed in between."""
+        if self._thread == get_ident():
+            self._settings.apply()
             self._evaluate()
             yield
             return
-        self._pins.hold()
+        self._settings.acquire()
         try:
             self._evaluate()
-            self._holder = get_ident()
+            self._thread = get_ident()
             with (
                 self._on_device(),
                 torch.inference_mode(),
@@ -111,14 +116,14 @@ class TorchState:
             ):
                 yield
         finally:
-            self._holder = None
+            self._thread = None
             for module in self._trained:
                 module.training = True
             self._trained = []
-            self._pins.give_back()
+            self._settings.release()
 
     def _evaluate(self) -> None:
-        """Eval mode, module by module; remembers whose own mode is another."""
+        """Set eval mode, module by module; remember the modules that were in training mode."""
         training = [module for module in self._modules if module.training]
         for module in training:
             module.training = False

@@ -1,4 +1,4 @@
-"""A pass as tensors: packed rows, their slots, their segments. Knows no model."""
+"""A pass as tensors: packed rows, their slots, their attention metadata. Knows no model."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from tinyspec.scheduler.passes import Pass
 
 @dataclass
 class Batch:
-    """The rows of one pass, padded to its bucket; padding rows write nothing and see nothing.
+    """The rows of one pass, padded to its bucket; padding rows write no KV and attend to none.
 
     input_ids, positions, slot_mapping: [bucket] int64, slot -1 for padding.
     first_rows: pass row of every work's first row. embeds: (first row, [n, hidden]) of rows that
-    enter the model as embeddings and not by their ids.
+    enter the model as embeddings instead of ids.
     """
 
     input_ids: Tensor
     positions: Tensor
     slot_mapping: Tensor
-    segments: AttentionMetadata
+    metadata: AttentionMetadata
     first_rows: list[int]
     embeds: list[tuple[int, Tensor]] = field(default_factory=list)
 
     @classmethod
     def of(cls, work_pass: Pass, page_size: int, device: torch.device) -> Batch:
-        """Pack the works of ``work_pass`` one behind the other."""
+        """Pack the works of ``work_pass`` one after the other."""
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -40,7 +40,7 @@ class Batch:
             places = range(work.start, work.end)
             ids += work.token_ids
             positions += places
-            # A row over a page that is shared runs for its logits only.
+            # Rows on shared pages run for their logits only.
             frozen = min(max(work.sequence.frozen - work.start, 0), work.count)
             slots += [-1] * frozen
             slots += [pages[p // page_size] * page_size + p % page_size for p in places[frozen:]]
@@ -49,19 +49,12 @@ class Batch:
         packed = torch.tensor(
             [ids + [0] * padding, positions + [0] * padding, slots + [-1] * padding]
         ).to(device)
-        widest = max(len(work.sequence.pages) for work in works)
-        table = [work.sequence.pages + [0] * (widest - len(work.sequence.pages)) for work in works]
-        segments = AttentionMetadata(
-            page_table=torch.tensor(table, dtype=torch.int32).to(device),
-            cu_seqlens_q=torch.tensor(starts, dtype=torch.int32).to(device),
-            seq_lens=torch.tensor([w.end for w in works], dtype=torch.int32).to(device),
-            page_size=page_size,
-            max_seqlen_q=max(work.count for work in works),
-            max_seqlen_k=max(work.end for work in works),
-        )
+        spans = [(work.start, work.end) for work in works]
+        tables = [work.sequence.pages for work in works]
+        metadata = AttentionMetadata.of(spans, tables, page_size, device)
         embeds = [
             (first, given[work.start : work.end])
             for first, work in zip(starts[:-1], works, strict=True)
             if (given := work.sequence.request.embeds) is not None and work.start < len(given)
         ]
-        return cls(packed[0], packed[1], packed[2], segments, starts[:-1], embeds)
+        return cls(packed[0], packed[1], packed[2], metadata, starts[:-1], embeds)

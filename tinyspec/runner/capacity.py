@@ -1,4 +1,4 @@
-"""How many pages the pool gets: what was asked for, or what memory and the limits allow."""
+"""Number of pages of the KV pool: as configured, or as memory and the limits allow."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tinyspec.errors import refuse
 from tinyspec.model.attention_calls import LayerShape
 from tinyspec.runner.kv_cache import KVCache
 
-# Shares of the free memory: a GPU's is the engine's own, a CPU's is shared with everything else.
+# Shares of the free memory: a CPU's is shared with every other process.
 DEFAULT_FRACTION = {"cuda": 0.8, "cpu": 0.4}
 
 
 def _free_memory(device: torch.device) -> int:
     """Bytes free on the device."""
     if device.type == "cuda":
-        # torch's allocator keeps what was freed; it is free for a pool as well.
+        # What torch's allocator keeps of freed memory is free for a pool as well.
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + kept
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -30,8 +30,8 @@ def most_pages(
 ) -> int:
     """``config.num_pages``, or what fits beside ``model`` and max_sequences could use.
 
-    held: pages whose memory is taken already; it counts as free. On a CPU a page takes memory only
-    once it is used. Raises ValueError where not one page fits.
+    held: pages that are allocated already; their memory counts as free. On a CPU a page takes
+    memory only once it is used. Raises ValueError if no page fits.
     """
     if config.num_pages is not None:
         return config.num_pages

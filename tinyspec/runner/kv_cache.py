@@ -1,4 +1,4 @@
-"""The KV pool's tensors, one pair per layer. Knows slots and pages, not who holds them."""
+"""The KV pool's tensors, one pair per layer. Knows slots and pages, not their owners."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tinyspec.model.attention_calls import LayerShape
 class KVCache:
     """Per layer k and v [num_pages, page_size, num_kv_heads, head_dim].
 
-    Masked positions of a tile are still multiplied by 0, so everything in use must be finite:
-    every page is zeroed when it is handed out, whatever its last owner left there.
+    Masked positions of a tile are still multiplied by 0, so all values in use must be finite: every
+    page is zeroed when it is handed out.
     """
 
     def __init__(
@@ -30,14 +30,14 @@ class KVCache:
         self.k = [pool(layer) for layer in layers]
         self.v = [pool(layer) for layer in layers]
         self.page_size = page_size
-        # The first page is also read by probes, which own none.
+        # The probes read the first page without owning it.
         self.zero([0])
 
     def extend(self, num_pages: int, kept: list[int]) -> None:
-        """Let every pool have ``num_pages``; of those that there are, ``kept`` keep their values.
+        """Grow every pool to ``num_pages``; the first page and those in ``kept`` keep their values.
 
-        One pool after the other, so that no more than one is there twice. Where memory runs out on
-        the way, the next call goes on with the rest.
+        One pool after the other, so that at most one is in memory twice. If memory runs out midway,
+        the next call continues with the rest.
         """
         for pools in (self.k, self.v):
             for layer, before in enumerate(pools):
@@ -60,12 +60,12 @@ class KVCache:
                 pool.index_fill_(0, index, 0)
 
     def zero_tail(self, pages: list[int], tokens: int) -> None:
-        """Zero the last of a sequence's pages behind its first ``tokens`` tokens."""
-        page, offset = divmod(tokens, self.page_size)
-        assert len(pages) == page + (offset > 0), (pages, tokens)
+        """Zero the last of a sequence's pages after its first ``tokens`` tokens."""
+        assert len(pages) == -(-tokens // self.page_size), (pages, tokens)
+        offset = tokens % self.page_size
         if offset:
             for pool in (*self.k, *self.v):
-                pool[pages[page], offset:].zero_()
+                pool[pages[-1], offset:].zero_()
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy one page in every layer."""

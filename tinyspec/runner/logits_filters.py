@@ -1,7 +1,7 @@
-"""Top-k, top-p and min-p as row-only code: a row's result depends on that row alone.
+"""Top-k, top-p and min-p, every row by itself: a row's result depends on that row alone.
 
-Probabilities are summed as 40-bit integers, so no order of addition can show, and ties go to the
-lowest index; transformers' warpers use an unstable sort and a floating-point scan instead.
+Probabilities are summed as 40-bit integers, so the order of addition does not matter, and ties go
+to the lowest index; transformers' warpers use an unstable sort and a floating-point scan instead.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs passes through a patched model. Knows rows and pages; not requests' fates, nor sampling."""
+"""Runs passes through a patched model. Knows rows and pages, not requests nor sampling."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tinyspec.kernels.backend import Kernels
+from tinyspec.model.cpu.heap import keep_freed_memory
 from tinyspec.model.introspection import accepted
 from tinyspec.model.patched_model import PatchedModel
 from tinyspec.model.row_tiles import RowTiles
@@ -21,18 +22,6 @@ from tinyspec.runner.kv_cache import KVCache
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.passes import Pass
-
-# The largest that glibc takes as a measure of what to keep.
-KEPT_BYTES = (32 << 20) - (8 << 10)
-
-
-def keep_heap() -> None:
-    """Have the C library keep the memory of freed tensors for the next pass.
-
-    glibc hands every large block back to the system and takes it again page by page, until it has
-    seen a block of this size freed: up to 15 % of a plain run. Never touched, so it costs nothing.
-    """
-    bytes(KEPT_BYTES)
 
 
 class ModelRunner:
@@ -51,10 +40,9 @@ class ModelRunner:
         self.buckets = buckets
         self.device = model.device
         if self.device.type == "cpu":
-            keep_heap()
+            keep_freed_memory()
         self.vocab_size = vocab_size(model)
         self.layers = patched.layers
-        self.kernels = kernels
         self._keeps_logits = patched.keeps_logits
         self._always = accepted(model, use_cache=False, return_dict=True)
         self._takes_positions = "position_ids" in accepted(model, position_ids=None)
@@ -67,7 +55,7 @@ class ModelRunner:
 
     @property
     def cache(self) -> KVCache:
-        """The KV pool; taken when first needed and again after ``release``."""
+        """The KV pool; allocated when first needed and again after ``release``."""
         if self._cache is None:
             self._cache = self._pages(self._pool.num_pages)
             self._context.k, self._context.v = self._cache.k, self._cache.v
@@ -82,23 +70,23 @@ class ModelRunner:
         return KVCache(self.layers, num_pages, self.page_size, self.model.dtype, self.device)
 
     def extend(self, num_pages: int) -> None:
-        """Let the memory that is taken, if any is, be of ``num_pages``; nothing may be running."""
+        """Grow the KV pool, if it is allocated, to ``num_pages``; no pass may be running."""
         if self._cache is not None:
-            self._cache.extend(num_pages, self._pool.kept())
+            self._cache.extend(num_pages, self._pool.in_use())
 
     @property
     def holds_memory(self) -> bool:
-        """Whether the KV pool's memory is taken."""
+        """Whether the KV pool is allocated."""
         return self._cache is not None
 
     def release(self) -> None:
-        """Give the pool's memory back; nothing may be running."""
+        """Free the pool's memory; no pass may be running."""
         self._cache = None
         self._context.k, self._context.v = [], []
 
     @contextmanager
     def scratch(self, num_pages: int) -> Iterator[KVCache]:
-        """A pool of its own for the passes of the block; the engine's is not touched."""
+        """A temporary pool for the passes of the ``with`` block instead of the engine's."""
         context = self._context
         before = context.k, context.v
         cache = self._pages(num_pages)
@@ -111,9 +99,9 @@ class ModelRunner:
     def run(self, work_pass: Pass, fresh: list[int], wanted: list[list[int]]) -> Tensor:
         """Run a pass and return the logits of the wanted rows, [N, V] fp32, work by work.
 
-        wanted: per work of the pass, offsets into its rows. fresh: pages handed out for it.
-        The rows are gathered before the unembedding and padded to a bucket of their own, canonical
-        in a canonical pass.
+        wanted: per work of the pass, offsets into its rows. fresh: pages newly allocated for it.
+        The rows are gathered before the unembedding and padded to a bucket of their own, which is
+        canonical in a canonical pass.
         """
         self.cache.zero(fresh)
         batch = Batch.of(work_pass, self.cache.page_size, self.device)
@@ -135,30 +123,30 @@ class ModelRunner:
         """One forward of the patched model over packed rows; fp32 logits of the rows ``keep``, or
         of all.
 
-        canonical: linears run in tiles where without them the pass would not be canonical;
-        otherwise everything runs by whatever is quickest.
+        canonical: linears run in tiles where the pass would not be canonical without them;
+        otherwise everything runs in the fastest way.
         """
-        batch.segments.exact = self.tiles.on = canonical
+        batch.metadata.exact = self.tiles.on = canonical
         self._fast_mode.on = not canonical
         context = self._context
-        context.begin(batch.segments, batch.slot_mapping, batch.positions)
+        context.begin(batch.metadata, batch.slot_mapping, batch.positions)
         more: dict[str, Any] = {}
         if self._takes_positions:
             more["position_ids"] = batch.positions[None]
         if self._keeps_logits:
             more["logits_to_keep"] = 0 if keep is None else keep
         try:
-            logits = self.model(**self._entering(batch), **more, **self._always).logits
+            logits = self.model(**self._inputs(batch), **more, **self._always).logits
             context.check()
         finally:
             context.end()
             self.tiles.on = False
             self._fast_mode.on = False
-        own = keep is None or self._keeps_logits
-        return (logits[0] if own else logits[0, keep]).float()
+        gathered = keep is None or self._keeps_logits
+        return (logits[0] if gathered else logits[0, keep]).float()
 
-    def _entering(self, batch: Batch) -> dict[str, Tensor]:
-        """What enters the model: token ids, or where some rows have none, embeddings of all."""
+    def _inputs(self, batch: Batch) -> dict[str, Tensor]:
+        """Token ids, or embeddings of all rows if some are given as embeddings."""
         if not batch.embeds:
             return {"input_ids": batch.input_ids[None]}
         embeds = self.model.get_input_embeddings()(batch.input_ids)

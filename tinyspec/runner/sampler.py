@@ -1,7 +1,7 @@
 """From logits to tokens: penalties, processors, filters, then the sample kernel.
 
-Every step treats a row by itself, so that neither neighbours nor the number of rows can show.
-Knows one row's own history and parameters, not where in a pass the row stood.
+Every step treats each row by itself, so a row's result depends neither on other rows nor on their
+number. Knows a row's own history and parameters, not its place in a pass.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tinyspec.sampling_params import SamplingParams
 
 @dataclass
 class SampleRow:
-    """One token to be sampled: which logits, for whom, behind which tokens.
+    """One token to be sampled: its logits, parameters and history.
 
     logits_row: row of the logits; several samples may share one. position: the token's place in its
-    sequence. num_generated: generated tokens before it. history: the sequence before it, where
-    ``params.needs_history``. forced: the token to take, whatever the logits say; -1: none.
-    keeps_scores, keeps_logits: hand out the processed and the raw logits as well.
+    sequence. num_generated: generated tokens before it. history: the sequence before it, if
+    ``params.needs_history``. forced: the token to take regardless of the logits; -1: none.
+    keeps_scores, keeps_logits: return the processed and the raw logits as well.
     """
 
     logits_row: int
@@ -40,11 +40,11 @@ class SampleRow:
 
 @dataclass
 class Sampled:
-    """One sampled token; token -1 with an ``error`` where there is none.
+    """One sampled token; token -1 with an ``error`` if there is none.
 
     logprob: of the token, if the row's parameters ask for any log-probability. cause: the exception
-    behind an error. scores, logits: [V] fp32, where the row keeps them; scores as they are sampled
-    from: processed, divided by the temperature, filtered.
+    behind an error. scores, logits: [V] fp32, if the row keeps them; scores are those sampled from:
+    processed, divided by the temperature, filtered.
     """
 
     token: int
@@ -81,7 +81,7 @@ class Sampler:
             for n in filtered:
                 temperature[n] = 1.0
         device = logits.device
-        wants = any(_wants_logprobs(row.params) for row in rows)
+        wants = any(row.params.logprobs or row.params.top_logprobs > 0 for row in rows)
         forced = None
         if any(row.forced >= 0 for row in rows):
             forced = torch.tensor([row.forced for row in rows], device=device)
@@ -129,7 +129,7 @@ class Sampler:
             try:
                 for processor in params.logits_processors:
                     history = torch.tensor([row.history], dtype=torch.long, device=raw.device)
-                    scores[n] = _called(processor, history, scores[n])
+                    scores[n] = _processed(processor, history, scores[n])
             except Exception as error:
                 name = getattr(processor, "__qualname__", type(processor).__qualname__)
                 why = f"logits processor {name} raised {type(error).__name__}: {error}"
@@ -177,42 +177,33 @@ class Sampler:
         for n, value in enumerate(logprobs.tolist()):
             found[n].logprob = value
         for n, row in enumerate(rows):
-            params = row.params
-            if found[n].token < 0 or not (params.logprobs_mode == "raw" or params.top_logprobs):
+            top, is_raw = row.params.top_logprobs, row.params.logprobs_mode == "raw"
+            if found[n].token < 0 or not (is_raw or top):
                 continue
-            if params.logprobs_mode == "raw":
-                own = torch.log_softmax(raw[n : n + 1], dim=-1)[0]
-            else:
-                heat = scores.new_tensor([[temperature[n] or 1.0]])
-                own = torch.log_softmax(scores[n : n + 1] / heat, dim=-1)[0]
-            if params.logprobs_mode == "raw":
-                found[n].logprob = float(own[found[n].token])
-            if params.top_logprobs:
+            own = raw if is_raw else scores
+            divisor = own.new_tensor([[1.0 if is_raw else temperature[n] or 1.0]])
+            shares = torch.log_softmax(own[n : n + 1] / divisor, dim=-1)[0]
+            if is_raw:
+                found[n].logprob = float(shares[found[n].token])
+            if top:
                 # By the logits: two that differ may round to one log-probability.
-                whole = raw if params.logprobs_mode == "raw" else scores
-                order = whole[n].sort(descending=True, stable=True).indices
-                best = order[: params.top_logprobs]
-                ids, values = best.tolist(), own[best].tolist()
-                found[n].top = list(zip(ids, values, strict=True))
+                best = own[n].sort(descending=True, stable=True).indices[:top]
+                found[n].top = list(zip(best.tolist(), shares[best].tolist(), strict=True))
 
 
-def _called(processor: Callable[..., Tensor], history: Tensor, scores: Tensor) -> Tensor:
-    """What a processor makes of ``scores`` [V]; where it says +inf, if not everywhere, it wants
-    that token."""
+def _processed(processor: Callable[..., Tensor], history: Tensor, scores: Tensor) -> Tensor:
+    """``scores`` [V] after a processor; +inf that it sets, unless everywhere, selects that token
+    and becomes the largest finite number."""
     found = processor(history, scores[None].clone())
     if not isinstance(found, Tensor):
-        raise TypeError(f"no scores came back, but {type(found).__name__}")
+        raise TypeError(f"it returned {type(found).__name__} instead of a tensor of scores")
     if found.shape != (1, len(scores)):
-        raise ValueError(f"scores of shape {tuple(found.shape)} came back")
+        raise ValueError(f"it returned scores of shape {tuple(found.shape)}")
     unsound = (scores == torch.inf) | (found[0] == torch.inf).all()
     return found[0].where(unsound, found[0].clamp(max=torch.finfo(torch.float32).max))
 
 
-def _wants_logprobs(params: SamplingParams) -> bool:
-    return params.logprobs or params.top_logprobs > 0
-
-
 def chosen_logprobs(logits: Tensor, tokens: list[int]) -> list[float]:
-    """Log-probability of ``tokens[n]`` under row n of ``logits`` [N, V], as the model has it."""
+    """Log-probability of ``tokens[n]`` under row n of the raw ``logits`` [N, V]."""
     index = torch.tensor(tokens, device=logits.device)[:, None]
     return torch.log_softmax(logits, dim=-1).gather(1, index).squeeze(1).tolist()

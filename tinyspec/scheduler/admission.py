@@ -1,6 +1,6 @@
-"""Who waits, who runs, and on which pages: admission, sharing, preemption. Host only.
+"""Which sequences wait and run, and on which pages: admission, sharing, preemption. Host only.
 
-Knows nothing of passes; the scheduler says which rows it wants pages for.
+Knows nothing of passes; the scheduler asks for the pages that rows need.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from tinyspec.scheduler.prefix_cache import PrefixCache
 from tinyspec.scheduler.request import Sequence
 
 
-def age(sequence: Sequence) -> tuple[int, int]:
+def arrival_order(sequence: Sequence) -> tuple[int, int]:
     return sequence.request.arrival, sequence.index
 
 
-def rank(sequence: Sequence) -> tuple[bool, int, int]:
-    """Who gets pages first, and is preempted last: deterministic before plain, old before new."""
-    return not sequence.deterministic, *age(sequence)
+def priority(sequence: Sequence) -> tuple[int, int, int]:
+    """Sort key: the lowest gets pages first and is preempted last. Deterministic before plain, in
+    order of arrival."""
+    return 0 if sequence.deterministic else 1, *arrival_order(sequence)
 
 
 class Admission:
@@ -33,36 +34,36 @@ class Admission:
         self.running: list[Sequence] = []
         self.preemptions = 0
         self.cached_prompt_tokens = 0
-        # After a failed pass: who was in it, and how many tokens each had; most rows to try.
-        self._suspects: list[tuple[Sequence, int]] = []
+        # Sequences of a failed pass and how many tokens each had; most rows for the first of them.
+        self.suspects: list[tuple[Sequence, int]] = []
         self.row_limit: int | None = None
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence, by the age of its request."""
-        insort(self.waiting, sequence, key=age)
+        """Queue a sequence, in order of arrival."""
+        insort(self.waiting, sequence, key=arrival_order)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it is, and give back its pages."""
+        """Remove a sequence, waiting or running, and give back its pages."""
         sequence.drop_drafts()
         for queue in (self.waiting, self.running):
             if sequence in queue:
                 queue.remove(sequence)
         self.pool.free(sequence.pages)
 
-    def settle(self, sequence: Sequence) -> None:
-        """Its tokens were just committed: what filled up may serve others."""
+    def index_pages(self, sequence: Sequence) -> None:
+        """Let other requests start from the pages that have filled up."""
         if self.prefix is not None:
             self.prefix.insert(sequence)
 
-    def distrust(self, sequence: Sequence) -> None:
-        """It failed: nothing of what it computed may serve others."""
+    def unindex_pages(self, sequence: Sequence) -> None:
+        """It failed: no other request starts from its pages."""
         if self.prefix is not None:
             self.prefix.drop(sequence.pages)
 
     def can_fork(self, leader: Sequence) -> bool:
-        """Whether there is a place and a page for a sibling that starts on a computed prompt."""
-        room = len(self.running) < self.config.max_sequences
-        return room and not self._suspects and self.pool.can_fork(leader.computed)
+        """Whether a sibling can run now, and there is a page for its copy of the last one."""
+        has_place = len(self.running) < self.config.max_sequences and not self.suspects
+        return has_place and self.pool.can_fork(leader.computed)
 
     def fork(self, leader: Sequence, sibling: Sequence) -> tuple[int, int] | None:
         """Start ``sibling`` on the prompt that ``leader`` has computed.
@@ -76,7 +77,7 @@ class Admission:
         return copy
 
     def match(self, sequence: Sequence) -> tuple[list[int], int]:
-        """Pages of the prefix cache that it can start from, and how many are canonical."""
+        """Cached pages that it can start from, and how many of the first are canonical."""
         if self.prefix is None or sequence.recompute:
             return [], 0
         return self.prefix.match(sequence)
@@ -100,14 +101,14 @@ class Admission:
             self.cached_prompt_tokens += cached
 
     def eligible(self) -> list[Sequence]:
-        """Who may have rows: everyone who runs, or a suspect by itself."""
-        return [self._suspects[0][0]] if self._suspects else self.running
+        """Sequences that may have rows: the running ones, or after a failed pass one alone."""
+        return [self.suspects[0][0]] if self.suspects else self.running
 
     def admit(self) -> None:
-        """Move waiting sequences in while there is a place and pages that are likely to last."""
-        self._clear_suspects()
-        if self._suspects:
-            suspect = self._suspects[0][0]
+        """Start waiting sequences while pages are likely to last for one token of each."""
+        self._drop_cleared_suspects()
+        if self.suspects:
+            suspect = self.suspects[0][0]
             if suspect in self.waiting:
                 self.waiting.remove(suspect)
                 self.running.append(suspect)
@@ -123,9 +124,9 @@ class Admission:
             self.adopt(sequence, pages, canonical)
 
     def make_room(self, sequence: Sequence, tokens: int) -> bool:
-        """Pages for its first ``tokens`` tokens, from those that rank lower if need be."""
+        """Pages for its first ``tokens`` tokens, preempting those of lower priority if need be."""
         while not self.pool.can_grow(sequence.pages, tokens):
-            victim = max(self.running, key=rank)
+            victim = max(self.running, key=priority)
             if victim is sequence:
                 return False
             self._preempt(victim)
@@ -133,7 +134,7 @@ class Admission:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Give back its pages; it is computed again, to the same bits, when there is room."""
+        """Give back its pages and queue it; it is computed again, to the same bits."""
         self.running.remove(sequence)
         self.pool.free(sequence.pages)
         sequence.reset()
@@ -142,37 +143,37 @@ class Admission:
         self.add(sequence)
 
     def preempt_all(self) -> None:
-        """Everything that ran goes back to be computed again."""
+        """Queue every running sequence to be computed again."""
         for sequence in list(self.running):
             self._preempt(sequence)
 
     def forget_plain(self) -> None:
-        """No new request starts from what plain ones have computed so far."""
+        """No new request starts from pages that plain ones have computed so far."""
         if self.prefix is not None:
             self.prefix.drop_plain()
 
     def forget_pages(self) -> None:
-        """No page is worth anything any more: the weights changed, or the pool is given back."""
+        """Drop the values of all pages: the weights changed, or the pool is given back."""
         self.preempt_all()
         if self.prefix is not None:
             self.prefix.clear()
 
     def isolate(self, suspects: list[Sequence], row_limit: int | None = None) -> None:
-        """A pass of these failed: each runs by itself until it has one more token, or fails.
+        """A pass of these failed: each runs alone until it has one more token, or fails.
 
         row_limit: most rows of a pass of the first of them.
         """
         self.preempt_all()
-        known = [sequence for sequence, _ in self._suspects]
-        self._suspects += [(s, len(s.tokens)) for s in suspects if s not in known]
+        known = [sequence for sequence, _ in self.suspects]
+        self.suspects += [(s, len(s.tokens)) for s in suspects if s not in known]
         self.row_limit = row_limit
 
-    def _clear_suspects(self) -> None:
-        while self._suspects:
-            sequence, tokens = self._suspects[0]
+    def _drop_cleared_suspects(self) -> None:
+        while self.suspects:
+            sequence, tokens = self.suspects[0]
             if not sequence.finished and len(sequence.tokens) == tokens:
                 return
-            del self._suspects[0]
+            del self.suspects[0]
             self.row_limit = None
             if sequence in self.running:
-                self._preempt(sequence)  # leaves the pool to the next
+                self._preempt(sequence)  # the next has the pool to itself

@@ -8,7 +8,7 @@ from math import inf
 
 from tinyspec.config import EngineConfig
 
-# On a CPU of passes of more rows only the largest is probed: more would take longer than they gain.
+# On a CPU, of the buckets with more rows than this only the largest is probed, to save time.
 CPU_PROBED_ROWS, CPU_MOST_PROBED_ROWS = 512, 1024
 
 
@@ -31,8 +31,7 @@ def probed_rows(config: EngineConfig, device_type: str) -> list[int]:
 
 
 def between(cost: Mapping[int, float], rows: int) -> float:
-    """Seconds of ``rows`` rows, in proportion between the nearest of ``cost``; of more than any
-    there, in proportion to the rows."""
+    """Seconds of ``rows`` rows, interpolated in ``cost``; beyond its largest, in proportion."""
     low = max((size for size in cost if size <= rows), default=min(cost))
     high = min((size for size in cost if size >= rows), default=None)
     if high is None:
@@ -44,8 +43,8 @@ def between(cost: Mapping[int, float], rows: int) -> float:
 class Buckets:
     """Buckets up to ``max_rows``; ``reference`` is one of them and defines canonical results.
 
-    sizes: those that are ``probed`` (all). Which of them are canonical, and what a pass in each
-    costs, is unknown until ``learn``: before that no pass is canonical. The others never are.
+    sizes: the ``probed`` ones (default: all); only these can be canonical. Which are, and what a
+    pass in each costs, is unknown before ``learn``.
     """
 
     def __init__(self, max_rows: int, reference: int, probed: Iterable[int] | None = None):
@@ -59,7 +58,7 @@ class Buckets:
 
     @classmethod
     def of(cls, config: EngineConfig, device_type: str) -> Buckets:
-        """Those of an engine; ``config`` is resolved."""
+        """The buckets of an engine; ``config`` is resolved."""
         assert config.max_rows and config.reference_rows
         return cls(config.max_rows, config.reference_rows, probed_rows(config, device_type))
 
@@ -69,18 +68,17 @@ class Buckets:
         seconds: Mapping[int, float],
         tiled: Mapping[int, float] | None = None,
     ) -> None:
-        """Take in what was probed: the canonical buckets, and seconds of a pass by bucket.
+        """Set what was probed: the canonical buckets, and seconds of a pass by bucket.
 
-        tiled: those of the canonical ones that are so only because linears run in tiles of rows,
-        and seconds of such a pass.
+        tiled: seconds of the canonical buckets in which linears must run in tiles of rows.
         """
         self.canonical = sorted(canonical)
-        # For the choice of every pass: looked up there, not worked out.
+        # Computed here, as every step looks it up.
         self._seconds = {rows: between(seconds, rows) for rows in self._all} if seconds else {}
         self._tiled = dict(tiled or {})
         assert self.reference in self.canonical and set(self.canonical) <= set(self.sizes)
         assert set(self._tiled) <= set(self.canonical)
-        # Tiles that cost more than a larger bucket are of no use.
+        # Tiles that cost more than a larger bucket are not used.
         for size in sorted(self._tiled.keys() - {self.reference}):
             larger = (self.canonical_seconds(other) for other in self.canonical if other > size)
             if min(larger, default=inf) <= self._tiled[size]:
@@ -104,40 +102,40 @@ class Buckets:
         assert 0 < rows <= self.canonical[-1], rows
         return self.canonical[bisect_left(self.canonical, rows)]
 
-    def cheapest(self, least: int, wanted: int, guesses: int = 0, chance: float = 1.0) -> int:
-        """The canonical bucket for at least ``least`` of ``wanted`` rows that costs least per row.
+    def cheapest(self, least: int, wanted: int, proposed: int, accepted: float) -> int:
+        """The canonical bucket for at least ``least`` of ``wanted`` rows that costs least per row;
+        of equal ones the largest.
 
-        guesses: rows beyond ``wanted`` that are of use with this ``chance``. ``least`` must fit; of
-        equal buckets the largest.
+        proposed: further rows, of which the share ``accepted`` is useful.
         """
         low = self.fit_canonical(max(least, 1))
-        high = self.fit_canonical(min(max(wanted + guesses, 1), self.canonical[-1]))
+        high = self.fit_canonical(min(max(wanted + proposed, 1), self.canonical[-1]))
 
         def cost(size: int) -> tuple[float, int]:
-            use = min(size, wanted) + chance * min(max(size - wanted, 0), guesses)
-            return self.canonical_seconds(size) / use, -size
+            useful = min(size, wanted) + accepted * min(max(size - wanted, 0), proposed)
+            return self.canonical_seconds(size) / useful, -size
 
         return min((size for size in self.canonical if low <= size <= high), key=cost)
 
     def is_canonical(self, bucket: int) -> bool:
-        """Whether rows of any pass in ``bucket`` are canonical, without tiles."""
+        """Whether every pass in ``bucket`` is canonical, without tiles."""
         return bucket in self.canonical and bucket not in self._tiled
 
     def seconds(self, bucket: int) -> float:
-        """What a pass in ``bucket`` costs; where nothing was measured, its rows count."""
+        """What a pass in ``bucket`` costs; its rows, if nothing was measured."""
         return self._seconds.get(bucket, float(bucket))
 
     def canonical_seconds(self, bucket: int) -> float:
-        """What a canonical pass in ``bucket`` costs, tiles and all."""
+        """What a canonical pass in ``bucket`` costs, with tiles if it needs them."""
         return self._tiled.get(bucket, self.seconds(bucket))
 
     def padded_is_cheaper(self, rows: int, drafting: int, window: int) -> bool:
-        """Whether a step of ``rows`` rows costs less per token padded to a canonical bucket than
-        drafted and verified.
+        """Whether padding ``rows`` rows to a canonical bucket costs less per token than drafting
+        and verifying them.
 
-        drafting: how many of the rows are deterministic sequences'. They draft ``window`` tokens,
-        one a pass, and verify them in canonical passes, in which the other rows ride along; the
-        last of these yields one token more.
+        drafting: how many rows are of deterministic sequences, which would draft ``window`` tokens,
+        one a pass, and verify them in canonical passes that the other rows share; each window
+        yields one token more.
         """
         assert 0 <= drafting <= rows and window >= 0, (rows, drafting, window)
         capacity = self.canonical[-1]

@@ -1,4 +1,4 @@
-"""What one pass runs: rows of sequences in a bucket, and the small record it leaves. Host only."""
+"""One pass: rows of sequences in a bucket, and its record. Host only."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from tinyspec.scheduler.request import Sequence
 
 PROMPT, DECODE, DRAFT, VERIFY = "prompt", "decode", "draft", "verify"
 KINDS = (PROMPT, DECODE, DRAFT, VERIFY)
-DIRECT, PADDED, DRAFTED = "direct", "padded", "draft"
+DIRECT, PADDED = "direct", "padded"
 
 
 @dataclass
 class Work:
     """Consecutive rows of one sequence: positions ``start`` to ``start + count``.
 
-    The kinds are names for what the rows are doing and nothing more: prompt (of a preempted
-    sequence: all it had), decode (the newest token, in a canonical pass if the request is
-    deterministic), draft (a deterministic request's newest token on the fast path), verify
-    (rows over the newest token and drafts, canonical ones if the request is deterministic).
-    yields: how many of the rows, counted from the last, yield a token that is wanted.
+    kind: prompt (all committed tokens, for a preempted sequence), decode (the newest token), draft
+    (a deterministic request's newest token on the fast path), verify (the newest token and drafts).
+    yields: how many of the last rows yield a token.
     """
 
     sequence: Sequence
@@ -36,20 +34,20 @@ class Work:
 
     @property
     def token_ids(self) -> list[int]:
-        sequence = self.sequence
-        committed = sequence.tokens[self.start : self.end]
-        behind = self.start - len(sequence.tokens)
-        drafts = sequence.drafts[max(behind, 0) : self.end - len(sequence.tokens)]
-        return committed + drafts if self.end > len(sequence.tokens) else committed
+        tokens, drafts = self.sequence.tokens, self.sequence.drafts
+        if self.end <= len(tokens):
+            return tokens[self.start : self.end]
+        return (
+            tokens[self.start :] + drafts[max(self.start - len(tokens), 0) : self.end - len(tokens)]
+        )
 
 
 @dataclass
 class Pass:
     """Works that share one forward pass, padded up to ``bucket`` rows.
 
-    way: how deterministic requests come to canonical tokens: "direct" (the bucket that the rows
-    need is canonical), "padded" (a larger one had to be taken), "draft" (their rows are drafts, to
-    be verified later), "" where none has a row.
+    way: "direct" (canonical, in the smallest bucket that fits), "padded" (canonical, in a larger
+    bucket), "draft" (deterministic rows are drafts to verify later), "" (plain rows only).
     """
 
     works: list[Work]
@@ -64,7 +62,7 @@ class Pass:
 
 @dataclass
 class PassRecord:
-    """What a pass did: rows by kind, its bucket and way, and what its verifies decided.
+    """What a pass ran and committed: rows and sequences by kind, its bucket and way.
 
     waiting, running: sequences at the time. left_out: running sequences without a row.
     """
@@ -95,8 +93,8 @@ class PassRecord:
 class EngineStats:
     """Sums over all passes since the engine began; ``rows`` by kind, ``passes`` by bucket.
 
-    ways: canonical and drafting passes by way. cached_prompt_tokens: prompt tokens that the prefix
-    cache or another completion of the prompt had already.
+    ways: canonical and drafting passes by way. cached_prompt_tokens: prompt tokens that were taken
+    from the prefix cache or another completion of the prompt.
     """
 
     passes: dict[int, int] = field(default_factory=dict)
@@ -114,9 +112,10 @@ class EngineStats:
     seconds: float = 0.0
 
     def add(self, record: PassRecord) -> None:
-        """Take one more pass into the sums."""
+        """Add one more pass to the sums."""
         self.passes[record.bucket] = self.passes.get(record.bucket, 0) + 1
-        self.canonical_passes += record.canonical
+        if record.canonical:
+            self.canonical_passes += 1
         if record.way:
             self.ways[record.way] = self.ways.get(record.way, 0) + 1
         for kind, rows in record.rows.items():

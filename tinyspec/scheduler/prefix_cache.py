@@ -1,8 +1,8 @@
-"""Which page holds the KV of which tokens, so that a prompt can start from what others computed.
+"""Index of pages by their tokens, so that a prompt can start from KV computed before. Host only.
 
-Host only. Full pages of committed tokens are indexed under a 128-bit hash of all tokens up to the
-page's end, with the weights' version and whether the KV is canonical. Canonical pages serve
-everyone, others only plain requests. Moves no data: an indexed page is read-only.
+Full pages of committed tokens are indexed under a 128-bit hash of all tokens up to the page's end,
+with the weights' version and whether the KV is canonical. Canonical pages serve every request,
+others only plain ones. Moves no data: an indexed page is read-only.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ class PrefixCache:
     """The index over one page pool."""
 
     def __init__(self, pool: PagePool):
-        self._pool = pool
+        self.pool = pool
         self._version = 0
-        self._pages: dict[_Key, int] = {}
-        self._keys: dict[int, _Key] = {}
+        self.pages: dict[_Key, int] = {}
+        self.keys: dict[int, _Key] = {}
         self._by_plain: set[int] = set()
-        pool.on_evict = self._forget
+        pool.on_evict = self.forget
 
     def __len__(self) -> int:
-        return len(self._pages)
+        return len(self.pages)
 
     def match(self, sequence: Sequence) -> tuple[list[int], int]:
         """The pages that hold its first tokens, and how many of them, from the first, are
@@ -36,63 +36,64 @@ class PrefixCache:
         pages: list[int] = []
         canonical = 0
         for digest in self._digests(sequence):
-            page = self._pages.get((self._version, True, digest))
+            page = self.pages.get((self._version, True, digest))
             if page is not None:
-                canonical += canonical == len(pages)
+                if canonical == len(pages):
+                    canonical += 1
             elif not sequence.deterministic:
-                page = self._pages.get((self._version, False, digest))
+                page = self.pages.get((self._version, False, digest))
             if page is None:
                 break
             pages.append(page)
         return pages, canonical
 
     def first(self, sequence: Sequence) -> bytes | None:
-        """What identifies the tokens of its first page, None where they do not fill one."""
+        """Digest of the tokens of its first page, None if they do not fill one."""
         return next(iter(self._digests(sequence)), None)
 
     def insert(self, sequence: Sequence) -> None:
-        """Index the pages that have filled up with KV of committed tokens since the last call."""
-        full = sequence.computed // self._pool.page_size
+        """Index pages that have filled up with committed tokens since the last call."""
+        full = sequence.computed // self.pool.page_size
         if full <= sequence.indexed or sequence.request.embeds is not None:
             return
         digests = self._digests(sequence)
         for number in range(sequence.indexed, full):
             page = sequence.pages[number]
-            canonical = sequence.canonical >= (number + 1) * self._pool.page_size
+            canonical = sequence.canonical >= (number + 1) * self.pool.page_size
             key = (self._version, canonical, digests[number])
-            # A page of the same tokens may be there already: one is enough.
-            if page not in self._keys and key not in self._pages:
-                self._pages[key] = page
-                self._keys[page] = key
+            # One page is enough for the same tokens.
+            if page not in self.keys and key not in self.pages:
+                self.pages[key] = page
+                self.keys[page] = key
                 if not sequence.deterministic:
                     self._by_plain.add(page)
-                self._pool.keep(page)
+                self.pool.keep(page)
         sequence.indexed = full
 
     def drop(self, pages: list[int]) -> None:
-        """Forget pages whose values are not to be trusted."""
+        """Forget pages whose values may be wrong."""
         for page in pages:
-            if page in self._keys:
-                self._forget(page)
-                self._pool.drop(page)
+            if page in self.keys:
+                self.forget(page)
+                self.pool.drop(page)
 
     def drop_plain(self) -> None:
-        """Forget what plain sequences computed, canonical or not: what ran when is chance."""
+        """Forget pages that plain sequences computed, canonical or not."""
         self.drop(list(self._by_plain))
 
     def clear(self) -> None:
         """Forget everything: the weights changed, or the pool's memory was given back."""
-        self.drop(list(self._keys))
+        self.drop(list(self.keys))
         self._version += 1
 
-    def _forget(self, page: int) -> None:
-        del self._pages[self._keys.pop(page)]
+    def forget(self, page: int) -> None:
+        del self.pages[self.keys.pop(page)]
         self._by_plain.discard(page)
 
     def _digests(self, sequence: Sequence) -> list[bytes]:
         """One digest per full page of its tokens, each over all tokens up to the page's end."""
-        size, digests = self._pool.page_size, sequence.digests
-        if sequence.request.embeds is not None:  # its tokens do not tell what its KV is of
+        size, digests = self.pool.page_size, sequence.digests
+        if sequence.request.embeds is not None:  # its tokens are placeholders
             return digests
         for number in range(len(digests), len(sequence.tokens) // size):
             tokens = array("q", sequence.tokens[number * size : (number + 1) * size])

@@ -1,6 +1,6 @@
-"""A request and its sequences: what is committed, what is drafted, what has been computed.
+"""A request and its sequences: what is committed, drafted and computed.
 
-Host only. Says nothing of when or how rows are run; the scheduler and the engine move the state.
+State only; the scheduler and the engine change it. Host only.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ def noise_key(seed: int, index: int) -> int:
 
 @dataclass(eq=False)
 class Sequence:
-    """One completion in the making.
+    """One completion of a request: its tokens and how far they have been computed.
 
-    tokens: prompt and committed tokens. drafts: proposed behind them, not yet canonical.
+    tokens: prompt and committed tokens. drafts: tokens proposed after them, not yet canonical.
     computed: leading positions whose KV is final. canonical: those of them whose KV is canonical
     (all, for a deterministic request).
-    pages: page table. frozen: leading positions in pages that it shares and must not write.
-    indexed: leading pages that the prefix cache knows. digests: of its full pages, as they fill.
-    proposed: the drafts came from a drafter, so they have no KV of their own.
-    draft_ended: the drafts end in a stop token; nothing can follow. undrafted: the next token comes
-    from a verify without drafts.
-    script: a continuation known beforehand, drafted as it stands; the sequence ends where the
-    canonical tokens leave it. forced: its tokens are taken as given, whatever the model prefers.
+    pages: page table. frozen: leading positions in shared pages, which must not be written.
+    indexed: leading pages that the prefix cache has seen. digests: of full pages, one each.
+    proposed: the drafts came from a drafter, so they have no KV.
+    draft_ended: the last draft is a stop token or failed. draft_free: verify the next token without
+    drafts.
+    given_tokens: the expected continuation (replay, scoring), used as drafts; the sequence ends
+    where the canonical tokens diverge from it. teacher_forced: commit it whatever the logits say.
     error: why it ended early. cause: the exception behind that, if there was one.
     scores, logits: per committed token [V] fp32, processed and raw, where the request keeps them.
+    siblings: completions that start from this one's prompt as soon as it is computed.
     """
 
     request: Request
@@ -57,9 +58,9 @@ class Sequence:
     digests: list[bytes] = field(default_factory=list)
     proposed: bool = False
     draft_ended: bool = False
-    undrafted: bool = False
-    script: list[int] | None = None
-    forced: bool = False
+    draft_free: bool = False
+    given_tokens: list[int] | None = None
+    teacher_forced: bool = False
     finish_reason: str | None = None
     error: str | None = None
     cause: Exception | None = None
@@ -69,7 +70,6 @@ class Sequence:
     logits: list[Any] = field(default_factory=list)
     stats: CompletionStats = field(default_factory=CompletionStats)
     key: int = 0
-    # Completions that start from this one's prompt as soon as it is computed.
     siblings: list[Sequence] = field(default_factory=list)
 
     @property
@@ -82,11 +82,11 @@ class Sequence:
 
     @property
     def history(self) -> list[int]:
-        """Its committed tokens as far as they have ids: all, but for a prompt of embeddings."""
+        """Committed tokens that have ids: all but the embeddings of a prompt."""
         return self.tokens[self.request.num_hidden :]
 
     def before(self, position: int) -> list[int]:
-        """Its tokens before ``position``, drafts included, as far as they have ids."""
+        """Tokens with ids before ``position``, drafts included."""
         return (self.tokens + self.drafts)[self.request.num_hidden : position]
 
     @property
@@ -100,7 +100,7 @@ class Sequence:
 
     @property
     def most_tokens(self) -> int:
-        """Positions that it may come to have KV of: its last token needs none."""
+        """Most positions that can have KV: the last token needs none."""
         return self.request.num_prompt + self.params.max_new_tokens - 1
 
     @property
@@ -114,26 +114,23 @@ class Sequence:
 
     @property
     def recompute(self) -> bool:
-        """Whether all rows of its prompt must run, be it for their own logits."""
+        """Whether all rows of its prompt must run, cached or not."""
         return self.request.recompute or None in self.request.prompt_logprobs[1:]
 
     @property
-    def off_script(self) -> bool:
-        """Whether its newest token is not the one that its script has there."""
-        if self.script is None:
+    def diverged(self) -> bool:
+        """Whether the newest token differs from ``given_tokens``."""
+        if self.given_tokens is None:
             return False
         place = self.num_generated - 1
-        return place >= len(self.script) or self.tokens[-1] != self.script[place]
+        return self.tokens[-1:] != self.given_tokens[place : place + 1]
 
-    def drop_drafts(self) -> int:
-        """Forget the drafts; returns how many there were."""
-        dropped = len(self.drafts)
+    def drop_drafts(self) -> None:
         self.drafts = []
         self.proposed = self.draft_ended = False
-        return dropped
 
     def reset(self) -> None:
-        """Back to nothing computed; what is committed stays committed."""
+        """Nothing is computed any more; committed tokens stay."""
         assert not self.pages
         self.drop_drafts()
         self.computed = self.canonical = self.frozen = self.indexed = 0
@@ -143,10 +140,10 @@ class Sequence:
 class Request:
     """A prompt and its sampling parameters, and the sequences that complete it.
 
-    arrival: order of arrival, the engine-wide age. prompt_logprobs: filled in as prompt rows run.
-    recompute: start from no cached page. embeds: what enters the model in place of the prompt's
-    tokens, [num_prompt, hidden]; these may then be stand-ins. num_hidden: how many of them are.
-    keeps_scores, keeps_logits: every completion keeps them, token by token.
+    arrival: number in order of arrival. prompt_logprobs: filled in as prompt rows run. recompute:
+    use no cached page. embeds: the model's input in place of the prompt's tokens, [num_prompt,
+    hidden]. num_hidden: leading prompt tokens that are placeholders then. keeps_scores,
+    keeps_logits: every completion keeps them, token by token.
     """
 
     request_id: str

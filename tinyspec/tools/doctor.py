@@ -135,13 +135,14 @@ def doctor(
 
 
 def _examine(engine: Engine, fresh: bool, begun: float) -> DoctorReport:
+    engine.check_model()
     contract, config = engine.contract, engine.config
-    if engine.has_unfinished() and (fresh or contract.facts is None):
+    if engine.has_unfinished() and (fresh or contract.results is None):
         raise refuse("engine", "busy", "an engine without unfinished requests")
     problems: tuple[str, ...] = ()
     try:
-        contract.examine(fresh)
-        contract.prove()
+        contract.probe(fresh)
+        contract.ensure()
     except DeterminismError as error:
         problems = (str(error),)
     plans: dict[int, str] = {}
@@ -151,7 +152,7 @@ def _examine(engine: Engine, fresh: bool, begun: float) -> DoctorReport:
         engine.model,
         begun,
         problems=problems,
-        facts=contract.facts,
+        facts=contract.results,
         plans=plans,
         fingerprint=None if problems else contract.fingerprint,
     )

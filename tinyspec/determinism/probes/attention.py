@@ -9,36 +9,38 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tinyspec.determinism.probes.bits import PositionProbe, unequal_bits
+from tinyspec.determinism.probes.bits import PositionResult, unequal_bits
 from tinyspec.kernels.attention_metadata import AttentionMetadata
 from tinyspec.kernels.backend import Kernels
 from tinyspec.model.attention_calls import LayerShape
+from tinyspec.model.install import patched_of
 from tinyspec.runner.model_runner import ModelRunner
 
 PAGE_SIZE = 128
 PAGES = 5
 LENGTH = PAGE_SIZE * PAGES - 40
-# Both sides of every boundary of 64 tokens, what lies about the ends, and rows all over, as of some
-# head sizes one in a hundred tells.
+# Both sides of every boundary of 64 tokens, both ends, and rows all over: with some head sizes only
+# one row in a hundred shows a difference.
 BOUNDARIES = (p + d for p in range(64, LENGTH, 64) for d in (-1, 0))
 PLACES = sorted({0, 1, 2, 3, LENGTH - 1, *BOUNDARIES, *range(0, LENGTH, 7)})
-# One in so many of them in a pass of its own, too.
-LONELY = 15
+# One in so many of them also runs in a pass of its own.
+SINGLE = 15
 
 
-def probe_attention(runner: ModelRunner) -> list[PositionProbe]:
-    """``probe_rows`` of every distinct head shape of the runner's model."""
+def probe_attention(runner: ModelRunner) -> list[PositionResult]:
+    """``probe_rows`` of every distinct head shape of the runner's model, by the kernels that its
+    passes call."""
     dtype, device = runner.model.dtype, runner.device
-    return [
-        probe_rows(runner.kernels, shape, dtype, device) for shape in dict.fromkeys(runner.layers)
-    ]
+    kernels = patched_of(runner.model).context.kernels
+    assert kernels is not None
+    return [probe_rows(kernels, shape, dtype, device) for shape in dict.fromkeys(runner.layers)]
 
 
 def probe_rows(
     kernels: Kernels, shape: LayerShape, dtype: torch.dtype, device: torch.device
-) -> PositionProbe:
-    """Rows at PLACES, each as a segment of its own and with those behind it, in one pass and in
-    several, against the whole prompt."""
+) -> PositionResult:
+    """Compares rows at PLACES, as segments of 1, 2 and 17 rows, in one pass and in several, with
+    the same rows of the whole prompt."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*size: int) -> Tensor:
@@ -49,22 +51,11 @@ def probe_rows(
 
     def attend(spans: list[tuple[int, int]]) -> Tensor:
         """Attention of rows first..last of the sequence, every span a segment."""
-        counts = [last - first for first, last in spans]
-
-        def column(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=device)
-
-        segments = AttentionMetadata(
-            page_table=torch.arange(PAGES, dtype=torch.int32, device=device).repeat(len(spans), 1),
-            cu_seqlens_q=column([sum(counts[:n]) for n in range(len(spans) + 1)]),
-            seq_lens=column([last for _, last in spans]),
-            page_size=PAGE_SIZE,
-            max_seqlen_q=max(counts),
-            max_seqlen_k=max(last for _, last in spans),
-        )
+        tables = [range(PAGES)] * len(spans)
+        metadata = AttentionMetadata.of(spans, tables, PAGE_SIZE, device)
         rows = torch.cat([q[first:last] for first, last in spans])
         scores = {"scale": shape.head_dim**-0.5, "softcap": shape.softcap}
-        return kernels.paged_attention(rows, k, v, segments, **scores)
+        return kernels.paged_attention(rows, k, v, metadata, **scores)
 
     whole = attend([(0, LENGTH)])
     checked = differing = 0
@@ -72,7 +63,7 @@ def probe_rows(
     for rows in (1, 2, 17):
         spans_of_places = [(place, min(place + rows, LENGTH)) for place in PLACES]
         # All in one pass, and some in passes of their own.
-        for spans in (spans_of_places, *([span] for span in spans_of_places[::LONELY])):
+        for spans in (spans_of_places, *([span] for span in spans_of_places[::SINGLE])):
             expected = torch.cat([whole[first:last] for first, last in spans])
             wrong = unequal_bits(expected, attend(spans))
             if not differing and (places := wrong.nonzero()).numel():
@@ -80,4 +71,4 @@ def probe_rows(
             checked += len(wrong)
             differing += int(wrong.any(dim=1).sum())
     name = f"attention ({shape.num_heads} heads of {shape.head_dim}, {shape.num_kv_heads} KV heads)"
-    return PositionProbe(name, LENGTH, checked, differing, row_index, column_index)
+    return PositionResult(name, LENGTH, checked, differing, row_index, column_index)

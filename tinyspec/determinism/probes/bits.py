@@ -1,11 +1,11 @@
-"""Which row counts of a function of rows agree bit for bit, and does a row's place matter?
+"""Comparing bits: does a row's place in a pass change them, and which row counts agree?
 
-Facts 1 and 2 that determinism rests on, as measurements of any function from `[rows, features]` to
-`[rows, ...]`. Knows torch, and nothing of engines, schedulers or transformers.
+Facts 1 and 2 that determinism rests on, measured for any function from `[rows, features]` to
+`[rows, ...]`. Knows torch; neither engines, schedulers nor transformers.
 
-A careless probe lies: rounding to bf16 hides nearly every change in the order of additions, so
-a few ordinary rows "agree". Here sums cancel, so that what is left is the accumulator's own
-rounding; every row of a large pool is compared, and neighbours are up to 1e4 larger.
+With ordinary inputs rounding to bf16 hides nearly every change in the order of additions. Here sums
+cancel, so that what is left is the accumulator's own rounding; every row of a large pool is
+compared, and neighbours are up to 1e4 larger.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
-class PositionProbe:
+class PositionResult:
     """Fact 1 at one shape: truthy if a row's bits depend on neither place nor neighbours."""
 
     name: str
     rows: int
     checked: int  # rows compared
     differing: int  # of these, rows with other bits
-    row_index: int  # where the first of them stood, or -1
+    row_index: int  # place of the first of them, or -1
     column: int  # its first differing output, or -1
 
     def __bool__(self) -> bool:
@@ -54,7 +54,7 @@ def unequal_bits(a: Tensor, b: Tensor) -> Tensor:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether `unequal_bits` finds none; where there is none, quicker."""
+    """Whether `unequal_bits` finds none; faster where it does not."""
     bits = BITS[a.element_size()]
     if torch.equal(a.contiguous().view(bits), b.contiguous().view(bits)):
         return True
@@ -64,7 +64,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def cancelling_inputs(
     rows: int, features: int, dtype: torch.dtype, seed: int = 0, weight: Tensor | None = None
 ) -> Tensor:
-    """Inputs `[rows, features]`, on the CPU, whose products with `weight` cancel: order shows.
+    """Inputs `[rows, features]`, on the CPU, whose products with `weight` cancel, so that the order
+    of additions shows.
 
     A third of the features is random; another cancels its products with up to 64 rows of `weight`
     `[out, features]`; the last, orders of magnitude smaller, cancels what rounding the second to
@@ -90,12 +91,12 @@ def cancelling_inputs(
 
 def position_invariant(
     fn: RowFunction, inputs: Tensor, rows: int, name: str = "", passes: int | None = None
-) -> PositionProbe:
+) -> PositionResult:
     """Fact 1: in a pass of `rows` rows, do results keep their bits in every place, among any rows?
 
     Every second row is a needle, taken from `inputs` `[any, features]`. The needles move through
     every row index while the rows between them change (zeros, ordinary, 1e4 larger): one pass a row
-    index, or about `passes`; at the end the first place again, for what does not even repeat.
+    index, or about `passes`; the first place again at the end, to see whether results repeat.
     """
     dtype, device = inputs.dtype, inputs.device
     needles = inputs[torch.arange(0, (rows + 1) // 2, device=device) % len(inputs)]
@@ -107,11 +108,11 @@ def position_invariant(
     checked, differing, found = 0, 0, (-1, -1)
     first: Tensor | None = None
     stride = 1 if passes is None else max(1, rows // passes) | 1
-    for turn, shift in enumerate([*range(0, rows, stride), 0]):
+    for number, shift in enumerate([*range(0, rows, stride), 0]):
         x, index = inputs.new_empty(rows, inputs.shape[1]), (home + shift) % rows
         x[index] = needles
-        scale = (1.0, largest, 0.0, 30.0)[turn % 4]
-        x[(others + shift) % rows] = (between.roll(turn, 0) * scale).to(dtype)
+        scale = (1.0, largest, 0.0, 30.0)[number % 4]
+        x[(others + shift) % rows] = (between.roll(number, 0) * scale).to(dtype)
         result = fn(x)[index]
         first = result if first is None else first
         wrong = unequal_bits(first, result)
@@ -119,11 +120,11 @@ def position_invariant(
             found = (int(index[places[0, 0]]), int(places[0, 1]))
         checked += len(wrong)
         differing += int(wrong.any(dim=1).sum())
-    return PositionProbe(name or "function", rows, checked, differing, *found)
+    return PositionResult(name or "function", rows, checked, differing, *found)
 
 
 def class_of(result: Tensor, results: list[Tensor]) -> int:
-    """Which of ``results`` has the bits of ``result``, which joins them if none has."""
+    """Index of the one of ``results`` with the bits of ``result``, which is added if none has."""
     for label, other in enumerate(results):
         if same_bits(result, other):
             return label

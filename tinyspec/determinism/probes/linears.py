@@ -1,8 +1,8 @@
-"""Every distinct linear of a patched model by itself, in every bucket, and how it may run there.
+"""Probes every distinct linear of a patched model by itself, and sets how it runs in each bucket.
 
-A linear whose bits change with the number of rows runs in tiles of those that agree; one that knows
-a quicker way runs it in the buckets where that has the same bits. Knows a model's linears, not its
-passes.
+A linear whose bits change with the number of rows runs in tiles of row counts that agree; one with
+a faster direct product uses it in the buckets where it has the same bits. Knows a model's linears,
+not its passes.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from tinyspec.determinism.probes.row_functions import BucketClasses, bucket_classes, probe_pool
+from tinyspec.determinism.probes.row_functions import BucketInvariance, probe_function, probe_pool
+from tinyspec.model.cpu.linears import TransposedLinear
 from tinyspec.model.linear_kinds import distinct_linears, linear_kinds, linear_shape, linear_weight
-from tinyspec.model.linears import TransposedLinear, is_plain
+from tinyspec.model.linears import is_plain
 from tinyspec.runner.model_runner import ModelRunner
 
-# Where subclasses of nn.Linear are defined that call its forward.
+# Linears defined here compute more than their product: routers.
 ROUTERS = "transformers.models."
 Counts = dict[str, tuple[int, ...]]
 
 
-def probe_linears(runner: ModelRunner) -> list[BucketClasses]:
-    """Every distinct linear of the model, the unembedding included, by itself; from here on those
-    that can run straight where they were found to."""
-    run_direct(runner, {})
+def probe_linears(runner: ModelRunner) -> list[BucketInvariance]:
+    """Every distinct linear of the model by itself, the unembedding included. Transposed linears
+    use the direct product from here on where it has the same bits."""
+    set_direct(runner, {})
     found = []
     direct: Counts = {}
     for name, module in distinct_linears(runner.model).items():
@@ -35,64 +36,63 @@ def probe_linears(runner: ModelRunner) -> list[BucketClasses]:
         dtype = runner.model.dtype if weight is None else weight.dtype
         pool = probe_pool(shape[0], dtype, runner.device, weight)
         if isinstance(module, TransposedLinear):
-            classes, direct[name] = _turned(runner, module, pool, name)
-            found.append(classes)
-        # A router that is a linear does more with its logits; here the matmul alone is meant.
+            result, direct[name] = _probe_transposed(runner, module, pool, name)
         elif isinstance(module, nn.Linear) and type(module).__module__.startswith(ROUTERS):
-            found.append(classes_of(runner, partial(nn.Linear.forward, module), pool, name))
+            product = partial(nn.Linear.forward, module)
+            result = probe_in_buckets(runner, product, pool, name)
         else:
-            found.append(classes_of(runner, module, pool, name))
-    run_direct(runner, direct)
+            result = probe_in_buckets(runner, module, pool, name)
+        found.append(result)
+    set_direct(runner, direct)
     return found
 
 
-def classes_of(
+def probe_in_buckets(
     runner: ModelRunner,
     fn: Callable[[Tensor], Tensor],
     pool: Tensor,
     name: str,
     search: bool = False,
     sizes: Collection[int] | None = None,
-) -> BucketClasses:
-    """``bucket_classes`` of a function of [1, R, ...] in the engine's buckets, or those of
-    ``sizes``."""
+) -> BucketInvariance:
+    """``probe_function`` of a function of [1, R, ...], in the engine's buckets or in ``sizes``."""
     sizes = runner.buckets.sizes if sizes is None else sizes
 
-    def rows_alone(rows: Tensor) -> Tensor:
-        return fn(rows[None])[0]  # as in the model: [1, R, ...]
+    def of_rows(rows: Tensor) -> Tensor:
+        return fn(rows[None])[0]
 
-    return bucket_classes(rows_alone, pool, sizes, runner.buckets.reference, name, search)
+    return probe_function(of_rows, pool, sizes, runner.buckets.reference, name, search)
 
 
-def _turned(
+def _probe_transposed(
     runner: ModelRunner, module: TransposedLinear, pool: Tensor, name: str
-) -> tuple[BucketClasses, tuple[int, ...]]:
-    """The classes of ``module`` if it runs straight wherever that has the bits of the reference
-    bucket and is quicker, and the buckets where it does."""
+) -> tuple[BucketInvariance, tuple[int, ...]]:
+    """The result for ``module``, and the buckets in which it uses the direct product: where that is
+    faster and has the bits of the reference bucket."""
     reference = runner.buckets.reference
 
     def direct(x: Tensor) -> Tensor:
-        way = module.by_columns if x.shape[1] == reference else module.by_rows
-        return way(x[0])[None]
+        product = module.transposed_product if x.shape[1] == reference else module.direct_product
+        return product(x[0])[None]
 
-    quick = [n for n in runner.buckets.sizes if n in module.quick_rows and n != reference]
-    alike = classes_of(runner, direct, pool, name, sizes=[reference, *quick])
-    counts = tuple(n for n in quick if alike.canonical(n))
+    faster = [n for n in runner.buckets.sizes if n in module.fast_rows and n != reference]
+    equal = probe_in_buckets(runner, direct, pool, name, sizes=[reference, *faster])
+    counts = tuple(n for n in faster if equal.canonical(n))
     rest = [n for n in runner.buckets.sizes if n not in counts]
-    found = classes_of(runner, module, pool, name, sizes=rest)
-    same: dict[int, int | None] = dict.fromkeys(counts, found.labels[reference])
-    return replace(found, labels=found.labels | same), counts
+    result = probe_in_buckets(runner, module, pool, name, sizes=rest)
+    same: dict[int, int | None] = dict.fromkeys(counts, result.labels[reference])
+    return replace(result, labels=result.labels | same), counts
 
 
-def find_direct(runner: ModelRunner) -> Counts:
-    """Kinds of linears that run straight, and the buckets that they do it in."""
+def direct_counts(runner: ModelRunner) -> Counts:
+    """First name of each kind of transposed linears, and the buckets of their direct product."""
     modules = distinct_linears(runner.model).items()
-    turned = {name: m for name, m in modules if isinstance(m, TransposedLinear)}
-    return {name: tuple(m.direct) for name, m in turned.items() if m.direct}
+    transposed = {name: m for name, m in modules if isinstance(m, TransposedLinear)}
+    return {name: tuple(m.direct) for name, m in transposed.items() if m.direct}
 
 
-def run_direct(runner: ModelRunner, direct: Mapping[str, Collection[int]]) -> None:
-    """Let turned linears run straight where ``straight`` says, as in ``Facts``, and no others."""
+def set_direct(runner: ModelRunner, direct: Mapping[str, Collection[int]]) -> None:
+    """Let transposed linears use the direct product in these buckets (``ProbeResults.direct``)."""
     for first, names in linear_kinds(runner.model).items():
         for name in names:
             module = runner.model.get_submodule(name)
@@ -100,9 +100,9 @@ def run_direct(runner: ModelRunner, direct: Mapping[str, Collection[int]]) -> No
                 module.direct = direct.get(first, ())
 
 
-def find_tiles(runner: ModelRunner, linears: list[BucketClasses]) -> Counts:
-    """Kinds of plain linears that tell some buckets from the reference one, and the buckets that
-    they do not."""
+def tile_counts(runner: ModelRunner, linears: list[BucketInvariance]) -> Counts:
+    """First name of each kind of plain linears with buckets that are not canonical, and those that
+    are: the row counts of its tiles."""
     found = {}
     for c in linears:
         counts = tuple(rows for rows in runner.buckets.sizes if c.canonical(rows))
@@ -111,8 +111,8 @@ def find_tiles(runner: ModelRunner, linears: list[BucketClasses]) -> Counts:
     return found
 
 
-def run_in_tiles(runner: ModelRunner, tiles: Mapping[str, Collection[int]]) -> None:
-    """Let linears run in tiles of rows in canonical passes; ``tiles`` as in ``Facts``."""
+def set_tiles(runner: ModelRunner, tiles: Mapping[str, Collection[int]]) -> None:
+    """Let linears run in tiles of rows in canonical passes (``ProbeResults.tiles``)."""
     kinds = linear_kinds(runner.model)
     for name, counts in tiles.items():
         modules = [runner.model.get_submodule(other) for other in kinds[name]]

@@ -1,10 +1,9 @@
-"""Do the shapes of a model's matmuls depend on what its rows hold? Then no probe can prove them.
+"""Do the shapes of a model's matmuls depend on the values of its rows? Then no probe covers them.
 
-A pass is run again and again with the same rows in the same places, of other tokens each time, and
-every matmul is noted: in which module, of which shapes, and by which group sizes where it is one of
-many matrices. Experts that the linear kernel serves are left out: their rows need no proof. Goes by
-what happens, not by what modules are called. Knows matmuls that go through torch's dispatcher; not
-what a library launches by itself.
+A pass of the same rows runs with several sets of tokens, and every matmul is recorded: its module,
+shapes, and the group sizes of a grouped matmul. Experts of the linear kernel are skipped, as its
+rows do not depend on the row count. Sees what goes through torch's dispatcher, not what a library
+launches by itself.
 """
 
 from __future__ import annotations
@@ -24,13 +23,14 @@ from tinyspec.model.linear_kinds import linear_shape
 from tinyspec.model.quantized import is_packed
 
 REMEDY = (
-    "deterministic=True serves experts with plain weights that call transformers' experts "
-    "interface, unless linear='never'; run this model's requests without it"
+    "deterministic=True needs experts that the linear kernel can serve (plain weights, "
+    "transformers' experts interface, linear='auto'); run this model's requests without it"
 )
 # Parts of operators' names: mm, addmm, bmm, baddbmm, _grouped_mm, linear, matmul, addmv, dot, conv.
 MATMULS = ("mm", "linear", "matmul", "mv", "dot", "conv")
-# Operators of one tensor whose rounding may depend on an element's place (its vector or what is
-# left over), or on how a sum is cut: where no module of rows does them, they are probed alone.
+# Operators of one tensor whose rounding may depend on an element's place (in a vector or in the
+# rest behind the vectors), or on how a sum is split; probed alone where no element-wise module
+# calls them.
 STEPS = {
     *("sigmoid", "silu", "gelu", "tanh", "softplus", "log_sigmoid_forward", "mish", "elu", "erf"),
     *("exp", "expm1", "log", "log1p", "pow", "rsqrt", "sin", "cos", "sum", "mean", "cumsum"),
@@ -40,7 +40,7 @@ STEPS = {
 
 @dataclass(frozen=True)
 class Matmul:
-    """One call: where, what, shapes of all tensors, values of those that hold group sizes."""
+    """One call. shapes: of all its tensors. sizes: the values of those that hold group sizes."""
 
     module: str
     operator: str
@@ -50,8 +50,8 @@ class Matmul:
 
 @dataclass(frozen=True)
 class RowStep:
-    """What a module that is neither linear nor element-wise does to a pass's rows by one operator,
-    with parameters at most: a router's matmul or sigmoid, say."""
+    """One operator on the rows of a pass, in a module that is neither linear nor element-wise: a
+    router's matmul or sigmoid, say. Its other arguments are parameters or constants."""
 
     name: str
     dtype: torch.dtype
@@ -60,20 +60,20 @@ class RowStep:
     weight: Tensor | None = None  # [out, in] of a matmul
 
 
-class Matmuls(TorchDispatchMode):
-    """Notes the matmuls of ``model``, and its steps of ``rows`` rows, while it is on, but for those
-    inside of modules ``passed``."""
+class OpRecorder(TorchDispatchMode):
+    """Records the matmuls of ``model``, and its steps of ``rows`` rows, except inside the modules
+    ``skipped``."""
 
-    def __init__(self, model: nn.Module, rows: int, passed: Collection[str] = ()):
+    def __init__(self, model: nn.Module, rows: int, skipped: Collection[str] = ()):
         super().__init__()
-        self.calls: list[Matmul] = []
+        self.matmuls: list[Matmul] = []
         self._steps: dict[object, tuple[str, RowStep]] = {}
         self._rows = rows
-        # Modules that turn one tensor into another are probed as such.
-        self._alone: set[str] = set()
-        self._kept: list[Tensor] = []
+        # Modules from one tensor to one: probed as a whole.
+        self._elementwise: set[str] = set()
+        self._kept_alive: list[Tensor] = []
         self._model = model
-        self._passed = set(passed)
+        self._skipped = set(skipped)
         self._inside: list[str] = []
         plain = (p for p in model.parameters() if not is_packed(p))
         self._own = {p.untyped_storage().data_ptr() for p in plain}
@@ -84,22 +84,22 @@ class Matmuls(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.partition("::")[2]
-        if self._passed & set(self._inside):
+        if self._skipped & set(self._inside):
             return result
         if any(part in name for part in MATMULS):
             self._note(name, func, args, kwargs or {})
         elif name in STEPS:
             self._note_step(name, func, args, kwargs or {}, result)
         elif name == "_to_copy" and args[0].untyped_storage().data_ptr() in self._own:
-            # A parameter in another dtype is still one; kept, lest another come to lie there.
-            self._kept.append(result)
+            # A parameter cast to another dtype; kept alive, as its address is the key.
+            self._kept_alive.append(result)
             self._own.add(result.untyped_storage().data_ptr())
         return result
 
     @property
     def steps(self) -> list[RowStep]:
-        """What no module of rows does, one of each kind."""
-        return [step for where, step in self._steps.values() if where not in self._alone]
+        """Those outside element-wise modules, one of each kind."""
+        return [step for where, step in self._steps.values() if where not in self._elementwise]
 
     def _note(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         where = self._inside[-1] if self._inside else ""
@@ -107,12 +107,12 @@ class Matmuls(TorchDispatchMode):
         shapes = tuple(tuple(x.shape) for x in tensors)
         groups = [x for x in tensors if not x.is_floating_point() and x.dim() <= 1]
         sizes = tuple(tuple(x.reshape(-1).tolist()) for x in groups)
-        self.calls.append(Matmul(where, name, shapes, sizes))
+        self.matmuls.append(Matmul(where, name, shapes, sizes))
         if not kwargs and where not in self._linears and not any(map(is_packed, tensors)):
             self._note_rows(where, name, func, args)
 
     def _note_rows(self, where: str, name: str, func: Any, args: tuple[Any, ...]) -> None:
-        """Take note of a matmul of one tensor with parameters alone, one of each kind."""
+        """Record a matmul of one tensor with parameters, one of each kind."""
         at = {n: x for n, x in enumerate(args) if isinstance(x, Tensor)}
         own = {n: x for n, x in at.items() if x.untyped_storage().data_ptr() in self._own}
         rows = [n for n in at if n not in own]
@@ -134,7 +134,7 @@ class Matmuls(TorchDispatchMode):
     def _note_step(
         self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """Take note of an operator of one tensor whose leading dimension is the pass's rows."""
+        """Record an operator of one tensor whose leading dimension is the pass's rows."""
         x, *others = args
         if not isinstance(x, Tensor):  # a number to the power of a tensor
             return
@@ -161,22 +161,18 @@ class Matmuls(TorchDispatchMode):
     def _enter(self, name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._inside.append(name)
         # A linear is a matmul, whether or not its kernel goes through the dispatcher.
-        if name in self._linears and not self._passed & set(self._inside):
+        if name in self._linears and not self._skipped & set(self._inside):
             shapes = tuple(tuple(x.shape) for x in inputs if isinstance(x, Tensor))
-            self.calls.append(Matmul(name, "forward", shapes, ()))
+            self.matmuls.append(Matmul(name, "forward", shapes, ()))
 
     def _leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         name = self._inside.pop()
-        if (
-            isinstance(output, Tensor)
-            and len(inputs) == 1
-            and not any(True for _ in module.children())
-        ):
-            self._alone.add(name)
+        if isinstance(output, Tensor) and len(inputs) == 1 and not list(module.children()):
+            self._elementwise.add(name)
 
     @contextmanager
-    def following(self) -> Iterator[None]:
-        """While on, know which module is running."""
+    def recording(self) -> Iterator[None]:
+        """Record what runs in the block."""
         handles = []
         for name, module in self._model.named_modules():
             handles += [
@@ -191,26 +187,26 @@ class Matmuls(TorchDispatchMode):
                 handle.remove()
 
 
-def alike(vocab_size: int, rows: int) -> Tensor:
+def same_token(vocab_size: int, rows: int) -> Tensor:
     """The same token in all rows."""
     return torch.full((rows,), vocab_size // 2)
 
 
-def random(seed: int, vocab_size: int, rows: int) -> Tensor:
-    """Any tokens."""
+def random_tokens(seed: int, vocab_size: int, rows: int) -> Tensor:
+    """Random tokens."""
     return torch.randint(vocab_size, (rows,), generator=torch.Generator().manual_seed(seed))
 
 
-# Tokens of the passes that are compared. Over a hundred rows go to the same experts in all of them
-# by chance less often than machines fail.
+# Tokens of the passes that are compared: over a hundred rows practically never go to the same
+# experts in all of them by chance.
 TOKEN_SETS: tuple[Callable[[int, int], Tensor], ...] = (
-    alike,
-    *(partial(random, seed) for seed in range(3)),
+    same_token,
+    *(partial(random_tokens, seed) for seed in range(3)),
 )
 
 
-def routed(passes: Iterable[list[Matmul]]) -> list[Unsound]:
-    """The first module whose matmuls are not the same in all ``passes``; empty if there is none."""
+def data_dependent(passes: Iterable[list[Matmul]]) -> list[Unsound]:
+    """The first module whose matmuls differ between ``passes``; empty if there is none."""
     first, *others = passes
     for other in others:
         if other != first:
@@ -219,8 +215,8 @@ def routed(passes: Iterable[list[Matmul]]) -> list[Unsound]:
             longest = max(first, other, key=len)
             name = longest[min(len(first), len(other))].module if unlike is None else unlike
             why = (
-                f"{name}: how many rows it multiplies by which weights depends on what the rows "
-                "hold, which no probe of shapes can prove harmless"
+                f"{name}: the shapes of its matmuls depend on the values of the rows, so that no "
+                "probe of shapes can cover them"
             )
             return [Unsound(name, why, REMEDY)]
     return []

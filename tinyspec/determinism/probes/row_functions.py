@@ -1,7 +1,7 @@
-"""One function of rows in every bucket: in which do its rows keep their bits, and which agree?
+"""Probes one function of rows in every bucket: do rows keep their bits, and which buckets agree?
 
-Facts 1 and 2 at the cost of a few passes a bucket. Knows functions from `[rows, features]` to
-`[rows, ...]`; neither models nor engines.
+Facts 1 and 2 in a few passes a bucket. Knows functions from `[rows, features]` to `[rows, ...]`;
+neither models nor engines.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tinyspec.determinism.probes.bits import (
-    PositionProbe,
+    PositionResult,
     RowFunction,
     cancelling_inputs,
     class_of,
@@ -24,33 +24,33 @@ from tinyspec.determinism.probes.bits import (
 )
 
 POOL_ROWS = 64
-# Of the 48 needles: a prime, so that no tile of rows is a multiple of it.
+# Of 48 needles (the rows that are compared): a prime, so that no tile of rows is a multiple of it.
 NEEDLES = 47
 # Of the reference bucket, beside those that every bucket gets.
 REFERENCE_PASSES = 8
 QUIET_PASSES = 2
 # From here on a pass has room for every needle more than once.
 LARGE_ROWS = 128
-# Rows among which telling ones are looked for, and how many numbers these may have together.
+# Rows among which sensitive ones are searched, and how many numbers these may have together.
 CANDIDATES = 1024
 CANDIDATE_NUMBERS = 1 << 17
 
 
 @dataclass(frozen=True)
-class BucketClasses:
+class BucketInvariance:
     """Facts 1 and 2 of one function in every bucket.
 
-    position: fact 1 in the reference bucket. labels: bucket -> the class of buckets whose rows have
-    the same bits, or None where a row's place or neighbours matter.
+    position: fact 1 in the reference bucket. labels: by bucket; equal where rows have the same
+    bits, None where a row's place or neighbours change them.
     """
 
     name: str
     reference: int
-    position: PositionProbe
+    position: PositionResult
     labels: dict[int, int | None]
 
     def canonical(self, rows: int) -> bool:
-        """Whether rows of bucket ``rows`` are the reference bucket's, wherever they stand."""
+        """Whether rows of bucket ``rows`` have the reference bucket's bits in every place."""
         label = self.labels[rows]
         return bool(self.position) and label is not None and label == self.labels[self.reference]
 
@@ -58,8 +58,8 @@ class BucketClasses:
 def probe_pool(
     features: int, dtype: torch.dtype, device: torch.device | str, weight: Tensor | None = None
 ) -> Tensor:
-    """[POOL_ROWS, features]: needles whose sums cancel in every even row, and between them needles
-    that are 1e4 larger, ordinary rows and zeros."""
+    """[POOL_ROWS, features]: needles (rows whose sums cancel) in every even row, and between them
+    needles that are 1e4 larger, ordinary rows and zeros."""
     pool = cancelling_inputs(POOL_ROWS, features, dtype, 0, weight)
     # By a power of two, so that the sums still cancel.
     pool[1::4] *= 2.0**9 if dtype == torch.float16 else 2.0**13
@@ -69,113 +69,112 @@ def probe_pool(
     return pool.to(device)
 
 
-def telling_pool(fn: RowFunction, pool: Tensor) -> Tensor | None:
-    """``pool`` with other needles: rows whose bits ``fn`` itself changes between a pass of one row
-    and one of very many; None where it changes none.
+def sensitive_pool(fn: RowFunction, pool: Tensor) -> Tensor | None:
+    """``pool`` with other needles: random rows that ``fn`` gives other bits in a pass of one row
+    than in a pass of many; None where there are none.
 
-    What is left over from vectors is rounded by another function, of which a few numbers in a
-    hundred tell, and in a pass of narrow rows hardly more numbers than that are left over.
+    The elements behind the last whole vector are rounded by another function, which shows in a few
+    of a hundred numbers, and passes of narrow rows have few such elements.
     """
     count = min(CANDIDATES, max(len(pool) // 2, CANDIDATE_NUMBERS // pool.shape[1]))
     generator = torch.Generator().manual_seed(count)
     rows = torch.randn(count, pool.shape[1], generator=generator) * 3
     rows = rows.to(pool)
-    told = unequal_bits(fn(rows), in_passes(fn, rows, 1)).sum(dim=1)
-    found = told.argsort(descending=True, stable=True)[: int(told.count_nonzero())]
+    unequal = unequal_bits(fn(rows), in_passes(fn, rows, 1)).sum(dim=1)
+    found = unequal.argsort(descending=True, stable=True)[: int(unequal.count_nonzero())]
     if not len(found):
         return None
-    telling = pool.clone()
+    sensitive = pool.clone()
     places = torch.arange(len(pool[::2]), device=pool.device)
-    telling[::2] = rows[found[places % len(found)]]
-    return telling
+    sensitive[::2] = rows[found[places % len(found)]]
+    return sensitive
 
 
-def bucket_classes(
+def probe_function(
     fn: RowFunction,
     pool: Tensor,
     sizes: Iterable[int],
     reference: int,
     name: str = "function",
     search: bool = False,
-) -> BucketClasses:
+) -> BucketInvariance:
     """Facts 1 and 2 of ``fn`` in passes of each of ``sizes``, by the rows of a ``probe_pool`` and,
-    with ``search``, by those of a ``telling_pool``.
+    with ``search``, by those of a ``sensitive_pool``.
 
-    In every bucket all needles go through at least once, and every row index holds one.
+    In every bucket each needle runs at least once, and each row index holds one.
     """
-    telling = telling_pool(fn, pool) if search else None
-    if telling is not None:
-        found = [bucket_classes(fn, p, sizes, reference, name) for p in (pool, telling)]
-        return _both(*found)
+    sensitive = sensitive_pool(fn, pool) if search else None
+    if sensitive is not None:
+        found = [probe_function(fn, p, sizes, reference, name) for p in (pool, sensitive)]
+        return _combine(*found)
     results: list[Tensor] = []
     labels: dict[int, int | None] = {}
     position = position_invariant(fn, pool[::2], reference, name, REFERENCE_PASSES)
     for rows in sizes:
-        result, moved = _in_turns(fn, pool, rows, name)
+        result, moved = _run_bucket(fn, pool, rows, name)
         labels[rows] = class_of(result, results) if moved is None else None
         if moved is not None and rows == reference and position:
             position = moved
-    return BucketClasses(name, reference, position, labels)
+    return BucketInvariance(name, reference, position, labels)
 
 
-def _both(one: BucketClasses, other: BucketClasses) -> BucketClasses:
-    """What holds by two pools: buckets are alike that are so by both."""
+def _combine(one: BucketInvariance, other: BucketInvariance) -> BucketInvariance:
+    """The result of two pools: buckets agree that agree by both."""
     pairs = {rows: (one.labels[rows], other.labels[rows]) for rows in one.labels}
     kinds = {pair: label for label, pair in enumerate(dict.fromkeys(pairs.values()))}
     labels = {rows: None if None in pair else kinds[pair] for rows, pair in pairs.items()}
     return replace(one, position=one.position and other.position, labels=labels)
 
 
-def _in_turns(
+def _run_bucket(
     fn: RowFunction, pool: Tensor, rows: int, name: str
-) -> tuple[Tensor, PositionProbe | None]:
-    """The results of the needles in passes of ``rows`` rows, and where a row's place showed, if so.
+) -> tuple[Tensor, PositionResult | None]:
+    """The results of the needles in passes of ``rows`` rows, and where a row's place changed bits.
 
-    First the pool as it is. Then the needles that are not large, alone and in another order: so
-    that a needle stands in every place, and beside nothing larger than itself. Where a pass is so
-    large that this would be dear, both at once: the needles again and again, an odd number of them,
-    so that each stands in places of every kind.
+    First the whole pool. Then only the needles that are not large, in another order: so that every
+    place holds a needle, also without larger neighbours. Large passes cost more and do both at
+    once: they repeat the needles, an odd number of them, so that each gets places of every kind.
     """
     place = torch.arange(len(pool), device=pool.device)
     needles = place[(place % 2 == 0) | (place % 4 == 1)][:NEEDLES]
     if rows >= LARGE_ROWS:
-        table, at = _sweep(fn, pool, needles, rows)
-        return table, None if at is None else PositionProbe(name, rows, len(needles), 1, *at)
-    table, at = _sweep(fn, pool, place, rows)
+        table, at = _run_all(fn, pool, needles, rows)
+        return table, None if at is None else PositionResult(name, rows, len(needles), 1, *at)
+    table, at = _run_all(fn, pool, place, rows)
     quiet = (place[: len(pool) // 2] * 13 + 5) % (len(pool) // 2) * 2
     expected = table[quiet]
     for start in range(0, min(len(quiet), QUIET_PASSES * rows), rows):
         if at is None:
-            at = _first_unlike(fn(pool[_part(quiet, start, rows)]), expected, start)
-    return table[needles], None if at is None else PositionProbe(name, rows, len(pool), 1, *at)
+            at = _first_difference(fn(pool[_cyclic(quiet, start, rows)]), expected, start)
+    return table[needles], None if at is None else PositionResult(name, rows, len(pool), 1, *at)
 
 
-def _sweep(
+def _run_all(
     fn: RowFunction, pool: Tensor, order: Tensor, rows: int
 ) -> tuple[Tensor, tuple[int, int] | None]:
-    """The results of ``pool[order]`` in passes of ``rows`` rows, over it again and again until each
-    was in one, and where one was not as the first time."""
+    """The results of ``pool[order]`` in passes of ``rows`` rows, the last of which begins again at
+    the start, and where a repeated row has other bits than before."""
     size = len(order)
     pieces: list[Tensor] = []
     for start in range(0, size, rows):
-        result = fn(pool[_part(order, start, rows)])
-        behind = size - start  # rows of this pass before the order begins anew
+        result = fn(pool[_cyclic(order, start, rows)])
+        behind = size - start  # rows of this pass before the order begins again
         pieces.append(result[:behind])
-    # A copy, so that the last pass of a large bucket can be let go.
+    # A copy, so that the last pass of a large bucket can be freed.
     table = torch.cat(pieces)
-    at = _first_unlike(result[behind:], table, 0)
+    at = _first_difference(result[behind:], table, 0)
     return table, None if at is None else (at[0] + behind, at[1])
 
 
-def _part(order: Tensor, start: int, rows: int) -> Tensor:
-    """``rows`` entries of ``order`` from ``start`` on, again and again."""
+def _cyclic(order: Tensor, start: int, rows: int) -> Tensor:
+    """``rows`` entries of ``order`` from ``start`` on, cyclically."""
     place = torch.arange(start, start + rows, device=order.device)
     return order[place % len(order)]
 
 
-def _first_unlike(result: Tensor, expected: Tensor, start: int) -> tuple[int, int] | None:
-    """Row and column of the first bits of ``result`` that are not those of ``expected`` from its
-    row ``start`` on, again and again; None if there are none."""
+def _first_difference(result: Tensor, expected: Tensor, start: int) -> tuple[int, int] | None:
+    """Row and column of the first difference between ``result`` and ``expected``, which is read
+    cyclically from row ``start`` on; None if there is none."""
     done = 0
     while done < len(result):
         at = (start + done) % len(expected)

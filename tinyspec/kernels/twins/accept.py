@@ -19,7 +19,7 @@ def accept_truncate(
     pages_held: Tensor,
     page_size: int,
 ) -> AcceptResult:
-    """Compare drafts with targets and say what is committed, kept and freed.
+    """Compare drafts with targets: what is committed, kept and freed.
 
     drafts, targets [S, W] int64: row j of request s yields the canonical token ``targets[s, j]``,
     which ``drafts[s, j]`` guessed; j >= draft_lens[s] has no draft and yields the bonus token.
@@ -44,16 +44,12 @@ def accept_truncate(
     new_lens = start + committed
     kept = (new_lens + drafts_left + page_size - 1) // page_size
     to_free = (pages_held - kept).clamp(min=0)
-
-    def narrow(x: Tensor) -> Tensor:
-        return x.to(torch.int32)
-
     return AcceptResult(
-        narrow(committed),
-        narrow(accepted),
-        next_token,
-        stopped,
-        narrow(drafts_left),
-        narrow(new_lens),
-        narrow(to_free),
+        num_committed=committed.int(),
+        num_accepted=accepted.int(),
+        next_token=next_token,
+        stopped=stopped,
+        drafts_left=drafts_left.int(),
+        new_lens=new_lens.int(),
+        pages_to_free=to_free.int(),
     )

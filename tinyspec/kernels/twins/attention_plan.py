@@ -1,6 +1,6 @@
 """Which tiles of which pages a pass's rows attend to: the plan of the attention twin.
 
-Worked out once per pass and read again in every layer. Knows lists of pages and positions; no keys
+Computed once per pass and read again in every layer. Knows lists of pages and positions; no keys
 and no values.
 """
 
@@ -22,21 +22,21 @@ TILE = 128
 BLOCK_ROWS = 128
 # Bounds the scratch of one call: tiles * query rows.
 MAX_TILE_ROWS = 1 << 13
-# Finite, so that a wholly masked tile yields a finite result that then weighs exactly nothing.
+# Finite, so that a tile that is masked for a row yields a finite result, which then weighs 0.
 MASKED = -1e30
 
 Position = TypeVar("Position", int, Tensor)
 
 
-class Sight(NamedTuple):
-    """How far back a row sees: ``window`` keys, itself included, or those since the last multiple
-    of ``chunk``; 0: no such bound."""
+class CausalMask(NamedTuple):
+    """A row attends to its own key and those before it: the last ``window`` of them, or those since
+    the last multiple of ``chunk``; 0: no such bound."""
 
     window: int = 0
     chunk: int = 0
 
-    def lowest(self, position: Position) -> Position:
-        """First key that a row at ``position`` sees; 0 or less: all."""
+    def lowest_key(self, position: Position) -> Position:
+        """First key of a row at ``position``; 0 or less: all."""
         if self.chunk:
             return position - position % self.chunk
         return position - self.window + 1 if self.window else position * 0
@@ -44,7 +44,7 @@ class Sight(NamedTuple):
 
 @dataclass
 class Block:
-    """Up to BLOCK_ROWS consecutive rows of one segment, and the tiles that they can see."""
+    """Up to BLOCK_ROWS consecutive rows of one segment, and the tiles that they attend to."""
 
     row: int
     rows: int
@@ -55,9 +55,9 @@ class Block:
 
 
 @dataclass
-class Group:
-    """Blocks of like height, most tiles first; their tiles ordered by depth, then by block, or,
-    where they lie dense in the cache, as they lie there.
+class TileCall:
+    """One flash-attention call: blocks padded to the same height, most tiles first. Its tiles are
+    ordered by depth, then by block, or, where they are dense in the cache, as they lie there.
 
     height: query rows of every block; a short block repeats its last row.
     rows:   [B * height] pass row of every block's query rows.
@@ -66,8 +66,8 @@ class Group:
     mask:   [T, 1, height * group, keys] fp32, 0 or MASKED; None where nothing is masked.
     keys:   how many keys of every tile are attended to.
     tiles:  [T, TILE] slots, or [T] tiles of the cache where pages hold whole tiles.
-    span:   where the tiles lie dense in the cache, the range of them.
-    depths: where the first, the second, ... tiles of the blocks that have one are among all.
+    span:   where the tiles are dense in the cache, the range of them.
+    depths: indices of the blocks' first tiles, of their second tiles, and so on.
     """
 
     height: int
@@ -81,21 +81,27 @@ class Group:
     depths: list[slice | Tensor]
 
 
-def blocks_of(segments: AttentionMetadata, sight: Sight) -> list[Block]:
+def query_blocks(metadata: AttentionMetadata, causal: CausalMask) -> list[Block]:
     """The rows of a pass as blocks, in order."""
-    starts = segments.cu_seqlens_q.tolist()
     blocks = []
-    for s, (length, pages) in enumerate(
-        zip(segments.seq_lens.tolist(), segments.page_table.tolist(), strict=True)
-    ):
-        first, end = starts[s], starts[s + 1]
+    for (first, end), length, pages in segments(metadata):
         for row in range(first, end, BLOCK_ROWS):
             rows = min(BLOCK_ROWS, end - row)
             position = length - (end - row)
-            lowest = max(0, sight.lowest(position)) // TILE
+            lowest = max(0, causal.lowest_key(position)) // TILE
             count = (position + rows - 1) // TILE + 1 - lowest
             blocks.append(Block(row, rows, position, pages, lowest, count))
     return blocks
+
+
+def segments(metadata: AttentionMetadata) -> Iterator[tuple[tuple[int, int], int, list[int]]]:
+    """Of every segment its rows (first, end), its context length and its pages."""
+    return zip(
+        pairwise(metadata.cu_seqlens_q.tolist()),
+        metadata.seq_lens.tolist(),
+        metadata.page_table.tolist(),
+        strict=True,
+    )
 
 
 def _height(rows: int, unit: int) -> int:
@@ -104,21 +110,21 @@ def _height(rows: int, unit: int) -> int:
     return -(-rows // step) * step
 
 
-def groups_of(
+def plan_calls(
     blocks: list[Block],
-    segments: AttentionMetadata,
-    sight: Sight,
+    page_size: int,
+    causal: CausalMask,
     group: int,
     *,
     unit: int,
     least: int,
     whole: bool = True,
-) -> list[Group]:
-    """Groups of ``blocks``, each padded to a multiple of ``unit`` query rows a KV head, ``least``
-    at least.
+) -> list[TileCall]:
+    """Calls for ``blocks``, each block padded to a multiple of ``unit`` query rows per KV head, and
+    to ``least`` at least.
 
     group: query heads that share a KV head's call, hence query rows per row of the pass. whole:
-    whether all of every tile is attended to, masked, where fewer keys would do.
+    whether all keys of every tile are attended to, masked, where fewer would do.
     """
     unit //= gcd(group, unit)
 
@@ -126,7 +132,7 @@ def groups_of(
         return _height(max(block.rows, -(-least // group)), unit)
 
     def batches(blocks: list[Block], rows: int) -> Iterator[list[Block]]:
-        """Cut so that no call's scratch passes MAX_TILE_ROWS (a single block may)."""
+        """Cut so that no call's scratch exceeds MAX_TILE_ROWS (a single block may)."""
         batch: list[Block] = []
         size = 0
         for block in blocks:
@@ -140,88 +146,88 @@ def groups_of(
 
     ordered = sorted(blocks, key=lambda b: (height(b), -b.num_tiles))
     return [
-        _group(batch, tall, segments, sight, group, whole)
+        _plan_call(batch, tall, page_size, causal, group, whole)
         for tall, alike in groupby(ordered, key=height)
         for batch in batches(list(alike), tall)
     ]
 
 
-def _group(
-    blocks: list[Block],
-    height: int,
-    segments: AttentionMetadata,
-    sight: Sight,
-    group: int,
-    whole: bool,
-) -> Group:
-    page_size = segments.page_size
+def _plan_call(
+    blocks: list[Block], height: int, page_size: int, causal: CausalMask, group: int, whole: bool
+) -> TileCall:
+    # How many blocks have a first tile, a second one, ...: those with most tiles come first.
     counts = [
-        sum(block.num_tiles > depth for block in blocks) for depth in range(blocks[0].num_tiles)
+        len([block for block in blocks if block.num_tiles > depth])
+        for depth in range(blocks[0].num_tiles)
     ]
-    pairs = [(b, depth) for depth, count in enumerate(counts) for b in range(count)]
-    numbers = [blocks[b].first_tile + depth for b, depth in pairs]
-    where = list(range(len(pairs)))
+    # Block and number of every tile.
+    pairs = [(b, blocks[b].first_tile + depth) for depth, n in enumerate(counts) for b in range(n)]
+    index = list(range(len(pairs)))
     span = None
-    if page_size % TILE == 0:
+    if page_size % TILE:
+        tiles = _slots(blocks, pairs, page_size)
+    else:
         ratio = page_size // TILE
-        places = [
-            blocks[b].pages[number // ratio] * ratio + number % ratio
-            for (b, _), number in zip(pairs, numbers, strict=True)
-        ]
+        places = [blocks[b].pages[number // ratio] * ratio + number % ratio for b, number in pairs]
         tiles = torch.tensor(places)
         low, high = min(places), max(places) + 1
         if high - low <= 2.5 * len(places) and len(set(places)) == len(places):
             span = (low, high)
-            where = [place - low for place in places]
-            found = {place: n for n, place in enumerate(where)}
-            # A tile of the range that is nobody's gets the first block's rows; none reads it.
-            at = [found.get(place, 0) for place in range(high - low)]
-            pairs, numbers = [pairs[n] for n in at], [numbers[n] for n in at]
-    else:
-        # Positions behind the page of the block's last row repeat that page: masked, and finite.
-        # What the table has there may be anybody's.
-        token = torch.tensor(numbers)[:, None] * TILE + torch.arange(TILE)
-        last = torch.tensor(
-            [(blocks[b].position + blocks[b].rows - 1) // page_size for b, _ in pairs]
-        )
-        table = torch.tensor([blocks[b].pages for b, _ in pairs])
-        page = torch.minimum(token // page_size, last[:, None])
-        tiles = table.gather(1, page) * page_size + token % page_size
+            index = [place - low for place in places]
+            at = {place: n for n, place in enumerate(index)}
+            # A tile of the range that no block has gets the first block's rows; its result is
+            # not read.
+            pairs = [pairs[at.get(place, 0)] for place in range(high - low)]
 
-    owners = [b for b, _ in pairs]
     known = torch.tensor([(block.row, block.rows - 1, block.position) for block in blocks])
     inside = torch.minimum(torch.arange(height), known[:, 1:2])
     rows = (known[:, :1] + inside).flatten()
+    owners = [b for b, _ in pairs]
+    # Of every query row of every tile, counted from the tile's first key.
+    first = torch.tensor([number for _, number in pairs])[:, None] * TILE
     position = (known[:, 2:] + inside)[owners]
-    first = torch.tensor(numbers)[:, None] * TILE
-    ahead = (position - first)[..., None]
-    lowest = (sight.lowest(position) - first)[..., None]
-    key = torch.arange(TILE)
-    seen = key <= ahead
-    if (lowest > 0).any():
-        seen &= key >= lowest
-    # With one tile a block, what is behind all rows' sight can be left out.
-    keys = TILE if whole or len(counts) > 1 else min(TILE, int(ahead.max()) + 1)
-    seen = seen[..., :keys]
-    mask = None
-    if whole or not bool(seen.all()):
-        mask = torch.zeros(seen.shape, dtype=torch.float32).masked_fill_(~seen, MASKED)
-        mask = mask.repeat_interleave(group, dim=1)[:, None]
+    newest, lowest = position - first, causal.lowest_key(position) - first
+    # With one tile a block, the keys after those of all rows can be left out.
+    keys = TILE if whole or len(counts) > 1 else min(TILE, int(newest.max()) + 1)
     ends = list(accumulate(counts, initial=0))
-    return Group(
+    return TileCall(
         height=height,
         rows=rows,
         in_order=rows.tolist() == list(range(len(rows))),
         owners=None if owners == list(range(len(blocks))) else torch.tensor(owners),
-        mask=mask,
+        mask=_mask(newest, lowest, keys, group, whole),
         keys=keys,
         tiles=tiles,
         span=span,
-        depths=[_places(where[start:end]) for start, end in pairwise(ends)],
+        depths=[_as_slice(index[start:end]) for start, end in pairwise(ends)],
     )
 
 
-def _places(numbers: list[int]) -> slice | Tensor:
+def _slots(blocks: list[Block], pairs: list[tuple[int, int]], page_size: int) -> Tensor:
+    """[T, TILE] slots of tiles (block, number) where pages do not hold whole tiles."""
+    # Positions after the page of the block's last row repeat that page: masked, and finite. Later
+    # entries of the table may name any page.
+    token = torch.tensor([number for _, number in pairs])[:, None] * TILE + torch.arange(TILE)
+    last = [(blocks[b].position + blocks[b].rows - 1) // page_size for b, _ in pairs]
+    page = torch.minimum(token // page_size, torch.tensor(last)[:, None])
+    table = torch.tensor([blocks[b].pages for b, _ in pairs])
+    return table.gather(1, page) * page_size + token % page_size
+
+
+def _mask(newest: Tensor, lowest: Tensor, keys: int, group: int, whole: bool) -> Tensor | None:
+    """[T, 1, rows * group, keys] fp32 for rows that attend to ``lowest`` to ``newest`` [T, rows] of
+    the keys of a tile; None where that is all of them, unless ``whole``."""
+    key = torch.arange(keys)
+    seen = key <= newest[..., None]
+    if (lowest > 0).any():
+        seen &= key >= lowest[..., None]
+    if seen.all() and not whole:
+        return None
+    mask = torch.zeros(seen.shape, dtype=torch.float32).masked_fill_(~seen, MASKED)
+    return mask.repeat_interleave(group, dim=1)[:, None]
+
+
+def _as_slice(numbers: list[int]) -> slice | Tensor:
     """As a slice where they rise by even steps."""
     step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
     stop = numbers[-1] + 1

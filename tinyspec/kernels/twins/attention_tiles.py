@@ -1,4 +1,4 @@
-"""Attention over planned tiles: a partial result of each, merged in order. Knows no segments."""
+"""Attention over planned tiles: a partial result of each, merged in order. Knows no sequences."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tinyspec.kernels.twins import attention_plan
-from tinyspec.kernels.twins.attention_plan import Group
+from tinyspec.kernels.twins.attention_plan import TileCall
 
 # Of a 16-bit head whose size is no multiple of it, torch cuts sums by the number of query rows.
 HEAD_UNIT = 32
+flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-def _tiles_of(cache: Tensor, plan: Group) -> Tensor:
-    """The tiles of K or V, [T, Hkv, keys, D]: a view where they lie dense, else gathered."""
+def _tiles_of(cache: Tensor, plan: TileCall) -> Tensor:
+    """The tiles of K or V, [T, Hkv, keys, D]: a view where they are dense, else gathered."""
     (heads, dim), tile = cache.shape[2:], attention_plan.TILE
     if plan.span is not None:
         low, high = plan.span
@@ -34,9 +35,7 @@ def _partials(
 ) -> tuple[Tensor, Tensor]:
     """Attention within each tile, [T, Hkv, rows, D] and its log-sum-exp [T, Hkv, rows] fp32."""
     if not softcap:
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, False, attn_mask=mask, scale=scale
-        )
+        return flash_attention(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
     scores = torch.matmul(q.float(), k.float().transpose(-1, -2)).mul_(scale / softcap)
     scores = scores.tanh_().mul_(softcap)
     if mask is not None:
@@ -52,7 +51,7 @@ def _at(x: Tensor, places: slice | Tensor) -> Tensor:
     return x[places] if isinstance(places, slice) else x.index_select(0, places)
 
 
-def _merge(out: Tensor, lse: Tensor, plan: Group, sinks: Tensor | None) -> Tensor:
+def _merge(out: Tensor, lse: Tensor, plan: TileCall, sinks: Tensor | None) -> Tensor:
     """Weigh the partials of each block by their log-sum-exp, one after the other.
 
     out [T, Hkv, rows, D], which may be overwritten, lse [T, Hkv, rows]; sinks [Hkv, rows] ->
@@ -80,7 +79,7 @@ def attend_tiles(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    plan: Group,
+    plan: TileCall,
     *,
     group: int,
     scale: float,
@@ -90,16 +89,13 @@ def attend_tiles(
 ) -> Tensor:
     """Attention of the rows of ``plan``: [n, Hq, D], of the pass rows ``plan.rows`` in order.
 
-    group: query heads that share a call. exact: whether a row's bits matter.
+    group: query heads that share a call. exact: whether the rows are canonical.
     """
     heads, dim = q.shape[1:]
     height, parts = plan.height, heads // group
     rows = q if plan.in_order and len(q) == len(plan.rows) else q.index_select(0, plan.rows)
-    if height == 1:
-        packed = rows.view(-1, parts, group, dim)
-    else:
-        packed = _between_heads(rows.reshape(-1, height, parts, group, dim))
-        packed = packed.reshape(-1, parts, height * group, dim)
+    packed = _swap_rows_and_heads(rows.reshape(-1, height, parts, group, dim))
+    packed = packed.reshape(-1, parts, height * group, dim)
     if plan.owners is not None:
         packed = packed.index_select(0, plan.owners)
     k, v = _tiles_of(k_cache, plan), _tiles_of(v_cache, plan)
@@ -111,13 +107,11 @@ def attend_tiles(
     if sinks is not None:
         sink_rows = sinks.float().view(parts, 1, group).expand(-1, height, -1).flatten(1)
     merged = _merge(out, lse, plan, sink_rows).to(q.dtype)
-    if height == 1:
-        return merged.reshape(-1, heads, dim)
-    merged = _between_heads(merged.reshape(-1, parts, height, group, dim))
+    merged = _swap_rows_and_heads(merged.reshape(-1, parts, height, group, dim))
     return merged.reshape(-1, heads, dim)
 
 
-def _between_heads(x: Tensor) -> Tensor:
+def _swap_rows_and_heads(x: Tensor) -> Tensor:
     """[n, rows, heads, ...] as [n, heads, rows, ...] or back, contiguous."""
     if x.shape[1] == 1 or x.shape[2] == 1:
         return x.view(x.shape[0], x.shape[2], x.shape[1], *x.shape[3:])

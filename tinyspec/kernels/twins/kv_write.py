@@ -1,7 +1,7 @@
 """Twin of the fused KV write: q/k norm, RoPE, scatter of k and v into their slots.
 
-Follows transformers operation by operation and dtype by dtype, so that a model served by the twins
-rounds where transformers rounds.
+Follows transformers operation by operation and dtype by dtype, so it rounds where transformers
+does.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ def _signed(sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, signed: Tensor, interleaved: bool) -> Tensor:
-    """RoPE on the first ``cos.shape[-1]`` of the head's dimensions, rounded once where cos and sin
-    are wider than x; halves form the pairs, or neighbours."""
+    """RoPE on the head's first ``cos.shape[-1]`` dimensions, rounded once where cos and sin are
+    wider than x; the pairs are halves, or even and odd dimensions (``interleaved``)."""
     rot = cos.shape[-1]
-    turned = x if rot == x.shape[-1] else x[..., :rot]
+    part = x if rot == x.shape[-1] else x[..., :rot]
     if cos.dtype != x.dtype:
-        turned = turned.to(torch.promote_types(x.dtype, cos.dtype))
+        part = part.to(torch.promote_types(x.dtype, cos.dtype))
     if interleaved:
-        partner = turned.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        partner = part.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     else:
-        partner = turned.roll(rot // 2, dims=-1)
-    out = (turned * cos).add_(partner.mul_(signed))
+        partner = part.roll(rot // 2, dims=-1)
+    out = (part * cos).add_(partner.mul_(signed))
     if out.dtype != x.dtype:
         out = out.to(x.dtype)
     return out if rot == x.shape[-1] else torch.cat((out, x[..., rot:]), dim=-1)
 
 
 def _angles(cos: Tensor, sin: Tensor, interleaved: bool, derived: Derived) -> tuple[Tensor, Tensor]:
-    """What ``_rotate`` takes, [R, 1, rot], once for all layers that are handed the same."""
+    """cos and signed sin [R, 1, rot] for ``_rotate``, once for all layers that share them."""
     key = "angles", interleaved, id(cos), id(sin)
     if key not in derived:
-        # With what it was made of, lest another come to have its id.
+        # Keep cos and sin alive: ``id()`` is the key.
         derived[key] = cos[:, None], _signed(sin, interleaved)[:, None], cos, sin
     return derived[key][:2]
 
@@ -86,11 +86,11 @@ def fused_kv_write(
     """Norm and rotate q and k, write k and v where ``slot_mapping`` says, return the rotated q.
 
     q [R, Hq, D], k and v [R, Hkv, D]; cos and sin [R, rot] with rot <= D, in any float dtype (a
-    wider one than q's: turned in it, rounded once), or None for no RoPE; caches [N, page_size, Hkv,
+    wider one: rotated in it, rounded once), or None for no RoPE; caches [N, page_size, Hkv,
     D]; slot_mapping [R] int64, page * page_size + offset, -1 to skip. q_weight and k_weight [D]:
-    RMSNorm over the head before RoPE (Qwen3). interleaved: neighbours of the first rot dimensions
-    turn together (GLM), not their halves. derived: as ``Segments.derived``; calls that share it
-    leave cos, sin and slot_mapping as they are.
+    RMSNorm over the head before RoPE (Qwen3). interleaved: RoPE rotates even with odd dimensions
+    (GLM) instead of the first with the second half. derived: ``AttentionMetadata.derived``; between
+    calls that share it cos, sin and slot_mapping do not change.
     """
     derived = {} if derived is None else derived
     if q_weight is not None:

@@ -1,17 +1,17 @@
 """Twin of linear: tiles of sixteen rows, each one call of one shape.
 
-The last tile is filled up with zeros, so for a given weight every call has the same shape, whatever
-the number of rows, and a row's bits depend on one fact alone: that *at sixteen rows* its place and
-its neighbours do not show. Measured with ``invariance.position_invariant`` on cancelling inputs
-over 147 to 201 shapes (K and N from 1 to 8192, odd ones too, both layouts of the weight, with bias
-and without; 1, 2, 4 and 8 threads; AVX-512 with AMX, and held back to AVX2 and SSE4; torch 2.13):
+The last tile is padded with zeros, so for a given weight every call has the same shape, whatever
+the number of rows. Required is only that *at sixteen rows* a row's bits do not depend on its place
+and its neighbours. Measured with ``position_invariant`` of the probes on cancelling inputs over 147
+to 201 shapes (K and N from 1 to 8192, odd ones too, both layouts of the weight, with bias and
+without; 1, 2, 4 and 8 threads; AVX-512 with AMX, and limited to AVX2 and SSE4; torch 2.13):
 
-- fp32 by oneDNN: never another bit.
-- fp32 by ``F.linear`` (MKL): other bits at N = 64, K 100 to 512, with two threads on AVX2, and at
-  K = 8192, N = 1 with eight threads. Hence oneDNN, where its operator is there.
-- bf16 and fp16 by ``F.linear``: never another bit. Both sum in fp32 and round once.
+- fp32 by oneDNN: no bit differed.
+- fp32 by ``F.linear`` (MKL): bits differed at N = 64, K 100 to 512, with two threads on AVX2, and
+  at K = 8192, N = 1 with eight threads. Hence oneDNN, where torch has its operator.
+- bf16 and fp16 by ``F.linear``: no bit differed. Both sum in fp32 and round once.
 
-Nor did the address of the tile matter, or a neighbour of NaN.
+The address of the tile and neighbours of NaN changed nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Twin of the noise: philox4x32-10 and the Gumbel variates made of it, in 64-bit integer torch.
+"""Twin of the noise: philox4x32-10 and Gumbel noise from it, in 64-bit integer torch.
 
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 """

@@ -11,7 +11,7 @@ BLOCK, LEAST_ROWS = 128, 16
 
 
 def _highest(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """``rows.max(dim=-1)``: of many rows block by block first, in half the time."""
+    """``rows.max(dim=-1)``; many rows are reduced block by block first, in half the time."""
     count, width = rows.shape
     if count < LEAST_ROWS or width % BLOCK or not rows.is_contiguous():
         return rows.max(dim=-1)
@@ -42,12 +42,12 @@ def sample(
     """
     scaled = logits
     noisy = logits
-    if temperature is not None and bool((hot := temperature > 0).any()):
+    if temperature is not None and bool((sampled := temperature > 0).any()):
         assert keys is not None and positions is not None
-        scaled = logits / torch.where(hot, temperature, 1.0)[:, None]
+        scaled = logits / torch.where(sampled, temperature, 1.0)[:, None]
         noisy = scaled.clone()
-        drawn = hot if forced is None else hot & (forced < 0)
-        rows = drawn.nonzero().squeeze(-1)
+        noised = sampled if forced is None else sampled & (forced < 0)
+        rows = noised.nonzero().squeeze(-1)
         noisy[rows] += gumbel(keys[rows], positions[rows], logits.shape[1])
     best, tokens = _highest(noisy)
     if forced is not None:
@@ -55,6 +55,6 @@ def sample(
     tokens = torch.where(best - best == 0, tokens, -1)  # finite
     if not logprobs:
         return tokens, None
-    # log_softmax walks every row by itself and in one order, whatever the number of rows.
-    everything = torch.log_softmax(scaled, dim=-1)
-    return tokens, everything.gather(1, tokens.clamp(min=0)[:, None]).squeeze(1)
+    # log_softmax reduces every row by itself in one order, whatever the number of rows.
+    logprobs_of_all = torch.log_softmax(scaled, dim=-1)
+    return tokens, logprobs_of_all.gather(1, tokens.clamp(min=0)[:, None]).squeeze(1)

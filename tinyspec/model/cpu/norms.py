@@ -11,6 +11,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor, nn
 
+from tinyspec.model.cpu.fast_mode import FastMode
 from tinyspec.model.equivalence import (
     eps_name,
     kind_of,
@@ -18,7 +19,7 @@ from tinyspec.model.equivalence import (
     same_bits,
     with_scratch_weights,
 )
-from tinyspec.model.linears import FastMode
+from tinyspec.model.modules import children
 from tinyspec.model.quantized import is_packed
 from tinyspec.model.wrappers import has_hooks, own_forward
 
@@ -68,14 +69,13 @@ def norm_stand_ins(
     CPU."""
     tried: dict[Hashable, bool] = {}
     found = []
-    for parent in model.modules():
-        for name, child in parent.named_children():
-            if not has_hooks(child) and _has_parts(child):
-                kind = kind_of(child)
-                if kind not in tried:
-                    tried[kind] = is_rms_norm(child, dtype)
-                if tried[kind]:
-                    found.append((parent, name, CpuRMSNorm(child, fast_mode)))
+    for parent, name, child in children(model):
+        if not has_hooks(child) and _has_parts(child):
+            kind = kind_of(child)
+            if kind not in tried:
+                tried[kind] = is_rms_norm(child, dtype)
+            if tried[kind]:
+                found.append((parent, name, CpuRMSNorm(child, fast_mode)))
     return found
 
 

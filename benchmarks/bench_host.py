@@ -1,0 +1,166 @@
+"""What the host does in one decode step, with the model's forward and the kernels stubbed.
+
+Measured is the thread time of ``Engine.step()``: the schedule, the pass as tensors, the state of a
+pass, sampling and commit around the kernels, records and events. The model has the module tree of
+Qwen3-0.6B (28 layers, 311 parameters) at small widths. The forward returns the same logits at every
+step and the sample kernel token 0, so tokens are well defined: every sequence repeats token 0, and
+none of them stops. Deterministic requests have verify="padded": one token a step as plain ones, not
+what "auto" would choose by measured costs. Run with
+
+    pytest benchmarks/bench_host.py --benchmark-enable --benchmark-json=FILE [--rounds N]
+    python benchmarks/render.py FILE
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.workloads import DEVICE, of_shapes
+from tinyspec import Engine, EngineConfig, SamplingParams
+
+VOCAB = 256
+PROMPT, SMOKE_PROMPT = 32, 4
+LAYERS, SMOKE_LAYERS = 28, 2
+PARAMETERS = 311
+SEQUENCES = (1, 16, 64, 256)
+# Steps that are timed for each of ``--rounds``.
+STEPS = 100
+# Steps in which prompts are still computed while the first requests decode, at most.
+PROMPT_STEPS = 1000
+
+
+def build(layers: int) -> Any:
+    """Qwen3-0.6B's module tree with random weights, a few hundred kilobytes of them.
+
+    layers: of its 28, how many.
+    """
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "qwen3",
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    model: Any = AutoModelForCausalLM.from_config(config).to(DEVICE).eval()
+    assert layers < LAYERS or len(list(model.parameters())) == PARAMETERS
+    return model
+
+
+def _stub(engine: Engine) -> Callable[[], object]:
+    """Stub what a step of ``engine`` computes; returns the check for changed weights that every
+    step makes. The only function here that uses an engine's internals.
+    """
+    core, context, largest = engine.core, engine.patched.context, engine.config.max_rows
+    logits = torch.zeros(1, largest, VOCAB, device=DEVICE)
+    tokens = torch.zeros(largest, dtype=torch.long, device=DEVICE)
+
+    def forward(*, logits_to_keep: Any, **_: Any) -> SimpleNamespace:
+        kept = isinstance(logits_to_keep, Tensor)
+        return SimpleNamespace(logits=logits[:, : len(logits_to_keep)] if kept else logits)
+
+    def sample(rows: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        return tokens[: len(rows)], None
+
+    def unused(*_: Any, **__: Any) -> None:
+        raise AssertionError("a decode step with a stubbed forward calls no such kernel")
+
+    stubs = replace(
+        context.kernels,
+        sample=sample,
+        **dict.fromkeys(("fused_kv_write", "paged_attention", "accept_truncate", "linear"), unused),
+    )
+    engine.runner.model = forward
+    context.kernels = core.sampler._kernels = core.committer.kernels = stubs
+    context.check = lambda: None  # that every layer called attention
+    return engine.contract.parameters_written
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "deterministic"])
+def kind(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def stubbed(kind: bool, smoke: bool) -> Iterator[tuple[Engine, Callable[[], object]]]:
+    """An engine whose steps compute nothing, probed before, and its check for changed weights."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # thread time sees one
+    config = EngineConfig(verify="padded", max_rows=256 if smoke else None)  # fewer to probe
+    with Engine(build(SMOKE_LAYERS if smoke else LAYERS), config=config) as engine:
+        engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2, deterministic=kind))
+        yield engine, _stub(engine)
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("sequences", SEQUENCES)
+@pytest.mark.benchmark(
+    group="host thread time of a decode step, forward and kernels stubbed", timer=time.thread_time
+)
+def bench_decode_step(
+    benchmark: Any,
+    stubbed: tuple[Engine, Callable[[], object]],
+    kind: bool,
+    sequences: int,
+    smoke: bool,
+    rounds: int,
+) -> None:
+    """One step that gives each of ``sequences`` greedy requests one token.
+
+    weights_check_ms: the part that checks whether a parameter was written to. bucket: rows of the
+    pass, padding included. least_ms: the fastest step, which a busy machine changes least.
+    """
+    engine, weights_check = stubbed
+    steps = 2 if smoke else STEPS * rounds
+    prompt = SMOKE_PROMPT if smoke else PROMPT
+    work = of_shapes("host", [(prompt, PROMPT_STEPS + steps + 8)] * sequences, VOCAB)
+    asked = work.params(range(sequences) if kind else ())
+    params = [replace(one, temperature=0.0) for one in asked]
+    numbers = [
+        engine.add_request(list(ids), one) for ids, one in zip(work.prompts, params, strict=True)
+    ]
+    for _ in range(PROMPT_STEPS):
+        engine.step()
+        if engine.records[-1].rows["decode"] == sequences:
+            break
+    benchmark.pedantic(engine.step, rounds=steps, iterations=1, warmup_rounds=2)
+    record = engine.records[-1]
+    assert record.rows == {"prompt": 0, "decode": sequences, "draft": 0, "verify": 0}
+    assert record.canonical == kind
+    assert record.committed == sequences
+    for number in numbers:
+        output = engine.abort(number)
+        assert set(output.completions[0].token_ids) == {0}
+    benchmark.extra_info["sequences"] = sequences
+    benchmark.extra_info["bucket"] = record.bucket
+    if benchmark.stats is not None:  # None where benchmarks are disabled
+        benchmark.extra_info["least_ms"] = 1e3 * benchmark.stats.stats.min
+    benchmark.extra_info["weights_check_ms"] = 1e3 * _thread_seconds(weights_check, steps)
+
+
+def _thread_seconds(function: Callable[[], object], times: int) -> float:
+    """Median thread time of ``function``."""
+    seconds = []
+    for _ in range(times):
+        began = time.thread_time()
+        function()
+        seconds.append(time.thread_time() - began)
+    return median(seconds)

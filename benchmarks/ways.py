@@ -1,0 +1,146 @@
+"""The optimizations of a CPU that change no deterministic bit, and how to switch each of them off.
+
+Of the benchmarks only this file and ``bench_host.py`` use internals of the package. Knows a patched
+model, and no workload.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+from huggingface_hub import constants
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from tinyspec.determinism.probes import linears as linear_probes
+from tinyspec.model.cpu.fast_mode import FastMode
+from tinyspec.model.cpu.linears import OneDnnLinear, TransposedLinear
+from tinyspec.model.cpu.norms import CpuRMSNorm
+from tinyspec.model.install import patched_of
+from tinyspec.runner import model_runner
+from tinyspec.scheduler.page_pool import PagePool
+
+FP32, BF16 = "float32", "bfloat16"
+Off = Callable[[Any], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True)
+class Way:
+    """One optimization.
+
+    off: given a patched model, switches the way off while the context lasts. applies: whether the
+    model has what the way needs.
+    """
+
+    name: str
+    dtypes: tuple[str, ...]
+    off: Off
+    applies: Callable[[Any], bool] = lambda model: True
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _stand_ins(model: nn.Module, kind: type) -> list[Any]:
+    return [module for *_, module in patched_of(model).swapped if isinstance(module, kind)]
+
+
+def _has(kind: type) -> Callable[[Any], bool]:
+    return lambda model: bool(_stand_ins(model, kind))
+
+
+def _with(kind: type, attribute: str, value: Any) -> Off:
+    """Another value of an attribute of all stand-ins of a kind."""
+
+    @contextmanager
+    def off(model: Any) -> Iterator[None]:
+        with ExitStack() as stack:
+            for module in _stand_ins(model, kind):
+                stack.enter_context(patch.object(module, attribute, value))
+            yield
+
+    return off
+
+
+@contextmanager
+def _canonical_attention(model: Any) -> Iterator[None]:
+    """The reduction of canonical passes for all rows."""
+    context = patched_of(model).context
+    kernels = context.kernels
+
+    def attend(q: Any, k: Any, v: Any, metadata: Any, **scores: Any) -> Any:
+        metadata.exact = True
+        return kernels.paged_attention(q, k, v, metadata, **scores)
+
+    with patch.object(context, "kernels", replace(kernels, paged_attention=attend)):
+        yield
+
+
+def _no_runs(model: Any) -> AbstractContextManager[object]:
+    """A page for a sequence is the lowest that is free."""
+    return patch.object(PagePool, "_run", lambda pool, wanted: [])
+
+
+def _llama_norm(model: Any) -> AbstractContextManager[object]:
+    """Transformers' own forward, which uses the same names."""
+    return patch.object(CpuRMSNorm, "forward", LlamaRMSNorm.forward)
+
+
+WAYS = (
+    # fp32: up to 12 rows by MKL in fast mode, not by oneDNN.
+    Way("mkl", (FP32,), _with(OneDnnLinear, "fast_rows", range(0)), _has(OneDnnLinear)),
+    # Attention of plain passes by other calls than that of canonical ones.
+    Way("plain-attention", (FP32, BF16), _canonical_attention),
+    # RMSNorm by fewer operators in fast mode; then the whole stand-in.
+    Way("plain-norm", (FP32, BF16), _with(CpuRMSNorm, "_fast_mode", FastMode()), _has(CpuRMSNorm)),
+    Way("norm-stand-in", (FP32, BF16), _llama_norm, _has(CpuRMSNorm)),
+    # The pages of a sequence lie in a run where there is room.
+    Way("page-runs", (FP32, BF16), _no_runs),
+    # bf16 with AMX, in fast mode: up to 16 rows transposed; more than that by torch's default.
+    Way(
+        "few-rows-transposed",
+        (BF16,),
+        _with(TransposedLinear, "fast_rows", range(1, sys.maxsize)),
+        _has(TransposedLinear),
+    ),
+    Way(
+        "many-rows-default",
+        (BF16,),
+        _with(TransposedLinear, "fast_rows", range(0)),
+        _has(TransposedLinear),
+    ),
+)
+
+
+def without_keeping_the_heap() -> AbstractContextManager[object]:
+    """Engines made while this lasts leave the C library's settings alone.
+
+    They hold for a process: what an engine has set before stays.
+    """
+    return patch.object(model_runner, "keep_heap", lambda: None)
+
+
+class _NoLinear:
+    """The type of no linear."""
+
+
+@contextmanager
+def separate_probes(folder: str) -> Iterator[None]:
+    """Probe results are kept in, and read from, ``folder``."""
+    with patch.object(constants, "HF_HOME", folder):
+        yield
+
+
+def without_direct() -> AbstractContextManager[object]:
+    """Engines probed while this lasts run transposed linears directly in no bucket."""
+    return patch.object(linear_probes, "TransposedLinear", _NoLinear)
+
+
+def runs_directly(model: Any) -> bool:
+    """Whether any linear of a model runs directly in any bucket."""
+    return any(module.direct for module in _stand_ins(model, TransposedLinear))

@@ -1,0 +1,118 @@
+"""The comparison of stored bits: equal files pass, one bit fails. No model runs here."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+
+from benchmarks.compare_bits import main
+
+
+def entry(section: str, name: str, **changes: Any) -> dict[str, Any]:
+    plain = {
+        "section": section,
+        "name": name,
+        "deterministic": section.startswith("deterministic"),
+        "tokens": [3, 1, 4],
+        "logprobs": [(-0.5).hex(), (-1.25).hex(), (-0.1).hex()],
+        "others": ["5:-0x1.8p+1"],
+        "finish": "length",
+    }
+    return {**plain, **changes}
+
+
+REPORT = {
+    "format": 1,
+    "environment": {"torch": "2.13", "load_average": 0.5},
+    "seen": {},
+    "requests": [
+        entry("deterministic: crowd", "llama 0"),
+        entry("deterministic: crowd", "llama 1"),
+        entry("plain: crowd", "llama 0"),
+    ],
+}
+
+
+@pytest.fixture
+def compared(tmp_path, capsys):
+    """Exit status and output of comparing REPORT with a changed copy of it."""
+
+    def compared(change, *options: str) -> tuple[int, str]:
+        other: dict[str, Any] = copy.deepcopy(REPORT)
+        change(other)
+        paths = []
+        for name, report in (("a", REPORT), ("b", other)):
+            paths.append(str(tmp_path / name))
+            (tmp_path / name).write_text(json.dumps(report))
+        status = main(["compare", *paths, *options])
+        return status, capsys.readouterr().out
+
+    return compared
+
+
+def flip(report: dict[str, Any], number: int) -> None:
+    """Another last bit in one log-probability, as fp32 has it."""
+    bits = report["requests"][number]["logprobs"]
+    bits[1] = (float.fromhex(bits[1]) * (1 + 2**-23)).hex()
+
+
+def test_equal_files(compared):
+    status, text = compared(lambda report: report["environment"].update(load_average=9.0))
+    assert status == 0
+    assert "deterministic: 2 of 2 requests equal" in text
+    assert "plain: 1 of 1 requests equal" in text
+    assert "environments differ" not in text
+
+
+def test_one_bit(compared):
+    status, text = compared(lambda report: flip(report, 1))
+    assert status == 1
+    assert "deterministic: 1 of 2 requests equal" in text
+    assert "deterministic: crowd, llama 1: logprobs[1] -0x1.4000000000000p+0" in text
+    assert "(1 of 3 differ)" in text
+
+
+def test_plain_bit(compared):
+    status, text = compared(lambda report: flip(report, 2))
+    assert status == 0
+    assert "plain: 0 of 1 requests equal" in text
+    assert "plain: crowd, llama 0: logprobs[1]" in text
+    assert compared(lambda report: flip(report, 2), "--plain-too")[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tokens": [3, 1, 5]}, "tokens[2] 4 and 5"),
+        ({"tokens": [3, 1]}, "3 and 2 tokens"),
+        ({"others": ["6:-0x1.8p+1"]}, "others[0]"),
+        ({"finish": "stop"}, "finish 'length' and 'stop'"),
+        ({"deterministic": False}, "deterministic in one file only"),
+    ],
+    ids=["token", "length", "top", "finish", "kind"],
+)
+def test_other_changes(compared, changes, said):
+    status, text = compared(lambda report: report["requests"][0].update(changes))
+    assert status == 1
+    assert said in text
+
+
+def test_missing_request(compared):
+    status, text = compared(lambda report: report["requests"].pop(0))
+    assert status == 1
+    assert "llama 0: only in the first file" in text
+
+
+def test_no_deterministic_request(tmp_path):
+    path = tmp_path / "file"
+    path.write_text(json.dumps({**REPORT, "requests": REPORT["requests"][2:]}))
+    assert main(["compare", str(path), str(path)]) == 1
+
+
+def test_other_machine(compared):
+    status, text = compared(lambda report: report["environment"].update(torch="2.12"))
+    assert status == 0
+    assert "environments differ: torch '2.13', '2.12'" in text

@@ -1,0 +1,189 @@
+"""The contract crossed with all that must not matter: the cache, chunks, sizes, ways, dtypes.
+
+Every test compares the bits of the same requests; the controls that such a comparison can fail on
+these models stand in tests/determinism/test_scenarios.py.
+"""
+
+import random
+from collections import Counter
+
+import pytest
+
+from tests.support.cases import (
+    DTYPES,
+    KINDS,
+    bits_of,
+    engine_of,
+    greedy,
+    model_of,
+    one_by_one,
+    run,
+    steady,
+    text,
+    whole,
+)
+from tests.support.mixes import bits, crowd, needles, plain
+from tests.support.sensitive import ShapeSensitiveLinear
+from tinyspec import DeterminismError
+
+
+def mixed():
+    """Needles of every style and prompts that share prefixes."""
+    shared = [([*text(n, seed=8), n % 5], greedy(9)) for n in (31, 64, 90)]
+    return [*needles(), *shared]
+
+
+def quick(kind, dtype):
+    """Models as they are differ less: one dtype by default."""
+    slow = () if kind != "as is" or dtype == "bf16" else pytest.mark.slow("crosses", 2)
+    return pytest.param((kind, dtype), marks=slow, id=f"{kind}-{dtype}")
+
+
+@pytest.fixture(scope="module", params=[quick(k, d) for k in KINDS for d in DTYPES])
+def subject(request):
+    """A model, and the solo bits of every mixed request by an engine with default settings."""
+    model = model_of(*request.param)
+    with engine_of(model) as engine:
+        return model, one_by_one(engine, mixed())
+
+
+def cached_tokens(outputs):
+    return [sum(c.stats.cached_prompt_tokens for c in output.completions) for output in outputs]
+
+
+@pytest.mark.crossed(1)
+@pytest.mark.parametrize(
+    ("cache", "page_size"), [(True, 8), (True, 32), (False, 32)], ids=["8", "32", "off"]
+)
+def test_cache_cold_and_warm(subject, cache, page_size):
+    model, alone = subject
+    with engine_of(model, prefix_cache=cache, page_size=page_size) as engine:
+        cold = run(engine, mixed())
+        warm = run(engine, mixed())
+        assert whole(engine)
+    assert bits_of(cold) == bits_of(warm) == alone
+    pages = [len(p) // page_size if len(p) > 1 else 0 for p, _ in mixed()]
+    assert [count > 0 for count in cached_tokens(warm)] == [
+        # Completions beyond the first start from the prompt that the first has computed.
+        params.num_return_sequences > 1 or (cache and full > 0)
+        for full, (_, params) in zip(pages, mixed(), strict=True)
+    ]
+    assert sum(cached_tokens(warm)) > sum(cached_tokens(cold)) or not cache
+
+
+SETTINGS = {
+    "smallest passes": {"max_rows": 16, "max_sequences": 16, "page_size": 1, "num_pages": 400},
+    "odd passes": {"max_rows": 37, "max_sequences": 5, "page_size": 8, "num_pages": 24},
+    "one sequence": {"max_rows": 512, "max_sequences": 1, "page_size": 256, "num_pages": 1},
+    "one page each": {"max_rows": 512, "max_sequences": 64, "page_size": 1024, "num_pages": 3},
+    "few sequences": {"max_rows": 512, "max_sequences": 3, "page_size": 16, "num_pages": 600},
+}
+
+
+@pytest.mark.crossed(1)
+@pytest.mark.parametrize("named", SETTINGS)
+def test_sizes(subject, named):
+    model, alone = subject
+    with engine_of(model, **SETTINGS[named], draft_window=5) as engine:
+        assert bits_of(run(engine, mixed())) == alone
+        assert whole(engine)
+
+
+@pytest.mark.parametrize(
+    "reference_rows", [pytest.param(4, marks=pytest.mark.slow("crosses", 4)), 21]
+)
+def test_reference_rows_is_the_one_size_that_counts(reference_rows):
+    """Within one value everything agrees; between two, bits may differ and fingerprints do."""
+    found, prints = [], set()
+    for max_rows in (64, 300):
+        model = model_of("shape-sensitive", "bf16")
+        with engine_of(model, reference_rows=reference_rows, max_rows=max_rows) as engine:
+            found += [bits_of(run(engine, mixed())), one_by_one(engine, mixed())]
+            prints.add(engine.fingerprint)
+    assert found == found[:1] * 4
+    assert len(prints) == 1
+    with engine_of(model_of("shape-sensitive", "bf16")) as engine:
+        assert bits_of(run(engine, mixed())) != found[0]  # control
+        assert engine.fingerprint not in prints
+
+
+LENGTHS = (1, 2, 15, 16, 17, 31, 127, 128, 129, 300)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_chunks(dtype):
+    """Prompts of every awkward length, in chunks of everything from 16 to 512 rows."""
+    requests = [(text(n, seed=n), greedy(5)) for n in LENGTHS]
+    found = []
+    for max_rows in (16, 45, 512):
+        model = model_of("shape-sensitive", dtype)
+        with engine_of(model, max_rows=max_rows, page_size=16, trace=True) as engine:
+            found.append(bits_of(run(engine, requests)))
+            longest = max(record.rows["prompt"] for record in engine.records)
+            assert longest <= max_rows
+    assert found == found[:1] * 3
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["fp32", *(pytest.param(d, marks=pytest.mark.slow("crosses", 8)) for d in ("bf16", "fp16"))],
+)
+def test_a_prompt_of_4000_tokens(dtype):
+    """Alone in large chunks, in small ones twice among others, and in a warm cache."""
+    model = model_of("shape-sensitive", dtype, positions=4352)
+    request = (text(4000, seed=4), greedy(6, temperature=0.7, seed=1))
+    small = {"reference_rows": 128, "max_rows": 200, "page_size": 16}
+    others = crowd(random.Random(1), 6)
+    with engine_of(model, reference_rows=128, max_rows=1024) as engine:
+        alone = bits(engine.generate([request[0]], request[1])[0])
+        assert alone[0][2] == "length"
+    with engine_of(model, **small) as engine:
+        among = run(engine, [*others, request, request])
+        again = engine.generate([request[0]], request[1])[0]
+    assert bits_of(among[-2:]) == [alone, alone]
+    assert bits(again) == alone
+    assert again.completions[0].stats.cached_prompt_tokens == 3999
+    with engine_of(model, **small) as engine:
+        unflagged = bits(run(engine, [*others, (request[0], plain(request[1]))])[-1])
+    assert unflagged != alone  # control
+
+
+def ways_of(engine):
+    """How often each way was taken."""
+    return Counter(record.way for record in engine.records if record.way)
+
+
+def by_way(model, **settings):
+    """Bits and ways taken, by the setting of ``verify``; what a device cannot serve is left out."""
+    found, taken = {}, {}
+    for way in ("auto", "padded", "always", "direct"):
+        with steady(model, verify=way, trace=True, draft_window=6, **settings) as engine:
+            try:
+                one = one_by_one(engine, mixed()[:3])
+            except DeterminismError:
+                continue
+            found[way] = [*bits_of(run(engine, mixed())), *one]
+            taken[way] = ways_of(engine)
+    return found, taken
+
+
+def test_ways(subject):
+    """The same settings but for the way: all agree, and each way was really taken."""
+    model, alone = subject
+    found, taken = by_way(model)
+    assert all(bits_found == [*alone, *alone[:3]] for bits_found in found.values())
+    assert taken["padded"]["draft"] == 0 < taken["always"]["draft"]
+    if type(model.lm_head) is ShapeSensitiveLinear:
+        assert set(found) == {"auto", "padded", "always"}
+        assert taken["padded"]["padded"] > 10
+        assert all(taken["auto"][way] > 0 for way in ("direct", "padded", "draft"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ways_with_the_linear_kernel(dtype):
+    """All buckets are canonical: "direct" is served and verifies nothing, "always" drafts."""
+    found, taken = by_way(model_of("as is", dtype), linear="always")
+    assert set(found) == {"auto", "padded", "always", "direct"}
+    assert all(bits_found == found["direct"] for bits_found in found.values())
+    assert set(taken["direct"]) == {"direct"}
+    assert taken["always"]["draft"] > 10

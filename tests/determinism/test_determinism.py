@@ -1,0 +1,231 @@
+"""The contract: a deterministic request's bits do not depend on anything but itself.
+
+Controls: the same request without the flag differs on a model whose linears are sensitive to the
+row count, and a model that breaks fact 1 is refused.
+"""
+
+import random
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.support.mixes import (
+    HalfLiar,
+    Liar,
+    bits,
+    crowd,
+    needles,
+    plain,
+    random_config,
+    run_through,
+    solo,
+)
+from tests.support.sensitive import (
+    PositionSensitiveLinear,
+    ShapeSensitiveLinear,
+    replace_linears,
+)
+from tests.support.tiny import FAMILIES, tiny
+from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
+
+REFERENCE = 16
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def sensitive(dtype=torch.float32):
+    return replace_linears(tiny("llama", dtype), ShapeSensitiveLinear)
+
+
+@pytest.fixture(scope="module", params=["as is", "shape-sensitive"])
+def models(request):
+    """dtype -> model and the solo bits of every needle, by one engine with default settings."""
+    found = {}
+    for dtype in DTYPES:
+        model = tiny("llama", dtype) if request.param == "as is" else sensitive(dtype)
+        with Engine(model, config=EngineConfig(reference_rows=REFERENCE)) as engine:
+            alone = [bits(solo(engine, needle)) for needle in needles()]
+        found[dtype] = (model, alone)
+    return found
+
+
+def run_mix(model, alone, seed):
+    """One random mix; asserts that every needle in it kept its bits."""
+    rng = random.Random(seed)
+    truths = [
+        p + tokens for (p, _), row in zip(needles(), alone, strict=True) for tokens, *_ in row
+    ]
+    drafter = rng.choice((None, None, "ngram", Liar(seed), HalfLiar(truths, seed)))
+    chosen = rng.sample(range(len(needles())), rng.randint(1, 3))
+    requests = [needles()[n] for n in chosen]
+    others = crowd(rng, rng.choice((1, 3, 8, rng.randint(0, 20))))
+    places = [("needle", n) for n in range(len(requests))] + [("other", None)] * len(others)
+    rng.shuffle(places)
+    others_left = iter(others)
+    order = [requests[n] if kind == "needle" else next(others_left) for kind, n in places]
+    with Engine(model, config=random_config(rng, REFERENCE, drafter)) as engine:
+        outputs = run_through(engine, rng, order)
+        assert engine.pool.num_held == 0
+    for (kind, n), output in zip(places, outputs, strict=True):
+        assert all(c.error is None for c in output.completions)
+        if kind == "needle":
+            assert bits(output) == alone[chosen[n]], f"mix {seed}, needle {chosen[n]}"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_mixes(models, seed):
+    for dtype in DTYPES:
+        model, alone = models[dtype]
+        run_mix(model, alone, seed)
+
+
+@pytest.mark.slow("random mixes", 4, cases=50)
+def test_many_random_mixes(models, case_seed):
+    for seed in range(case_seed, case_seed + 10):
+        for dtype in DTYPES:
+            model, alone = models[dtype]
+            run_mix(model, alone, seed)
+
+
+def test_control_plain_requests_differ():
+    """Without the flag the same mixes do change bits: the check above can fail."""
+    model = sensitive()
+    wanted = needles()[1]
+    request = (wanted[0], plain(wanted[1]))
+    rng = random.Random(0)
+    with Engine(model, config=EngineConfig(reference_rows=REFERENCE)) as engine:
+        alone = bits(solo(engine, request))
+        among = bits(engine.generate(*zip(*[request, *crowd(rng, 9)], strict=True))[0])
+    assert among != alone
+
+
+def test_control_position_sensitive_is_refused():
+    model = replace_linears(tiny(), PositionSensitiveLinear)
+    with Engine(model) as engine:
+        with pytest.raises(DeterminismError, match=r"q_proj|lm_head|gate_proj"):
+            engine.generate([[1, 2, 3]], SamplingParams(deterministic=True))
+        assert not engine.has_unfinished()
+        assert engine.generate([[1, 2, 3]])[0].completions[0].finish_reason == "length"
+
+
+@pytest.mark.crossed(0.4)
+@pytest.mark.parametrize("size", [2, 3, 8, 31, 64])
+def test_crowd_sizes(models, size):
+    model, alone = models[torch.float32]
+    rng = random.Random(size)
+    others = crowd(rng, size - 1)
+    for place in (0, size - 1):
+        order = [*others[:place], needles()[2], *others[place:]]
+        with Engine(model, config=EngineConfig(reference_rows=REFERENCE)) as engine:
+            outputs = engine.generate([p for p, _ in order], [s for _, s in order])
+        assert bits(outputs[place]) == alone[2]
+
+
+@pytest.mark.crossed(0.3)
+@pytest.mark.parametrize("window", [1, 2, 5, 15, 16, 17, 31, 48, 64])
+def test_draft_window(models, window):
+    model, alone = models[torch.float32]
+    config = EngineConfig(reference_rows=REFERENCE, draft_window=window)
+    with Engine(model, config=config) as engine:
+        outputs = engine.generate([p for p, _ in needles()], [s for _, s in needles()])
+    assert [bits(output) for output in outputs] == alone
+
+
+@pytest.mark.crossed(0.3)
+@pytest.mark.parametrize("page_size", [1, 8, 32, 128, 512, 1024])
+def test_page_size(models, page_size):
+    model, alone = models[torch.float32]
+    config = EngineConfig(reference_rows=REFERENCE, page_size=page_size)
+    with Engine(model, config=config) as engine:
+        outputs = engine.generate([p for p, _ in needles()], [s for _, s in needles()])
+    assert [bits(output) for output in outputs] == alone
+
+
+def test_preemption(models):
+    model, alone = models[torch.float32]
+    config = EngineConfig(reference_rows=REFERENCE, page_size=8, num_pages=24)
+    with Engine(model, config=config) as engine:
+        outputs = engine.generate([p for p, _ in needles()], [s for _, s in needles()])
+    assert sum(c.stats.preemptions for o in outputs for c in o.completions) > 0
+    assert [bits(output) for output in outputs] == alone
+
+
+def test_lying_drafter(models):
+    model, alone = models[torch.float32]
+    rollbacks = 0
+    for seed in range(5):
+        config = EngineConfig(reference_rows=REFERENCE, drafter=Liar(seed))
+        with Engine(model, config=config) as engine:
+            outputs = engine.generate([p for p, _ in needles()], [s for _, s in needles()])
+            rollbacks += engine.stats().rollbacks
+        assert [bits(output) for output in outputs] == alone
+    assert rollbacks > 50
+
+
+def test_doors_agree(models):
+    """generate, stream and step give the same bits."""
+    model, alone = models[torch.float32]
+    with Engine(model, config=EngineConfig(reference_rows=REFERENCE)) as engine:
+        for needle, expected in zip(needles(), alone, strict=True):
+            tokens = [[] for _ in expected]
+            logprobs = [[] for _ in expected]
+            reasons = [None for _ in expected]
+            for event in engine.stream([needle[0]], needle[1]):
+                tokens[event.index] += event.token_ids
+                logprobs[event.index] += event.logprobs
+                reasons[event.index] = event.finish_reason
+            assert list(zip(tokens, logprobs, reasons, strict=True)) == expected
+            request_id = engine.add_request(*needle)
+            outputs = []
+            while not outputs:
+                outputs = engine.step()
+            assert outputs[0].request_id == request_id
+            assert bits(outputs[0]) == expected
+
+
+def test_completion_alone_or_among_n(models):
+    """Completion i is the same however many are asked for."""
+    model, alone = models[torch.float32]
+    prompt, params = needles()[3]
+    with Engine(model, config=EngineConfig(reference_rows=REFERENCE)) as engine:
+        one = bits(solo(engine, (prompt, replace(params, num_return_sequences=1))))
+        five = bits(solo(engine, (prompt, replace(params, num_return_sequences=5))))
+    assert one == alone[3][:1]
+    assert five[:3] == alone[3]
+    assert len({tuple(tokens) for tokens, *_ in five}) > 1
+
+
+@pytest.mark.crossed(2)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_family_on_two_threads(family, dtype, two_threads):
+    model = tiny(family, dtype)
+    rng = random.Random(1)
+    with Engine(model, config=EngineConfig(reference_rows=REFERENCE)) as engine:
+        alone = [bits(solo(engine, needle)) for needle in needles()]
+        order = [*needles(), *crowd(rng, 10)]
+        outputs = engine.generate([p for p, _ in order], [s for _, s in order])
+    assert [bits(output) for output in outputs[: len(alone)]] == alone
+
+
+CHILD = """
+import sys
+import torch
+torch.set_num_threads(1)
+from tests.support.mixes import bits, needles
+from tests.support.tiny import tiny
+from tinyspec import Engine, EngineConfig
+with Engine(tiny(), config=EngineConfig(reference_rows=16, draft_window=5)) as engine:
+    outputs = engine.generate([p for p, _ in needles()], [s for _, s in needles()])
+    sys.stdout.write(repr(([bits(o) for o in outputs], engine.fingerprint)))
+"""
+
+
+def test_new_process():
+    with Engine(tiny(), config=EngineConfig(reference_rows=REFERENCE)) as engine:
+        alone = [bits(solo(engine, needle)) for needle in needles()]
+        expected = repr((alone, engine.fingerprint))
+    child = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True)
+    assert child.stdout == expected, child.stderr[-2000:]

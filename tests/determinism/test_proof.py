@@ -1,0 +1,502 @@
+"""What a proof rests on and what it survives: facts on disk, linear kernel, weights, adapters."""
+
+import json
+import random
+
+import pytest
+import torch
+from huggingface_hub import constants
+from torch import nn
+
+from tests.support.mixes import bits
+from tests.support.sensitive import PositionSensitiveLinear, ShapeSensitiveLinear, replace_linears
+from tests.support.tiny import prompts, tiny
+from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
+from tinyspec.determinism import contract, probe_cache
+from tinyspec.determinism.checksum import checksum
+from tinyspec.determinism.fingerprint import adapter_state
+from tinyspec.determinism.probe_results import Alternative, BucketResult, ProbeResults, Unsound
+from tinyspec.kernels import twins
+from tinyspec.model.cpu.fast_mode import FastMode
+from tinyspec.model.cpu.linears import cpu_stand_ins
+from tinyspec.model.linears import KernelLinear
+from tinyspec.scheduler.buckets import Buckets, between
+
+SIZES = [1, 2, 4, 8, 12, 16]
+CONFIG = {"reference_rows": 8, "max_rows": 16}
+DETERMINISTIC = SamplingParams(max_new_tokens=8, deterministic=True, logprobs=True)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
+    return tmp_path / "tinyspec"
+
+
+@pytest.fixture
+def probed(monkeypatch):
+    """The facts that were probed, one entry each time."""
+    found = []
+    whole = contract.probe_buckets
+
+    def counted(*args):
+        found.append(whole(*args))
+        return found[-1]
+
+    monkeypatch.setattr(contract, "probe_buckets", counted)
+    return found
+
+
+def proven(model, **config):
+    """(facts, fingerprint) of an engine around ``model``."""
+    with Engine(model, config=EngineConfig(**{**CONFIG, **config})) as engine:
+        engine.contract.ensure()
+        return engine.contract.results, engine.fingerprint
+
+
+# Facts on disk
+
+
+def test_facts_go_to_disk_and_back(home, probed):
+    first = proven(tiny())
+    (file,) = home.iterdir()
+    assert file.name.startswith(first[1]) and file.suffix == ".json"
+    assert proven(tiny()) == first and len(probed) == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"reference_rows": 12},
+        {"max_rows": 20},
+        {"linear": "never"},
+        {"linear": "always"},
+        {"max_model_len": 100},
+    ],
+    ids=str,
+)
+def test_other_settings_are_probed_anew(probed, other):
+    proven(tiny())
+    proven(tiny(), **other)
+    assert len(probed) == 2
+
+
+def test_other_models_are_probed_anew(probed, two_threads):
+    proven(tiny())
+    proven(tiny(dtype=torch.bfloat16))
+    proven(replace_linears(tiny(), ShapeSensitiveLinear))
+    torch.set_num_threads(1)
+    proven(tiny())
+    assert len(probed) == 4
+
+
+def test_settings_that_only_steer_share_facts(probed):
+    for settings in ({}, {"draft_window": 3}, {"verify": "always"}, {"prefix_cache": False}):
+        proven(tiny(), **settings)
+    assert len(probed) == 1
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda text: "",
+        lambda text: text[: len(text) // 2],
+        lambda text: "[]",
+        lambda text: "7",
+        lambda text: text.replace('"format": 2', '"format": 1'),
+        lambda text: text.replace('"reference"', '"preference"'),
+        lambda text: text.replace('"key": "', '"key": "x'),
+        lambda text: json.dumps({**json.loads(text), "results": [1, 2]}),
+    ],
+)
+def test_what_cannot_be_read_is_probed_anew(home, probed, spoil):
+    facts, _ = proven(tiny())
+    (file,) = home.iterdir()
+    text = file.read_text()
+    assert spoil(text) != text
+    file.write_text(spoil(text))
+    assert proven(tiny())[0].canonical == facts.canonical and len(probed) == 2
+    assert json.loads(file.read_text())["results"], "and written anew"
+
+
+def test_a_home_that_cannot_be_written(home, probed):
+    home.write_text("a file where the folder should be")
+    proven(tiny())
+    proven(tiny())
+    assert len(probed) == 2
+
+
+def test_fresh_facts_replace_those_on_disk(home, probed):
+    proven(tiny())
+    (file,) = home.iterdir()
+    entry = json.loads(file.read_text())
+    entry["results"]["buckets"][0]["seconds"] = 12345.0
+    file.write_text(json.dumps(entry))
+    assert proven(tiny())[0].buckets[0].seconds == 12345.0
+    with Engine(tiny(), config=EngineConfig(**CONFIG)) as engine:
+        assert engine.contract.probe(fresh=True).buckets[0].seconds != 12345.0
+        assert engine.generate(prompts(2), DETERMINISTIC)
+    assert proven(tiny())[0].buckets[0].seconds != 12345.0
+    assert [path.name for path in home.iterdir()] == [file.name], "no draft is left"
+
+
+def test_facts_as_json():
+    facts = ProbeResults(
+        reference=8,
+        buckets=(BucketResult(8, True, (), 0.1, 0.1), BucketResult(16, False, ("a.b",), 0.2, 0.3)),
+        unsound=(Unsound("a.b", "why"),),
+        alternatives=(Alternative((4, 16), 2),),
+        kernel_linears=("a.b",),
+        tiles={"a.b": (4, 8)},
+        direct={"a.c": (8, 16)},
+    )
+    assert ProbeResults.from_dict(json.loads(json.dumps(facts.to_dict()))) == facts
+    probe_cache.store("key", facts)
+    assert probe_cache.load("key") == facts and probe_cache.load("another") is None
+
+
+# The linear kernel
+
+
+def third_rows_nudged(whole, only):
+    """A forward that breaks fact 1 where ``only`` says so of the module."""
+
+    def forward(self, x):
+        out = whole(self, x)
+        if not only(self):
+            return out
+        third = torch.arange(out.shape[-2]) % 3 == 1
+        nudged = out.float() * (1 + 2**-6)
+        return torch.where(third[:, None], nudged.to(out.dtype), out)
+
+    return forward
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+def broken(request, monkeypatch):
+    """dtype; linears with 192 outputs break fact 1 in it, and the kernel does not."""
+    served = cpu_stand_ins(nn.Sequential(nn.Linear(2, 2, dtype=request.param)), FastMode())
+    cls = type(served[0][2]) if served else nn.Linear
+    forward = third_rows_nudged(cls.forward, lambda module: module.out_features == 192)
+    monkeypatch.setattr(cls, "forward", forward)
+    return request.param
+
+
+WIDE = [f"model.layers.{n}.mlp.{name}_proj" for n in range(2) for name in ("gate", "up")]
+
+
+def test_the_kernel_serves_the_layers_that_break_the_reference_bucket(broken, probed):
+    model = tiny(dtype=broken)
+    types = [type(module) for module in model.modules()]
+    with Engine(model, config=EngineConfig(**CONFIG)) as engine:
+        plain = engine.contract._current_fingerprint()
+        outputs = engine.generate(prompts(4), DETERMINISTIC)
+        served = [n for n, m in model.named_modules() if isinstance(m, KernelLinear)]
+        assert served == WIDE == sorted(engine.contract.results.kernel_linears)
+        assert 8 in engine.contract.results.canonical
+        assert {o.fingerprint for o in outputs} == {engine.fingerprint} != {plain}
+        alone = [bits(engine.generate([p], DETERMINISTIC)[0]) for p in prompts(4)]
+        assert [bits(output) for output in outputs] == alone
+    assert [type(module) for module in model.modules()] == types
+    with Engine(model, config=EngineConfig(**CONFIG)) as engine:
+        assert engine.fingerprint == outputs[0].fingerprint, "from disk, swapped without a probe"
+        assert [bits(o) for o in engine.generate(prompts(4), DETERMINISTIC)] == alone
+    assert len(probed) == 1
+
+
+def test_training_mode_survives_the_kernel(broken):
+    model = tiny(dtype=broken).train()
+    proven(model)
+    assert all(module.training for module in model.modules())
+
+
+def test_without_the_kernel_the_module_is_named(broken):
+    model = tiny(dtype=broken)
+    with Engine(model, config=EngineConfig(**CONFIG, linear="never")) as engine:
+        with pytest.raises(DeterminismError, match=WIDE[0]):
+            engine.generate([[1, 2]], DETERMINISTIC)
+        assert engine.generate([[1, 2]])[0].completions[0].finish_reason == "length"
+
+
+def test_a_kernel_that_does_not_help(broken, monkeypatch):
+    whole = twins.linear.linear
+
+    def no_better(x, weight, bias=None):
+        out = whole(x, weight, bias)
+        out[1::3] *= 1.125
+        return out
+
+    monkeypatch.setattr(twins.linear, "linear", no_better)
+    model = tiny(dtype=broken)
+    with Engine(model, config=EngineConfig(**CONFIG)) as engine:
+        with pytest.raises(DeterminismError, match=WIDE[0]):
+            engine.generate([[1, 2]], DETERMINISTIC)
+        assert not any(isinstance(module, KernelLinear) for module in model.modules())
+        assert engine.contract.results.kernel_linears == ()
+
+
+def test_linears_of_their_own_are_not_swapped():
+    model = replace_linears(tiny(), PositionSensitiveLinear)
+    with Engine(model, config=EngineConfig(**CONFIG)) as engine:
+        with pytest.raises(DeterminismError, match="q_proj"):
+            engine.generate([[1, 2]], DETERMINISTIC)
+        assert not any(isinstance(module, KernelLinear) for module in model.modules())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_always_makes_every_bucket_canonical(dtype):
+    model = tiny(dtype=dtype)
+    types = [type(module) for module in model.modules()]
+    config = EngineConfig(**CONFIG, linear="always", verify="direct")
+    with Engine(model, config=config) as engine:
+        outputs = engine.generate(prompts(5), DETERMINISTIC)
+        assert engine.contract.results.canonical == SIZES
+        assert not any(fact.tiled for fact in engine.contract.results.buckets)
+        assert engine.stats().drafted == 0
+        kinds = {type(m) for m in model.modules() if hasattr(m, "out_features")}
+        assert kinds == {KernelLinear}
+        always = engine.fingerprint
+    with Engine(model, config=EngineConfig(**CONFIG, linear="always", verify="always")) as engine:
+        others = engine.generate(prompts(5), DETERMINISTIC)
+        assert engine.fingerprint == always and engine.stats().drafted > 0
+        assert [bits(output) for output in others] == [bits(output) for output in outputs]
+    assert [type(module) for module in model.modules()] == types
+    assert proven(model)[1] != always
+
+
+def test_direct_is_refused_with_the_buckets_that_are_in_its_way():
+    model = replace_linears(tiny(), ShapeSensitiveLinear)
+    for sequences, listed in ((16, "1, 2, 4, 12, 16;"), (5, "1, 2, 4;")):
+        config = EngineConfig(**CONFIG, verify="direct", max_sequences=sequences)
+        with (
+            Engine(model, config=config) as engine,
+            pytest.raises(DeterminismError, match=f"direct.*{sequences} rows.*{listed}"),
+        ):
+            engine.generate([[1, 2]], DETERMINISTIC)
+
+
+# What a proof survives
+
+
+def test_trained_weights_keep_the_proof_and_change_the_fingerprint(probed):
+    model = tiny()
+    with Engine(model, config=EngineConfig(**CONFIG)) as engine:
+        engine.contract.ensure()
+        seen = [engine.fingerprint]
+        for parameter in list(model.parameters())[:3]:
+            with torch.no_grad():
+                parameter.add_(0.01)
+            assert engine.contract.parameters_written()
+            engine.generate(prompts(2), DETERMINISTIC)
+            assert not engine.contract.parameters_written()
+            seen.append(engine.fingerprint)
+            assert engine.runner.buckets.canonical
+        assert len(set(seen)) == 4 and len(probed) == 1
+
+
+@pytest.mark.parametrize("change", ["threads", "module", "layout", "hook"])
+def test_what_loses_the_proof(probed, change, two_threads):
+    model = tiny()
+    with Engine(model, config=EngineConfig(**CONFIG)) as engine:
+        engine.contract.ensure()
+        if change == "threads":
+            torch.set_num_threads(1)
+        elif change == "module":
+            model.model.layers[0].mlp.act_fn = nn.GELU()
+        elif change == "hook":
+            model.model.norm.register_forward_hook(lambda *_: None)
+        else:
+            weight = model.model.norm.weight
+            weight.data = weight.data.repeat_interleave(2)[::2]
+        assert engine.contract.refresh() and engine.contract.outdated
+        assert engine.runner.buckets.canonical == []
+        engine.contract.ensure()
+        assert len(probed) == 2 and not engine.contract.outdated
+        assert not engine.contract.refresh()
+
+
+def test_looks_before_anything_is_proven():
+    """Plain requests fill the prefix cache too."""
+    model = tiny()
+    with Engine(model, config=EngineConfig(**CONFIG)) as engine:
+        watch = engine.contract
+        assert not watch.refresh() and not watch.parameters_written()
+        with torch.no_grad():
+            model.lm_head.weight[3, 4] += 1
+        assert watch.parameters_written() and watch.refresh()
+        assert not watch.parameters_written() and not watch.refresh()
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+        assert watch.refresh() and not watch.refresh()
+        assert watch.known_fingerprint is None and watch.results is None
+
+
+def test_writes_that_leave_no_trace_are_seen_by_a_digest():
+    for verify in (False, True):
+        model = tiny()
+        with Engine(model, config=EngineConfig(**CONFIG, verify_weights=verify)) as engine:
+            assert not engine.contract.refresh()
+            model.lm_head.weight.data[3, 4] += 1
+            assert engine.contract.refresh() == verify and not engine.contract.refresh()
+
+
+class Tuner(nn.Module):
+    """As peft's tuner layers: an adapter that can be switched without a parameter changing."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer = base
+        self.adapters = nn.ModuleDict(
+            {name: nn.Linear(base.in_features, base.out_features) for name in ("en", "fr")}
+        )
+        self.scaling = {"en": 1.0, "fr": 1.0}
+        self.merged_adapters: list[str] = []
+        self._active, self._disabled = ["en"], False
+
+    @property
+    def active_adapters(self):
+        return self._active
+
+    @property
+    def disable_adapters(self):
+        return self._disabled
+
+    def forward(self, x):
+        out = self.base_layer(x)
+        for name in [] if self._disabled else self._active:
+            out = out + self.adapters[name](x) * self.scaling[name]
+        return out
+
+
+def switch(tuner):
+    tuner._active = ["fr"]
+
+
+def disable(tuner):
+    tuner._disabled = True
+
+
+def rescale(tuner):
+    tuner.scaling["en"] = 0.5
+
+
+def merge(tuner):
+    tuner.merged_adapters.append("en")
+
+
+@pytest.mark.parametrize("change", [switch, disable, rescale, merge])
+def test_adapters_in_use_are_part_of_the_fingerprint(change):
+    model = tiny()
+    tuner = model.model.layers[0].mlp.down_proj = Tuner(model.model.layers[0].mlp.down_proj)
+    with Engine(model, config=EngineConfig(**CONFIG)) as engine:
+        before = engine.generate(prompts(3), DETERMINISTIC)
+        assert not engine.contract.refresh()
+        change(tuner)
+        assert not engine.contract.parameters_written(), "no parameter was written to"
+        after = engine.generate(prompts(3), DETERMINISTIC)
+        assert before[0].fingerprint != after[0].fingerprint
+        if change is not merge:
+            assert [bits(o) for o in before] != [bits(o) for o in after]
+        tuner._active, tuner._disabled, tuner.merged_adapters = ["en"], False, []
+        tuner.scaling["en"] = 1.0
+        again = engine.generate(prompts(3), DETERMINISTIC)
+        assert again[0].fingerprint == before[0].fingerprint
+        assert [bits(o) for o in again] == [bits(o) for o in before]
+
+
+def test_methods_of_those_names_are_no_adapters():
+    """Transformers' models have some."""
+    model = tiny()
+    assert hasattr(type(model), "active_adapters") and adapter_state(model) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("size", [0, 1, 3, 5, 64, 1001])
+def test_checksum(dtype, size):
+    generator = torch.Generator().manual_seed(size)
+    x = torch.randint(-100, 100, (size + 1,), generator=generator).to(dtype)
+    for tensor in (x[:size], x[1:]):  # one of them does not begin at a multiple of eight bytes
+        found = checksum(tensor)
+        assert 0 <= found < 2**64 and found == checksum(tensor.clone())
+        for n in random.Random(size).sample(range(size), min(size, 5)):
+            other = tensor.clone()
+            other[n] += 1
+            assert checksum(other) != found
+        if size > 1 and tensor[0] != tensor[-1]:
+            swapped = tensor.clone()
+            swapped[0], swapped[-1] = tensor[-1], tensor[0]
+            assert checksum(swapped) != found
+
+
+# What costs less
+
+
+def test_costs_between_those_measured():
+    cost = {4: 1.0, 8: 3.0, 32: 6.0}
+    found = [between(cost, rows) for rows in (1, 4, 6, 8, 20, 32, 40)]
+    assert found == [1.0, 1.0, 2.0, 3.0, 4.5, 6.0, 7.5]
+
+
+def learnt(canonical, seconds):
+    buckets = Buckets(64, 8)
+    buckets.learn(canonical, {rows: seconds(rows) for rows in buckets.sizes})
+    return buckets
+
+
+def test_padding_costs_the_next_canonical_bucket():
+    """A pass of 1 row for 1, of 8 for 1.4: drafting w costs (w + what a verify costs) / (w + 1)."""
+    cost = {1: 1.0, 8: 1.4}
+    buckets = learnt([8], lambda rows: cost.get(rows, 9.0))
+    assert not buckets.padded_is_cheaper(1, 1, 7), "(7 * 1 + 1.4) / 8 = 1.05 < 1.4"
+    assert buckets.padded_is_cheaper(1, 1, 0), "no draft at all: the verify is the padded pass"
+    assert not buckets.padded_is_cheaper(1, 1, 1), "(1 + 1.4) / 2 = 1.2 < 1.4"
+    # 16 rows to verify take two passes: (15 * 1 + 2.8) / 16 = 1.11.
+    assert not buckets.padded_is_cheaper(1, 1, 15)
+    # Verifies of 8 rows at a time: (w * 1 + 1.4 * (w + 1) / 8) / (w + 1) < 1.4 for long.
+    assert not buckets.padded_is_cheaper(1, 1, 127)
+
+
+def test_padding_wins_where_buckets_cost_alike():
+    buckets = learnt([8], lambda rows: 1.0 + rows / 1000)
+    assert buckets.padded_is_cheaper(1, 1, 16) and buckets.padded_is_cheaper(4, 4, 16)
+
+
+def test_a_canonical_bucket_needs_no_draft():
+    noisy = {4: 5.0, 8: 1.0}
+    buckets = learnt([4, 8], lambda rows: noisy.get(rows, 1.0))
+    assert buckets.padded_is_cheaper(3, 3, 16), "even if a larger bucket measured less"
+
+
+def test_rows_that_fit_no_canonical_bucket_are_drafted():
+    assert not learnt([8], lambda rows: 1.0).padded_is_cheaper(9, 9, 16)
+
+
+def test_plain_rows_ride_along():
+    """Thirty plain rows in a fast pass of 32, or in a canonical one of 64 at twice the cost: with
+    one deterministic sequence among them, which verifies 17 rows beside them."""
+    buckets = learnt([8, 64], lambda rows: float(rows))
+    assert not buckets.padded_is_cheaper(31, 1, 16)
+    # Its 17 rows and the 30 fit one pass: (16 * 32 + 64) / 17 = 33.9 < 64.
+    assert buckets.padded_is_cheaper(31, 31, 16), "527 rows to verify: (512 + 9 * 64) / 17 = 64"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_formula_against_a_count_of_passes(seed):
+    rng = random.Random(seed)
+    cost = {rows: rng.uniform(1, 3) + rows / 8 for rows in Buckets(64, 8).sizes}
+    canonical = sorted({8, *rng.sample(sorted(cost), rng.randint(0, 4))})
+    buckets = learnt(canonical, cost.__getitem__)
+    rows, window = rng.randint(1, canonical[-1]), rng.randint(1, 30)
+    drafting = rng.randint(1, rows)
+
+    def fit(count, sizes):
+        return min(size for size in sizes if size >= count)
+
+    left, verify = drafting * (window + 1) + rows - drafting, 0.0
+    share = fit(min(left, canonical[-1]), canonical)
+    while left > 0:
+        verify += cost[share]
+        left -= canonical[-1]
+    drafted = (window * cost[fit(rows, cost)] + verify) / (window + 1)
+    padded = cost[fit(rows, canonical)]
+    expected = fit(rows, cost) in canonical or padded <= drafted
+    assert buckets.padded_is_cheaper(rows, drafting, window) == expected

@@ -1,0 +1,275 @@
+"""Assistants and prompt lookup, at any batch size, and ``custom_generate=tinyspec.generate``."""
+
+import copy
+
+import pytest
+import torch
+from transformers.generation import (
+    EosTokenCriteria,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    TopKLogitsWarper,
+)
+
+import tinyspec
+from tests.support.hooks import AttentionRecorder, Backwards, Boom, BoomError, Until
+from tests.support.judge import (
+    FAMILIES,
+    NEW,
+    PAD,
+    ROWS,
+    by_row,
+    close,
+    greedy,
+    joined,
+    listen,
+    one,
+    padded,
+    pair,
+)
+from tests.support.tiny import VOCAB, tiny
+from tinyspec import generate
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+BASE = {"max_new_tokens": NEW, "pad_token_id": PAD}
+BLOCK, MASK = padded(ROWS)
+BATCH = {"input_ids": BLOCK, "attention_mask": MASK}
+DICT = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+
+ASSISTED = {
+    "random": lambda: {"assistant_model": tiny(seed=3)},
+    "twin": lambda: {"assistant_model": tiny()},
+    "other-family": lambda: {"assistant_model": tiny("gpt2", seed=4)},
+    "lookup": lambda: {"prompt_lookup_num_tokens": 4},
+    "lookup-longer": lambda: {"prompt_lookup_num_tokens": 2, "max_matching_ngram_size": 3},
+    "eos": lambda: {"assistant_model": tiny(), "eos_token_id": greedy()[0][4]},
+    "lookup-eos": lambda: {"prompt_lookup_num_tokens": 4, "eos_token_id": greedy()[1][3]},
+    "penalty": lambda: {"assistant_model": tiny(), "repetition_penalty": 2.0},
+    "processor": lambda: {"assistant_model": tiny(), "logits_processor": [Backwards()]},
+    "criterion": lambda: {"prompt_lookup_num_tokens": 2, "stopping_criteria": [Until(12)]},
+    "least": lambda: {
+        "prompt_lookup_num_tokens": 4,
+        "eos_token_id": greedy()[0][2],
+        "min_new_tokens": 5,
+    },
+    "one-token": lambda: {"assistant_model": tiny(), "max_new_tokens": 1},
+    "max-length": lambda: {"assistant_model": tiny(), "max_length": 22, "max_new_tokens": None},
+    "steady": lambda: {"assistant_model": tiny(), "num_assistant_tokens": 2},
+}
+
+
+@pytest.mark.parametrize("name", ASSISTED)
+def test_assisted_tokens_equal_transformers(name):
+    """At batch 1 as transformers has them, and for a batch, which it refuses."""
+    model, own = pair()
+    settings = lambda: {**BASE, **ASSISTED[name]()}  # noqa: E731
+    ours, theirs = (listen(m.generate, one(ROWS[1]), **settings()) for m in (model, own))
+    assert ours.complaint == theirs.complaint == (type(None), "None")
+    assert torch.equal(ours.result, theirs.result)
+    if "assistant_model" not in settings():  # an assistant's own calls have lines of their own
+        assert ours.lines == theirs.lines
+    with pytest.raises(ValueError, match="batch_size = 1"):
+        own.generate(**BATCH, **settings())
+    judged = joined(BLOCK, ROWS, by_row(own, ROWS, settings))
+    assert torch.equal(model.generate(**BATCH, **settings()), judged)
+
+
+def test_the_model_assists_itself():
+    """As in transformers' own tests of assisted decoding."""
+    model, own = pair()
+    settings = {**BASE, **DICT, "eos_token_id": -1}
+    given, judged = (m.generate(one(ROWS[1]), **settings, assistant_model=m) for m in (model, own))
+    assert torch.equal(given.sequences, judged.sequences)
+    assert close(given.scores, judged.scores) and close(given.logits, judged.logits)
+
+
+@pytest.mark.parametrize("name", ["random", "lookup"])
+def test_assisted_dict_outputs_equal_transformers(name):
+    model, own = pair()
+    given, judged = (
+        m.generate(one(ROWS[1]), **BASE, **DICT, **ASSISTED[name]()) for m in (model, own)
+    )
+    assert type(given) is type(judged)
+    assert torch.equal(given.sequences, judged.sequences)
+    assert close(given.scores, judged.scores) and close(given.logits, judged.logits)
+
+
+def test_an_assistant_that_is_patched_as_well():
+    model, own = pair()
+    assistant = tiny(seed=3)
+    tinyspec.patch(assistant)
+    given = model.generate(**BATCH, **BASE, assistant_model=assistant)
+    assert torch.equal(given, joined(BLOCK, ROWS, by_row(own, ROWS, lambda: BASE)))
+    tinyspec.unpatch(assistant)
+
+
+def test_assisted_streams_hold_the_same_tokens():
+    """transformers puts accepted drafts together; the tokens are the same."""
+    streams = []
+    for model in pair():
+        recorder = AttentionRecorder()
+        settings = {**BASE, "assistant_model": tiny(seed=3), "streamer": recorder}
+        model.generate(one(ROWS[1]), **settings)
+        streams.append((recorder.tokens, recorder.puts[-1]))
+    assert streams[0] == streams[1]
+
+
+def test_an_assistant_serves_its_call_alone():
+    """The next call drafts as before."""
+    _, own = pair()
+
+    class Counted:
+        asked = 0
+
+        def propose(self, sequences, n):
+            Counted.asked += 1
+            return [[] for _ in sequences]
+
+    other = copy.deepcopy(own)
+    tinyspec.patch(other, tinyspec.EngineConfig(drafter=Counted(), verify="always"))
+    other.generate(**BATCH, **BASE, deterministic=True)
+    first = Counted.asked
+    assert first > 0
+    other.generate(**BATCH, **BASE, deterministic=True, prompt_lookup_num_tokens=3)
+    assert Counted.asked == first
+    other.generate(**BATCH, **BASE, deterministic=True)
+    assert Counted.asked > first
+
+
+@pytest.mark.crossed(0.3)
+@pytest.mark.parametrize("patched", [True, False], ids=["patched", "unpatched"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_custom_generate_equals_transformers(patched, family):
+    model, own = pair(family)
+    served = model if patched else own
+    eos = [greedy(family)[0][4], greedy(family)[3][6]]
+    settings = lambda: {**BASE, "eos_token_id": eos, "repetition_penalty": 1.1}  # noqa: E731
+    given = served.generate(**BATCH, **settings(), custom_generate=generate)
+    assert torch.equal(given, joined(BLOCK, ROWS, by_row(own, ROWS, settings)))
+    assert torch.equal(served(BLOCK).logits, own(BLOCK).logits)
+    assert "generate" in vars(model) and "generate" not in vars(own)
+
+
+CUSTOM = {
+    "greedy": lambda: {},
+    "dict": lambda: DICT,
+    "samples": lambda: {"do_sample": True, "top_k": 1, "num_return_sequences": 3},
+    "warpers": lambda: {"do_sample": True, "top_k": 1, "temperature": 0.5, "min_p": 0.1},
+    "processors": lambda: {"suppress_tokens": [3, 4, 5], "bad_words_ids": [[greedy()[0][0]]]},
+    "custom-processor": lambda: {"logits_processor": LogitsProcessorList([Backwards()])},
+    "both": lambda: {"logits_processor": [Backwards()], "repetition_penalty": 2.0},
+    "criterion": lambda: {"stopping_criteria": StoppingCriteriaList([Until(24)])},
+    "criterion-max-length": lambda: {"stopping_criteria": [MaxLengthCriteria(11)]},
+    "criterion-eos": lambda: {"stopping_criteria": [EosTokenCriteria([7, 9])]},
+    "criterion-eos-instead": lambda: {
+        "eos_token_id": 3,
+        "stopping_criteria": [EosTokenCriteria([7, 9])],
+    },
+    "least": lambda: {"eos_token_id": [row[2] for row in greedy()], "min_new_tokens": 6},
+    "no-time": lambda: {"max_time": 0.0},
+    "forced": lambda: {"forced_eos_token_id": 9, "begin_suppress_tokens": [greedy()[2][0]]},
+    "default-length": lambda: {"max_new_tokens": None},
+    "lookup": lambda: {"prompt_lookup_num_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("name", CUSTOM)
+@pytest.mark.parametrize("patched", [True, False], ids=["patched", "unpatched"])
+def test_custom_generate_setting_by_setting(name, patched):
+    """A batch of one length, which transformers then serves without pads."""
+    model, own = pair()
+    ids = torch.tensor([ROWS[1][:8], ROWS[1][8:16]])
+    settings = {**BASE, **CUSTOM[name]()}
+    given = (model if patched else own).generate(ids, **settings, custom_generate=generate)
+    settings = {**BASE, **CUSTOM[name]()}
+    settings.pop("prompt_lookup_num_tokens", None)
+    judged = own.generate(ids, **settings)
+    if isinstance(judged, torch.Tensor):
+        assert torch.equal(given, judged)
+    else:
+        assert type(given) is type(judged) and torch.equal(given.sequences, judged.sequences)
+        assert close(given.scores, judged.scores) and close(given.logits, judged.logits)
+
+
+@pytest.mark.parametrize("patched", [True, False], ids=["patched", "unpatched"])
+def test_custom_generate_with_what_only_tinyspec_has(patched):
+    model, own = pair()
+    served = model if patched else own
+    settings = {**BASE, "do_sample": True, "temperature": 1.5, "custom_generate": generate}
+    drawn = [served.generate(**BATCH, **settings, seed=[5, 6, 7, 8, 9], deterministic=True)]
+    alone = [
+        served.generate(one(row), **settings, seed=5 + n, deterministic=True)
+        for n, row in enumerate(ROWS)
+    ]
+    assert torch.equal(drawn[0], joined(BLOCK, ROWS, alone))
+    drawn.append(served.generate(**BATCH, **settings, seed=[1, 2, 3, 4, 5], deterministic=True))
+    assert not torch.equal(*drawn)
+    direct = model.generate(
+        **BATCH, **BASE, do_sample=True, temperature=1.5, seed=[5, 6, 7, 8, 9], deterministic=True
+    )
+    assert torch.equal(drawn[0], direct)
+
+
+@pytest.mark.parametrize("patched", [True, False], ids=["patched", "unpatched"])
+def test_custom_generate_with_beams(patched):
+    """transformers' own result or none; it has written every prompt down twice by then."""
+    model, own = pair()
+    served = model if patched else own
+    told = listen(served.generate, **BATCH, **BASE, num_beams=2, custom_generate=generate)
+    if isinstance(told.error, NotImplementedError):
+        assert "num_beams" in str(told.error)
+    else:
+        assert torch.equal(told.result, own.generate(**BATCH, **BASE, num_beams=2))
+
+
+def test_custom_generate_refuses_by_name():
+    model, own = pair()
+    allowed = {**BATCH, **BASE, "prefix_allowed_tokens_fn": lambda row, ids: [3 + row]}
+    with pytest.raises(NotImplementedError, match="prefix_allowed_tokens_fn"):
+        own.generate(**allowed, custom_generate=generate)
+    judged = own.generate(**allowed)
+    assert torch.equal(model.generate(**allowed, custom_generate=generate), judged)
+    for served in (model, own):
+        with pytest.raises(NotImplementedError, match="num_beams"):
+            served.generate(**BATCH, **BASE, num_beams=2, custom_generate=generate, seed=3)
+        assert torch.equal(model(BLOCK).logits, own(BLOCK).logits)
+
+
+@pytest.mark.parametrize("patched", [True, False], ids=["patched", "unpatched"])
+def test_custom_generate_raises_what_a_hook_raises(patched):
+    model, own = pair()
+    served = model if patched else own
+    error = BoomError()
+    with pytest.raises(BoomError) as raised:
+        served.generate(**BATCH, **BASE, logits_processor=[Boom(error)], custom_generate=generate)
+    assert raised.value is error
+    again = served.generate(**BATCH, **BASE, custom_generate=generate)
+    assert torch.equal(again, model.generate(**BATCH, **BASE))
+    assert again.max() < VOCAB
+
+
+CUSTOM_INPUTS = {
+    "a-processor-of-a-made-type": lambda model: {
+        "inputs": torch.tensor([[5, 17, 3, 99]]),
+        "do_sample": True,
+        "logits_processor": [TopKLogitsWarper(1)],
+    },
+    "pads-that-count": lambda model: {
+        "inputs": torch.tensor([[0, 5, 0, 9, 11, 0, 33, 8]]),
+        "attention_mask": torch.ones(1, 8, dtype=torch.long),
+    },
+    "embeddings": lambda model: {
+        "inputs_embeds": model.get_input_embeddings()(torch.tensor([[5, 17, 3, 99]])).detach(),
+    },
+}
+
+
+@pytest.mark.parametrize("name", CUSTOM_INPUTS)
+def test_custom_generate_of_one_prompt(name):
+    model = tiny()
+    asked = {**BASE, **CUSTOM_INPUTS[name](model)}
+    expected = model.generate(**asked)
+    for deterministic in (False, True):
+        more = {"custom_generate": generate, "deterministic": deterministic}
+        assert torch.equal(model.generate(**asked, **more), expected)

@@ -1,0 +1,271 @@
+"""Prompts in every form that ``model.generate`` of a patched model takes."""
+
+import re
+
+import pytest
+import torch
+
+from tests.support.judge import (
+    FAMILIES,
+    NEW,
+    PAD,
+    ROWS,
+    by_row,
+    defaults,
+    greedy,
+    joined,
+    listen,
+    one,
+    padded,
+    pair,
+)
+from tests.support.tiny import VOCAB
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+BASE = {"max_new_tokens": NEW, "pad_token_id": PAD}
+LEFT, LEFT_MASK = padded(ROWS)
+RIGHT, RIGHT_MASK = padded(ROWS, "right")
+
+
+def judge(family="llama", block=LEFT, rows=ROWS):
+    """What transformers generates behind ``rows``, one by one, in the place of ``block``."""
+    _, own = pair(family)
+    return joined(block, rows, by_row(own, rows, lambda: BASE))
+
+
+def holes(seed=3):
+    """A batch with pads in the middle, its mask, and the rows that are left."""
+    torch.manual_seed(seed)
+    ids = torch.randint(2, VOCAB, (4, 14))
+    mask = (torch.rand(4, 14) < 0.6).long()
+    mask[:, -1] = 1  # transformers takes the last column's logits, padding or not
+    rows = [row[keep != 0].tolist() for row, keep in zip(ids, mask, strict=True)]
+    return ids, mask, rows
+
+
+FORMS = {
+    "inputs": lambda: ((LEFT,), {"attention_mask": LEFT_MASK}, LEFT),
+    "inputs-by-name": lambda: ((), {"inputs": LEFT, "attention_mask": LEFT_MASK}, LEFT),
+    "input-ids": lambda: ((), {"input_ids": LEFT, "attention_mask": LEFT_MASK}, LEFT),
+    "bool-mask": lambda: ((LEFT,), {"attention_mask": LEFT_MASK.bool()}, LEFT),
+    "float-mask": lambda: ((LEFT,), {"attention_mask": LEFT_MASK.float()}, LEFT),
+    "right-padding": lambda: ((RIGHT,), {"attention_mask": RIGHT_MASK}, RIGHT),
+    "no-mask": lambda: ((LEFT,), {}, LEFT),
+    "no-mask-right": lambda: ((RIGHT,), {}, RIGHT),
+    "mask-none": lambda: ((LEFT,), {"attention_mask": None, "position_ids": None}, LEFT),
+    "int32": lambda: ((LEFT.int(),), {"attention_mask": LEFT_MASK.int()}, LEFT),
+    "int16": lambda: ((LEFT.short(),), {"attention_mask": LEFT_MASK}, LEFT),
+    "int32-no-mask": lambda: ((LEFT.int(),), {}, LEFT),
+    "array": lambda: ((LEFT.numpy(),), {"attention_mask": LEFT_MASK.numpy()}, LEFT),
+    "lists": lambda: ((LEFT.tolist(),), {"attention_mask": LEFT_MASK.tolist()}, LEFT),
+    "ragged": lambda: ((ROWS,), {}, LEFT),
+    "ragged-by-name": lambda: ((), {"input_ids": ROWS}, LEFT),
+    "ragged-tuples": lambda: ((tuple(map(tuple, ROWS)),), {}, LEFT),
+    "ragged-tensors": lambda: (([torch.tensor(row) for row in ROWS],), {}, LEFT),
+    "ragged-arrays": lambda: (([torch.tensor(row).int().numpy() for row in ROWS],), {}, LEFT),
+    "ragged-mask": lambda: (
+        ([[9, *row] for row in ROWS],),
+        {"attention_mask": [[0, *[1 for _ in row]] for row in ROWS]},
+        LEFT,
+    ),
+    "positions": lambda: (
+        (LEFT,),
+        {
+            "attention_mask": LEFT_MASK,
+            "position_ids": (LEFT_MASK.cumsum(-1) - 1).clamp(min=0),
+        },
+        LEFT,
+    ),
+    "not-contiguous": lambda: ((LEFT.T.contiguous().T,), {"attention_mask": LEFT_MASK}, LEFT),
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_every_form_of_a_batch(form):
+    given, named, block = form()
+    model, _ = pair()
+    tokens = model.generate(*given, **named, **BASE)
+    assert tokens.dtype == torch.long
+    assert torch.equal(tokens, judge(block=block))
+
+
+@pytest.mark.parametrize("family", FAMILIES[1:])
+@pytest.mark.parametrize("form", ["input-ids", "right-padding", "no-mask", "ragged"])
+def test_forms_in_other_families(family, form):
+    given, named, block = FORMS[form]()
+    model, _ = pair(family)
+    assert torch.equal(model.generate(*given, **named, **BASE), judge(family, block))
+
+
+def test_control_pads_matter():
+    """Without the mask and with a pad token that is not in the prompts, padding is prompt."""
+    model, _ = pair()
+    tokens = model.generate(LEFT, max_new_tokens=NEW, pad_token_id=1)
+    assert not torch.equal(tokens, judge())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("seed", [3, 4])
+def test_mask_with_holes(family, seed):
+    """Judged by the rows without the holes, and by transformers' own with them."""
+    model, own = pair(family)
+    ids, mask, rows = holes(seed)
+    tokens = model.generate(ids, attention_mask=mask, **BASE)
+    assert torch.equal(tokens, judge(family, ids, rows))
+    assert torch.equal(tokens, own.generate(ids, attention_mask=mask, **BASE))
+
+
+PADS = {
+    "inside": ([[9, PAD, 11, 12, PAD, 14]], {}),
+    "left": ([[PAD, PAD, 9, 11]], {}),
+    "eos-is-pad": ([[PAD, 9, PAD, 11]], {"eos_token_id": PAD}),
+    "pad-among-eos": ([[PAD, 9, PAD, 11]], {"eos_token_id": [77, PAD]}),
+    "no-pad": ([[PAD, 9, PAD, 11]], {"pad_token_id": None}),
+    "other-eos": ([[PAD, 9, PAD, 11]], {"eos_token_id": 77}),
+    "batch": ([[PAD, 9, PAD, 11], [4, 5, 6, 7]], {}),
+}
+
+
+@pytest.mark.parametrize("case", PADS.values(), ids=PADS)
+def test_pads_without_a_mask(case):
+    """transformers takes every pad token for padding, unless it ends sequences as well."""
+    ids, settings = case
+    settings = {**BASE, **settings}
+    model, own = pair()
+    given, judged = (m.generate(torch.tensor(ids), **settings) for m in (model, own))
+    assert torch.equal(given, judged)
+
+
+def test_a_row_of_one_token_and_a_flat_tensor():
+    model, own = pair()
+    for row in (ROWS[2], ROWS[0]):
+        judged = own.generate(one(row), **BASE)
+        for form in (torch.tensor(row), row, [row], one(row)):
+            assert torch.equal(model.generate(form, **BASE), judged)
+
+
+def test_no_input_begins_with_bos():
+    told = []
+    with defaults(pair(), bos_token_id=7):
+        told += [listen(model.generate, **BASE) for model in pair()]
+    told += [listen(model.generate, **BASE, bos_token_id=9) for model in pair()]
+    for ours, theirs in (told[:2], told[2:]):
+        assert ours.error is None and theirs.error is None
+        assert torch.equal(ours.result, theirs.result) and ours.lines == theirs.lines
+    assert told[0].result[0, 0] == 7 and told[2].result[0, 0] == 9
+
+
+def test_no_input_and_several_sequences():
+    settings = {**BASE, "bos_token_id": 7, "do_sample": True, "top_k": 1, "num_return_sequences": 3}
+    given, judged = (model.generate(**settings) for model in pair())
+    assert torch.equal(given, judged)
+
+
+def test_no_input_and_a_mask_of_rows():
+    """transformers takes the number of rows from whatever tensor there is."""
+    mask = torch.ones(3, 1, dtype=torch.long)
+    given, judged = (m.generate(**BASE, bos_token_id=7, attention_mask=mask) for m in pair())
+    assert torch.equal(given, judged)
+
+
+def test_no_input_and_no_bos_is_refused():
+    ours, theirs = (listen(model.generate, **BASE) for model in pair())
+    assert theirs.error is not None and ours.complaint == theirs.complaint
+
+
+EMBEDS = {
+    "alone": lambda e, ids: {"inputs_embeds": e},
+    "with-mask": lambda e, ids: {"inputs_embeds": e, "attention_mask": torch.ones(e.shape[:2])},
+    "with-ids": lambda e, ids: {"inputs_embeds": e, "input_ids": ids},
+    "max-length": lambda e, ids: {"inputs_embeds": e, "max_length": 20, "max_new_tokens": None},
+    "max-length-ids": lambda e, ids: {
+        "inputs_embeds": e,
+        "input_ids": ids,
+        "max_length": 20,
+        "max_new_tokens": None,
+    },
+    "default-length": lambda e, ids: {"inputs_embeds": e, "max_new_tokens": None},
+    "default-length-ids": lambda e, ids: {
+        "inputs_embeds": e,
+        "input_ids": ids,
+        "max_new_tokens": None,
+    },
+    "penalty": lambda e, ids: {"inputs_embeds": e, "repetition_penalty": 3.0},
+    "penalty-ids": lambda e, ids: {
+        "inputs_embeds": e,
+        "input_ids": ids,
+        "repetition_penalty": 3.0,
+    },
+    "least": lambda e, ids: {"inputs_embeds": e, "eos_token_id": [3, 4, 5], "min_length": 9},
+    "least-ids": lambda e, ids: {
+        "inputs_embeds": e,
+        "input_ids": ids,
+        "eos_token_id": [3, 4, 5],
+        "min_length": 14,
+    },
+    "encoder": lambda e, ids: {"inputs_embeds": e, "encoder_repetition_penalty": 3.0},
+    "begin": lambda e, ids: {"inputs_embeds": e, "begin_suppress_tokens": [3, 5]},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("case", EMBEDS.values(), ids=EMBEDS)
+def test_embeddings(family, case):
+    """One row, and two of a length, which transformers' batch then holds without pads."""
+    models = pair(family)
+    for ids in (one(ROWS[0]), torch.tensor([ROWS[0], ROWS[1][:5]])):
+        embeds = models[0].get_input_embeddings()(ids).detach().flip(1) * 1.1
+        ours, theirs = (listen(m.generate, **BASE | case(embeds, ids)) for m in models)
+        assert ours.error is None and theirs.error is None
+        assert torch.equal(ours.result, theirs.result)
+        if len(ids) == 1:
+            assert ours.lines == theirs.lines
+
+
+def test_many_rows():
+    """More than run at once."""
+    rows = [[5 + n % 7, 3, *range(4, 4 + n % 11)] for n in range(70)]
+    model, own = pair()
+    block, mask = padded(rows)
+    short = {**BASE, "max_new_tokens": 3}
+    judged = own.generate(block, attention_mask=mask, **short)
+    assert torch.equal(model.generate(block, attention_mask=mask, **short), judged)
+
+
+def test_embeddings_that_want_a_gradient():
+    model, own = pair()
+    embeds = torch.nn.Parameter(model.get_input_embeddings()(one(ROWS[0])).detach())
+    given, judged = (m.generate(inputs_embeds=embeds, **BASE) for m in (model, own))
+    assert torch.equal(given, judged)
+
+
+def test_embeddings_of_tokens_are_the_tokens():
+    model, _ = pair()
+    embeds = model.get_input_embeddings()(LEFT).detach()
+    settings = {**BASE, "inputs_embeds": embeds, "attention_mask": LEFT_MASK}
+    assert torch.equal(model.generate(**settings), judge()[:, LEFT.shape[1] :])
+    assert torch.equal(model.generate(**settings, input_ids=LEFT), judge())
+    off = model.generate(**settings | {"inputs_embeds": embeds.flip(-1)})
+    assert not torch.equal(off, judge()[:, LEFT.shape[1] :]), "control"
+
+
+def test_lines_for_a_batch_come_once():
+    """Rows are prepared one by one, and what transformers says of each is said once for all. Right
+    padding is worth a warning to it; here it is served as it should be."""
+    settings = {"max_new_tokens": None, "pad_token_id": PAD, "eos_token_id": greedy()[0][4]}
+    ours, theirs = (
+        listen(model.generate, RIGHT, attention_mask=RIGHT_MASK, **settings) for model in pair()
+    )
+    assert any("right-padding" in line for line in theirs.lines)
+    kinds = [re.sub(r"\d+", "#", line) for line in ours.lines]
+    assert not any("right-padding" in line for line in kinds)
+    assert kinds and len(kinds) == len(set(kinds))
+
+
+@pytest.mark.parametrize("other", [[4], [4, 5, 6, 7, 8, 9]])
+def test_a_list_has_no_padding(other):
+    prompt = [5, PAD, 9, 11, PAD, 33]
+    new = lambda ids: pair()[0].generate(ids, **BASE, deterministic=True)[0, -NEW:]  # noqa: E731
+    assert torch.equal(new([prompt, other]), new([prompt]))
+    stripped = new(torch.tensor([prompt]))
+    assert not torch.equal(stripped, new([prompt])), "without a mask, pads of a tensor are padding"

@@ -1,0 +1,152 @@
+"""Memory of a patched model: no copy of a weight, pages for what a call asks, and one pass.
+
+Controls: what is looked for is seen where it is: a copy, and a cache as transformers grows it.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+import tinyspec
+from tests.support.cases import cost
+from tests.support.drop_in import PAD, SMALL, greedy, own, patched, random_ids
+from tests.support.memory import PROMPTS, generate, needed, page_bytes, pool_of, watched
+from tests.support.tiny import FAMILIES, tiny
+from tinyspec import EngineConfig
+from tinyspec.model.positions import RopeTable
+
+
+def large_tensors(least: int) -> set[int]:
+    """Storages of ``least`` bytes and more that Python knows of."""
+    gc.collect()
+    found = set()
+    for thing in gc.get_objects():
+        if torch.Tensor in type(thing).__mro__ and thing.layout == torch.strided:
+            storage = thing.untyped_storage()
+            if storage.nbytes() >= least:
+                found.add(storage.data_ptr())
+    return found
+
+
+def tables_of(model) -> set[int]:
+    """Storages of the RoPE tables that stand in for the model's own rotary modules."""
+    found = []
+    for *_, module in model.generate._engine.patched.swapped:
+        if isinstance(module, RopeTable):
+            found.append(module._place)
+            for made in module._tables.values():
+                found += [made] if isinstance(made, torch.Tensor) else made
+    return {table.untyped_storage().data_ptr() for table in found}
+
+
+@pytest.fixture
+def only_new():
+    """What is there already is out of sight of the collector, so that looking is quick."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.crossed(0.5)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_weight_is_copied(family, dtype, only_new):
+    model = tiny(family, dtype)
+    weights = {name: p.data_ptr() for name, p in model.named_parameters()}
+    least = min(p.nbytes for p in model.parameters() if p.ndim > 1)
+    before = large_tensors(least)
+    assert {p.data_ptr() for p in model.parameters() if p.ndim > 1} <= before
+    with patched(model):
+        # Tables of RoPE are as large as a small weight; they are nobody's copy.
+        tables = tables_of(model)
+        assert large_tensors(least) - tables == before
+        greedy(model, PROMPTS[0], deterministic=True)
+        model.generate.release()
+        assert large_tensors(least) - tables == before
+        assert {name: p.data_ptr() for name, p in model.named_parameters()} == weights
+    assert large_tensors(least) == before
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == weights
+
+
+def test_control_a_copy_is_seen(only_new):
+    model = tiny()
+    least = min(p.nbytes for p in model.parameters() if p.ndim > 1)
+    before = large_tensors(least)
+    kept = model.lm_head.weight.detach().clone()
+    assert large_tensors(least) - before == {kept.data_ptr()}
+    watch, twice = watched(lambda: torch.cat([kept, kept]))
+    assert watch.live == watch.most == twice.nbytes
+    del twice
+    assert watch.live == 0
+
+
+def test_patching_takes_no_pages():
+    model = tiny()
+    watch, _ = watched(lambda: tinyspec.patch(model, SMALL))
+    assert pool_of(model) == (0, 0)
+    # RoPE's tables, and what it takes to see whether oneDNN works.
+    assert watch.most < sum(p.nbytes for p in model.parameters())
+    tinyspec.unpatch(model)
+    gc.collect()
+    assert watch.live == 0
+
+
+@pytest.mark.parametrize("rows, deterministic", [(64, False), (256, True)])
+def test_the_peak_of_a_call(rows, deterministic):
+    """The pages that its requests need and one pass, and 10 % of that: nothing is there twice,
+    nothing grows with the steps."""
+    config = EngineConfig(reference_rows=16, max_rows=rows)
+    prompts = [random_ids(400, n) for n in range(4)]
+    with patched(tiny(), config) as model:
+        # Probes have a pool and passes of their own, once.
+        greedy(model, [1, 2, 3], 2, deterministic=deterministic)
+        cost(model.generate._engine)
+
+        def peak(tokens):
+            model.generate.release()
+            asked = {"tokens": tokens, "deterministic": deterministic}
+            watch, _ = watched(lambda: generate(model, prompts, **asked))
+            assert watch.live <= pool_of(model)[1] + len(prompts) * (400 + tokens) * 8
+            return watch.most
+
+        pages = needed(prompts, 4, page_size=128) * page_bytes(model, 128)
+        short = peak(4)
+        assert pages <= pool_of(model)[1] <= pages + page_bytes(model, 128)
+        one_pass = short - pool_of(model)[1]
+        assert peak(60) <= 1.1 * (pages + one_pass)
+        # The pool is there by now.
+        again, _ = watched(lambda: generate(model, prompts, deterministic=deterministic))
+        assert again.most <= 1.5 * one_pass
+        # The twins' passes, in fp32: a small multiple of transformers' own of as many rows.
+        ids = torch.tensor([random_ids(rows)])
+        with torch.no_grad():
+            plain, _ = watched(lambda: own()(ids, use_cache=False).logits.shape)
+        assert one_pass <= 5 * plain.most
+
+
+def test_control_a_cache_that_grows_takes_more():
+    """transformers' own call: its caches are concatenated at every step."""
+    prompts = torch.tensor([random_ids(400, n) for n in range(8)])
+    arguments = {"attention_mask": torch.ones_like(prompts), "pad_token_id": PAD}
+    with patched(tiny(), EngineConfig(reference_rows=16, max_rows=256)) as model:
+        ours, _ = watched(lambda: generate(model, prompts.tolist(), 40))
+    plain, _ = watched(lambda: own().generate(prompts, max_new_tokens=40, **arguments))
+    assert plain.most > 1.1 * ours.most
+
+
+def test_scores_and_logits_are_kept_once():
+    asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    with patched(tiny()) as model:
+        generate(model)
+        plain, _ = watched(lambda: generate(model))
+        watch, found = watched(lambda: generate(model, **asked))
+        size = sum(t.nbytes for t in (*found.scores, *found.logits))
+        # Kept row by row, and once more when they are stacked for the result.
+        assert watch.most <= plain.most + 2.2 * size
+        del found
+        gc.collect()
+        assert watch.live <= plain.live + size // 10

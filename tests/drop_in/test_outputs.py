@@ -1,0 +1,301 @@
+"""What a patched model's ``generate`` returns, shows its hooks, and takes its settings from."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+from transformers import GenerationConfig
+from transformers.generation import GenerateDecoderOnlyOutput, PrefixConstrainedLogitsProcessor
+
+import tinyspec
+from tests.support import tolerances
+from tests.support.hooks import Backwards, Until
+from tests.support.judge import (
+    FAMILIES,
+    NEW,
+    PAD,
+    ROWS,
+    by_row,
+    close,
+    defaults,
+    greedy,
+    joined,
+    listen,
+    one,
+    padded,
+    pair,
+)
+from tests.support.tiny import VOCAB, tiny
+from tests.support.tolerances import LOGITS_16, LOGPROBS
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+BASE = {"max_new_tokens": NEW, "pad_token_id": PAD}
+WANTED = {
+    "sequences": {},
+    "scores": {"output_scores": True},
+    "logits": {"output_logits": True},
+    "both": {"output_scores": True, "output_logits": True},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("wanted", WANTED.values(), ids=WANTED)
+def test_dict_outputs_equal_transformers(family, wanted):
+    model, own = pair(family)
+    eos = [greedy(family)[0][4], greedy(family)[3][6]]
+    settings = lambda: {  # noqa: E731
+        **BASE,
+        **wanted,
+        "return_dict_in_generate": True,
+        "eos_token_id": eos,
+        "repetition_penalty": 1.2,
+        "suppress_tokens": [5, 6],
+    }
+    block, mask = padded(ROWS)
+    given = model.generate(block, attention_mask=mask, **settings())
+    judged = by_row(own, ROWS, settings)
+    assert type(given) is type(judged[0]) is GenerateDecoderOnlyOutput
+    assert torch.equal(given.sequences, joined(block, ROWS, judged))
+    longest = given.sequences.shape[1] - block.shape[1]
+    for name in ("scores", "logits"):
+        steps = getattr(given, name)
+        if f"output_{name}" not in wanted:
+            assert steps is None
+            continue
+        assert isinstance(steps, tuple) and len(steps) == longest
+        assert all(step.shape == (len(ROWS), VOCAB) for step in steps)
+        for number, output in enumerate(judged):
+            theirs = getattr(output, name)
+            ours = tuple(step[number : number + 1] for step in steps[: len(theirs)])
+            assert close(ours, theirs)
+            assert not close(ours, tuple(step + 1e-2 for step in theirs)), "control"
+    assert given.attentions is None and given.hidden_states is None
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"do_sample": True, "top_k": 1}], ids=["greedy", "sampled"]
+)
+def test_transition_scores_equal_transformers(settings):
+    model, own = pair()
+    settings = {**BASE, **settings, "return_dict_in_generate": True, "output_scores": True}
+    given, judged = (m.generate(one(ROWS[0]), **settings) for m in (model, own))
+    for normalize in (True, False):
+        scores = [
+            own.compute_transition_scores(o.sequences, o.scores, normalize_logits=normalize)
+            for o in (given, judged)
+        ]
+        assert tolerances.close(*scores, LOGPROBS) and scores[0].shape == (1, NEW)
+
+
+def test_scores_of_sixteen_bits_are_fp32():
+    model = tiny(dtype=torch.bfloat16)
+    own = copy.deepcopy(model)
+    tinyspec.patch(model)
+    settings = {**BASE, "max_new_tokens": 2, "return_dict_in_generate": True}
+    settings |= {"output_scores": True, "output_logits": True}
+    given, judged = (m.generate(one(ROWS[0]), **settings) for m in (model, own))
+    for name in ("scores", "logits"):
+        ours, theirs = getattr(given, name)[0], getattr(judged, name)[0]
+        assert ours.dtype == theirs.dtype == torch.float32 and ours.shape == theirs.shape
+        assert tolerances.close(ours, theirs, LOGITS_16)
+
+
+def test_flags_without_a_dict_give_tokens():
+    model, own = pair()
+    for wanted in WANTED.values():
+        given, judged = (m.generate(one(ROWS[0]), **BASE, **wanted) for m in (model, own))
+        assert torch.equal(given, judged)
+
+
+WARPERS = {
+    "defaults": {},
+    "temperature": {"temperature": 0.6},
+    "hot": {"temperature": 2.5, "top_k": 0},
+    "top-k": {"top_k": 7},
+    "top-k-off": {"top_k": 0},
+    "top-k-none": {"top_k": None},
+    "top-k-above-vocabulary": {"top_k": 1000},
+    "top-p": {"top_p": 0.7, "top_k": 0},
+    "top-p-0": {"top_p": 0.0},
+    "top-p-1": {"top_p": 1.0},
+    "min-p": {"min_p": 0.05},
+    "min-p-0": {"min_p": 0.0},
+    "all": {"temperature": 1.3, "top_k": 30, "top_p": 0.9, "min_p": 0.02},
+    "all-processed": {
+        "temperature": 0.8,
+        "top_k": 9,
+        "repetition_penalty": 2.0,
+        "bad_words_ids": [[3]],
+    },
+    "temperature-none": {"temperature": None, "top_p": None},
+}
+
+
+@pytest.mark.parametrize("settings", WARPERS.values(), ids=WARPERS)
+def test_sampled_scores_equal_transformers(settings):
+    """One token each: the distribution that it is drawn from, tokens excluded included."""
+    model, own = pair()
+    settings = {
+        **BASE,
+        "max_new_tokens": 1,
+        "do_sample": True,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        **settings,
+    }
+    block, mask = padded(ROWS)
+    given = model.generate(block, attention_mask=mask, **settings)
+    for number, theirs in enumerate(by_row(own, ROWS, lambda: settings)):
+        assert close((given.scores[0][number : number + 1],), theirs.scores)
+        assert given.scores[0][number, given.sequences[number, -1]] > -torch.inf
+    other = by_row(own, ROWS, lambda: {**settings, "temperature": 1.9, "top_k": 5})
+    assert not close((given.scores[0][:1],), other[0].scores), "control"
+
+
+def test_samples_are_torchs_to_seed():
+    """Another seed of torch's generator, another sample; the same seed, the same one."""
+    model, _ = pair()
+    drawn = []
+    for seed in (1, 2, 1):
+        torch.manual_seed(seed)
+        drawn.append(model.generate(one(ROWS[1]), **BASE, do_sample=True, temperature=2.0))
+    assert torch.equal(drawn[0], drawn[2]) and not torch.equal(drawn[0], drawn[1])
+
+
+def test_greedy_leaves_torchs_generator_alone():
+    model, _ = pair()
+    before = torch.get_rng_state()
+    model.generate(one(ROWS[1]), **BASE)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_return_sequences_equal_transformers(count):
+    model, own = pair()
+    settings = lambda: {  # noqa: E731
+        **BASE,
+        "do_sample": True,
+        "top_k": 1,
+        "num_return_sequences": count,
+        "eos_token_id": greedy()[0][3],
+    }
+    block, mask = padded(ROWS)
+    given = model.generate(block, attention_mask=mask, **settings())
+    assert torch.equal(given, joined(block, ROWS, by_row(own, ROWS, settings)))
+    wanted = {**settings(), "return_dict_in_generate": True, "output_scores": True}
+    steps = model.generate(block, attention_mask=mask, **wanted).scores
+    assert all(step.shape == (count * len(ROWS), VOCAB) for step in steps)
+    hot = model.generate(
+        block, attention_mask=mask, **settings() | {"top_k": 0, "temperature": 3.0}
+    )
+    assert not torch.equal(hot[0], hot[1])
+
+
+def test_processors_and_criteria_see_what_transformers_shows():
+    for extra in ({}, {"return_dict_in_generate": True, "output_scores": True}):
+        seen = []
+        for model in pair():
+            calls, ends = [], []
+            hooks = {"logits_processor": [Backwards(calls)], "stopping_criteria": [Until(12, ends)]}
+            model.generate(one(ROWS[0]), **BASE, **hooks, **extra)
+            seen.append((calls, ends))
+        assert len(seen[1][0]) == 7
+        assert seen[0] == seen[1]
+
+
+def test_allowed_tokens_are_asked_for_row_by_row():
+    """With the row's own number and its tokens, which here come without pads."""
+    model, own = pair()
+    asked = []
+
+    def allowed(row, ids):
+        asked.append((row, ids.tolist()))
+        return [10 + row, 20 + row]
+
+    block, mask = padded(ROWS)
+    given = model.generate(block, attention_mask=mask, **BASE, prefix_allowed_tokens_fn=allowed)
+    judged = own.generate(block, attention_mask=mask, **BASE, prefix_allowed_tokens_fn=allowed)
+    assert {row for row, _ in asked} == set(range(len(ROWS)))
+    assert all((given[n, -NEW:] % 10 == n).all() for n in range(len(ROWS)))
+    assert given.shape == judged.shape
+
+
+def test_a_constraint_given_as_a_processor():
+    model, own = pair()
+    ids = torch.tensor([ROWS[0], ROWS[4]])
+    given, judged = (
+        m.generate(
+            ids,
+            **BASE,
+            logits_processor=[PrefixConstrainedLogitsProcessor(lambda row, ids: [3 + row], 1)],
+        )
+        for m in (model, own)
+    )
+    assert torch.equal(given, judged)
+
+
+def test_invalid_values_are_removed():
+    model = tiny()
+    with torch.no_grad():
+        model.lm_head.weight[7:9] = torch.nan
+    own = copy.deepcopy(model)
+    tinyspec.patch(model)
+    settings = {**BASE, "remove_invalid_values": True}
+    assert torch.equal(
+        model.generate(one(ROWS[0]), **settings), own.generate(one(ROWS[0]), **settings)
+    )
+
+
+LAYERS = {
+    "model-only": ({"max_new_tokens": 3}, None, {}),
+    "config-over-model": ({"max_new_tokens": 3}, {"max_new_tokens": 5}, {}),
+    "kwargs-over-config": ({"max_new_tokens": 3}, {"max_new_tokens": 5}, {"max_new_tokens": 7}),
+    "kwargs-over-model": ({"repetition_penalty": 9.0}, None, {"repetition_penalty": 1.0}),
+    "none-over-model": ({"repetition_penalty": 9.0}, None, {"repetition_penalty": None}),
+    "config-fills-in": ({"repetition_penalty": 9.0, "max_new_tokens": 4}, {"max_length": 30}, {}),
+    "none-in-config": ({"repetition_penalty": 9.0}, {"repetition_penalty": None}, {}),
+    "model-max-length": ({"max_length": 11}, None, {}),
+    "model-max-length-and-new": ({"max_length": 11}, None, {"max_new_tokens": 9}),
+    "none-max-length": ({"max_length": 11}, None, {"max_length": None}),
+    "model-samples": ({"do_sample": True, "top_k": 1, "temperature": 0.5}, None, {}),
+    "not-sampling": ({"do_sample": True}, {"max_new_tokens": 6}, {"do_sample": False}),
+    "samples-from-config": ({"top_k": 1}, {"do_sample": True}, {}),
+    "model-suppresses": ({"suppress_tokens": [3, 9, 50]}, {"max_new_tokens": 8}, {}),
+    "model-dict": ({"return_dict_in_generate": True, "output_logits": True}, None, {}),
+    "min-both": ({"min_length": 9, "eos_token_id": 5}, None, {"min_new_tokens": 3}),
+    "none-over-eos": ({"eos_token_id": greedy()[0][4]}, None, {"eos_token_id": None}),
+    "none-over-lists": ({"suppress_tokens": [greedy()[0][1]]}, None, {"suppress_tokens": None}),
+    "custom-entry": ({}, {"max_new_tokens": 6, "my_own_entry": 3}, {}),
+}
+
+
+@pytest.mark.parametrize("layers", LAYERS.values(), ids=LAYERS)
+def test_settings_are_merged_as_transformers_merges_them(layers):
+    of_model, of_config, of_call = layers
+    with defaults(pair(), pad_token_id=PAD, **of_model):
+        told = []
+        for model in pair():
+            config = None if of_config is None else GenerationConfig(**of_config)
+            kept = copy.deepcopy(config), copy.deepcopy(model.generation_config)
+            told.append(listen(model.generate, one(ROWS[0]), generation_config=config, **of_call))
+            assert (config, model.generation_config) == kept
+    ours, theirs = told
+    assert ours.complaint == theirs.complaint and ours.lines == theirs.lines
+    assert type(ours.result) is type(theirs.result)
+    if theirs.error is None:
+        assert torch.equal(*(getattr(each.result, "sequences", each.result) for each in told))
+
+
+def test_default_length_is_twenty_new_tokens():
+    model, _ = pair()
+    block, mask = padded(ROWS)
+    assert model.generate(block, attention_mask=mask).shape[1] == block.shape[1] + 20
+
+
+def test_the_signature_is_transformers_and_more():
+    ours, theirs = (inspect.signature(model.generate).parameters for model in pair())
+    assert [name for name in ours if name in theirs] == list(theirs)
+    added = [ours[name] for name in ours if name not in theirs]
+    assert [parameter.name for parameter in added] == ["seed", "deterministic"]
+    assert all(parameter.default is not inspect.Parameter.empty for parameter in added)

@@ -1,0 +1,235 @@
+"""Calls of ``generate`` that cross: from several threads, within one another, and cut off."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import tinyspec
+from tests.support import signals
+from tests.support.drop_in import PAD, SMALL, greedy, own, patched, portrait, random_ids
+from tests.support.patience import PATIENCE
+from tests.support.tiny import tiny
+from tests.support.tolerances import LOGITS, close
+
+
+def threads_run(*jobs) -> list[object]:
+    """Results of jobs in threads of their own, errors included."""
+    results: list[object] = [None] * len(jobs)
+
+    def run(place, job):
+        try:
+            results[place] = job()
+        except Exception as error:
+            results[place] = error
+
+    threads = [threading.Thread(target=run, args=pair) for pair in enumerate(jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    return results
+
+
+def test_two_threads():
+    prompts = [random_ids(9 + n, n) for n in range(4)]
+    expected = [[greedy(own(), prompt, 20)] * 5 for prompt in prompts]
+    with patched(tiny()) as model:
+
+        def several(prompt):
+            return [greedy(model, prompt, 20) for _ in range(5)]
+
+        found = threads_run(*(lambda p=prompt: several(p) for prompt in prompts))
+    assert found == expected
+
+
+def test_a_thread_whose_call_transformers_serves():
+    """Beams run on the model's own attention: not while another thread's call has ours in."""
+    prompt = random_ids(9)
+    beams = greedy(own(), prompt, 8, num_beams=2)
+    with patched(tiny()) as model:
+        found = threads_run(
+            lambda: [greedy(model, prompt, 8, num_beams=2) for _ in range(10)],
+            lambda: [greedy(model, prompt, 40) for _ in range(10)],
+        )
+    assert found == [[beams] * 10, [greedy(own(), prompt, 40)] * 10]
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize("door", ["logits_processor", "stopping_criteria", "streamer"])
+def test_generate_from_within_itself_says_so(door, beams):
+    def called(ids, scores, **_):
+        return greedy(model, [1, 2], num_beams=beams)
+
+    class Streamer:
+        def put(self, tokens):
+            if tokens.ndim == 1:  # the prompt comes before anything runs
+                called(tokens, None)
+
+        def end(self):
+            pass
+
+    with patched(tiny()) as model:
+        given = Streamer() if door == "streamer" else [called]
+        with pytest.raises(RuntimeError, match="within itself"):
+            greedy(model, [1, 2, 3], **{door: given})
+        assert greedy(model, [1, 2, 3]) == greedy(own(), [1, 2, 3])
+
+
+def test_another_patched_model_within_a_call():
+    other = tiny(seed=1)
+    prompt = random_ids(9)
+    seen = []
+
+    def asks(ids, scores):
+        seen.append(greedy(other, ids[0].tolist(), 2))
+        return scores
+
+    with patched(tiny()) as model, patched(other):
+        assert greedy(model, prompt, logits_processor=[asks]) == greedy(own(), prompt)
+    assert len(seen) == 8
+    assert seen[0] == greedy(tiny(seed=1), prompt, 2)
+
+
+@pytest.mark.parametrize("at", [1, 3])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_ctrl_c_in_a_streamer(at, deterministic):
+    class Interrupted:
+        puts = 0
+
+        def put(self, tokens):
+            self.puts += 1
+            if self.puts > at:
+                raise KeyboardInterrupt
+
+        def end(self):
+            raise AssertionError("the call did not end")
+
+    prompt = random_ids(30)
+    with patched(tiny()) as model:
+        ids = torch.tensor([prompt])
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                model.generate(
+                    ids,
+                    max_new_tokens=20,
+                    streamer=Interrupted(),
+                    pad_token_id=PAD,
+                    deterministic=deterministic,
+                )
+            assert model.config._attn_implementation == "sdpa"
+            assert torch.equal(model(ids).logits, own()(ids).logits)
+        assert greedy(model, prompt, 20) == greedy(own(), prompt, 20)
+        assert model.generate._engine.pool.num_held == 0
+
+
+def test_ctrl_c_in_a_pass(sigint):
+    """The signal itself, at a bad moment; whoever listened to it before does so again."""
+
+    def interrupts(ids, scores):
+        signals.interrupt()
+        return scores
+
+    before = signals.handler()
+    prompt = random_ids(9)
+    with patched(tiny()) as model:
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                greedy(model, prompt, logits_processor=[interrupts])
+            assert signals.handler() is before
+            assert model.generate._engine.pool.num_held == 0
+            assert model.config._attn_implementation == "sdpa"
+            assert greedy(model, prompt) == greedy(own(), prompt)
+
+
+def test_unpatch_from_within_a_call():
+    """Refused, or the call goes on; the model is its own self in the end."""
+    model = tiny()
+    prompt = random_ids(9)
+    before = portrait(model)
+
+    def unpatches(ids, scores):
+        tinyspec.unpatch(model)
+        return scores
+
+    tinyspec.patch(model, SMALL)
+    with pytest.raises(RuntimeError, match="within"):
+        greedy(model, prompt, logits_processor=[unpatches])
+    assert greedy(model, prompt) == greedy(own(), prompt)
+    tinyspec.unpatch(model)
+    assert portrait(model) == before
+    assert greedy(model, prompt) == greedy(own(), prompt)
+
+
+def test_unpatch_while_another_thread_generates():
+    prompt = random_ids(9)
+    expected = greedy(own(), prompt, 40)
+    for _ in range(3):
+        model = tiny()
+        before = portrait(model)
+        tinyspec.patch(model, SMALL)
+        begun = threading.Event()
+
+        def tells(ids, scores, begun=begun):
+            begun.set()
+            return scores
+
+        def unpatch(model=model, begun=begun):
+            begun.wait(PATIENCE)
+            tinyspec.unpatch(model)
+
+        found = threads_run(
+            lambda m=model, p=tells: greedy(m, prompt, 40, logits_processor=[p]), unpatch
+        )
+        assert found == [expected, None]
+        assert portrait(model) == before
+        assert greedy(model, prompt, 40) == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_forward_in_another_thread(family):
+    """In the middle of a pass: it says that the model is taken, or has its right logits; the call's
+    tokens are right in any case."""
+    model = tiny(family)
+    prompt, other = random_ids(9), torch.tensor([random_ids(1, 7)])
+    found = []
+
+    def meanwhile(*_):
+        if threading.current_thread() is threading.main_thread():
+            found.extend(threads_run(forward))
+
+    def forward():
+        with torch.inference_mode():
+            return model(other, use_cache=False).logits
+
+    middle = next(m for m in model.modules() if type(m).__name__.endswith("MLP"))
+    with patched(model):
+        handle = middle.register_forward_hook(meanwhile)
+        tokens = greedy(model, prompt)
+        handle.remove()
+    assert tokens == greedy(own(family), prompt)
+    expected = own(family)(other).logits
+    assert len(found) >= 8
+    for result in found:
+        if isinstance(result, Exception):
+            assert isinstance(result, RuntimeError) and "tinyspec" in str(result)
+        else:
+            assert close(result, expected, LOGITS)
+
+
+def test_an_interrupt_that_leaves_requests_over(monkeypatch):
+    """The error comes out, and the next call works."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    prompt = [5, 17, 3]
+    with patched(tiny()) as model:
+        monkeypatch.setattr("tinyspec.engine.engine.EventStream", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            greedy(model, prompt)
+        monkeypatch.undo()
+        assert model.config._attn_implementation != "tinyspec"
+        assert greedy(model, prompt) == greedy(own(), prompt)

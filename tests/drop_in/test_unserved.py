@@ -1,0 +1,309 @@
+"""What tinyspec does not serve goes to the model's own ``generate``, with a word; with what only
+tinyspec has it is refused by name. And every field of GenerationConfig is one or the other."""
+
+import copy
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import CompileConfig, DynamicCache, GenerationConfig, StaticCache
+from transformers.generation import GenerationMode, UnbatchedClassifierFreeGuidanceLogitsProcessor
+
+import tinyspec
+from tests.support.judge import PAD, ROWS, defaults, listen, one, padded, pair
+from tests.support.tiny import tiny
+from tinyspec.drop_in import served
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+BASE = {"max_new_tokens": 6, "pad_token_id": PAD}
+SAMPLED = {"do_sample": True}
+DICT = {"return_dict_in_generate": True}
+BLOCK, MASK = padded(ROWS[:4])
+BATCH = {"input_ids": BLOCK, "attention_mask": MASK}
+
+
+def another(model, input_ids, generation_config, **_):
+    return input_ids * 2
+
+
+def nested(model, input_ids, generation_config, **_):
+    return model.generate(input_ids, max_new_tokens=3, pad_token_id=PAD)
+
+
+# By the name that the refusal gives: arguments that only transformers' own serves.
+UNSERVED = {
+    "num_beams": lambda m: {"num_beams": 2},
+    "num_beams-returned": lambda m: {"num_beams": 3, "num_return_sequences": 2},
+    "num_beams-sampled": lambda m: {"num_beams": 2, **SAMPLED},
+    "num_beams-config": lambda m: {"generation_config": GenerationConfig(num_beams=2)},
+    "num_beams-dict": lambda m: {"num_beams": 2, **DICT, "output_scores": True},
+    "guidance_scale": lambda m: {"guidance_scale": 1.5},
+    "watermarking_config": lambda m: {
+        "watermarking_config": {"bias": 4.0, "seeding_scheme": "lefthash"}
+    },
+    "output_attentions": lambda m: {"output_attentions": True, **DICT},
+    "output_hidden_states": lambda m: {"output_hidden_states": True, **DICT},
+    "top_h": lambda m: {"top_h": 0.5, **SAMPLED},
+    "typical_p": lambda m: {"typical_p": 0.5, **SAMPLED},
+    "epsilon_cutoff": lambda m: {"epsilon_cutoff": 0.01, **SAMPLED},
+    "eta_cutoff": lambda m: {"eta_cutoff": 0.01, **SAMPLED},
+    "renormalize_logits": lambda m: {"renormalize_logits": True},
+    "cache_implementation": lambda m: {"cache_implementation": "static", "disable_compile": True},
+    "cache_implementation-dynamic": lambda m: {"cache_implementation": "dynamic"},
+    "past_key_values": lambda m: {"past_key_values": DynamicCache(config=m.config)},
+    "past_key_values-static": lambda m: {
+        "past_key_values": StaticCache(config=m.config, max_cache_len=64)
+    },
+    "prefill_chunk_size": lambda m: {"prefill_chunk_size": 4},
+    "negative_prompt_ids": lambda m: {"negative_prompt_ids": BLOCK, "guidance_scale": 1.5},
+    "position_ids": lambda m: {"position_ids": torch.arange(17).expand(4, 17)},
+    "custom_generate": lambda m: {"custom_generate": another},
+    "custom_generate-nested": lambda m: {"custom_generate": nested},
+    "assistant_early_exit": lambda m: {
+        "input_ids": one(ROWS[0]),
+        "attention_mask": None,
+        "assistant_early_exit": 1,
+    },
+    "force_words_ids": lambda m: {"force_words_ids": [[3]]},
+    "synced_gpus": lambda m: {"synced_gpus": True},
+    "inputs": lambda m: {"inputs": BLOCK},
+    "logits_to_keep": lambda m: {"logits_to_keep": 1},
+    "is_assistant": lambda m: {"is_assistant": True},
+    "compile_config": lambda m: {"compile_config": CompileConfig()},
+    "guidance_scale-zero": lambda m: {"guidance_scale": 0.0},
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor": lambda m: {
+        "logits_processor": [UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, pair()[1])]
+    },
+    "output_attentions-eager": lambda m: {"output_attentions": True, "use_cache": False},
+}
+GPT2_ONLY = {
+    "token_type_ids": lambda m: {"token_type_ids": torch.ones_like(BLOCK)},
+}
+CASES = [("llama", name) for name in UNSERVED]
+CASES += [("gpt2", name) for name in (*GPT2_ONLY, "num_beams", "past_key_values")]
+
+
+def same(given, judged):
+    """Whether two results hold the same, however they are nested."""
+    if isinstance(judged, torch.Tensor):
+        return torch.equal(given, judged)
+    if isinstance(judged, dict):
+        return list(given) == list(judged) and all(same(given[k], judged[k]) for k in judged)
+    if isinstance(judged, (tuple, list)):
+        return len(given) == len(judged) and all(map(same, given, judged))
+    return type(given) is type(judged)
+
+
+@pytest.mark.parametrize("family, name", CASES)
+def test_transformers_own_result_and_one_line(family, name, caplog):
+    own = tiny(family)
+    model = copy.deepcopy(own)
+    tinyspec.patch(model)
+    case = {**UNSERVED, **GPT2_ONLY}[name]
+    told = []
+    with caplog.at_level(logging.INFO, logger="tinyspec"):
+        for each in (model, own, model):
+            torch.manual_seed(3)
+            told.append(listen(each.generate, **{**BATCH, **BASE, **case(each)}))
+    ours, theirs, again = told
+    assert ours.complaint == theirs.complaint == again.complaint
+    assert ours.lines == theirs.lines
+    assert type(ours.result) is type(theirs.result)
+    if theirs.error is None:
+        assert same(ours.result, theirs.result) and same(again.result, theirs.result)
+    lines = [r.getMessage() for r in caplog.records if r.name == "tinyspec"]
+    assert len(lines) == 1 and name.split("-")[0] in lines[0]
+    after = [listen(each.generate, **BATCH, **BASE).result for each in (model, own)]
+    assert torch.equal(*after)
+
+
+@pytest.mark.parametrize("family, name", CASES)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"deterministic": True},
+        {"seed": 3},
+        {"max_new_tokens": [3, 4, 5, 6]},
+        {"seed": [1, 2, 3, 4]},
+    ],
+    ids=["deterministic", "seed", "per-request", "seeds"],
+)
+def test_refused_by_name_with_what_only_tinyspec_has(family, name, more):
+    model, _ = pair(family)
+    case = {**UNSERVED, **GPT2_ONLY}[name]
+    with pytest.raises(NotImplementedError, match=name.split("-")[0]):
+        model.generate(**{**BASE, **case(model), **BATCH, **more})
+
+
+def test_continuous_batching_is_transformers_affair(caplog):
+    """Its engine takes gigabytes, so a stand-in answers for it."""
+    model, own = pair()
+    asked = []
+
+    def batch(inputs, **_):
+        asked.append(inputs)
+        rows = [SimpleNamespace(prompt_ids=ids, generated_tokens=[1, 2]) for ids in inputs]
+        return {f"req_{number}": row for number, row in enumerate(rows)}
+
+    settings = {"input_ids": BLOCK, **BASE, "cache_implementation": "paged"}
+    try:
+        model.generate_batch = own.generate_batch = batch
+        with caplog.at_level(logging.INFO, logger="tinyspec"):
+            given, judged = (m.generate(**settings) for m in (model, own))
+        assert torch.equal(given, judged) and len(asked) == 2
+        with pytest.raises(NotImplementedError, match="cache_implementation"):
+            model.generate(**settings, deterministic=True)
+        assert len(asked) == 2
+    finally:
+        del model.generate_batch, own.generate_batch
+    lines = [r.getMessage() for r in caplog.records if r.name == "tinyspec"]
+    assert len(lines) == 1 and "cache_implementation" in lines[0]
+
+
+def test_served_calls_say_nothing(caplog):
+    model, own = pair()
+    with caplog.at_level(logging.DEBUG, logger="tinyspec"):
+        given = model.generate(**BATCH, **BASE)
+    assert not [r for r in caplog.records if r.name == "tinyspec"]
+    assert not same(given, own.generate(**BATCH, **BASE, num_beams=3)), "control"
+
+
+def test_flags_that_are_off_are_served(caplog):
+    """deterministic=False and seed=None ask for nothing; beside num_beams they are no reason."""
+    model, own = pair()
+    off = {"deterministic": False, "seed": None, "num_beams": 2}
+    assert torch.equal(
+        model.generate(**BATCH, **BASE, **off), own.generate(**BATCH, **BASE, num_beams=2)
+    )
+
+
+def test_a_seed_for_a_greedy_call_is_taken():
+    model, own = pair()
+    for more in ({"seed": 3}, {"deterministic": True}, {"seed": [1, 2, 3, 4]}):
+        assert torch.equal(model.generate(**BATCH, **BASE, **more), own.generate(**BATCH, **BASE))
+
+
+LONG = one([3 + n % 100 for n in range(505)])
+LENGTHS = {
+    "beyond": {"max_new_tokens": 12},
+    "up-to": {"max_new_tokens": 7},
+    "default": {"max_new_tokens": None},
+    "max-length-beyond": {"max_new_tokens": None, "max_length": 530},
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_lengths_near_the_models_own(family, name, caplog):
+    """512 positions: what goes beyond is transformers', as far as the model bears it."""
+    with caplog.at_level(logging.INFO, logger="tinyspec"):
+        ours, theirs = (
+            listen(m.generate, LONG, pad_token_id=PAD, **LENGTHS[name]) for m in pair(family)
+        )
+    assert ours.complaint == theirs.complaint
+    assert theirs.error is not None or torch.equal(ours.result, theirs.result)
+    assert bool(theirs.error) == (family == "gpt2" and "beyond" in name)
+
+
+# A value of every field that is neither honoured nor without effect.
+SET = {
+    "cache_implementation": "static",
+    "cache_config": {"nbits": 4},
+    "max_cache_len": 64,
+    "guidance_scale": 2.0,
+    "watermarking_config": {"bias": 1.0},
+    "assistant_early_exit": 1,
+    "assistant_ensemble_weight": 0.5,
+    "speculation_type": "dflash",
+    "compile_config": CompileConfig(),
+    "penalty_alpha": 0.6,
+    "dola_layers": "low",
+    "constraints": [1],
+    "force_words_ids": [[3]],
+    "prefill_chunk_size": 4,
+    "top_h": 0.5,
+    "typical_p": 0.5,
+    "epsilon_cutoff": 0.1,
+    "eta_cutoff": 0.1,
+}
+FIELDS = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
+
+
+def unserved(**fields):
+    """What is named of a config with these fields, even if transformers would refuse them."""
+    config = GenerationConfig()
+    for name, value in fields.items():
+        setattr(config, name, value)
+    return list(served.unserved_settings(config))
+
+
+def test_every_field_of_the_installed_config_is_classified():
+    groups = (served.SERVED_FIELDS, served.INERT_FIELDS, served.SAMPLING_FIELDS)
+    unknown = set().union(*groups) - set(FIELDS) - {"transformers_version"}
+    assert not unknown, "fields that transformers does not have"
+    assert sum(map(len, groups)) == len(set().union(*groups)), "a field of two groups"
+    assert len(FIELDS) > 60
+    for name in FIELDS:
+        if name in served.SERVED_FIELDS | served.INERT_FIELDS:
+            continue
+        told = unserved(**{name: SET.get(name, True)}, do_sample=True)
+        assert any(name in why for why in told), f"{name} is dropped in silence"
+
+
+def test_a_field_nobody_knows_yet():
+    """Entries that are no fields today are, set, not dropped in silence either."""
+    assert any("new_field" in why for why in unserved(new_field=3))
+    assert not unserved()
+
+
+INERT_VALUES = {
+    "early_stopping": True,
+    "length_penalty": 3.0,
+    "num_assistant_tokens": 3,
+    "num_assistant_tokens_schedule": "constant",
+    "assistant_confidence_threshold": 0.9,
+    "max_matching_ngram_size": 3,
+    "assistant_lookbehind": 3,
+    "target_lookbehind": 3,
+    "use_cache": False,
+    "disable_compile": True,
+    "decoder_start_token_id": 3,
+    "transformers_version": "4.0.0",
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "diversity_penalty": 0.0,
+}
+
+
+@pytest.mark.parametrize("name", sorted(served.INERT_FIELDS))
+def test_inert_fields_change_nothing(name, caplog):
+    settings = {**BASE, name: INERT_VALUES[name]}
+    with caplog.at_level(logging.DEBUG, logger="tinyspec"):
+        ours, theirs = (listen(m.generate, one(ROWS[0]), **settings) for m in pair())
+    assert ours.complaint == theirs.complaint and ours.lines == theirs.lines
+    assert theirs.error is not None or torch.equal(ours.result, theirs.result)
+    assert not [r for r in caplog.records if r.name == "tinyspec"]
+
+
+def test_every_mode_is_known():
+    assert {mode.value for mode in served.SERVED_MODES} == {
+        "greedy_search",
+        "sample",
+        "assisted_generation",
+    }
+    assert len(GenerationMode) > len(served.SERVED_MODES)
+
+
+def test_unserved_settings_of_the_models_own_config(caplog):
+    own = tiny()
+    model = copy.deepcopy(own)
+    tinyspec.patch(model)
+    with defaults((model, own), num_beams=2), caplog.at_level(logging.INFO, logger="tinyspec"):
+        given, judged = (m.generate(**BATCH, **BASE) for m in (model, own))
+        assert torch.equal(given, judged)
+        with pytest.raises(NotImplementedError, match="num_beams"):
+            model.generate(**BATCH, **BASE, deterministic=True)
+        greedy = model.generate(**BATCH, **BASE, num_beams=1, deterministic=True)
+    assert torch.equal(greedy, own.generate(**BATCH, **BASE))
+    assert len([r for r in caplog.records if r.name == "tinyspec"]) == 1

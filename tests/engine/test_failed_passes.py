@@ -1,0 +1,376 @@
+"""A pass that raises: whoever is to blame fails by itself and says why, nobody else notices.
+
+Controls: a failure is seen in the bits of plain requests, whose passes have other sizes then, and
+without the cause nobody fails.
+"""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.support.cases import (
+    bits_of,
+    drain,
+    greedy,
+    model_of,
+    one_by_one,
+    run,
+    steady,
+    text,
+    whole,
+)
+from tests.support.mixes import bits, crowd, plain
+from tests.support.pages import check_residents
+from tests.support.tiny import VOCAB
+from tinyspec import SamplingParams
+
+ARMED = "out of order"
+
+
+class Faulty(torch.nn.Module):
+    """Wraps the first MLP; once it is armed it raises at the calls that ``wrong`` picks.
+
+    wrong: given the number of calls since it was armed and the rows of the pass.
+    """
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.wrong, self.error, self.calls, self.raised = None, RuntimeError(ARMED), 0, 0
+
+    def arm(self, wrong, error=None):
+        self.wrong, self.calls, self.raised = wrong, 0, 0
+        self.error = error or self.error
+
+    def forward(self, x):
+        self.calls += 1
+        if self.wrong is not None and self.wrong(self.calls, x.shape[:-1].numel()):
+            self.raised += 1
+            raise self.error
+        return self.inner(x)
+
+
+class Sees(torch.nn.Module):
+    """Wraps an embedding; raises in every pass that holds ``token``, once there is one."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.token, self.raised = inner, None, 0
+        self.weight, self.num_embeddings = inner.weight, inner.num_embeddings
+
+    def forward(self, ids):
+        if self.token is not None and (ids == self.token).any():
+            self.raised += 1
+            raise ValueError(f"saw {self.token}")
+        return self.inner(ids)
+
+
+def faulty_model(kind="shape-sensitive"):
+    model = model_of(kind)
+    model.model.layers[0].mlp = Faulty(model.model.layers[0].mlp)
+    return model, model.model.layers[0].mlp
+
+
+def seeing_model():
+    model = model_of("shape-sensitive")
+    model.model.embed_tokens = Sees(model.model.embed_tokens)
+    return model, model.model.embed_tokens
+
+
+def unfinished(engine):
+    return [s for request in engine.tracker.requests.values() for s in request.sequences]
+
+
+def asked():
+    """Six deterministic requests of different styles; none of their tokens is 0."""
+    styles = ({}, {"temperature": 0.8, "seed": 1}, {"num_return_sequences": 2})
+    return [
+        ([t or 1 for t in text(7 + 5 * n, seed=n)], greedy(14, **styles[n % 3])) for n in range(6)
+    ]
+
+
+def alone(model):
+    with steady(model, prefix_cache=False) as engine:
+        return one_by_one(engine, asked())
+
+
+@pytest.mark.crossed(0.7)
+@pytest.mark.parametrize("at", [1, 2, 5, 13])
+@pytest.mark.parametrize("page_size", [4, 64])
+def test_a_pass_that_fails_once_loses_nothing(at, page_size):
+    """Whether it was prompts, drafts or a verify; nothing raises, nobody fails."""
+    model, faulty = faulty_model()
+    expected = alone(model)
+    with steady(model, page_size=page_size, draft_window=4) as engine:
+        engine.generate([[1]], greedy(1))
+        others = crowd(random.Random(at), 5)
+        faulty.arm(lambda call, rows: call == at)
+        outputs = run(engine, [*asked(), *others])
+        assert faulty.raised == 1
+        assert bits_of(outputs[:6]) == expected
+        assert {c.finish_reason for o in outputs for c in o.completions} == {"length"}
+        assert whole(engine)
+        check_residents(engine)
+
+
+def test_a_pass_that_fails_often_loses_nothing():
+    """Every third pass, as long as somebody shares it."""
+    model, faulty = faulty_model()
+    expected = alone(model)
+    with steady(model, page_size=4, num_pages=60, draft_window=4) as engine:
+        engine.generate([[1]], greedy(1))
+        faulty.arm(lambda call, rows: call % 3 == 0 and len(sharers()) > 1)
+
+        def sharers():
+            return engine.scheduler.running
+
+        outputs = run(engine, asked())
+        assert faulty.raised >= 3
+        assert bits_of(outputs) == expected
+        assert whole(engine)
+
+
+def test_control_a_failed_pass_shows_in_plain_requests():
+    model, faulty = faulty_model()
+    requests = [(prompt, plain(wanted)) for prompt, wanted in asked()]
+    found = []
+    for at in (0, 5):
+        with steady(model) as engine:
+            faulty.arm(lambda call, rows, at=at: call == at)
+            found.append(bits_of(run(engine, requests)))
+    assert faulty.raised == 1
+    assert found[0] != found[1]
+
+
+def test_a_pass_of_one_request_that_fails_says_why():
+    model, faulty = faulty_model()
+    prompt, params = asked()[0]
+    with steady(model) as engine:
+        good = engine.generate([prompt], params)[0].completions[0]
+        faulty.arm(lambda call, rows: call >= 3)
+        completion = engine.generate([prompt], params)[0].completions[0]
+        assert completion.finish_reason == "abort"
+        assert completion.error == f"the pass raised RuntimeError: {ARMED}"
+        kept = len(completion.token_ids)
+        assert 0 < kept < 14
+        assert completion.token_ids == good.token_ids[:kept]
+        assert completion.logprobs == good.logprobs[:kept]
+        assert whole(engine)
+        faulty.arm(None)
+        again = engine.generate([prompt], params)[0].completions[0]
+        assert (again.token_ids, again.logprobs) == (good.token_ids, good.logprobs)
+
+
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "plain"])
+@pytest.mark.parametrize("copies", [1, 3])
+def test_only_the_request_with_a_bad_token_fails(deterministic, copies):
+    model, sees = seeing_model()
+    expected = alone(model)
+    held = {t for p, _ in asked() for t in p} | {t for r in expected for c in r for t in c[0]}
+    bad = next(t for t in range(1, VOCAB) if t not in held)
+    wanted = SamplingParams(
+        max_new_tokens=9, deterministic=deterministic, num_return_sequences=2, temperature=1.0
+    )
+    guilty = [([3, 4, bad, 5], wanted)] * copies
+    with steady(model, page_size=4, num_pages=80) as engine:
+        engine.generate([[1]], greedy(1))
+        sees.token = bad
+        outputs = run(engine, [*asked()[:3], *guilty, *asked()[3:]])
+        assert bits_of([*outputs[:3], *outputs[-3:]]) == expected
+        for output in outputs[3:-3]:
+            for completion in output.completions:
+                assert completion.finish_reason == "abort"
+                assert completion.error == f"the pass raised ValueError: saw {bad}"
+                assert completion.token_ids == []
+        assert whole(engine)
+        check_residents(engine)
+        # Control: it is the token, not the prompt.
+        sees.token = None
+        output = run(engine, guilty[:1])[0]
+        assert [c.finish_reason for c in output.completions] == ["length", "length"]
+
+
+def test_a_bad_token_that_comes_up_later():
+    """The request that sampled it keeps what it has; the pass with it in fails that one alone."""
+    model, sees = seeing_model()
+    expected = alone(model)
+    own = expected[1][0][0]
+    others = {t for p, _ in asked() for t in p}
+    others |= {t for n, r in enumerate(expected) if n != 1 for c in r for t in c[0]}
+    place = next(n for n, token in enumerate(own[:-1]) if token not in others and n > 2)
+    place = own.index(own[place])
+    with steady(model, page_size=4) as engine:
+        engine.generate([[1]], greedy(1))
+        sees.token = own[place]
+        outputs = run(engine, asked())
+        assert sees.raised > 0
+        assert bits_of(outputs[:1] + outputs[2:]) == expected[:1] + expected[2:]
+        failed = outputs[1].completions[0]
+        # As a draft it already raises; then the request goes on alone, up to the token itself.
+        assert failed.token_ids == own[: place + 1]
+        assert failed.logprobs == expected[1][0][1][: place + 1]
+        assert failed.error == f"the pass raised ValueError: saw {own[place]}"
+        assert whole(engine)
+
+
+class Proposes:
+    """Always drafts the same tokens."""
+
+    def __init__(self, tokens):
+        self.tokens = tokens
+
+    def propose(self, sequences, n):
+        return [self.tokens[:n] for _ in sequences]
+
+
+def test_drafts_that_make_a_pass_raise_cost_no_request():
+    model, sees = seeing_model()
+    expected = alone(model)
+    held = {t for p, _ in asked() for t in p} | {t for r in expected for c in r for t in c[0]}
+    bad = next(t for t in range(1, VOCAB) if t not in held)
+    with steady(model, drafter=Proposes([bad])) as engine:
+        engine.generate([[1]], greedy(1))
+        sees.token = bad
+        outputs = run(engine, asked())
+        assert sees.raised > 3
+        assert bits_of(outputs) == expected
+        assert whole(engine)
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no room"), MemoryError("no room")], ids=["torch", "python"]
+)
+def test_passes_that_are_too_large(error):
+    """Whoever fits by itself is served, slowly, and a long prompt in as many passes as it takes."""
+    model, faulty = faulty_model("as is")  # has large canonical buckets
+    expected = alone(model)
+    long = (text(60, seed=1), greedy(5))
+    requests = [*asked()[:3], long, *asked()[3:]]
+    with steady(model, max_rows=64, page_size=8) as engine:
+        engine.generate([[1]], greedy(1))
+        faulty.arm(lambda call, rows: rows > 40, error)
+        outputs = run(engine, requests)
+        assert faulty.raised > 1
+        cut = outputs.pop(3)
+        assert bits_of(outputs) == expected
+        assert whole(engine)
+        faulty.arm(None)
+        assert bits_of([cut]) == bits_of(run(engine, [long]))
+        # Control: what fails with a single row as well does end, by name.
+        faulty.arm(lambda call, rows: True, error)
+        failed = run(engine, [long])[0].completions[0]
+        assert failed.error == f"the pass raised {type(error).__name__}: no room"
+        assert whole(engine)
+
+
+def test_a_prompt_too_large_costs_those_who_run_nothing():
+    """Two requests are under way in small passes; a third one's prompt makes a pass too large."""
+    model, faulty = faulty_model("as is")
+    running = [([t or 1 for t in text(30, seed=n)], greedy(60, seed=n)) for n in (1, 2)]
+    late = (text(90, seed=3), greedy(3))
+    with steady(model, prefix_cache=False) as engine:
+        expected = [bits(engine.generate([p], s)[0]) for p, s in running]
+    with steady(model, max_rows=256) as engine:
+        engine.generate([[1]], greedy(1))
+        faulty.arm(lambda call, rows: rows > 72)
+        ids = [engine.add_request(*request) for request in running]
+        while any(s.num_generated < 50 for s in unfinished(engine)):
+            engine.step()
+        assert faulty.raised == 0  # neither needs more than 60 rows, nor do both
+        engine.add_request(*late)
+        done = drain(engine)
+        assert faulty.raised > 0
+        assert [bits(done[request_id]) for request_id in ids] == expected
+        assert whole(engine)
+
+
+def test_a_failure_outside_the_pass_raises_and_leaves_the_others():
+    """The sampler's own failure is nobody's: the call raises, what was queued before goes on."""
+    model, _ = faulty_model()
+    expected = alone(model)
+    with steady(model, page_size=4) as engine:
+        engine.generate([[1]], greedy(1))
+        ids = [engine.add_request(*request) for request in asked()]
+        for _ in range(2):
+            engine.step()
+        sampler, left = engine.core.sampler, [4]
+        sample = sampler.sample
+
+        def fails_once(*args):
+            left[0] -= 1
+            if left[0] == 0:
+                raise RuntimeError(ARMED)
+            return sample(*args)
+
+        sampler.sample = fails_once
+        with pytest.raises(RuntimeError, match=ARMED):
+            engine.generate(*asked()[2])
+        check_residents(engine)
+        done = drain(engine)
+        assert [bits(done[request_id]) for request_id in ids] == expected
+        assert whole(engine)
+
+
+class AcceptFailsOnce:
+    """Kernels whose ``accept_truncate`` raises at its first call."""
+
+    def __init__(self, kernels):
+        self.kernels, self.calls = kernels, 0
+
+    def __getattr__(self, name):
+        return getattr(self.kernels, name)
+
+    def accept_truncate(self, *args):
+        self.calls += 1
+        if self.calls == 1:
+            raise RuntimeError(ARMED)
+        return self.kernels.accept_truncate(*args)
+
+
+def test_a_failure_outside_the_pass_loses_no_token_of_a_stream():
+    """Tokens that were committed before the step failed are still streamed, once."""
+    model, _ = faulty_model()
+    expected = alone(model)
+    prompt, params = asked()[3][0], SamplingParams(max_new_tokens=20)
+    with steady(model, verify="always") as engine:
+        engine.generate([[1]], greedy(1))
+        stream = engine.stream([prompt], params)
+        tokens = list(next(stream).token_ids)
+        kept = engine.add_request(*asked()[0])
+        committer = engine.core.committer
+        committer.kernels = AcceptFailsOnce(committer.kernels)
+        sequence = stream.requests[0].sequences[0]
+        with pytest.raises(RuntimeError, match=ARMED):
+            for event in stream:
+                tokens += event.token_ids
+        for event in stream:
+            tokens += event.token_ids
+        assert len(tokens) == 20
+        assert tokens == sequence.tokens[len(prompt) :]
+        assert bits(drain(engine)[kept]) == expected[0]
+
+
+def test_aborts_and_streams_while_suspects_are_tried():
+    """After a failed pass: aborting a suspect, closing a stream and new requests do no harm."""
+    model, faulty = faulty_model()
+    expected = alone(model)
+    with steady(model, page_size=4) as engine:
+        engine.generate([[1]], greedy(1))
+        ids = [engine.add_request(*request) for request in asked()]
+        stream = engine.stream([asked()[1][0]], replace(asked()[1][1], max_new_tokens=13))
+        faulty.arm(lambda call, rows: call == 3)
+        while not engine.scheduler.suspects:
+            engine.step()
+        gone = engine.abort(ids.pop(0)).completions[0]
+        engine.step()
+        check_residents(engine)
+        stream.close()
+        ids.append(engine.add_request(*asked()[0]))
+        done = drain(engine)
+        order = [1, 2, 3, 4, 5, 0]
+        assert [bits(done[request_id]) for request_id in ids] == [expected[n] for n in order]
+        assert gone.token_ids == expected[0][0][0][: len(gone.token_ids)]
+        assert faulty.raised == 1 and not engine.scheduler.suspects
+        assert whole(engine)

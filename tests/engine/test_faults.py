@@ -1,0 +1,403 @@
+"""Nothing is lost: aborts, Ctrl-C, functions that raise and values that are not finite.
+
+tests/engine/test_failed_passes.py has the passes that raise.
+"""
+
+import random
+
+import pytest
+import torch
+
+from tests.support import signals
+from tests.support.cases import bits_of, greedy, model_of, one_by_one, run, steady, text, whole
+from tests.support.mixes import bits, crowd
+from tests.support.tiny import VOCAB, prompts, tiny
+from tinyspec import Engine, EngineConfig, SamplingParams
+
+DETERMINISTIC = SamplingParams(max_new_tokens=12, deterministic=True, logprobs=True)
+
+
+@pytest.mark.parametrize(
+    "count", [150, pytest.param(3000, marks=pytest.mark.slow("random use", 20))]
+)
+def test_no_page_is_lost_over_many_requests(count):
+    rng = random.Random(0)
+    model = tiny()
+    done = aborted = 0
+    with Engine(model, config=EngineConfig(page_size=16, num_pages=60, max_sequences=24)) as engine:
+        for prompt, params in crowd(rng, count):
+            short = SamplingParams(
+                max_new_tokens=rng.randint(1, 6),
+                deterministic=params.deterministic,
+                num_return_sequences=params.num_return_sequences,
+            )
+            engine.add_request(prompt[:40], short)
+            if rng.random() < 0.2:
+                output = engine.abort(rng.choice(sorted(engine.tracker.requests)))
+                assert "abort" in {c.finish_reason for c in output.completions}
+                aborted += 1
+            if len(engine.tracker.requests) > 30:
+                done += len(engine.step())
+        while engine.has_unfinished():
+            done += len(engine.step())
+        assert done + aborted == count
+        assert aborted > count / 10
+        assert whole(engine)
+
+
+def test_control_a_lost_page_is_seen():
+    with Engine(tiny()) as engine:
+        engine.pool.grow([], 1)
+        assert not whole(engine)
+
+
+def test_interrupt_leaves_a_usable_engine(sigint):
+    """Ctrl-C at any moment of a long generate: in its preparation, its prompts, its decoding."""
+    with Engine(tiny()) as engine:
+        expected = bits(engine.generate(prompts(4)[3:], DETERMINISTIC)[0])
+        for call in (1, 700, 3000, 11_000):
+            with pytest.raises(KeyboardInterrupt), signals.interrupt_at_call(call):
+                engine.generate(prompts(20), SamplingParams(max_new_tokens=200))
+            assert not engine.has_unfinished()
+            assert whole(engine)
+            assert bits(engine.generate(prompts(4)[3:], DETERMINISTIC)[0]) == expected
+
+
+def test_closing_a_stream_aborts_its_requests():
+    with Engine(tiny()) as engine:
+        stream = engine.stream(prompts(4), SamplingParams(max_new_tokens=50))
+        next(stream)
+        assert engine.has_unfinished()
+        stream.close()
+        assert not engine.has_unfinished()
+        assert whole(engine)
+
+
+def given_up(engine, request_id):
+    engine.abort(request_id)
+
+
+def on_new_weights(engine, request_id):
+    with torch.no_grad():
+        engine.model.lm_head.weight[7, 0] += 1
+
+
+@pytest.mark.parametrize("end", [given_up, on_new_weights])
+def test_a_stream_says_that_it_was_cut_short(end):
+    """Its last event carries finish_reason, whoever ended the request."""
+    with Engine(tiny()) as engine:
+        stream = engine.stream(prompts(4)[3:], DETERMINISTIC)
+        events = [next(stream)]
+        end(engine, events[0].request_id)
+        events += stream
+        assert [event.finish_reason for event in events[:-1]] == [None] * (len(events) - 1)
+        assert events[-1].finish_reason == "abort"
+        assert all(len(event.logprobs) == len(event.token_ids) for event in events)
+        assert not engine.has_unfinished() and whole(engine)
+
+
+class Poison(torch.nn.Module):
+    """Wraps an embedding; one token's row is NaN."""
+
+    def __init__(self, inner, token):
+        super().__init__()
+        self.inner, self.token = inner, token
+        self.weight = inner.weight
+        self.num_embeddings = inner.num_embeddings
+
+    def forward(self, ids):
+        bad = torch.where(ids == self.token, torch.nan, 0.0)
+        return self.inner(ids) + bad[..., None]
+
+
+class Proposes:
+    """Always drafts the same tokens."""
+
+    def __init__(self, tokens):
+        self.tokens = tokens
+
+    def propose(self, sequences, n):
+        return [self.tokens[:n] for _ in sequences]
+
+
+def poisoned(token):
+    model = tiny()
+    model.model.embed_tokens = Poison(model.model.embed_tokens, token)
+    return model
+
+
+def unused_token():
+    """A token that neither the needle nor its continuation holds."""
+    with Engine(tiny()) as engine:
+        output = engine.generate([[5, 9, 11]], DETERMINISTIC)[0]
+    held = {5, 9, 11, *output.completions[0].token_ids}
+    return next(t for t in range(VOCAB) if t not in held), bits(output)
+
+
+def test_a_request_that_is_not_finite_fails_alone():
+    token, expected = unused_token()
+    with Engine(poisoned(token)) as engine:
+        mixed = [[5, 9, 11], [7, token, 3], [5, 9, 11]]
+        params = [DETERMINISTIC, SamplingParams(max_new_tokens=5), DETERMINISTIC]
+        outputs = engine.generate(mixed, params)
+        assert outputs[1].completions[0].finish_reason == "abort"
+        assert "finite" in outputs[1].completions[0].error
+        assert bits(outputs[0]) == bits(outputs[2]) == expected
+        assert whole(engine)
+        # The pages that held NaN are clean again.
+        assert bits(engine.generate([[5, 9, 11]], DETERMINISTIC)[0]) == expected
+
+
+@pytest.mark.parametrize("page_size", [16, 128])
+@pytest.mark.parametrize("long", [False, True])
+def test_a_long_request_that_is_not_finite_fails_alone(long, page_size):
+    """It has the first page, with which shorter rows of the page table are filled up."""
+    token, _ = unused_token()
+    config = EngineConfig(page_size=page_size, max_rows=256, reference_rows=16)
+    with Engine(tiny(), config=config) as engine:
+        expected = bits(engine.generate([[5, 9, 11]], DETERMINISTIC)[0])
+    with Engine(poisoned(token), config=config) as engine:
+        mixed = [[token] * (100 if long else 3), [5, 9, 11]]
+        outputs = engine.generate(mixed, DETERMINISTIC)
+        assert "finite" in outputs[0].completions[0].error
+        assert bits(outputs[1]) == expected
+        assert whole(engine)
+
+
+def test_a_poisonous_draft_is_survived():
+    """A draft whose values are NaN spoils its tile; the verify runs again without drafts."""
+    token, expected = unused_token()
+    config = EngineConfig(drafter=Proposes([token] * 5))
+    with Engine(poisoned(token), config=config) as engine:
+        output = engine.generate([[5, 9, 11]], DETERMINISTIC)[0]
+    assert output.completions[0].error is None
+    assert bits(output) == expected
+
+
+def test_release_and_weights():
+    """The pool can be given back between calls; weights that change give a new fingerprint."""
+    model = tiny()
+    with Engine(model) as engine:
+        first = engine.generate([[1, 2, 3]], DETERMINISTIC)[0]
+        engine.release()
+        assert engine.runner._cache is None
+        again = engine.generate([[1, 2, 3]], DETERMINISTIC)[0]
+        assert bits(again) == bits(first)
+        assert again.fingerprint == first.fingerprint
+        with torch.no_grad():
+            model.lm_head.weight[7, 0] += 1
+        changed = engine.generate([[1, 2, 3]], DETERMINISTIC)[0]
+        assert changed.fingerprint != first.fingerprint
+        model.lm_head.weight.data[7, 0] -= 1
+        engine.weights_changed()
+        assert engine.generate([[1, 2, 3]], DETERMINISTIC)[0].fingerprint == first.fingerprint
+
+
+@pytest.mark.parametrize("page_size", [8, 128])
+def test_pages_held_are_what_sequences_need(page_size):
+    """Never more than every sequence's own tokens and drafts need, plus one page each."""
+    rng = random.Random(4)
+    with Engine(tiny(), config=EngineConfig(page_size=page_size)) as engine:
+        for prompt, params in crowd(rng, 30):
+            engine.add_request(prompt, params)
+        most = 0
+        while engine.has_unfinished():
+            engine.step()
+            running = engine.scheduler.running
+            need = sum(engine.pool.pages_for(len(s.tokens) + len(s.drafts)) for s in running)
+            assert engine.pool.num_held <= need + len(running)
+            most = max(most, engine.pool.num_held)
+        assert most > 20
+
+
+def four():
+    """Deterministic requests that share the passes of whoever fails."""
+    styles = ({}, {"temperature": 0.8, "seed": 1}, {"num_return_sequences": 2}, {})
+    return [(text(9 + 6 * n, seed=n), greedy(12, **style)) for n, style in enumerate(styles)]
+
+
+def alone(model):
+    with steady(model, prefix_cache=False) as engine:
+        return one_by_one(engine, four())
+
+
+class Drafts:
+    """Drafts the right tokens, but ``odd`` for sequences that begin with token 7."""
+
+    def __init__(self, truths, odd):
+        self.truths, self.odd, self.asked = truths, odd, 0
+
+    def propose(self, sequences, n):
+        self.asked += 1
+        return self.shape([self.follow(list(sequence), n) for sequence in sequences])
+
+    def follow(self, sequence, n):
+        if sequence[0] == 7:
+            return self.odd(n)
+        found = [t[len(sequence) :][:n] for t in self.truths if t[: len(sequence)] == sequence]
+        return found[0] if found else []
+
+    def shape(self, proposals):
+        """Answer with a list that is too long where an odd one is None."""
+        return proposals if None not in proposals else [[1]] * (len(proposals) + 1)
+
+
+def raises(n):
+    raise LookupError("no idea")
+
+
+ODD = {
+    "raises": (raises, "LookupError: no idea"),
+    "no tokens": (lambda n: ["a"], "TypeError"),
+    "no list": (lambda n: 3, "TypeError"),
+    "too many lists": (lambda n: None, "ValueError: 2 proposals for 1"),
+    "fractions": (lambda n: [1.0], "TypeError"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_drafter_that_fails_for_one_sequence(name):
+    """That one aborts and says why; the others have their drafts, and their bits."""
+    odd, said = ODD[name]
+    model = model_of("shape-sensitive")
+    expected = alone(model)
+    truths = [p + r[0][0] for (p, _), r in zip(four(), expected, strict=True)]
+    drafter = Drafts(truths, odd)
+    with steady(model, drafter=drafter, page_size=8) as engine:
+        plain = [(first, SamplingParams()) for first in ([8, 2], [7, 2])]
+        outputs = run(engine, [*four(), ([7, 7, 7], greedy(9)), *plain])
+        assert bits_of(outputs[:4]) == expected
+        failed = outputs[4].completions[0]
+        assert failed.finish_reason == "abort"
+        assert "the drafter raised" in failed.error and said in failed.error
+        reasons = [output.completions[0].finish_reason for output in outputs[5:]]
+        assert reasons == ["length", "abort"]  # plain ones are drafted for as well
+        assert sum(o.completions[0].stats.accepted for o in outputs[:4]) > 20
+        assert whole(engine)
+    # Control: without it, nobody fails.
+    with steady(model, drafter=Drafts(truths, lambda n: []), page_size=8) as engine:
+        outputs = run(engine, [*four(), ([7, 7, 7], greedy(9))])
+        assert bits_of(outputs[:4]) == expected
+        assert outputs[4].completions[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [lambda n: [VOCAB] * n, lambda n: [-1], lambda n: [5] * 100],
+    ids=["over", "under", "many"],
+)
+def test_drafts_that_are_no_tokens_are_left_out(odd):
+    model = model_of("shape-sensitive")
+    with steady(model) as engine:
+        expected = bits(engine.generate([[7, 7, 7]], greedy(9))[0])
+    with steady(model, drafter=Drafts([], odd), draft_window=6) as engine:
+        output = engine.generate([[7, 7, 7]], greedy(9))[0]
+        assert bits(output) == expected
+        # No more than the window at a time, and nothing that is no token.
+        drafted = [record.drafted for record in engine.records]
+    assert 0 < max(drafted) <= 6
+
+
+class Breaks:
+    """A logits processor or a stopping criterion; fails from its ``at``-th call on."""
+
+    def __init__(self, at, value=None):
+        self.left, self.value = at, value
+
+    def __call__(self, ids, scores):
+        self.left -= 1
+        if self.left < 0:
+            if self.value is None:
+                raise KeyError("lost")
+            return self.value
+        return False if scores is None else scores
+
+
+@pytest.mark.crossed(0.5)
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "plain"])
+@pytest.mark.parametrize("stateless", [True, False], ids=["stateless", "stateful"])
+@pytest.mark.parametrize("value", [None, torch.zeros(1, 3), "text"], ids=["raises", "short", "str"])
+def test_a_processor_that_breaks(value, stateless, deterministic):
+    """At its fifth token, or from the first on: that request aborts, the others do not notice."""
+    model = model_of("shape-sensitive")
+    expected = alone(model)
+    with steady(model, page_size=8, draft_window=3) as engine:
+        for at in (0, 4):
+            breaks = Breaks(at, value)
+            breaks.stateless = stateless
+            wanted = SamplingParams(
+                max_new_tokens=20, deterministic=deterministic, logits_processors=[breaks]
+            )
+            outputs = run(engine, [*four()[:2], (text(20, seed=9), wanted), *four()[2:]])
+            completion = outputs.pop(2).completions[0]
+            assert completion.finish_reason == "abort"
+            assert "logits processor Breaks raised" in completion.error
+            # Drafted tokens are looked at before they are committed.
+            assert len(completion.token_ids) <= at
+            assert stateless or len(completion.token_ids) == at
+            assert bits_of(outputs) == expected
+            assert whole(engine)
+        # Control: one that holds out is no error.
+        wanted = SamplingParams(max_new_tokens=3, logits_processors=[Breaks(99)])
+        assert run(engine, [([1], wanted)])[0].completions[0].error is None
+
+
+@pytest.mark.crossed(0.5)
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "plain"])
+@pytest.mark.parametrize("value", [None, "text"], ids=["raises", "str"])
+def test_a_criterion_that_breaks(value, deterministic):
+    """Each completion is a sequence of its own: only the one at the fault ends."""
+    model = model_of("shape-sensitive")
+    expected = alone(model)
+    for at in (0, 7):
+        with steady(model, page_size=8, draft_window=3) as engine:
+            wanted = SamplingParams(
+                max_new_tokens=15,
+                deterministic=deterministic,
+                stopping_criteria=[Breaks(at, value)],
+            )
+            outputs = run(engine, [*four()[:2], (text(20, seed=9), wanted), *four()[2:]])
+            completion = outputs.pop(2).completions[0]
+            assert completion.finish_reason == "abort"
+            assert "a stopping criterion raised" in completion.error
+            assert len(completion.token_ids) == at + 1
+            assert bits_of(outputs) == expected
+            assert whole(engine)
+
+
+@pytest.mark.parametrize("place", [0, 1, 4])
+def test_a_poisonous_draft_beside_good_ones(place):
+    """In its own proposal and in the others': what was right before it is still accepted."""
+    token, expected = unused_token()
+    own = expected[0][0]
+    truths = [[5, 9, 11, *own]]
+    drafter = Drafts(truths, None)
+    drafter.follow = lambda sequence, n: (
+        [*own[len(sequence) - 3 :][:place], token] if sequence[0] == 5 else [1, 2, 3]
+    )
+    with Engine(poisoned(token), config=EngineConfig(drafter=drafter)) as engine:
+        mixed = [[5, 9, 11], text(20, seed=1), [5, 9, 11]]
+        outputs = engine.generate(mixed, DETERMINISTIC)
+        assert bits(outputs[0]) == bits(outputs[2]) == expected
+        assert all(o.completions[0].error is None for o in outputs)
+        accepted = outputs[0].completions[0].stats.accepted
+        assert accepted > 0 if place else accepted == 0
+        assert whole(engine)
+
+
+def test_a_pool_for_one_at_a_time():
+    """The largest request takes all pages; the others wait or give way, and all are served."""
+    model = model_of("shape-sensitive")
+    expected = alone(model)
+    with steady(model, page_size=8, num_pages=5) as engine:
+        outputs = run(engine, four() * 3)
+        assert bits_of(outputs) == expected * 3
+        assert engine.stats().preemptions > 0
+        assert whole(engine)
+        too_long = greedy(14, num_return_sequences=3)
+        with pytest.raises(ValueError, match="need 6 pages of 8 tokens, and there are 5"):
+            run(engine, [*four(), (text(27, seed=1), too_long)])
+        assert not engine.has_unfinished()
+        # Control: one token less fits.
+        outputs = run(engine, [*four(), (text(27, seed=1), greedy(13))])
+        assert {o.completions[0].finish_reason for o in outputs} == {"length"}

@@ -1,0 +1,91 @@
+"""Plain requests that a drafter proposes tokens for: what they are without it, in fewer passes."""
+
+import pytest
+import torch
+
+from tests.support.cases import model_of, run, steady, text, whole
+from tests.support.mixes import Liar
+from tests.support.tolerances import OTHER_PASS, close
+from tinyspec import SamplingParams
+
+LENGTHS = (3, 9, 17, 30)
+
+
+class Knows:
+    """Proposes what will follow."""
+
+    def __init__(self, texts):
+        self.texts = texts
+
+    def propose(self, sequences, n):
+        known = [[t for t in self.texts if t[: len(s)] == list(s)] for s in sequences]
+        return [
+            found[0][len(s) : len(s) + n] if found else []
+            for s, found in zip(sequences, known, strict=True)
+        ]
+
+
+def requests(**changes):
+    settings = {"max_new_tokens": 24, "logprobs": True, **changes}
+    return [(text(n, seed=n), SamplingParams(**settings)) for n in LENGTHS]
+
+
+def tokens(outputs):
+    return [completion.token_ids for output in outputs for completion in output.completions]
+
+
+def generate(asked, **settings):
+    with steady(model_of("as is"), prefix_cache=False, **settings) as engine:
+        outputs = run(engine, asked)
+        assert whole(engine)
+        return outputs, engine.stats()
+
+
+STYLES = {
+    "greedy": {},
+    "sampled": {"temperature": 0.9, "seed": 5},
+    "penalised": {"repetition_penalty": 1.3},
+    "three of a prompt": {"temperature": 1.1, "seed": 2, "top_k": 20, "num_return_sequences": 3},
+    "stops": {"stop_token_ids": tuple(range(0, 128, 7))},
+}
+
+
+@pytest.mark.crossed(0.5)
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("drafter", ["knows", "lies", "ngram"])
+def test_plain_requests_keep_their_tokens(style, drafter):
+    asked = requests(**STYLES[style])
+    expected, _ = generate(asked)
+    texts = [o.prompt_token_ids + c.token_ids for o in expected for c in o.completions]
+    drafters = {"knows": Knows(texts), "lies": Liar(1), "ngram": "ngram"}
+    outputs, stats = generate(asked, drafter=drafters[drafter])
+    assert tokens(outputs) == tokens(expected)
+    for output, other in zip(outputs, expected, strict=True):
+        for ours, theirs in zip(output.completions, other.completions, strict=True):
+            assert close(torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), OTHER_PASS)
+    if drafter == "knows":  # of three completions it takes one for another where they part
+        assert stats.accepted > stats.drafted * 0.8 > 5
+        assert stats.rolled_back == 0 or style == "three of a prompt"
+    if drafter == "lies":
+        assert stats.rolled_back > 5
+
+
+def test_speculation_saves_passes():
+    asked = requests()
+    expected, without = generate(asked)
+    texts = [o.prompt_token_ids + c.token_ids for o, c in ((o, o.completions[0]) for o in expected)]
+    _, stats = generate(asked, drafter=Knows(texts))
+    assert sum(stats.passes.values()) < sum(without.passes.values()) / 4
+
+
+@pytest.mark.parametrize("max_rows", [16, 24])
+def test_proposals_leave_room_for_prompts(max_rows):
+    """While some speculate, prompts that wait go on, and everyone has a row in every pass."""
+    asked = requests(max_new_tokens=40)
+    expected, _ = generate(asked)
+    texts = [o.prompt_token_ids + o.completions[0].token_ids for o in expected]
+    with steady(model_of("as is"), drafter=Knows(texts), max_rows=max_rows, trace=True) as engine:
+        assert tokens(run(engine, asked)) == tokens(expected)
+        both = [r for r in engine.records if r.rows["verify"] and r.rows["prompt"]]
+    assert both
+    assert all(record.rows["prompt"] * 3 >= record.bucket - 4 for record in both[:1])

@@ -1,0 +1,171 @@
+"""A training loop: weights that change between calls, and under requests that are running.
+
+The oracle is a fresh engine on a copy of the model with the same weights.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.mixes import bits
+from tests.support.tiny import VOCAB, prompts, tiny
+from tinyspec import Engine, EngineConfig, SamplingParams
+
+CONFIG = EngineConfig(reference_rows=16, page_size=16)
+DETERMINISTIC = SamplingParams(
+    max_new_tokens=12, deterministic=True, logprobs=True, temperature=0.8, seed=3
+)
+PROMPTS = prompts(6)
+
+
+def fresh(model):
+    """Bits and fingerprint of a new engine on a copy of the model's weights."""
+    twin = tiny()
+    twin.load_state_dict(copy.deepcopy(model.state_dict()))
+    with Engine(twin, config=CONFIG) as engine:
+        outputs = engine.generate(PROMPTS, DETERMINISTIC)
+        return [bits(output) for output in outputs], engine.fingerprint
+
+
+def train_step(model, optimizer):
+    """One step on random tokens, by a plain copy of the loss a trainer would have."""
+    logits = nn.functional.linear(model.get_input_embeddings().weight, model.lm_head.weight)
+    nn.functional.cross_entropy(logits, torch.randint(VOCAB, (VOCAB,))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def load(model, _):
+    model.load_state_dict(tiny(seed=5).state_dict())
+
+
+def assign(model, _):
+    model.lm_head.weight = nn.Parameter(tiny(seed=6).lm_head.weight.detach().clone())
+
+
+def step(model, optimizer):
+    train_step(model, optimizer)
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_three_training_steps(prefix_cache):
+    model = tiny()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    config = EngineConfig(reference_rows=16, page_size=16, prefix_cache=prefix_cache)
+    seen = []
+    with Engine(model, config=config) as engine:
+        for _ in range(4):
+            outputs = engine.generate(PROMPTS, DETERMINISTIC)
+            expected, fingerprint = fresh(model)
+            assert [bits(output) for output in outputs] == expected
+            assert {output.fingerprint for output in outputs} == {fingerprint}
+            seen.append(fingerprint)
+            train_step(model, optimizer)
+    assert len(set(seen)) == 4
+
+
+def test_training_through_the_model_itself_needs_its_own_attention():
+    """A trainer calls the model with gradients: closed, the engine has left nothing behind."""
+    model = tiny()
+    ids = torch.tensor([PROMPTS[3]])
+    with Engine(model, config=CONFIG) as engine:
+        engine.generate(PROMPTS, DETERMINISTIC)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model(ids, labels=ids).loss
+    before.backward()
+    optimizer.step()
+    assert model(ids, labels=ids).loss < before
+    with Engine(model, config=CONFIG) as engine:
+        assert [bits(o) for o in engine.generate(PROMPTS, DETERMINISTIC)] == fresh(model)[0]
+
+
+@pytest.mark.crossed(2)
+@pytest.mark.parametrize("change", [step, load, assign], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("verify_weights", [False, True])
+def test_changes_are_noticed(change, verify_weights):
+    model = tiny()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    config = EngineConfig(reference_rows=16, page_size=16, verify_weights=verify_weights)
+    with Engine(model, config=config) as engine:
+        first = [bits(o) for o in engine.generate(PROMPTS, DETERMINISTIC)]
+        change(model, optimizer)
+        outputs = engine.generate(PROMPTS, DETERMINISTIC)
+        expected, fingerprint = fresh(model)
+        assert [bits(o) for o in outputs] == expected != first
+        assert outputs[0].fingerprint == engine.fingerprint == fingerprint
+        assert engine.stats().cached_prompt_tokens == 0
+
+
+@pytest.mark.parametrize("told", ["weights_changed", "verify_weights", "nobody"])
+def test_writes_through_data(told):
+    """They leave no trace: somebody has to say so, or every call has to digest."""
+    model = tiny()
+    config = EngineConfig(reference_rows=16, page_size=16, verify_weights=told == "verify_weights")
+    with Engine(model, config=config) as engine:
+        engine.generate(PROMPTS, DETERMINISTIC)
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight.data.mul_(1.5)
+        if told == "weights_changed":
+            engine.weights_changed()
+        outputs = engine.generate(PROMPTS, DETERMINISTIC)
+        expected, fingerprint = fresh(model)
+        same = [bits(o) for o in outputs] == expected and outputs[0].fingerprint == fingerprint
+    # Control: with nobody told, pages of the old weights are used, and the check sees it.
+    assert same == (told != "nobody")
+
+
+def test_plain_requests_start_from_no_old_page():
+    """No fingerprint has been computed, yet the prefix cache is dropped."""
+    model = tiny()
+    params = SamplingParams(max_new_tokens=8, logprobs=True)
+    with Engine(model, config=CONFIG) as engine:
+        engine.generate([PROMPTS[5]], params)
+        engine.generate([PROMPTS[5]], params)
+        cached = engine.stats().cached_prompt_tokens
+        assert cached > 0
+        load(model, None)
+        after = bits(engine.generate([PROMPTS[5]], params)[0])
+        assert engine.stats().cached_prompt_tokens == cached
+    with Engine(tiny(seed=5), config=CONFIG) as engine:
+        assert bits(engine.generate([PROMPTS[5]], params)[0]) == after
+
+
+def test_weights_change_under_running_requests():
+    """Who has tokens of the old weights is aborted if deterministic; who has none starts anew."""
+    model = tiny()
+    config = EngineConfig(reference_rows=16, page_size=16, max_sequences=2)
+    plain = SamplingParams(max_new_tokens=12)
+    with Engine(model, config=config) as engine:
+        begun = engine.add_request(PROMPTS[3], DETERMINISTIC)
+        other = engine.add_request(PROMPTS[4], plain)
+        waiting = engine.add_request(PROMPTS[5], DETERMINISTIC)
+        done = {}
+        while not engine.tracker.requests[begun].sequences[0].num_generated:
+            done |= {output.request_id: output for output in engine.step()}
+        assert not done
+        load(model, None)
+        while engine.has_unfinished():
+            done |= {output.request_id: output for output in engine.step()}
+        assert done[begun].completions[0].finish_reason == "abort"
+        assert "weights changed" in done[begun].completions[0].error
+        assert len(done[other].completions[0].token_ids) == 12
+        expected, fingerprint = fresh(model)
+        assert bits(done[waiting]) == expected[5]
+        assert done[waiting].fingerprint == fingerprint != done[begun].fingerprint
+
+
+def test_release_gives_the_pool_back():
+    model = tiny()
+    with Engine(model, config=CONFIG) as engine:
+        first = [bits(o) for o in engine.generate(PROMPTS, DETERMINISTIC)]
+        assert engine.runner._cache is not None
+        engine.release()
+        assert engine.runner._cache is None
+        assert engine.pool.num_free == engine.pool.num_pages
+        assert [bits(o) for o in engine.generate(PROMPTS, DETERMINISTIC)] == first
+        assert engine.stats().cached_prompt_tokens == 0
+        engine.add_request(PROMPTS[0], DETERMINISTIC)
+        with pytest.raises(ValueError, match="release"):
+            engine.release()

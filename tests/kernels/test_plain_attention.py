@@ -1,0 +1,246 @@
+"""Attention of rows that need not be canonical: right, and nothing but the right rows take it."""
+
+import pytest
+import torch
+
+from tests.kernels.test_twin_attention import (
+    DTYPES,
+    LENGTHS,
+    SHAPES,
+    dense,
+    run,
+    sdpa_error,
+    sequences,
+)
+from tests.support.tiny import prompts, tiny
+from tests.support.tolerances import norm_as_good_as_torch, within_units
+from tinyspec import Engine, EngineConfig, SamplingParams
+from tinyspec.kernels.attention_metadata import AttentionMetadata
+from tinyspec.kernels.twins import attention_plain
+from tinyspec.kernels.twins.paged_attention import paged_attention
+
+SCORES = (
+    {},
+    {"window": 50},
+    {"window": 140},
+    {"chunk": 50},
+    {"chunk": 140},
+    {"softcap": 20.0},
+    {"sinks": True},
+)
+# Rows of each length that the pass holds: prompts, parts of prompts, decode rows, two by two.
+ROWS = (
+    [(n, length) for n, length in enumerate(LENGTHS)],
+    [(n, 1) for n in range(len(LENGTHS))],
+    [(5, 300), (1, 1), (4, 3), (2, 1), (5, 40), (3, 128), (0, 1)],
+    [(4, 129)],
+)
+
+
+@pytest.mark.crossed(0.2)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("scores", SCORES, ids=str)
+def test_matches_reference(dtype, shape, scores):
+    """Error against fp64 (2-norm) at most twice torch's own in the dtype, written out or SDPA."""
+    for chosen in ROWS:
+        for page_size, scattered in ((16, True), (128, True), (128, False), (256, True)):
+            outs = run(dtype, shape, chosen, scores, page_size, len(chosen), scattered, exact=False)
+            for out, (n, rows) in zip(outs, chosen, strict=True):
+                q, k, v = sequences(dtype, shape)[n]
+                exact = dense(q, k, v, torch.float64, **scores)[len(q) - rows :]
+                same = (dense(q, k, v, dtype, **scores)[len(q) - rows :].double() - exact).norm()
+                if rows == len(q):
+                    same = max(same, sdpa_error(q, k, v, scores))
+                assert norm_as_good_as_torch(out, same, exact)
+
+
+def test_other_bits():
+    """Control: were the two the same, nothing would tell who takes which."""
+    for dtype in DTYPES:
+        exact, plain = (
+            run(dtype, SHAPES[0], [(5, 300)], {}, exact=exact)[0] for exact in (True, False)
+        )
+        assert not torch.equal(exact, plain)
+
+
+def test_who_takes_it(monkeypatch):
+    """Passes that hold a deterministic row take it for drafts only."""
+    engine = Engine(tiny(), config=EngineConfig(reference_rows=16, verify="always"))
+    greedy = [SamplingParams(max_new_tokens=12, deterministic=d) for d in (False, True)]
+    with engine:
+        engine.generate(prompts(2), greedy)  # whatever is probed, is probed now
+        seen = []
+        attend = engine.runner._context.kernels.paged_attention
+
+        def spy(*args, **kwargs):
+            seen.append(args[3].exact)
+            return attend(*args, **kwargs)
+
+        kernels = engine.runner._context.kernels
+        monkeypatch.setattr(
+            engine.runner._context,
+            "kernels",
+            kernels.__class__(**{**vars(kernels), "paged_attention": spy}),
+        )
+        for params, expected in ((greedy[0], {False}), (greedy[1], {True, False})):
+            del seen[:]
+            engine.generate(prompts(2), params)
+            assert set(seen) == expected
+        layers = len(engine.runner.layers)
+        passes = []
+        run_pass = engine.runner.run
+
+        def watch(work_pass, *args):
+            del seen[:]
+            out = run_pass(work_pass, *args)
+            passes.append((work_pass.canonical, list(seen)))
+            return out
+
+        monkeypatch.setattr(engine.runner, "run", watch)
+        engine.generate(prompts(2), greedy)
+        assert {canonical for canonical, _ in passes} == {True, False}
+        assert all(exact == [canonical] * layers for canonical, exact in passes)
+
+
+def results_of(monkeypatch, name):
+    """What a function of plain attention returns from now on, call by call."""
+    found = []
+    function = getattr(attention_plain, name)
+
+    def note(*args):
+        found.append(function(*args))
+        return found[-1]
+
+    monkeypatch.setattr(attention_plain, name, note)
+    return found
+
+
+@pytest.fixture
+def even_plans(monkeypatch):
+    """What was found of contexts at even distances, pass by pass."""
+    return results_of(monkeypatch, "_decode_call")
+
+
+def decode(dtype, lengths, pages, size, window=0, rows=()):
+    """Each of the sequences' last rows, on these pages of a cache that is NaN everywhere else.
+
+    rows: how many of each; one where nothing is said.
+    """
+    heads, group, dim = 2, 3, 32
+    generator = torch.Generator().manual_seed(0)
+    caches = torch.full((2, 12, size, heads, dim), torch.nan, dtype=dtype)
+    expected = []
+    rows = rows or [1] * len(lengths)
+    starts = [sum(rows[:n]) for n in range(len(rows) + 1)]
+    q = torch.randn(starts[-1], heads * group, dim, generator=generator).to(dtype)
+    for n, (length, own) in enumerate(zip(lengths, pages, strict=True)):
+        caches[:, own] = 0
+        kv = torch.randn(2, length, heads, dim, generator=generator).to(dtype)
+        slots = [own[p // size] * size + p % size for p in range(length)]
+        for cache, values in zip(caches, kv, strict=True):
+            cache.flatten(0, 1)[slots] = values
+        for row in range(starts[n], starts[n + 1]):
+            end = length - (starts[n + 1] - row) + 1
+            seen = kv[:, max(0, end - window) if window else 0 : end].double()
+            k, v = seen.repeat_interleave(group, dim=2)
+            weights = (torch.einsum("hd,lhd->hl", q[row].double(), k) * dim**-0.5).softmax(-1)
+            expected.append(torch.einsum("hl,lhd->hd", weights, v))
+    spans = [(length - count, length) for length, count in zip(lengths, rows, strict=True)]
+    metadata = AttentionMetadata.of(spans, pages, size, exact=False)
+    found = paged_attention(q, *caches, metadata, scale=dim**-0.5, window=window)
+    assert within_units(found, torch.stack(expected), 16), "NaN included"
+
+
+EVEN = (
+    ([70], [[3]]),
+    ([200], [[3, 4]]),
+    ([70, 70, 70], [[2], [3], [4]]),
+    ([70, 5, 128], [[2], [4], [6]]),
+    ([130, 256], [[1, 2], [5, 6]]),
+)
+UNEVEN = (
+    ([200], [[3, 1]]),
+    ([70, 70, 70], [[2], [3], [5]]),
+    ([70, 70], [[3], [2]]),
+    ([70, 200], [[1], [4, 5]]),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_even_contexts_run_in_one_call(dtype, even_plans):
+    """And nothing between them is read, which NaN would show."""
+    for lengths, pages in EVEN:
+        decode(dtype, lengths, pages, 128)
+        assert even_plans.pop() is not None and not even_plans
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_other_contexts_do_not(dtype, even_plans):
+    for lengths, pages in UNEVEN:
+        decode(dtype, lengths, pages, 128)
+        assert even_plans.pop() is None and not even_plans
+    decode(dtype, [70, 70], [[2], [3]], 128, window=30)
+    assert even_plans.pop() is None
+
+
+MIXED = (
+    ([70, 70, 90, 131], [[2], [3], [5], [7, 8]], (1, 1, 90, 31), True),
+    ([40, 70, 70, 70], [[1], [3], [5], [7]], (40, 1, 1, 1), True),
+    ([70, 70, 90, 131], [[2], [4], [5], [7, 8]], (1, 1, 1, 31), False),
+    ([70, 90, 70], [[2], [3], [4]], (1, 90, 1), False),
+    ([90, 131], [[5], [7, 9]], (90, 31), None),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_beside_prompts(dtype, even_plans):
+    """Rows that are alone and follow each other run in one call there, too."""
+    for lengths, pages, rows, found in MIXED:
+        decode(dtype, lengths, pages, 128, rows=rows)
+        plans = [plan is not None for plan in even_plans]
+        assert plans == ([] if found is None else [found])
+        even_plans.clear()
+
+
+def test_no_call_over_an_odd_number_of_keys(monkeypatch):
+    """Beyond the context, as far as its pages go; what is behind them stays unread."""
+    seen = results_of(monkeypatch, "_prompt_call")
+    for size, length, rows, keys in (
+        (128, 101, 101, 112),
+        (128, 131, 31, 144),
+        (24, 101, 101, 112),
+        (24, 118, 18, 120),
+    ):
+        pages = list(range(2, 2 + -(-length // size)))
+        decode(torch.bfloat16, [length], [pages], size, rows=[rows])
+        assert seen.pop().keys == keys
+
+
+def test_a_masked_key_must_be_finite(monkeypatch):
+    """Control: contexts of unlike pages would reach into what lies between them."""
+    lengths, pages = [70, 200], [[1], [4, 5]]
+    decode(torch.float32, lengths, pages, 128)
+    whole = attention_plain._DecodeCall(slice(0, 2), 128, 3 * 128, 200, torch.zeros(2, 1, 1, 200))
+    whole.mask[0, ..., 70:] = -1e30
+    monkeypatch.setattr(attention_plain, "_decode_call", lambda *args: whole)
+    with pytest.raises(AssertionError, match="NaN"):
+        decode(torch.float32, lengths, pages, 128)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_queries_may_lie_anyhow(exact, kv_heads, rows):
+    """Part of a fused projection, or turned round by the attention interface: the same bits."""
+    heads, dim, size = 4, 32, 128
+    caches = torch.randn(2, 6, size, kv_heads, dim)
+    lengths = [70, 200]
+    wide = torch.randn(2 * rows, heads + 2, dim)[:, :heads]
+    turned = wide.transpose(0, 1).contiguous().transpose(0, 1)
+    found = []
+    for q in (wide, turned, wide.contiguous()):
+        spans = [(length - rows, length) for length in lengths]
+        metadata = AttentionMetadata.of(spans, [[1], [3, 4]], size, exact=exact)
+        found.append(paged_attention(q, *caches, metadata, scale=dim**-0.5))
+    assert all(torch.equal(out, found[0]) and out.is_contiguous() for out in found)

@@ -1,0 +1,272 @@
+"""PEFT: adapters that live in a model's layers are served, through the wrapper or without it; those
+that do not are refused by name."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.support import zoo
+from tests.support.loading import (
+    CONFIG,
+    DETERMINISTIC,
+    PROMPTS,
+    alone_as_in_a_crowd,
+    everything,
+    greedy,
+    serve,
+    tokens,
+    unlike,
+)
+from tests.support.tiny import prompts, tiny
+from tinyspec import Engine, EngineConfig, SamplingParams, UnsupportedModelError, doctor
+from tinyspec.kernels.twins.linear import linear
+from tinyspec.model.cpu.linears import OneDnnLinear
+from tinyspec.model.linears import KernelLinear, kernel_stand_ins
+
+peft = pytest.importorskip("peft")
+
+SOME = ["q_proj", "v_proj", "down_proj"]
+
+
+def lora(model=None, wrap=True, **settings):
+    """A tiny model with a LoRA adapter that changes what it says."""
+    settings = {"r": 4, "target_modules": SOME, "init_lora_weights": False, **settings}
+    config = peft.LoraConfig(task_type="CAUSAL_LM", **settings)
+    model = model or tiny()
+    if wrap:
+        return peft.get_peft_model(model, config).eval()
+    model.add_adapter(config)
+    return model.eval()
+
+
+def tuned(config):
+    return peft.get_peft_model(tiny(), config).eval()
+
+
+WAYS = {
+    "lora": lora,
+    "bf16 base": lambda: lora(tiny(dtype=torch.bfloat16)),
+    "dora": lambda: lora(use_dora=True),
+    "rslora": lambda: lora(use_rslora=True),
+    "all linears": lambda: lora(target_modules="all-linear"),
+    "gpt2": lambda: lora(tiny("gpt2"), target_modules=["c_attn"], fan_in_fan_out=True),
+    "embedding": lambda: lora(target_modules=["embed_tokens", "lm_head", "k_proj"]),
+    "saved head": lambda: lora(modules_to_save=["lm_head", "embed_tokens"]),
+    "no wrapper": lambda: lora(wrap=False),
+    "ia3": lambda: tuned(
+        peft.IA3Config(
+            target_modules=["k_proj", "down_proj"],
+            feedforward_modules=["down_proj"],
+            init_ia3_weights=False,
+        )
+    ),
+    "loha": lambda: tuned(peft.LoHaConfig(target_modules=["q_proj"], init_weights=False)),
+    "oft": lambda: tuned(
+        peft.OFTConfig(target_modules=["q_proj"], oft_block_size=8, init_weights=False)
+    ),
+    "tokens": lambda: tuned(
+        peft.TrainableTokensConfig(
+            token_indices=[1, 2, 3], target_modules=["embed_tokens"], init_weights=False
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_adapters_in_layers(way):
+    model = way()
+    serve(model, None if model.dtype == torch.bfloat16 else greedy(model))
+
+
+def test_control_the_adapter_changes_tokens():
+    assert greedy(lora()) != greedy(tiny())
+
+
+def test_mixed_adapters():
+    model = tiny()
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]), mixed=True)
+    model.add_adapter("other", peft.LoHaConfig(target_modules=["k_proj"], init_weights=False))
+    model.set_adapter(["default", "other"])
+    serve(model.eval(), greedy(model))
+
+
+def test_compiled_and_wrapped():
+    model = torch.compile(lora(), backend="eager")
+    before = everything(model)
+    with Engine(model, config=CONFIG) as engine:
+        assert engine.model is model._orig_mod.base_model.model
+        assert alone_as_in_a_crowd(engine)
+    assert unlike(before, everything(model)) == []
+    assert doctor(model, CONFIG)
+
+
+# What may be replaced
+
+
+def test_only_the_plain_linear_inside_is_replaced():
+    model = lora()
+    layer = model.base_model.model.model.layers[0].mlp.down_proj
+    base = layer.base_layer
+    with Engine(model, config=CONFIG) as engine:
+        mlp = engine.model.model.layers[0].mlp
+        assert mlp.down_proj is layer and type(layer.base_layer) is OneDnnLinear
+        assert layer.base_layer.weight is base.weight
+        found = {
+            parent._modules[name] for parent, name, _ in kernel_stand_ins(engine.model, linear)
+        }
+        assert layer not in found and layer.base_layer in found
+        assert layer.lora_A["default"] in found
+    assert layer.base_layer is base
+    always = EngineConfig(reference_rows=16, page_size=16, linear="always")
+    with Engine(model, config=always) as engine:
+        assert type(layer.base_layer) is KernelLinear and alone_as_in_a_crowd(engine)
+
+
+# Fingerprints and changes under way
+
+
+def fingerprint(model):
+    with Engine(model, config=CONFIG) as engine:
+        return engine.fingerprint
+
+
+def test_adapters_are_part_of_the_fingerprint():
+    torch.manual_seed(0)
+    first = lora()
+    torch.manual_seed(0)
+    same = lora()
+    seen = [fingerprint(model) for model in (tiny(), first, lora(), lora(use_rslora=True))]
+    assert len(set(seen)) == 4 and fingerprint(same) == seen[1]
+    assert fingerprint(first.get_base_model()) == seen[1], "the wrapper is not"
+
+
+def test_a_flag_of_a_tuner_is_part_of_the_fingerprint():
+    """It may make another function of the same weights."""
+    model = lora()
+    before = fingerprint(model)
+    model.base_model.model.model.layers[0].mlp.down_proj.fan_in_fan_out = True
+    assert fingerprint(model) != before
+
+
+def test_adapters_change_while_an_engine_is_open():
+    model = lora()
+    model.add_adapter("other", copy.deepcopy(model.peft_config["default"]))
+    with Engine(model, config=CONFIG) as engine:
+
+        def answers():
+            return tokens(engine.generate(PROMPTS, DETERMINISTIC)), engine.fingerprint
+
+        first = answers()
+        with model.disable_adapter():
+            without = answers()
+        model.set_adapter("other")
+        other = answers()
+        model.set_adapter("default")
+        again = answers()
+        model.merge_adapter()
+        merged = answers()
+        model.unmerge_adapter()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B.default" in name:
+                    parameter.mul_(1.5)
+        trained = answers()
+    assert first == again and merged[0] == first[0]
+    seen = [first, without, other, merged, trained]
+    assert len({print_ for _, print_ in seen}) == 5
+    assert without[0] == greedy(tiny()) and trained[0] == greedy(model)
+    model.set_adapter("other")
+    assert other[0] == greedy(model)
+
+
+def test_training_goes_on_afterwards():
+    """With gradient checkpointing, whose hook on the embedding asks for gradients."""
+    model = lora().train()
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable()
+    ids = torch.tensor([PROMPTS[1]])
+    with Engine(model, config=CONFIG) as engine:
+        assert alone_as_in_a_crowd(engine)
+    assert all(module.training for module in model.modules())
+    model(ids, labels=ids).loss.backward()
+    grads = [p.grad for n, p in model.named_parameters() if "lora_" in n]
+    assert grads and all(grad is not None and grad.isfinite().all() for grad in grads)
+
+
+# Refused
+
+
+REFUSED = {
+    "prompt": (
+        lambda: tuned(peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)),
+        "adapter 'default' is PROMPT_TUNING, and its virtual tokens",
+    ),
+    "prefix": (
+        lambda: tuned(peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)),
+        "adapter 'default' is PREFIX_TUNING, and its virtual tokens",
+    ),
+    "adaption prompt": (
+        lambda: tuned(
+            peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=2, adapter_layers=1)
+        ),
+        "adapter 'default' is ADAPTION_PROMPT",
+    ),
+    "activated lora": (
+        lambda: lora(alora_invocation_tokens=[1, 2]),
+        "alora_invocation_tokens",
+    ),
+    "parameters": (
+        lambda: lora(target_modules=[], target_parameters=["q_proj.weight"]),
+        "q_proj's parameters in every pass",
+    ),
+}
+
+
+@pytest.mark.parametrize("make, message", REFUSED.values(), ids=REFUSED)
+def test_what_is_not_in_the_layers_is_refused(make, message):
+    model = make()
+    before = everything(model)
+    with pytest.raises(UnsupportedModelError, match=message):
+        Engine(model, config=CONFIG)
+    assert unlike(before, everything(model)) == []
+    assert message.split(" .")[0] in doctor(model, CONFIG).problems[0]
+
+
+AROUND_ATTENTION = {
+    "adaption prompt": lambda: (
+        tuned(
+            peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=2, adapter_layers=1)
+        ).base_model.model
+    ),
+    "a copy of it": lambda: lora(modules_to_save=["self_attn"]),
+    "norm of queries": lambda: peft.get_peft_model(
+        tiny("qwen3"), peft.LNTuningConfig(target_modules=["q_norm"])
+    ),
+}
+
+
+@pytest.mark.parametrize("make", AROUND_ATTENTION.values(), ids=AROUND_ATTENTION)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_attention_within_attention_is_served(make, deterministic):
+    """What the survey saw called is what is served, whatever it is wrapped in."""
+    model = make()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if any(own in name for own in ("adaption", "modules_to_save", "ln_tuning")):
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    expected = [zoo.greedy(model, prompt, 20)[0] for prompt in prompts(3)]
+    assert expected != [zoo.greedy(tiny(), prompt, 20)[0] for prompt in prompts(3)], (
+        "as if left out"
+    )
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True, deterministic=deterministic)
+    with Engine(model, config=CONFIG) as engine:
+        outputs = engine.generate(prompts(3), params)
+    assert [output.completions[0].token_ids for output in outputs] == expected
+
+
+def test_hooks_on_the_wrapper_are_refused():
+    model = lora()
+    model.register_forward_hook(lambda *_: None)
+    with pytest.raises(UnsupportedModelError, match="PeftModelForCausalLM has forward hooks"):
+        Engine(model, config=CONFIG)

@@ -1,0 +1,158 @@
+"""Passes that need not be canonical run some linears by torch's default: no bit shows it.
+
+``quick`` makes that way split its sum elsewhere, whatever the CPU, and counts rows.
+"""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.mixes import bits, crowd, needles, solo
+from tests.support.tiny import prompts, tiny
+from tinyspec import Engine, EngineConfig, SamplingParams, doctor
+from tinyspec.model.cpu import linears
+from tinyspec.model.cpu.fast_mode import FastMode
+from tinyspec.model.cpu.linears import (
+    MKL_ROWS,
+    TRANSPOSED_ROWS,
+    CpuLinear,
+    OneDnnLinear,
+    TransposedLinear,
+    cpu_stand_ins,
+)
+
+CONFIG = EngineConfig(reference_rows=16, max_rows=64)
+# Which linear, and the row counts that are quicker by torch's default.
+KINDS = {
+    torch.float32: (OneDnnLinear, range(1, MKL_ROWS + 1)),
+    torch.bfloat16: (TransposedLinear, range(TRANSPOSED_ROWS + 1, 1 << 20)),
+}
+both = pytest.mark.parametrize("dtype", KINDS, ids=str)
+
+
+@pytest.fixture
+def quick(monkeypatch, no_results_on_disk):
+    calls = []
+
+    def split(linear, x):
+        calls.append(x.shape[:-1].numel())
+        cut = linear.weight.shape[1] // 2
+        wide, exact = x.double(), linear.weight.double()
+        out = (wide[..., :cut] @ exact[:, :cut].T).to(x.dtype)
+        out = out + (wide[..., cut:] @ exact[:, cut:].T).to(x.dtype)
+        return out if linear.bias is None else out + linear.bias
+
+    monkeypatch.setattr(CpuLinear, "default", split)
+    # Nor may canonical passes go that way.
+    monkeypatch.setattr(
+        TransposedLinear, "direct_product", lambda linear, rows: rows @ linear.weight.t() + 1
+    )
+    monkeypatch.setattr(linears, "_works", lambda: True)
+    monkeypatch.setattr(linears, "cpu_has", lambda name: True)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    monkeypatch.setattr(linears, "MKL_ELEMENTS", (1, 1 << 20))
+    return calls
+
+
+@both
+def test_only_some_row_counts_and_only_in_fast_mode(quick, dtype):
+    fast_mode = FastMode()
+    kind, fast = KINDS[dtype]
+    ((_, _, linear),) = cpu_stand_ins(nn.Sequential(nn.Linear(96, 40, dtype=dtype)), fast_mode)
+    assert type(linear) is kind
+    with torch.no_grad():
+        for rows in (1, MKL_ROWS, MKL_ROWS + 1, TRANSPOSED_ROWS, TRANSPOSED_ROWS + 1, 64):
+            for on in (False, True):
+                fast_mode.on = on
+                del quick[:]
+                linear(torch.randn(1, rows, 96, dtype=dtype))
+                assert quick == [rows] * (on and rows in fast)
+
+
+@both
+def test_a_linear_without_fast_mode_has_one_operator(quick, dtype):
+    ((_, _, linear),) = cpu_stand_ins(nn.Sequential(nn.Linear(96, 40, dtype=dtype)))
+    for rows in (4, 64):
+        linear(torch.randn(1, rows, 96, dtype=dtype))
+    assert not quick
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(96,), (1, 96), (1, 1, 96), (1, 7, 96), (2, 3, 96)], ids=str)
+def test_transposed(shape, bias):
+    """The same as the linear, as near as the dtype can tell, and laid out alike."""
+    own = nn.Linear(96, 40, bias, dtype=torch.bfloat16)
+    linear = TransposedLinear(own)
+    x = torch.randn(shape, dtype=torch.bfloat16)
+    with torch.no_grad():
+        found, exact = linear(x), own.double()(x.double())
+    assert found.shape == exact.shape and found.is_contiguous() and found.dtype == torch.bfloat16
+    assert (found.double() - exact).norm() <= 2**-7 * exact.norm()
+
+
+def test_many_rows_transposed_back():
+    """From some size on by another operator: the same numbers at the same places."""
+    own = nn.Linear(64, 1024, dtype=torch.bfloat16)
+    linear = TransposedLinear(own)
+    x = torch.randn(1, 512, 64, dtype=torch.bfloat16)
+    assert linears.REORDERED_ELEMENTS <= 256 * 1024
+    with torch.no_grad():
+        found = linear(x)
+        plain = torch.mm(own.weight, x[0].t()).t() + own.bias
+    assert torch.equal(found[0], plain) and found.is_contiguous()
+
+
+@both
+def test_buckets_are_canonical_on_demand(quick, dtype):
+    report = doctor(tiny("llama", dtype), EngineConfig(reference_rows=24, max_rows=64))
+    assert report
+    for fact in report.facts.buckets:
+        assert bool(fact.tiled) >= (fact.canonical and fact.rows in KINDS[dtype][1])
+        assert fact.canonical or fact.rows < 24
+
+
+@pytest.mark.crossed(3)
+@both
+@pytest.mark.parametrize("reference", [4, 16])
+@pytest.mark.parametrize("verify", ["auto", "padded", "always"])
+def test_bits_are_those_of_the_reference_bucket(quick, verify, reference, dtype):
+    model = tiny("llama", dtype)
+    config = EngineConfig(reference_rows=reference, max_rows=64, max_sequences=40, verify=verify)
+    with Engine(model, config=replace(config, verify="always")) as engine:
+        alone = [bits(solo(engine, needle)) for needle in needles()]
+    with Engine(model, config=config) as engine:
+        assert [bits(solo(engine, needle)) for needle in needles()] == alone
+        requests = [*needles(), *crowd(random.Random(0), 20)]
+        del quick[:]
+        outputs = engine.generate([p for p, _ in requests], [s for _, s in requests])
+        assert [bits(output) for output in outputs][: len(alone)] == alone
+        engine.generate(prompts(2))
+        engine.generate(prompts(24))
+        assert quick and all(rows in KINDS[dtype][1] for rows in quick)
+
+
+def test_pages_of_quick_passes_serve_plain_requests_alone(quick):
+    """Control: taken for canonical, they change the bits of a deterministic request."""
+    plain, mine = (
+        SamplingParams(max_new_tokens=60),
+        SamplingParams(max_new_tokens=8, deterministic=True, logprobs=True),
+    )
+    config = EngineConfig(reference_rows=16, max_rows=64, page_size=16)
+    with Engine(tiny(), config=config) as engine:
+        engine.contract.ensure()
+        first = engine.generate([[5, 6, 7]], plain)[0]
+        tokens = [5, 6, 7, *first.completions[0].token_ids]
+        warm = engine.generate([tokens], mine)[0]
+        engine.release()
+        assert bits(engine.generate([tokens], mine)[0]) == bits(warm)
+        engine.release()
+        engine.generate([[5, 6, 7]], plain)
+        for key in [k for k in engine.scheduler.prefix.pages if not k[1]]:
+            page = engine.scheduler.prefix.pages.pop(key)
+            taken = (key[0], True, key[2])
+            engine.scheduler.prefix.pages[taken] = page
+            engine.scheduler.prefix.keys[page] = taken
+        assert bits(engine.generate([tokens], mine)[0]) != bits(warm)

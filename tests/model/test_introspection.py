@@ -1,0 +1,128 @@
+"""What a survey reads off a model: masks as reaches, calls in order."""
+
+import pytest
+import torch
+from transformers import AttentionMaskInterface
+from transformers.masking_utils import (
+    and_masks,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    or_masks,
+    sliding_window_causal_mask_function,
+)
+
+from tests.support.zoo import tiny
+from tinyspec import Engine, EngineConfig, UnsupportedModelError
+from tinyspec.model.attention_calls import Reach
+from tinyspec.model.masks import reach_of
+
+ROWS = 12
+
+
+def first_rows(allowed):
+    """A mask function that looks rows up, as those for pictures do."""
+    return lambda batch, head, q, kv: allowed[q] & allowed[kv]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 16, 4096, 131072])
+def test_windows_and_chunks_of_any_size(size):
+    assert reach_of(sliding_window_causal_mask_function(size), ROWS, size) == Reach(window=size)
+    padding = torch.zeros(1, dtype=torch.long)
+    found = reach_of(chunked_causal_mask_function(size, padding), ROWS, size)
+    # One key is one key.
+    assert found == (Reach(chunk=size) if size > 1 else Reach(window=1))
+
+
+def test_all_that_came_before():
+    assert reach_of(causal_mask_function, ROWS, None) == Reach()
+    assert reach_of(causal_mask_function, ROWS, 64) == Reach(), "a size that it ignores"
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda batch, head, q, kv: kv >= 0 * q,  # both ways
+        lambda batch, head, q, kv: kv < q,
+        and_masks(causal_mask_function, lambda batch, head, q, kv: (q - kv) % 2 == 0),
+        or_masks(causal_mask_function, lambda batch, head, q, kv: kv < 3),
+        sliding_window_causal_mask_function(16),
+    ],
+    ids=["both ways", "without itself", "every second", "a prefix", "another window"],
+)
+@pytest.mark.parametrize("size", [None, 32])
+def test_other_masks_are_not_known(mask, size):
+    assert reach_of(mask, ROWS, size) is None
+
+
+def test_what_is_looked_up_is_known_as_far_as_there_are_rows():
+    everywhere = torch.ones(ROWS, dtype=torch.bool)
+    causal = and_masks(causal_mask_function, first_rows(everywhere))
+    assert reach_of(causal, ROWS, None) == Reach()
+    assert reach_of(causal, ROWS, 64) == Reach(window=64)
+    assert reach_of(causal, ROWS, 64, chunked=True) == Reach(chunk=64)
+    holes = everywhere.clone()
+    holes[5] = False
+    assert reach_of(and_masks(causal_mask_function, first_rows(holes)), ROWS, None) is None
+
+
+def reaches(kind, **changes):
+    model = tiny(kind)
+    if changes:
+        config = model.config
+        for name, value in changes.items():
+            setattr(config, name, value)
+        model = type(model)(config).eval()
+    with Engine(model, config=EngineConfig(max_model_len=128)) as engine:
+        return [layer.reach for layer in engine.patched.context.layers]
+
+
+def test_windows_come_from_masks():
+    """Qwen2-MoE's attention is not told its window, GPT-2 has none, Mistral's may be None."""
+    assert set(reaches("qwen2_moe")) == {Reach(), Reach(window=16)}
+    assert set(reaches("gpt2")) == {Reach()}
+    assert set(reaches("mistral")) == {Reach(window=16)}
+    assert set(reaches("mistral", sliding_window=None)) == {Reach()}
+    assert set(reaches("mistral", sliding_window=4096)) == {Reach(window=4096)}
+    assert set(reaches("llama4_text")) == {Reach(), Reach(chunk=32)}
+
+
+def test_shared_and_repeated_layers_have_pools_of_their_own():
+    assert len(reaches("gemma3n_text")) == 6
+    model = tiny("hrm_text")
+    modules = {type(m).__name__ for m in model.modules()}
+    with Engine(model, config=EngineConfig(max_model_len=128)) as engine:
+        bound = len(engine.patched.bound)
+        assert len(engine.patched.layers) > bound, modules
+
+
+def test_no_mask_function_is_left_behind():
+    """Neither after a survey nor after one that refused."""
+    before = dict(AttentionMaskInterface._global_mapping)
+    reaches("gpt2")
+    with pytest.raises(UnsupportedModelError):
+        Engine(tiny("doge"))
+    with pytest.raises(UnsupportedModelError):
+        Engine(tiny("moshi"))
+    assert dict(AttentionMaskInterface._global_mapping) == before
+
+
+def test_a_survey_leaves_generators_and_modes_alone():
+    model = tiny("gpt2").train()
+    assert model.transformer.drop.training
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    with Engine(model):
+        assert torch.equal(torch.rand(2), expected)
+    assert model.transformer.drop.training and model.training
+
+
+def test_a_release_without_the_table_of_masks_is_refused(monkeypatch):
+    """Removed where transformers has it: in the class and in the class that it inherits from."""
+    model = tiny("llama")
+    for owner in AttentionMaskInterface.__mro__:
+        if "_global_mapping" in vars(owner):
+            monkeypatch.delattr(owner, "_global_mapping")
+    with pytest.raises(UnsupportedModelError, match=r"AttentionMaskInterface\._global_mapping"):
+        Engine(model)
+    assert not hasattr(model, "_tinyspec")

@@ -1,0 +1,241 @@
+"""Ways to load a model: served as transformers would, or refused by name; closed, as it was."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from tests.support.cases import DTYPES
+from tests.support.loading import (
+    CONFIG,
+    DETERMINISTIC,
+    PLAIN,
+    PROMPTS,
+    everything,
+    greedy,
+    load,
+    own_forward,
+    saved,
+    serve,
+    tokens,
+    unlike,
+)
+from tests.support.tiny import config_of, hf_greedy, prompts, tiny
+from tinyspec import Engine, SamplingParams, UnsupportedModelError, doctor
+from tinyspec.model.cpu.linears import OneDnnLinear
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Greedy tokens of the tiny llama by transformers."""
+    return greedy(tiny())
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return saved(tmp_path)
+
+
+def refused(model, message):
+    """An engine is refused with ``message``, and the model is as it was."""
+    before = everything(model)
+    with pytest.raises(UnsupportedModelError, match=message):
+        Engine(model, config=CONFIG)
+    assert unlike(before, everything(model)) == []
+
+
+def hook(*_):
+    return None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.model.layers[0].self_attn.register_forward_hook(hook),
+        lambda model: setattr(model.model, "norm", nn.Identity()),
+        lambda model: setattr(model.lm_head, "weight", nn.Parameter(torch.ones(2, 2))),
+        lambda model: setattr(model, "forward", model.forward),
+        lambda model: model.compile(backend="eager"),
+        lambda model: model.model.layers[1].train(),
+        lambda model: model.set_attn_implementation("eager"),
+    ],
+    ids=["hook", "module", "parameter", "forward", "compiled", "mode", "attention"],
+)
+def test_control_what_is_left_behind_is_seen(change):
+    model = tiny()
+    before = everything(model)
+    assert unlike(before, everything(model)) == []
+    change(model)
+    assert unlike(before, everything(model)) != []
+
+
+# Data types and tied weights
+
+
+@pytest.mark.parametrize("how", ["given", "auto"])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_dtypes(tmp_path, dtype, how):
+    folder = saved(tmp_path, tiny(dtype=dtype if how == "auto" else torch.float32))
+    model = load(folder, dtype="auto" if how == "auto" else dtype)
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    serve(model, greedy(model) if dtype == torch.float32 else None)
+
+
+def test_other_dtypes_are_refused():
+    refused(tiny(dtype=torch.float64), "dtype is torch.float64; served are float32, bfloat16")
+
+
+def test_tied_embeddings():
+    config = config_of("llama")
+    config.tie_word_embeddings = True
+    model = AutoModelForCausalLM.from_config(config).eval()
+    table = model.model.embed_tokens.weight
+    first = serve(model, greedy(model))
+    assert model.lm_head.weight is table is model.model.embed_tokens.weight
+    with Engine(model, config=CONFIG) as engine:
+        assert type(model.lm_head) is OneDnnLinear and model.lm_head.weight is table
+        assert engine.fingerprint == first
+        with torch.no_grad():
+            table.mul_(1.5)
+        changed = tokens(engine.generate(PROMPTS, DETERMINISTIC))
+        assert engine.fingerprint != first
+    assert changed == greedy(model)
+
+
+# Attention functions
+
+
+@pytest.mark.parametrize("name", ["sdpa", "eager", "flex_attention"])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_attention_implementations(tmp_path, family, name):
+    model = load(saved(tmp_path, tiny(family)), attn_implementation=name)
+    assert model.config._attn_implementation == name
+    serve(model, greedy(tiny(family)))
+
+
+def test_an_implementation_that_cannot_run_here_comes_back(expected):
+    """Flash attention is not installed, and transformers would refuse to set it."""
+    model = tiny()
+    model.config._attn_implementation = "flash_attention_2"
+    serve(model, expected)
+    assert model.config._attn_implementation == "flash_attention_2"
+
+
+def my_attention(*args, **kwargs):
+    return sdpa_attention_forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("function", [my_attention, functools.partial(my_attention)])
+@pytest.mark.parametrize("name", ["mine", "sdpa"])
+def test_the_users_own_attention_is_refused(monkeypatch, name, function):
+    model = tiny()
+    monkeypatch.setitem(AttentionInterface._global_mapping, name, function)
+    model.set_attn_implementation(name)
+    refused(model, f"attn_implementation '{name}' is .*my_attention, which paged attention")
+
+
+def test_transformers_own_by_another_name_is_served(monkeypatch, expected):
+    """As kernels of the hub are registered."""
+    model = tiny()
+    names = AttentionInterface._global_mapping
+    monkeypatch.setitem(names, "hub/flash", functools.partial(flash_attention_forward))
+    model.config._attn_implementation = "hub/flash"
+    serve(model, expected)
+
+
+# Hooks
+
+
+@pytest.mark.parametrize(
+    "attach, what",
+    [
+        (lambda module: module.register_forward_hook(hook), "forward hooks"),
+        (lambda module: module.register_forward_pre_hook(hook), "forward hooks"),
+        (own_forward, "a forward of its own"),
+    ],
+    ids=["hook", "pre-hook", "forward"],
+)
+@pytest.mark.parametrize(
+    "name",
+    ["model.layers.1.self_attn", "model.layers.1.self_attn.k_norm", "model.rotary_emb"],
+)
+def test_hooks_that_would_not_run_are_refused(name, attach, what):
+    model = tiny("qwen3")
+    attach(model.get_submodule(name))
+    if attach is own_forward and "self_attn" in name:  # what stands there runs
+        with Engine(model, config=CONFIG) as engine:
+            outputs = engine.generate(prompts(2), SamplingParams(max_new_tokens=8))
+        expected = [hf_greedy(model, prompt, 8) for prompt in prompts(2)]
+        assert [output.completions[0].token_ids for output in outputs] == expected
+        return
+    refused(model, f"Qwen3ForCausalLM is not supported: {name} has {what}, which paged attention")
+
+
+@pytest.mark.parametrize(
+    "family, name",
+    [
+        ("llama", "model.layers.1.self_attn.q_proj"),
+        ("llama", "model.layers.0.mlp"),
+        ("llama", ""),
+        ("gpt2", "transformer.h.0.attn"),
+    ],
+)
+def test_hooks_elsewhere_run(family, name):
+    model, calls = tiny(family), []
+    expected = greedy(model)
+    model.get_submodule(name).register_forward_hook(lambda *_: calls.append(1))
+    serve(model, expected)
+    assert calls
+
+
+# What is no model of transformers
+
+
+@pytest.mark.parametrize("other", [nn.Linear(2, 2), nn.DataParallel(tiny())], ids=["linear", "dp"])
+def test_other_modules_are_refused(other):
+    message = f"{type(other).__name__} is not supported: it is neither"
+    with pytest.raises(UnsupportedModelError, match=message):
+        Engine(other)
+    report = doctor(other)
+    assert not report and message in report.problems[0]
+
+
+def test_no_module_at_all():
+    for call in (Engine, doctor):
+        with pytest.raises(UnsupportedModelError, match="str is not supported"):
+            call("Qwen/Qwen3-0.6B")
+
+
+def test_an_attention_that_is_not_called_is_left_alone(expected):
+    model = tiny()
+    layer = model.model.layers[1]
+    layer.other = type(layer.self_attn)(model.config, 1)
+    serve(model, expected)
+
+
+class InHeads(nn.Module):
+    """An activation that sees rows as heads of features."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x.unflatten(-1, (4, -1))).flatten(-2)
+
+
+def test_element_wise_modules_of_any_shape_are_probed(expected):
+    model = tiny()
+    for layer in model.model.layers:
+        layer.mlp.act_fn = InHeads(layer.mlp.act_fn)
+    serve(model, expected)
+
+
+def test_plain_requests_need_no_proof(expected):
+    with Engine(tiny(), config=CONFIG) as engine:
+        assert tokens(engine.generate(PROMPTS, PLAIN)) == expected
+        assert engine.contract.results is None

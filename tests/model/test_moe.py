@@ -1,0 +1,279 @@
+"""Mixtures of experts: a deterministic request keeps its bits though which rows an expert gets
+depends on who else is there.
+
+Controls: without the kernel the same comparison fails where the probe is silenced, and where it is
+not, it refuses.
+"""
+
+import copy
+import random
+
+import pytest
+import torch
+from transformers.integrations.moe import use_experts_implementation
+
+from tests.support.mixes import Liar, bits, crowd, needles, random_config, run_through, solo
+from tests.support.moe import OWN_WAY, SERVED, tiny_moe
+from tests.support.tiny import VOCAB, hf_greedy, prompts
+from tests.support.tolerances import OPERATOR, close
+from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
+from tinyspec.determinism.probes import buckets as bucket_probe
+from tinyspec.determinism.probes.routing import TOKEN_SETS, Matmul, OpRecorder, data_dependent
+from tinyspec.kernels.twins.linear import linear
+from tinyspec.model.moe import IMPLEMENTATION, STATE, kernel_experts, kernel_forward
+
+DTYPES = (torch.float32, torch.bfloat16)
+REFERENCE = 16
+
+
+class Config:
+    """What an experts class asks a config for."""
+
+    def __init__(self, **settings):
+        self.__dict__.update(settings)
+        self._experts_implementation = "eager"
+
+
+def experts_of(has_gate, is_transposed, has_bias, is_concatenated, norm, dtype=torch.float32):
+    """A module of the decorated kind, 5 experts, 24 -> 64 -> 24. Of odd widths not
+    even an activation keeps its bits, which the probe finds."""
+
+    @use_experts_implementation(
+        has_gate=has_gate,
+        is_transposed=is_transposed,
+        has_bias=has_bias,
+        is_concatenated=is_concatenated,
+        has_post_expert_norm=norm,
+    )
+    class Experts(torch.nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            self.num_experts = 5
+            self.act_fn = torch.nn.SiLU()
+            wide = 128 if has_gate else 64
+            self.name = "gate_up_proj" if has_gate else "up_proj"
+            for name, out, width in ((self.name, wide, 24), ("down_proj", 24, 64)):
+                shape = (5, width, out) if is_transposed else (5, out, width)
+                self.register_parameter(name, torch.nn.Parameter(torch.randn(shape) / 4))
+                if has_bias:
+                    bias = torch.nn.Parameter(torch.randn(5, out))
+                    self.register_parameter(f"{name}_bias", bias)
+            if norm:
+                self.post_expert_norm = torch.nn.RMSNorm(24)
+
+        def forward(self, x, index, weights):
+            """Every pair by itself, in the dtype of the weights."""
+            rows = []
+            for row, chosen, scales in zip(x, index, weights, strict=True):
+                total = 0
+                for expert, scale in zip(chosen, scales, strict=True):
+                    hidden = self.matmul(self.name, row[None], expert)
+                    hidden = self._apply_gate(hidden) if has_gate else self.act_fn(hidden)
+                    hidden = self.matmul("down_proj", hidden, expert)
+                    hidden = self.post_expert_norm(hidden) if norm else hidden
+                    total = total + hidden * scale
+                rows.append(total)
+            return torch.cat(rows)
+
+        def matmul(self, name, x, expert):
+            weight = getattr(self, name)[expert]
+            out = x @ (weight if is_transposed else weight.T)
+            return out + getattr(self, f"{name}_bias")[expert] if has_bias else out
+
+    if not is_concatenated:
+
+        def apart(self, gate_up):
+            return self.act_fn(gate_up[..., ::2]) * gate_up[..., 1::2]
+
+        Experts._apply_gate = apart
+    return Experts(Config()).to(dtype).eval()
+
+
+KINDS = {
+    "plain": (True, False, False, True, False),
+    "transposed": (True, True, False, True, False),
+    "gpt_oss": (True, True, True, False, False),
+    "no gate": (False, False, False, True, False),
+    "norm": (True, False, True, True, True),
+}
+
+
+def routes(rows, seed=0, slots=3):
+    """x [rows, 24], experts and weights [rows, slots], no expert twice in a row."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, 24, generator=generator)
+    index = torch.rand(rows, 5, generator=generator).argsort(1)[:, :slots]
+    return x, index, torch.rand(rows, slots, generator=generator)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 2, 37])
+@pytest.mark.parametrize("kind", KINDS)
+def test_matches_reference(kind, rows):
+    module = experts_of(*KINDS[kind])
+    x, index, weights = routes(rows)
+    expected = module(x, index, weights)
+    assert close(kernel_forward(module, x, index, weights, linear), expected, OPERATOR)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_row_invariant(kind, dtype):
+    """A row alone, against the same row in any place, among others that choose as it does or not,
+    whatever the order in which its experts are named."""
+    module = experts_of(*KINDS[kind], dtype=dtype)
+    x, index, weights = routes(40)
+    x = x.to(dtype)
+    alone = [
+        kernel_forward(module, x[n : n + 1], index[n : n + 1], weights[n : n + 1], linear)
+        for n in range(40)
+    ]
+    rng = random.Random(0)
+    for turn in range(12):
+        order = rng.sample(range(40), rng.randint(1, 40))
+        flip = (lambda t: t.flip(1)) if turn % 2 else (lambda t: t)
+        given = kernel_forward(module, x[order], flip(index[order]), flip(weights[order]), linear)
+        assert torch.equal(given, torch.cat([alone[n] for n in order])), turn
+
+
+@pytest.mark.crossed(5)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", SERVED)
+def test_the_contract(family, dtype):
+    """Every kind of needle alone, and among 1 to 15 others of any kind, through any door."""
+    model = tiny_moe(family, dtype)
+    rng = random.Random(1)
+    with Engine(model, config=EngineConfig(reference_rows=REFERENCE)) as engine:
+        alone = [bits(solo(engine, needle)) for needle in needles()]
+        assert len(kernel_experts(model)) == model.config.num_hidden_layers
+        for size in (1, 4, 15):
+            outputs = run_through(engine, rng, [*needles(), *crowd(rng, size)])
+            assert [bits(output) for output in outputs[: len(alone)]] == alone, size
+    with Engine(model, config=random_config(rng, REFERENCE, Liar(0))) as engine:
+        outputs = run_through(engine, rng, [*needles(), *crowd(rng, 8)])
+        assert [bits(output) for output in outputs[: len(alone)]] == alone
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_plain_tokens_are_transformers(family):
+    model = tiny_moe(family)
+    expected = [hf_greedy(model, prompt, 12) for prompt in prompts(8, 60)]
+    with Engine(model) as engine:
+        outputs = engine.generate(prompts(8, 60), SamplingParams(max_new_tokens=12))
+        both = engine.generate(
+            prompts(8, 60), SamplingParams(max_new_tokens=12, deterministic=True)
+        )
+    assert [o.completions[0].token_ids for o in outputs] == expected
+    assert [o.completions[0].token_ids for o in both] == expected
+
+
+def without_the_kernel(model, config):
+    """Bits of needles alone, and in a crowd, though the probe would refuse them."""
+    with Engine(model, config=config) as engine:
+        assert not kernel_experts(model)
+        alone = [bits(solo(engine, needle)) for needle in needles()]
+        others = crowd(random.Random(3), 12)
+        outputs = engine.generate(*zip(*[*needles(), *others], strict=True))
+    return alone, [bits(output) for output in outputs[: len(alone)]]
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+def test_control_other_implementations(monkeypatch, implementation):
+    """transformers' own break the contract, and are refused by name."""
+    config = EngineConfig(reference_rows=REFERENCE, linear="never")
+    model = tiny_moe()
+    model.set_experts_implementation(implementation)
+    with Engine(model, config=config) as engine:
+        with pytest.raises(DeterminismError, match=r"layers\.0\.mlp\.experts: the shapes"):
+            solo(engine, needles()[0])
+        assert engine.generate([[1, 2, 3]])[0].completions[0].finish_reason == "length"
+    monkeypatch.setattr(bucket_probe, "data_dependent", lambda passes: [])
+    found = []
+    for dtype in DTYPES:
+        model = tiny_moe(dtype=dtype)
+        model.set_experts_implementation(implementation)
+        try:
+            found.append(without_the_kernel(model, config))
+        except DeterminismError:  # the probe of the model end to end may see it as well
+            found.append(("refused", None))
+    assert any(alone != among for alone, among in found)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", OWN_WAY)
+def test_other_designs_are_found(family):
+    """By transformers' own forward, as not all of them have an attention that is served."""
+    model = tiny_moe(family)
+
+    def calls(tokens, rows=128):
+        noted = OpRecorder(model, 0)
+        with noted.recording():
+            model(tokens(VOCAB, rows)[None], use_cache=False)
+        return noted.matmuls
+
+    (found,) = data_dependent([calls(tokens) for tokens in TOKEN_SETS])
+    assert OWN_WAY[family] in found.name and found.name in dict(model.named_modules())
+
+
+def test_dbrx_is_refused():
+    with Engine(tiny_moe("dbrx")) as engine:
+        with pytest.raises(DeterminismError, match=r"blocks\.0\.ffn\.experts"):
+            engine.generate([[1, 2, 3]], SamplingParams(deterministic=True))
+        assert len(engine.generate([[1, 2, 3]])[0].completions[0].token_ids) == 128
+
+
+def test_fixed_shapes_are_not_routed():
+    """All experts over all rows, and a model without any."""
+    same = [Matmul("experts", "bmm", ((8, 32, 64), (8, 64, 96)), ())]
+    assert data_dependent([same, list(same), list(same)]) == []
+    fewer = [Matmul("experts", "mm", ((31, 64), (64, 96)), ())]
+    assert data_dependent([same, fewer])[0].name == "experts"
+    assert data_dependent([same, [*same, *fewer]])[0].name == "experts"
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
+def test_unpatched_without_a_trace(implementation):
+    model = tiny_moe("mixtral")
+    model.set_experts_implementation(implementation)
+    before = [dict(vars(module)) for module in model.modules()]
+    with Engine(model) as engine:
+        assert model.get_experts_implementation()[""] == IMPLEMENTATION
+        engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2, deterministic=True))
+        engine.suspend()
+        assert model.get_experts_implementation()[""] == implementation
+        assert engine.resume()
+        assert kernel_experts(model)
+    assert model.get_experts_implementation()[""] == implementation
+    assert not any(STATE in vars(module) for module in model.modules())
+    assert [set(vars(module)) for module in model.modules()] == list(map(set, before))
+
+
+def test_a_copy_runs_as_the_user_had_it():
+    model = tiny_moe("mixtral")
+    x, index = torch.randn(9, 64), torch.arange(18).view(9, 2) % 8
+    weights = torch.rand(9, 2)
+    with torch.no_grad():
+        expected = model.model.layers[0].mlp.experts(x, index, weights)
+        with Engine(model):
+            twin = copy.deepcopy(model)
+            assert STATE in vars(twin.model.layers[0].mlp.experts)
+            found = twin.model.layers[0].mlp.experts(x, index, weights)
+        assert torch.equal(found, expected)
+
+
+def test_the_fingerprint_and_the_proof_know_how_experts_run():
+    params = SamplingParams(max_new_tokens=4, deterministic=True)
+    model = tiny_moe()
+    with Engine(model) as engine:
+        first = engine.generate([[1, 2, 3]], params)[0]
+        # Somebody else's choice, while the engine is open: what was proven no longer holds.
+        model.set_experts_implementation("eager")
+        assert engine.fingerprint != first.fingerprint
+        with pytest.raises(DeterminismError, match="experts: the shapes of its matmuls"):
+            engine.generate([[1, 2, 3]], params)
+    model = tiny_moe()
+    model.set_experts_implementation("eager")
+    with Engine(model) as engine:  # plain passes by another way, canonical ones by the same
+        again = engine.generate([[1, 2, 3]], params)[0]
+    assert again.fingerprint == first.fingerprint and bits(again) == bits(first)

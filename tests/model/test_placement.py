@@ -1,0 +1,101 @@
+"""Where a model lies: one device is served, hooks of accelerate or not; all else is refused."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.support.loading import CONFIG, everything, greedy, load, saved, serve, unlike
+from tests.support.tiny import tiny
+from tinyspec import Engine, UnsupportedModelError
+from tinyspec.model.cpu.linears import OneDnnLinear
+
+accelerate = pytest.importorskip("accelerate")
+hooks = pytest.importorskip("accelerate.hooks")
+
+CPU = torch.device("cpu")
+PARTS = ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head")
+
+
+def refused(model, message):
+    """An engine is refused with ``message``, and the model is as it was."""
+    before = everything(model)
+    with pytest.raises(UnsupportedModelError, match=message):
+        Engine(model, config=CONFIG)
+    assert unlike(before, everything(model)) == []
+
+
+@pytest.mark.parametrize("where", ["cpu", "auto", {"": "cpu"}, CPU], ids=str)
+def test_device_map_onto_one_device(tmp_path, where):
+    model = load(saved(tmp_path), device_map=where)
+    device_map = dict(getattr(model, "hf_device_map", {}))
+    fingerprint = serve(model, greedy(tiny()))
+    assert getattr(model, "hf_device_map", {}) == device_map
+    assert fingerprint == serve(tiny()), "where a model came from is not part of it"
+
+
+def test_hooks_that_only_move_tensors(tmp_path):
+    """Of one device: attention runs without its hook, the linears with theirs."""
+    model = accelerate.dispatch_model(tiny(), {"": "cpu"}, force_hooks=True)
+    attention, linear = model.model.layers[0].self_attn, model.lm_head
+    assert hasattr(attention, "_hf_hook") and "forward" in vars(linear)
+    calls = []
+    whole = linear._hf_hook.pre_forward
+    linear._hf_hook.pre_forward = lambda *a, **k: (calls.append(1), whole(*a, **k))[1]
+    serve(model, greedy(tiny()))
+    assert calls
+    with Engine(model, config=CONFIG):
+        assert model.lm_head is linear
+        assert not any(isinstance(module, OneDnnLinear) for module in model.modules())
+
+
+def test_several_hooks_on_one_module():
+    model = tiny()
+    for _ in range(2):
+        hooks.add_hook_to_module(model, hooks.AlignDevicesHook(CPU), append=True)
+    assert type(model._hf_hook) is hooks.SequentialHook
+    serve(model, greedy(tiny()))
+    hooks.add_hook_to_module(model, hooks.AlignDevicesHook(CPU, offload=True), append=True)
+    refused(model, "offloaded.*AlignDevicesHook")
+
+
+def test_a_forward_below_accelerates_is_the_users():
+    model = tiny()
+    attention = model.model.layers[0].self_attn
+    attention.forward = lambda *args, **kwargs: None
+    hooks.add_hook_to_module(attention, hooks.AlignDevicesHook(CPU))
+    refused(model, "a forward over its attention's interface raised TypeError")
+
+
+def disk(model, tmp_path):
+    """As ``from_pretrained`` leaves it."""
+    where = dict.fromkeys(PARTS, "cpu") | {"model.layers.1": "disk"}
+    folder, offload = saved(tmp_path / "model", model), str(tmp_path / "offload")
+    return load(folder, device_map=where, offload_folder=offload)
+
+
+def cpu(model, _):
+    return accelerate.cpu_offload(model, execution_device=CPU)
+
+
+def cpu_with_hook(model, _):
+    return accelerate.cpu_offload_with_hook(model, CPU)[0]
+
+
+@pytest.mark.parametrize("offload", [disk, cpu, cpu_with_hook], ids=lambda f: f.__name__)
+def test_offloading_is_refused(tmp_path, offload):
+    refused(offload(tiny(), tmp_path), "is offloaded.*; load it onto one device")
+
+
+def test_the_meta_device_is_refused():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny().config)
+    refused(model, "model.embed_tokens.weight has no data .*meta device")
+    model = tiny()
+    model.model.layers[1].mlp.up_proj.to("meta")
+    refused(model, "model.layers.1.mlp.up_proj.weight has no data")
+
+
+def test_tensor_parallel_is_refused():
+    model = tiny()
+    model._tp_size = 2
+    refused(model, "sharded over devices")

@@ -1,0 +1,296 @@
+"""Quantized models: served as transformers would, deterministic only where a probe can prove it.
+
+torchao and bitsandbytes on a CPU; quantized at loading, as transformers does it.
+"""
+
+import logging
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.loading import (
+    CONFIG,
+    DETERMINISTIC,
+    PLAIN,
+    PROMPTS,
+    alone_as_in_a_crowd,
+    everything,
+    greedy,
+    load,
+    saved,
+    serve,
+    tokens,
+    unlike,
+)
+from tests.support.tiny import tiny
+from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams, doctor
+from tinyspec.determinism.fingerprint import digest_weights, weight_state
+from tinyspec.model.cpu.linears import OneDnnLinear
+from tinyspec.model.linear_kinds import linear_kinds, linear_weight
+from tinyspec.model.linears import KernelLinear
+from tinyspec.model.quantized import is_packed, packing_format, parts
+
+NAME = "model.layers.0.self_attn.q_proj"
+LOGPROBS = SamplingParams(max_new_tokens=8, logprobs=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("model"))
+
+
+def torchao(kind, **settings):
+    quantization = pytest.importorskip("torchao.quantization")
+    from transformers import TorchAoConfig
+
+    if "granularity" in settings:
+        name, *sizes = settings["granularity"]
+        settings["granularity"] = getattr(quantization, name)(*sizes)
+    return TorchAoConfig(getattr(quantization, kind)(**settings))
+
+
+def bitsandbytes(**settings):
+    pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    return BitsAndBytesConfig(**settings)
+
+
+def int8(threshold=0.0):
+    return bitsandbytes(load_in_8bit=True, llm_int8_threshold=threshold)
+
+
+def int4(kind="nf4", twice=False):
+    return bitsandbytes(
+        load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=twice
+    )
+
+
+def int8_weights(**settings):
+    return torchao("Int8WeightOnlyConfig", **settings)
+
+
+def int8_groups():
+    return int8_weights(granularity=("PerGroup", 32))
+
+
+PROVEN = {
+    "torchao int8 weights": int8_weights,
+    "torchao int8 weights in groups": int8_groups,
+    "torchao int8 weights and rows": lambda: torchao("Int8DynamicActivationInt8WeightConfig"),
+    "torchao float8 weights": lambda: torchao("Float8WeightOnlyConfig"),
+    "torchao int8 intx rows": lambda: torchao("Int8DynamicActivationIntxWeightConfig"),
+    "bitsandbytes int8 without outliers": int8,
+    "bitsandbytes nf4": int4,
+    "bitsandbytes nf4, twice": lambda: int4(twice=True),
+    "bitsandbytes fp4": lambda: int4("fp4"),
+}
+# They round activations: the last bits of another attention may become another token.
+ROUNDS = ("torchao int8 weights and rows", "torchao int8 intx rows")
+
+
+def settled(model):
+    """After a first call, in which bitsandbytes repacks; what it leaves on the model is its own."""
+    greedy(model)
+    return model
+
+
+@pytest.mark.crossed(3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", PROVEN)
+def test_served_and_proven(folder, name, dtype):
+    model = settled(load(folder, dtype=dtype, quantization_config=PROVEN[name]()))
+    exact = dtype == torch.float32 and name not in ROUNDS
+    serve(model, greedy(model) if exact else None)
+
+
+@pytest.mark.parametrize("name", PROVEN)
+def test_packed_linears_are_never_replaced(folder, name):
+    model = load(folder, quantization_config=PROVEN[name]())
+    linears = {n: m for n, m in model.named_modules() if n.endswith("proj")}
+    with Engine(model, config=CONFIG):
+        assert all(model.get_submodule(n) is m for n, m in linears.items())
+        assert type(model.lm_head) is OneDnnLinear, "which is not packed"
+    always = EngineConfig(reference_rows=16, page_size=16, linear="always")
+    with Engine(model, config=always) as engine:
+        assert all(model.get_submodule(n) is m for n, m in linears.items())
+        assert type(model.lm_head) is KernelLinear
+        assert len(tokens(engine.generate(PROMPTS, PLAIN))) == len(PROMPTS)
+
+
+# What no probe can prove
+
+
+def one_scale(folder):
+    how = torchao("Int8DynamicActivationInt8WeightConfig", granularity=("PerTensor",))
+    return load(folder, quantization_config=how)
+
+
+def outliers(folder):
+    return load(folder, quantization_config=int8(threshold=6.0))
+
+
+def of_torch(folder):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.ao.quantization.quantize_dynamic(load(folder), {nn.Linear})
+
+
+def hidden(folder):
+    """Somebody's linear with scales where no digest finds them."""
+
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * self.meta["scale"]
+
+    model = load(folder)
+    model.get_submodule(NAME).__class__ = Scaled
+    model.get_submodule(NAME).meta = {"scale": torch.ones(64)}
+    return model
+
+
+UNPROVABLE = {
+    one_scale: f"{NAME} .Linear. quantizes activations by a scale for several rows",
+    outliers: f"{NAME} .Linear8bitLt. chooses outlier columns .threshold 6.0.",
+    of_torch: f"{NAME} .Linear. quantizes activations by one scale for all rows",
+    hidden: f"{NAME} .Scaled. keeps tensors outside of parameters and buffers .meta.",
+}
+
+
+@pytest.mark.parametrize("make", UNPROVABLE, ids=lambda f: f.__name__)
+def test_what_no_probe_can_prove_is_refused(folder, make):
+    model = settled(make(folder))
+    before = everything(model)
+    with Engine(model, config=CONFIG) as engine:
+        with pytest.raises(DeterminismError, match=UNPROVABLE[make]):
+            engine.generate(PROMPTS, DETERMINISTIC)
+        plain = engine.generate([PROMPTS[0]], PLAIN)
+        assert len(tokens(plain)[0]) == 8
+        report = doctor(engine)
+        assert not report and NAME in report.problems[0]
+    assert unlike(before, everything(model)) == []
+
+
+@pytest.mark.parametrize("make", [one_scale, outliers], ids=lambda f: f.__name__)
+def test_control_a_crowd_shows_there(folder, make):
+    with Engine(make(folder), config=CONFIG) as engine:
+        assert not alone_as_in_a_crowd(engine, LOGPROBS)
+
+
+# Fingerprints
+
+
+def fingerprint(model):
+    with Engine(model, config=CONFIG) as engine:
+        return engine.fingerprint
+
+
+def double_a_scale(model):
+    """Where nothing but the linear itself sees it."""
+    linear = model.get_submodule(NAME)
+    linear_state = vars(linear).get("state")
+    holders = getattr(linear.weight, "quant_state", None), linear.weight, linear_state
+    found = [getattr(h, name, None) for h in holders for name in ("absmax", "scale", "SCB")]
+    with torch.no_grad():
+        next(x for x in found if isinstance(x, torch.Tensor)).view(-1)[:4].mul_(2)
+
+
+KINDS = {"torchao": int8_weights, "int8": int8, "nf4": int4}
+
+
+@pytest.mark.parametrize("how", KINDS.values(), ids=KINDS)
+def test_fingerprints_of_packed_weights(folder, how):
+    first, second = (load(folder, quantization_config=how()) for _ in range(2))
+    seen = fingerprint(first)
+    assert fingerprint(first) == seen
+    assert fingerprint(settled(second)) == seen, "whether there was a call before is not part of it"
+    other = load(folder, quantization_config=how())
+    weight = other.get_submodule(NAME).weight
+    raw = weight.qdata if hasattr(weight, "qdata") else weight.data
+    with torch.no_grad():
+        raw.view(-1)[:8] ^= 1
+    assert fingerprint(other) != seen
+    double_a_scale(second)
+    assert fingerprint(second) != seen
+
+
+def test_other_settings_have_other_fingerprints(folder):
+    hows = (int8_weights, int8_groups, int4, lambda: int4("fp4"), int8)
+    prints = {fingerprint(load(folder, quantization_config=how())) for how in hows}
+    assert len(prints) == len(hows)
+
+
+def test_packed_weights_that_change_are_noticed(folder):
+    model = load(folder, quantization_config=int8_weights())
+    twin = load(folder, quantization_config=int8_weights())
+    with Engine(model, config=CONFIG) as engine:
+        first = engine.generate(PROMPTS, DETERMINISTIC)
+        watch = engine.contract
+        assert not watch.parameters_written()
+        for linear in (model.get_submodule(NAME), twin.get_submodule(NAME)):
+            with torch.no_grad():
+                linear.weight.qdata.neg_()
+        assert watch.parameters_written()
+        second = engine.generate(PROMPTS, DETERMINISTIC)
+        assert second[0].fingerprint != first[0].fingerprint and not watch.parameters_written()
+        twin.model.layers[1].mlp.up_proj.weight = twin.model.layers[0].mlp.up_proj.weight
+        model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+        third = tokens(engine.generate(PROMPTS, PLAIN))
+    assert tokens(second) != tokens(first) and third == greedy(twin)
+
+
+@pytest.mark.parametrize("how", [int4, int8], ids=lambda f: f.__name__)
+def test_a_first_deterministic_request(folder, how):
+    """Weights are repacked before anything is noted of them, and do not become inference tensors.
+
+    Repacked nf4 gives no gradients, with or without an engine: bitsandbytes does it in eval mode.
+    """
+    peft = pytest.importorskip("peft")
+    model = load(folder, quantization_config=how())
+    adapter = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(model, adapter).train()
+    with Engine(model, config=CONFIG) as engine:
+        outputs = engine.generate(PROMPTS, DETERMINISTIC)
+        assert {o.completions[0].finish_reason for o in outputs} == {"length"}
+        assert {o.fingerprint for o in outputs} == {engine.fingerprint}
+        engine.weights_changed()
+        assert engine.fingerprint == outputs[0].fingerprint, "computed anew"
+        assert alone_as_in_a_crowd(engine)
+    assert not any(parameter.is_inference() for parameter in model.parameters())
+    if how is int8:
+        ids = torch.tensor([PROMPTS[1]])
+        model(input_ids=ids, labels=ids).loss.backward()
+        assert all(p.grad.isfinite().all() for n, p in model.named_parameters() if "lora_" in n)
+
+
+# Packed weights
+
+
+def test_kinds_tell_packings_apart(folder):
+    """Of one type and shape, and by other kernels: each is probed."""
+    model = load(folder, quantization_config=int8_weights())
+    other = load(folder, quantization_config=int8_groups())
+    count = len(linear_kinds(model))
+    model.model.layers[1].self_attn.q_proj = other.model.layers[1].self_attn.q_proj
+    assert len(linear_kinds(model)) == count + 1
+    matrix = linear_weight(model.get_submodule(NAME))
+    exact = tiny().get_submodule(NAME).weight
+    assert not is_packed(matrix) and (matrix - exact).abs().max() < 0.02
+
+
+def test_a_subclass_of_an_unknown_library():
+    class Packed(torch.Tensor):
+        pass
+
+    model = tiny()
+    linear = model.get_submodule(NAME)
+    assert parts(linear.weight)[""] is linear.weight and packing_format(linear.weight) == ""
+    before = digest_weights(model), weight_state(model)
+    linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Packed))
+    assert is_packed(linear.weight) and digest_weights(model) != before[0]
+    with torch.no_grad():
+        linear.weight.mul_(2)
+    assert weight_state(model) != before[1]

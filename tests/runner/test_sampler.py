@@ -1,0 +1,541 @@
+"""Sampling: the right distribution, the right tokens kept, and every row by itself."""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from tests.support.mixes import crowd
+from tests.support.tiny import VOCAB, prompts, tiny
+from tests.support.tolerances import FORMULA, LOGPROBS, NOISE, near
+from tinyspec import Engine, EngineConfig, SamplingParams
+from tinyspec.kernels import backend as kernels
+from tinyspec.kernels.twins.philox import gumbel, philox
+from tinyspec.kernels.twins.sample import sample
+from tinyspec.runner.logits_filters import keep_min_p, keep_top_k, keep_top_p, penalise_repetition
+from tinyspec.runner.sampler import Sampler, SampleRow
+from tinyspec.scheduler.request import noise_key
+
+DRAWS = 20_000
+# Upper 1e-4 quantiles of the chi-square distribution, by degrees of freedom.
+CRITICAL = {7: 29.88, 15: 44.26, 35: 73.20}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with Engine(tiny(), config=EngineConfig(reference_rows=16, page_size=16)) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def sampler():
+    return Sampler(kernels.load("torch"))
+
+
+def int64(rng, shape=()):
+    return torch.tensor([rng.getrandbits(64) - 2**63 for _ in range(math.prod(shape))]).view(shape)
+
+
+def draws(logits, temperature, keys, positions):
+    """One token per draw from one row of logits."""
+    count = max(len(keys), len(positions))
+    rows = logits.expand(count, -1)
+    heat = torch.full((count,), temperature)
+    return sample(rows, heat, keys.expand(count), positions.expand(count), logprobs=False)[0]
+
+
+def chi_square(tokens, probabilities):
+    expected = probabilities.double() * len(tokens)
+    assert expected.min() > 5
+    counts = torch.bincount(tokens, minlength=len(expected)).double()
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+VARYING = {
+    "keys": (torch.tensor([noise_key(s, 0) for s in range(DRAWS)]), torch.tensor([7])),
+    "positions": (torch.tensor([noise_key(11, 2)]), torch.arange(DRAWS)),
+    "completions": (torch.tensor([noise_key(5, i) for i in range(DRAWS)]), torch.tensor([0])),
+}
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+@pytest.mark.parametrize("keys, positions", VARYING.values(), ids=VARYING)
+def test_distribution(keys, positions, temperature):
+    logits = torch.linspace(-1.2, 1.2, 8)[torch.tensor([3, 1, 7, 0, 5, 2, 6, 4])]
+    tokens = draws(logits, temperature, keys, positions)
+    assert chi_square(tokens, torch.softmax(logits / temperature, 0)) < CRITICAL[7]
+    # Controls: a little hotter, or two tokens exchanged, is not the same distribution.
+    assert chi_square(tokens, torch.softmax(logits / temperature / 1.25, 0)) > CRITICAL[7]
+    assert chi_square(tokens, torch.softmax(logits.flip(0) / temperature, 0)) > CRITICAL[7]
+
+
+def test_draws_are_independent():
+    """Of neighbours in position, in completion and in vocabulary."""
+    logits = torch.tensor([0.0, 0.3, -0.2, 0.5])
+    shares = torch.softmax(logits, 0)
+    pairs = torch.outer(shares, shares).flatten()
+    by_position = draws(logits, 1.0, *VARYING["positions"])
+    assert chi_square(by_position[::2] * 4 + by_position[1::2], pairs) < CRITICAL[15]
+    by_completion = draws(logits, 1.0, *VARYING["completions"])
+    assert chi_square(by_completion[::2] * 4 + by_completion[1::2], pairs) < CRITICAL[15]
+    assert chi_square(by_completion[::2] * 4 + by_completion[::2], pairs + 1e-3) > CRITICAL[15]
+    noise = gumbel(*[x.expand(DRAWS) for x in VARYING["positions"]], 6)
+    sixths = (torch.exp(-torch.exp(-noise)) * 6).long()
+    for first, second in ((0, 1), (1, 2), (0, 4), (3, 5)):
+        both = sixths[:, first] * 6 + sixths[:, second]
+        assert chi_square(both, torch.full((36,), 1 / 36)) < CRITICAL[35]
+
+
+def plain_philox(counter, key):
+    """philox4x32-10 as published, on Python's own integers."""
+    c, k = list(counter), list(key)
+    for _ in range(10):
+        p0, p1 = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
+        low = 0xFFFFFFFF
+        c = [(p1 >> 32) ^ c[1] ^ k[0], p1 & low, (p0 >> 32) ^ c[3] ^ k[1], p0 & low]
+        k = [(k[0] + 0x9E3779B9) & low, (k[1] + 0xBB67AE85) & low]
+    return tuple(c)
+
+
+ONES = 0xFFFFFFFF
+PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
+KNOWN = {
+    "zeros": ((0,) * 4, (0, 0), "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    "ones": ((ONES,) * 4, (ONES, ONES), "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    "pi": (*PI, "d16cfe09 94fdcceb 5001e420 24126ea1"),
+}
+
+
+@pytest.mark.parametrize("counter, key, answer", KNOWN.values(), ids=KNOWN)
+def test_known_answers(counter, key, answer):
+    """Random123's vectors; the twin's counter has two words: it is compared where they suffice."""
+    assert " ".join(f"{word:08x}" for word in plain_philox(counter, key)) == answer
+    if counter[2:] == (0, 0):
+        zero = torch.tensor(0)
+        found = philox((zero, zero), zero)
+        assert " ".join(f"{int(word):08x}" for word in found) == answer
+
+
+def test_philox_is_philox():
+    rng = random.Random(0)
+    edges = [(0, 0, -1), (ONES, ONES, -1), (ONES, 0, -(2**63)), (1, 2, 2**63 - 1)]
+    cases = edges + [
+        (rng.getrandbits(32), rng.getrandbits(32), rng.getrandbits(64) - 2**63) for _ in range(200)
+    ]
+    c0, c1, key = (torch.tensor(column) for column in zip(*cases, strict=True))
+    found = list(zip(*(word.tolist() for word in philox((c0, c1), key)), strict=True))
+    assert found == [plain_philox((a, b, 0, 0), (k & ONES, k >> 32 & ONES)) for a, b, k in cases]
+
+
+def test_noise_is_gumbel_of_philox():
+    """Word v % 4 of counter (v // 4, position), and never infinite."""
+    key, position = 0x1234567890ABCDEF, 77
+    noise = gumbel(torch.tensor([key]), torch.tensor([position]), 50)[0]
+    for v in range(50):
+        word = plain_philox((v // 4, position, 0, 0), (key & ONES, key >> 32))[v % 4]
+        u = ((word >> 9) + 0.5) / 2**23
+        assert 0 < u < 1
+        assert noise[v].item() == near(-math.log(-math.log(u)), NOISE)
+
+
+# Positions and lanes at which, under key 0, all 23 bits that are used are 0, or are 1.
+EXTREMES = {(1224113, 0): 0.5, (372860, 3): 0.5, (824326, 1): 2**23 - 0.5, (921823, 2): 2**23 - 0.5}
+
+
+def test_noise_at_its_extremes():
+    for (position, lane), steps in EXTREMES.items():
+        noise = gumbel(torch.tensor([0]), torch.tensor([position]), 4)[0, lane].item()
+        assert noise == near(-math.log(-math.log(steps / 2**23)), NOISE)
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 101, 128, 997])
+def test_noise_of_a_row_is_its_own(vocab):
+    """It depends on key, position and vocabulary index, not on the rows or columns around."""
+    rng = random.Random(vocab)
+    keys, positions = int64(rng, (33,)), torch.tensor([rng.randrange(5000) for _ in range(33)])
+    everything = gumbel(keys, positions, vocab)
+    assert everything.isfinite().all()
+    assert torch.equal(gumbel(keys, positions, vocab + 29)[:, :vocab], everything)
+    for _ in range(20):
+        some = torch.tensor(rng.sample(range(33), rng.randint(1, 33)))
+        assert torch.equal(gumbel(keys[some], positions[some], vocab), everything[some])
+    assert not torch.equal(gumbel(keys + 1, positions, vocab), everything)
+    assert not torch.equal(gumbel(keys, positions + 1, vocab), everything)
+
+
+def test_noise_keys():
+    """No two of (seed, completion) share a key."""
+    keys = {noise_key(seed, index) for seed in range(100) for index in range(100)}
+    assert len(keys) == 10_000
+    assert all(-(2**63) <= key < 2**63 for key in keys)
+    assert noise_key(2**64 - 1, 0) != noise_key(0, 0)
+
+
+def distinct(rows, vocab, scale=3.0):
+    """Random logits of which no two are equal within a row."""
+    logits = torch.randn(rows, vocab) * scale
+    assert all(len(row.unique()) == vocab for row in logits)
+    return logits
+
+
+@pytest.mark.parametrize("vocab", [7, 128, 1000])
+def test_filters_keep_what_transformers_keeps(vocab):
+    logits = distinct(12, vocab)
+    for k in (1, 2, 5, vocab - 1, vocab, vocab + 3):
+        kept = keep_top_k(logits, torch.full((12,), k))
+        assert torch.equal(kept, TopKLogitsWarper(k)(None, logits))
+    for p in (1e-6, 0.1, 0.5, 0.9, 0.99, 0.999):
+        kept = keep_top_p(logits, torch.full((12,), p))
+        assert torch.equal(kept, TopPLogitsWarper(p)(None, logits))
+        assert kept.isfinite().any(-1).all()
+    for p in (1e-6, 0.02, 0.3, 0.99, 1.0):
+        kept = keep_min_p(logits, torch.full((12,), p))
+        assert torch.equal(kept, MinPLogitsWarper(p)(None, logits))
+
+
+def test_filters_treat_rows_apart():
+    logits = distinct(9, 128)
+    ks = torch.tensor([0, 1, 3, 128, 500, 17, 2, 64, 5])
+    ps = torch.tensor([0.1, 0.9, 0.5, 0.99, 0.3, 0.7, 1e-3, 0.95, 0.8])
+    for keep, amounts in ((keep_top_k, ks), (keep_top_p, ps), (keep_min_p, ps)):
+        together = keep(logits, amounts)
+        for n in range(9):
+            assert torch.equal(keep(logits[n : n + 1], amounts[n : n + 1])[0], together[n])
+    assert torch.equal(keep_top_k(logits, ks)[0], logits[0])
+
+
+STYLES = (
+    {"top_k": 20},
+    {"top_p": 0.8},
+    {"min_p": 0.05},
+    {"top_k": 30, "top_p": 0.9},
+    {"top_k": 30, "min_p": 0.1},
+    {"top_p": 0.95, "min_p": 0.02},
+    {"top_k": 40, "top_p": 0.9, "min_p": 0.05},
+)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.8])
+@pytest.mark.parametrize("style", STYLES, ids=str)
+def test_combinations_in_order(sampler, style, temperature):
+    """Temperature, top-k, top-p, min-p: the scores that transformers' warpers leave."""
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    classes = {"top_k": TopKLogitsWarper, "top_p": TopPLogitsWarper, "min_p": MinPLogitsWarper}
+    warpers += [classes[name](value) for name, value in style.items()]
+    logits = distinct(10, VOCAB)
+    params = SamplingParams(temperature=temperature, seed=1, logprobs=True, **style)
+    rows = [SampleRow(n, params, noise_key(n, 0), n, 0, []) for n in range(10)]
+    expected = warpers(None, logits)
+    kept = sampler._filter(logits, rows, list(range(10)))
+    assert torch.equal(kept, expected)
+    top = replace(params, top_logprobs=VOCAB)
+    for found, scores in zip(
+        sampler.sample(logits, [replace(row, params=top) for row in rows]), expected, strict=True
+    ):
+        shares = torch.log_softmax(scores, 0)
+        assert found.logprob == near(shares[found.token].item(), FORMULA)
+        allowed = {token for token, value in found.top if value > -torch.inf}
+        assert allowed == set(scores.isfinite().nonzero().squeeze(1).tolist())
+        assert found.token in allowed
+
+
+def test_ties_go_to_the_lowest_index(sampler):
+    flat = torch.zeros(1, 8)
+    flat[0, 5] = 1.0
+
+    def kept(scores):
+        return scores[0].isfinite().nonzero().squeeze(1).tolist()
+
+    assert kept(keep_top_k(flat, torch.tensor([3]))) == [0, 1, 5]
+    assert kept(keep_top_p(torch.zeros(1, 8), torch.tensor([0.5]))) == [0, 1, 2, 3]
+    assert kept(keep_min_p(flat, torch.tensor([1.0]))) == [5]
+    few = torch.randint(0, 4, (1, 4000)).float()
+    survivors = kept(keep_top_p(few, torch.tensor([0.8])))
+    partial = few[0, survivors].min()
+    tied = (few[0] == partial).nonzero().squeeze(1).tolist()
+    places = [token for token in survivors if few[0, token] == partial]
+    assert 0 < len(places) < len(tied) and places == tied[: len(places)]
+    greedy = SampleRow(0, SamplingParams(top_logprobs=3), 0, 0, 0, [])
+    found = sampler.sample(torch.zeros(1, 8), [greedy])[0]
+    assert (found.token, [token for token, _ in found.top]) == (0, [0, 1, 2])
+    later = torch.tensor([[0.0, 2.0, 1.0, 2.0]])
+    assert sampler.sample(later, [greedy])[0].token == 1
+
+
+@pytest.mark.parametrize("penalty", [0.7, 1.0, 1.1, 1.3, 5.0])
+def test_repetition_penalty_is_transformers(sampler, penalty):
+    logits = distinct(8, VOCAB)
+    for n in range(8):
+        history = random.Random(n).choices(range(VOCAB), k=40)
+        expected = RepetitionPenaltyLogitsProcessor(penalty)(
+            torch.tensor([history]), logits[n : n + 1].clone()
+        )
+        seen = torch.tensor(sorted(set(history)))
+        assert torch.equal(penalise_repetition(logits[n], seen, penalty), expected[0])
+        params = SamplingParams(repetition_penalty=penalty, top_logprobs=VOCAB)
+        before = logits.clone()
+        found = sampler.sample(logits, [SampleRow(n, params, 0, 0, 0, history)])[0]
+        assert torch.equal(logits, before)
+        assert found.token == int(expected.argmax())
+
+
+def halve(ids, scores):
+    return scores * 0.5 + ids.sum() * 0.01 * scores.sign()
+
+
+KINDS = (
+    {},
+    {"logprobs": True},
+    {"top_logprobs": 4},
+    {"top_logprobs": 3, "logprobs_mode": "raw"},
+    {"repetition_penalty": 1.3, "logprobs": True},
+    {"min_new_tokens": 5, "stop_token_ids": (3, 50, 90)},
+    {"logits_processors": (halve,), "logprobs": True},
+)
+
+
+def asked(found, rows):
+    """What the rows' parameters ask for: a log-probability that nobody wants is undefined."""
+    return [
+        sampled if row.params.logprobs or row.params.top_logprobs else replace(sampled, logprob=0.0)
+        for sampled, row in zip(found, rows, strict=True)
+    ]
+
+
+def mixed_rows(rng, count):
+    rows = []
+    for n in range(count):
+        sampled = {"temperature": rng.choice((0.3, 1.0, 1.9)), **rng.choice(({}, *STYLES))}
+        style = {**KINDS[n % len(KINDS)], **(sampled if n % 3 else {})}
+        params = SamplingParams(seed=n, **style)
+        history = rng.choices(range(VOCAB), k=9)
+        rows.append(SampleRow(n, params, noise_key(n, 0), rng.randrange(400), n % 7, history))
+    return rows
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, 101])
+def test_rows_do_not_depend_on_rows(sampler, vocab):
+    """Any subset in any order gives every row what it has alone, to the bit."""
+    rng = random.Random(0)
+    logits = torch.randn(42, vocab) * 2
+    rows = mixed_rows(rng, 42)
+    if vocab < VOCAB:
+        rows = [replace(row, history=[t % vocab for t in row.history]) for row in rows]
+    alone = [
+        sampler.sample(logits[n : n + 1], [replace(row, logits_row=0)])[0]
+        for n, row in enumerate(rows)
+    ]
+    assert all(found.error is None for found in alone)
+    alone = asked(alone, rows)
+    assert asked(sampler.sample(logits, rows), rows) == alone
+    for _ in range(40):
+        some = rng.sample(range(42), rng.randint(1, 42))
+        found = sampler.sample(logits, [rows[n] for n in some])
+        assert asked(found, [rows[n] for n in some]) == [alone[n] for n in some]
+        packed = [replace(rows[n], logits_row=place) for place, n in enumerate(some)]
+        assert sampler.sample(logits[some], packed) == found
+    other = [replace(row, key=row.key + 1) for row in rows]
+    assert asked(sampler.sample(logits, other), rows) != alone
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+# Ids by name alone: the text of a function holds its address, which is another in each process.
+@pytest.mark.parametrize("style", [*KINDS, *STYLES], ids=" ".join)
+def test_what_is_not_finite_yields_no_token(sampler, style, temperature):
+    logits = torch.randn(5, VOCAB)
+    params = SamplingParams(temperature=temperature, seed=1, **style)
+    rows = [SampleRow(n, params, noise_key(n, 0), n, 9, [1, 2]) for n in range(5)]
+    expected = sampler.sample(logits, rows)
+    logits[1, 5] = torch.nan
+    logits[2, 9] = torch.inf
+    logits[3] = torch.nan
+    found = sampler.sample(logits, rows)
+    assert [row.token for row in found[1:4]] == [-1] * 3
+    assert all("finite" in row.error for row in found[1:4])
+    assert [found[0], found[4]] == [expected[0], expected[4]]
+    assert found[0].error is None and found[0].token >= 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("style", [{}, *STYLES], ids=str)
+def test_excluded_tokens(sampler, style, temperature):
+    """Every token at -inf yields none; one that is left is the one."""
+    logits = torch.full((2, VOCAB), -torch.inf)
+    logits[1, 17] = -3.0
+    params = SamplingParams(temperature=temperature, seed=1, **style)
+    found = sampler.sample(logits, [SampleRow(n, params, 5, n, 0, []) for n in range(2)])
+    assert [row.token for row in found] == [-1, 17]
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_min_new_tokens(engine, deterministic, temperature):
+    """No end token before its time; the first that comes ends the request."""
+    ends = tuple(range(0, VOCAB, 2))
+    params = SamplingParams(
+        max_new_tokens=30,
+        eos_token_id=ends,
+        temperature=temperature,
+        seed=2,
+        deterministic=deterministic,
+    )
+    early = engine.generate([[5, 6]], params)[0].completions[0]
+    assert len(early.token_ids) < 12 and early.finish_reason == "stop"
+    late = engine.generate([[5, 6]], replace(params, min_new_tokens=12))[0].completions[0]
+    assert len(late.token_ids) >= 13 and late.finish_reason == "stop"
+    assert not set(late.token_ids[:-1]) & set(ends) and late.token_ids[-1] in ends
+
+
+def test_completions_differ(engine):
+    params = SamplingParams(max_new_tokens=8, temperature=1.0, seed=3, num_return_sequences=5)
+    completions = engine.generate([[5, 6]], params)[0].completions
+    assert len({tuple(c.token_ids) for c in completions}) == 5
+    greedy = engine.generate([[5, 6]], replace(params, temperature=0.0))[0].completions
+    assert len({tuple(c.token_ids) for c in greedy}) == 1
+
+
+def test_seeds():
+    """A missing seed is drawn and recorded, repeatably under EngineConfig.seed."""
+    params = SamplingParams(max_new_tokens=8, temperature=1.0, deterministic=True)
+
+    def run(seed, wanted=params):
+        with Engine(tiny(), config=EngineConfig(seed=seed)) as engine:
+            outputs = engine.generate([[5, 6]] * 3, wanted)
+        return [(o.params.seed, o.completions[0].token_ids) for o in outputs]
+
+    first = run(9)
+    assert run(9) == first
+    assert len({seed for seed, _ in first}) == len({tuple(t) for _, t in first}) == 3
+    assert {seed for seed, _ in run(10)}.isdisjoint(seed for seed, _ in first)
+    assert {seed for seed, _ in run(None)}.isdisjoint(seed for seed, _ in run(None))
+    assert run(None, [replace(params, seed=seed) for seed, _ in first]) == first
+    assert run(9, replace(params, temperature=0.0))[0][0] is None
+
+
+def test_global_generator_is_left_alone(engine):
+    before = torch.get_rng_state()
+    engine.generate([[5, 6]] * 2, SamplingParams(max_new_tokens=5, deterministic=True))
+    sampled = SamplingParams(max_new_tokens=5, temperature=1.0, top_p=0.9)
+    engine.generate([[5, 6]] * 2, sampled)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_raw_and_processed_logprobs(sampler, temperature):
+    """Of the model's own distribution, or of the one that was sampled from."""
+    logits = distinct(5, VOCAB)
+    style = {"temperature": temperature, "seed": 1, "top_k": 9, "repetition_penalty": 1.5}
+    processed = SamplingParams(top_logprobs=3, logprobs=True, **style)
+    raw = replace(processed, logprobs_mode="raw")
+    history = list(range(0, VOCAB, 2))
+    for n in range(5):
+        own = torch.log_softmax(logits[n], 0)
+        row = SampleRow(n, raw, noise_key(n, 0), 3, 0, history)
+        found = sampler.sample(logits, [row])[0]
+        assert found.logprob == own[found.token].item()
+        best = own.topk(3)
+        assert found.top == list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+        scores = RepetitionPenaltyLogitsProcessor(1.5)(torch.tensor([history]), logits[n][None])
+        if temperature:
+            scores = TopKLogitsWarper(9)(None, scores / temperature)
+        sampled_from = torch.log_softmax(scores[0], 0)
+        other = sampler.sample(logits, [replace(row, params=processed)])[0]
+        assert other.token == found.token
+        assert other.logprob == near(sampled_from[found.token].item(), FORMULA)
+        assert other.logprob != found.logprob
+
+
+def test_top_logprobs_hold_the_greedy_token(engine):
+    params = SamplingParams(max_new_tokens=20, logprobs=True, top_logprobs=1)
+    for prompt in prompts(4):
+        completion = engine.generate([prompt], params)[0].completions[0]
+        chosen = zip(completion.token_ids, completion.logprobs, strict=True)
+        assert [row[0] for row in completion.top_logprobs] == list(chosen)
+
+
+def test_top_logprobs_of_a_near_tie(sampler):
+    """Logits one ulp apart may share a log-probability; the order stays that of the logits."""
+    logits = torch.full((1, VOCAB), 0.9)
+    logits[0, 3] = 1.0
+    logits[0, 9] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
+    params = SamplingParams(logprobs=True, top_logprobs=1)
+    found = sampler.sample(logits, [SampleRow(0, params, 0, 0, 0, [])])[0]
+    assert found.token == 9
+    assert found.top == [(9, found.logprob)]
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 1e-46])
+def test_next_to_no_temperature_is_refused(temperature):
+    """A temperature too small for fp32 would overflow; greedy is what 0 asks for."""
+    with pytest.raises(ValueError, match="temperature"):
+        SamplingParams(temperature=temperature)
+
+
+@pytest.mark.parametrize("style", [{}, {"top_k": 3}], ids=str)
+def test_the_smallest_temperature_is_greedy(sampler, style):
+    logits = distinct(4, VOCAB, scale=10.0)
+    params = SamplingParams(temperature=1e-6, seed=1, **style)
+    found = sampler.sample(logits, [SampleRow(n, params, 5, 5, 0, []) for n in range(4)])
+    assert [row.token for row in found] == logits.argmax(-1).tolist()
+
+
+def hf_prompt_logprobs(model, prompt):
+    with torch.no_grad():
+        shares = torch.log_softmax(model(torch.tensor([prompt])).logits[0].float(), -1)
+    return [shares[n, token].item() for n, token in enumerate(prompt[1:])]
+
+
+@pytest.mark.crossed(0.7)
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("max_rows", [16, 24, 512])
+def test_prompt_logprobs(max_rows, deterministic):
+    """Of every prompt token but the first, as transformers' forward has them."""
+    params = SamplingParams(max_new_tokens=2, prompt_logprobs=True, deterministic=deterministic)
+    model = tiny()
+    expected = [hf_prompt_logprobs(model, prompt) for prompt in prompts(5)]
+    config = EngineConfig(reference_rows=16, max_rows=max_rows, page_size=16)
+    with Engine(model, config=config) as engine:
+        outputs = engine.generate(prompts(5), params)
+    for output, values in zip(outputs, expected, strict=True):
+        first, *rest = output.prompt_logprobs
+        assert first is None
+        assert rest == near(values, LOGPROBS)
+
+
+def test_prompt_logprobs_do_not_depend_on_chunks():
+    """Chunk sizes vary with max_rows and with who else is there; the bits do not."""
+    params = SamplingParams(max_new_tokens=2, prompt_logprobs=True, deterministic=True)
+    found = []
+    for max_rows, others, num_pages in ((16, 0, 64), (512, 0, 64), (64, 9, 64), (64, 9, 20)):
+        config = EngineConfig(
+            reference_rows=16, max_rows=max_rows, page_size=16, num_pages=num_pages
+        )
+        with Engine(tiny(), config=config) as engine:
+            neighbours = crowd(random.Random(3), others)
+            for prompt, wanted in neighbours:
+                engine.add_request(prompt, wanted)
+            engine.step()
+            outputs = engine.generate(prompts(5), params)
+        found.append([output.prompt_logprobs for output in outputs])
+    assert found[1:] == found[:1] * 3
+    assert [len(values) for values in found[0]] == [len(prompt) for prompt in prompts(5)]
+
+
+def test_prompt_logprobs_once_for_all_completions(engine):
+    params = SamplingParams(max_new_tokens=3, prompt_logprobs=True, temperature=1.0, seed=1)
+    one = engine.generate([prompts(4)[3]], params)[0]
+    many = engine.generate([prompts(4)[3]], replace(params, num_return_sequences=3))[0]
+    assert many.prompt_logprobs == one.prompt_logprobs
+    without = engine.generate([prompts(4)[3]], replace(params, prompt_logprobs=False))[0]
+    assert without.prompt_logprobs is None
+    assert without.completions[0].token_ids == one.completions[0].token_ids

@@ -1,0 +1,333 @@
+"""What an engine may start from: prompts in a warm cache, to the bits of a cold one.
+
+tests/scheduler/test_prefix_index.py has the index itself.
+"""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.engine.test_faults import Poison
+from tests.support.cases import (
+    DTYPES,
+    KINDS,
+    bits_of,
+    drain,
+    engine_of,
+    greedy,
+    model_of,
+    one_by_one,
+    run,
+    steady,
+    text,
+    whole,
+)
+from tests.support.mixes import bits, crowd, plain
+from tests.support.pages import check_residents, indexed_kv, page_kv
+from tests.support.tiny import VOCAB, tiny
+from tinyspec import SamplingParams
+
+PROMPT = text(48, seed=1)
+
+
+def tokens_cached(output):
+    return [completion.stats.cached_prompt_tokens for completion in output.completions]
+
+
+@pytest.mark.crossed(1)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_chat_reuses_its_earlier_turns(dtype, kind):
+    """Outputs included; page_size 8, so all but the last 0 to 7 known tokens are reused."""
+    found = {}
+    for cache in (True, False):
+        with engine_of(model_of(kind, dtype), page_size=8, prefix_cache=cache) as engine:
+            history, found[cache] = text(21, seed=9), []
+            for turn in range(4):
+                # The newest token is committed, its KV not computed before the next turn.
+                known = max(0, len(history) - 1) if turn else 0
+                history += text(6, seed=turn)
+                output = engine.generate([history], greedy(13, temperature=0.8, seed=turn))[0]
+                assert tokens_cached(output) == [known // 8 * 8 if cache else 0]
+                history += output.completions[0].token_ids
+                found[cache].append(bits(output))
+            assert whole(engine)
+    assert found[True] == found[False]
+
+
+def half_each(count=6):
+    """Requests that share PROMPT, deterministic ones with bits to compare."""
+    return [(PROMPT + text(5, seed=n), greedy(10, temperature=0.5, seed=n)) for n in range(count)]
+
+
+def test_a_deterministic_request_starts_from_canonical_pages_only():
+    """Plain ones serve plain ones; the deterministic computes its own, which serve everyone."""
+    model = model_of("shape-sensitive")
+    with engine_of(model, prefix_cache=False) as engine:
+        alone = one_by_one(engine, half_each(2))
+    with engine_of(model, page_size=16) as engine:
+        wanted = SamplingParams(max_new_tokens=2)
+        assert tokens_cached(engine.generate([PROMPT], wanted)[0]) == [0]
+        theirs = indexed_kv(engine)
+        assert [canonical for (_, canonical, _), _ in theirs] == [False] * 3
+        assert tokens_cached(engine.generate([PROMPT], wanted)[0]) == [47]
+        first, second = (bits_of_one(engine, request) for request in half_each(2))
+        assert (first[0], second[0]) == ([0], [48])
+        assert [first[1], second[1]] == alone
+        mine = indexed_kv(engine)
+        assert sum(canonical for (_, canonical, _), _ in mine) == 3
+        # Control: the same tokens have other KV in the pages that it did not start from.
+        for (_, _, digest), page in theirs:
+            ours = next(p for (_, c, d), p in mine if c and d == digest)
+            assert page_kv(engine, page) != page_kv(engine, ours)
+        # Plain ones take the canonical pages now.
+        output = engine.generate([[*PROMPT, 1]], wanted)[0]
+        assert tokens_cached(output) == [48]
+
+
+def bits_of_one(engine, request):
+    output = engine.generate([request[0]], request[1])[0]
+    return tokens_cached(output), bits(output)
+
+
+def test_canonical_rows_behind_others_are_not_canonical():
+    """A plain request, prefilled on the fast path, decodes in canonical passes of its neighbour:
+    what it computes there rests on other KV, and is of no use to a deterministic request."""
+    model = model_of("shape-sensitive")
+    with engine_of(model, page_size=16, verify="padded") as engine:
+        plain_id = engine.add_request(PROMPT, SamplingParams(max_new_tokens=20))
+        engine.step()
+        engine.add_request(text(9, seed=4), greedy(25))
+        done = drain(engine)
+        decoded = [r for r in engine.records if r.sequences.get("decode") == 2 and r.canonical]
+        assert len(decoded) > 16
+        prompt = PROMPT + done[plain_id].completions[0].token_ids
+        assert tokens_cached(engine.generate([PROMPT], greedy(1))[0]) == [0]
+        # Control: the page behind PROMPT is there, for plain requests.
+        assert sum(canonical for _, canonical, _ in engine.scheduler.prefix.pages) == 5
+        assert len(engine.scheduler.prefix) == 9
+        found = bits_of_one(engine, (prompt, greedy(9)))
+    with engine_of(model, prefix_cache=False) as engine:
+        assert found == ([48], bits_of_one(engine, (prompt, greedy(9)))[1])
+
+
+def test_control_pages_of_another_kind_would_change_bits():
+    """With a plain request's pages indexed as canonical, a deterministic one has other bits."""
+    model = model_of("shape-sensitive")
+    request = ([*PROMPT, 7], greedy(10))
+    with engine_of(model, page_size=16) as engine:
+        alone = bits_of_one(engine, request)[1]
+    with engine_of(model, page_size=16) as engine:
+        engine.generate([PROMPT], SamplingParams(max_new_tokens=2))
+        prefix = engine.scheduler.prefix
+        forged = {(v, True, digest): page for (v, _, digest), page in prefix.pages.items()}
+        prefix.pages, prefix.keys = forged, {page: key for key, page in forged.items()}
+        cached, found = bits_of_one(engine, request)
+    assert cached == [48]
+    assert found != alone
+
+
+@pytest.mark.parametrize("length", [47, 48, 49])
+def test_a_prompt_that_is_there_already(length):
+    """Also where it ends with its last page: only its last row runs, and writes nothing."""
+    request = (text(length, seed=1), greedy(12, num_return_sequences=2, temperature=1.0, seed=1))
+    with engine_of(model_of("shape-sensitive"), page_size=16, prefix_cache=False) as engine:
+        alone = bits_of_one(engine, request)[1]
+    with engine_of(model_of("shape-sensitive"), page_size=16) as engine:
+        expected = min(length // 16 * 16, length - 1)
+        for cached in ([0, length], [expected, length], [expected, length]):
+            assert bits_of_one(engine, request) == (cached, alone)
+            before = indexed_kv(engine)
+        assert len(before) >= 3 and indexed_kv(engine) == before
+
+
+def test_a_plain_row_over_a_shared_page_writes_nothing():
+    """A plain request recomputes the last row of a prompt that it found whole: for its logits."""
+    with engine_of(model_of("shape-sensitive"), page_size=16) as engine:
+        alone = bits_of_one(engine, (PROMPT, greedy(9)))[1]
+        before = indexed_kv(engine)
+        output = engine.generate([PROMPT], SamplingParams(max_new_tokens=1))[0]
+        assert tokens_cached(output) == [47]
+        # Control: that row was one of another pass, so its KV would have been another.
+        assert engine.records[-1].bucket == 1 and not engine.records[-1].canonical
+        assert indexed_kv(engine) == before
+        assert bits_of_one(engine, (PROMPT, greedy(9))) == ([47], alone)
+
+
+def test_indexed_pages_are_never_written():
+    """After every step of mixed traffic every page still indexed holds the bits it had."""
+    rng = random.Random(6)
+    full = (PROMPT, greedy(9))  # three whole pages of 16
+    compared = 0
+    with steady(tiny(), page_size=16, num_pages=24, draft_window=4) as engine:
+        before = {}
+        for others in (crowd(rng, 12), crowd(rng, 12), crowd(rng, 12)):
+            for prompt, params in (full, *others, ([*PROMPT, 1, 2], greedy(5)), full):
+                engine.add_request(prompt, params)
+            while engine.has_unfinished():
+                engine.step()
+                check_residents(engine)
+                now = indexed_kv(engine)
+                for key in now.keys() & before.keys():
+                    assert now[key] == before[key]
+                    compared += 1
+                before = now
+        assert engine.stats().preemptions > 0
+        # Control: the digest sees one element.
+        with torch.inference_mode():
+            engine.runner.cache.v[1][next(iter(before))[1], 3, 0, 0] += 1
+        assert indexed_kv(engine) != before
+    assert compared > 1000
+
+
+@pytest.mark.parametrize("num_pages", [8, 12, 30])
+def test_a_small_pool_evicts(num_pages):
+    """Idle pages give way to whoever runs, those that were used last go last."""
+    requests = [(text(40, seed=n % 5), greedy(15)) for n in range(10)]
+    with engine_of(tiny(), page_size=8, prefix_cache=False) as engine:
+        alone = one_by_one(engine, requests[:5]) * 2
+    with engine_of(tiny(), page_size=8, num_pages=num_pages) as engine:
+        found, cached = [], []
+        for prompt, params in requests:
+            count, own = bits_of_one(engine, (prompt, params))
+            found.append(own)
+            cached += count
+            check_residents(engine)
+            assert len(engine.scheduler.prefix) <= num_pages
+        assert found == alone
+        assert sum(cached) == 0 if num_pages == 8 else engine.pool.num_free == num_pages
+        # The newest prompt is still there, whatever had to go for it.
+        assert bits_of_one(engine, requests[-1])[0] == [39]
+    with engine_of(tiny(), page_size=8, num_pages=num_pages) as engine:
+        assert bits_of(run(engine, requests)) == alone
+
+
+def test_release_drops_it():
+    with engine_of(tiny(), page_size=16) as engine:
+        request = (PROMPT, greedy(5))
+        first = bits_of_one(engine, request)
+        assert bits_of_one(engine, request)[0] == [47]
+        engine.release()
+        assert len(engine.scheduler.prefix) == 0
+        assert bits_of_one(engine, request) == first
+
+
+def bump(model):
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight[3] *= 1.5
+
+
+def write_data(model):
+    model.model.layers[0].self_attn.k_proj.weight.data[3] *= 1.5
+
+
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "plain"])
+@pytest.mark.parametrize("write", [bump, write_data])
+def test_a_weight_change_drops_it(write, deterministic):
+    """Whether the engine sees it by itself or is told; nothing starts from the old weights' KV."""
+    model, changed = tiny(), tiny()
+    write(changed)
+    wanted = greedy(8) if deterministic else plain(greedy(8))
+    with engine_of(changed, page_size=16, max_rows=64) as engine:
+        expected = bits_of_one(engine, (PROMPT, wanted))
+    with engine_of(model, page_size=16, max_rows=64) as engine:
+        before = bits_of_one(engine, (PROMPT, wanted))
+        assert bits_of_one(engine, (PROMPT, wanted))[0] == [47]
+        write(model)
+        if write is write_data:
+            engine.weights_changed()
+        assert bits_of_one(engine, (PROMPT, wanted)) == expected
+    assert before != expected
+
+
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "plain"])
+def test_prompt_logprobs_with_a_warm_cache(deterministic):
+    """The rows that are asked for run, and write nothing that others read."""
+    wanted = greedy(6, prompt_logprobs=True, num_return_sequences=2, temperature=1.0, seed=2)
+    wanted = wanted if deterministic else plain(wanted)
+    model = model_of("shape-sensitive" if deterministic else "as is")
+    with engine_of(model, page_size=8, prefix_cache=False) as engine:
+        cold = engine.generate([PROMPT], wanted)[0]
+    with engine_of(model, page_size=8) as engine:
+        engine.generate([PROMPT], replace(wanted, prompt_logprobs=False))
+        before = indexed_kv(engine)
+        warm = engine.generate([PROMPT], wanted)[0]
+        assert [indexed_kv(engine).get(key) for key in before] == list(before.values())
+        among = run(engine, [*crowd(random.Random(2), 9), (PROMPT, wanted)])[-1]
+    assert warm.prompt_logprobs[0] is None and None not in warm.prompt_logprobs[1:]
+    assert tokens_cached(warm)[0] == 0
+    # Alone, a plain request has the same passes with and without the cache.
+    assert (warm.prompt_logprobs, bits(warm)) == (cold.prompt_logprobs, bits(cold))
+    if deterministic:
+        assert (among.prompt_logprobs, bits(among)) == (cold.prompt_logprobs, bits(cold))
+
+
+def test_failed_requests_leave_nothing_indexed():
+    """Neither those whose logits were not finite nor those whose pass raised."""
+    sound = text(44, seed=5)
+    token = next(t for t in range(VOCAB) if t not in sound)
+    model = tiny()
+    model.model.embed_tokens = Poison(model.model.embed_tokens, token)
+    bad = [*sound[:3], token, *sound[3:]]
+    with engine_of(model, page_size=4, max_rows=16) as engine:
+        for deterministic in (True, False):
+            for copies in (1, 3):
+                wanted = SamplingParams(max_new_tokens=5, deterministic=deterministic)
+                outputs = engine.generate([bad] * copies, wanted)
+                assert all("finite" in o.completions[0].error for o in outputs)
+                assert len(engine.scheduler.prefix) == 0
+                assert whole(engine)
+        # Control: a sound prompt of that length is indexed.
+        engine.generate([sound], SamplingParams(max_new_tokens=1))
+        assert len(engine.scheduler.prefix) == 11
+
+
+class Breaks:
+    """A logits processor that raises at its tenth call."""
+
+    stateless = False
+    calls = 0
+
+    def __call__(self, ids, scores):
+        self.calls += 1
+        if self.calls == 10:
+            raise RuntimeError("tenth")
+        return scores
+
+
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "plain"])
+def test_what_a_failed_request_had_indexed_is_dropped(deterministic):
+    """Also its earlier turns: nothing that it computed or started from is trusted."""
+    wanted = replace(greedy(20), deterministic=deterministic)
+    with engine_of(tiny(), page_size=4) as engine:
+        engine.generate([PROMPT], greedy(1))
+        other = engine.generate([text(16, seed=3)], greedy(1))
+        before = len(engine.scheduler.prefix)
+        request_id = engine.add_request(PROMPT, replace(wanted, logits_processors=[Breaks()]))
+        while len(engine.scheduler.prefix) < before + 2:
+            engine.step()
+        done = drain(engine)[request_id].completions[0]
+        assert "tenth" in done.error and len(done.token_ids) == 9
+        # Control: the pages of the other request are still there.
+        assert len(engine.scheduler.prefix) == 4
+        output = engine.generate([text(16, seed=3)], greedy(1))
+        assert tokens_cached(output[0]) == [15] and bits_of(output) == bits_of(other)
+        assert tokens_cached(engine.generate([PROMPT], greedy(1))[0]) == [0]
+        assert whole(engine)
+
+
+def test_aborted_requests_leave_sound_pages():
+    """What an aborted request had computed may serve others, and has the right bits."""
+    request = ([*PROMPT, 3], greedy(14))
+    with engine_of(model_of("shape-sensitive"), page_size=8, prefix_cache=False) as engine:
+        alone = bits_of_one(engine, request)[1]
+    with engine_of(model_of("shape-sensitive"), page_size=8) as engine:
+        request_id = engine.add_request(PROMPT, greedy(60))
+        for _ in range(9):
+            engine.step()
+        engine.abort(request_id)
+        assert whole(engine)
+        assert bits_of_one(engine, request) == ([48], alone)
+        assert drain(engine) == {}

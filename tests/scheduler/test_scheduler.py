@@ -1,0 +1,402 @@
+"""The scheduler by itself: random traces with made-up tokens in place of a model."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from tinyspec.config import EngineConfig
+from tinyspec.sampling_params import SamplingParams
+from tinyspec.scheduler.buckets import Buckets, probed_rows, row_counts
+from tinyspec.scheduler.page_pool import PagePool
+from tinyspec.scheduler.passes import DECODE, DRAFT, PROMPT, VERIFY
+from tinyspec.scheduler.request import Request
+from tinyspec.scheduler.scheduler import Scheduler
+
+
+class Logged(Scheduler):
+    """Notes whom it preempts."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.preempted = []
+
+    def _preempt(self, sequence):
+        self.preempted.append(sequence)
+        super()._preempt(sequence)
+
+
+def rank(sequence):
+    return not sequence.deterministic, sequence.request.arrival, sequence.index
+
+
+class Simulation:
+    """A scheduler and what the loop would do with its passes, tokens being drawn at random."""
+
+    def __init__(self, seed, num_pages, page_size=4, canonical=0.0, **settings):
+        """canonical: the share of buckets that are, beside the reference."""
+        self.rng = random.Random(seed)
+        config = EngineConfig(num_pages=num_pages, page_size=page_size, **settings)
+        self.config = config.resolve(device_type="cpu", model_positions=4096)
+        self.buckets = Buckets(self.config.max_rows, self.config.reference_rows)
+        found = self._canonical(canonical)
+        tiled = {size: float(size) for size in found if self.rng.random() < 0.3}
+        tiled.pop(self.config.reference_rows, None)
+        self.buckets.learn(found, {}, tiled)
+        self.pool = PagePool(num_pages, page_size)
+        self.scheduler = Logged(self.config, self.pool, self.buckets)
+        self.requests = []
+        self.left_out = []
+        self.acceptance = self.rng.choice((0.0, 0.5, 0.9, 1.0))
+        self.proposing = self.rng.random() < 0.4
+
+    def _canonical(self, share):
+        if self.config.verify == "always":
+            share = 0.0
+        found = {size for size in self.buckets.sizes if self.rng.random() < share}
+        return found | {self.config.reference_rows}
+
+    def add(self, prompt, new, deterministic, num=1):
+        params = SamplingParams(
+            max_new_tokens=new, deterministic=deterministic, num_return_sequences=num
+        )
+        request = Request("", [0] * prompt, params, len(self.requests))
+        self.requests.append(request)
+        self.scheduler.add(request.sequences[0])
+
+    @property
+    def unfinished(self):
+        return [s for r in self.requests for s in r.sequences if not s.finished]
+
+    def step(self):
+        """Propose, schedule, check, and take the results in; the pass."""
+        self.scheduler.preempted = []
+        self._propose()
+        drawn = self.scheduler.schedule()
+        assert drawn is not None, "nothing can run, yet not all is finished"
+        self.check(drawn)
+        served = {id(work.sequence) for work in drawn.works}
+        self.left_out = [
+            s for s in self.scheduler.running if id(s) not in served and self._decodes(s)
+        ]
+        forked = []
+        for work in drawn.works:
+            if work.kind != DRAFT:
+                work.sequence.computed = min(work.end, len(work.sequence.tokens))
+                if work.yields:
+                    forked += self._fork(work.sequence)
+        for work in drawn.works:
+            if work.kind == DRAFT:
+                self._draft(work.sequence)
+            elif work.yields:
+                self._commit(work.sequence, work.yields)
+        for sequence in forked:
+            self._commit(sequence, 1)
+        self.check_pool()
+        return drawn
+
+    def _decodes(self, sequence):
+        """Whether one row on the fast path would bring it further."""
+        if sequence.pending != 1 or sequence.proposed or sequence.draft_ended:
+            return False
+        limit = self.scheduler.draft_limit(sequence)
+        return not sequence.deterministic or len(sequence.drafts) < limit
+
+    def _propose(self):
+        for sequence in self.scheduler.running:
+            limit = self.scheduler.draft_limit(sequence)
+            settled = sequence.deterministic and sequence.pending == 1 and not sequence.drafts
+            if self.proposing and settled and limit > 0:
+                sequence.drafts = [0] * self.rng.randint(0, limit)
+                sequence.proposed = bool(sequence.drafts)
+
+    def _fork(self, leader):
+        siblings, leader.siblings = leader.siblings, []
+        forked = []
+        for sibling in siblings:
+            if self.scheduler.can_fork(leader):
+                copy = self.scheduler.fork(leader, sibling)
+                assert (copy is None) == (leader.computed % self.pool.page_size == 0)
+                forked.append(sibling)
+            else:
+                self.scheduler.add(sibling)
+        return forked
+
+    def _draft(self, sequence):
+        sequence.drafts.append(0)
+        sequence.draft_ended = self.rng.random() < 0.05
+        assert len(sequence.drafts) <= self.config.draft_window
+
+    def _commit(self, sequence, rows):
+        """As many of ``rows`` tokens as luck accepts; a plain sequence has one."""
+        drafts, committed, right = len(sequence.drafts), 0, True
+        while right and committed < min(rows, sequence.remaining):
+            right = committed < drafts and self.rng.random() < self.acceptance
+            committed += 1
+        sequence.tokens += [0] * committed
+        assert sequence.remaining >= 0
+        if sequence.remaining == 0 or self.rng.random() < 0.02:
+            sequence.finish_reason = "stop"
+            self.scheduler.remove(sequence)
+            return
+        sequence.drafts = sequence.drafts[committed:] if right else []
+        if not sequence.drafts:
+            sequence.proposed = sequence.draft_ended = False
+        sequence.computed = len(sequence.tokens) - 1
+        if sequence.deterministic:
+            self.pool.truncate(sequence.pages, sequence.computed + len(sequence.drafts))
+
+    def check(self, drawn):
+        """What holds of every pass, whatever it was drawn from."""
+        assert 0 < drawn.rows <= drawn.bucket
+        assert drawn.bucket in self.buckets.sizes
+        assert drawn.canonical == (drawn.way in ("direct", "padded"))
+        assert drawn.bucket in self.buckets.canonical or not drawn.canonical
+        assert len({id(work.sequence) for work in drawn.works}) == len(drawn.works)
+        for work in drawn.works:
+            sequence = work.sequence
+            assert sequence in self.scheduler.running and not sequence.finished
+            assert work.count >= 1 and len(work.token_ids) == work.count
+            assert work.end <= len(sequence.pages) * self.pool.page_size
+            assert work.end <= len(sequence.tokens) + len(sequence.drafts)
+            if work.kind == DRAFT:
+                assert work.start == len(sequence.tokens) + len(sequence.drafts) - 1
+            else:
+                assert work.start == sequence.computed
+            if sequence.deterministic:
+                assert drawn.canonical == (work.kind != DRAFT)
+                assert (drawn.way == "draft") == (work.kind == DRAFT)
+            else:
+                assert work.kind in (PROMPT, DECODE)
+        stayed = [rank(s) for s in self.scheduler.running]
+        for sequence in self.scheduler.preempted:
+            assert rank(sequence) > max(stayed), "someone who ranks lower kept its place"
+            assert not sequence.pages and not sequence.drafts and sequence.computed == 0
+        order = [rank(s) for s in self.scheduler.preempted]
+        assert order == sorted(order, reverse=True)
+
+    def check_pool(self):
+        running = self.scheduler.running
+        assert len(running) <= self.config.max_sequences
+        assert all(not s.pages for s in self.scheduler.waiting)
+        owned = Counter(page for s in running for page in s.pages)
+        assert all(self.pool.owners(page) == count for page, count in owned.items())
+        assert self.pool.num_held == len(owned)
+
+    def run(self, passes=20_000):
+        """To the end; the passes that it took."""
+        drawn = []
+        while self.unfinished:
+            drawn.append(self.step())
+            assert len(drawn) < passes, "no end in sight"
+        assert self.pool.num_held == 0 and self.scheduler.schedule() is None
+        assert not self.scheduler.running and not self.scheduler.waiting
+        return drawn
+
+
+def random_simulation(seed, tight=False, **settings):
+    rng = random.Random(seed)
+    page_size = rng.choice((1, 2, 4, 16))
+    shapes = [
+        (rng.choice((1, 2, rng.randint(1, 60))), rng.randint(1, 30), rng.random() < 0.5)
+        for _ in range(rng.randint(1, 12))
+    ]
+    longest = max(-(-(prompt + new) // page_size) for prompt, new, _ in shapes)
+    chosen = {
+        "reference_rows": rng.choice((4, 8, 16)),
+        "max_rows": rng.choice((40, 64)),
+        "max_sequences": rng.choice((1, 3, 30)),
+        "draft_window": rng.choice((1, 2, 5, 16, 40)),
+        "verify": rng.choice(("auto", "always", "padded")),
+        "canonical": rng.choice((0.0, 0.3, 1.0)),
+    }
+    pages = longest + (0 if tight else rng.choice((1, 5, 2000)))
+    simulation = Simulation(seed, pages, page_size, **{**chosen, **settings})
+    for prompt, new, deterministic in shapes:
+        simulation.add(prompt, new, deterministic, rng.choice((1, 1, 3)))
+    return simulation
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_traces(seed):
+    random_simulation(seed).run()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_tightest_pool(seed):
+    """No page more than the longest request needs: everything finishes all the same."""
+    random_simulation(seed, tight=True).run()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_one_sequence_at_a_time(seed):
+    random_simulation(seed, tight=True, max_sequences=1).run()
+
+
+@pytest.mark.parametrize("seed, tight", [(53, True), (89, False), (109, True), (359, True)])
+def test_rows_without_pages_do_not_stop_the_others(seed, tight):
+    """All rows of a pass fall to a plain prompt that finds no pages, though others could run."""
+    random_simulation(seed, tight).run()
+
+
+def test_preemption_happens_in_traces():
+    """Control: tight pools do preempt deterministic sequences and plain ones, forks included."""
+    preempted = []
+    for seed in range(40):
+        simulation = random_simulation(seed, tight=True, max_sequences=30)
+        while simulation.unfinished:
+            simulation.step()
+            preempted += simulation.scheduler.preempted
+    assert {s.deterministic for s in preempted} == {True, False}
+    assert any(s.index > 0 for s in preempted)
+
+
+def test_preemption_order():
+    """Plain before deterministic, newest first."""
+    simulation = Simulation(0, num_pages=24, page_size=1, reference_rows=4, max_rows=16)
+    simulation.acceptance, simulation.proposing = 1.0, False
+    for deterministic in (True, False, True, False, True):
+        simulation.add(prompt=2, new=20, deterministic=deterministic)
+    order = []
+    while len(order) < 4:
+        simulation.step()
+        order += [s.request.arrival for s in simulation.scheduler.preempted]
+    assert order[:4] == [3, 1, 4, 2]
+    assert not simulation.requests[0].finished
+
+
+@pytest.mark.parametrize("seed", range(0, 120, 2))
+def test_highest_rank_is_not_starved(seed):
+    """Whoever ranks first among those running is served at least once in a window of passes."""
+    simulation = random_simulation(seed, tight=True)
+    unserved, first = 0, None
+    while simulation.unfinished:
+        served = [work.sequence for work in simulation.step().works]
+        leader = min(simulation.scheduler.running, key=rank, default=None)
+        unserved = 0 if leader in served or leader is not first else unserved + 1
+        first = leader
+        assert unserved <= simulation.config.draft_window + 2
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_nobody_is_left_out_twice(seed):
+    """Decoders whom a canonical pass leaves out are all in the next pass."""
+    simulation = random_simulation(seed, max_sequences=30)
+    simulation.pool = simulation.scheduler.pool = PagePool(5000, simulation.pool.page_size)
+    simulation.proposing = False
+    while simulation.unfinished:
+        left_out = simulation.left_out
+        served = {id(work.sequence) for work in simulation.step().works}
+        assert all(id(sequence) in served for sequence in left_out)
+
+
+def test_left_out_happens():
+    """Control: more decoders than a canonical pass holds, beside a deterministic prompt."""
+    simulation = Simulation(1, 2000, reference_rows=4, max_rows=64)
+    for _ in range(20):
+        simulation.add(prompt=3, new=30, deterministic=False)
+    simulation.step()
+    simulation.add(prompt=40, new=5, deterministic=True)
+    passes = [simulation.step() for _ in range(8)]
+    decoding = [sum(work.kind == DECODE for work in drawn.works) for drawn in passes]
+    assert [drawn.canonical for drawn in passes] == [True, False] * 4
+    assert decoding[::2] == [2] * 4, "half of the pass is for those who decode"
+    assert all(count >= 17 for count in decoding[1::2])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("num", [1, 6])
+def test_more_sequences_than_the_largest_bucket(deterministic, num):
+    """max_sequences beyond max_rows: no pass holds more than it can, and none starves."""
+    simulation = Simulation(2, 4000, reference_rows=4, max_rows=4, max_sequences=64)
+    for _ in range(12):
+        simulation.add(prompt=1, new=12, deterministic=deterministic, num=num)
+    simulation.run()
+
+
+@pytest.mark.parametrize("most, reference", [(4, 4), (5, 4), (40, 16), (100, 37), (512, 32)])
+def test_buckets(most, reference):
+    buckets = Buckets(most, reference)
+    assert buckets.sizes == sorted(set(buckets.sizes))
+    assert buckets.largest == most and reference in buckets.sizes
+    assert not any(buckets.is_canonical(b) for b in buckets.sizes), "nothing is known yet"
+    buckets.learn([reference, most], {})
+    assert [b for b in buckets.sizes if buckets.is_canonical(b)] == sorted({reference, most})
+    assert buckets.fit_canonical(1) == reference and buckets.fit_canonical(most) == most
+    for rows in range(1, most + 1):
+        assert buckets.fit(rows) == min(size for size in buckets.sizes if size >= rows)
+    for rows in (0, most + 1):
+        with pytest.raises(AssertionError):
+            buckets.fit(rows)
+
+
+@pytest.mark.parametrize("max_rows, reference, most", [(2048, 32, 512), (100, 40, 40), (64, 8, 9)])
+def test_buckets_that_are_not_probed(max_rows, reference, most):
+    """They hold what a fast pass does, and are never canonical."""
+    buckets = Buckets(max_rows, reference, row_counts(most))
+    assert buckets.sizes[-1] == most and buckets.largest == max_rows
+    buckets.learn(buckets.sizes, {})
+    assert buckets.canonical == buckets.sizes
+    for rows in (1, reference, most, most + 1, max_rows):
+        found = buckets.fit(rows)
+        assert rows <= found <= max_rows and buckets.is_canonical(found) == (rows <= most)
+    assert buckets.fit_canonical(most) == most
+    with pytest.raises(AssertionError):
+        buckets.fit_canonical(most + 1)
+
+
+def test_rows_that_are_probed():
+    for config, cpu, gpu in (
+        (EngineConfig(), [*row_counts(512), 1024], row_counts(2048)),
+        (EngineConfig(max_rows=1000), [*row_counts(512), 1000], row_counts(1000)),
+        (EngineConfig(max_rows=64, reference_rows=16), row_counts(64), row_counts(64)),
+        (EngineConfig(reference_rows=600), [*row_counts(600), 1024], row_counts(2048)),
+        (EngineConfig(max_sequences=1500), row_counts(1500), row_counts(2048)),
+    ):
+        for device, counts in (("cpu", cpu), ("cuda", gpu)):
+            found = config.resolve(device_type=device, model_positions=512)
+            assert probed_rows(found, device) == counts
+            buckets = Buckets(found.max_rows, found.reference_rows, counts)
+            assert {found.reference_rows, *counts} == set(buckets.sizes)
+
+
+def test_seconds_of_buckets_that_were_not_measured():
+    """In proportion, so that the choice between padding and drafting does not jump there."""
+    buckets = Buckets(2048, 32, [*row_counts(512), 1024])
+    assert buckets.seconds(640) == 640
+    buckets.learn(buckets.sizes, {rows: 2.0 + rows for rows in buckets.sizes})
+    assert [buckets.seconds(rows) for rows in (1, 512, 640, 1024)] == [3, 514, 642, 1026]
+    assert buckets.seconds(2048) == 2 * 1026
+
+
+@pytest.mark.parametrize("verify", ["auto", "always", "padded"])
+@pytest.mark.parametrize("canonical", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("seed", range(8))
+def test_while_some_verify_everyone_gets_a_token(seed, canonical, verify):
+    """Whoever decodes, plain or deterministic, has a row in every pass that holds them, also while
+    others verify or have their prompts computed. A verify may have to wait for one pass where a
+    canonical pass had no room for the prompts of plain requests."""
+    rng = random.Random(seed)
+    simulation = Simulation(
+        seed, 4000, canonical=canonical, reference_rows=16, max_rows=64, verify=verify
+    )
+    simulation.proposing = False
+    for n in range(8):
+        simulation.add(rng.randint(1, 40), rng.randint(5, 40), n % 2 == 0)
+    verifies = 0
+    while simulation.unfinished:
+        decoding = [s for s in simulation.scheduler.running if s.pending == 1]
+        before = {id(s): len(s.tokens) for s in decoding}
+        goes_on = {id(s) for s in decoding if simulation._decodes(s)}
+        drawn = simulation.step()
+        verifies += any(work.kind == VERIFY for work in drawn.works)
+        served = {id(work.sequence) for work in drawn.works}
+        everyone = drawn.way in ("direct", "padded") or simulation.buckets.canonical[-1] == 64
+        assert served >= ({id(s) for s in decoding} if everyone else goes_on)
+        for s in decoding:
+            if not s.deterministic:
+                assert len(s.tokens) == before[id(s)] + 1
+    if verify == "always" or (verify, canonical) == ("auto", 0.0):
+        assert verifies > 0
+    elif verify == "padded" or canonical == 1.0:
+        assert verifies == 0

@@ -1,0 +1,368 @@
+"""Doctor: what breaks a bucket is found and named, wherever it hides, and what is sound is not.
+
+Models compute row by row, so that every bucket is canonical on any hardware, but for what a test
+breaks on purpose.
+"""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from huggingface_hub import constants
+from torch import nn
+from transformers import AutoModelForCausalLM, BloomConfig
+
+from tests.support.mixes import bits
+from tests.support.sensitive import (
+    PositionSensitiveLinear,
+    RowByRowLinear,
+    ShapeSensitiveLinear,
+    replace_linears,
+)
+from tests.support.tiny import FAMILIES, prompts, tiny
+from tinyspec import (
+    DeterminismError,
+    DoctorReport,
+    Engine,
+    EngineConfig,
+    SamplingParams,
+    doctor,
+)
+from tinyspec.cli.main import main
+from tinyspec.runner.model_runner import ModelRunner as Runner
+
+REFERENCE = 8
+SIZES = [1, 2, 4, 8, 12, 16, 20]
+CONFIG = EngineConfig(reference_rows=REFERENCE, max_rows=20)
+DETERMINISTIC = SamplingParams(max_new_tokens=12, deterministic=True, logprobs=True)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    """A disk of their own: what a test breaks is not always part of a fingerprint."""
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
+    return tmp_path / "tinyspec"
+
+
+def sound():
+    """Its linears see one row at a time; everything else is torch's own, at even widths."""
+    return replace_linears(tiny(), RowByRowLinear)
+
+
+def replace(model, name, module):
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
+    return model
+
+
+def broken_by(report):
+    return {fact.rows: list(fact.broken_by) for fact in report.facts.buckets if fact.broken_by}
+
+
+class Nudges(nn.Module):
+    """Around any module: at ``rows`` rows one bit of row ``row`` (default: all) is another."""
+
+    def __init__(self, inner, rows=None, row=slice(None)):
+        super().__init__()
+        self.inner, self.rows, self.row = inner, rows, row
+
+    def forward(self, x):
+        out = self.inner(x)
+        rows = x.shape[1]
+        late = isinstance(self.row, int) and self.row >= rows
+        if late or self.rows not in (None, rows):
+            return out
+        out = out.clone()
+        out[0, self.row] = torch.nextafter(out[0, self.row], torch.tensor(torch.inf))
+        return out
+
+
+class NudgedNorm(Nudges):
+    """The same, as a module without children."""
+
+    def __init__(self, inner, rows=None, row=slice(None)):
+        super().__init__(None, rows, row)
+        self.__dict__["inner"] = inner
+
+
+def test_sound_model():
+    report = doctor(sound(), CONFIG)
+    assert report and report.problems == ()
+    assert [fact.rows for fact in report.facts.buckets] == SIZES == report.facts.canonical
+    assert report.facts.reference == REFERENCE and report.facts.alternatives == ()
+    assert report.facts.kernel_linears == () and not broken_by(report)
+    assert all(fact.seconds > 0 for fact in report.facts.buckets)
+    assert report.plans == dict.fromkeys(SIZES, "direct")
+    assert report.model == "LlamaForCausalLM" and report.dtype == "float32"
+    assert len(report.fingerprint) == 32
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_as_they_are(family):
+    """By torch's own linears: whatever is canonical here, the reference bucket is."""
+    report = doctor(tiny(family), CONFIG)
+    assert report and REFERENCE in report.facts.canonical
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_shape_sensitive_linears(dtype):
+    report = doctor(replace_linears(tiny(dtype=dtype), ShapeSensitiveLinear), CONFIG)
+    assert report, "the reference bucket is canonical whatever the others are"
+    assert report.facts.canonical == [REFERENCE]
+    found = broken_by(report)
+    assert list(found) == [rows for rows in SIZES if rows != REFERENCE]
+    for names in found.values():
+        assert {name.rpartition(".")[2] for name in names} >= {"q_proj", "down_proj", "lm_head"}
+
+
+def test_one_shape_sensitive_linear_is_named_and_no_other():
+    model = sound()
+    for name in ("model.layers.1.self_attn.k_proj", "model.layers.0.self_attn.k_proj"):
+        replace(model, name, ShapeSensitiveLinear(model.get_submodule(name)))
+    found = broken_by(doctor(model, CONFIG))
+    assert found == {r: ["model.layers.0.self_attn.k_proj"] for r in SIZES if r != REFERENCE}
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj", "lm_head"])
+def test_position_sensitive_linear_is_named(name):
+    model = sound()
+    replace(model, name, PositionSensitiveLinear(model.get_submodule(name)))
+    report = doctor(model, CONFIG)
+    assert not report and name in report.problems[0] and "8 rows" in report.problems[0]
+    assert report.facts.canonical == [] and report.facts.unsound[0].name == name
+    assert report.fingerprint is None and report.plans == {}
+    with Engine(model, config=CONFIG) as engine, pytest.raises(DeterminismError, match=name):
+        engine.generate([[1, 2]], DETERMINISTIC)
+
+
+def test_a_layer_that_breaks_one_bucket_end_to_end():
+    model = sound()
+    model.model.layers[1].mlp = Nudges(model.model.layers[1].mlp, rows=12)
+    report = doctor(model, CONFIG)
+    assert report and broken_by(report) == {12: ["model"]}
+
+
+def test_a_layer_that_breaks_the_reference_bucket_end_to_end():
+    model = sound()
+    model.model.layers[1].mlp = Nudges(model.model.layers[1].mlp, rows=8, row=5)
+    report = doctor(model, CONFIG)
+    assert not report and "model: at 8 rows" in report.problems[0]
+    with Engine(model, config=CONFIG) as engine, pytest.raises(DeterminismError, match="model"):
+        engine.generate([[1, 2]], DETERMINISTIC)
+
+
+def test_an_elementwise_module_that_depends_on_the_row_index():
+    model = sound()
+    replace(model, "model.layers.0.mlp.act_fn", NudgedNorm(nn.SiLU(), row=5))
+    report = doctor(model, CONFIG)
+    assert not report and report.facts.unsound[0].name == "model.layers.0.mlp.act_fn"
+    assert "model.layers.0.mlp.act_fn" in report.problems[0]
+
+
+def test_an_elementwise_module_that_breaks_one_bucket():
+    model = sound()
+    replace(model, "model.norm", NudgedNorm(model.model.norm, rows=4, row=2))
+    report = doctor(model, CONFIG)
+    assert report and broken_by(report) == {4: ["model.norm"]}
+
+
+def test_keys_that_differ_where_no_logit_does():
+    """The last layer's attention counts for nothing, so that only its keys can tell."""
+    model = sound()
+    attention = model.model.layers[1].self_attn
+    with torch.no_grad():
+        attention.o_proj.weight.zero_()
+    control = doctor(model, CONFIG)
+    attention.k_proj = Nudges(attention.k_proj, rows=16, row=11)
+    assert not broken_by(control) and broken_by(doctor(model, CONFIG)) == {16: ["model"]}
+
+
+def test_keys_that_are_not_written(monkeypatch):
+    """What an earlier pass left in the pool does not pass for written."""
+    with Engine(sound(), config=CONFIG) as engine:
+        context = engine.patched.context
+        whole = context.kernels.fused_kv_write
+
+        def forgetful(q, k, v, cos, sin, k_cache, v_cache, slots, **norm):
+            slots = torch.full_like(slots, -1) if len(q) == 12 else slots
+            return whole(q, k, v, cos, sin, k_cache, v_cache, slots, **norm)
+
+        context.kernels = dataclasses.replace(context.kernels, fused_kv_write=forgetful)
+        assert broken_by(doctor(engine, fresh=True)) == {12: ["model"]}
+        context.kernels = dataclasses.replace(context.kernels, fused_kv_write=whole)
+        assert not broken_by(doctor(engine, fresh=True))
+
+
+def test_log_probabilities_that_differ_where_no_logit_does(monkeypatch):
+    whole = torch.log_softmax
+
+    def other(x, dim):
+        return whole(x, dim) * (1 + 2e-7 if len(x) == 4 else 1)
+
+    monkeypatch.setattr(torch, "log_softmax", other)
+    assert broken_by(doctor(sound(), CONFIG, fresh=True)) == {4: ["model"]}
+
+
+def test_attention_that_depends_on_the_pass(monkeypatch):
+    """Named, though every bucket agrees with itself."""
+    with Engine(sound(), config=CONFIG) as engine:
+        context = engine.patched.context
+        whole = context.kernels.paged_attention
+
+        def other(q, *args, **kwargs):
+            out = whole(q, *args, **kwargs)
+            return out * (1 + 2e-7) if len(q) > 500 else out  # a whole prompt at once
+
+        context.kernels = dataclasses.replace(context.kernels, paged_attention=other)
+        report = doctor(engine, fresh=True)
+        assert not report and "attention" in report.problems[0]
+
+
+class Steps(RowByRowLinear):
+    """Sums that are the same from 12 rows on, and others below."""
+
+    def _split_at(self, x, cut):
+        return super()._split_at(x, 3 if self.many else cut)
+
+    def forward(self, x):
+        self.many = x.shape[1] >= 12
+        return super().forward(x)
+
+
+def test_other_reference_rows_are_suggested():
+    config = EngineConfig(reference_rows=8, max_rows=40)
+    report = doctor(replace_linears(tiny(), Steps), config)
+    assert report.facts.canonical == [1, 2, 4, 8]
+    (alternative,) = report.facts.alternatives
+    assert alternative.reference_rows == (12, 16, 20, 24, 28, 32, 40)
+    assert alternative.canonical == 7
+    assert "reference_rows of 12, 16, 20" in str(report)
+    better = EngineConfig(reference_rows=12, max_rows=40)
+    report = doctor(replace_linears(tiny(), Steps), better)
+    assert report.facts.canonical == list(alternative.reference_rows)
+    assert report.facts.alternatives == ()
+
+
+def test_an_unsupported_model_is_reported():
+    config = BloomConfig(hidden_size=32, n_layer=1, n_head=2, vocab_size=64)
+    report = doctor(AutoModelForCausalLM.from_config(config))
+    assert not report and report.facts is None
+    assert "BloomForCausalLM is not supported" in str(report) and "cannot" in str(report)
+
+
+def test_the_table():
+    report = doctor(replace_linears(tiny(), ShapeSensitiveLinear), CONFIG)
+    lines = str(report).splitlines()
+    (header,) = [n for n, line in enumerate(lines) if line.split()[:2] == ["bucket", "canonical"]]
+    rows = [line.split() for line in lines[header + 1 : header + 1 + len(SIZES)]]
+    assert [row[0] for row in rows] == ["1", "2", "4", "*8", "12", "16", "20"]
+    assert [row[1] for row in rows] == ["no"] * 3 + ["yes"] + ["no"] * 3
+    for row, fact in zip(rows, report.facts.buckets, strict=True):
+        assert float(row[2]) == pytest.approx(fact.seconds * 1e3, abs=0.01)
+        assert "q_proj" in row[-5] or fact.canonical
+    assert any("1 of 7 buckets" in line for line in lines)
+    assert "model.layers.0.self_attn.q_proj" in str(report) and report.fingerprint in str(report)
+
+
+def test_json():
+    report = doctor(sound(), CONFIG)
+    found = json.loads(report.to_json())
+    assert found["ok"] is True and found["fingerprint"] == report.fingerprint
+    assert [fact["rows"] for fact in found["facts"]["buckets"]] == SIZES
+
+
+@pytest.mark.parametrize(
+    ("verify", "plans"),
+    [
+        ("padded", {1: "padded to 8", 4: "padded to 8", 8: "direct", 12: "draft and verify"}),
+        ("always", dict.fromkeys(SIZES, "draft and verify")),
+    ],
+)
+def test_plans(verify, plans):
+    config = dataclasses.replace(CONFIG, verify=verify)
+    report = doctor(replace_linears(tiny(), ShapeSensitiveLinear), config)
+    assert plans.items() <= report.plans.items()
+
+
+def test_an_engine_keeps_its_pool_and_its_requests():
+    with Engine(tiny(), config=CONFIG) as engine:
+        alone = engine.generate(prompts(4), DETERMINISTIC)
+        ids = [engine.add_request(prompt, DETERMINISTIC) for prompt in prompts(4)]
+        for _ in range(3):
+            engine.step()
+        report = doctor(engine)
+        assert report and report.fingerprint == engine.fingerprint
+        with pytest.raises(ValueError, match="unfinished"):
+            doctor(engine, fresh=True)
+        done = {}
+        while engine.has_unfinished():
+            done |= {output.request_id: output for output in engine.step()}
+        assert [bits(done[i]) for i in ids] == [bits(output) for output in alone]
+        cache = engine.runner.cache
+        # As integers: what no request has touched yet may hold any bits, NaN included.
+        before = [pool.view(torch.int32).clone() for pool in (*cache.k, *cache.v)]
+        assert doctor(engine, fresh=True).facts.canonical == report.facts.canonical
+        assert engine.runner.cache is cache
+        after = [pool.view(torch.int32) for pool in (*cache.k, *cache.v)]
+        assert all(map(torch.equal, before, after))
+        assert [bits(o) for o in engine.generate(prompts(4), DETERMINISTIC)] == [
+            bits(output) for output in alone
+        ]
+
+
+def test_bad_arguments():
+    model = sound()
+    with Engine(model, config=CONFIG) as engine:
+        with pytest.raises(ValueError, match="config"):
+            doctor(engine, CONFIG)
+        with pytest.raises(ValueError, match="another Engine"):
+            doctor(model, CONFIG)
+    with pytest.raises(ValueError, match="open"):
+        doctor(engine)
+    assert not hasattr(model, "_tinyspec")
+
+
+def test_the_model_is_left_as_it_was():
+    model = tiny()
+    before = [(name, type(m), m.training) for name, m in model.named_modules()]
+    assert doctor(model, CONFIG)
+    assert [(name, type(m), m.training) for name, m in model.named_modules()] == before
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_command_line(capsys):
+    arguments = ["doctor", "--reference-rows", "8", "--max-rows", "12"]
+    assert main(arguments) == 0
+    table = capsys.readouterr().out
+    assert "*8" in table and "deterministic=True can be served" in table
+    assert main([*arguments, "--json", "--fresh"]) == 0
+    assert json.loads(capsys.readouterr().out)["facts"]["reference"] == 8
+    assert main(["doctor", "--reference-rows", "8", "--max-rows", "4"]) == 2
+    assert "max_rows=4" in capsys.readouterr().err
+
+
+def test_command_line_says_no(capsys, monkeypatch):
+    monkeypatch.setattr(
+        "tinyspec.cli.doctor.doctor",
+        lambda *_, **__: DoctorReport("m", "d", "c", ("it is broken",)),
+    )
+    assert main(["doctor", "--max-rows", "32"]) == 1
+    assert "problem: it is broken" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_few_rows_are_computed(dtype, monkeypatch):
+    """What a doctor takes is the rows of its passes: less than two passes of every bucket."""
+    rows = []
+    forward = Runner.forward
+
+    def counted(runner, batch, *others):
+        rows.append(len(batch.input_ids))
+        return forward(runner, batch, *others)
+
+    monkeypatch.setattr(Runner, "forward", counted)
+    report = doctor(tiny(dtype=dtype), EngineConfig(max_rows=512))
+    sizes = report.facts.sizes
+    assert report and len(sizes) == 26
+    assert sum(rows) < 2 * sum(sizes)

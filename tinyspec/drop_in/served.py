@@ -1,0 +1,130 @@
+"""Which arguments and settings of ``generate`` tinyspec serves; every other one is named.
+
+Knows names and values, and nothing of engines.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import (
+    GenerationMode,
+    PrefixConstrainedLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+
+from tinyspec.model.supported import vocab_size
+
+# Arguments that tinyspec adds to those of transformers.
+ADDED_ARGUMENTS = ("seed", "deterministic")
+PROMPT_ARGUMENTS = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids")
+# These concern a call as a whole.
+CALL_ARGUMENTS = ("tokenizer", "assistant_tokenizer", "synced_gpus", "streamer")
+UNSERVED_ARGUMENTS = (
+    *("custom_generate", "negative_prompt_ids", "negative_prompt_attention_mask"),
+    "assistant_tokenizer",
+)
+UNSERVED_PROCESSORS = (
+    PrefixConstrainedLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+
+# Fields of GenerationConfig that become SamplingParams, or the processors and criteria that
+# transformers makes of them.
+SERVED_FIELDS = {
+    *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "stop_strings"),
+    *("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
+    *("encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
+    *("bad_words_ids", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values"),
+    *("exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens"),
+    *("sequence_bias", "num_return_sequences", "output_scores", "output_logits"),
+    *("return_dict_in_generate", "pad_token_id", "bos_token_id", "eos_token_id"),
+    "prompt_lookup_num_tokens",
+}
+# Fields without effect in the modes served: of beams, encoder-decoders, compilation and the pace of
+# drafts; use_cache, as the KV cache is always used.
+INERT_FIELDS = {
+    *("num_beams", "num_beam_groups", "early_stopping", "length_penalty", "diversity_penalty"),
+    *("decoder_start_token_id", "use_cache", "disable_compile"),
+    *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+    *("max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind"),
+    "transformers_version",
+}
+# Fields without effect in greedy decoding.
+SAMPLING_FIELDS = {"top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
+# Values that switch a field off; None and False do so for every field.
+OFF = {"guidance_scale": 1, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0}
+SERVED_MODES = (
+    GenerationMode.GREEDY_SEARCH,
+    GenerationMode.SAMPLE,
+    GenerationMode.ASSISTED_GENERATION,
+)
+
+
+def unserved_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> Iterator[str]:
+    """Arguments of a call that only transformers' own ``generate`` serves."""
+    yield from (name for name in UNSERVED_ARGUMENTS if name in arguments)
+    yield from _unserved_prompts(arguments)
+    if arguments.get("cache_implementation") == "paged":
+        yield "cache_implementation='paged'"
+    if arguments.get("synced_gpus"):
+        yield "synced_gpus=True"
+    processors = arguments.get("logits_processor")
+    for processor in processors if isinstance(processors, (list, tuple)) else ():
+        if isinstance(processor, UNSERVED_PROCESSORS):
+            yield f"a {type(processor).__name__} in logits_processor"
+    assistant = arguments.get("assistant_model")
+    if isinstance(assistant, PreTrainedModel):
+        size, expected = vocab_size(assistant), vocab_size(model)
+        if size != expected:
+            yield f"an assistant_model with a vocabulary of {size} tokens, not {expected}"
+    known = {*model.generation_config.to_dict(), "kwargs"}
+    known |= {*PROMPT_ARGUMENTS, *CALL_ARGUMENTS, *ADDED_ARGUMENTS}
+    for name in inspect.signature(model.forward).parameters:
+        if name not in known and arguments.get(name) is not None:
+            yield f"{name} (an argument of the model's forward)"
+
+
+def _unserved_prompts(arguments: dict[str, Any]) -> Iterator[str]:
+    mask = arguments.get("attention_mask")
+    if getattr(mask, "ndim", 2) > 2 or isinstance(mask, dict):
+        yield "an attention_mask of more than two dimensions"
+    prompts = {"inputs", "input_ids", "inputs_embeds"} & arguments.keys()
+    if mask is not None and not prompts:
+        yield "an attention_mask without input_ids"
+    if "inputs" in prompts and len(prompts) > 1:
+        yield "inputs beside input_ids or inputs_embeds"
+    ids, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
+    if ids is not None and embeds is not None and ids.shape[:2] != embeds.shape[:2]:
+        yield "input_ids beside inputs_embeds of another length"
+    if "position_ids" in arguments and not _default_positions(arguments["position_ids"], mask):
+        yield "position_ids other than 0, 1, 2, ... in every prompt"
+
+
+def _default_positions(position_ids: Any, attention_mask: Any) -> bool:
+    """Whether ``position_ids`` are what they are by default."""
+    positions = torch.as_tensor(position_ids)
+    mask = torch.ones_like(positions) if attention_mask is None else torch.as_tensor(attention_mask)
+    if mask.shape != positions.shape:
+        return False
+    real = mask.to(positions.device) != 0
+    return bool(((real.long().cumsum(-1) - 1) == positions)[real].all())
+
+
+def unserved_settings(config: GenerationConfig, assistant: Any = None) -> Iterator[str]:
+    """Settings of one request that only transformers' own ``generate`` serves."""
+    mode = config.get_generation_mode(assistant)
+    if mode not in SERVED_MODES:
+        yield f"generation mode {mode.value} (num_beams={config.num_beams})"
+    if config.prompt_lookup_num_tokens is not None and config.prompt_lookup_num_tokens < 1:
+        yield f"prompt_lookup_num_tokens={config.prompt_lookup_num_tokens}"
+    allowed = SERVED_FIELDS | INERT_FIELDS | (set() if config.do_sample else SAMPLING_FIELDS)
+    for name, value in config.to_dict().items():
+        if name.startswith("_") or name in allowed or value is None or value is False:
+            continue
+        if name not in OFF or value != OFF[name]:
+            yield f"{name}={value!r}"
