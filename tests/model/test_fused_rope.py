@@ -571,8 +571,8 @@ def test_each_call_must_come_from_the_module_of_the_survey(way, monkeypatch):
     prompt = [3, 4, 5, 6, 7]
     with Engine(model, config=CONFIG) as engine:
         error = engine.generate([prompt])[0].completions[0].error
-        assert "model.layers.0.self_attn.second made attention call 0" in error
-        assert "where in the model's survey model.layers.0.self_attn.first did" in error
+        assert "call 0 of a pass came from model.layers.0.self_attn.second, when" in error
+        assert "the model was loaded from model.layers.0.self_attn.first:" in error
 
 
 # Stand-ins
@@ -652,7 +652,7 @@ def test_a_pending_rope_is_its_layers_and_its_passes():
     assert context.take_rope(stand_in, q, k).q is q
     assert context.take_rope(stand_in, q, k) is None
     rotated(stand_in, cos)
-    with pytest.raises(RuntimeError, match="did not call attention"):
+    with pytest.raises(RuntimeError, match="then did not call attention"):
         context.check()
     context.end()
     context.check()
@@ -669,7 +669,7 @@ def test_parts_that_are_joined_later_are_not_what_arrives():
 def test_angles_are_worked_out_once_per_pass():
     """For pairs, whatever the number of layers."""
     context = AttentionContext()
-    rope = ROPE._replace(interleaved=True, spread=ropes.pairs)
+    rope = replace(ROPE, interleaved=True, spread=ropes.pairs)
     layers = tiny("glm").model.layers
     stand_ins = [deferred(layer.self_attn, context, rope, True) for layer in layers]
     segments = SimpleNamespace(derived={})

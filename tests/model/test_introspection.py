@@ -1,4 +1,4 @@
-"""What a survey reads off a model: masks as reaches, calls in order."""
+"""What is recorded of a model: keys that rows attend to, attention calls in order."""
 
 import pytest
 import torch
@@ -96,7 +96,7 @@ def test_shared_and_repeated_layers_have_pools_of_their_own():
 
 
 def test_no_mask_function_is_left_behind():
-    """Neither after a survey nor after one that refused."""
+    """Neither after recording nor after a refusal."""
     before = dict(AttentionMaskInterface._global_mapping)
     reaches("gpt2")
     with pytest.raises(UnsupportedModelError):
@@ -106,7 +106,7 @@ def test_no_mask_function_is_left_behind():
     assert dict(AttentionMaskInterface._global_mapping) == before
 
 
-def test_a_survey_leaves_generators_and_modes_alone():
+def test_recording_leaves_generators_and_modes_alone():
     model = tiny("gpt2").train()
     assert model.transformer.drop.training
     torch.manual_seed(3)

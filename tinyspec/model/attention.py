@@ -1,12 +1,14 @@
-"""Attention of a patched model: reads and writes pages, by the pass that the runner has set.
+"""Attention of a patched model over the pages of the pass that is running.
 
-Two doors to the same kernels: ``PagedAttention`` takes the place of an attention module of the
-standard layout; ``paged_attention_function`` serves every module that calls transformers' attention
-interface. Neither knows requests; what a pass needs stands in one ``AttentionContext``.
+Two ways to the same kernels: ``PagedAttention`` replaces attention modules of the standard
+structure; ``paged_attention_function`` serves every module that calls transformers' attention
+interface. Neither knows requests; what a pass needs is in one ``AttentionContext``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import itemgetter
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -19,16 +21,16 @@ from tinyspec.model.attention_calls import Layer
 from tinyspec.model.equivalence import eps_name
 from tinyspec.model.introspection import AttentionRecorder
 
-# The name under which transformers knows paged attention. No mask function goes by it, so models
+# The name of paged attention in transformers' registries. No mask function has this name, so models
 # build no masks: causality comes from the segments.
 IMPLEMENTATION = "tinyspec"
 
 
 class PendingRope(NamedTuple):
-    """RoPE of a layer's q and k that is left to the KV write.
+    """The rotation of a layer's q and k that is left to the KV write.
 
-    owner: the stand-in's ``DeferredRope``. q, k: as they were handed on, unrotated. whole: they are
-    what reaches the attention interface. angles: cos and sin [R, rot].
+    owner: the layer's ``DeferredRope``. q, k: unrotated. whole: the attention interface gets these
+    very tensors. angles: cos and sin [R, rot].
     """
 
     owner: object
@@ -40,10 +42,9 @@ class PendingRope(NamedTuple):
 
 
 class AttentionContext:
-    """What attention layers share: the kernels, the pool, the pass that is running, in which
-    thread. Another thread's forward has no business with it.
+    """What attention layers share: the kernels, the KV pool, the running pass and its thread.
 
-    layers: the attention calls of a pass, in order, as the survey found them.
+    layers: the attention calls of a pass, in order. A forward in another thread is refused.
     """
 
     def __init__(self) -> None:
@@ -60,7 +61,7 @@ class AttentionContext:
         self._calls = 0
 
     def record(self, recorder: AttentionRecorder | None, positions: Tensor | None = None) -> None:
-        """Have this thread's attention calls noted by ``recorder``, at these positions."""
+        """Send this thread's attention calls to ``recorder``; None ends it."""
         self.recorder, self.positions = recorder, positions
         self.thread = get_ident()
 
@@ -71,18 +72,18 @@ class AttentionContext:
         self._calls = 0
 
     def check(self) -> None:
-        """Raise RuntimeError where a forward did not call attention as often as its survey did, or
-        rotated q and k that it did not attend with."""
+        """Raise RuntimeError if the forward that ended made fewer attention calls than recorded at
+        load, or left a rotation undone."""
         if self._calls != len(self.layers):
             raise RuntimeError(
                 f"the model called attention {self._calls} times in a pass, {len(self.layers)} "
-                "times in its survey: which of its layers run must not depend on its rows"
+                "times when it was loaded: which of its layers run must not depend on its rows"
             )
         if self._pending is not None:
-            raise RuntimeError("a layer rotated q and k and did not call attention with them")
+            raise RuntimeError("a layer rotated q and k and then did not call attention")
 
     def end(self) -> None:
-        """The pass is over, however it went."""
+        """The pass has ended or failed."""
         self.segments = self.slot_mapping = self.positions = self._pending = None
 
     def serves(self) -> bool:
@@ -90,15 +91,15 @@ class AttentionContext:
         return self.segments is not None and self.thread == get_ident()
 
     def leave_rope(self, rope: PendingRope) -> None:
-        """Leave RoPE of the q and k of the next attention call to the KV write."""
+        """Leave the rotation of the next attention call's q and k to the KV write."""
         if self._pending is not None:
             raise RuntimeError("a layer rotated q and k twice before it called attention")
         self._pending = rope
 
     def take_rope(self, module: nn.Module, q: Tensor, k: Tensor) -> PendingRope | None:
-        """What ``module`` has left of its rotation in this pass, once.
+        """The rotation that ``module`` has left to this call, or None.
 
-        Raises RuntimeError where q and k are not those that it was asked to rotate.
+        Raises RuntimeError if it was another module's, or q and k are not what was left unrotated.
         """
         if self._pending is None or not self.serves():
             return None
@@ -107,34 +108,36 @@ class AttentionContext:
         if not own or (rope.whole and not (q is rope.q and k is rope.k)):
             raise RuntimeError(
                 f"{type(module).__name__} called attention with other q and k than were rotated "
-                "before, unlike when it was loaded: what it does must not depend on its rows"
+                "before, unlike when the model was loaded: this must not depend on its rows"
             )
         return rope
 
-    def _next(self, module: nn.Module) -> int:
-        """The number of this attention call in the pass. Raises RuntimeError where the survey found
-        another module to make it."""
-        number, layers = self._calls, self.layers
-        expected = layers[number] if number < len(layers) else None
-        if expected is None or expected.module_id != id(module):
-            known = (layer.name for layer in layers if layer.module_id == id(module))
-            name = next(known, type(module).__name__)
-            where = f"{expected.name} did" if expected else f"it made {len(layers)} calls"
+    def _next(self, module: nn.Module) -> Layer:
+        """The record of this attention call; RuntimeError if it is another module's."""
+        recorded = self.layers[self._calls : self._calls + 1]
+        if not recorded or recorded[0].module_id != id(module):
+            names = [layer.name for layer in self.layers if layer.module_id == id(module)]
             raise RuntimeError(
-                f"{name} made attention call {number} of a pass, where in the model's survey "
-                f"{where}: which of its layers run, and in which order, must not depend on its rows"
+                f"attention call {self._calls} of a pass came from "
+                f"{[*names, type(module).__name__][0]}, when the model was loaded from "
+                f"{recorded[0].name if recorded else 'no module'}: which of its layers run, and in "
+                "which order, must not depend on its rows"
             )
         self._calls += 1
-        return number
+        return recorded[0]
 
-    def packed(self, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """cos and sin [1, R, rot] as [R, rot], the same for all layers that are handed the same."""
+    def angles(
+        self, given: tuple[Tensor, Tensor], layout: Callable[[Tensor], Tensor] = itemgetter(0)
+    ) -> tuple[Tensor, Tensor]:
+        """``layout`` of cos and sin [1, R, n], [R, rot]: the same tensors for all layers of a pass
+        that are given the same."""
         if self.segments is None:
-            return angles  # ``attend`` says what is wrong
-        cos, sin = angles
-        key = "packed", id(cos), id(sin)
+            return given  # ``attend`` raises
+        cos, sin = given
+        key = layout, id(cos), id(sin)
         if key not in self.segments.derived:
-            self.segments.derived[key] = (cos[0], sin[0]), angles
+            # Keeps cos and sin alive: id() is the key.
+            self.segments.derived[key] = (layout(cos), layout(sin)), given
         return self.segments.derived[key][0]
 
     def attend(
@@ -147,19 +150,19 @@ class AttentionContext:
         norm: dict[str, Any],
         **scores: Any,
     ) -> Tensor:
-        """``module``'s next call: write k and v [R, Hkv, D] to their slots; attend with q.
+        """One attention call of ``module``: write k and v [R, Hkv, D] to their slots, attend with q
+        [R, Hq, D].
 
-        q [R, Hq, D].
-        v may be narrower than q and k, or wider: the cache's heads are as wide as the wider.
+        v may have another width than q and k: heads of the cache have the larger.
         """
         if not self.serves() or self.kernels is None or self.segments is None:
             raise RuntimeError(
                 "this model's attention is served by tinyspec: generate through its Engine, or "
                 "close that to use the model by itself"
             )
-        layer = self._next(module)
+        number, layer = self._calls, self._next(module)
         cos, sin = rope or (None, None)
-        k_cache, v_cache = self.k[layer], self.v[layer]
+        k_cache, v_cache = self.k[number], self.v[number]
         dim, width = k_cache.shape[-1], v.shape[-1]
         if q.shape[-1] < dim:
             q, k = pad(q, (0, dim - q.shape[-1])), pad(k, (0, dim - k.shape[-1]))
@@ -169,19 +172,22 @@ class AttentionContext:
         q = self.kernels.fused_kv_write(
             q, k, v, cos, sin, k_cache, v_cache, self.slot_mapping, derived=derived, **norm
         )
-        reach = self.layers[layer].reach
-        if reach.window:
-            scores["window"] = reach.window
-        if reach.chunk:
-            scores["chunk"] = reach.chunk
-        out = self.kernels.paged_attention(q, k_cache, v_cache, self.segments, **scores)
+        out = self.kernels.paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            self.segments,
+            window=layer.reach.window,
+            chunk=layer.reach.chunk,
+            **scores,
+        )
         return out if width == dim else out[..., :width].contiguous()
 
 
 class PagedAttention(nn.Module):
-    """Attention with separate q, k, v projections, optional q/k norm and standard RoPE, over pages.
+    """Attention over pages with q, k, v and o projections, RoPE and optional q/k norm.
 
-    Shares the projections of the module that it stands in for, under the same names.
+    Shares the projections and norms of the module that it replaces, under the same names.
     """
 
     q_proj: nn.Module
@@ -203,11 +209,10 @@ class PagedAttention(nn.Module):
         self.head_dim: int = original.head_dim  # type: ignore[assignment]
         self.scores = {"scale": scale, "softcap": softcap}
         self.has_norm = hasattr(original, "q_norm")
-        # Of its own: the projections are shared, and may be in another mode.
         self.training = original.training
 
     def _norm(self) -> dict[str, Any]:
-        """Norms of q and k, with the weights that they have now."""
+        """What the KV write needs to norm q and k: the weights may have been replaced."""
         if not self.has_norm:
             return {}
         q, k = self.q_norm, self.k_norm
@@ -224,7 +229,7 @@ class PagedAttention(nn.Module):
         q = self.q_proj(hidden_states).view(rows, -1, self.head_dim)
         k = self.k_proj(hidden_states).view(rows, -1, self.head_dim)
         v = self.v_proj(hidden_states).view(rows, -1, self.head_dim)
-        rope = self.context.packed(position_embeddings)
+        rope = self.context.angles(position_embeddings)
         out = self.context.attend(self, q, k, v, rope, self._norm(), **self.scores)
         return self.o_proj(out.view(1, rows, -1)), None
 

@@ -1,11 +1,11 @@
-"""What attention a model calls: heads of every layer and the keys that its rows see."""
+"""Records of attention calls: heads, the keys that a row attends to, the calling module."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class Reach:
-    """The keys that a row sees: those of its window, of its chunk, or (both 0) all before it."""
+    """The keys that a row attends to: of its window, of its chunk, or (both 0) all before it."""
 
     window: int = 0
     chunk: int = 0
@@ -28,7 +28,7 @@ class Reach:
 
 @dataclass
 class AttentionCall:
-    """One call of attention in a forward; scale: of its scores."""
+    """One attention call of a forward; scale: of the scores."""
 
     module: nn.Module
     shape: LayerShape
@@ -37,23 +37,26 @@ class AttentionCall:
 
 
 class Layer(NamedTuple):
-    """Which module a pass's attention call is expected from, and the keys that its rows see."""
+    """What is expected of an attention call of a pass: the calling module, the keys of its rows."""
 
     name: str
     module_id: int
     reach: Reach
 
 
-class GivenCall(NamedTuple):
-    """The arguments of one call of a module."""
+class ModuleCall(NamedTuple):
+    """The arguments of one call of an attention module."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
+    @property
+    def hidden(self) -> Any:
+        """The hidden states [1, R, hidden]."""
+        return self.args[0] if self.args else self.kwargs.get("hidden_states")
 
-@dataclass
-class Survey:
-    """All attention calls of a forward, in order; whether the model heeds ``logits_to_keep``."""
-
-    calls: list[AttentionCall]
-    keeps_logits: bool
+    def of(self, hidden: Tensor) -> ModuleCall:
+        """The same call on other hidden states."""
+        if self.args:
+            return ModuleCall((hidden, *self.args[1:]), self.kwargs)
+        return ModuleCall((), {**self.kwargs, "hidden_states": hidden})

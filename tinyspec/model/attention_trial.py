@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tinyspec.kernels import backend
 from tinyspec.kernels.attention_metadata import AttentionMetadata
 from tinyspec.model.attention import AttentionContext, PagedAttention
-from tinyspec.model.attention_calls import AttentionCall, GivenCall, Layer, Reach
+from tinyspec.model.attention_calls import AttentionCall, Layer, ModuleCall, Reach
 from tinyspec.model.equivalence import (
     ROWS,
     described,
@@ -38,56 +38,44 @@ Make = Callable[[nn.Module, AttentionContext], nn.Module]
 
 
 class Trial:
-    """One call of an attention module, to be made by its stand-ins with random rows."""
+    """One call of an attention module, made by its stand-ins with random rows."""
 
-    def __init__(self, call: AttentionCall, given: GivenCall):
-        args, kwargs = given
-        hidden = args[0] if args else kwargs["hidden_states"]
-        rows = probe_rows(tuple(hidden.shape[2:]), hidden.dtype, hidden.device)[None]
-        self.call, self.rows = call, rows
-        self.args = (rows, *args[1:]) if args else ()
-        self.kwargs = kwargs if args else {**kwargs, "hidden_states": rows}
+    def __init__(self, call: AttentionCall, given: ModuleCall):
+        hidden = given.hidden
+        self.call = call
+        self.rows = probe_rows(tuple(hidden.shape[2:]), hidden.dtype, hidden.device)[None]
+        self.given = given.of(self.rows)
         self.context = AttentionContext()
         self.context.kernels = replace(backend.load("torch"), paged_attention=self._attend)
         self._reached: tuple[Any, ...] = ()
 
     def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        segments: AttentionMetadata,
-        scale: float,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, segments: AttentionMetadata, **scores: Any
     ) -> Tensor:
-        self._reached = (q, k, v, scale, softcap, sinks)
+        given = (scores["scale"], scores.get("softcap", 0.0), scores.get("sinks"))
+        self._reached = (q, k, v, *given)
         return probe_rows(tuple(q.shape[1:]), q.dtype, q.device)
 
     def run(self, module: nn.Module) -> tuple[Any, ...] | None:
-        """What reached attention, and what the module returned; None where it also keeps something
-        or changes what it is given."""
+        """What reached attention, and what the module returned; None if it also keeps something, or
+        changes a table that it is given."""
         context, shape, like = self.context, self.call.shape, self.rows
         cache = (1, ROWS, shape.num_kv_heads, shape.head_dim)
         context.k, context.v = [like.new_zeros(cache)], [like.new_zeros(cache)]
         context.layers = [Layer("", id(module), Reach())]
-        rows = torch.arange(ROWS, device=like.device)
-        ends = torch.tensor([0, ROWS], dtype=torch.int32, device=like.device)
-        one_prompt = AttentionMetadata(ends[None], ends, ends[1:], ROWS, ROWS, ROWS)
-        kwargs = {k: dict(v) if isinstance(v, dict) else v for k, v in self.kwargs.items()}
+        args, kwargs = self.given
+        kwargs = {k: dict(v) if isinstance(v, dict) else v for k, v in kwargs.items()}
         tables = [vars(module), *(x for x in kwargs.values() if isinstance(x, dict))]
-        before = [dict(table) for table in tables]
-        context.begin(one_prompt, rows, rows)
+        before = _contents(tables)
+        rows = torch.arange(ROWS, device=like.device)
+        segments = AttentionMetadata.of([(0, ROWS)], [[0]], ROWS, like.device)
+        context.begin(segments, rows, rows)
         try:
-            returned = module(*self.args, **kwargs)
+            returned = module(*args, **kwargs)
             context.check()
         finally:
             context.end()
-        kept = any(
-            was.keys() != table.keys() or any(was[name] is not table[name] for name in was)
-            for was, table in zip(before, tables, strict=True)
-        )
-        return None if kept else (*self._reached, returned)
+        return (*self._reached, returned) if _contents(tables) == before else None
 
     def attempt(self, make: Make) -> tuple[Any, ...] | None:
         """``run`` of a stand-in; None where it cannot stand in."""
@@ -105,6 +93,10 @@ class Trial:
         expected = self.attempt(_itself)
         equal = (make for make in makes if _same(self.attempt(make), expected))
         return None if expected is None else next(equal, None)
+
+
+def _contents(tables: list[dict[str, Any]]) -> list[list[tuple[str, int]]]:
+    return [[(name, id(value)) for name, value in table.items()] for table in tables]
 
 
 def _itself(module: nn.Module, context: AttentionContext) -> nn.Module:
@@ -151,7 +143,7 @@ WAYS: tuple[Way, ...] = (fused, rope_left_out)
 
 def stand_ins(
     calls: list[AttentionCall],
-    given: dict[int, list[GivenCall]],
+    given: dict[int, list[ModuleCall]],
     context: AttentionContext,
     ways: tuple[Way, ...],
 ) -> dict[int, nn.Module]:
@@ -164,7 +156,7 @@ def stand_ins(
     made: dict[int, nn.Module] = {}
     for call in calls:
         module, arguments = call.module, given[id(call.module)]
-        if len(arguments) != 1 or not _may_have_one(module):
+        if len(arguments) != 1 or not _may_have_one(module, arguments[0]):
             continue
         key = (kind_of(module), *map(described, arguments[0]), call.shape, call.scale, call.reach)
         if key not in tried:
@@ -178,8 +170,9 @@ def stand_ins(
     return made
 
 
-def _may_have_one(module: nn.Module) -> bool:
-    """Whether a module's own forward is its class's, and a plain function."""
+def _may_have_one(module: nn.Module, given: ModuleCall) -> bool:
+    """Whether a module runs its class's forward, a plain function, on hidden states."""
     forward = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
     own = own_forward(module, forward) is not None
-    return not own and isinstance(type(module).forward, FunctionType)
+    plain = isinstance(type(module).forward, FunctionType)
+    return plain and not own and isinstance(given.hidden, Tensor)

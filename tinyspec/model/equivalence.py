@@ -1,7 +1,7 @@
-"""Whether a stand-in gives the bits of the module that it stands for: what both are run with.
+"""Comparing a module with its stand-in bit for bit: inputs, weights, equality, kinds of modules.
 
-Inputs and weights of the comparison are random: weights of the user's that are all zero or one
-would make a wrong stand-in look right. Knows modules; neither attention nor norms.
+Inputs and weights are random: weights of the model that are all zero or one could hide a
+difference. Knows modules; neither attention nor norms.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from tinyspec.model.quantized import is_packed
 
 ROWS = 64
 DRAWN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# What two modules of one kind may have of their own; children are described by themselves.
+# Attributes in which modules of one kind may differ; children are listed by themselves.
 APART = ("layer_idx", "training", "_modules")
 T = TypeVar("T")
 
 
 def probe_rows(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Random rows [ROWS, *shape] of many magnitudes: where rounding or an epsilon differs, it
-    shows."""
+    """Random rows [ROWS, *shape] of many magnitudes, so that another rounding or epsilon shows."""
     generator = torch.Generator().manual_seed(ROWS)
     x = torch.randn(ROWS, *shape, generator=generator)
     x *= 2.0 ** torch.randint(-3, 4, x.shape, generator=generator)
@@ -34,8 +33,7 @@ def probe_rows(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device 
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are the same bit for bit, and hold more than one number over and over,
-    which would say nothing."""
+    """Whether two tensors are equal bit for bit, and not constant: that would prove nothing."""
     if a.shape != b.shape or a.dtype != b.dtype or not len(a):
         return False
     same = torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
@@ -43,7 +41,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _scratch(x: Tensor) -> Tensor:
-    """Another weight, random: vectors and numbers about 1, of matrices outputs of inputs' size."""
+    """A random weight of the same shape: vectors around 1, matrices that keep the scale."""
     generator = torch.Generator(x.device).manual_seed(x.numel())
     noise = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
     drawn = noise / x.shape[-1] ** 0.5 if x.dim() > 1 else 1 + noise / 4
@@ -60,9 +58,9 @@ class _Holder(nn.Module):
 
 
 def with_scratch_weights(module: nn.Module, function: Callable[[], T]) -> T:
-    """What ``function`` returns while random weights stand in for those of ``module``.
+    """``function()`` while ``module`` has random weights; its own are not written to.
 
-    The module's own are not written to. Packed weights stay.
+    Packed weights stay.
     """
     holder = _Holder(module)
     weights: dict[str, Tensor] = dict(holder.named_parameters())
@@ -76,8 +74,8 @@ def with_scratch_weights(module: nn.Module, function: Callable[[], T]) -> T:
 
 
 def kind_of(module: nn.Module) -> Hashable:
-    """Class, settings and shapes of a module and of all inside it: equal for modules that differ in
-    their ``layer_idx`` and in the values of their weights alone."""
+    """Classes, settings and shapes of a module and its children: equal for modules that differ only
+    in ``layer_idx`` and in the values of their weights."""
     found: list[Hashable] = []
     for name, part in module.named_modules():
         settings = {k: v for k, v in vars(part).items() if k not in APART}
@@ -86,7 +84,7 @@ def kind_of(module: nn.Module) -> Hashable:
 
 
 def described(value: Any) -> Hashable:
-    """A hashable description: of tensors their shape and dtype, of other objects which they are."""
+    """A hashable description: tensors by shape and dtype, other objects by identity."""
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
         return type(value), value
     if isinstance(value, Tensor):

@@ -1,15 +1,16 @@
-"""RoPE left to the KV write: a stand-in that runs an attention module's own forward, whose
-``apply_rotary_pos_emb`` hands q and k on as they are and leaves cos and sin in the context.
+"""RoPE left to the KV write: a stand-in runs an attention module's own forward, in which
+``apply_rotary_pos_emb`` returns q and k unrotated and leaves cos and sin to the attention call.
 
-Knows the forms of RoPE that the kernel has; no model.
+Knows the forms of RoPE that the kernel computes; no model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,28 +23,29 @@ Rotate = Callable[..., tuple[Tensor, Tensor]]
 
 
 def twice(x: Tensor) -> Tensor:
-    """One number for both halves of a head."""
+    """Of a half of the head, for both halves."""
     return torch.cat((x, x), dim=-1)
 
 
 def pairs(x: Tensor) -> Tensor:
-    """The first half, for neighbours each."""
+    """Each number of the first half, for two neighbours."""
     return x[..., : x.shape[-1] // 2].repeat_interleave(2, dim=-1)
 
 
-class Rope(NamedTuple):
-    """A form of RoPE that the kernel has.
+@dataclass(frozen=True)
+class Rope:
+    """A form of RoPE that the kernel computes.
 
-    interleaved: neighbours form the pairs, not halves. spread: makes one number per element of the
-    rotated part of a head out of transformers' cos or sin. dtype: to rotate in.
+    interleaved: neighbouring dimensions form pairs, not the two halves. spread: transformers' cos
+    or sin to one number per rotated dimension. dtype: of the arithmetic.
     """
 
     interleaved: bool
     spread: Callable[[Tensor], Tensor]
     dtype: torch.dtype
 
-    def angles(self, x: Tensor) -> Tensor:
-        """cos or sin [1, R, n] of transformers' -> [R, rot]."""
+    def __call__(self, x: Tensor) -> Tensor:
+        """transformers' cos or sin [1, R, n] -> [R, rot]."""
         return self.spread(x[0]).to(self.dtype)
 
 
@@ -51,10 +53,10 @@ FORMS = ((False, Tensor.contiguous), (False, twice), (True, Tensor.contiguous), 
 
 
 class DeferredRope:
-    """Stands for ``apply_rotary_pos_emb`` in one module's forward, and leaves RoPE to the kernel.
+    """``apply_rotary_pos_emb`` of one stand-in: leaves the rotation to the KV write.
 
-    whole: q and k reach the attention interface as they are returned here; where not, other parts
-    of the head are joined to them first. left: whether RoPE was ever left to the kernel.
+    whole: the attention interface gets the tensors that are returned here; otherwise the rest of
+    the head is joined to them first. left: whether a rotation was ever left.
     """
 
     def __init__(self, rotate: Rotate, rope: Rope, whole: bool, context: AttentionContext):
@@ -65,17 +67,11 @@ class DeferredRope:
     def __call__(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """q and k as they are in a pass whose rows have these angles, else rotated."""
+        """q and k unrotated while a pass runs whose rows have these angles, else rotated."""
         context, rope = self.context, self.rope
-        segments = context.segments if context.serves() else None
-        if segments is None or list(cos.shape[:2]) != [1, q.shape[2]]:
+        if not context.serves() or list(cos.shape[:2]) != [1, q.shape[2]]:
             return self.rotate(q, k, cos, sin, *args, **kwargs)
-        # Once per pass for all layers that are given the same.
-        key = rope, id(cos), id(sin)
-        if key not in segments.derived:
-            # Keeps cos and sin alive: id() is the key.
-            segments.derived[key] = rope.angles(cos), rope.angles(sin), cos, sin
-        angles = segments.derived[key][:2]
+        angles = context.angles((cos, sin), layout=rope)
         context.leave_rope(PendingRope(self, q, k, self.whole, angles, rope.interleaved))
         self.left = True
         return q, k
@@ -89,7 +85,7 @@ def rotate_of(module: nn.Module) -> Rotate | None:
 
 
 class _Rewired(nn.Module):
-    """What a stand-in has besides its original's class."""
+    """Base of stand-ins that run another class's forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # No method of its own: a module that holds itself is freed late.
@@ -102,8 +98,8 @@ def _class(original: type) -> type[nn.Module]:
 
 
 def rewired(module: nn.Module, context: AttentionContext, rotate: Any) -> nn.Module:
-    """A module that shares everything with ``module`` and runs its forward, with ``rotate`` for
-    ``apply_rotary_pos_emb`` and with another context."""
+    """A module that shares everything with ``module`` and runs its forward with ``rotate`` in place
+    of ``apply_rotary_pos_emb``, and with another context."""
     forward: Any = type(module).forward
     scope = {**forward.__globals__, ROTATE: rotate}
     code, name = forward.__code__, forward.__name__
@@ -119,6 +115,6 @@ def rewired(module: nn.Module, context: AttentionContext, rotate: Any) -> nn.Mod
 
 
 def deferred(module: nn.Module, context: AttentionContext, rope: Rope, whole: bool) -> nn.Module:
-    """``module`` with its RoPE, found to be ``rope``, left to the KV write."""
+    """A stand-in of ``module``, whose rotation is ``rope``, that leaves it to the KV write."""
     rotate: Any = rotate_of(module)
     return rewired(module, context, DeferredRope(rotate, rope, whole, context))

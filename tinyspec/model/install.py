@@ -1,6 +1,6 @@
-"""Putting paged attention into a loaded model, and taking it out again without a trace.
+"""Putting paged attention and other stand-ins into a loaded model, and taking them out again.
 
-Knows modules and what a survey found of them; nothing of passes.
+Knows modules, nothing of passes.
 """
 
 from __future__ import annotations
@@ -12,11 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    AttentionInterface,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from tinyspec.config import EngineConfig
 from tinyspec.errors import unsupported
@@ -26,11 +22,11 @@ from tinyspec.model.attention import (
     PagedAttention,
     paged_attention_function,
 )
-from tinyspec.model.attention_calls import Layer, Survey
+from tinyspec.model.attention_calls import Layer
 from tinyspec.model.attention_trial import WAYS, stand_ins
 from tinyspec.model.cpu.linears import cpu_stand_ins
 from tinyspec.model.cpu.norms import norm_stand_ins
-from tinyspec.model.introspection import given_calls, survey
+from tinyspec.model.introspection import attention_calls, module_calls
 from tinyspec.model.linears import LinearFunction, kernel_stand_ins
 from tinyspec.model.modules import children
 from tinyspec.model.patched_model import PatchedModel
@@ -38,7 +34,6 @@ from tinyspec.model.positions import GivenPositions, RopeTable
 from tinyspec.model.quantized import repack_weights
 from tinyspec.model.supported import (
     LEAST_POSITIONS,
-    cache_windows,
     length_refusal,
     loading_refusal,
     max_positions,
@@ -50,7 +45,7 @@ from tinyspec.model.wrappers import CompiledCalls, compiled_modules, has_hooks
 
 
 def calls_interface(module: nn.Module) -> bool:
-    """Whether a module's forward looks for its attention where transformers keeps it."""
+    """Whether a module's forward looks its attention up in transformers' registry."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
@@ -67,20 +62,20 @@ def _is_rotary(module: nn.Module) -> bool:
 
 
 def _counts_positions(module: nn.Module) -> bool:
-    """Whether a module counts positions from a cache's length unless it is given them."""
+    """Whether a module derives positions from the cache's length unless it is given them."""
     takes = {"past_key_values_length", "position_ids"} <= {*_parameters(type(module).forward)}
     return isinstance(module, nn.Embedding) and takes
 
 
 def _always_swapped(model: nn.Module) -> list[nn.Module]:
-    """The modules that are swapped whatever they compute."""
+    """The modules that are replaced in every model, or unwrapped, and would lose their hooks."""
     found = [m for _, _, m in children(model) if _is_rotary(m) or _counts_positions(m)]
     wrappers = (parent.get_submodule(name) for parent, name, _ in compiled_modules(model))
     return found + [wrapper for wrapper in wrappers if has_hooks(wrapper)]
 
 
 def refuse_unsupported(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError naming what is in the way, ValueError if patched already."""
+    """Raise UnsupportedModelError with the reason, or ValueError if the model is patched."""
     if getattr(model, "_tinyspec", None) is not None:
         raise ValueError(
             "model is not allowed: it is served by another Engine, or patched; close that Engine, "
@@ -100,13 +95,13 @@ def _names(model: nn.Module) -> dict[int, str]:
 
 
 def _swap_refusal(model: nn.Module, swapped: Iterable[nn.Module]) -> str | None:
-    """What would not run any more of the modules that are swapped, or None."""
+    """Which hook or own forward of the modules that are replaced would no longer run, or None."""
     names = _names(model)
     return next(filter(None, (swap_refusal(names[id(m)], m) for m in swapped)), None)
 
 
 def _configs(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str | None]]:
-    """The configs that say which attention is called, and what they say now."""
+    """The configs that name the attention implementation, and the one that each names now."""
     holders = [m for m in model.modules() if isinstance(m, PreTrainedModel) or calls_interface(m)]
     found = {id(config): config for m in holders if (config := getattr(m, "config", None))}
     return [(config, config._attn_implementation) for config in found.values()]
@@ -117,11 +112,11 @@ def install(
     config: EngineConfig,
     linear: LinearFunction | None = None,
 ) -> PatchedModel:
-    """Swap the attention of ``model`` for paged attention; weights are shared, never copied.
+    """Replace the attention of ``model`` by paged attention; weights are shared, never copied.
 
     config: resolved. linear: the kernel that is to serve all plain linears.
 
-    Raises UnsupportedModelError naming what is in the way, ValueError if it is patched already.
+    Raises UnsupportedModelError with the reason, ValueError if the model is patched already.
     """
     assert config.max_model_len and config.max_rows
     refuse_unsupported(model)
@@ -171,16 +166,15 @@ def _install(
 
 
 def _swap_attention(patched: PatchedModel, positions: int) -> None:
-    """Find out what attention the model calls, and put in the stand-ins for it."""
+    """Record the attention calls of the model, and replace the modules that have stand-ins."""
     model, context = patched.model, patched.context
     repack_weights(model, model.dtype)  # before a forward in inference mode does
     with TorchState(model)():
-        found = survey(model, IMPLEMENTATION, context.record)
-        _refuse_cache_windows(model, found)
-        modules = {id(call.module): call.module for call in found.calls}
+        calls, keeps_logits = attention_calls(model, IMPLEMENTATION, context.record)
+        modules = {id(call.module): call.module for call in calls}
         last = max(positions, min(LEAST_POSITIONS, max_positions(model))) - 1
-        given = given_calls(model, context.record, modules, last)
-        made = stand_ins(found.calls, given, context, WAYS)
+        arguments = module_calls(model, context.record, modules, last)
+        made = stand_ins(calls, arguments, context, WAYS)
     swapped = [modules[key] for key in made]
     for stand_in in made.values():
         if isinstance(stand_in, PagedAttention) and stand_in.has_norm:
@@ -191,19 +185,11 @@ def _swap_attention(patched: PatchedModel, positions: int) -> None:
     for parent, name, module in children(model):
         if id(module) in made:
             patched.swap(parent, name, made[id(module)])
-    patched.layers += [call.shape for call in found.calls]
-    patched.keeps_logits = found.keeps_logits
-    for call in found.calls:
+    patched.layers += [call.shape for call in calls]
+    patched.keeps_logits = keeps_logits
+    for call in calls:
         module = made.get(id(call.module), call.module)
         context.layers.append(Layer(names[id(call.module)], id(module), call.reach))
-
-
-def _refuse_cache_windows(model: PreTrainedModel, found: Survey) -> None:
-    seen = {size for call in found.calls for size in (call.reach.window, call.reach.chunk)}
-    others = cache_windows(model) - seen
-    if others:
-        why = f"its cache has a window of {min(others)} where its masks have none"
-        raise unsupported(model, why)
 
 
 def patched_of(model: PreTrainedModel) -> PatchedModel:
@@ -212,7 +198,7 @@ def patched_of(model: PreTrainedModel) -> PatchedModel:
 
 
 def uninstall(model: PreTrainedModel) -> None:
-    """Give ``model`` its own attention back; a model without ours is left alone."""
+    """Undo ``install``; a model that is not patched is left as it is."""
     patched: PatchedModel | None = model.__dict__.pop("_tinyspec", None)
     if patched is None:
         return

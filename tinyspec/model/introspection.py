@@ -1,9 +1,8 @@
-"""What attention a model calls, and in which order: read off forwards of a few rows, not off names.
+"""Which attention a model calls, and in which order: recorded in forwards of a few rows.
 
-The attention of those forwards computes nothing; it notes what reaches it. The masks that a model
-makes for itself say which keys a layer sees, whether or not a window is passed on. With attention
-silenced no row may know its neighbours: where one does, the model keeps state other than keys and
-values. Knows transformers' interfaces; no pages.
+Attention is replaced by a recorder that returns zeros. Rows must then be independent of each other;
+if not, the model keeps state other than keys and values. Knows transformers' attention interface;
+no pages.
 """
 
 from __future__ import annotations
@@ -17,16 +16,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tinyspec.errors import unsupported
-from tinyspec.model.attention_calls import AttentionCall, GivenCall, LayerShape, Reach, Survey
+from tinyspec.model.attention_calls import AttentionCall, LayerShape, ModuleCall, Reach
 from tinyspec.model.equivalence import ROWS as PROBE_ROWS
 from tinyspec.model.masks import Masks, UnknownAttention
-from tinyspec.model.supported import vocab_size
+from tinyspec.model.supported import cache_windows, vocab_size
 
 ROWS = 12
-# How far logits move, by the largest of them, when rows stand elsewhere in a pass, at most.
+# How much logits may differ, relative to the largest, when rows change places in a pass.
 ROUNDING = {torch.float32: 5e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
-# Arguments of an attention call that say what is known otherwise, or nothing without a cache.
+# Arguments of an attention call that do not change which keys a row sees, or nothing at all.
 SILENT = {
+    *("softcap", "s_aux"),
     *("dropout", "position_ids", "use_cache", "cache_position", "past_key_values", "layer_idx"),
     *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
     *("logits_to_keep", "head_mask", "position_embeddings"),
@@ -35,7 +35,7 @@ SILENT = {
 
 
 class AttentionRecorder:
-    """Stands for attention in one forward: notes every call, and returns zeros."""
+    """Replaces attention in one forward: records every call and returns zeros."""
 
     def __init__(self, masks: Masks):
         self._masks = masks
@@ -54,7 +54,7 @@ class AttentionRecorder:
         scale: float,
         **scores: Any,
     ) -> tuple[Tensor, None]:
-        """As an attention function of transformers'."""
+        """Has the signature of transformers' attention functions."""
         try:
             reach = self._reach(module, mask, **scores)
         except UnknownAttention as error:
@@ -73,8 +73,6 @@ class AttentionRecorder:
         mask: Tensor | None,
         is_causal: bool | None = None,
         sliding_window: int | None = None,
-        softcap: float | None = None,
-        s_aux: Tensor | None = None,
         **others: Any,
     ) -> Reach:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -93,27 +91,27 @@ class AttentionRecorder:
 
 
 def accepted(model: nn.Module, **given: Any) -> dict[str, Any]:
-    """Those of the arguments that the model's forward takes."""
+    """The arguments that the model's forward takes."""
     takes = inspect.signature(type(model).forward).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in takes.values())
     return {name: value for name, value in given.items() if open_ended or name in takes}
 
 
-Listen = Callable[[AttentionRecorder | None, Tensor | None], None]
+Record = Callable[[AttentionRecorder | None, Tensor | None], None]
 
 
 def _forward(
     model: PreTrainedModel,
-    listen: Listen,
+    record: Record,
     recorder: AttentionRecorder,
     order: Tensor,
     positions: Tensor,
     **more: Any,
 ) -> Tensor:
-    """Logits of the tokens number ``order``, at ``positions``, with attention recorded."""
+    """Logits of the sample tokens ``order`` at ``positions``, with attention recorded."""
     ids = (order * 7 + 3) % vocab_size(model)
     positions = positions.to(model.device)
-    listen(recorder, positions)
+    record(recorder, positions)
     arguments = accepted(
         model,
         input_ids=ids[None].to(model.device),
@@ -128,22 +126,24 @@ def _forward(
         why = f"a forward over its attention's interface raised {type(error).__name__}: {error}"
         raise unsupported(model, why) from error
     finally:
-        listen(None, None)
+        record(None, None)
 
 
-def survey(model: PreTrainedModel, implementation: str, listen: Listen) -> Survey:
-    """Run a few rows through ``model``, whose attention is ``implementation`` and calls the
-    recorder that ``listen`` is given.
+def attention_calls(
+    model: PreTrainedModel, implementation: str, record: Record
+) -> tuple[list[AttentionCall], bool]:
+    """The attention calls of a forward, in order; whether the model follows ``logits_to_keep``.
 
-    Raises UnsupportedModelError where what reaches attention is not all that a row has to know.
+    record: sends calls of the attention ``implementation`` to a recorder. Raises
+    UnsupportedModelError if a row depends on more than its position and what attention gets.
     """
     rows, masks = torch.arange(ROWS), Masks()
     first, reversed_, moved = (AttentionRecorder(masks) for _ in range(3))
-    with masks.noted(implementation):
-        logits = _forward(model, listen, first, rows, rows)
-    other = _forward(model, listen, reversed_, rows.flip(0), rows.flip(0))
+    with masks.registered(implementation):
+        logits = _forward(model, record, first, rows, rows)
+    other = _forward(model, record, reversed_, rows.flip(0), rows.flip(0))
     ends = torch.tensor([0, ROWS - 1], device=model.device)
-    elsewhere = _forward(model, listen, moved, rows, rows + 1, logits_to_keep=ends)
+    elsewhere = _forward(model, record, moved, rows, rows + 1, logits_to_keep=ends)
     keeps_logits = len(elsewhere) == len(ends)
     reason = first.reason
     if not first.calls:
@@ -156,20 +156,25 @@ def survey(model: PreTrainedModel, implementation: str, listen: Listen) -> Surve
         logits[ends] if keeps_logits else logits, elsewhere
     ):
         reason = "its rows do not know their positions (it ignores position_ids)"
+    windows = cache_windows(model) - {
+        size for call in first.calls for size in (call.reach.window, call.reach.chunk)
+    }
+    if reason is None and windows:
+        reason = f"its cache has a window of {min(windows)} where its masks have none"
     if reason is not None:
         raise unsupported(model, reason)
-    return Survey(first.calls, keeps_logits)
+    return first.calls, keeps_logits
 
 
-def given_calls(
-    model: PreTrainedModel, listen: Listen, modules: dict[int, nn.Module], last: int
-) -> dict[int, list[GivenCall]]:
-    """The calls of ``modules``, by id, in a forward of ``PROBE_ROWS`` rows at positions from 0 to
-    ``last``."""
-    found: dict[int, list[GivenCall]] = {key: [] for key in modules}
+def module_calls(
+    model: PreTrainedModel, record: Record, modules: dict[int, nn.Module], last: int
+) -> dict[int, list[ModuleCall]]:
+    """By the id of each of ``modules``: the arguments of its calls in a forward of ``PROBE_ROWS``
+    rows at positions from 0 to ``last``."""
+    found: dict[int, list[ModuleCall]] = {key: [] for key in modules}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found[id(module)].append(GivenCall(args, kwargs))
+        found[id(module)].append(ModuleCall(args, kwargs))
 
     hooks = [
         module.register_forward_pre_hook(note, with_kwargs=True) for module in modules.values()
@@ -177,7 +182,7 @@ def given_calls(
     try:
         positions = torch.linspace(0, last, PROBE_ROWS).long()
         recorder = AttentionRecorder(Masks())
-        _forward(model, listen, recorder, torch.arange(PROBE_ROWS), positions)
+        _forward(model, record, recorder, torch.arange(PROBE_ROWS), positions)
     finally:
         for hook in hooks:
             hook.remove()
@@ -185,11 +190,11 @@ def given_calls(
 
 
 def _alike(some: Tensor, others: Tensor, dtype: torch.dtype) -> bool:
-    """Whether logits of a model of ``dtype`` are the same but for rounding."""
+    """Whether logits of a model of ``dtype`` are equal up to rounding."""
     known = some.isfinite()
     if not torch.equal(known, others.isfinite()):
         return False
     some, others = some[known], others[known]
     if not len(some):
-        return True  # it says nothing either way
+        return True
     return bool((some - others).abs().max() <= ROUNDING[dtype] * some.abs().max().clamp(min=1e-6))

@@ -1,6 +1,7 @@
-"""The masks that a model makes for itself, read as the keys that a row sees.
+"""Which keys a row attends to, read from the masks that a model makes.
 
-They say it whether or not a window is passed to attention. Knows transformers' mask interface.
+A window shows in its mask whether or not it is passed to attention. Knows transformers' mask
+interface.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _ONE_AT_A_TIME = Lock()
 
 
 class UnknownAttention(Exception):
-    """What of an attention call is not known here."""
+    """Why an attention call cannot be served."""
 
 
 def reach_of(
@@ -30,48 +31,40 @@ def reach_of(
     chunked: bool = False,
     device: torch.device | str = "cpu",
 ) -> Reach | None:
-    """Which keys a mask function of transformers' lets a row see; ``size`` as it comes with it.
+    """The keys that a mask function of transformers, made with ``size``, lets a row attend to.
 
-    None where that is neither all before the row, nor a window, nor a chunk. A function that looks
-    something up per row knows ``rows`` rows; too few to tell a window from a chunk, ``chunked``
-    does.
+    None if they are not all before the row, a window or a chunk. A function that holds a table of
+    rows is evaluated for ``rows`` rows; where window and chunk agree on these, ``chunked`` decides.
     """
-
-    def seen(place: Tensor) -> Tensor:
-        zero = torch.zeros((), dtype=torch.long, device=device)
-        found = torch.as_tensor(mask_function(zero, zero, place[:, None], place))
-        return found.expand(len(place), len(place))
 
     edges = set(range(rows))
     if not _looks_up(mask_function):
         edges |= {63, 64, 1000}
         edges |= {n * (size or 1) + d for n in (1, 2, 5) for d in (-1, 0, 1)} - {-1}
-    place = torch.tensor(sorted(edges), device=device)
-    found = seen(place)
-    q, k = place[:, None], place
+    position = torch.tensor(sorted(edges), device=device)
+    q, k = position[:, None], position
+    zero = torch.zeros((), dtype=torch.long, device=device)
+    found = torch.as_tensor(mask_function(zero, zero, q, k)).expand(len(k), len(k))
     before = k <= q
-    kinds = {Reach(): before}
+    kinds = [(Reach(), before)]
     if size:
-        window, chunk = before & (k > q - size), before & (k // size == q // size)
-        pair = [(Reach(window=size), window), (Reach(chunk=size), chunk)]
-        kinds = dict([*(pair[::-1] if chunked else pair), *kinds.items()])
-    return next((reach for reach, keys in kinds.items() if torch.equal(found, keys)), None)
+        kinds.insert(0, (Reach(window=size), before & (k > q - size)))
+        kinds.insert(0 if chunked else 1, (Reach(chunk=size), before & (k // size == q // size)))
+    return next((reach for reach, keys in kinds if torch.equal(found, keys)), None)
 
 
-def _looks_up(function: Any) -> bool:
-    """Whether a mask function, or one that it is made of, holds a table of rows."""
-    held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    for value in held:
-        if isinstance(value, Tensor) and value.numel() > 1:
-            return True
-        parts = value if isinstance(value, (list, tuple)) else [value]
-        if any(callable(part) and _looks_up(part) for part in parts):
-            return True
-    return False
+def _looks_up(value: Any) -> bool:
+    """Whether a mask function, or one that it calls, holds a table of rows."""
+    if isinstance(value, Tensor):
+        return value.numel() > 1
+    if isinstance(value, (list, tuple)):
+        return any(map(_looks_up, value))
+    held = getattr(value, "__closure__", None) or ()
+    return any(_looks_up(cell.cell_contents) for cell in held)
 
 
 class Masks:
-    """The masks that a model makes, as long as they are noted."""
+    """The masks that a model makes while ``registered``."""
 
     def __init__(self) -> None:
         self._made: list[tuple[Tensor, Reach | None]] = []
@@ -88,7 +81,7 @@ class Masks:
         config: Any = None,
         **kwargs: Any,
     ) -> Tensor:
-        """As a mask function of transformers'; ``use_vmap`` says that the caller has rules."""
+        """Has the signature of transformers' mask functions; use_vmap: the model adds its own."""
         shape = batch_size, 1, q_length, kv_length
         mask = torch.ones(shape, dtype=torch.bool, device=device).tril()
         reach = None
@@ -99,7 +92,7 @@ class Masks:
         return mask
 
     def reach(self, mask: Tensor) -> Reach:
-        """What is known of a mask, or of a slice of it."""
+        """Of a mask that was made here, or of a slice of it."""
         for made, reach in self._made:
             if made.untyped_storage().data_ptr() == mask.untyped_storage().data_ptr():
                 if reach is None:
@@ -110,9 +103,11 @@ class Masks:
         raise UnknownAttention("has a mask of its own making")
 
     @contextmanager
-    def noted(self, implementation: str) -> Iterator[None]:
-        """Have models with this attention make masks here. The interface is the whole process's:
-        one at a time; another thread's pass makes a mask more, which paged attention passes over.
+    def registered(self, implementation: str) -> Iterator[None]:
+        """Models with this attention implementation make their masks here.
+
+        The registry belongs to the process, so one at a time; a pass in another thread makes masks
+        too, which paged attention ignores.
         """
         with _ONE_AT_A_TIME:
             AttentionMaskInterface.register(implementation, self.make)

@@ -1,4 +1,4 @@
-"""Learned positions and rotary tables that follow the positions of the pass."""
+"""Learned position embeddings and rotary tables by the positions of the running pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tinyspec.model.attention import AttentionContext
 
 
 class GivenPositions(nn.Module):
-    """A learned embedding of positions that would count from a cache's length: it is told them."""
+    """A learned position embedding that would derive positions from the cache: given the pass's."""
 
     def __init__(self, original: nn.Module, context: AttentionContext):
         super().__init__()
@@ -21,26 +21,26 @@ class GivenPositions(nn.Module):
         self.training = original.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As the original, at the positions of the pass."""
+        """The original's embeddings at the positions of the pass."""
         return self._original[0](*args, **{**kwargs, "position_ids": self._context.positions})
 
 
 class RopeTable(nn.Module):
-    """What a rotary module says of every position, computed once by that module itself.
+    """The outputs of a rotary module for all positions, computed once by that module.
 
-    A row's rotation then depends on its position alone, whatever shares the pass. For each of the
-    further arguments that the module is called with (a type of layers) there is a table.
+    A row's rotation then depends on its position alone, not on other rows of the pass. One table
+    for each set of further arguments (a layer type).
     """
 
     def __init__(self, rotary: nn.Module, positions: int, like: Tensor):
         super().__init__()
-        self._rotary = [rotary]  # not a child: nothing of it is to be found here
+        self._rotary = [rotary]  # not a child: not listed among the modules
         self._like = like
-        self._place = torch.arange(positions, device=like.device)[None]
+        self._positions = torch.arange(positions, device=like.device)[None]
         self._tables: dict[tuple[Any, ...], tuple[Tensor, ...] | Tensor] = {}
 
     def __getattr__(self, name: str) -> Any:
-        """Settings of the module that it stands for, which some models read."""
+        """Attributes of the rotary module, which some models read."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -51,7 +51,7 @@ class RopeTable(nn.Module):
         found = self._tables.get(key)
         if found is None:
             with torch.no_grad():
-                made = self._rotary[0](self._like, self._place, *args, **kwargs)
+                made = self._rotary[0](self._like, self._positions, *args, **kwargs)
             found = made[0] if isinstance(made, Tensor) else tuple(part[0] for part in made)
             self._tables[key] = found
         return found
@@ -59,8 +59,8 @@ class RopeTable(nn.Module):
     def forward(
         self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, ...] | Tensor:
-        """position_ids [1, R] -> what the module says of them: mostly cos and sin [1, R, rot]."""
-        if position_ids.dim() != 2:  # rows and columns of pictures beside the tokens' places
+        """position_ids [1, R] -> the rotary module's output: mostly cos and sin [1, R, rot]."""
+        if position_ids.dim() != 2:  # several per token, as of images
             return self._rotary[0](x, position_ids, *args, **kwargs)
         rows = position_ids[0]
         table = self._table(*args, **kwargs)

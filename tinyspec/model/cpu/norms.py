@@ -1,7 +1,6 @@
-"""A stand-in for RMSNorm on a CPU, on its own shared weight: fewer operators for the same bits, and
-fewer still in fast mode, where bits may differ.
+"""RMSNorm on a CPU in fewer operators with the same bits, and in fast mode in fewer still.
 
-A module gets one if the stand-in gives its bits. Knows modules, and not when fast mode is on.
+A module is replaced if the stand-in gives its bits. Knows modules, not when fast mode is on.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from tinyspec.model.wrappers import has_hooks, own_forward
 
 
 class CpuRMSNorm(nn.Module):
-    """An RMSNorm that shares the weight of the module that it stands in for."""
+    """An RMSNorm that shares the weight of the module that it replaces."""
 
     weight: Tensor
 
@@ -39,11 +38,11 @@ class CpuRMSNorm(nn.Module):
         self.train(norm.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., n] -> [..., n] in its dtype; with transformers' bits unless in fast mode."""
+        """x [..., n] -> [..., n]; the original's bits unless in fast mode."""
         eps: float = getattr(self, self._eps_name)
         wide = x.float()
         if self._fast_mode.on:
-            # One walk over the rows, where squares and their mean take two.
+            # Reads the rows once; squares and their mean read them twice.
             length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
             mean = torch.addcmul(self._addend(eps), length, length, value=1 / x.shape[-1])
         elif wide is x and self.weight.dtype == x.dtype:
@@ -56,7 +55,7 @@ class CpuRMSNorm(nn.Module):
         return scaled.mul_(self.weight) if self.weight.dtype == x.dtype else self.weight * scaled
 
     def _addend(self, eps: float) -> Tensor:
-        """The epsilon as a tensor, which costs less to add than a number."""
+        """The epsilon as a tensor: quicker to add than a number."""
         if self._eps is None or self._eps[0] != eps:
             self._eps = eps, torch.tensor(eps)
         return self._eps[1]
@@ -80,7 +79,7 @@ def norm_stand_ins(
 
 
 def _has_parts(module: nn.Module) -> bool:
-    """Whether a module has what an RMSNorm on a CPU has: one vector and an epsilon."""
+    """Whether a module has the parts of an RMSNorm on a CPU, and its class's forward."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or is_packed(weight):
         return False
@@ -90,7 +89,7 @@ def _has_parts(module: nn.Module) -> bool:
 
 
 def is_rms_norm(norm: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether ``CpuRMSNorm`` gives a module's bits, for rows of ``dtype`` and of wider dtypes."""
+    """Whether ``CpuRMSNorm`` gives the bits of a module, for rows of ``dtype`` and wider ones."""
 
     def equal() -> bool:
         stand_in = CpuRMSNorm(norm, FastMode())
@@ -99,7 +98,7 @@ def is_rms_norm(norm: nn.Module, dtype: torch.dtype) -> bool:
             x = probe_rows(width, kind, stand_in.weight.device)
             try:
                 found = norm(x)
-            except Exception:  # it takes something else than rows
+            except Exception:  # it takes other arguments
                 return False
             if not isinstance(found, Tensor) or not same_bits(found, stand_in(x)):
                 return False
