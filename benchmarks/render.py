@@ -198,6 +198,9 @@ def benchmark_table(benchmarks: Iterable[dict[str, Any]]) -> str:
         if all("sweep" in member["extra_info"] for member in members):
             parts += _share_tables(group, [member["extra_info"] for member in members])
             continue
+        if all("way" in member["extra_info"] for member in members):
+            parts += [f"### {group}", _way_table([member["extra_info"] for member in members])]
+            continue
         if len({member["name"] for member in members}) < len(members):
             members = [
                 {**member, "extra_info": {"file": member["file"], **member["extra_info"]}}
@@ -269,6 +272,24 @@ def _share_means(sweeps: list[dict[str, Any]]) -> list[str]:
         rows.append(row)
     header = ["dtype", "over", "50 %: geometric mean", "lowest", "100 %: geometric mean", "lowest"]
     return [table(header, rows), LLM_42]
+
+
+def _way_table(measured: list[dict[str, Any]]) -> str:
+    """A row a way and dtype: ratios by workload and their geometric mean; also that of the way."""
+    ratios: dict[str, dict[tuple[str, str], float]] = {}
+    for one in measured:
+        ratios.setdefault(one["way"], {})[one["dtype"], one["workload"]] = one["ratio"]
+    workloads = list(dict.fromkeys(one["workload"] for one in measured))
+    rows = []
+    for way, found in ratios.items():
+        for dtype in dict.fromkeys(dtype for dtype, _ in found):
+            mine = [found.get((dtype, name)) for name in workloads]
+            known = [ratio for ratio in mine if ratio is not None]
+            cells = ["" if ratio is None else f"{ratio:.3f}" for ratio in mine]
+            rows.append([way, dtype, *cells, f"{geometric_mean(known):.3f}", ""])
+        rows[-1][-1] = f"**{geometric_mean(found.values()):.3f}**"
+    header = ["way", "dtype", *workloads, "geometric mean", "of the way"]
+    return "Ratio: time without the way over time with it.\n\n" + table(header, rows)
 
 
 def _number(value: Any) -> str:
