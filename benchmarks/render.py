@@ -3,14 +3,15 @@
     python benchmarks/render.py results/*.json [--plots FOLDER] [--scrub]
 
 Reads what `probe.py --json` and `pytest --benchmark-json` save; benchmarks of one group share a
-table, whichever files they are in, and say which where more than one has them. Knows the two
-formats, and measures nothing.
+table; where several files have one benchmark, a column names the file. Knows the two formats, and
+measures nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -74,25 +75,25 @@ def ranges(members: Sequence[int], tried: Sequence[int]) -> str:
 
 
 def classes_text(measured: dict[str, Any]) -> str:
-    """Classes as ranges: the reference's in bold, then the others, then the loners together.
+    """Classes as ranges: the reference's in bold, then the others, then classes of one together.
 
-    Left out are row counts whose results depend on the row index: they agree with nothing.
+    Left out are row counts whose results depend on the row index: they agree with no other.
     """
     reference, moved = measured["reference"], measured.get("position_dependent", ())
     tried = _tried(measured)
     classes = [[n for n in members if n not in moved] for members in measured["classes"]]
     if sorted(classes[0]) == tried:
         return f"**all: {ranges(tried, tried)}**"
-    texts, loners = [], []
+    texts, singles = [], []
     for members in sorted(filter(None, classes), key=lambda some: (reference not in some, some)):
         if reference in members:
             texts.append(f"**{ranges(members, tried)}**")
         elif len(members) > 1:
             texts.append(ranges(members, tried))
         else:
-            loners += members
-    if loners:
-        texts.append(("each alone: " if len(loners) > 1 else "") + ranges(loners, tried))
+            singles += members
+    if singles:
+        texts.append(("each alone: " if len(singles) > 1 else "") + ranges(singles, tried))
     return "; ".join(texts)
 
 
@@ -279,10 +280,10 @@ def _way_table(measured: list[dict[str, Any]]) -> str:
     ratios: dict[str, dict[tuple[str, str], float]] = {}
     for one in measured:
         ratios.setdefault(one["way"], {})[one["dtype"], one["workload"]] = one["ratio"]
-    workloads = list(dict.fromkeys(one["workload"] for one in measured))
+    workloads = sorted({one["workload"] for one in measured}, key=_numbers_by_value)
     rows = []
-    for way, found in ratios.items():
-        for dtype in dict.fromkeys(dtype for dtype, _ in found):
+    for way, found in sorted(ratios.items()):
+        for dtype in sorted({dtype for dtype, _ in found}):
             mine = [found.get((dtype, name)) for name in workloads]
             known = [ratio for ratio in mine if ratio is not None]
             cells = ["" if ratio is None else f"{ratio:.3f}" for ratio in mine]
@@ -292,12 +293,17 @@ def _way_table(measured: list[dict[str, Any]]) -> str:
     return "Ratio: time without the way over time with it.\n\n" + table(header, rows)
 
 
+def _numbers_by_value(name: str) -> list[str | int]:
+    """A key to sort by: equal-4 before equal-16."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
 def _number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """Medians as bars; says so and returns where matplotlib is missing."""
+    """Medians as bars; without matplotlib a message instead."""
     try:
         from matplotlib import pyplot
     except ImportError:
