@@ -50,9 +50,9 @@ def test_an_engine_probes_with_its_softcap(monkeypatch):
         assert softcap
         assert {layer.softcap for layer in engine._runner.layers} == {softcap}
         assert all(probe_attention(engine._runner))
-        context = engine._runner._context
-        context.kernels = replace(
-            context.kernels,
+        runner = engine._runner
+        runner.kernels = replace(
+            runner.kernels,
             paged_attention=lambda q, *_, softcap, **__: q * (1 + (len(q) == 1) * (softcap > 0)),
         )
         assert not any(probe_attention(engine._runner))
