@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AttentionMaskInterface, PreTrainedConfig
+from transformers import AttentionMaskInterface
 from transformers.masking_utils import (
     and_masks,
     causal_mask_function,
@@ -115,16 +115,6 @@ def test_a_survey_leaves_generators_and_modes_alone():
     with Engine(model):
         assert torch.equal(torch.rand(2), expected)
     assert model.transformer.drop.training and model.training
-
-
-def test_a_release_without_a_private_name_of_configs_is_refused(monkeypatch):
-    model = tiny("llama")
-    del model.config._attn_implementation_internal
-    with pytest.raises(UnsupportedModelError, match=r"no PreTrainedConfig\._attn_implementation,"):
-        Engine(model)
-    monkeypatch.setattr(PreTrainedConfig, "_attn_implementation", "eager")
-    with pytest.raises(UnsupportedModelError, match=r"no LlamaConfig\._attn_implementation_intern"):
-        Engine(model)
 
 
 def test_a_release_without_the_table_of_masks_is_refused(monkeypatch):

@@ -25,18 +25,17 @@ IMPLEMENTATION = "tinyspec"
 
 
 class PendingRope(NamedTuple):
-    """RoPE of a layer's q and k that is left to the KV write: cos and sin [R, rot].
+    """RoPE of a layer's q and k that is left to the KV write.
 
     owner: the stand-in's ``DeferredRope``. q, k: as they were handed on, unrotated. whole: they are
-    what reaches the attention interface.
+    what reaches the attention interface. angles: cos and sin [R, rot].
     """
 
     owner: object
     q: Tensor
     k: Tensor
     whole: bool
-    cos: Tensor
-    sin: Tensor
+    angles: tuple[Tensor, Tensor]
     interleaved: bool
 
 
@@ -256,7 +255,7 @@ def paged_attention_function(
         q,
         k,
         v,
-        rope and (rope.cos, rope.sin),
+        rope and rope.angles,
         {"interleaved": True} if rope and rope.interleaved else {},
         scale=scale,
         softcap=softcap or 0.0,

@@ -9,10 +9,12 @@ name; what 64 rows do not show, ``AttentionContext`` checks in every pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import product
+from types import FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,62 +31,25 @@ from tinyspec.model.equivalence import (
     same_bits,
     with_scratch_weights,
 )
-from tinyspec.model.fused_rope import deferred, rewired, rope_of, rotate_of, sharing
+from tinyspec.model.fused_rope import FORMS, DeferredRope, Rope, deferred, rewired, rotate_of
 from tinyspec.model.wrappers import own_forward
 
 Make = Callable[[nn.Module, AttentionContext], nn.Module]
 
 
-class Outcome(NamedTuple):
-    """What one run of a module showed: tensors that reached attention, how scores are made, what
-    the module returned."""
-
-    reached: tuple[Tensor, ...]
-    scores: tuple[Any, ...]
-    returned: Any
-
-    def same(self, other: Outcome | None) -> bool:
-        """Whether both are the same, bit for bit."""
-        return other is not None and all(map(_same, self, other))
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return same_bits(a, b)
-    if isinstance(a, tuple) and isinstance(b, tuple):
-        return len(a) == len(b) and all(map(_same, a, b))
-    return type(a) is type(b) and a == b
-
-
 class Trial:
-    """One call of an attention module, to be made by its stand-ins."""
+    """One call of an attention module, to be made by its stand-ins with random rows."""
 
     def __init__(self, call: AttentionCall, given: GivenCall):
-        self.call = call
+        args, kwargs = given
+        hidden = args[0] if args else kwargs["hidden_states"]
+        rows = probe_rows(tuple(hidden.shape[2:]), hidden.dtype, hidden.device)[None]
+        self.call, self.rows = call, rows
+        self.args = (rows, *args[1:]) if args else ()
+        self.kwargs = kwargs if args else {**kwargs, "hidden_states": rows}
         self.context = AttentionContext()
-        kernels = backend.load("torch")
-        self.context.kernels = replace(kernels, paged_attention=self._attend)
-        self._given = given
-        self._reached: list[Any] = []
-        self.rotated: list[tuple[Any, ...]] = []
-
-    def own(self, numbered: bool) -> Outcome | None:
-        """What the module itself does. numbered: it may read its ``layer_idx``."""
-        module = self.call.module
-        rotate = rotate_of(module)
-
-        def listening(*args: Any, **kwargs: Any) -> Any:
-            self.rotated.append((*args, *kwargs.values()))
-            return rotate(*args, **kwargs)  # type: ignore[misc]
-
-        self.rotated.clear()
-        if rotate is None:
-            copy = sharing(module, self.context)
-        else:
-            copy = rewired(module, self.context, listening)
-        if not numbered:
-            vars(copy).pop("layer_idx", None)
-        return self.run(copy)
+        self.context.kernels = replace(backend.load("torch"), paged_attention=self._attend)
+        self._reached: tuple[Any, ...] = ()
 
     def _attend(
         self,
@@ -96,137 +61,125 @@ class Trial:
         softcap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        self._reached.append(((q, k, v), (scale, softcap, sinks)))
+        self._reached = (q, k, v, scale, softcap, sinks)
         return probe_rows(tuple(q.shape[1:]), q.dtype, q.device)
 
-    def run(self, module: nn.Module) -> Outcome | None:
-        """None where the module raises, or leaves something behind."""
-        given = self._arguments()
-        if given is None:
-            return None
-        args, kwargs, like = given
-        context, shape = self.context, self.call.shape
+    def run(self, module: nn.Module) -> tuple[Any, ...] | None:
+        """What reached attention, and what the module returned; None where it also keeps something
+        or changes what it is given."""
+        context, shape, like = self.context, self.call.shape, self.rows
         cache = (1, ROWS, shape.num_kv_heads, shape.head_dim)
         context.k, context.v = [like.new_zeros(cache)], [like.new_zeros(cache)]
         context.layers = [Layer("", id(module), Reach())]
         rows = torch.arange(ROWS, device=like.device)
         ends = torch.tensor([0, ROWS], dtype=torch.int32, device=like.device)
-        page = ends.new_zeros(1, 1)
-        self._reached.clear()
-        context.begin(AttentionMetadata(page, ends, ends[1:], ROWS, ROWS, ROWS), rows, rows)
-        before = [dict(vars(module)), *(dict(x) for x in kwargs.values() if isinstance(x, dict))]
+        one_prompt = AttentionMetadata(ends[None], ends, ends[1:], ROWS, ROWS, ROWS)
+        kwargs = {k: dict(v) if isinstance(v, dict) else v for k, v in self.kwargs.items()}
+        tables = [vars(module), *(x for x in kwargs.values() if isinstance(x, dict))]
+        before = [dict(table) for table in tables]
+        context.begin(one_prompt, rows, rows)
         try:
-            returned = module(*args, **kwargs)
+            returned = module(*self.args, **kwargs)
             context.check()
-        except Exception:  # whatever it is: this stand-in cannot be one
-            return None
         finally:
             context.end()
-        after = [vars(module), *(x for x in kwargs.values() if isinstance(x, dict))]
-        if not all(map(_unchanged, before, after)):
+        kept = any(
+            was.keys() != table.keys() or any(was[name] is not table[name] for name in was)
+            for was, table in zip(before, tables, strict=True)
+        )
+        return None if kept else (*self._reached, returned)
+
+    def attempt(self, make: Make) -> tuple[Any, ...] | None:
+        """``run`` of a stand-in; None where it cannot stand in."""
+        try:
+            stand_in = make(self.call.module, self.context)
+            found = self.run(stand_in)
+        except Exception:  # of whatever kind
             return None
-        ((reached, scores),) = self._reached
-        return Outcome(reached, scores, returned)
+        rope = vars(stand_in).get("tinyspec_rope")
+        unused = isinstance(rope, DeferredRope) and not rope.left
+        return None if unused else found
 
-    def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any], Tensor] | None:
-        """The arguments, with random rows for the hidden states, and these."""
-        args: dict[Any, Any] = dict(enumerate(self._given.args))
-        kwargs = self._given.kwargs
-        kwargs = {k: dict(v) if isinstance(v, dict) else v for k, v in kwargs.items()}
-        for held in (args, kwargs):
-            for name, x in held.items():
-                if isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 3:
-                    rows = held[name] = probe_rows(tuple(x.shape[2:]), x.dtype, x.device)[None]
-                    return tuple(args.values()), kwargs, rows
-        return None
+    def first_equal(self, makes: list[Make]) -> Make | None:
+        """The first stand-in with the bits of the module itself."""
+        expected = self.attempt(_itself)
+        equal = (make for make in makes if _same(self.attempt(make), expected))
+        return None if expected is None else next(equal, None)
 
 
-def _unchanged(before: dict[str, Any], after: dict[str, Any]) -> bool:
-    return before.keys() == after.keys() and all(after[name] is before[name] for name in before)
+def _itself(module: nn.Module, context: AttentionContext) -> nn.Module:
+    own = rewired(module, context, rotate_of(module))
+    # One that reads its number here, without a cache, may do something else in other layers.
+    vars(own).pop("layer_idx", None)
+    return own
 
 
-Way = Callable[[Trial], Iterator[Make]]
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return same_bits(a, b)
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return type(a) is type(b) and a == b
 
 
-def fused(trial: Trial) -> Iterator[Make]:
+def fused(trial: Trial) -> list[Make]:
     """``PagedAttention``, for modules that have its parts."""
     module, call = trial.call.module, trial.call
-    norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
     parts = ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim")
+    norms = [getattr(module, name) for name in ("q_norm", "k_norm") if hasattr(module, name)]
     own = any(isinstance(norm, nn.Module) and own_forward(norm) is not None for norm in norms)
-    if all(hasattr(module, part) for part in parts) and not own:
-        yield partial(PagedAttention, scale=call.scale, softcap=call.shape.softcap)
+    if own or not all(hasattr(module, part) for part in parts):
+        return []
+    return [partial(PagedAttention, scale=call.scale, softcap=call.shape.softcap)]
 
 
-def rope_left_out(trial: Trial) -> Iterator[Make]:
-    """The module's own forward with RoPE left to the KV write, for modules that rotate once."""
-    rotate = rotate_of(trial.call.module)
-    if rotate is not None and [len(args) for args in trial.rotated] == [4]:
-        rope = rope_of(rotate, *trial.rotated[0])
-        if rope is not None:
-            for whole in (True, False):
-                yield partial(deferred, rope=rope, whole=whole)
+def rope_left_out(trial: Trial) -> list[Make]:
+    """The module's own forward with RoPE left to the KV write, for modules that rotate."""
+    if rotate_of(trial.call.module) is None:
+        return []
+    dtypes = dict.fromkeys((trial.rows.dtype, torch.float32))
+    return [
+        partial(deferred, rope=Rope(interleaved, spread, dtype), whole=whole)
+        for whole, dtype, (interleaved, spread) in product((True, False), dtypes, FORMS)
+    ]
 
 
+Way = Callable[[Trial], list[Make]]
 # In order of preference.
 WAYS: tuple[Way, ...] = (fused, rope_left_out)
 
 
-def choose(trial: Trial, ways: tuple[Way, ...]) -> tuple[Make | None, bool]:
-    """The first equal stand-in, and whether it is good for modules with another ``layer_idx``."""
-    own = trial.own(numbered=False)
-    alike = own is not None
-    own = own or trial.own(numbered=True)
-    if own is None:
-        return None, alike
-    makes = (make for way in ways for make in way(trial))
-    found = (make for make in makes if own.same(_run(trial, make)))
-    return next(found, None), alike
-
-
-def _run(trial: Trial, make: Make) -> Outcome | None:
-    try:
-        stand_in = make(trial.call.module, trial.context)
-    except Exception:  # it lacks what this stand-in needs
-        return None
-    return trial.run(stand_in)
-
-
 def stand_ins(
-    calls: list[AttentionCall], given: dict[int, list[GivenCall]], ways: tuple[Way, ...] = WAYS
-) -> dict[int, Make]:
-    """By a module's id, how to make its stand-in, of the modules that have one.
+    calls: list[AttentionCall],
+    given: dict[int, list[GivenCall]],
+    context: AttentionContext,
+    ways: tuple[Way, ...],
+) -> dict[int, nn.Module]:
+    """The stand-ins of modules that have one, by the module's id.
 
-    calls: of attention, in a forward; given: those of the modules that make them.
+    calls: of attention, in a forward; given: those of the modules that make them. Modules of one
+    kind that are called in the same way are tried once; one that is called twice has no stand-in.
     """
     tried: dict[Hashable, Make | None] = {}
-    found: dict[int, list[Make | None]] = {key: [] for key in given}
+    made: dict[int, nn.Module] = {}
     for call in calls:
-        makes, arguments = found[id(call.module)], given[id(call.module)]
-        one = arguments[len(makes)] if len(makes) < len(arguments) else None
-        makes.append(_way(call, one, ways, tried) if one is not None else None)
-    return {
-        key: makes[0]
-        for key, makes in found.items()
-        if makes and makes[0] is not None and all(make is makes[0] for make in makes)
-    }
+        module, arguments = call.module, given[id(call.module)]
+        if len(arguments) != 1 or not _may_have_one(module):
+            continue
+        key = (kind_of(module), *map(described, arguments[0]), call.shape, call.scale, call.reach)
+        if key not in tried:
+            trial = Trial(call, arguments[0])
+            makes = [make for way in ways for make in way(trial)]
+            tried[key] = None
+            if makes:
+                tried[key] = with_scratch_weights(module, partial(trial.first_equal, makes))
+        if (make := tried[key]) is not None:
+            made[id(module)] = make(module, context)
+    return made
 
 
-def _way(
-    call: AttentionCall,
-    given: GivenCall,
-    ways: tuple[Way, ...],
-    tried: dict[Hashable, Make | None],
-) -> Make | None:
-    module = call.module
+def _may_have_one(module: nn.Module) -> bool:
+    """Whether a module's own forward is its class's, and a plain function."""
     forward = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
-    if own_forward(module, forward) is not None:
-        return None
-    key = (kind_of(module), *map(described, given), call.shape, call.scale, call.reach)
-    if key not in tried:
-        trial = Trial(call, given)
-        make, alike = with_scratch_weights(module, partial(choose, trial, ways))
-        if not alike:
-            return make
-        tried[key] = make
-    return tried[key]
+    own = own_forward(module, forward) is not None
+    return not own and isinstance(type(module).forward, FunctionType)

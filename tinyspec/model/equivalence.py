@@ -17,7 +17,6 @@ from tinyspec.model.quantized import is_packed
 
 ROWS = 64
 DRAWN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # What two modules of one kind may have of their own; children are described by themselves.
 APART = ("layer_idx", "training", "_modules")
 T = TypeVar("T")
@@ -39,8 +38,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     which would say nothing."""
     if a.shape != b.shape or a.dtype != b.dtype or not len(a):
         return False
-    integers = INTEGERS[a.element_size()]
-    same = torch.equal(a.contiguous().view(integers), b.contiguous().view(integers))
+    same = torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
     return same and bool(a.min() != a.max())
 
 

@@ -6,7 +6,7 @@ Knows modules and what a survey found of them; nothing of passes.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -27,7 +27,7 @@ from tinyspec.model.attention import (
     paged_attention_function,
 )
 from tinyspec.model.attention_calls import Layer, Survey
-from tinyspec.model.attention_trial import WAYS, Make, stand_ins
+from tinyspec.model.attention_trial import WAYS, stand_ins
 from tinyspec.model.cpu.linears import cpu_stand_ins
 from tinyspec.model.cpu.norms import norm_stand_ins
 from tinyspec.model.introspection import given_calls, survey
@@ -72,17 +72,11 @@ def _counts_positions(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding) and takes
 
 
-def _swap_refusal(model: PreTrainedModel) -> str | None:
-    """What would not run any more of the modules that are always swapped, or None."""
-    names = _names(model)
-    swapped = [m for _, _, m in children(model) if _is_rotary(m) or _counts_positions(m)]
+def _always_swapped(model: nn.Module) -> list[nn.Module]:
+    """The modules that are swapped whatever they compute."""
+    found = [m for _, _, m in children(model) if _is_rotary(m) or _counts_positions(m)]
     wrappers = (parent.get_submodule(name) for parent, name, _ in compiled_modules(model))
-    swapped += [wrapper for wrapper in wrappers if has_hooks(wrapper)]
-    return next(filter(None, (swap_refusal(names[id(m)], m) for m in swapped)), None)
-
-
-def _names(model: nn.Module) -> dict[int, str]:
-    return {id(module): name for name, module in model.named_modules()}
+    return found + [wrapper for wrapper in wrappers if has_hooks(wrapper)]
 
 
 def refuse_unsupported(model: PreTrainedModel) -> None:
@@ -92,11 +86,23 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
             "model is not allowed: it is served by another Engine, or patched; close that Engine, "
             "or call tinyspec.unpatch(model), first"
         )
-    reason = refusal(model) or loading_refusal(model) or _swap_refusal(model)
-    if not any(map(calls_interface, model.modules())):
-        reason = reason or "its attention does not go through transformers' attention interface"
+    reason = (
+        refusal(model) or loading_refusal(model) or _swap_refusal(model, _always_swapped(model))
+    )
+    if reason is None and not any(map(calls_interface, model.modules())):
+        reason = "its attention does not go through transformers' attention interface"
     if reason is not None:
         raise unsupported(model, reason)
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    return {id(module): name for name, module in model.named_modules()}
+
+
+def _swap_refusal(model: nn.Module, swapped: Iterable[nn.Module]) -> str | None:
+    """What would not run any more of the modules that are swapped, or None."""
+    names = _names(model)
+    return next(filter(None, (swap_refusal(names[id(m)], m) for m in swapped)), None)
 
 
 def _configs(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str | None]]:
@@ -140,7 +146,6 @@ def _install(
     linear: LinearFunction | None,
 ) -> None:
     context = patched.context
-    names = _names(model)
     for parent, name, module in compiled_modules(model):
         patched.swap(parent, name, module)
     patched.compiled.set_aside()
@@ -153,7 +158,7 @@ def _install(
         elif _is_rotary(module):
             table = RopeTable(module, max(positions, LEAST_POSITIONS), like)
             patched.swap(parent, name, table)
-    _swap_attention(patched, names, positions)
+    _swap_attention(patched, positions)
     if linear is not None:
         for parent, name, served in kernel_stand_ins(model, linear):
             patched.swap(parent, name, served)
@@ -165,47 +170,32 @@ def _install(
         patched.swap(parent, name, norm)
 
 
-def _swap_attention(patched: PatchedModel, names: dict[int, str], positions: int) -> None:
+def _swap_attention(patched: PatchedModel, positions: int) -> None:
     """Find out what attention the model calls, and put in the stand-ins for it."""
     model, context = patched.model, patched.context
     repack_weights(model, model.dtype)  # before a forward in inference mode does
     with TorchState(model)():
         found = survey(model, IMPLEMENTATION, context.record)
         _refuse_cache_windows(model, found)
+        modules = {id(call.module): call.module for call in found.calls}
         last = max(positions, min(LEAST_POSITIONS, max_positions(model))) - 1
-        modules = list({id(call.module): call.module for call in found.calls}.values())
         given = given_calls(model, context.record, modules, last)
-        makes = stand_ins(found.calls, given, WAYS)
-    made: dict[int, nn.Module] = {}
+        made = stand_ins(found.calls, given, context, WAYS)
+    swapped = [modules[key] for key in made]
+    for stand_in in made.values():
+        if isinstance(stand_in, PagedAttention) and stand_in.has_norm:
+            swapped += [stand_in.q_norm, stand_in.k_norm]
+    if (reason := _swap_refusal(model, swapped)) is not None:
+        raise unsupported(model, reason)
+    names = _names(model)
     for parent, name, module in children(model):
-        if id(module) in makes:
-            if id(module) not in made:
-                made[id(module)] = _stand_in(model, module, makes[id(module)], context, names)
+        if id(module) in made:
             patched.swap(parent, name, made[id(module)])
     patched.layers += [call.shape for call in found.calls]
     patched.keeps_logits = found.keeps_logits
-    context.layers = [
-        Layer(names[id(call.module)], id(made.get(id(call.module), call.module)), call.reach)
-        for call in found.calls
-    ]
-
-
-def _stand_in(
-    model: PreTrainedModel,
-    module: nn.Module,
-    make: Make,
-    context: AttentionContext,
-    names: dict[int, str],
-) -> nn.Module:
-    """Raises UnsupportedModelError where hooks would not run any more."""
-    stand_in = make(module, context)
-    swapped = [module]
-    if isinstance(stand_in, PagedAttention):
-        swapped += [getattr(module, n) for n in ("q_norm", "k_norm") if hasattr(module, n)]
-    for each in swapped:
-        if (reason := swap_refusal(names[id(each)], each)) is not None:
-            raise unsupported(model, reason)
-    return stand_in
+    for call in found.calls:
+        module = made.get(id(call.module), call.module)
+        context.layers.append(Layer(names[id(call.module)], id(module), call.reach))
 
 
 def _refuse_cache_windows(model: PreTrainedModel, found: Survey) -> None:

@@ -162,16 +162,18 @@ def survey(model: PreTrainedModel, implementation: str, listen: Listen) -> Surve
 
 
 def given_calls(
-    model: PreTrainedModel, listen: Listen, modules: list[nn.Module], last: int
+    model: PreTrainedModel, listen: Listen, modules: dict[int, nn.Module], last: int
 ) -> dict[int, list[GivenCall]]:
     """The calls of ``modules``, by id, in a forward of ``PROBE_ROWS`` rows at positions from 0 to
     ``last``."""
-    found: dict[int, list[GivenCall]] = {id(module): [] for module in modules}
+    found: dict[int, list[GivenCall]] = {key: [] for key in modules}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         found[id(module)].append(GivenCall(args, kwargs))
 
-    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in modules]
+    hooks = [
+        module.register_forward_pre_hook(note, with_kwargs=True) for module in modules.values()
+    ]
     try:
         positions = torch.linspace(0, last, PROBE_ROWS).long()
         recorder = AttentionRecorder(Masks())

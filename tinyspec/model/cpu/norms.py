@@ -7,8 +7,6 @@ A module gets one if the stand-in gives its bits. Knows modules, and not when fa
 from __future__ import annotations
 
 from collections.abc import Hashable
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,21 +67,20 @@ def norm_stand_ins(
 ) -> list[tuple[nn.Module, str, CpuRMSNorm]]:
     """(parent, name, stand-in) for every RMSNorm of ``model``, whose rows are of ``dtype``, on a
     CPU."""
-    equal: dict[Hashable, bool] = {}
+    tried: dict[Hashable, bool] = {}
     found = []
     for parent, name, child in children(model):
-        if has_hooks(child) or not _may_have_one(child):
-            continue
-        kind = kind_of(child)
-        if kind not in equal:
-            equal[kind] = is_rms_norm(child, dtype)
-        if equal[kind]:
-            found.append((parent, name, CpuRMSNorm(child, fast_mode)))
+        if not has_hooks(child) and _has_parts(child):
+            kind = kind_of(child)
+            if kind not in tried:
+                tried[kind] = is_rms_norm(child, dtype)
+            if tried[kind]:
+                found.append((parent, name, CpuRMSNorm(child, fast_mode)))
     return found
 
 
-def _may_have_one(module: nn.Module) -> bool:
-    """Whether a module has what an RMSNorm on a CPU has: one vector, an epsilon, no parts."""
+def _has_parts(module: nn.Module) -> bool:
+    """Whether a module has what an RMSNorm on a CPU has: one vector and an epsilon."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or is_packed(weight):
         return False
@@ -94,21 +91,19 @@ def _may_have_one(module: nn.Module) -> bool:
 
 def is_rms_norm(norm: nn.Module, dtype: torch.dtype) -> bool:
     """Whether ``CpuRMSNorm`` gives a module's bits, for rows of ``dtype`` and of wider dtypes."""
-    if not _may_have_one(norm):
-        return False
-    return with_scratch_weights(norm, partial(_equal, norm, dtype))
 
-
-def _equal(norm: nn.Module, dtype: torch.dtype) -> bool:
-    stand_in = CpuRMSNorm(norm, FastMode())
-    weight: Any = norm.weight
-    with torch.no_grad():
-        for kind in {dtype, weight.dtype, torch.float32}:
-            x = probe_rows(tuple(weight.shape), kind, weight.device)
+    def equal() -> bool:
+        stand_in = CpuRMSNorm(norm, FastMode())
+        width = tuple(stand_in.weight.shape)
+        for kind in {dtype, stand_in.weight.dtype, torch.float32}:
+            x = probe_rows(width, kind, stand_in.weight.device)
             try:
                 found = norm(x)
             except Exception:  # it takes something else than rows
                 return False
             if not isinstance(found, Tensor) or not same_bits(found, stand_in(x)):
                 return False
-    return True
+        return True
+
+    with torch.no_grad():
+        return _has_parts(norm) and with_scratch_weights(norm, equal)
