@@ -58,20 +58,13 @@ class DoctorReport:
         header = ("bucket", "canonical", "ms/pass", "rows/s", "deterministic decoding", "broken by")
         rows: list[tuple[object, ...]] = [header]
         for bucket in results.buckets:
-            mark = "*" if bucket.rows == results.reference else ""
-            seconds = bucket.canonical_seconds
+            size = f"*{bucket.rows}" if bucket.rows == results.reference else bucket.rows
             canonical = ("own way" if bucket.tiled else "yes") if bucket.canonical else "no"
+            seconds = bucket.canonical_seconds
+            costs = f"{seconds * 1e3:.2f}", f"{bucket.rows / seconds:.0f}"
+            plan = self.plans.get(bucket.rows, "-")
             names = ", ".join(_short(name) for name in (*bucket.broken_by, *bucket.tiled))
-            rows.append(
-                (
-                    f"{mark}{bucket.rows}",
-                    canonical,
-                    f"{seconds * 1e3:.2f}",
-                    f"{bucket.rows / seconds:.0f}",
-                    self.plans.get(bucket.rows, "-"),
-                    names,
-                )
-            )
+            rows.append((size, canonical, *costs, plan, names))
         return table(rows, right=(0, 2, 3))
 
     def _notes(self, results: ProbeResults) -> list[str]:
