@@ -52,7 +52,7 @@ class AttentionContext:
         self.v: list[Tensor] = []
         self.layers: list[Layer] = []
         self.recorder: AttentionRecorder | None = None
-        self.segments: AttentionMetadata | None = None
+        self.metadata: AttentionMetadata | None = None
         self.positions: Tensor | None = None
         self.thread = 0
         self.slot_mapping: Tensor | None = None
@@ -64,9 +64,9 @@ class AttentionContext:
         self.recorder, self.positions = recorder, positions
         self.thread = get_ident()
 
-    def begin(self, segments: AttentionMetadata, slot_mapping: Tensor, positions: Tensor) -> None:
+    def begin(self, metadata: AttentionMetadata, slot_mapping: Tensor, positions: Tensor) -> None:
         """A pass begins in this thread."""
-        self.segments, self.slot_mapping, self.positions = segments, slot_mapping, positions
+        self.metadata, self.slot_mapping, self.positions = metadata, slot_mapping, positions
         self.thread = get_ident()
         self._calls = 0
 
@@ -83,11 +83,11 @@ class AttentionContext:
 
     def end(self) -> None:
         """The pass is over, however it went."""
-        self.segments = self.slot_mapping = self.positions = self._pending = None
+        self.metadata = self.slot_mapping = self.positions = self._pending = None
 
     def serves(self) -> bool:
         """Whether this thread's pass is running."""
-        return self.segments is not None and self.thread == get_ident()
+        return self.metadata is not None and self.thread == get_ident()
 
     def leave_rope(self, rope: PendingRope) -> None:
         """Leave RoPE of the q and k of the next attention call to the KV write."""
@@ -129,13 +129,13 @@ class AttentionContext:
 
     def packed(self, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """cos and sin [1, R, rot] as [R, rot], the same for all layers that are handed the same."""
-        if self.segments is None:
+        if self.metadata is None:
             return angles  # ``attend`` says what is wrong
         cos, sin = angles
         key = "packed", id(cos), id(sin)
-        if key not in self.segments.derived:
-            self.segments.derived[key] = (cos[0], sin[0]), angles
-        return self.segments.derived[key][0]
+        if key not in self.metadata.derived:
+            self.metadata.derived[key] = (cos[0], sin[0]), angles
+        return self.metadata.derived[key][0]
 
     def attend(
         self,
@@ -152,7 +152,7 @@ class AttentionContext:
         q [R, Hq, D].
         v may be narrower than q and k, or wider: the cache's heads are as wide as the wider.
         """
-        if not self.serves() or self.kernels is None or self.segments is None:
+        if not self.serves() or self.kernels is None or self.metadata is None:
             raise RuntimeError(
                 "this model's attention is served by tinyspec: generate through its Engine, or "
                 "close that to use the model by itself"
@@ -165,7 +165,7 @@ class AttentionContext:
             q, k = pad(q, (0, dim - q.shape[-1])), pad(k, (0, dim - k.shape[-1]))
         if width < dim:
             v = pad(v, (0, dim - width))
-        derived = self.segments.derived
+        derived = self.metadata.derived
         q = self.kernels.fused_kv_write(
             q, k, v, cos, sin, k_cache, v_cache, self.slot_mapping, derived=derived, **norm
         )
@@ -174,7 +174,7 @@ class AttentionContext:
             scores["window"] = reach.window
         if reach.chunk:
             scores["chunk"] = reach.chunk
-        out = self.kernels.paged_attention(q, k_cache, v_cache, self.segments, **scores)
+        out = self.kernels.paged_attention(q, k_cache, v_cache, self.metadata, **scores)
         return out if width == dim else out[..., :width].contiguous()
 
 

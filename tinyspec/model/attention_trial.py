@@ -56,7 +56,7 @@ class Trial:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        segments: AttentionMetadata,
+        metadata: AttentionMetadata,
         scale: float,
         softcap: float = 0.0,
         sinks: Tensor | None = None,

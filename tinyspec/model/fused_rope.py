@@ -67,15 +67,15 @@ class DeferredRope:
     ) -> tuple[Tensor, Tensor]:
         """q and k as they are in a pass whose rows have these angles, else rotated."""
         context, rope = self.context, self.rope
-        segments = context.segments if context.serves() else None
-        if segments is None or list(cos.shape[:2]) != [1, q.shape[2]]:
+        metadata = context.metadata if context.serves() else None
+        if metadata is None or list(cos.shape[:2]) != [1, q.shape[2]]:
             return self.rotate(q, k, cos, sin, *args, **kwargs)
         # Once per pass for all layers that are given the same.
         key = rope, id(cos), id(sin)
-        if key not in segments.derived:
+        if key not in metadata.derived:
             # Keeps cos and sin alive: id() is the key.
-            segments.derived[key] = rope.angles(cos), rope.angles(sin), cos, sin
-        angles = segments.derived[key][:2]
+            metadata.derived[key] = rope.angles(cos), rope.angles(sin), cos, sin
+        angles = metadata.derived[key][:2]
         context.leave_rope(PendingRope(self, q, k, self.whole, angles, rope.interleaved))
         self.left = True
         return q, k
