@@ -2,9 +2,9 @@
 
 Both sides of a ratio run in turns in one process, and the ratio is that of their medians. Before
 anything is timed in fp32, both must give the same tokens. Everything is included on both sides:
-prompts, planning, sampling, lists in and lists out; neither keeps a prompt for the next round. What
-``deterministic=True`` costs is measured by ``bench_share.py``. What one workload leaves on the heap
-moves another's times by up to a half, so each has a process of its own:
+prompts, planning, sampling, lists in and lists out; neither caches a prompt for the next round.
+What ``deterministic=True`` costs is measured by ``bench_share.py``. What one workload leaves on the
+heap changes another's times by up to a half, so each has a process of its own:
 
     for run in equal-{1,4,16,64}:9 long:7 ragged:2; do
         pytest benchmarks/bench_generate.py -k "${run%:*}-" --rounds "${run#*:}" \\
@@ -57,7 +57,7 @@ def workload(name: str, vocab: int, smoke: bool) -> Workload:
 
 @cache
 def model_for(dtype: str, smoke: bool, side: str) -> Any:
-    """The same weights for all sides; a model each, as engine and manager change theirs."""
+    """The same weights for all sides; a model for each, as engine and manager change theirs."""
     model = build("tiny" if smoke else "small", getattr(torch, dtype), DEVICE).eval()
     if side.endswith(SAME_LINEARS):
         for parent, name, linear in cpu_stand_ins(model, FastMode(on=True)):
@@ -67,7 +67,7 @@ def model_for(dtype: str, smoke: bool, side: str) -> Any:
 
 
 def by_generate(model: Any, work: Workload) -> list[list[int]]:
-    """Left-padded, the longest output for all: what a user of ``generate`` has to do."""
+    """Prompts padded on the left, and the longest output for all, as ``generate`` needs it."""
     longest = max(map(len, work.prompts))
     ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in work.prompts], device=DEVICE)
     mask = torch.tensor(
@@ -88,10 +88,10 @@ def by_generate(model: Any, work: Workload) -> list[list[int]]:
 def by_manager(model: Any, work: Workload) -> Iterator[tuple[Generate, Callable[[], None]]]:
     """What ``generate_batch`` wraps, with every request's own length, and how to stop its thread.
 
-    ``generate_batch`` itself has one length for all and takes its memory anew in every call; here
-    manager and cache stay, and the thread ends between rounds, untimed: beside it the other side's
-    threads would not spin. The cache holds all requests at once and a pass as many tokens as
-    tinyspec's; with its defaults it takes gigabytes on a CPU.
+    ``generate_batch`` itself has one length for all and allocates its memory in every call; here
+    manager and cache stay, and the thread ends between rounds, untimed: it would slow the other
+    side's threads. The cache holds all requests at once and a pass as many tokens as tinyspec's; by
+    default it allocates gigabytes on a CPU.
     """
     sizes = [len(p) + n for p, n in zip(work.prompts, work.lengths, strict=True)]
     config = ContinuousBatchingConfig(

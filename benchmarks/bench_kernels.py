@@ -49,7 +49,7 @@ def paged(sequences: int, context: int, rows: int, dtype: torch.dtype) -> tuple[
 
 
 def on_cpu(q: Any, k: Any, v: Any, metadata: AttentionMetadata) -> torch.Tensor:
-    """What the twin says, in fp32."""
+    """The twin's result, in fp32."""
     moved = replace(
         metadata,
         page_table=metadata.page_table.cpu(),
@@ -106,13 +106,14 @@ def bench_kv_write(benchmark: Any, rows: int, smoke: bool) -> None:
 def bench_sample(benchmark: Any, rows: int, temperature: float, smoke: bool) -> None:
     vocab = 1000 if smoke else 32000
     logits = torch.randn(rows, vocab, device=DEVICE)
-    heat = torch.full((rows,), temperature, device=DEVICE)
+    temperatures = torch.full((rows,), temperature, device=DEVICE)
     keys = torch.arange(rows, device=DEVICE) * 7919
-    places = torch.arange(rows, device=DEVICE)
-    tokens, _ = KERNELS.sample(logits, heat, keys, places)
+    positions = torch.arange(rows, device=DEVICE)
+    tokens, _ = KERNELS.sample(logits, temperatures, keys, positions)
     if temperature == 0:
         assert torch.equal(tokens, logits.argmax(-1))
-    time_it(benchmark, lambda: KERNELS.sample(logits, heat, keys, places), logits.numel() * 4)
+    moved = logits.numel() * 4
+    time_it(benchmark, lambda: KERNELS.sample(logits, temperatures, keys, positions), moved)
 
 
 @pytest.mark.benchmark(group="accept/truncate")

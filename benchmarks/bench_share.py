@@ -53,7 +53,7 @@ def engine(dtype: str, smoke: bool) -> Iterator[Engine]:
 @pytest.mark.parametrize("name", ARRIVING)
 @pytest.mark.benchmark(group="a share of the requests deterministic")
 def bench_share(benchmark: Any, engine: Engine, name: str, smoke: bool, rounds: int) -> None:
-    """``sweep`` has one entry a share; all of them run in every round, in an order that turns.
+    """``sweep`` has one entry a share; all run in every round, in an order that is then reversed.
 
     In every run a deterministic request must give the tokens that it gives when all are
     deterministic, and the mean entropy of the plain requests' tokens must be a trained model's.
@@ -124,8 +124,8 @@ def _latencies(plain: list[int], runs: dict[int, list[Served]], share: int) -> d
     """Latency ratios of the requests that are plain at ``share``, the same ones on both sides.
 
     p50 and p99 are by nearest rank over those requests in all rounds together, so with fewer than
-    a hundred values p99 is their maximum, a single hiccup included. ``slowest`` is milder: the
-    largest of the requests' own medians over the rounds.
+    a hundred values p99 is their maximum. ``slowest`` depends less on a single pause of the
+    machine: the largest of the requests' own medians over the rounds.
     """
     if not plain:
         return {}
@@ -170,7 +170,7 @@ def bench_deterministic(
 def _against_plain(
     benchmark: Any, engine: Engine, work: Workload, plain: list[SamplingParams], rounds: int
 ) -> None:
-    """All of ``work`` deterministic against ``plain``, handed to ``generate`` at once."""
+    """All of ``work`` deterministic against ``plain``, in one call of ``generate`` each."""
     prompts = [list(prompt) for prompt in work.prompts]
     asking = [replace(p, deterministic=True) for p in plain]
     runs = [engine.generate(prompts, asking)]
@@ -190,7 +190,7 @@ def _against_plain(
 @pytest.mark.benchmark(group="a deterministic chat, prefix cache on against off")
 def bench_chat_turns(benchmark: Any, engine: Engine, dtype: str, smoke: bool, rounds: int) -> None:
     """``ratio``: seconds without the prefix cache over seconds with it. ``prefill_ratio``: the same
-    for prompt rows. Both sides say the same, bit for bit."""
+    for prompt rows. Both sides give the same bits."""
     # A smoke run's turns fill a page each as well.
     turns, about, out = (3, engine.config.page_size, 8) if smoke else (8, 100, 100)
     rng = random.Random(3)
@@ -220,7 +220,7 @@ def bench_chat_turns(benchmark: Any, engine: Engine, dtype: str, smoke: bool, ro
 
 
 def _chat(engine: Engine, users: list[tuple[int, ...]], out: int) -> tuple[list[str], int]:
-    """Turn by turn, all that was said before sent again; what came back, and prompt rows run."""
+    """A chat, every prompt with all turns before it; the outputs' bits, and prompt rows run."""
     before = engine.stats().rows["prompt"]
     history: list[int] = []
     said = []

@@ -138,6 +138,7 @@ def bench_way(benchmark: Any, way: Way, name: str, dtype: str, smoke: bool, roun
 
 
 @pytest.mark.parametrize("name", ARRIVING)
+@pytest.mark.benchmark(group="a way switched off against on, all requests deterministic")
 def bench_direct(benchmark: Any, name: str, smoke: bool, rounds: int, tmp_path: Path) -> None:
     """Transposed linears (bf16, AMX) run directly where that was probed to have the same bits."""
     with ExitStack() as stack:

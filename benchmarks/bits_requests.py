@@ -1,5 +1,5 @@
-"""The requests whose bits `compare_bits.py` stores: models, prompts, parameters, and who runs
-beside whom. Uses what a user may call and nothing else, so that it runs on any version.
+"""The requests whose bits `compare_bits.py` stores: models, prompts, parameters, which run
+beside which. Uses the public API only, so that it runs on any version.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tinyspec import Engine, EngineConfig, RequestOutput, SamplingParams
 Entry = dict[str, Any]
 VOCAB = 384
 PAGE = 16
-# Wide enough that the order of a sum shows in its bits.
+# Wide enough that the order of a sum changes its bits.
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 192,
@@ -63,7 +63,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 DTYPES = ("float32", "bfloat16")
 LENGTHS = (1, 2, 15, 16, 17, 31, 33, 64, 65, 100, 129, 150)
 SHARED = 40  # leading tokens that every second longer prompt begins with
-# What the requests of a crowd ask, in turns.
+# Parameters of the requests of a crowd, in turns.
 ASKED: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 0.8},
@@ -80,7 +80,7 @@ ASKED: tuple[dict[str, Any], ...] = (
 
 
 class HalfTrueDrafter:
-    """Proposes what it was told will follow, with every third token replaced by another."""
+    """Proposes the known continuation, with every third token replaced by another."""
 
     def __init__(self, outputs: Iterable[RequestOutput]):
         self._texts = [[*o.prompt_token_ids, *o.completions[0].token_ids] for o in outputs]
@@ -97,9 +97,9 @@ class HalfTrueDrafter:
 
 
 class Writer:
-    """Serves one model's requests and notes what came out.
+    """Serves one model's requests and collects the results.
 
-    entries: as they are stored. seen: sums that show that the cases are what they are called.
+    entries: as they are stored. seen: sums that show that the cases do what their names say.
     """
 
     def __init__(self, family: str, dtype: str):
@@ -172,7 +172,7 @@ class Writer:
 
     def plain(self) -> None:
         """Plain requests in engines that serve nothing else: which pass holds which rows does not
-        hang on measured costs then."""
+        depend on measured costs then."""
         with Engine(self.model, config=EngineConfig(page_size=PAGE)) as engine:
             outputs = engine.generate(self.prompts, self.params)
             self.add("crowd", outputs)
@@ -241,7 +241,7 @@ class Writer:
 
     @staticmethod
     def repetitive(deterministic: bool) -> tuple[list[list[int]], list[SamplingParams]]:
-        """Prompts that an n-gram drafter finds something in."""
+        """Prompts in which n-grams repeat, for an n-gram drafter."""
         prompts = [random_tokens(50 + n, 6 + n) * 5 for n in range(4)]
         params = [
             SamplingParams(
@@ -301,7 +301,7 @@ class Writer:
             tinyspec.unpatch(self.model)
 
     def same_bits(self, ours: list[RequestOutput], theirs: list[RequestOutput]) -> None:
-        """What the package promises, seen to before anything is stored."""
+        """The package's promise, checked before anything is stored."""
         for a, b in zip(ours, theirs, strict=True):
             x, y = a.completions[0], b.completions[0]
             if x.token_ids != y.token_ids or repr(x.logprobs) != repr(y.logprobs):
@@ -333,7 +333,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 def write_requests() -> tuple[list[Entry], dict[str, int]]:
-    """All entries, and what shows that the cases are what they are called."""
+    """All entries, and the sums that show that the cases do what their names say."""
     entries: list[Entry] = []
     seen: Counter[str] = Counter()
     for family in FAMILIES:

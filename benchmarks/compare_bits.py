@@ -23,8 +23,8 @@ from typing import Any
 
 FORMAT = 1
 SHOWN = 10
-# What may differ between two files of one machine without a word.
-PASSING = ("load_average",)
+# What of the environment may differ between two files without being printed.
+IGNORED = ("load_average",)
 Entry = dict[str, Any]
 
 
@@ -51,10 +51,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def write(path: Path, threads: int) -> int:
-    """Serve all requests and store what came out."""
+    """Serve all requests and store the results."""
     with tempfile.TemporaryDirectory() as folder:
-        # Facts about buckets are kept under HF_HOME: those of another version must not be read, so
-        # this is set before anything imports huggingface_hub.
+        # Probe results are kept under HF_HOME; those of another version must not be read, so it is
+        # set before anything imports huggingface_hub.
         os.environ["HF_HOME"] = folder
         import torch
         import transformers
@@ -89,7 +89,7 @@ def compare(one: dict[str, Any], other: dict[str, Any], plain_too: bool = False)
     """Print what is equal by section, and the first differences; 1 if any of them counts."""
     before, after = one["environment"], other["environment"]
     for name in dict.fromkeys([*before, *after]):
-        if name not in PASSING and before.get(name) != after.get(name):
+        if name not in IGNORED and before.get(name) != after.get(name):
             print(f"environments differ: {name} {before.get(name)!r}, {after.get(name)!r}")
     pairs = list(_pairs(one["requests"], other["requests"]))
     differences: dict[bool, list[str]] = {True: [], False: []}

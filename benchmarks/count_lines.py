@@ -2,8 +2,8 @@
 
     python benchmarks/count_lines.py [PATH ...] [--files]
 
-A line counts if a token of code stands on it or runs over it; a docstring is a string that opens a
-module, class or function. Knows Python's grammar, not which files belong to a package: it counts
+A line counts if any part of a token of code is on it; a docstring is a string that begins a module,
+class or function. Knows Python's grammar, not which files belong to a package: it counts
 every .py file below the paths.
 """
 
@@ -69,7 +69,7 @@ def code_lines(source: str) -> int:
 
 
 def docstring_lines(source: str) -> set[int]:
-    """Lines that docstrings stand on."""
+    """Lines of docstrings."""
     found: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:

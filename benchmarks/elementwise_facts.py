@@ -1,7 +1,7 @@
 """Does an element-wise op or a reduction depend on a row's index, or on how many rows there are?
 
-Vectorised loops treat the elements left over at the end of a thread's share in another way; where a
-width is odd, that share moves with the row index. Knows no model, only widths.
+Vectorised loops compute the last elements of a thread's share by other instructions; at odd widths
+which elements these are depends on the row index. Knows no model, only widths.
 """
 
 from __future__ import annotations

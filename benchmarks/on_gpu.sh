@@ -23,7 +23,10 @@ else
 fi
 cache=$(mktemp -d "$out/cache.XXXXXX")
 trap 'rm -rf "$cache" ${smoke:+"$out"}' EXIT
-deadline=$((SECONDS + ${LIMIT_S:-570}))
+# The smoke run must pass on a busy machine as well: only a step that hangs takes so long.
+default_limit=570
+[[ -n $smoke ]] && default_limit=3600
+deadline=$((SECONDS + ${LIMIT_S:-$default_limit}))
 failed=0
 
 cd "$root" || exit 1
@@ -39,7 +42,9 @@ printf '| step | result | seconds |\n| --- | --- | --- |\n' >"$summary"
 step() {
     local name=$1 limit=$2 began=$SECONDS left=$((deadline - SECONDS)) status=0 result
     shift 2
-    ((left < limit)) && limit=$left
+    if [[ -n $smoke ]] || ((left < limit)); then
+        limit=$left
+    fi
     if ((limit < 5)); then
         status=124
     else

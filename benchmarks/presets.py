@@ -1,8 +1,8 @@
 """Models of a named shape with random weights, built without a network; or one from a folder.
 
 Random weights: a standard deviation of 0.06 rather than 0.02, because smaller ones leave the logits
-nearly equal and overstate ties. Random logits are still flatter than a trained model's: `sharpen`
-scales them. Knows no measurement.
+nearly equal, with more ties than a trained model has. Random logits are still flatter than a
+trained model's: `sharpen` scales them. Knows no measurement.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def numbers(text: str) -> list[int]:
 
 
 def pin(split_k: str) -> None:
-    """The ambient state of a deterministic pass: no TF32, no reduced-precision reductions."""
+    """Torch's settings of a deterministic pass: no TF32, no reduced-precision reductions."""
     torch.backends.cuda.matmul.allow_tf32 = False
     for kind in ("fp16", "bf16"):
         value = False if split_k == "default" else (False, False)
@@ -217,7 +217,7 @@ def measure_attention(model: nn.Module, config: Any, options: argparse.Namespace
 def measure_agreement(model: nn.Module, config: Any, options: argparse.Namespace) -> dict[str, Any]:
     """Fact 4: from one canonical KV cache, the next token of a one-row and of a reference pass.
 
-    The sequences continue by sampling at temperature 1, so that the states are many.
+    The sequences continue by sampling at temperature 1, so that states differ.
     """
     rows, device, prompt = options.reference, options.device, 16
     draw = generator(7, device)

@@ -3,14 +3,15 @@
     python benchmarks/render.py results/*.json [--plots FOLDER] [--scrub]
 
 Reads what `probe.py --json` and `pytest --benchmark-json` save; benchmarks of one group share a
-table, whichever files they are in, and say which where more than one has them. Knows the two
-formats, and measures nothing.
+table; where several files have one benchmark, a column names the file. Knows the two formats, and
+measures nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -74,25 +75,25 @@ def ranges(members: Sequence[int], tried: Sequence[int]) -> str:
 
 
 def classes_text(measured: dict[str, Any]) -> str:
-    """Classes as ranges: the reference's in bold, then the others, then the loners together.
+    """Classes as ranges: the reference's in bold, then the others, then classes of one together.
 
-    Left out are row counts whose results depend on the row index: they agree with nothing.
+    Left out are row counts whose results depend on the row index: they agree with no other.
     """
     reference, moved = measured["reference"], measured.get("position_dependent", ())
     tried = _tried(measured)
     classes = [[n for n in members if n not in moved] for members in measured["classes"]]
     if sorted(classes[0]) == tried:
         return f"**all: {ranges(tried, tried)}**"
-    texts, loners = [], []
+    texts, singles = [], []
     for members in sorted(filter(None, classes), key=lambda some: (reference not in some, some)):
         if reference in members:
             texts.append(f"**{ranges(members, tried)}**")
         elif len(members) > 1:
             texts.append(ranges(members, tried))
         else:
-            loners += members
-    if loners:
-        texts.append(("each alone: " if len(loners) > 1 else "") + ranges(loners, tried))
+            singles += members
+    if singles:
+        texts.append(("each alone: " if len(singles) > 1 else "") + ranges(singles, tried))
     return "; ".join(texts)
 
 
@@ -198,6 +199,9 @@ def benchmark_table(benchmarks: Iterable[dict[str, Any]]) -> str:
         if all("sweep" in member["extra_info"] for member in members):
             parts += _share_tables(group, [member["extra_info"] for member in members])
             continue
+        if all("way" in member["extra_info"] for member in members):
+            parts += [f"### {group}", _way_table([member["extra_info"] for member in members])]
+            continue
         if len({member["name"] for member in members}) < len(members):
             members = [
                 {**member, "extra_info": {"file": member["file"], **member["extra_info"]}}
@@ -271,12 +275,35 @@ def _share_means(sweeps: list[dict[str, Any]]) -> list[str]:
     return [table(header, rows), LLM_42]
 
 
+def _way_table(measured: list[dict[str, Any]]) -> str:
+    """A row a way and dtype: ratios by workload and their geometric mean; also that of the way."""
+    ratios: dict[str, dict[tuple[str, str], float]] = {}
+    for one in measured:
+        ratios.setdefault(one["way"], {})[one["dtype"], one["workload"]] = one["ratio"]
+    workloads = sorted({one["workload"] for one in measured}, key=_numbers_by_value)
+    rows = []
+    for way, found in sorted(ratios.items()):
+        for dtype in sorted({dtype for dtype, _ in found}):
+            mine = [found.get((dtype, name)) for name in workloads]
+            known = [ratio for ratio in mine if ratio is not None]
+            cells = ["" if ratio is None else f"{ratio:.3f}" for ratio in mine]
+            rows.append([way, dtype, *cells, f"{geometric_mean(known):.3f}", ""])
+        rows[-1][-1] = f"**{geometric_mean(found.values()):.3f}**"
+    header = ["way", "dtype", *workloads, "geometric mean", "of the way"]
+    return "Ratio: time without the way over time with it.\n\n" + table(header, rows)
+
+
+def _numbers_by_value(name: str) -> list[str | int]:
+    """A key to sort by: equal-4 before equal-16."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
 def _number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """Medians as bars; says so and returns where matplotlib is missing."""
+    """Medians as bars; without matplotlib a message instead."""
     try:
         from matplotlib import pyplot
     except ImportError:

@@ -28,7 +28,7 @@ class RowClasses:
 def row_classes(
     fn: RowFunction, inputs: Tensor, row_counts: Iterable[int], reference: int
 ) -> RowClasses:
-    """Fact 2: all `inputs` `[pool, features]` through passes of each row count, classed by bits.
+    """Fact 2: all `inputs` `[pool, features]` through passes of each row count, grouped by bits.
 
     Every row of the pool goes through a pass of every row count, at a cost of pool / row count
     passes; so agreement is over all rows, and transitive.

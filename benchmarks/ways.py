@@ -122,7 +122,7 @@ def without_keeping_the_heap() -> AbstractContextManager[object]:
 
     They hold for a process: what an engine has set before stays.
     """
-    return patch.object(model_runner, "keep_heap", lambda: None)
+    return patch.object(model_runner, "keep_freed_memory", lambda: False)
 
 
 class _NoLinear:

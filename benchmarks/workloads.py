@@ -1,8 +1,8 @@
 """What the suites run: prompts with lengths and arrivals, served step by step, and clocks.
 
-A workload is a function of its name, the vocabulary and the size alone; who is deterministic is
-decided beside it, so that both sides of a ratio serve the same prompts with the same seeds. Knows
-engines, and no benchmark's verdict.
+A workload depends on its name, the vocabulary and the size only; which requests are deterministic
+is a separate argument, so that both sides of a ratio serve the same prompts with the same seeds.
+Knows engines, and not what a benchmark makes of the times.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Workload:
         self, deterministic: Collection[int], processors: tuple[Any, ...] = ()
     ) -> list[SamplingParams]:
         """Every second request is sampled at temperature 1 with its number as seed, the others
-        are greedy; those in ``deterministic`` are so."""
+        are greedy. deterministic: numbers of the requests that are."""
         return [
             SamplingParams(
                 max_new_tokens=length,
@@ -57,8 +57,8 @@ class Workload:
         ]
 
     def chosen(self, share: int) -> frozenset[int]:
-        """Who is deterministic at ``share`` percent: the nearest number of requests, one at least,
-        from the front of one fixed shuffle, so that a smaller share is part of a larger one."""
+        """The deterministic requests at ``share`` percent, rounded, one at least: the first of a
+        fixed shuffle, so that a smaller share is part of a larger one."""
         order = list(range(len(self.prompts)))
         random.Random(2).shuffle(order)
         count = max(1, round(len(order) * share / 100)) if share else 0
@@ -107,8 +107,8 @@ ARRIVING_SMOKE = {
 def arriving(name: str, vocab: int, smoke: bool) -> Workload:
     """One of ``ARRIVING``: half of its requests at once, then one more every few engine steps.
 
-    Steps, not seconds: what arrives when does not depend on the machine. A run of slower passes
-    sees its requests later, one of more passes sooner, so latencies hold no growing queue.
+    In steps, not seconds, so that arrivals do not depend on the machine's speed and slow passes
+    cause no growing queue.
     """
     sizes = (ARRIVING_SMOKE if smoke else ARRIVING)[name]
     rng = random.Random(1)
@@ -160,7 +160,7 @@ def serve(engine: Engine, work: Workload, params: list[SamplingParams]) -> Serve
 
 
 def difference(after: EngineStats, before: EngineStats) -> EngineStats:
-    """What the passes between two looks at an engine's sums came to."""
+    """The sums over the passes between two copies of an engine's statistics."""
     found: dict[str, Any] = {}
     for one in fields(EngineStats):
         late, early = getattr(after, one.name), getattr(before, one.name)
@@ -174,7 +174,7 @@ def difference(after: EngineStats, before: EngineStats) -> EngineStats:
 
 @dataclass
 class EntropyMeter:
-    """A logits processor that changes nothing and notes the entropy, in nats, of every token."""
+    """A logits processor that changes nothing and records every token's entropy in nats."""
 
     values: list[float] = field(default_factory=list)
 
@@ -189,9 +189,9 @@ class EntropyMeter:
 
 
 def open_engine(dtype: str, smoke: bool, **config: Any) -> Engine:
-    """An engine on a model of its own, sharpened to a trained model's entropy, its probes done.
+    """An engine that has been probed, on a new model sharpened to a trained model's entropy.
 
-    Two of them with one dtype have the same weights.
+    All of one dtype have the same weights.
     """
     preset = "tiny" if smoke else "small"
     model: Any = sharpen(build(preset, getattr(torch, dtype), DEVICE), preset)
@@ -202,7 +202,7 @@ def open_engine(dtype: str, smoke: bool, **config: Any) -> Engine:
 
 
 def fresh(engine: Engine) -> None:
-    """Nothing cached from earlier runs; the pool's memory is taken anew by the next."""
+    """Empty the prefix cache and free the page pool; the next run allocates it again."""
     engine.release()
 
 
@@ -229,8 +229,8 @@ def in_turns(
 ) -> float:
     """Time ``ours`` with the fixture and ``theirs`` before each round; their median over ours.
 
-    prepare: runs before either, untimed. How many pages of memory the system had to find for either
-    (medians) goes into the fixture's extra information: it is what moves times most on a CPU.
+    prepare: runs before either, untimed. The page faults of either (medians) go into the fixture's
+    extra information: on a CPU they are the largest cause of differing times.
     """
     others: list[float] = []
     mine: list[float] = []
@@ -256,5 +256,5 @@ def in_turns(
 
 
 def page_faults() -> int:
-    """Pages of memory that the system has found for this process so far."""
+    """Page faults of this process so far that needed no disk."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

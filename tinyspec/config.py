@@ -1,6 +1,6 @@
-"""EngineConfig: what an engine may use and how it works; frozen, validated once.
+"""EngineConfig: the settings of an engine; frozen, validated once.
 
-Defaults that depend on the device are filled in by ``resolve``; nothing here is chosen by timing.
+``resolve`` fills in defaults that depend on the device; none is chosen by timing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _power_of_two(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Settings of an engine. None means: by device kind, or by what the model allows.
+    """Settings of an engine. None: the default of the device kind, or what the model allows.
 
     reference_rows: row count of the reference bucket (CPU 32, GPU 128).
     max_rows: most rows of one pass (2048); on a CPU canonical passes have 1024 at most, or
@@ -32,19 +32,18 @@ class EngineConfig:
     page_size: tokens per page, a power of two (CPU 128, GPU 16).
     num_pages | memory_fraction: size of the page pool, or the share of free memory it may take.
     draft_window: drafts that wait before a verify.
-    verify: the way to canonical tokens. "auto" takes the cheapest at every step; "direct" and
-        "padded" run every deterministic token in a canonical bucket, "direct" only where no larger
-        one than the rows need has to be taken; "always" drafts and verifies, in the reference
-        bucket alone.
+    verify: how canonical tokens are computed. "auto" takes the cheapest way at every step; "direct"
+        and "padded" run every deterministic token in a canonical bucket, which for "direct" must be
+        the smallest that holds the rows; "always" drafts, and verifies in the reference bucket.
     drafter: None (the fast path), "ngram", an assistant model, or a Drafter.
     backend: "triton", "torch" (the twins), or "auto": by device.
     trace: keep the record of every pass, not only of the latest.
-    verify_weights: digest the weights before every call instead of looking for signs of a change.
-    prefix_cache: prompts start from pages that earlier requests filled with the same tokens.
-    seed: of the seeds given to sampled requests that bring none (None: the OS).
-    linear: whether the ``linear`` kernel, whose rows do not depend on the row count, serves plain
-        linears: "auto" those without which the reference bucket would be unsound, "always" all of
-        them (every bucket is canonical then), "never" none.
+    verify_weights: digest the weights before every call, not only after a write that torch counts.
+    prefix_cache: reuse the KV pages of earlier requests whose prompts begin with the same tokens.
+    seed: of the generator that gives sampled requests without a seed theirs (None: from the OS).
+    linear: which linears the ``linear`` kernel serves, whose rows do not depend on the row count:
+        "auto" those that would make the reference bucket unsound, "always" all (every bucket is
+        canonical then), "never" none.
     kv_dtype, cuda_graphs: "auto" and False in this version.
 
     Raises ValueError naming the field, its value and what is allowed.
@@ -79,8 +78,9 @@ class EngineConfig:
 
         def one_of(field: str, allowed: tuple[object, ...]) -> None:
             value = getattr(self, field)
+            # Booleans by identity: 1 == True.
             if not any(value is a or (isinstance(a, str) and value == a) for a in allowed):
-                raise refuse(field, getattr(self, field), f"one of {allowed}")
+                raise refuse(field, value, f"one of {allowed}")
 
         at_least("reference_rows", 4)
         at_least("max_rows", 4)
@@ -103,7 +103,7 @@ class EngineConfig:
             if not (number and 0 < self.memory_fraction <= 1):
                 raise refuse("memory_fraction", self.memory_fraction, "a number in (0, 1]")
             if self.num_pages is not None:
-                raise refuse("memory_fraction", self.memory_fraction, "None beside num_pages")
+                raise refuse("memory_fraction", self.memory_fraction, "None with num_pages")
         one_of("verify", VERIFY)
         one_of("backend", BACKENDS)
         one_of("kv_dtype", ("auto",))
@@ -113,7 +113,7 @@ class EngineConfig:
             raise refuse("drafter", self.drafter, 'None, "ngram", a model or a Drafter')
 
     def resolve(self, *, device_type: str, model_positions: int) -> EngineConfig:
-        """A copy in which everything the engine counts on is filled in.
+        """A copy with all defaults filled in.
 
         Raises ValueError where a setting does not fit the model or another setting.
         """

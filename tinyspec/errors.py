@@ -1,4 +1,4 @@
-"""What tinyspec raises beside ValueError."""
+"""The errors that tinyspec raises, besides ValueError."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ class TinyspecError(Exception):
 
 
 class DeterminismError(TinyspecError):
-    """The contract of ``deterministic=True`` cannot be kept here; the message says why and what
-    would help."""
+    """``deterministic=True`` cannot be served here; the message gives the reason and the remedy."""
 
 
 class UnsupportedModelError(TinyspecError):
-    """The model cannot be served; the message names the module or setting in the way."""
+    """The model cannot be served; the message names the module or setting that prevents it."""
 
 
 def unsupported(model: object, reason: str) -> UnsupportedModelError:
-    """An UnsupportedModelError in the one form that all have."""
+    """An UnsupportedModelError in the form that all have."""
     return UnsupportedModelError(f"{type(model).__name__} is not supported: {reason}")
 
 
 def refuse(field: str, value: object, allowed: str) -> ValueError:
-    """A ValueError in the one form all bad arguments take: field, value, what is allowed."""
+    """A ValueError in the form of all bad arguments: field, value, what is allowed."""
     return ValueError(f"{field}={value!r} is not allowed: {allowed}")

@@ -1,6 +1,6 @@
-"""What leaves the engine: finished requests and streamed events, as plain data.
+"""The engine's outputs: finished requests and streamed events, as plain data.
 
-Floats are kept as Python floats holding fp32 values, so JSON and back loses no bit.
+Floats are Python floats with fp32 values, so that JSON keeps every bit.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from tinyspec.sampling_params import SamplingParams
 
 @dataclass
 class CompletionStats:
-    """Tokens and passes that a completion cost.
+    """Tokens and passes of one completion.
 
-    drafted: drafts proposed. accepted: drafts committed. rolled_back: drafts undone because an
-    earlier one was wrong. rollbacks: how often that happened. verify_passes: passes that judged its
-    drafts. cached_prompt_tokens: prompt tokens that were not computed anew.
+    drafted: drafts proposed. accepted: drafts committed. rolled_back: drafts dropped because an
+    earlier one was wrong. rollbacks: how often that happened. verify_passes: passes that verified
+    its drafts. cached_prompt_tokens: prompt tokens taken from the prefix cache.
     preemptions: how often its pages were taken and recomputed.
     """
 
@@ -63,8 +63,8 @@ class Completion:
 class RequestOutput:
     """A finished request: its prompt, its parameters as resolved (seed included) and completions.
 
-    fingerprint: the engine's, where it has been computed (always for deterministic requests):
-    outputs are comparable bit for bit when their fingerprints are equal.
+    fingerprint: of the engine, if it has been computed (always for deterministic requests). Outputs
+    can be compared bit for bit if their fingerprints are equal.
     prompt_logprobs: one per prompt token, None for the first, if asked for.
     """
 
@@ -94,7 +94,8 @@ class RequestOutput:
 def _completion(data: dict[str, Any]) -> Completion:
     if data["top_logprobs"] is not None:
         data["top_logprobs"] = [[(t, p) for t, p in row] for row in data["top_logprobs"]]
-    return Completion(**{**data, "stats": CompletionStats(**data["stats"])})
+    data["stats"] = CompletionStats(**data["stats"])
+    return Completion(**data)
 
 
 @dataclass

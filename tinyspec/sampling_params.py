@@ -1,4 +1,4 @@
-"""SamplingParams: what a user may ask of one request.
+"""SamplingParams: the settings of one request.
 
 Knows nothing of the model: what depends on it (token ids in range, lengths that fit, a tokenizer
 for stop strings) is checked when the request is added.
@@ -40,10 +40,10 @@ class SamplingParams:
     repetition_penalty: divides positive and multiplies negative logits of tokens already seen.
     seed: makes a sampled request repeatable; None draws one, which the output records.
     deterministic: the same tokens and log-probabilities, bit for bit, whatever else runs.
-    num_return_sequences: completions of the prompt; each is what it would be alone.
+    num_return_sequences: completions of the prompt; each is as if it had been asked for alone.
     eos_token_id: None takes the model's. ignore_eos: run to ``max_new_tokens``.
-    stop_strings, stop_token_ids: further stops; both stay part of the output.
-    logprobs: the chosen token's log-probability. top_logprobs: that many best tokens besides.
+    stop_strings, stop_token_ids: further stops; the output includes them.
+    logprobs: the chosen token's log-probability. top_logprobs: also those of so many best tokens.
     prompt_logprobs: log-probability of every prompt token but the first.
     logprobs_mode: of the distribution sampled from ("processed") or of the model's own ("raw").
     logits_processors: called as ``f(input_ids [1, L], scores [1, V]) -> scores`` once per committed
@@ -92,8 +92,8 @@ class SamplingParams:
         if self.min_new_tokens > self.max_new_tokens:
             allowed = f"at most max_new_tokens={self.max_new_tokens}"
             raise refuse("min_new_tokens", self.min_new_tokens, allowed)
-        heat = "0 (greedy) or a finite number of at least 1e-6"
-        number("temperature", heat, lambda x: x == 0 or x >= 1e-6)
+        allowed = "0 (greedy) or a finite number of at least 1e-6"
+        number("temperature", allowed, lambda x: x == 0 or x >= 1e-6)
         number("repetition_penalty", "a finite number above 0", lambda x: x > 0)
         if self.top_k is not None:
             integer("top_k", 0)
@@ -134,7 +134,7 @@ class SamplingParams:
 
     @cached_property
     def filtered(self) -> bool:
-        """Whether top-k, top-p or min-p take part."""
+        """Whether top-k, top-p or min-p filters the logits."""
         return self.temperature > 0 and bool(
             self.top_k or self.min_p or (self.top_p is not None and self.top_p < 1)
         )
@@ -146,7 +146,7 @@ class SamplingParams:
 
     @cached_property
     def needs_history(self) -> bool:
-        """Whether sampling looks at the tokens before."""
+        """Whether sampling depends on the tokens before."""
         return self.repetition_penalty != 1.0 or bool(self.logits_processors)
 
     def resolve(self, **changes: Any) -> SamplingParams:

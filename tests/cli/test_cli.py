@@ -87,7 +87,7 @@ def test_audit_of_something_else(capsys, tmp_path):
     file.write_text('{"request_id": "a"}\n')
     status, out, err = run(capsys, "audit", str(file))
     assert (status, out) == (2, "")
-    assert "line 1 is no output of tinyspec" in err
+    assert "line 1 is not an output of tinyspec" in err
 
 
 def test_doctor(capsys):

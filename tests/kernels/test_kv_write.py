@@ -58,6 +58,7 @@ def slots(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int64, device=DEVICE)
 
 
+@pytest.mark.crossed(0.1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
 @pytest.mark.parametrize(
@@ -91,8 +92,6 @@ def test_matches_reference(
     norm: bool,
     dtype: torch.dtype,
 ) -> None:
-    if angle_dtype is not None and (rot == 0 or dtype == angle_dtype):
-        pytest.skip("no wider angles")
     places = [33, 0, -1, 16, 7]
     rows, kept = len(places), [0, 1, 3, 4]
     q = normal(rows, q_heads, dim, seed=1, dtype=dtype)
@@ -161,7 +160,7 @@ def test_exact(page_size: int, interleaved: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("interleaved", TURNS)
 def test_row_invariant(interleaved: bool, dtype: torch.dtype) -> None:
-    rows, q_heads, kv_heads, dim = 9, 6, 3, 80
+    rows, q_heads, kv_heads, dim = 5, 6, 3, 80
     fused = normal(rows, (q_heads + 2 * kv_heads) * dim, seed=1, dtype=dtype)
     q, k, v = fused.view(rows, -1, dim).split([q_heads, kv_heads, kv_heads], dim=1)
     cos, sin = angles(rows, dim, dtype)
@@ -186,16 +185,16 @@ def test_row_invariant(interleaved: bool, dtype: torch.dtype) -> None:
         big = torch.arange(rows, device=DEVICE) != row
         among_big = run(slice(None), big)
         assert all(torch.equal(a[row], b[row]) for a, b in zip(among_big, whole, strict=True))
-    shuffled = torch.tensor([4, 0, 8, 2, 6, 1, 3, 7, 5], device=DEVICE)
+    shuffled = torch.tensor([4, 0, 2, 1, 3], device=DEVICE)
     moved = run(shuffled)
     assert all(torch.equal(a, b[shuffled]) for a, b in zip(moved, whole, strict=True))
 
 
 def test_row_invariant_can_fail() -> None:
     """Control: another order of the norm's sum changes bits."""
-    x, weight = normal(64, 4, 80, seed=1), torch.ones(80, device=DEVICE)
+    x, weight = normal(16, 4, 80, seed=1), torch.ones(80, device=DEVICE)
     k_cache, v_cache = caches(4, 16, 4, 80, torch.float32)
-    skip = slots([-1] * 64)
+    skip = slots([-1] * 16)
 
     def normed(y: Tensor) -> Tensor:
         return fused_kv_write(y, y, y, None, None, k_cache, v_cache, skip, q_weight=weight)

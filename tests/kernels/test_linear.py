@@ -137,6 +137,7 @@ INVARIANT = [
 ]
 
 
+@pytest.mark.crossed(0.4)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @stored
 @pytest.mark.parametrize("fn, dtype, width, outputs", INVARIANT)

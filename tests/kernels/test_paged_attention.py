@@ -181,6 +181,7 @@ CASES = {
 }
 
 
+@pytest.mark.crossed(0.2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", ["walk", "spread"])
 @pytest.mark.parametrize("name", CASES)
@@ -221,6 +222,7 @@ def test_matches_reference_when_empty() -> None:
     assert torch.equal(Pass(work.q, work.k_cache, work.v_cache, gap)(), whole)
 
 
+@pytest.mark.crossed(1.8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", ["walk", "spread"])
 def test_exact(mode: str, dtype: torch.dtype) -> None:
@@ -291,6 +293,7 @@ def test_row_invariant(
         assert torch.equal(mixed, torch.cat([prompt[a:b] for a, b in spans]))
 
 
+@pytest.mark.crossed(2.8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", ["walk", "spread"])
 def test_row_invariant_to_neighbours(mode: str, dtype: torch.dtype) -> None:
@@ -345,6 +348,7 @@ def test_row_invariant_can_fail(entry: dict[str, int]) -> None:
     assert not torch.equal(prompt, other)
 
 
+@pytest.mark.crossed(1.2)
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", ["walk", "spread"])

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from itertools import combinations
 
 import pytest
 
@@ -103,19 +104,19 @@ def covering(items: list[pytest.Item]) -> set[pytest.Item]:
     values = {
         item: {(name, id(value)) for name, value in item.callspec.params.items()} for item in items
     }
-    missing = set().union(*values.values())
-    used: Counter[tuple[str, int]] = Counter()
+    pairs = {item: set(combinations(sorted(values[item]), 2)) for item in items}
+    shown: Counter[object] = Counter()
     found = set()
 
-    def worth(item: pytest.Item) -> tuple[int, int]:
-        """Values that are still missing, and none that others have shown often."""
-        return len(values[item] & missing), -sum(used[value] for value in values[item])
+    def worth(item: pytest.Item) -> tuple[int, int, int]:
+        """Values that no other has shown, then pairs of them, then values that few have shown."""
+        often = sum(shown[value] for value in values[item])
+        return len(values[item] - shown.keys()), len(pairs[item] - shown.keys()), -often
 
-    while missing:
+    while any(values[item] - shown.keys() for item in items):
         best = max(items, key=worth)
         found.add(best)
-        missing -= values[best]
-        used.update(values[best])
+        shown.update([*values[best], *pairs[best]])
     return found
 
 

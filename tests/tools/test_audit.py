@@ -222,7 +222,7 @@ def test_audit_says_what_cannot_be_compared(audited):
     unlike = [
         (replace(outputs[0], fingerprint="0" * 32), "its fingerprint is 0000"),
         (replace(outputs[0], fingerprint=None), "no fingerprint"),
-        (RequestOutput.from_json(own.to_json()), "shout was a function"),
+        (RequestOutput.from_json(own.to_json()), "only the name of the function shout"),
         (replace(outputs[-4], completions=outputs[-4].completions[:2]), "2 of 3 completions"),
     ]
     *found, last = audit(engine, [*(output for output, _ in unlike), outputs[1]]).entries

@@ -1,4 +1,4 @@
-"""What the commands share: options of a model, and the engine that they ask for."""
+"""What the commands share: options of the model and of reports, and the engine for them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ def add_model(parser: argparse.ArgumentParser, dtype: str) -> None:
     )
     parser.add_argument("--dtype", default=dtype, choices=DTYPES, help="default: %(default)s")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
+
+
+def add_report(parser: argparse.ArgumentParser) -> None:
+    """Options of the commands that print a report."""
+    parser.add_argument("--reference-rows", type=int, help="default: CPU 32, GPU 128")
+    parser.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
 
 
 def make_engine(options: argparse.Namespace, config: EngineConfig) -> Engine:

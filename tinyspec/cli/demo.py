@@ -12,13 +12,13 @@ from tinyspec.tools.demo import demo
 
 def add_command(commands: Any) -> None:
     parser = commands.add_parser(
-        "demo", help="one request alone and in a crowd, without and with deterministic=True"
+        "demo", help="one request alone and among others, without and with deterministic=True"
     )
-    # In fp32 on a CPU a lone row's bits differ from a crowd's; bf16 rounds most of that away.
+    # In fp32 on a CPU the bits of a single row differ from those in a batch; bf16 hides most of it.
     add_model(parser, dtype="float32")
     parser.add_argument("--crowd", type=int, default=11, help="other requests (default: 11)")
     parser.add_argument("--max-new-tokens", type=int, default=48, help="default: 48")
-    # "auto" takes the cheapest way, which on a CPU is hardly ever to draft and verify.
+    # "auto" takes the cheapest way, on a CPU hardly ever to draft and verify.
     parser.add_argument("--verify", default="always", choices=VERIFY, help="default: always")
     parser.set_defaults(run=_demo)
 

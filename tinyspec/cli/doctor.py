@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from tinyspec.cli.common import add_model, make_engine
+from tinyspec.cli.common import add_model, add_report, make_engine
 from tinyspec.config import EngineConfig
 from tinyspec.errors import UnsupportedModelError
 from tinyspec.tools.doctor import DoctorReport, doctor
@@ -15,14 +15,15 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
         help="which buckets are canonical here, what breaks the others, and what each costs",
-        epilog="Exit status 0 if deterministic=True can be served, 1 if not. What was found is "
-        "kept on disk.",
+        epilog="Exit status 0 if deterministic=True can be served, 1 if not. The results are kept "
+        "on disk.",
     )
     add_model(parser, dtype="auto")
-    parser.add_argument("--reference-rows", type=int, help="default: CPU 32, GPU 128")
     parser.add_argument("--max-rows", type=int, help="default: 2048")
-    parser.add_argument("--fresh", action="store_true", help="probe anew, whatever is on disk")
-    parser.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
+    parser.add_argument(
+        "--fresh", action="store_true", help="probe again, without the results on disk"
+    )
+    add_report(parser)
     parser.set_defaults(run=_doctor)
 
 

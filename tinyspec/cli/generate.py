@@ -11,6 +11,7 @@ from typing import Any
 
 from tinyspec.cli.common import add_model, make_engine
 from tinyspec.config import EngineConfig
+from tinyspec.errors import refuse
 from tinyspec.sampling_params import SamplingParams
 
 
@@ -18,8 +19,8 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "generate",
         help="generate for prompts given as arguments, in a file, or on standard input",
-        epilog="A .jsonl file holds one object a line: a prompt (text, token ids or chat messages) "
-        "and any sampling parameters, which go before those given as options.",
+        epilog="A .jsonl file has one object a line: a prompt (text, token ids or chat messages) "
+        "and any sampling parameters, which override those given as options.",
     )
     add_model(parser, dtype="auto")
     parser.add_argument("prompts", nargs="*", help="one prompt each")
@@ -47,9 +48,9 @@ def _generate(options: argparse.Namespace) -> int:
     }
     lines = _inputs(options)
     if not lines:
-        raise ValueError("prompts=[] is not allowed: give at least one prompt")
-    prompts = [line["prompt"] for line in lines]
-    params = [_params({**shared, **_without_prompt(line)}) for line in lines]
+        raise refuse("prompts", [], "at least one prompt")
+    prompts = [line.pop("prompt") for line in lines]
+    params = [_params(shared | line) for line in lines]
     with make_engine(options, EngineConfig()) as engine:
         outputs = engine.generate(prompts, params, progress=sys.stderr.isatty())
     for output in outputs:
@@ -64,7 +65,7 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _inputs(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One object per prompt, from the arguments and the file, or else from standard input."""
+    """One object per prompt: of the arguments and the file, or of standard input without either."""
     found: list[dict[str, Any]] = [{"prompt": prompt} for prompt in options.prompts]
     if options.file is not None:
         text = options.file.read_text()
@@ -85,17 +86,13 @@ def _object(line: str, number: int) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise ValueError(f"line {number} is not JSON: {error}") from error
     if not isinstance(value, dict) or "prompt" not in value:
-        raise ValueError(f'line {number} is not allowed: an object with a "prompt"')
+        raise ValueError(f'line {number} is not allowed: a JSON object with a "prompt"')
     return value
-
-
-def _without_prompt(line: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in line.items() if key != "prompt"}
 
 
 def _params(values: dict[str, Any]) -> SamplingParams:
     unknown = set(values) - {field.name for field in fields(SamplingParams)}
     if unknown:
         name = sorted(unknown)[0]
-        raise ValueError(f"{name}={values[name]!r} is not allowed: no such sampling parameter")
+        raise refuse(name, values[name], "a field of SamplingParams")
     return SamplingParams(**values)

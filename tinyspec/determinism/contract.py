@@ -40,41 +40,31 @@ from tinyspec.scheduler.buckets import Buckets
 
 
 class Contract:
-    """Fingerprint and probe results of one engine."""
+    """Fingerprint and probe results of one engine.
+
+    buckets: of the engine; canonical ones are marked once they are probed. known_fingerprint,
+    results: None before they are first needed and after the model changed.
+    """
 
     def __init__(self, model: PreTrainedModel, runner: ModelRunner, config: EngineConfig):
         self._model = model
         self._runner = runner
         self._config = config
         self._patched = patched_of(model)
+        self.buckets: Buckets = runner.buckets
         self._num_swapped = len(self._patched.swapped)
         self._weights_digest: str | None = None
-        self._fingerprint: str | None = None
-        self._results: ProbeResults | None = None
+        self.known_fingerprint: str | None = None
+        self.results: ProbeResults | None = None
         self._probed_structure: object = None
         self._patched.experts.serve(config.linear)
         repack_weights(self._model, self._model.dtype)
         self._record_state()
 
     @property
-    def known_fingerprint(self) -> str | None:
-        """The fingerprint, if it has been computed."""
-        return self._fingerprint
-
-    @property
-    def buckets(self) -> Buckets:
-        """The engine's buckets; canonical ones are marked once they are probed."""
-        return self._runner.buckets
-
-    @property
     def outdated(self) -> bool:
         """Whether the model changed since it was probed, so that it must be probed again."""
-        return self._probed_structure is not None and self._results is None
-
-    @property
-    def results(self) -> ProbeResults | None:
-        """The probe results; None before the first probe and while ``outdated``."""
-        return self._results
+        return self._probed_structure is not None and self.results is None
 
     @property
     def fingerprint(self) -> str:
@@ -90,16 +80,18 @@ class Contract:
 
     def _current_fingerprint(self) -> str:
         """The fingerprint with the modules that are installed now."""
-        if self._fingerprint is None:
+        if self.known_fingerprint is None:
             if self._weights_digest is None:
                 self._weights_digest = digest_weights(self._model)
             device = self._runner.device
-            self._fingerprint = fingerprint(self._model, self._weights_digest, self._config, device)
-        return self._fingerprint
+            self.known_fingerprint = fingerprint(
+                self._model, self._weights_digest, self._config, device
+            )
+        return self.known_fingerprint
 
     def drop_fingerprint(self) -> None:
         """The weights changed: the next fingerprint needs a new digest of them."""
-        self._weights_digest = self._fingerprint = None
+        self._weights_digest = self.known_fingerprint = None
 
     def parameters_written(self) -> bool:
         """Whether a parameter was written to since ``refresh``; quick enough for every step."""
@@ -120,11 +112,11 @@ class Contract:
         if self._config.verify_weights and not changed:
             self._weights_digest = digest_weights(self._model)
             changed = digest is not None and digest != self._weights_digest
-            self._fingerprint = None if changed else self._fingerprint
+            self.known_fingerprint = None if changed else self.known_fingerprint
         elif changed:
             self.drop_fingerprint()
-        if self._results is not None and self._structure != self._probed_structure:
-            self._results = None
+        if self.results is not None and self._structure != self._probed_structure:
+            self.results = None
             self.buckets.forget()
         return changed
 
@@ -159,7 +151,7 @@ class Contract:
         Raises DeterminismError where TunableOp is on, and for kernels that no probe can prove.
         """
         refuse_tunable_op()
-        if self._results is None or fresh:
+        if self.results is None or fresh:
             reason = unprovable(self._model)
             if reason is not None:
                 raise DeterminismError(
@@ -167,12 +159,12 @@ class Contract:
                     "needs weights without quantization, or quantization that does not depend on "
                     "activations"
                 )
-            self._results = None
-            self._results = self._load_or_probe(fresh)
+            self.results = None
+            self.results = self._load_or_probe(fresh)
             self._record_state()
             self._probed_structure = self._structure
-            self._update_buckets(self._results)
-        return self._results
+            self._update_buckets(self.results)
+        return self.results
 
     def _load_or_probe(self, fresh: bool) -> ProbeResults:
         """Results from disk or of a probe; afterwards modules run as these say."""
@@ -230,17 +222,16 @@ class Contract:
         self._modules_changed()
 
     def _modules_changed(self) -> None:
-        self._fingerprint = None
+        self.known_fingerprint = None
         self._runner.torch_state.refresh_modules()
 
     def _update_buckets(self, results: ProbeResults) -> None:
-        buckets = self.buckets
         if results.unsound:
-            buckets.forget()
+            self.buckets.forget()
         elif self._config.verify == "always":
-            buckets.learn([results.reference], results.seconds)
+            self.buckets.learn([results.reference], results.seconds)
         else:
-            buckets.learn(results.canonical, results.seconds, results.tiled)
+            self.buckets.learn(results.canonical, results.seconds, results.tiled)
 
 
 def _unsound_message(results: ProbeResults) -> str:

@@ -90,30 +90,21 @@ class ProbeResults:
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> ProbeResults:
-        """The inverse of ``to_dict``; raises ValueError, KeyError or TypeError on anything else."""
+        """The inverse of ``to_dict``; raises KeyError or TypeError on anything else."""
+        found = _tuples(found)
         return cls(
-            reference=int(found["reference"]),
-            buckets=tuple(
-                BucketResult(
-                    rows=int(bucket["rows"]),
-                    canonical=bool(bucket["canonical"]),
-                    broken_by=tuple(map(str, bucket["broken_by"])),
-                    seconds=float(bucket["seconds"]),
-                    canonical_seconds=float(bucket["canonical_seconds"]),
-                    tiled=tuple(map(str, bucket["tiled"])),
-                )
-                for bucket in found["buckets"]
-            ),
+            reference=found["reference"],
+            buckets=tuple(BucketResult(**entry) for entry in found["buckets"]),
             unsound=tuple(Unsound(**entry) for entry in found["unsound"]),
-            alternatives=tuple(
-                Alternative(tuple(map(int, entry["reference_rows"])), int(entry["canonical"]))
-                for entry in found["alternatives"]
-            ),
-            kernel_linears=tuple(map(str, found["kernel_linears"])),
-            tiles=_counts(found["tiles"]),
-            direct=_counts(found["direct"]),
+            alternatives=tuple(Alternative(**entry) for entry in found["alternatives"]),
+            kernel_linears=found["kernel_linears"],
+            tiles=found["tiles"],
+            direct=found["direct"],
         )
 
 
-def _counts(found: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {str(name): tuple(map(int, counts)) for name, counts in found.items()}
+def _tuples(value: Any) -> Any:
+    """``value`` with tuples for lists: JSON has no tuples."""
+    if isinstance(value, dict):
+        return {name: _tuples(entry) for name, entry in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

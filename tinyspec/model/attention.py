@@ -53,7 +53,7 @@ class AttentionContext:
         self.v: list[Tensor] = []
         self.layers: list[Layer] = []
         self.recorder: AttentionRecorder | None = None
-        self.segments: AttentionMetadata | None = None
+        self.metadata: AttentionMetadata | None = None
         self.positions: Tensor | None = None
         self.thread = 0
         self.slot_mapping: Tensor | None = None
@@ -65,9 +65,9 @@ class AttentionContext:
         self.recorder, self.positions = recorder, positions
         self.thread = get_ident()
 
-    def begin(self, segments: AttentionMetadata, slot_mapping: Tensor, positions: Tensor) -> None:
+    def begin(self, metadata: AttentionMetadata, slot_mapping: Tensor, positions: Tensor) -> None:
         """A pass begins in this thread."""
-        self.segments, self.slot_mapping, self.positions = segments, slot_mapping, positions
+        self.metadata, self.slot_mapping, self.positions = metadata, slot_mapping, positions
         self.thread = get_ident()
         self._calls = 0
 
@@ -84,11 +84,11 @@ class AttentionContext:
 
     def end(self) -> None:
         """The pass has ended or failed."""
-        self.segments = self.slot_mapping = self.positions = self._pending = None
+        self.metadata = self.slot_mapping = self.positions = self._pending = None
 
     def serves(self) -> bool:
         """Whether this thread's pass is running."""
-        return self.segments is not None and self.thread == get_ident()
+        return self.metadata is not None and self.thread == get_ident()
 
     def leave_rope(self, rope: PendingRope) -> None:
         """Leave the rotation of the next attention call's q and k to the KV write."""
@@ -131,14 +131,14 @@ class AttentionContext:
     ) -> tuple[Tensor, Tensor]:
         """``layout`` of cos and sin [1, R, n], [R, rot]: the same tensors for all layers of a pass
         that are given the same."""
-        if self.segments is None:
+        if self.metadata is None:
             return given  # ``attend`` raises
         cos, sin = given
         key = layout, id(cos), id(sin)
-        if key not in self.segments.derived:
+        if key not in self.metadata.derived:
             # Keeps cos and sin alive: id() is the key.
-            self.segments.derived[key] = (layout(cos), layout(sin)), given
-        return self.segments.derived[key][0]
+            self.metadata.derived[key] = (layout(cos), layout(sin)), given
+        return self.metadata.derived[key][0]
 
     def attend(
         self,
@@ -155,7 +155,7 @@ class AttentionContext:
 
         v may have another width than q and k: heads of the cache have the larger.
         """
-        if not self.serves() or self.kernels is None or self.segments is None:
+        if not self.serves() or self.kernels is None or self.metadata is None:
             raise RuntimeError(
                 "this model's attention is served by tinyspec: generate through its Engine, or "
                 "close that to use the model by itself"
@@ -168,7 +168,7 @@ class AttentionContext:
             q, k = pad(q, (0, dim - q.shape[-1])), pad(k, (0, dim - k.shape[-1]))
         if width < dim:
             v = pad(v, (0, dim - width))
-        derived = self.segments.derived
+        derived = self.metadata.derived
         q = self.kernels.fused_kv_write(
             q, k, v, cos, sin, k_cache, v_cache, self.slot_mapping, derived=derived, **norm
         )
@@ -176,7 +176,7 @@ class AttentionContext:
             q,
             k_cache,
             v_cache,
-            self.segments,
+            self.metadata,
             window=layer.reach.window,
             chunk=layer.reach.chunk,
             **scores,

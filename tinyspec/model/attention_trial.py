@@ -50,7 +50,7 @@ class Trial:
         self._reached: tuple[Any, ...] = ()
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, segments: AttentionMetadata, **scores: Any
+        self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, **scores: Any
     ) -> Tensor:
         given = (scores["scale"], scores.get("softcap", 0.0), scores.get("sinks"))
         self._reached = (q, k, v, *given)
@@ -68,8 +68,8 @@ class Trial:
         tables = [vars(module), *(x for x in kwargs.values() if isinstance(x, dict))]
         before = _contents(tables)
         rows = torch.arange(ROWS, device=like.device)
-        segments = AttentionMetadata.of([(0, ROWS)], [[0]], ROWS, like.device)
-        context.begin(segments, rows, rows)
+        metadata = AttentionMetadata.of([(0, ROWS)], [[0]], ROWS, like.device)
+        context.begin(metadata, rows, rows)
         try:
             returned = module(*args, **kwargs)
             context.check()

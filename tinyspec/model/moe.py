@@ -51,8 +51,8 @@ class ExpertsState:
     @property
     def use_kernel(self) -> bool:
         """Whether the linear kernel serves the pass that runs."""
-        segments = self.context.segments
-        return segments is not None and (self.always or segments.exact)
+        metadata = self.context.metadata
+        return metadata is not None and (self.always or metadata.exact)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Experts of a copied model run as the user chose: the copy is not patched."""

@@ -1,7 +1,7 @@
-"""Audit: are finished outputs what this engine produces, token for token and bit for bit?
+"""Audit: does this engine produce the same outputs, token for token and bit for bit?
 
 An output is replayed along its own tokens, in a few canonical passes, with its parameters and its
-seed; nothing cached is trusted. Knows outputs and an engine's ``replay``, not how passes run.
+seed, without the prefix cache. Knows outputs and an engine's ``replay``, not how passes run.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from tinyspec.engine.engine import Engine
 from tinyspec.errors import refuse
 from tinyspec.outputs import Completion, RequestOutput
+from tinyspec.tools.table import table
 
 SAME, DIFFERS, NOT_COMPARABLE = "same", "differs", "not comparable"
 
@@ -23,9 +24,9 @@ SAME, DIFFERS, NOT_COMPARABLE = "same", "differs", "not comparable"
 class AuditEntry:
     """The verdict on one completion.
 
-    verdict: "same", "differs" or "not comparable". position: the first generated token that is not
-    what the engine produces, None where all are. reason: what differs there, or why nothing was
-    compared. tokens: how many were compared.
+    verdict: "same", "differs" or "not comparable". position: of the first generated token that
+    differs, None if none does. reason: what differs there, or why nothing was compared. tokens: how
+    many were compared.
     """
 
     request_id: str
@@ -50,16 +51,16 @@ class AuditReport:
         return all(entry.verdict == SAME for entry in self.entries)
 
     def __str__(self) -> str:
-        rows = [("request", "index", "tokens", "verdict", "first difference")]
+        rows: list[tuple[object, ...]] = [
+            ("request", "index", "tokens", "verdict", "first difference")
+        ]
         for entry in self.entries:
             place = "" if entry.position is None else f"token {entry.position}: "
-            row = (entry.request_id, str(entry.index), str(entry.tokens), entry.verdict)
+            row = (entry.request_id, entry.index, entry.tokens, entry.verdict)
             rows.append((*row, place + entry.reason))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         counts = Counter(entry.verdict for entry in self.entries)
         total = ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
-        return "\n".join([*lines, "", f"{total}; engine {self.fingerprint}"])
+        return "\n".join([*table(rows), "", f"{total}; engine {self.fingerprint}"])
 
     def to_json(self) -> str:
         """One line of JSON."""
@@ -70,9 +71,9 @@ def audit(engine: Engine, outputs: Iterable[RequestOutput]) -> AuditReport:
     """Replay finished ``outputs``, sampling included, and compare every token and every bit of the
     log-probabilities that they carry.
 
-    Outputs with another fingerprint, or with functions that JSON could not keep, are reported as
-    not comparable. Raises DeterminismError where the engine cannot keep the contract, ValueError
-    where ``outputs`` are not RequestOutputs or do not fit the engine.
+    Outputs with another fingerprint, or with functions that JSON did not keep, are reported as not
+    comparable. Raises DeterminismError if the engine cannot serve ``deterministic=True``,
+    ValueError if ``outputs`` are not RequestOutputs or do not fit the engine.
     """
     outputs = list(outputs)
     for output in outputs:
@@ -94,15 +95,15 @@ def audit(engine: Engine, outputs: Iterable[RequestOutput]) -> AuditReport:
 
 
 def _not_comparable(output: RequestOutput, fingerprint: str) -> str:
-    """Why an output cannot be replayed here, or nothing."""
+    """Why an output cannot be replayed here; empty if it can."""
     if output.fingerprint is None:
-        return "it carries no fingerprint"
+        return "it has no fingerprint"
     if output.fingerprint != fingerprint:
         return f"its fingerprint is {output.fingerprint}"
     params = output.params
     for function in (*params.logits_processors, *params.stopping_criteria):
         if not callable(function):
-            return f"{function} was a function, of which only the name is known"
+            return f"only the name of the function {function} is known"
     if len(output.completions) != params.num_return_sequences:
         return f"it has {len(output.completions)} of {params.num_return_sequences} completions"
     return ""
@@ -120,30 +121,31 @@ def _compare(output: RequestOutput, again: RequestOutput, index: int) -> AuditEn
 
 
 def _first_difference(theirs: Completion, mine: Completion) -> tuple[int | None, str]:
-    """``mine`` follows the tokens of ``theirs`` and ends where they part, or one token later."""
+    """Position and reason. ``mine`` follows the tokens of ``theirs`` and ends at the first that
+    differs, or one token later."""
 
     def at(values: Any, place: int) -> Any:
         return values[place] if values is not None and place < len(values) else None
 
     for place, token in enumerate(theirs.token_ids):
         if place >= len(mine.token_ids):
-            return place, f"token {token}, and the engine ends with {mine.finish_reason!r} before"
+            return place, f"token {token}, but the engine ends before it: {mine.finish_reason!r}"
         own = mine.token_ids[place]
         if token != own:
-            return place, f"token {token}, and the engine has {own}"
+            return place, f"token {token}, but the engine has {own}"
         for name in ("logprobs", "top_logprobs"):
             if getattr(theirs, name) is not None:
-                # As text, which keeps every bit and tells -0.0 from 0.0.
+                # As text, which keeps every bit: -0.0 == 0.0.
                 found = repr(at(getattr(theirs, name), place))
                 expected = repr(at(getattr(mine, name), place))
                 if found != expected:
-                    return place, f"{name} {found}, and the engine has {expected}"
+                    return place, f"{name} {found}, but the engine has {expected}"
     end = len(theirs.token_ids)
-    if theirs.finish_reason == "abort":  # cut short by its user, at no place of its own
+    if theirs.finish_reason == "abort":  # the user ended it: any length is right
         return None, ""
     if len(mine.token_ids) > end:
-        return end, f"it ends, and the engine goes on with token {mine.token_ids[end]}"
+        return end, f"it ends, but the engine continues with token {mine.token_ids[end]}"
     if theirs.finish_reason != mine.finish_reason:
-        reason = f"it ends with {theirs.finish_reason!r}, and the engine"
+        reason = f"it ends with {theirs.finish_reason!r}, but the engine"
         return end, f"{reason} with {mine.finish_reason!r}"
     return None, ""

@@ -1,4 +1,4 @@
-"""``tinyspec demo``: the failure first, then the promise, on a mixed batch. Prints what it sees."""
+"""``tinyspec demo``: bits that depend on the batch, then bits that do not, as measured."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 from tinyspec.engine.engine import Engine
 from tinyspec.outputs import RequestOutput
 from tinyspec.sampling_params import SamplingParams
+from tinyspec.tools.table import table
 
-# The model that ships with the package, for demos and tests without a network, and prompts for it.
+# The model in the package, for demos and tests without a network, and its prompts.
 BUNDLED = Path(__file__).resolve().parent / "storyteller"
 PROMPTS = BUNDLED / "demo_prompts.json"
 
@@ -31,7 +32,7 @@ def _report(title: str, compared: tuple[int, int, bool]) -> None:
 
 
 def demo(engine: Engine, crowd: int, max_new_tokens: int) -> int:
-    """Returns 0 if the deterministic request kept its bits, else 1."""
+    """Returns 0 if the deterministic request has the same bits alone and among ``crowd`` others."""
     needle = SamplingParams(max_new_tokens=max_new_tokens, logprobs=True, temperature=0.7, seed=1)
     others = [
         SamplingParams(
@@ -53,20 +54,18 @@ def demo(engine: Engine, crowd: int, max_new_tokens: int) -> int:
         found.append(_compare(alone, outputs[0]))
         _report(f"deterministic={flag}", found[-1])
     if not found[0][1]:
-        print("(this machine's kernels happen to agree at these two batch sizes)")
+        print("(on this machine the plain request has the same bits at both batch sizes)")
     print("\nThe mixed batch:\n")
-    print(
-        f"{'request':<9}{'kind':<15}{'drafted':>8}{'accepted':>9}{'rolled back':>12}{'verifies':>9}"
-    )
+    rows: list[tuple[object, ...]] = [
+        ("request", "kind", "drafted", "accepted", "rolled back", "verifies")
+    ]
     for n, output in enumerate(outputs):
-        completion, params = output.completions[0], output.params
-        stats = completion.stats
+        stats, params = output.completions[0].stats, output.params
         kind = "sampled" if params.temperature else "greedy"
-        kind = f"{kind}, det." if params.deterministic else f"{kind}, plain"
-        print(
-            f"{n:<9}{kind:<15}{stats.drafted:>8}{stats.accepted:>9}"
-            f"{stats.rolled_back:>12}{stats.verify_passes:>9}"
-        )
+        kind += ", det." if params.deterministic else ", plain"
+        counts = (stats.drafted, stats.accepted, stats.rolled_back, stats.verify_passes)
+        rows.append((n, kind, *counts))
+    print("\n".join(table(rows, right=range(2, 6))))
     print()
     for n, output in enumerate(outputs):
         text = " ".join(f"{prompts[n]}{output.completions[0].text}".split())

@@ -1,6 +1,6 @@
 """Doctor: can this model be served deterministically here, in which buckets, and at what cost?
 
-Knows engines and what they found out; not how it is found.
+Knows engines and their probe results, not how these are measured.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from tinyspec.determinism.probe_results import ProbeResults
 from tinyspec.engine.engine import Engine
 from tinyspec.errors import DeterminismError, UnsupportedModelError, refuse
 from tinyspec.scheduler.buckets import Buckets
+from tinyspec.tools.table import table
 
 DIRECT, PADDED, DRAFT = "direct", "padded to {}", "draft and verify"
 
@@ -27,9 +28,9 @@ DIRECT, PADDED, DRAFT = "direct", "padded to {}", "draft and verify"
 class DoctorReport:
     """What holds for one model on one device; truthy when deterministic requests can be served.
 
-    problems: what is in the way, module or setting named. facts: bucket by bucket, None where
-    nothing could be probed. plans: bucket -> how deterministic requests decode when the rows of a
-    step need it. fingerprint: of the engine's deterministic outputs. seconds: how long it took.
+    problems: why they cannot, with the module or setting. facts: the probe results, None if nothing
+    could be probed. plans: bucket -> how deterministic requests decode in a step of so many rows.
+    fingerprint: of the engine's deterministic outputs. seconds: how long it took.
     """
 
     model: str
@@ -53,45 +54,39 @@ class DoctorReport:
         lines.append(f"deterministic=True {verdict} be served ({self.seconds:.1f} s)")
         return "\n".join(lines)
 
-    def _table(self, facts: ProbeResults) -> list[str]:
-        rows = [("bucket", "canonical", "ms/pass", "rows/s", "deterministic decoding", "broken by")]
-        for fact in facts.buckets:
-            mark = "*" if fact.rows == facts.reference else ""
-            taken = fact.canonical_seconds
-            milliseconds, rate = f"{taken * 1e3:.2f}", f"{fact.rows / taken:.0f}"
-            plan = self.plans.get(fact.rows, "-")
-            broken = ", ".join(_short(name) for name in (*fact.broken_by, *fact.tiled))
-            canonical = ("own way" if fact.tiled else "yes") if fact.canonical else "no"
-            rows.append((mark + str(fact.rows), canonical, milliseconds, rate, plan, broken))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        aligned = (str.rjust, str.ljust, str.rjust, str.rjust, str.ljust, str.ljust)
-        return [
-            "  ".join(
-                align(cell, width) for align, cell, width in zip(aligned, row, widths, strict=True)
-            ).rstrip()
-            for row in rows
-        ]
+    def _table(self, results: ProbeResults) -> list[str]:
+        header = ("bucket", "canonical", "ms/pass", "rows/s", "deterministic decoding", "broken by")
+        rows: list[tuple[object, ...]] = [header]
+        for bucket in results.buckets:
+            size = f"*{bucket.rows}" if bucket.rows == results.reference else bucket.rows
+            canonical = ("own way" if bucket.tiled else "yes") if bucket.canonical else "no"
+            seconds = bucket.canonical_seconds
+            costs = f"{seconds * 1e3:.2f}", f"{bucket.rows / seconds:.0f}"
+            plan = self.plans.get(bucket.rows, "-")
+            names = ", ".join(_short(name) for name in (*bucket.broken_by, *bucket.tiled))
+            rows.append((size, canonical, *costs, plan, names))
+        return table(rows, right=(0, 2, 3))
 
-    def _notes(self, facts: ProbeResults) -> list[str]:
-        canonical, total = len(facts.canonical), len(facts.buckets)
+    def _notes(self, results: ProbeResults) -> list[str]:
+        canonical, total = len(results.canonical), len(results.buckets)
         notes = [f"* reference bucket; {canonical} of {total} buckets are canonical"]
-        if facts.tiled:
+        if results.tiled:
             notes.append(
-                "own way: a canonical pass runs these linears in tiles of rows, or another way "
-                "than passes that need not be canonical"
+                "own way: canonical passes run these linears in tiles of rows, or by another "
+                "operator than fast mode"
             )
-        names = dict.fromkeys(n for fact in facts.buckets for n in (*fact.broken_by, *fact.tiled))
+        names = dict.fromkeys(n for b in results.buckets for n in (*b.broken_by, *b.tiled))
         long = [name for name in names if _short(name) != name]
         if long:
-            notes.append(f"broken by, one for all of its kind: {', '.join(long)}")
-        for alternative in facts.alternatives:
+            notes.append(f"broken by, the first of each kind: {', '.join(long)}")
+        for alternative in results.alternatives:
             rows = ", ".join(map(str, alternative.reference_rows))
             notes.append(
-                f"reference_rows of {rows}: {alternative.canonical} canonical buckets, as far as "
-                "linears and element-wise modules go"
+                f"reference_rows of {rows}: {alternative.canonical} canonical buckets, judged by "
+                "linears and element-wise modules alone"
             )
-        if facts.kernel_linears:
-            notes.append(f"by the linear kernel: {', '.join(facts.kernel_linears)}")
+        if results.kernel_linears:
+            notes.append(f"served by the linear kernel: {', '.join(results.kernel_linears)}")
         if self.fingerprint is not None:
             notes.append(f"fingerprint {self.fingerprint}")
         return notes
@@ -112,17 +107,17 @@ def doctor(
 ) -> DoctorReport:
     """Which buckets are canonical here, which module breaks the others, what a pass costs.
 
-    A model gets an engine with ``config`` for the time being. Facts on disk are used unless
+    A model gets a temporary engine with ``config``. Probe results on disk are used unless
     ``fresh``. What cannot be served is reported, not raised.
 
-    Raises UnsupportedModelError for what is no module at all, ValueError for a ``config`` beside an
-    engine or one that does not fit the model, and for an engine that is closed or has unfinished
+    Raises UnsupportedModelError for an object that is no module, ValueError for a ``config`` beside
+    an engine or one that does not fit the model, and for an engine that is closed or has unfinished
     requests.
     """
     begun = time.perf_counter()
     if isinstance(model_or_engine, Engine):
         if config is not None:
-            raise refuse("config", config, "None beside an engine, which has its own")
+            raise refuse("config", config, "None for an engine, which has its own config")
         return _examine(model_or_engine, fresh, begun)
     try:
         engine = Engine(model_or_engine, config=config)
@@ -159,7 +154,7 @@ def _examine(engine: Engine, fresh: bool, begun: float) -> DoctorReport:
 
 
 def _plan(buckets: Buckets, config: EngineConfig, rows: int) -> str:
-    """How deterministic requests alone decode where a step has ``rows`` rows."""
+    """How deterministic requests decode in a step of ``rows`` rows without plain requests."""
     padded = config.verify in ("padded", "direct")
     if config.verify == "auto":
         padded = buckets.padded_is_cheaper(rows, rows, config.draft_window)

@@ -7,13 +7,10 @@ models and passes, not requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tinyspec.config import EngineConfig
 from tinyspec.determinism.probe_results import Alternative, BucketResult, ProbeResults, Unsound
@@ -25,10 +22,9 @@ from tinyspec.determinism.probes.linears import (
     tile_counts,
 )
 from tinyspec.determinism.probes.model import ModelProbe
-from tinyspec.determinism.probes.routing import TOKEN_SETS, OpRecorder, data_dependent
+from tinyspec.determinism.probes.routing import TOKEN_SETS, OpRecorder, RowOp, data_dependent
 from tinyspec.determinism.probes.row_functions import BucketInvariance, probe_pool
 from tinyspec.model.cpu.linears import CpuLinear
-from tinyspec.model.linear_kinds import linear_shape
 from tinyspec.model.moe import kernel_experts, kernel_in_all_passes, row_functions
 from tinyspec.model.row_tiles import split_rows
 from tinyspec.runner.kv_cache import KVCache
@@ -43,75 +39,34 @@ LARGE = 1  # times the reference bucket
 LEAST_ROWS = 4
 
 
-@dataclass(frozen=True)
-class RowOp:
-    """A function of [1, R, *shape] in ``dtype`` that is no linear. weight: [out, in], of a
-    matmul."""
-
-    fn: Callable[[Tensor], Tensor]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    weight: Tensor | None = None
-
-
-def _probe_ops(runner: ModelRunner, ops: dict[str, RowOp]) -> list[BucketInvariance]:
+def _probe_ops(runner: ModelRunner, ops: list[RowOp]) -> list[BucketInvariance]:
     found = []
-    for name, op in ops.items():
+    for op in ops:
         pool = probe_pool(prod(op.shape), op.dtype, runner.device, op.weight)
 
         def shaped(rows: Tensor, op: RowOp = op) -> Tensor:
             return op.fn(rows.view(*rows.shape[:2], *op.shape))
 
-        found.append(probe_in_buckets(runner, shaped, pool, name, search=op.weight is None))
+        found.append(probe_in_buckets(runner, shaped, pool, op.name, search=op.weight is None))
     return found
-
-
-def record_row_ops(model: nn.Module, rows: int, run: Callable[[], object]) -> dict[str, RowOp]:
-    """The distinct element-wise modules (activations, norms) that ``run`` calls in passes of
-    ``rows`` rows: without children, no linear, from one tensor of rows to one."""
-    found: dict[tuple[Any, ...], tuple[str, RowOp]] = {}
-
-    def hook_of(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: tuple[Any, ...], more: Any, output: Any) -> None:
-            x = inputs[0] if len(inputs) == 1 and not more else None
-            if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < 3:
-                return
-            if isinstance(output, Tensor) and output.shape[:2] == x.shape[:2] == (1, rows):
-                op = RowOp(module, tuple(x.shape[2:]), x.dtype)
-                key = (type(module), repr(module), op.shape, op.dtype)
-                found.setdefault(key, (name, op))
-
-        return hook
-
-    handles = [
-        module.register_forward_hook(hook_of(name), with_kwargs=True)
-        for name, module in model.named_modules()
-        if linear_shape(module) is None and not list(module.children())
-    ]
-    try:
-        run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return dict(found.values())
 
 
 def _probe_routing(
     runner: ModelRunner, probe: ModelProbe, cache: KVCache
-) -> tuple[list[Unsound], dict[str, RowOp]]:
-    """Matmuls whose shapes depend on values, and the ops that are in no linear and no element-wise
-    module: those of routers, and what experts compute between their matmuls."""
+) -> tuple[list[Unsound], list[RowOp]]:
+    """Matmuls whose shapes depend on values; and all functions of rows but the linears: those in
+    the model, and what experts compute between their matmuls."""
     experts = kernel_experts(runner.model)
     passes = []
     for tokens in TOKEN_SETS:
-        recorder = OpRecorder(runner.model, probe.distinct, experts)
+        recorder = OpRecorder(runner.model, probe.distinct, runner.buckets.reference, experts)
         with recorder.recording():
             probe.run_tokens(cache, tokens)
         passes.append(recorder.matmuls)
-    ops = {s.name: RowOp(s.run, tuple(s.shape), s.dtype, s.weight) for s in recorder.steps}
-    for name, fn, shape, dtype in row_functions(experts):
-        ops[name] = RowOp(fn, shape, dtype)
-    return data_dependent(passes), ops
+    of_experts = [
+        RowOp(name, dtype, shape, fn) for name, fn, shape, dtype in row_functions(experts)
+    ]
+    return data_dependent(passes), [*recorder.row_ops, *of_experts]
 
 
 def probe_buckets(
@@ -124,9 +79,7 @@ def probe_buckets(
     probe = ModelProbe(runner, config, buckets.sizes[-1])
     with runner.scratch(probe.num_pages) as cache:
         unsound, ops = _probe_routing(runner, probe, cache)
-        ops |= record_row_ops(
-            runner.model, buckets.reference, lambda: probe.compute_reference(cache)
-        )
+        probe.compute_reference(cache)
         functions = [*linears, *_probe_ops(runner, ops)]
         unsound += [Unsound(f.name, str(f.position)) for f in functions if not f.position]
         unsound += [Unsound(r.name, str(r)) for r in probe_attention(runner) if not r]

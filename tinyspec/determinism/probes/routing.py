@@ -49,28 +49,35 @@ class Matmul:
 
 
 @dataclass(frozen=True)
-class RowStep:
-    """One operator on the rows of a pass, in a module that is neither linear nor element-wise: a
-    router's matmul or sigmoid, say. Its other arguments are parameters or constants."""
+class RowOp:
+    """A function of rows that is no linear: an element-wise module (activation, norm), or elsewhere
+    one operator (a router's matmul or sigmoid) with its parameters and constants."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    run: Callable[[Tensor], Tensor]  # of [1, R, *shape]
+    fn: Callable[[Tensor], Tensor]  # of [1, R, *shape]
     weight: Tensor | None = None  # [out, in] of a matmul
 
 
 class OpRecorder(TorchDispatchMode):
-    """Records the matmuls of ``model``, and its steps of ``rows`` rows, except inside the modules
-    ``skipped``."""
+    """Records the matmuls of ``model`` in passes of ``rows`` rows, except inside the modules
+    ``skipped``, and its other functions of rows, one of each kind.
 
-    def __init__(self, model: nn.Module, rows: int, skipped: Collection[str] = ()):
+    logit_rows: how many of the rows are unembedded.
+    """
+
+    def __init__(
+        self, model: nn.Module, rows: int, logit_rows: int = 0, skipped: Collection[str] = ()
+    ):
         super().__init__()
         self.matmuls: list[Matmul] = []
-        self._steps: dict[object, tuple[str, RowStep]] = {}
+        self._modules: dict[object, RowOp] = {}
+        self._steps: dict[object, tuple[str, RowOp]] = {}
         self._rows = rows
-        # Modules from one tensor to one: probed as a whole.
-        self._elementwise: set[str] = set()
+        self._leading = ((1, rows), (1, logit_rows))
+        # Modules without children from one tensor to one: their operators are no steps.
+        self._whole: set[str] = set()
         self._kept_alive: list[Tensor] = []
         self._model = model
         self._skipped = set(skipped)
@@ -97,9 +104,10 @@ class OpRecorder(TorchDispatchMode):
         return result
 
     @property
-    def steps(self) -> list[RowStep]:
-        """Those outside element-wise modules, one of each kind."""
-        return [step for where, step in self._steps.values() if where not in self._elementwise]
+    def row_ops(self) -> list[RowOp]:
+        """The functions of rows: operators outside element-wise modules, and these modules."""
+        steps = [step for where, step in self._steps.values() if where not in self._whole]
+        return [*steps, *self._modules.values()]
 
     def _note(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         where = self._inside[-1] if self._inside else ""
@@ -128,7 +136,7 @@ class OpRecorder(TorchDispatchMode):
             return out.view(1, given.shape[1], -1)
 
         kind = (name, x.dtype, x.dim(), *((w.shape, w.stride(), w.dtype) for w in own.values()))
-        step = RowStep(f"{where}: {name}", x.dtype, x.shape[-1:], run, weight)
+        step = RowOp(f"{where}: {name}", x.dtype, x.shape[-1:], run, weight)
         self._steps.setdefault(kind, (where, step))
 
     def _note_step(
@@ -154,9 +162,8 @@ class OpRecorder(TorchDispatchMode):
 
         where = self._inside[-1] if self._inside else ""
         kind = (name, x.dtype, lead, shape, str(others), str(kwargs))
-        self._steps.setdefault(
-            kind, (where, RowStep(f"{where}: {name} of {tuple(shape)}", x.dtype, shape, run))
-        )
+        step = RowOp(f"{where}: {name} of {tuple(shape)}", x.dtype, shape, run)
+        self._steps.setdefault(kind, (where, step))
 
     def _enter(self, name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._inside.append(name)
@@ -165,10 +172,19 @@ class OpRecorder(TorchDispatchMode):
             shapes = tuple(tuple(x.shape) for x in inputs if isinstance(x, Tensor))
             self.matmuls.append(Matmul(name, "forward", shapes, ()))
 
-    def _leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def _leave(
+        self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         name = self._inside.pop()
-        if isinstance(output, Tensor) and len(inputs) == 1 and not list(module.children()):
-            self._elementwise.add(name)
+        if not isinstance(output, Tensor) or len(inputs) != 1 or list(module.children()):
+            return
+        self._whole.add(name)
+        x = inputs[0]
+        if name in self._linears or kwargs or not isinstance(x, Tensor) or x.dim() < 3:
+            return
+        if x.is_floating_point() and output.shape[:2] == x.shape[:2] in self._leading:
+            kind = (type(module), repr(module), x.shape[2:], x.dtype)
+            self._modules.setdefault(kind, RowOp(name, x.dtype, x.shape[2:], module))
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -177,7 +193,7 @@ class OpRecorder(TorchDispatchMode):
         for name, module in self._model.named_modules():
             handles += [
                 module.register_forward_pre_hook(partial(self._enter, name)),
-                module.register_forward_hook(self._leave),
+                module.register_forward_hook(self._leave, with_kwargs=True),
             ]
         try:
             with self:
