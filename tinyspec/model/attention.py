@@ -172,15 +172,8 @@ class AttentionContext:
         q = self.kernels.fused_kv_write(
             q, k, v, cos, sin, k_cache, v_cache, self.slot_mapping, derived=derived, **norm
         )
-        out = self.kernels.paged_attention(
-            q,
-            k_cache,
-            v_cache,
-            self.metadata,
-            window=layer.reach.window,
-            chunk=layer.reach.chunk,
-            **scores,
-        )
+        scores |= vars(layer.reach)  # window and chunk
+        out = self.kernels.paged_attention(q, k_cache, v_cache, self.metadata, **scores)
         return out if width == dim else out[..., :width].contiguous()
 
 
@@ -255,15 +248,7 @@ def paged_attention_function(
         )
     rope = context.take_rope(module, query, key)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    out = context.attend(
-        module,
-        q,
-        k,
-        v,
-        rope and rope.angles,
-        {"interleaved": True} if rope and rope.interleaved else {},
-        scale=scale,
-        softcap=softcap or 0.0,
-        sinks=s_aux,
-    )
+    form = {"interleaved": True} if rope and rope.interleaved else {}
+    scores = {"scale": scale, "softcap": softcap or 0.0, "sinks": s_aux}
+    out = context.attend(module, q, k, v, rope and rope.angles, form, **scores)
     return out[None], None
