@@ -83,6 +83,10 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
             if item not in shown:
                 mark = item.get_closest_marker("crossed")
                 item.add_marker(pytest.mark.slow("crosses", *mark.args))
+    for item in items:
+        if mark := item.get_closest_marker("slow"):
+            family, seconds = mark.args
+            assert family in SHARES and seconds > 0, f"{item.nodeid}: {mark}"
     if config.getoption("--minutes") is None:
         return
     kept = sampled(config, [item for item in items if item.get_closest_marker("slow")])
