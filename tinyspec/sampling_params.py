@@ -75,6 +75,11 @@ class SamplingParams:
     stopping_criteria: Sequence[Callable[..., Any]] = ()
 
     def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_choices()
+        self._check_lists()
+
+    def _check_numbers(self) -> None:
         def number(field: str, allowed: str, ok: Callable[[float], bool]) -> None:
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -105,11 +110,16 @@ class SamplingParams:
             raise refuse("seed", self.seed, "None or an integer in [0, 2**64)")
         integer("num_return_sequences", 1)
         integer("top_logprobs", 0)
+
+    def _check_choices(self) -> None:
         for field in ("deterministic", "ignore_eos", "logprobs", "prompt_logprobs"):
             if not isinstance(getattr(self, field), bool):
                 raise refuse(field, getattr(self, field), "True or False")
         if self.logprobs_mode not in LOGPROBS_MODES:
             raise refuse("logprobs_mode", self.logprobs_mode, f"one of {LOGPROBS_MODES}")
+
+    def _check_lists(self) -> None:
+        """Checks what may be one value or several, and makes tuples of it."""
         if self.eos_token_id is not None:
             self._set("eos_token_id", _token_ids("eos_token_id", self.eos_token_id))
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
