@@ -8,6 +8,8 @@ from typing import Any
 
 # What probes find is kept under HF_HOME: the machine's is not used, nor is anything left there.
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="tinyspec-tests-")
+# No test needs the hub: a missing model is not looked for over the network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # NumPy's OpenBLAS is not slot-invariant by default; interpreted kernels multiply through it.
 os.environ.setdefault("OPENBLAS_CORETYPE", "Nehalem")
 # Tiny passes: a worker thread that spins between them takes the core from whoever has work.
