@@ -36,7 +36,7 @@ def tables_of(model) -> set[int]:
     found = []
     for *_, module in model.generate._engine.patched.swapped:
         if isinstance(module, RopeTable):
-            found.append(module._place)
+            found.append(module._positions)
             for made in module._tables.values():
                 found += [made] if isinstance(made, torch.Tensor) else made
     return {table.untyped_storage().data_ptr() for table in found}
