@@ -22,6 +22,7 @@ from tinyspec import Completion, Engine, RequestOutput, SamplingParams
 SAME, PARTIAL, NOT_COMPARABLE, DIFFERS = "same", "partial", "not comparable", "differs"
 Data = dict[str, Any]
 Change = Callable[[Any, random.Random], Any]
+TRIES = 300
 
 
 class DoesNotFitError(Exception):
@@ -114,7 +115,7 @@ def _negated(value: bool, data: Data, rng: random.Random) -> bool:
 def _token(value: Any, data: Data, rng: random.Random) -> list[int]:
     """Tokens that are in the output, or are not."""
     tokens = rng.choice(data["completions"])["token_ids"] or [0]
-    return rng.choice(([], [rng.choice(tokens)], [tokens[-1]], [rng.randrange(100)]))
+    return rng.choice(([], [rng.choice(tokens)], [tokens[-1]], [rng.randrange(100)], [10**6]))
 
 
 def _piece(value: Any, data: Data, rng: random.Random) -> list[str]:
@@ -131,7 +132,7 @@ PARAMS: dict[str, Callable[[Any, Data, random.Random], Any]] = {
     "top_p": _pick(None, 0.0, 0.5, 0.9, 1.0, 1),
     "min_p": _pick(None, 0.0, 0.05, 0.3),
     "repetition_penalty": _pick(1.0, 1, 1.1, 2.0),
-    "max_new_tokens": lambda v, _, rng: rng.choice((v - 1, v + 1, v + 3, 1, 10**6)),
+    "max_new_tokens": lambda v, _, rng: rng.choice((v - 1, v + 1, v + 3, 10**6)),
     "min_new_tokens": lambda v, _, rng: rng.choice((0, 1, 2, 4, v + 1)),
     "stop_token_ids": _token,
     "eos_token_id": lambda v, data, rng: rng.choice((None, [], _token(v, data, rng))),
@@ -150,10 +151,10 @@ def _change_value(data: Data, field: str, rng: random.Random) -> str:
     """Change a list or anything in it; of a completion's field in one of the completions."""
     holder = data if field in data else rng.choice(data["completions"])
     key: Any = field
-    name = field
+    what = "whole"
     while isinstance(holder[key], list) and holder[key] and rng.random() < 0.75:
         holder, key = holder[key], rng.randrange(len(holder[key]))
-        name = f"{field} value"
+        what = "value"
         if isinstance(holder[key], dict):
             raise DoesNotFitError
     value = holder[key]
@@ -161,7 +162,7 @@ def _change_value(data: Data, field: str, rng: random.Random) -> str:
         raise DoesNotFitError
     how = rng.choice(list(CHANGES[type(value)]))
     holder[key] = CHANGES[type(value)][how](value, rng)
-    return f"{name}: {how}"
+    return f"{field}: {what} {how}"
 
 
 def _change_params(data: Data, rng: random.Random) -> str:
@@ -286,27 +287,39 @@ def forge(
 ) -> tuple[str, RequestOutput]:
     """What was changed, "kind: how", and a copy of ``output`` in which it is.
 
-    tokenizer: makes the text of consistent forgeries. kinds: to draw from. The parameters must
-    hold no functions, which JSON does not keep.
+    tokenizer: makes the text of consistent forgeries. kinds: to draw from, or beginnings of names
+    ("params: seed"). The parameters must hold no functions, which JSON does not keep. Raises
+    DoesNotFitError if the output has nothing that these kinds could change.
     """
     line = output.to_json()
-    while True:
-        kind = rng.choice(list(kinds))
-        if kind == "memory":
-            return _in_memory(output, rng)
+    for _ in range(TRIES):
+        wanted = rng.choice(list(kinds))
         data = json.loads(line)
         try:
-            if kind == "params":
-                name = _change_params(data, rng)
-            elif kind == "unverified":
-                name = _change_nothing_compared(data, rng)
-            elif kind == "consistent":
-                name = rng.choice(CONSISTENT)(data, rng, tokenizer)
-            else:
-                name = _change_value(data, kind, rng)
-            return name, RequestOutput.from_json(json.dumps(data))
+            name, forged = _forge_one(output, data, wanted.partition(":")[0], rng, tokenizer)
         except (DoesNotFitError, ValueError, TypeError):
             continue  # nothing to change, or no output any more: parameters that are refused
+        if name.startswith(wanted):
+            return name, forged
+    raise DoesNotFitError(kinds)
+
+
+def _forge_one(
+    output: RequestOutput, data: Data, kind: str, rng: random.Random, tokenizer: Any
+) -> tuple[str, RequestOutput]:
+    """``data``: the output's, which is changed."""
+    assert kind in KINDS
+    if kind == "memory":
+        return _in_memory(output, rng)
+    if kind == "params":
+        name = _change_params(data, rng)
+    elif kind == "unverified":
+        name = _change_nothing_compared(data, rng)
+    elif kind == "consistent":
+        name = rng.choice(CONSISTENT)(data, rng, tokenizer)
+    else:
+        name = _change_value(data, kind, rng)
+    return name, RequestOutput.from_json(json.dumps(data))
 
 
 def judge(engine: Engine, output: RequestOutput, known: dict[str, Any] | None = None) -> str:
