@@ -289,11 +289,11 @@ def forge(
 
     tokenizer: makes the text of consistent forgeries. kinds: to draw from, or beginnings of names
     ("params: seed"). The parameters must hold no functions, which JSON does not keep. Raises
-    DoesNotFitError if the output has nothing that these kinds could change.
+    DoesNotFitError if the output has nothing that the kind drawn could change.
     """
     line = output.to_json()
+    wanted = rng.choice(list(kinds))
     for _ in range(TRIES):
-        wanted = rng.choice(list(kinds))
         data = json.loads(line)
         try:
             name, forged = _forge_one(output, data, wanted.partition(":")[0], rng, tokenizer)
@@ -301,7 +301,7 @@ def forge(
             continue  # nothing to change, or no output any more: parameters that are refused
         if name.startswith(wanted):
             return name, forged
-    raise DoesNotFitError(kinds)
+    raise DoesNotFitError(wanted)
 
 
 def _forge_one(
