@@ -297,7 +297,7 @@ def forge(
         data = json.loads(line)
         try:
             name, forged = _forge_one(output, data, wanted.partition(":")[0], rng, tokenizer)
-        except (DoesNotFitError, ValueError, TypeError):
+        except (DoesNotFitError, ValueError, TypeError, LookupError):
             continue  # nothing to change, or no output any more: parameters that are refused
         if name.startswith(wanted):
             return name, forged
