@@ -9,13 +9,13 @@ from tinyspec import EngineConfig, SamplingParams
 
 NAN, INF = float("nan"), float("inf")
 BAD_PARAMS = {
-    "max_new_tokens": (0, -1, 1.0, "5", None, True),
+    "max_new_tokens": (0, -1, 1.0, "5", None, True, 2**63),
     "min_new_tokens": (-1, 0.5, None, 129),
-    "temperature": (-0.1, NAN, INF, "hot", None, True),
-    "top_k": (-1, 2.0, "5", True),
+    "temperature": (-0.1, NAN, INF, "hot", None, True, 2**1024),
+    "top_k": (-1, 2.0, "5", True, 2**63),
     "top_p": (-1e-9, -0.5, 1.01, NAN, "most", True),
     "min_p": (-0.1, 1.5, NAN, "some"),
-    "repetition_penalty": (0, -1.0, INF, None),
+    "repetition_penalty": (0, -1.0, INF, None, 2**1024),
     "seed": (-1, 2**64, 1.5, "x", True),
     "deterministic": (1, "yes", None),
     "num_return_sequences": (0, -2, 1.5, None),

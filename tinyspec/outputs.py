@@ -91,9 +91,16 @@ class RequestOutput:
         return cls(**data)
 
 
+def _pairs(row: Any) -> Any:
+    """A row of lists as tuples; anything else stays what it is, for ``audit`` to report."""
+    if not isinstance(row, list):
+        return row
+    return [tuple(pair) if isinstance(pair, list) else pair for pair in row]
+
+
 def _completion(data: dict[str, Any]) -> Completion:
-    if data["top_logprobs"] is not None:
-        data["top_logprobs"] = [[(t, p) for t, p in row] for row in data["top_logprobs"]]
+    if isinstance(data["top_logprobs"], list):
+        data["top_logprobs"] = [_pairs(row) for row in data["top_logprobs"]]
     data["stats"] = CompletionStats(**data["stats"])
     return Completion(**data)
 

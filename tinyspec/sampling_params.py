@@ -6,7 +6,7 @@ for stop strings) is checked when the request is added.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -84,13 +84,14 @@ class SamplingParams:
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise refuse(field, value, allowed)
-            if not (math.isfinite(value) and ok(value)):
+            # An integer may be finite and too large for a float.
+            if not (abs(value) <= sys.float_info.max and ok(value)):
                 raise refuse(field, value, allowed)
 
         def integer(field: str, least: int) -> None:
             value = getattr(self, field)
-            if not _is_int(value) or value < least:
-                raise refuse(field, value, f"an integer of at least {least}")
+            if not _is_int(value) or not least <= value < 2**63:
+                raise refuse(field, value, f"an integer of at least {least}, below 2**63")
 
         integer("max_new_tokens", 1)
         integer("min_new_tokens", 0)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -80,6 +81,36 @@ def test_audit_of_what_generate_wrote(capsys, tmp_path):
     status, out, _ = run(capsys, "audit", str(file), "--reference-rows", "16")
     assert status == 1
     assert "2 not comparable" in out
+
+
+def test_audit_of_what_was_aborted_or_is_plain(capsys, tmp_path):
+    """Nothing differs, and not everything is verified."""
+    file = tmp_path / "outputs.jsonl"
+    outputs = write_outputs(capsys, file)
+    cut = outputs[0].completions[0]
+    cut.token_ids, cut.logprobs, cut.finish_reason = cut.token_ids[:3], cut.logprobs[:3], "abort"
+    cut.text = None
+    plain = replace(outputs[1], params=replace(outputs[1].params, deterministic=False))
+    file.write_text("".join(output.to_json() + "\n" for output in (outputs[1], outputs[0], plain)))
+    status, out, _ = run(capsys, "audit", str(file), "--json")
+    assert status == 1
+    entries = json.loads(out)["entries"]
+    assert [e["verdict"] for e in entries] == ["same", "partial", "not comparable"]
+    assert entries[0]["verified"] == ["token_ids", "finish_reason", "error", "logprobs", "text"]
+    assert entries[1]["verified"] == ["token_ids", "logprobs"]
+
+
+def test_audit_goes_on_after_a_bad_line(capsys, tmp_path):
+    file = tmp_path / "outputs.jsonl"
+    outputs = write_outputs(capsys, file)
+    good = outputs[1].to_json()
+    bad = good.replace('"temperature": 0.9', '"temperature": -1')
+    assert bad != good
+    file.write_text(f"{good}\n\n{bad}\n[1]\n{good}\n")
+    status, out, err = run(capsys, "audit", str(file))
+    assert status == 2
+    assert "2 same" in out
+    assert "line 3 is not an output of tinyspec: temperature=-1" in err and "line 4" in err
 
 
 def test_audit_of_something_else(capsys, tmp_path):

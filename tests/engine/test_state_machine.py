@@ -251,7 +251,8 @@ class OneEngine(RuleBasedStateMachine):
     @rule(data=st.data())
     def audit(self, data):
         self.faulty.armed = False
-        outputs = data.draw(st.lists(st.sampled_from(range(len(self.finished))), max_size=4))
+        places = st.sampled_from(range(len(self.finished)))
+        outputs = data.draw(st.lists(places, min_size=1, max_size=4))
         report = audit(self.engine, [self.finished[n] for n in outputs])
         assert report, str(report)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "audit",
         help="does this engine produce what `tinyspec generate --json` wrote, bit for bit?",
-        epilog="Exit status 0 if every completion is the same, 1 if one differs or cannot be "
-        "compared: other weights, device, versions, dtype or reference rows.",
+        epilog="Exit status 0 if every completion is the same; 1 if one differs, is verified in "
+        "part (it was aborted) or cannot be compared (a plain request; other weights, device, "
+        "versions, dtype or reference rows); 2 if a line is no output: the others are audited.",
     )
     parser.add_argument("file", type=Path, metavar="FILE.jsonl", help="one output a line")
     add_model(parser, dtype="auto")
@@ -27,19 +29,22 @@ def add_command(commands: Any) -> None:
 
 
 def _audit(options: argparse.Namespace) -> int:
-    lines = options.file.read_text().splitlines()
-    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    outputs = [_output(line, number) for number, line in numbered]
+    outputs, complaints = [], []
+    for number, line in enumerate(options.file.read_text().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            outputs.append(RequestOutput.from_json(line))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            complaints.append(f"line {number} is not an output of tinyspec: {error}")
     if not outputs:
-        raise refuse("file", str(options.file), "a file with at least one output")
+        allowed = "; ".join(complaints) or "a file with at least one output"
+        raise refuse("file", str(options.file), allowed)
     with make_engine(options, EngineConfig(reference_rows=options.reference_rows)) as engine:
         report = audit(engine, outputs)
     print(report.to_json() if options.json else report)
+    for complaint in complaints:
+        print(f"tinyspec: {complaint}", file=sys.stderr)
+    if complaints:
+        return 2
     return 0 if report else 1
-
-
-def _output(line: str, number: int) -> RequestOutput:
-    try:
-        return RequestOutput.from_json(line)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"line {number} is not an output of tinyspec: {error}") from error

@@ -6,146 +6,169 @@ seed, without the prefix cache. Knows outputs and an engine's ``replay``, not ho
 
 from __future__ import annotations
 
-import json
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 from tinyspec.engine.engine import Engine
 from tinyspec.errors import refuse
 from tinyspec.outputs import Completion, RequestOutput
-from tinyspec.tools.table import table
-
-SAME, DIFFERS, NOT_COMPARABLE = "same", "differs", "not comparable"
-
-
-@dataclass(frozen=True)
-class AuditEntry:
-    """The verdict on one completion.
-
-    verdict: "same", "differs" or "not comparable". position: of the first generated token that
-    differs, None if none does. reason: what differs there, or why nothing was compared. tokens: how
-    many were compared.
-    """
-
-    request_id: str
-    index: int
-    verdict: str
-    tokens: int = 0
-    position: int | None = None
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class AuditReport:
-    """Verdicts on every completion, in the order of the outputs; truthy when all are the same.
-
-    fingerprint: of the engine that replayed them.
-    """
-
-    fingerprint: str
-    entries: list[AuditEntry] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return all(entry.verdict == SAME for entry in self.entries)
-
-    def __str__(self) -> str:
-        rows: list[tuple[object, ...]] = [
-            ("request", "index", "tokens", "verdict", "first difference")
-        ]
-        for entry in self.entries:
-            place = "" if entry.position is None else f"token {entry.position}: "
-            row = (entry.request_id, entry.index, entry.tokens, entry.verdict)
-            rows.append((*row, place + entry.reason))
-        counts = Counter(entry.verdict for entry in self.entries)
-        total = ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
-        return "\n".join([*table(rows), "", f"{total}; engine {self.fingerprint}"])
-
-    def to_json(self) -> str:
-        """One line of JSON."""
-        return json.dumps(asdict(self))
+from tinyspec.sampling_params import SamplingParams
+from tinyspec.tools.audit_report import AuditEntry, AuditReport
+from tinyspec.tools.comparison import (
+    DIFFERS,
+    NOT_COMPARABLE,
+    PER_TOKEN,
+    SAME,
+    VERDICTS,
+    Finding,
+    compare,
+    identical,
+    shown,
+)
 
 
 def audit(engine: Engine, outputs: Iterable[RequestOutput]) -> AuditReport:
-    """Replay finished ``outputs``, sampling included, and compare every token and every bit of the
-    log-probabilities that they carry.
+    """Replay finished ``outputs``, sampling included, and compare everything that they say.
 
-    Outputs with another fingerprint, or with functions that JSON did not keep, are reported as not
-    comparable. Raises DeterminismError if the engine cannot serve ``deterministic=True``,
-    ValueError if ``outputs`` are not RequestOutputs or do not fit the engine.
+    Compared in type and in every bit: tokens, the log-probabilities that the parameters ask for
+    (missing and surplus ones differ), finish reasons, errors, the number of completions and, where
+    the engine has a tokenizer, texts. Never compared, as they are no functions of the request:
+    ``request_id`` and ``stats``.
+
+    Malformed outputs differ. Plain outputs, those of another fingerprint, with functions that JSON
+    did not keep, or that this engine refuses are not comparable. No output changes the verdict on
+    another. Raises DeterminismError if the engine cannot serve ``deterministic=True``, ValueError
+    if ``outputs`` are not RequestOutputs.
     """
     outputs = list(outputs)
     for output in outputs:
         if not isinstance(output, RequestOutput):
             raise refuse("outputs", output, "RequestOutputs")
+    engine.check_model()
     fingerprint = engine.fingerprint
-    reasons = [_not_comparable(output, fingerprint) for output in outputs]
-    sound = [output for output, reason in zip(outputs, reasons, strict=True) if not reason]
-    replayed = iter(engine.replay(sound) if sound else [])
+    obstacles = [next(_obstacles(output, engine, fingerprint), None) for output in outputs]
+    clear = [o for o, obstacle in zip(outputs, obstacles, strict=True) if obstacle is None]
+    refusals = iter(_refusals(engine, clear))
+    obstacles = [next(refusals) if obstacle is None else obstacle for obstacle in obstacles]
+    sound = [o for o, obstacle in zip(outputs, obstacles, strict=True) if obstacle is None]
+    replayed = iter(engine.replay(list(map(_replayable, sound))) if sound else [])
     entries: list[AuditEntry] = []
-    for output, reason in zip(outputs, reasons, strict=True):
-        again = None if reason else next(replayed)
-        for index in range(len(output.completions)):
-            if again is None:
-                entries.append(AuditEntry(output.request_id, index, NOT_COMPARABLE, reason=reason))
-            else:
-                entries.append(_compare(output, again, index))
+    for output, obstacle in zip(outputs, obstacles, strict=True):
+        again = next(replayed) if obstacle is None else None
+        for index in range(_count(output.completions) or 1):
+            if again is not None:
+                findings = compare(output, again, index, engine.tokenizer)
+                entries.append(_entry(output, index, findings))
+            elif obstacle is not None:
+                entries.append(_entry(output, index, [obstacle]))
     return AuditReport(fingerprint, entries)
 
 
-def _not_comparable(output: RequestOutput, fingerprint: str) -> str:
-    """Why an output cannot be replayed here; empty if it can."""
+def _obstacles(output: RequestOutput, engine: Engine, fingerprint: str) -> Iterator[Finding]:
+    """What keeps an output from being replayed: no engine writes it, or another one did."""
+    params, prompt = output.params, output.prompt_token_ids
+    yield from _malformed_params(params)
+    if type(prompt) is not list or not prompt:
+        reason = f"prompt_token_ids is {shown(prompt)}, not a list of tokens"
+        yield Finding("prompt_token_ids", DIFFERS, reason)
+    for token in prompt:
+        if type(token) is not int:
+            reason = f"prompt_token_ids has {shown(token)}, which is no token id"
+            yield Finding("prompt_token_ids", DIFFERS, reason)
+    yield from _malformed_completions(output.completions, params)
     if output.fingerprint is None:
-        return "it has no fingerprint"
-    if output.fingerprint != fingerprint:
-        return f"its fingerprint is {output.fingerprint}"
-    params = output.params
+        yield Finding("fingerprint", NOT_COMPARABLE, "it has no fingerprint")
+    if not identical(output.fingerprint, fingerprint):
+        reason = "its fingerprint is " + shown(output.fingerprint).strip("'")
+        yield Finding("fingerprint", NOT_COMPARABLE, reason)
+    if not params.deterministic:
+        yield Finding("params", NOT_COMPARABLE, "it is plain: it was not asked to be deterministic")
     for function in (*params.logits_processors, *params.stopping_criteria):
         if not callable(function):
-            return f"only the name of the function {function} is known"
-    if len(output.completions) != params.num_return_sequences:
-        return f"it has {len(output.completions)} of {params.num_return_sequences} completions"
-    return ""
+            reason = f"only the name of the function {function} is known"
+            yield Finding("params", NOT_COMPARABLE, reason)
+    vocab_size = engine.runner.vocab_size
+    for token in prompt:
+        if not 0 <= token < vocab_size:
+            reason = f"prompt_token_ids has {shown(token)}, not in a vocabulary of {vocab_size}"
+            yield Finding("prompt_token_ids", DIFFERS, reason)
 
 
-def _compare(output: RequestOutput, again: RequestOutput, index: int) -> AuditEntry:
-    theirs, mine = output.completions[index], again.completions[index]
-    place, reason = _first_difference(theirs, mine)
-    if not reason and repr(output.prompt_logprobs) != repr(again.prompt_logprobs):
-        place, reason = 0, "the prompt's log-probabilities are not the engine's"
-    verdict = DIFFERS if reason else SAME
-    if mine.error is not None:
-        verdict, place, reason = NOT_COMPARABLE, None, mine.error
-    return AuditEntry(output.request_id, index, verdict, len(theirs.token_ids), place, reason)
+def _malformed_params(params: Any) -> Iterator[Finding]:
+    if not isinstance(params, SamplingParams):
+        yield Finding("params", DIFFERS, f"params is {shown(params)}, not SamplingParams")
+    try:
+        replace(params)
+    except (ValueError, TypeError) as error:
+        yield Finding("params", DIFFERS, str(error))
+    if params.seed is None and params.temperature > 0:
+        yield Finding("params", DIFFERS, "seed is None: every sampled output has one")
+    if params.eos_token_id is None:
+        yield Finding("params", DIFFERS, "eos_token_id is None: every output has its tokens")
 
 
-def _first_difference(theirs: Completion, mine: Completion) -> tuple[int | None, str]:
-    """Position and reason. ``mine`` follows the tokens of ``theirs`` and ends at the first that
-    differs, or one token later."""
+def _malformed_completions(completions: Any, params: SamplingParams) -> Iterator[Finding]:
+    count, asked = _count(completions), params.num_return_sequences
+    if count != asked:
+        yield Finding("completions", DIFFERS, f"it has {count} of {asked} completions")
+    for completion in completions:
+        if not isinstance(completion, Completion):
+            reason = f"completions has {shown(completion)}, which is no Completion"
+            yield Finding("completions", DIFFERS, reason)
 
-    def at(values: Any, place: int) -> Any:
-        return values[place] if values is not None and place < len(values) else None
 
-    for place, token in enumerate(theirs.token_ids):
-        if place >= len(mine.token_ids):
-            return place, f"token {token}, but the engine ends before it: {mine.finish_reason!r}"
-        own = mine.token_ids[place]
-        if token != own:
-            return place, f"token {token}, but the engine has {own}"
-        for name in ("logprobs", "top_logprobs"):
-            if getattr(theirs, name) is not None:
-                # As text, which keeps every bit: -0.0 == 0.0.
-                found = repr(at(getattr(theirs, name), place))
-                expected = repr(at(getattr(mine, name), place))
-                if found != expected:
-                    return place, f"{name} {found}, but the engine has {expected}"
-    end = len(theirs.token_ids)
-    if theirs.finish_reason == "abort":  # the user ended it: any length is right
-        return None, ""
-    if len(mine.token_ids) > end:
-        return end, f"it ends, but the engine continues with token {mine.token_ids[end]}"
-    if theirs.finish_reason != mine.finish_reason:
-        reason = f"it ends with {theirs.finish_reason!r}, but the engine"
-        return end, f"{reason} with {mine.finish_reason!r}"
-    return None, ""
+def _count(completions: Any) -> int:
+    return len(completions) if type(completions) is list else 0
+
+
+def _refusals(engine: Engine, outputs: list[RequestOutput]) -> list[Finding | None]:
+    """For each output why the engine does not take its request; None where it does."""
+
+    def refusal(some: list[RequestOutput]) -> Finding | None:
+        try:
+            engine.prepare([o.prompt_token_ids for o in some], [o.params for o in some])
+        except ValueError as error:
+            return Finding("params", NOT_COMPARABLE, f"this engine refuses it: {error}")
+        return None
+
+    if not outputs or refusal(outputs) is None:
+        return [None] * len(outputs)
+    return [refusal([output]) for output in outputs]
+
+
+def _replayable(output: RequestOutput) -> RequestOutput:
+    """The output with the tokens of each completion up to the first that is no integer."""
+
+    def sound(tokens: Any) -> list[int]:
+        known = tokens if type(tokens) is list else []
+        return list(takewhile(lambda token: type(token) is int, known))
+
+    completions = [replace(c, token_ids=sound(c.token_ids)) for c in output.completions]
+    return replace(output, completions=completions)
+
+
+def _entry(output: RequestOutput, index: int, findings: list[Finding]) -> AuditEntry:
+    """The gravest verdict, and the earliest reason for it."""
+    verdict = max((finding.verdict for finding in findings), key=VERDICTS.index)
+    decisive = [f for f in findings if f.verdict == verdict and f.reason]
+    position, reason = None, "; ".join(f.reason for f in decisive)
+    if verdict == DIFFERS:
+        first = min(decisive, key=lambda f: math.inf if f.position is None else f.position)
+        position, reason = first.position, first.reason
+    compared = [finding for finding in findings if finding.field in PER_TOKEN]
+    places = [finding.position for finding in compared if finding.position is not None]
+    if compared and not places:
+        places = [len(output.completions[index].token_ids)]
+    name = output.request_id
+    return AuditEntry(
+        name if isinstance(name, str) else shown(name),
+        index,
+        verdict,
+        min(places, default=0),
+        position,
+        reason,
+        tuple(finding.field for finding in findings if finding.verdict == SAME),
+    )

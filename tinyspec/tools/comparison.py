@@ -1,0 +1,179 @@
+"""What an output says against what its replay gives: field by field, in type and in every bit.
+
+Knows outputs and a tokenizer, not engines. An output may hold anything: it may be forged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tinyspec.engine.tokenization import decode
+from tinyspec.outputs import Completion, RequestOutput
+
+# From the least to the gravest.
+VERDICTS = SAME, PARTIAL, NOT_COMPARABLE, DIFFERS = "same", "partial", "not comparable", "differs"
+PER_TOKEN = ("token_ids", "logprobs", "top_logprobs")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the comparison of one field came to.
+
+    verdict: "partial" if the field cannot be compared, or not as a whole. position: of the first
+    generated token at which it differs.
+    """
+
+    field: str
+    verdict: str
+    reason: str = ""
+    position: int | None = None
+
+
+def compare(
+    output: RequestOutput, again: RequestOutput, index: int, tokenizer: Any
+) -> list[Finding]:
+    """Findings on every field that one completion of ``output`` states.
+
+    again: its replay, which follows the output's tokens and ends at the first that differs, or one
+    token later. tokenizer: of the engine, or None.
+    """
+    theirs, mine = output.completions[index], again.completions[index]
+    tokens = _tokens(theirs.token_ids, mine)
+    end = _end(theirs, mine) if tokens.verdict == SAME else None
+    findings: list[Finding | None] = [tokens, end, _error(theirs, end)]
+    findings += [_per_token(name, theirs, mine, tokens) for name in PER_TOKEN[1:]]
+    if tokens.verdict == SAME:
+        findings.append(_text(theirs, tokenizer))
+    findings.append(_prompt(output, again, mine))
+    return [finding for finding in findings if finding is not None]
+
+
+def identical(found: Any, own: Any) -> bool:
+    """The same type and the same bits: True is not 1, 3.0 is not 3, -0.0 is not 0.0."""
+    if type(found) is not type(own):
+        return False
+    if isinstance(own, (list, tuple)):
+        return len(found) == len(own) and all(map(identical, found, own))
+    return bool(found.hex() == own.hex() if isinstance(own, float) else found == own)
+
+
+def shown(value: Any) -> str:
+    """A value as text of at most 80 characters, whatever it is."""
+    try:
+        text = repr(value)
+    except Exception:  # a number of too many digits, an object of any kind
+        return f"a value of type {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _tokens(found: Any, mine: Completion) -> Finding:
+    name = PER_TOKEN[0]
+    if type(found) is not list:
+        return Finding(name, DIFFERS, f"token_ids is {shown(found)}, not a list", 0)
+    for place, token in enumerate(found):
+        if place < len(mine.token_ids):
+            own = mine.token_ids[place]
+            if identical(token, own):
+                continue
+            return Finding(name, DIFFERS, f"token {shown(token)}, but the engine has {own}", place)
+        if mine.error is not None:
+            return Finding(name, NOT_COMPARABLE, mine.error, place)
+        ends = f"the engine ends before it: {mine.finish_reason!r}"
+        return Finding(name, DIFFERS, f"token {shown(token)}, but {ends}", place)
+    return Finding(name, SAME)
+
+
+def _per_token(name: str, theirs: Completion, mine: Completion, tokens: Finding) -> Finding | None:
+    """On a list of one value a token, as far as the tokens are the same."""
+    found, own = getattr(theirs, name), getattr(mine, name)
+    if found is None and own is None:
+        return None
+    if (malformed := _malformed(name, found, own)) is not None:
+        return malformed
+    whole = tokens.verdict == SAME
+    count = len(theirs.token_ids) if whole else tokens.position or 0
+    for place, (value, expected) in enumerate(zip(found[:count], own, strict=False)):
+        if not identical(value, expected):
+            reason = f"{name} {shown(value)}, but the engine has {shown(expected)}"
+            return Finding(name, DIFFERS, reason, place)
+    if len(found) < count or (whole and len(found) > count):
+        reason = f"{len(found)} {name} for {len(theirs.token_ids)} tokens"
+        return Finding(name, DIFFERS, reason, min(len(found), count))
+    return Finding(name, SAME if whole else PARTIAL)
+
+
+def _malformed(name: str, found: Any, own: list[Any] | None) -> Finding | None:
+    """Missing, not asked for, or no list. ``own``: None if the parameters do not ask for it."""
+    if type(found) is type(own):
+        return None
+    if own is None:
+        reason = f"it has {name}, which its parameters do not ask for"
+    elif found is None:
+        reason = f"it has no {name}, which its parameters ask for"
+    else:
+        reason = f"{name} is {shown(found)}, not a list"
+    return Finding(name, DIFFERS, reason)
+
+
+def _end(theirs: Completion, mine: Completion) -> Finding:
+    """On the finish reason, where all tokens are the same."""
+    name, stated, end = "finish_reason", theirs.finish_reason, len(theirs.token_ids)
+    continues = len(mine.token_ids) > end
+    if identical(stated, "abort") and (continues or mine.error is not None):
+        reason = "it was aborted: its tokens are verified, its end cannot be"
+        return Finding(name, PARTIAL, reason)
+    if continues:
+        reason = f"it ends, but the engine continues with token {mine.token_ids[end]}"
+        return Finding(name, DIFFERS, reason, end)
+    if mine.error is not None:
+        return Finding(name, NOT_COMPARABLE, mine.error)
+    if not identical(stated, mine.finish_reason):
+        reason = f"it ends with {shown(stated)}, but the engine with {mine.finish_reason!r}"
+        return Finding(name, DIFFERS, reason, end)
+    return Finding(name, SAME)
+
+
+def _error(theirs: Completion, end: Finding | None) -> Finding | None:
+    """Only what was aborted has an error, which is not verified: it may come from outside."""
+    aborted = identical(theirs.finish_reason, "abort")
+    if theirs.error is None or (aborted and type(theirs.error) is str):
+        return Finding("error", SAME) if end is not None and end.verdict == SAME else None
+    allowed = "text or nothing" if aborted else "nothing, as it was not aborted"
+    return Finding("error", DIFFERS, f"error is {shown(theirs.error)} instead of {allowed}")
+
+
+def _text(theirs: Completion, tokenizer: Any) -> Finding | None:
+    """On the text, where all tokens are the same: as the engine makes it from them."""
+    found, own = theirs.text, decode(tokenizer, theirs.token_ids)
+    if own is None and type(found) is str:
+        return Finding("text", PARTIAL, "its text is not verified: the engine has no tokenizer")
+    if own is not None and found is None:
+        return Finding("text", PARTIAL, "it has no text, and the engine's tokenizer makes some")
+    if identical(found, own):
+        return None if own is None else Finding("text", SAME)
+    return Finding("text", DIFFERS, f"text {shown(found)}, but the engine's is {shown(own)}")
+
+
+def _prompt(output: RequestOutput, again: RequestOutput, mine: Completion) -> Finding | None:
+    """On the prompt's log-probabilities. Those of a request that was aborted before its first token
+    may be missing."""
+    name, found, own = "prompt_logprobs", output.prompt_logprobs, again.prompt_logprobs
+    if found is None and own is None:
+        return None
+    if (malformed := _malformed(name, found, own)) is not None:
+        return malformed
+    assert found is not None and own is not None
+    if None in own[1:]:
+        return Finding(name, NOT_COMPARABLE, mine.error or "the replay was interrupted")
+    if len(found) != len(own):
+        return Finding(name, DIFFERS, f"{len(found)} {name} for {len(own)} prompt tokens", 0)
+    begun = not all(identical(completion.token_ids, []) for completion in output.completions)
+    for place, (value, expected) in enumerate(zip(found, own, strict=True)):
+        if not identical(value, expected) and (begun or value is not None):
+            reason = f"of prompt token {place} {shown(value)}, but the engine has {expected!r}"
+            return Finding(name, DIFFERS, f"log-probability {reason}", 0)
+    if missing := found[1:].count(None):
+        reason = f"it was aborted before {missing} of its prompt's log-probabilities were known"
+        return Finding(name, PARTIAL, reason)
+    return Finding(name, SAME)
