@@ -4,21 +4,33 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from tests.support.tiny import tiny
-from tinyspec import Engine
-from tinyspec.determinism.probes.attention import probe_attention, probe_rows
+from tests.support.tiny import config_of, tiny
+from tinyspec import DeterminismError, Engine, SamplingParams
+from tinyspec.determinism.probes.attention import MANY_ROWS, probe_attention, probe_rows
 from tinyspec.kernels import backend as kernels
 from tinyspec.kernels.twins import attention_tiles, paged_attention
-from tinyspec.model.attention_calls import LayerShape
+from tinyspec.kernels.twins.attention_plan import padded_queries
+from tinyspec.model.attention_calls import LayerShape, Reach
 from tinyspec.model.cpu.linears import cpu_has
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def probe(dtype, dim, softcap=0.0, heads=(8, 2)):
+# Query heads, KV heads and head size, in groups that are no power of two: Llama 3.2 3B, Qwen2 0.5B,
+# 1.5B and 7B, and others.
+ODD_GROUPS = (
+    *((24, 8, 128), (14, 2, 64), (12, 2, 128), (28, 4, 128), (40, 8, 128)),
+    *((3, 1, 96), (9, 1, 128), (6, 2, 112), (15, 5, 80), (11, 1, 72), (13, 1, 40), (10, 2, 256)),
+    *((6, 1, 48), (7, 1, 144), (21, 3, 64), (25, 5, 16), (36, 3, 80), (18, 1, 32)),
+)
+EVEN_GROUPS = ((8, 2, 128), (4, 4, 64), (8, 1, 256), (16, 1, 80))
+
+
+def probe(dtype, dim, softcap=0.0, heads=(8, 2), **more):
     shape = LayerShape(*heads, dim, softcap)
-    return probe_rows(kernels.load("torch"), shape, dtype, torch.device("cpu"))
+    return probe_rows(kernels.load("torch"), shape, dtype, torch.device("cpu"), **more)
 
 
 @pytest.mark.crossed(0.2)
@@ -29,6 +41,72 @@ def test_rows_alone_and_in_their_prompt(dtype, dim, softcap):
     found = probe(dtype, dim, softcap)
     assert found.checked > 1000
     assert found, str(found)
+
+
+@pytest.mark.crossed(0.5)
+@pytest.mark.parametrize("heads", ODD_GROUPS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_groups_that_are_no_power_of_two(dtype, heads):
+    found = probe(dtype, heads[2], heads=heads[:2])
+    assert found.checked > 2000
+    assert found, str(found)
+
+
+@pytest.mark.slow("crosses", 10)
+@pytest.mark.parametrize("heads", [*ODD_GROUPS, *EVEN_GROUPS], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_many_rows(dtype, heads):
+    """A difference in one row of 10,000 shows with 99 %."""
+    found = probe(dtype, heads[2], heads=heads[:2], rows=MANY_ROWS)
+    assert found.checked >= 50_000
+    assert found, str(found)
+
+
+@pytest.mark.parametrize("reach", [Reach(window=24), Reach(chunk=100)], ids=str)
+def test_bounded_rows(reach):
+    found = probe(torch.float32, 96, heads=(3, 1), reach=reach)
+    assert found and str(next(n for n in vars(reach).values() if n)) in found.name
+
+
+def test_one_row_of_many_is_found():
+    """More rows find what few do not, and the result says how many it took."""
+    whole = kernels.load("torch")
+    calls = []
+
+    def rarely(q, *args, **kwargs):
+        out = whole.paged_attention(q, *args, **kwargs)
+        calls.append(len(out))
+        if sum(calls) > 30_000 and len(calls) % 50 == 49:
+            out[-1, 0, 0] += 1
+        return out
+
+    broken = replace(whole, paged_attention=rarely)
+    shape, device = LayerShape(2, 1, 16), torch.device("cpu")
+    few = probe_rows(broken, shape, torch.float32, device)
+    assert few and few.checked < 10_000
+    del calls[:]
+    many = probe_rows(broken, shape, torch.float32, device, rows=MANY_ROWS)
+    assert many.checked >= MANY_ROWS and 0 < many.differing < 20
+
+
+def test_time_ends_it():
+    few, more = (
+        probe(torch.float32, 16, heads=(2, 1), rows=10**9, seconds=seconds) for seconds in (0, 0.5)
+    )
+    assert 2000 < few.checked < more.checked < 10**9
+
+
+@pytest.mark.parametrize("group", range(1, 41))
+@pytest.mark.parametrize("least", [4, 16])
+def test_no_short_rest(group, least):
+    """However torch cuts the query rows, no part has fewer than ``least``, nor an odd number."""
+    for rows in range(1, 129):
+        queries = padded_queries(rows, group, least)
+        unit = 32 if queries < 192 else 64 if queries < 768 else 256
+        assert queries >= rows * group
+        assert all(part >= least and part % 4 == 0 for part in {queries % unit or unit})
+        if group & (group - 1):  # only whole ones, and powers of two
+            assert queries % 32 == 0 or queries in (4, 8, 16)
 
 
 @pytest.mark.skipif(not cpu_has("amx_bf16"), reason="where few and many rows differ")
@@ -57,3 +135,40 @@ def test_an_engine_probes_with_its_softcap(monkeypatch):
             paged_attention=lambda q, *_, softcap, **__: q * (1 + (len(q) == 1) * (softcap > 0)),
         )
         assert not any(probe_attention(engine.runner))
+
+
+def grouped(dtype=torch.float32):
+    """A Llama with the heads of Llama 3.2 3B."""
+    config = config_of("llama")
+    config.update({"num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 128})
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config).to(dtype).eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_model_with_three_heads_a_group(dtype):
+    params = SamplingParams(max_new_tokens=4, deterministic=True, logprobs=True)
+    with Engine(grouped(dtype)) as engine:
+        (completion,) = engine.generate([[1, 2, 3]], params)[0].completions
+        assert len(completion.token_ids) == 4 and completion.finish_reason == "length"
+        (kind,) = engine.contract.results.attention
+        assert kind.checked > 2000 and kind.differing == 0
+
+
+def test_the_advice_for_attention(monkeypatch):
+    """Not other reference_rows, which attention does not know."""
+    whole = kernels.load("torch").paged_attention
+
+    def other(q, *args, **kwargs):
+        return whole(q, *args, **kwargs) * (1 + 2e-7 * (len(q) == 1))
+
+    with Engine(tiny()) as engine:
+        context = engine.patched.context
+        context.kernels = replace(context.kernels, paged_attention=other)
+        engine.contract.drop_fingerprint()
+        with pytest.raises(DeterminismError, match="attention") as caught:
+            engine.contract.probe(fresh=True)
+            engine.contract.ensure()
+    message = str(caught.value)
+    assert "dtype" in message and "try other reference_rows" not in message

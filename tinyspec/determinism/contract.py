@@ -25,6 +25,7 @@ from tinyspec.determinism.fingerprint import (
     weight_state,
 )
 from tinyspec.determinism.probe_results import ProbeResults
+from tinyspec.determinism.probes.attention import probe_attention, summary
 from tinyspec.determinism.probes.buckets import probe_buckets, warm_up
 from tinyspec.determinism.probes.linears import probe_linears, set_direct, set_tiles
 from tinyspec.determinism.probes.row_functions import BucketInvariance
@@ -57,6 +58,7 @@ class Contract:
         self.known_fingerprint: str | None = None
         self.results: ProbeResults | None = None
         self._probed_structure: object = None
+        self._results_key = ""
         self._patched.experts.serve(config.linear)
         repack_weights(self._model, self._model.dtype)
         self._record_state()
@@ -166,6 +168,19 @@ class Contract:
             self._update_buckets(self.results)
         return self.results
 
+    def probe_attention(self, rows: int) -> None:
+        """Compare at least so many rows of each kind of attention, unless that was done before."""
+        results = self.probe()
+        if all(kind.checked >= rows or kind.differing for kind in results.attention):
+            return
+        with self._runner.torch_state():
+            found = probe_attention(self._runner, rows, seconds=None)
+        self.results = results.with_attention(*summary(found))
+        if self.results.unsound:
+            self._restore_modules()
+        self._update_buckets(self.results)
+        probe_cache.store(self._results_key, self.results)
+
     def _load_or_probe(self, fresh: bool) -> ProbeResults:
         """Results from disk or of a probe; afterwards modules run as these say."""
         self._restore_modules()
@@ -173,6 +188,7 @@ class Contract:
         modules = structure(self._model), settings(self._model)
         fingerprint = self._current_fingerprint()
         key = probe_cache.key_of(fingerprint, *modules, buckets.sizes, self._config.linear)
+        self._results_key = key
         results = None if fresh else probe_cache.load(key)
         if results is not None and results.sizes == buckets.sizes:
             if not results.unsound:

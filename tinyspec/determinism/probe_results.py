@@ -5,7 +5,8 @@ Host only: knows neither torch nor how anything was measured.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 
@@ -39,6 +40,16 @@ class Unsound:
 
 
 @dataclass(frozen=True)
+class ComparedRows:
+    """One kind of attention calls: rows that were compared with themselves in a prompt, and how
+    many of these differed."""
+
+    name: str
+    checked: int
+    differing: int
+
+
+@dataclass(frozen=True)
 class Alternative:
     """Other ``reference_rows``, each of which would make ``canonical`` buckets canonical, judged by
     linears and element-wise modules alone."""
@@ -54,6 +65,7 @@ class ProbeResults:
     kernel_linears: those that the linear kernel serves because the reference bucket would be
     unsound without it. tiles: first name of a kind of linears, and the row counts of its tiles.
     direct: first name of a kind of transposed linears, and the buckets of the direct product.
+    attention: how many rows of each kind were compared.
     """
 
     reference: int
@@ -63,6 +75,7 @@ class ProbeResults:
     kernel_linears: tuple[str, ...] = ()
     tiles: dict[str, tuple[int, ...]] = field(default_factory=dict)
     direct: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    attention: tuple[ComparedRows, ...] = ()
 
     @property
     def sizes(self) -> list[int]:
@@ -84,6 +97,16 @@ class ProbeResults:
         found = (bucket for bucket in self.buckets if bucket.canonical and bucket.tiled)
         return {bucket.rows: bucket.canonical_seconds for bucket in found}
 
+    def with_attention(
+        self, attention: Iterable[ComparedRows], unsound: Iterable[Unsound]
+    ) -> ProbeResults:
+        """After more rows of attention were compared; ``unsound`` where some of them differed."""
+        all_unsound = (*self.unsound, *unsound)
+        buckets = (replace(b, canonical=b.canonical and not all_unsound) for b in self.buckets)
+        return replace(
+            self, attention=tuple(attention), unsound=all_unsound, buckets=tuple(buckets)
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON can hold it."""
         return asdict(self)
@@ -100,6 +123,7 @@ class ProbeResults:
             kernel_linears=found["kernel_linears"],
             tiles=found["tiles"],
             direct=found["direct"],
+            attention=tuple(ComparedRows(**entry) for entry in found["attention"]),
         )
 
 

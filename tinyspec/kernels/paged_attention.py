@@ -16,7 +16,8 @@ It runs in one of two ways with the same bits: a program walks all splits of its
 result; or one program per split stores its partial in a workspace, and ``merge_kernel`` merges
 those in the same order. One binary serves both. Scores are kept in units of log2(e), for exp2.
 
-Does not protect a row from a non-finite value row in a tile that it shares: 0 * NaN is NaN.
+A masked key weighs 0, but 0 * NaN is NaN: values that are not finite are multiplied as 0, and the
+scores of the rows that attend to them are NaN instead. So they reach these rows and no others.
 """
 
 from __future__ import annotations
@@ -157,9 +158,13 @@ def attention_kernel(
             kv_mask = live[:, None] & d_mask[None, :]
 
             k = tl.load(k_ptr + kv_offset, mask=kv_mask, other=0.0)
+            v = tl.load(v_ptr + kv_offset, mask=kv_mask, other=0.0)
+            # 0, or NaN where something is not finite.
+            nothing = v * 0.0
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale
             if CAPPED:
                 scores = cap * tanh(scores)
+            scores += tl.sum(nothing, axis=1)[None, :]
             seen = (key[None, :] <= position[:, None]) & (key[None, :] >= row_lowest[:, None])
             scores = tl.where(seen, scores, float("-inf"))
 
@@ -171,7 +176,7 @@ def attention_kernel(
             split_total = split_total * decay + tl.sum(p, axis=1)
             split_highest = top
 
-            v = tl.load(v_ptr + kv_offset, mask=kv_mask, other=0.0)
+            v = tl.where(nothing == 0.0, v, 0.0)
             split_acc = tl.dot(p.to(v.dtype), v, split_acc * decay[:, None], input_precision="ieee")
         highest, total, acc = merge(highest, total, acc, split_highest, split_total, split_acc)
 

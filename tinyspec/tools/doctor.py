@@ -16,11 +16,14 @@ from transformers import PreTrainedModel
 from tinyspec.config import EngineConfig
 from tinyspec.determinism.fingerprint import device_parts
 from tinyspec.determinism.probe_results import ProbeResults
+from tinyspec.determinism.probes.attention import MANY_ROWS
 from tinyspec.engine.engine import Engine
 from tinyspec.errors import DeterminismError, UnsupportedModelError, refuse
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.tools.table import table
 
+# Compared of each kind; see there.
+ATTENTION_ROWS = MANY_ROWS
 DIRECT, PADDED, DRAFT = "direct", "padded to {}", "draft and verify"
 
 
@@ -85,6 +88,9 @@ class DoctorReport:
                 f"reference_rows of {rows}: {alternative.canonical} canonical buckets, judged by "
                 "linears and element-wise modules alone"
             )
+        for kind in results.attention:
+            rows = f"{kind.checked} rows alone and in a prompt, {kind.differing} differ"
+            notes.append(f"{kind.name}: {rows}")
         if results.kernel_linears:
             notes.append(f"served by the linear kernel: {', '.join(results.kernel_linears)}")
         if self.fingerprint is not None:
@@ -137,6 +143,8 @@ def _examine(engine: Engine, fresh: bool, begun: float) -> DoctorReport:
     problems: tuple[str, ...] = ()
     try:
         contract.probe(fresh)
+        if not engine.has_unfinished():
+            contract.probe_attention(ATTENTION_ROWS)
         contract.ensure()
     except DeterminismError as error:
         problems = (str(error),)

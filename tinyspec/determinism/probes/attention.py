@@ -1,74 +1,145 @@
 """Fact 3 on this device: attention of a row depends on its own sequence alone.
 
-A prompt of more than two tiles at once, against single rows of it among other segments. Knows head
-shapes and kernels, not models.
+Rows of a prompt of more than two tiles, computed all at once, against the same rows in other
+segments and passes. Knows kinds of attention calls and kernels, not models.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
+
 import torch
 from torch import Tensor
 
+from tinyspec.determinism.probe_results import ComparedRows, Unsound
 from tinyspec.determinism.probes.bits import PositionResult, unequal_bits
 from tinyspec.kernels.attention_metadata import AttentionMetadata
 from tinyspec.kernels.backend import Kernels
-from tinyspec.model.attention_calls import LayerShape
+from tinyspec.model.attention_calls import LayerShape, Reach
 from tinyspec.model.install import patched_of
 from tinyspec.runner.model_runner import ModelRunner
 
 PAGE_SIZE = 128
 PAGES = 5
 LENGTH = PAGE_SIZE * PAGES - 40
+# A difference in one row of 10,000 shows in so many with a probability of 99 %.
+MANY_ROWS = 50_000
+# Of a kind, after its first round: what the proof before a first token takes.
+SECONDS = 0.05
 # Both sides of every boundary of 64 tokens, both ends, and rows all over: with some head sizes only
 # one row in a hundred shows a difference.
 BOUNDARIES = (p + d for p in range(64, LENGTH, 64) for d in (-1, 0))
 PLACES = sorted({0, 1, 2, 3, LENGTH - 1, *BOUNDARIES, *range(0, LENGTH, 7)})
-# One in so many of them also runs in a pass of its own.
+# Rows of segments: every number of query rows that a segment may be padded to comes up.
+COUNTS = (*range(2, 9), 10, 11, 12, 14, 16, 17, 20, 21, 24, 28, 32, 40, 42, 48, 56, 64, 80)
+COUNTS = (*COUNTS, 85, 96, 106, 112, 128)
+# One in so many of the rows also runs in a pass of its own.
 SINGLE = 15
+REMEDY = (
+    "attention does not depend on reference_rows: try another dtype, bfloat16 before all others"
+)
 
 
-def probe_attention(runner: ModelRunner) -> list[PositionResult]:
-    """``probe_rows`` of every distinct head shape of the runner's model, by the kernels that its
-    passes call."""
+def probe_attention(
+    runner: ModelRunner, rows: int = MANY_ROWS, seconds: float | None = SECONDS
+) -> list[PositionResult]:
+    """``probe_rows`` of every distinct kind of attention calls of the runner's model, by the
+    kernels that its passes call."""
     dtype, device = runner.model.dtype, runner.device
-    kernels = patched_of(runner.model).context.kernels
-    assert kernels is not None
-    return [probe_rows(kernels, shape, dtype, device) for shape in dict.fromkeys(runner.layers)]
+    context = patched_of(runner.model).context
+    assert context.kernels is not None
+    kinds = zip(runner.layers, (_within(layer.reach) for layer in context.layers), strict=True)
+    return [
+        probe_rows(context.kernels, shape, dtype, device, reach, rows, seconds)
+        for shape, reach in dict.fromkeys(kinds)
+    ]
+
+
+def summary(found: list[PositionResult]) -> tuple[list[ComparedRows], list[Unsound]]:
+    """What ``probe_attention`` found, as ``ProbeResults`` hold it."""
+    compared = [ComparedRows(r.name, r.checked, r.differing) for r in found]
+    return compared, [Unsound(r.name, str(r), REMEDY) for r in found if not r]
+
+
+def _within(reach: Reach) -> Reach:
+    """``reach`` without bounds that no row of the probe comes to."""
+    near = {name: bound for name, bound in vars(reach).items() if bound < LENGTH}
+    return Reach(**near)
+
+
+def _passes() -> Iterator[list[tuple[int, int]]]:
+    """Spans of rows first..last of every pass: of one row and of several, all together and some by
+    themselves."""
+    singles = [(place, place + 1) for place in PLACES]
+    # Two of each number of rows, at places that the numbers spread over the sequence.
+    several = [
+        (first, first + rows)
+        for n, rows in enumerate(COUNTS)
+        for first in (97 * n % (LENGTH - rows + 1), (LENGTH - rows) * (n % 5) // 4)
+    ]
+    yield [*singles, *several]
+    yield from ([span] for span in (*singles[::SINGLE], *several[::2]))
 
 
 def probe_rows(
-    kernels: Kernels, shape: LayerShape, dtype: torch.dtype, device: torch.device
+    kernels: Kernels,
+    shape: LayerShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    reach: Reach | None = None,
+    rows: int = 1,
+    seconds: float | None = None,
 ) -> PositionResult:
-    """Compares rows at PLACES, as segments of 1, 2 and 17 rows, in one pass and in several, with
-    the same rows of the whole prompt."""
-    generator = torch.Generator().manual_seed(0)
+    """Compares the rows of ``_passes`` with the same rows of the whole prompt, in rounds with other
+    numbers, until ``rows`` are compared or ``seconds`` are over (None: no limit); one round at
+    least."""
+    reach = reach or Reach()
+    scores = {"scale": shape.head_dim**-0.5, "softcap": shape.softcap, **vars(reach)}
 
-    def draw(*size: int) -> Tensor:
-        return torch.randn(*size, generator=generator, device="cpu").to(device, dtype)
+    def metadata(spans: list[tuple[int, int]]) -> AttentionMetadata:
+        return AttentionMetadata.of(spans, [range(PAGES)] * len(spans), PAGE_SIZE, device)
 
-    k, v = (draw(PAGES, PAGE_SIZE, shape.num_kv_heads, shape.head_dim) for _ in range(2))
-    q = draw(LENGTH, shape.num_heads, shape.head_dim)
+    prompt = metadata([(0, LENGTH)])
+    passes = [
+        (torch.cat([torch.arange(*span, device=device) for span in spans]), metadata(spans))
+        for spans in _passes()
+    ]
+    begun = time.perf_counter()
+    found = PositionResult(_name(shape, reach), LENGTH, 0, 0, -1, -1)
+    for seed in count():
+        generator = torch.Generator().manual_seed(seed)
 
-    def attend(spans: list[tuple[int, int]]) -> Tensor:
-        """Attention of rows first..last of the sequence, every span a segment."""
-        tables = [range(PAGES)] * len(spans)
-        metadata = AttentionMetadata.of(spans, tables, PAGE_SIZE, device)
-        rows = torch.cat([q[first:last] for first, last in spans])
-        scores = {"scale": shape.head_dim**-0.5, "softcap": shape.softcap}
-        return kernels.paged_attention(rows, k, v, metadata, **scores)
+        def draw(*size: int, generator: torch.Generator = generator) -> Tensor:
+            drawn = torch.randn(*size, generator=generator, dtype=torch.float32, device="cpu")
+            return drawn.to(device, dtype)
 
-    whole = attend([(0, LENGTH)])
-    checked = differing = 0
-    row_index, column_index = -1, -1
-    for rows in (1, 2, 17):
-        spans_of_places = [(place, min(place + rows, LENGTH)) for place in PLACES]
-        # All in one pass, and some in passes of their own.
-        for spans in (spans_of_places, *([span] for span in spans_of_places[::SINGLE])):
-            expected = torch.cat([whole[first:last] for first, last in spans])
-            wrong = unequal_bits(expected, attend(spans))
-            if not differing and (places := wrong.nonzero()).numel():
-                row_index, column_index = (int(n) for n in places[0])
-            checked += len(wrong)
-            differing += int(wrong.any(dim=1).sum())
-    name = f"attention ({shape.num_heads} heads of {shape.head_dim}, {shape.num_kv_heads} KV heads)"
-    return PositionResult(name, LENGTH, checked, differing, row_index, column_index)
+        k, v = (draw(PAGES, PAGE_SIZE, shape.num_kv_heads, shape.head_dim) for _ in range(2))
+        q = draw(LENGTH, shape.num_heads, shape.head_dim)
+        whole = kernels.paged_attention(q, k, v, prompt, **scores)
+        for index, segments in passes:
+            out = kernels.paged_attention(q[index], k, v, segments, **scores)
+            found = _add(found, unequal_bits(whole[index], out))
+        late = seconds is not None and time.perf_counter() - begun > seconds
+        if late or found.checked >= rows:
+            break
+    return found
+
+
+def _add(found: PositionResult, wrong: Tensor) -> PositionResult:
+    """``found`` and the rows of one more pass; wrong: [rows, elements], where bits differ."""
+    first = found.row_index, found.column
+    if not found.differing and (places := wrong.nonzero()).numel():
+        first = int(places[0, 0]), int(places[0, 1])
+    checked = found.checked + len(wrong)
+    differing = found.differing + int(wrong.any(dim=1).sum())
+    return replace(found, checked=checked, differing=differing, row_index=first[0], column=first[1])
+
+
+def _name(shape: LayerShape, reach: Reach) -> str:
+    bounds = [f"{name} {bound}" for name, bound in vars(reach).items() if bound]
+    bounds += [f"softcap {shape.softcap:g}"] if shape.softcap else []
+    heads = f"{shape.num_heads} heads of {shape.head_dim}, {shape.num_kv_heads} KV heads"
+    return f"attention ({', '.join([heads, *bounds])})"

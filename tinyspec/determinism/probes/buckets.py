@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tinyspec.config import EngineConfig
 from tinyspec.determinism.probe_results import Alternative, BucketResult, ProbeResults, Unsound
-from tinyspec.determinism.probes.attention import probe_attention
+from tinyspec.determinism.probes.attention import probe_attention, summary
 from tinyspec.determinism.probes.linears import (
     direct_counts,
     probe_in_buckets,
@@ -82,7 +82,8 @@ def probe_buckets(
         probe.compute_reference(cache)
         functions = [*linears, *_probe_ops(runner, ops)]
         unsound += [Unsound(f.name, str(f.position)) for f in functions if not f.position]
-        unsound += [Unsound(r.name, str(r)) for r in probe_attention(runner) if not r]
+        attention, wrong = summary(probe_attention(runner))
+        unsound += wrong
         runs = _plan_runs(functions, tiles, _fast_mode_names(runner, linears), buckets)
         own_way = [run.rows for run in runs if run.tiled]
         # What passes cost in fast mode: every second of these buckets, and the last.
@@ -100,6 +101,7 @@ def probe_buckets(
         tuple(_alternatives(functions, buckets.sizes, buckets.reference, canonical)),
         tiles=tiles,
         direct=direct_counts(runner),
+        attention=tuple(attention),
     )
 
 

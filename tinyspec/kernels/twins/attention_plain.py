@@ -4,7 +4,7 @@ Rows that are alone in their segments (decode rows) are not padded, in calls of 
 fp16) or of one group of heads (fp32): one call over all their contexts where those lie in the cache
 at even distances, else calls over the tiles of the canonical reduction. Several rows of a sequence
 go in one call over its context. Same mathematics, other bits, which may depend on what shares the
-pass.
+pass; but not whether they are finite.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from torch import Tensor
 
 from tinyspec.kernels.attention_metadata import AttentionMetadata
 from tinyspec.kernels.twins.attention_plan import (
-    MASKED,
     CausalMask,
     TileCall,
+    masked,
     plan_calls,
     query_blocks,
     segments,
 )
-from tinyspec.kernels.twins.attention_tiles import attend_tiles, flash_attention
+from tinyspec.kernels.twins.attention_tiles import all_finite, attend_plainly, flash_attention
+from tinyspec.kernels.twins.index_tensors import integers
 
 # Rows of a call that has a mask: rows * context * 4 bytes.
 MASK_ROWS = 512
@@ -87,13 +88,13 @@ def _prompt_call(
     # Whether any of these keys is too old for a row, and so for the last one.
     bounded = causal.lowest_key(length - 1) > skipped
     if position or bounded:
-        row = torch.arange(position, length)[:, None]
-        key = torch.arange(skipped, skipped + keys)
+        row = integers(range(position, length))[:, None]
+        key = integers(range(skipped, skipped + keys))
         hidden = key > row
         if bounded:
             hidden |= key < causal.lowest_key(row)
-        mask = torch.zeros(1, 1, rows, keys).masked_fill_(hidden, MASKED)
-    where = slice(read[0], read[-1] + 1) if _consecutive(read) else torch.tensor(read)
+        mask = masked(hidden)[None, None]
+    where = slice(read[0], read[-1] + 1) if _consecutive(read) else integers(read)
     return _PromptCall(slice(first, end), where, keys, mask)
 
 
@@ -129,8 +130,8 @@ def _decode_call(
     keys = max(lengths)
     mask = None
     if min(lengths) < keys:
-        hidden = torch.arange(keys) >= torch.tensor(lengths)[:, None]
-        mask = torch.zeros(hidden.shape).masked_fill_(hidden, MASKED)[:, None, None]
+        hidden = integers(range(keys)) >= integers(lengths)[:, None]
+        mask = masked(hidden)[:, None, None]
     return _DecodeCall(slice(rows[0], rows[-1] + 1), firsts[0] * size, step * size, keys, mask)
 
 
@@ -138,7 +139,7 @@ def _consecutive(numbers: list[int]) -> bool:
     return all(after == before + 1 for before, after in pairwise(numbers))
 
 
-def _plan(metadata: AttentionMetadata, causal: CausalMask, group: int) -> _Plan:
+def _plan(metadata: AttentionMetadata, causal: CausalMask, group: int, parts: int) -> _Plan:
     size = metadata.page_size
     alone: list[tuple[int, int, list[int]]] = []
     prompts: list[_PromptCall] = []
@@ -155,13 +156,13 @@ def _plan(metadata: AttentionMetadata, causal: CausalMask, group: int) -> _Plan:
         return _Plan(decode, [], prompts)
     single = set(rows)
     blocks = [block for block in query_blocks(metadata, causal) if block.row in single]
-    tiles = plan_calls(blocks, size, causal, group, unit=1, least=1, whole=False)
+    tiles = plan_calls(blocks, size, causal, group, parts, whole=False)
     return _Plan(None, tiles, prompts)
 
 
 def _attend_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, call: _DecodeCall, group: int, scale: float
-) -> Tensor:
+) -> Tensor | None:
     rows, heads, dim = q.shape
     kv_heads = k_cache.shape[2]
     shape = rows, kv_heads, call.keys, dim
@@ -172,9 +173,11 @@ def _attend_decode(
         )
         for cache in (k_cache, v_cache)
     )
-    out, _ = flash_attention(
+    out, lse = flash_attention(
         q.view(rows, heads // group, group, dim), k, v, 0.0, attn_mask=call.mask, scale=scale
     )
+    if call.mask is not None and not all_finite(out, lse):
+        return None
     return out.reshape(rows, heads, dim)
 
 
@@ -192,39 +195,52 @@ def plain_attention(
     metadata: AttentionMetadata,
     *,
     scale: float,
-    causal: CausalMask,
-) -> Tensor:
-    """As ``paged_attention``, without softcap and sinks, and without a promise for the bits."""
+    bounds: tuple[int, int],
+) -> Tensor | None:
+    """As ``paged_attention``, without softcap and sinks, and without a promise for the bits.
+
+    bounds: window and chunk.
+    None where something is not finite, and it may be what a row does not attend to: these ways
+    cannot tell.
+    """
     group = q.shape[1] // k_cache.shape[2] if q.dtype == torch.float32 else 1
-    key = "plain", causal, group
+    key = "plain", bounds, group
     plan = metadata.derived.get(key)
     if plan is None:
-        plan = metadata.derived[key] = _plan(metadata, causal, group)
+        plan = _plan(metadata, CausalMask(*bounds), group, q.shape[1] // group)
+        metadata.derived[key] = plan
     decode = plan.decode
     if decode is not None and decode.rows == slice(0, len(q)):
         return _attend_decode(q, k_cache, v_cache, decode, group, scale)
 
-    parts = [
-        attend_tiles(q, k_cache, v_cache, call, group=group, scale=scale, exact=False)
-        for call in plan.tiles
-    ]
-    if len(parts) == 1 and plan.tiles[0].in_order and len(parts[0]) == len(q):
-        return parts[0]
-    result = torch.zeros(q.shape, dtype=q.dtype)
+    parts = [attend_plainly(q, k_cache, v_cache, call, group, scale) for call in plan.tiles]
+    rows: list[slice | Tensor] = [call.layout.rows for call in plan.tiles]
     if decode is not None:
-        own = q[decode.rows]
-        result[decode.rows] = _attend_decode(own, k_cache, v_cache, decode, group, scale)
-    for call, part in zip(plan.tiles, parts, strict=True):
-        result.index_copy_(0, call.rows, part)
+        rows.append(decode.rows)
+        parts.append(_attend_decode(q[decode.rows], k_cache, v_cache, decode, group, scale))
     for prompt in plan.prompts:
-        out, _ = flash_attention(
-            q[prompt.rows].transpose(0, 1)[None],
-            _context(k_cache, prompt),
-            _context(v_cache, prompt),
-            0.0,
-            prompt.mask is None,
-            attn_mask=prompt.mask,
-            scale=scale,
-        )
-        result[prompt.rows] = out[0].transpose(0, 1)
+        rows.append(prompt.rows)
+        parts.append(_attend_prompt(q[prompt.rows], k_cache, v_cache, prompt, scale))
+    if len(parts) == 1 and parts[0] is not None and len(parts[0]) == len(q):
+        return parts[0]
+    result = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    for place, part in zip(rows, parts, strict=True):
+        if part is None:
+            return None
+        result[place] = part
     return result
+
+
+def _attend_prompt(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, call: _PromptCall, scale: float
+) -> Tensor | None:
+    out, lse = flash_attention(
+        q.transpose(0, 1)[None],
+        _context(k_cache, call),
+        _context(v_cache, call),
+        0.0,
+        call.mask is None,
+        attn_mask=call.mask,
+        scale=scale,
+    )
+    return out[0].transpose(0, 1) if all_finite(out, lse) else None

@@ -9,21 +9,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
-from math import gcd
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from tinyspec.kernels.attention_metadata import AttentionMetadata
+from tinyspec.kernels.twins.attention_layout import Layout, layout_of
+from tinyspec.kernels.twins.index_tensors import as_slice, integers
 
 TILE = 128
 # Query rows of one block. More would only mask more of the tiles behind the block's own rows.
 BLOCK_ROWS = 128
 # Bounds the scratch of one call: tiles * query rows.
 MAX_TILE_ROWS = 1 << 13
-# Finite, so that a tile that is masked for a row yields a finite result, which then weighs 0.
-MASKED = -1e30
+# Finite, so that a tile that is masked for a row yields a finite result, which then weighs 0; and
+# larger than any score.
+MASKED = -3e38
+# torch multiplies so many query rows at a time, from 192 of them on twice as many, from 768 on 256.
+QUERY_UNIT = 32
 
 Position = TypeVar("Position", int, Tensor)
 
@@ -59,20 +63,17 @@ class TileCall:
     """One flash-attention call: blocks padded to the same height, most tiles first. Its tiles are
     ordered by depth, then by block, or, where they are dense in the cache, as they lie there.
 
-    height: query rows of every block; a short block repeats its last row.
-    rows:   [B * height] pass row of every block's query rows.
-    in_order: whether these are the pass rows 0, 1, 2, ...
+    queries: query rows of every block in each of the call's heads.
     owners: [T] block of every tile; None where tiles and blocks are the same in the same order.
-    mask:   [T, 1, height * group, keys] fp32, 0 or MASKED; None where nothing is masked.
+    mask:   [T, 1, queries, keys] fp32, 0 or MASKED; None where nothing is masked.
     keys:   how many keys of every tile are attended to.
     tiles:  [T, TILE] slots, or [T] tiles of the cache where pages hold whole tiles.
     span:   where the tiles are dense in the cache, the range of them.
     depths: indices of the blocks' first tiles, of their second tiles, and so on.
     """
 
-    height: int
-    rows: Tensor
-    in_order: bool
+    layout: Layout
+    queries: int
     owners: Tensor | None
     mask: Tensor | None
     keys: int
@@ -104,10 +105,22 @@ def segments(metadata: AttentionMetadata) -> Iterator[tuple[tuple[int, int], int
     )
 
 
-def _height(rows: int, unit: int) -> int:
-    """Rows a block is padded to: few distinct heights, each a multiple of ``unit``."""
-    step = max(unit, 1 << max(0, rows.bit_length() - 2))
-    return -(-rows // step) * step
+def padded_queries(rows: int, group: int, least: int) -> int:
+    """Query rows that ``rows`` rows of ``group`` heads are padded to, ``least`` or more: few
+    distinct numbers, which torch cuts without a short rest.
+
+    Groups that are powers of two have multiples of four in steps of a quarter. Other groups have
+    powers of two, and from QUERY_UNIT on multiples of it: a rest of 4 or 8 query rows would be
+    multiplied in another order than the rows before it.
+    """
+    queries = max(rows * group, least)
+    unit = max(4, group)
+    if group & (group - 1):
+        if queries <= QUERY_UNIT:
+            return 1 << (queries - 1).bit_length()
+        unit = QUERY_UNIT
+    step = max(unit, 1 << max(0, queries.bit_length() - 2))
+    return -(-queries // step) * step
 
 
 def plan_calls(
@@ -115,28 +128,26 @@ def plan_calls(
     page_size: int,
     causal: CausalMask,
     group: int,
+    parts: int,
     *,
-    unit: int,
-    least: int,
+    least: int = 0,
     whole: bool = True,
 ) -> list[TileCall]:
-    """Calls for ``blocks``, each block padded to a multiple of ``unit`` query rows per KV head, and
-    to ``least`` at least.
+    """Calls for ``blocks``, each block padded to ``padded_queries``, or not at all (``least`` 0).
 
-    group: query heads that share a KV head's call, hence query rows per row of the pass. whole:
-    whether all keys of every tile are attended to, masked, where fewer would do.
+    group: query heads that share a head of the call, of which there are ``parts``. whole: whether
+    all keys of every tile are attended to, masked, where fewer would do.
     """
-    unit //= gcd(group, unit)
 
-    def height(block: Block) -> int:
-        return _height(max(block.rows, -(-least // group)), unit)
+    def queries(block: Block) -> int:
+        return padded_queries(block.rows, group, least) if least else block.rows * group
 
-    def batches(blocks: list[Block], rows: int) -> Iterator[list[Block]]:
+    def batches(blocks: list[Block], height: int) -> Iterator[list[Block]]:
         """Cut so that no call's scratch exceeds MAX_TILE_ROWS (a single block may)."""
         batch: list[Block] = []
         size = 0
         for block in blocks:
-            cost = block.num_tiles * rows * group
+            cost = block.num_tiles * height
             if batch and size + cost > MAX_TILE_ROWS:
                 yield batch
                 batch, size = [], 0
@@ -144,16 +155,22 @@ def plan_calls(
             size += cost
         yield batch
 
-    ordered = sorted(blocks, key=lambda b: (height(b), -b.num_tiles))
+    ordered = sorted(blocks, key=lambda b: (queries(b), -b.num_tiles))
     return [
-        _plan_call(batch, tall, page_size, causal, group, whole)
-        for tall, alike in groupby(ordered, key=height)
-        for batch in batches(list(alike), tall)
+        _plan_call(batch, height, page_size, causal, group, parts, whole)
+        for height, alike in groupby(ordered, key=queries)
+        for batch in batches(list(alike), height)
     ]
 
 
 def _plan_call(
-    blocks: list[Block], height: int, page_size: int, causal: CausalMask, group: int, whole: bool
+    blocks: list[Block],
+    queries: int,
+    page_size: int,
+    causal: CausalMask,
+    group: int,
+    parts: int,
+    whole: bool,
 ) -> TileCall:
     # How many blocks have a first tile, a second one, ...: those with most tiles come first.
     counts = [
@@ -162,74 +179,79 @@ def _plan_call(
     ]
     # Block and number of every tile.
     pairs = [(b, blocks[b].first_tile + depth) for depth, n in enumerate(counts) for b in range(n)]
-    index = list(range(len(pairs)))
-    span = None
-    if page_size % TILE:
-        tiles = _slots(blocks, pairs, page_size)
-    else:
-        ratio = page_size // TILE
-        places = [blocks[b].pages[number // ratio] * ratio + number % ratio for b, number in pairs]
-        tiles = torch.tensor(places)
-        low, high = min(places), max(places) + 1
-        if high - low <= 2.5 * len(places) and len(set(places)) == len(places):
-            span = (low, high)
-            index = [place - low for place in places]
-            at = {place: n for n, place in enumerate(index)}
-            # A tile of the range that no block has gets the first block's rows; its result is
-            # not read.
-            pairs = [pairs[at.get(place, 0)] for place in range(high - low)]
+    tiles, span, index = _find_tiles(blocks, pairs, page_size)
+    if span is not None:
+        # A tile of the range that no block has gets the first block's rows; its result is not read.
+        at = dict(zip(index, pairs, strict=True))
+        pairs = [at.get(place, pairs[0]) for place in range(span[1] - span[0])]
 
-    known = torch.tensor([(block.row, block.rows - 1, block.position) for block in blocks])
-    inside = torch.minimum(torch.arange(height), known[:, 1:2])
-    rows = (known[:, :1] + inside).flatten()
-    owners = [b for b, _ in pairs]
+    owners = tuple(b for b, _ in pairs)
+    places = tuple((block.row, block.rows) for block in blocks)
+    layout = layout_of(places, owners, queries, group, parts)
+    known = torch.tensor(
+        [(block.rows - 1, block.position) for block in blocks], dtype=torch.int64, device="cpu"
+    )
+    inside = torch.minimum(integers(range(layout.height)), known[:, :1])
     # Of every query row of every tile, counted from the tile's first key.
-    first = torch.tensor([number for _, number in pairs])[:, None] * TILE
-    position = (known[:, 2:] + inside)[owners]
+    first = integers([number for _, number in pairs])[:, None] * TILE
+    position = (known[:, 1:] + inside)[list(owners)]
     newest, lowest = position - first, causal.lowest_key(position) - first
     # With one tile a block, the keys after those of all rows can be left out.
     keys = TILE if whole or len(counts) > 1 else min(TILE, int(newest.max()) + 1)
+    mask = _mask(newest, lowest, keys, group, whole)
     ends = list(accumulate(counts, initial=0))
     return TileCall(
-        height=height,
-        rows=rows,
-        in_order=rows.tolist() == list(range(len(rows))),
-        owners=None if owners == list(range(len(blocks))) else torch.tensor(owners),
-        mask=_mask(newest, lowest, keys, group, whole),
+        layout=layout,
+        queries=queries,
+        owners=None if owners == tuple(range(len(blocks))) else integers(owners),
+        mask=mask if mask is None else mask[:, :, :queries],
         keys=keys,
         tiles=tiles,
         span=span,
-        depths=[_as_slice(index[start:end]) for start, end in pairwise(ends)],
+        depths=[as_slice(index[start:end]) for start, end in pairwise(ends)],
     )
+
+
+def _find_tiles(
+    blocks: list[Block], pairs: list[tuple[int, int]], page_size: int
+) -> tuple[Tensor, tuple[int, int] | None, list[int]]:
+    """``TileCall.tiles`` and ``TileCall.span`` for tiles (block, number), and where each of them is
+    in the call."""
+    every = list(range(len(pairs)))
+    if page_size % TILE:
+        return _slots(blocks, pairs, page_size), None, every
+    ratio = page_size // TILE
+    places = [blocks[b].pages[number // ratio] * ratio + number % ratio for b, number in pairs]
+    low, high = min(places), max(places) + 1
+    if high - low > 2.5 * len(places) or len(set(places)) < len(places):
+        return integers(places), None, every
+    return integers(places), (low, high), [place - low for place in places]
 
 
 def _slots(blocks: list[Block], pairs: list[tuple[int, int]], page_size: int) -> Tensor:
     """[T, TILE] slots of tiles (block, number) where pages do not hold whole tiles."""
     # Positions after the page of the block's last row repeat that page: masked, and finite. Later
     # entries of the table may name any page.
-    token = torch.tensor([number for _, number in pairs])[:, None] * TILE + torch.arange(TILE)
+    token = integers([number for _, number in pairs])[:, None] * TILE + integers(range(TILE))
     last = [(blocks[b].position + blocks[b].rows - 1) // page_size for b, _ in pairs]
-    page = torch.minimum(token // page_size, torch.tensor(last)[:, None])
-    table = torch.tensor([blocks[b].pages for b, _ in pairs])
+    page = torch.minimum(token // page_size, integers(last)[:, None])
+    table = torch.tensor([blocks[b].pages for b, _ in pairs], dtype=torch.int64, device="cpu")
     return table.gather(1, page) * page_size + token % page_size
 
 
 def _mask(newest: Tensor, lowest: Tensor, keys: int, group: int, whole: bool) -> Tensor | None:
     """[T, 1, rows * group, keys] fp32 for rows that attend to ``lowest`` to ``newest`` [T, rows] of
     the keys of a tile; None where that is all of them, unless ``whole``."""
-    key = torch.arange(keys)
+    key = integers(range(keys))
     seen = key <= newest[..., None]
     if (lowest > 0).any():
         seen &= key >= lowest[..., None]
     if seen.all() and not whole:
         return None
-    mask = torch.zeros(seen.shape, dtype=torch.float32).masked_fill_(~seen, MASKED)
-    return mask.repeat_interleave(group, dim=1)[:, None]
+    return masked(~seen).repeat_interleave(group, dim=1)[:, None]
 
 
-def _as_slice(numbers: list[int]) -> slice | Tensor:
-    """As a slice where they rise by even steps."""
-    step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
-    stop = numbers[-1] + 1
-    even = step > 0 and numbers == list(range(numbers[0], stop, step))
-    return slice(numbers[0], stop, step) if even else torch.tensor(numbers)
+def masked(hidden: Tensor) -> Tensor:
+    """fp32 in the shape of ``hidden``: MASKED where it is True, else 0."""
+    zeros = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+    return zeros.masked_fill_(hidden, MASKED)

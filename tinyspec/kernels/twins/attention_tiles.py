@@ -1,33 +1,51 @@
-"""Attention over planned tiles: a partial result of each, merged in order. Knows no sequences."""
+"""Attention over planned tiles: a partial result of each, merged in order. Knows no sequences.
+
+A masked key weighs 0, but 0 * NaN is NaN, and so is the score of a key that is not finite. Where a
+result is not finite, it is computed once more with such keys and their values out of the sight of
+the rows that do not attend to them; all others keep their bits.
+"""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from tinyspec.kernels.twins import attention_plan
-from tinyspec.kernels.twins.attention_plan import TileCall
+from tinyspec.kernels.twins.attention_plan import MASKED, TileCall
 
 # Of a 16-bit head whose size is no multiple of it, torch cuts sums by the number of query rows.
 HEAD_UNIT = 32
+# Between any sum of scores and one masked score.
+UNLIKELY = -MASKED / 2
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-def _tiles_of(cache: Tensor, plan: TileCall) -> Tensor:
-    """The tiles of K or V, [T, Hkv, keys, D]: a view where they are dense, else gathered."""
-    (heads, dim), tile = cache.shape[2:], attention_plan.TILE
+def _tiles_of(k_cache: Tensor, v_cache: Tensor, plan: TileCall) -> tuple[Tensor, Tensor]:
+    """The tiles of K and V, [T, Hkv, keys, D]: views where they are dense, else gathered."""
+    _, _, heads, dim = k_cache.shape
+    tile = attention_plan.TILE
     if plan.span is not None:
         low, high = plan.span
-        start = cache.storage_offset() + low * tile * heads * dim
+        wide = heads * dim
         shape = high - low, heads, plan.keys, dim
-        return cache.as_strided(shape, (tile * heads * dim, dim, heads * dim, 1), start)
-    if plan.tiles.dim() == 1:
-        found = cache.view(-1, tile, heads, dim).index_select(0, plan.tiles)
-    else:
-        found = cache.flatten(0, 1).index_select(0, plan.tiles.flatten())
-        found = found.view(-1, tile, heads, dim)
-    return found[:, : plan.keys].transpose(1, 2)
+        strides, start = (tile * wide, dim, wide, 1), low * tile * wide
+        return (
+            k_cache.as_strided(shape, strides, k_cache.storage_offset() + start),
+            v_cache.as_strided(shape, strides, v_cache.storage_offset() + start),
+        )
+
+    def gathered(cache: Tensor) -> Tensor:
+        if plan.tiles.dim() == 1:
+            found = cache.view(-1, tile, heads, dim).index_select(0, plan.tiles)
+        else:
+            found = cache.flatten(0, 1).index_select(0, plan.tiles.flatten())
+            found = found.view(-1, tile, heads, dim)
+        return found[:, : plan.keys].transpose(1, 2)
+
+    return gathered(k_cache), gathered(v_cache)
 
 
 def _partials(
@@ -36,8 +54,7 @@ def _partials(
     """Attention within each tile, [T, Hkv, rows, D] and its log-sum-exp [T, Hkv, rows] fp32."""
     if not softcap:
         return flash_attention(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
-    scores = torch.matmul(q.float(), k.float().transpose(-1, -2)).mul_(scale / softcap)
-    scores = scores.tanh_().mul_(softcap)
+    scores = _scores(q, k, scale, softcap)
     if mask is not None:
         scores.add_(mask)
     highest = scores.amax(-1, keepdim=True)
@@ -47,19 +64,54 @@ def _partials(
     return out, (highest + total.log_()).squeeze(-1)
 
 
+def _scores(q: Tensor, k: Tensor, scale: float, softcap: float) -> Tensor:
+    """[T, Hkv, rows, keys] fp32."""
+    scores = torch.matmul(q.float(), k.float().transpose(-1, -2))
+    return scores.mul_(scale / softcap).tanh_().mul_(softcap) if softcap else scores.mul_(scale)
+
+
+def all_finite(out: Tensor, highest: Tensor) -> bool:
+    """Whether results and the highest scores that they come from are finite and not MASKED, by
+    their sums: False also where these are beyond fp32.
+
+    In 16 bits torch makes 0 of a row with a score of +inf. Where all scores of a row are -inf, only
+    masked ones are left.
+    """
+    wide = torch.float32 if out.dtype == torch.float16 else None
+    total = float(out.sum(dtype=wide)), float(highest.sum())
+    return math.isfinite(total[0]) and abs(total[1]) < UNLIKELY
+
+
+def _hide(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """k, v and mask with which every row has the same result, whatever is in keys that the mask
+    hides from it.
+
+    Keys and values with anything that is not finite become 0. Rows that attend to them get their
+    scores by the mask instead: NaN for +inf, and where it is the value that is not finite.
+    """
+    finite = k.isfinite().all(-1) & v.isfinite().all(-1)
+    scores = _scores(q, k, scale, softcap) + (v.float() * 0).sum(-1)[..., None, :]
+    scores.masked_fill_(scores == torch.inf, torch.nan)
+    mask = torch.where((mask == 0) & ~finite[..., None, :], scores, mask)
+    removed = ~finite[..., None]
+    return k.masked_fill(removed, 0), v.masked_fill(removed, 0), mask
+
+
 def _at(x: Tensor, places: slice | Tensor) -> Tensor:
     return x[places] if isinstance(places, slice) else x.index_select(0, places)
 
 
-def _merge(out: Tensor, lse: Tensor, plan: TileCall, sinks: Tensor | None) -> Tensor:
+def _merge(out: Tensor, lse: Tensor, plan: TileCall, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Weigh the partials of each block by their log-sum-exp, one after the other.
 
     out [T, Hkv, rows, D], which may be overwritten, lse [T, Hkv, rows]; sinks [Hkv, rows] ->
-    [B, Hkv, rows, D].
+    [B, Hkv, rows, D] and the highest log-sum-exp of each row [B, Hkv, rows].
     """
-    if len(plan.depths) == 1 and sinks is None:
-        return _at(out, plan.depths[0])
     highest = _at(lse, plan.depths[0])
+    if len(plan.depths) == 1 and sinks is None:
+        return _at(out, plan.depths[0]), highest
     highest = highest.clone() if sinks is None else torch.maximum(highest, sinks)
     for depth in plan.depths[1:]:
         partial = _at(lse, depth)
@@ -67,12 +119,14 @@ def _merge(out: Tensor, lse: Tensor, plan: TileCall, sinks: Tensor | None) -> Te
     weights = lse.sub(highest if plan.owners is None else highest[plan.owners]).exp_()
     scaled = out.float().mul_(weights[..., None])
     total = torch.zeros_like(highest) if sinks is None else (sinks - highest).exp_()
-    merged = torch.zeros(highest.shape + out.shape[-1:])
+    # As flash attention lays its result out: row by row.
+    blocks, parts, rows = highest.shape
+    merged = lse.new_zeros(blocks, rows, parts, out.shape[-1]).transpose(1, 2)
     for depth in plan.depths:
         weight = _at(weights, depth)
         total[: len(weight)] += weight
         merged[: len(weight)] += _at(scaled, depth)
-    return merged.div_(total[..., None])
+    return merged.div_(total[..., None]), highest
 
 
 def attend_tiles(
@@ -83,36 +137,66 @@ def attend_tiles(
     *,
     group: int,
     scale: float,
-    exact: bool = True,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of the rows of ``plan``: [n, Hq, D], of the pass rows ``plan.rows`` in order.
+    """Canonical attention of the rows of ``plan``: [n, Hq, D], of its pass rows in order.
 
-    group: query heads that share a call. exact: whether the rows are canonical.
+    group: query heads that share a call.
     """
-    heads, dim = q.shape[1:]
-    height, parts = plan.height, heads // group
-    rows = q if plan.in_order and len(q) == len(plan.rows) else q.index_select(0, plan.rows)
-    packed = _swap_rows_and_heads(rows.reshape(-1, height, parts, group, dim))
-    packed = packed.reshape(-1, parts, height * group, dim)
-    if plan.owners is not None:
-        packed = packed.index_select(0, plan.owners)
-    k, v = _tiles_of(k_cache, plan), _tiles_of(v_cache, plan)
-    if exact and q.dtype != torch.float32 and dim % HEAD_UNIT:
+    dim = q.shape[2]
+    packed, k, v = _inputs(q, k_cache, v_cache, plan, group)
+    if q.dtype != torch.float32 and dim % HEAD_UNIT:
         packed, k, v = (pad(x, (0, -dim % HEAD_UNIT)) for x in (packed, k, v))
-    out, lse = _partials(packed, k, v, plan.mask, scale, softcap)
-    out = out[..., :dim]
     sink_rows = None
     if sinks is not None:
-        sink_rows = sinks.float().view(parts, 1, group).expand(-1, height, -1).flatten(1)
-    merged = _merge(out, lse, plan, sink_rows).to(q.dtype)
-    merged = _swap_rows_and_heads(merged.reshape(-1, parts, height, group, dim))
-    return merged.reshape(-1, heads, dim)
+        sink_rows = sinks.float().view(-1, 1, group).expand(-1, plan.layout.height, -1)
+        sink_rows = sink_rows.flatten(1)[:, : plan.queries]
+    mask = plan.mask
+    assert mask is not None
+    merged, highest = _merge(*_partials(packed, k, v, mask, scale, softcap), plan, sink_rows)
+    found = _outputs(merged, q, plan)
+    if all_finite(found, highest):
+        return found
+    k, v, mask = _hide(packed, k, v, mask, scale, softcap)
+    merged, highest = _merge(*_partials(packed, k, v, mask, scale, softcap), plan, sink_rows)
+    return _outputs(merged.masked_fill((highest < -UNLIKELY)[..., None], torch.nan), q, plan)
 
 
-def _swap_rows_and_heads(x: Tensor) -> Tensor:
-    """[n, rows, heads, ...] as [n, heads, rows, ...] or back, contiguous."""
-    if x.shape[1] == 1 or x.shape[2] == 1:
-        return x.view(x.shape[0], x.shape[2], x.shape[1], *x.shape[3:])
-    return x.transpose(1, 2).contiguous()
+def attend_plainly(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TileCall, group: int, scale: float
+) -> Tensor | None:
+    """The same without a promise for the bits; None where something is not finite, and it may be
+    what the mask hides."""
+    out, lse = _partials(*_inputs(q, k_cache, v_cache, plan, group), plan.mask, scale, 0.0)
+    merged, highest = _merge(out, lse, plan, None)
+    found = _outputs(merged, q, plan)
+    return found if plan.mask is None or all_finite(found, highest) else None
+
+
+def _inputs(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TileCall, group: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query rows of every tile [T, parts, queries, D], its keys and its values."""
+    _, heads, dim = q.shape
+    layout = plan.layout
+    packed = q.reshape(-1, group * dim)
+    if not (layout.in_order and len(packed) == len(layout.gather)):
+        packed = packed.index_select(0, layout.gather)
+    packed = packed.reshape(-1, heads // group, layout.height * group, dim)
+    if packed.shape[2] > plan.queries:
+        packed = packed[:, :, : plan.queries]
+    return packed, *_tiles_of(k_cache, v_cache, plan)
+
+
+def _outputs(merged: Tensor, q: Tensor, plan: TileCall) -> Tensor:
+    """Of results [B, parts, queries, D or more] those of the plan's rows [n, Hq, D]."""
+    _, heads, dim = q.shape
+    if merged.shape[3] > dim:
+        merged = merged[..., :dim]
+    found = merged.to(q.dtype).transpose(1, 2).reshape(-1, dim)
+    if plan.layout.picked is None:
+        found = found[: len(plan.layout.rows) * heads]
+    else:
+        found = found.index_select(0, plan.layout.picked)
+    return found.view(-1, heads, dim)

@@ -3,14 +3,17 @@
 Bits depend on the tile, not on the page. A tile's partial result does not depend on how many query
 rows or tiles share its call, provided that
 
-- query rows are a multiple of four and, in fp16, for heads wider than 64 in fp32 and with a
-  softcap, 16 at least (on Intel CPUs calls of 4 and 8 rows differ there, in fp16 with AVX512-FP16
-  at every head size; measured: ``benchmarks/probe.py``);
+- query rows are as many as ``padded_queries`` says and, in fp16, for heads wider than 64 in fp32
+  and with a softcap, 16 at least, both of a call and of what torch cuts it into (calls of 4 and 8
+  rows differ there, in fp16 with AVX512-FP16 at every head size; measured:
+  ``benchmarks/probe.py``);
 - 16-bit heads come in units of 32;
 - partials are merged one after the other from position 0.
 
 A tile that is masked for a row has weight exactly 0 in that merge, so the tiles that other rows
-need, and those that a whole block skips by its window or chunk, change nothing.
+need, and those that a whole block skips by its window or chunk, change nothing. Nor does what is
+not finite in keys and values that a row does not attend to. A row is NaN where it attends to a
+value that is not finite.
 
 Plain rows (``exact=False``) go by ``plain_attention`` instead. Does not know requests or passes;
 calls share only what ``AttentionMetadata.derived`` keeps for the layers of one pass.
@@ -57,23 +60,30 @@ def paged_attention(
     softmax's denominator.
     """
     assert not (window and chunk)
-    causal = CausalMask(window, chunk)
+    bounds = window, chunk
     if not metadata.exact and not softcap and sinks is None:
-        return plain_attention(q, k_cache, v_cache, metadata, scale=scale, causal=causal)
-    group = q.shape[1] // k_cache.shape[2]
-    least = _least_rows(q, softcap)
-    key = "tiles", causal, group, least
+        plain = plain_attention(q, k_cache, v_cache, metadata, scale=scale, bounds=bounds)
+        if plain is not None:
+            return plain
+    kv_heads = k_cache.shape[2]
+    group = q.shape[1] // kv_heads
+    key = "tiles", bounds, group, q.shape, softcap > 0
     plans = metadata.derived.get(key)
     if plans is None:
+        causal, least = CausalMask(*bounds), _least_rows(q, softcap)
         blocks = query_blocks(metadata, causal)
-        plans = plan_calls(blocks, metadata.page_size, causal, group, unit=4, least=least)
+        plans = plan_calls(blocks, metadata.page_size, causal, group, kv_heads, least=least)
         metadata.derived[key] = plans
 
-    result = torch.zeros(q.shape, dtype=q.dtype)
-    for plan in plans:
-        found = attend_tiles(
+    parts = [
+        attend_tiles(
             q, k_cache, v_cache, plan, group=group, scale=scale, softcap=softcap, sinks=sinks
         )
-        # A block's repeated last row is the same row computed again: the same bits, written twice.
-        result.index_copy_(0, plan.rows, found)
+        for plan in plans
+    ]
+    if len(parts) == 1 and len(parts[0]) == len(q):
+        return parts[0]
+    result = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    for plan, part in zip(plans, parts, strict=True):
+        result.index_copy_(0, plan.layout.rows, part)
     return result
