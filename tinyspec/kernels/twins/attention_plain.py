@@ -18,9 +18,10 @@ from torch import Tensor
 
 from tinyspec.kernels.attention_metadata import AttentionMetadata
 from tinyspec.kernels.twins.attention_plan import (
-    MASKED,
     CausalMask,
     TileCall,
+    integers,
+    masked,
     plan_calls,
     query_blocks,
     segments,
@@ -87,13 +88,13 @@ def _prompt_call(
     # Whether any of these keys is too old for a row, and so for the last one.
     bounded = causal.lowest_key(length - 1) > skipped
     if position or bounded:
-        row = torch.arange(position, length)[:, None]
-        key = torch.arange(skipped, skipped + keys)
+        row = integers(range(position, length))[:, None]
+        key = integers(range(skipped, skipped + keys))
         hidden = key > row
         if bounded:
             hidden |= key < causal.lowest_key(row)
-        mask = torch.zeros(1, 1, rows, keys).masked_fill_(hidden, MASKED)
-    where = slice(read[0], read[-1] + 1) if _consecutive(read) else torch.tensor(read)
+        mask = masked(hidden)[None, None]
+    where = slice(read[0], read[-1] + 1) if _consecutive(read) else integers(read)
     return _PromptCall(slice(first, end), where, keys, mask)
 
 
@@ -129,8 +130,8 @@ def _decode_call(
     keys = max(lengths)
     mask = None
     if min(lengths) < keys:
-        hidden = torch.arange(keys) >= torch.tensor(lengths)[:, None]
-        mask = torch.zeros(hidden.shape).masked_fill_(hidden, MASKED)[:, None, None]
+        hidden = integers(range(keys)) >= integers(lengths)[:, None]
+        mask = masked(hidden)[:, None, None]
     return _DecodeCall(slice(rows[0], rows[-1] + 1), firsts[0] * size, step * size, keys, mask)
 
 
@@ -210,7 +211,7 @@ def plain_attention(
     ]
     if len(parts) == 1 and plan.tiles[0].in_order and len(parts[0]) == len(q):
         return parts[0]
-    result = torch.zeros(q.shape, dtype=q.dtype)
+    result = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     if decode is not None:
         own = q[decode.rows]
         result[decode.rows] = _attend_decode(own, k_cache, v_cache, decode, group, scale)

@@ -6,7 +6,7 @@ and no values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from math import gcd
@@ -169,7 +169,7 @@ def _plan_call(
     else:
         ratio = page_size // TILE
         places = [blocks[b].pages[number // ratio] * ratio + number % ratio for b, number in pairs]
-        tiles = torch.tensor(places)
+        tiles = integers(places)
         low, high = min(places), max(places) + 1
         if high - low <= 2.5 * len(places) and len(set(places)) == len(places):
             span = (low, high)
@@ -179,12 +179,16 @@ def _plan_call(
             # not read.
             pairs = [pairs[at.get(place, 0)] for place in range(high - low)]
 
-    known = torch.tensor([(block.row, block.rows - 1, block.position) for block in blocks])
-    inside = torch.minimum(torch.arange(height), known[:, 1:2])
+    known = torch.tensor(
+        [(block.row, block.rows - 1, block.position) for block in blocks],
+        dtype=torch.int64,
+        device="cpu",
+    )
+    inside = torch.minimum(integers(range(height)), known[:, 1:2])
     rows = (known[:, :1] + inside).flatten()
     owners = [b for b, _ in pairs]
     # Of every query row of every tile, counted from the tile's first key.
-    first = torch.tensor([number for _, number in pairs])[:, None] * TILE
+    first = integers([number for _, number in pairs])[:, None] * TILE
     position = (known[:, 2:] + inside)[owners]
     newest, lowest = position - first, causal.lowest_key(position) - first
     # With one tile a block, the keys after those of all rows can be left out.
@@ -194,7 +198,7 @@ def _plan_call(
         height=height,
         rows=rows,
         in_order=rows.tolist() == list(range(len(rows))),
-        owners=None if owners == list(range(len(blocks))) else torch.tensor(owners),
+        owners=None if owners == list(range(len(blocks))) else integers(owners),
         mask=_mask(newest, lowest, keys, group, whole),
         keys=keys,
         tiles=tiles,
@@ -207,24 +211,36 @@ def _slots(blocks: list[Block], pairs: list[tuple[int, int]], page_size: int) ->
     """[T, TILE] slots of tiles (block, number) where pages do not hold whole tiles."""
     # Positions after the page of the block's last row repeat that page: masked, and finite. Later
     # entries of the table may name any page.
-    token = torch.tensor([number for _, number in pairs])[:, None] * TILE + torch.arange(TILE)
+    token = integers([number for _, number in pairs])[:, None] * TILE + integers(range(TILE))
     last = [(blocks[b].position + blocks[b].rows - 1) // page_size for b, _ in pairs]
-    page = torch.minimum(token // page_size, torch.tensor(last)[:, None])
-    table = torch.tensor([blocks[b].pages for b, _ in pairs])
+    page = torch.minimum(token // page_size, integers(last)[:, None])
+    table = torch.tensor([blocks[b].pages for b, _ in pairs], dtype=torch.int64, device="cpu")
     return table.gather(1, page) * page_size + token % page_size
 
 
 def _mask(newest: Tensor, lowest: Tensor, keys: int, group: int, whole: bool) -> Tensor | None:
     """[T, 1, rows * group, keys] fp32 for rows that attend to ``lowest`` to ``newest`` [T, rows] of
     the keys of a tile; None where that is all of them, unless ``whole``."""
-    key = torch.arange(keys)
+    key = integers(range(keys))
     seen = key <= newest[..., None]
     if (lowest > 0).any():
         seen &= key >= lowest[..., None]
     if seen.all() and not whole:
         return None
-    mask = torch.zeros(seen.shape, dtype=torch.float32).masked_fill_(~seen, MASKED)
-    return mask.repeat_interleave(group, dim=1)[:, None]
+    return masked(~seen).repeat_interleave(group, dim=1)[:, None]
+
+
+def integers(values: Sequence[int]) -> Tensor:
+    """[n] int64; a range is counted by torch."""
+    if isinstance(values, range):
+        return torch.arange(values.start, values.stop, dtype=torch.int64, device="cpu")
+    return torch.tensor(values, dtype=torch.int64, device="cpu")
+
+
+def masked(hidden: Tensor) -> Tensor:
+    """fp32 in the shape of ``hidden``: MASKED where it is True, else 0."""
+    zeros = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+    return zeros.masked_fill_(hidden, MASKED)
 
 
 def _as_slice(numbers: list[int]) -> slice | Tensor:
@@ -232,4 +248,4 @@ def _as_slice(numbers: list[int]) -> slice | Tensor:
     step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
     stop = numbers[-1] + 1
     even = step > 0 and numbers == list(range(numbers[0], stop, step))
-    return slice(numbers[0], stop, step) if even else torch.tensor(numbers)
+    return slice(numbers[0], stop, step) if even else integers(numbers)

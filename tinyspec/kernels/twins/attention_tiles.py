@@ -67,7 +67,7 @@ def _merge(out: Tensor, lse: Tensor, plan: TileCall, sinks: Tensor | None) -> Te
     weights = lse.sub(highest if plan.owners is None else highest[plan.owners]).exp_()
     scaled = out.float().mul_(weights[..., None])
     total = torch.zeros_like(highest) if sinks is None else (sinks - highest).exp_()
-    merged = torch.zeros(highest.shape + out.shape[-1:])
+    merged = torch.zeros(highest.shape + out.shape[-1:], dtype=torch.float32, device=out.device)
     for depth in plan.depths:
         weight = _at(weights, depth)
         total[: len(weight)] += weight

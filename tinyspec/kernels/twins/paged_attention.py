@@ -69,7 +69,7 @@ def paged_attention(
         plans = plan_calls(blocks, metadata.page_size, causal, group, unit=4, least=least)
         metadata.derived[key] = plans
 
-    result = torch.zeros(q.shape, dtype=q.dtype)
+    result = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     for plan in plans:
         found = attend_tiles(
             q, k_cache, v_cache, plan, group=group, scale=scale, softcap=softcap, sinks=sinks

@@ -57,7 +57,7 @@ class CpuRMSNorm(nn.Module):
     def _addend(self, eps: float) -> Tensor:
         """The epsilon as a tensor: quicker to add than a number."""
         if self._eps is None or self._eps[0] != eps:
-            self._eps = eps, torch.tensor(eps)
+            self._eps = eps, torch.tensor(eps, dtype=torch.float32, device="cpu")
         return self._eps[1]
 
 
