@@ -39,9 +39,9 @@ for dtype in sys.argv[1:]:
         try:
             outputs = engine.generate(prompts, params)
             bits = [(c.token_ids, c.logprobs) for output in outputs for c in output.completions]
-        except DeterminismError:
-            bits = None
-        found[dtype] = {"bits": bits, "fingerprint": engine.fingerprint}
+            found[dtype] = {"bits": bits, "fingerprint": engine.fingerprint}
+        except (DeterminismError, RuntimeError):
+            found[dtype] = None
 print(json.dumps(found))
 """
 )
@@ -81,5 +81,5 @@ def child(code: str, *arguments: str, **variables: str) -> str:
 
 
 def passes(*dtypes: str, **variables: str) -> dict[str, Any]:
-    """By dtype: the bits of deterministic requests, None if refused, and their fingerprint."""
+    """By dtype: bits and fingerprint of deterministic requests; None where they are refused."""
     return json.loads(child(PASSES, *dtypes, **variables).splitlines()[-1])

@@ -128,16 +128,14 @@ def _cancelling(rows: int, columns: int, dtype: torch.dtype, device: torch.devic
 def _linears(
     used: Used, rows: int, device: torch.device, kernel: Callable[..., Tensor]
 ) -> Iterator[Tensor]:
-    """Products by every way that linears and attention may take."""
+    """Products by the ways that linears take: both layouts of a weight, the kernel, a CPU's own."""
     for dtype, inputs, outputs, kind in used.linears:
         x = _cancelling(rows, inputs, dtype, device)
         weight = _numbers(outputs, inputs, dtype, device) / 64
         half = inputs // 2
         weight[:, half : 2 * half] = weight[:, :half].flip(1)
         yield F.linear(x, weight)
-        yield torch.mm(weight, x.t())
-        yield torch.matmul(x[None].float(), weight.t().float())
-        yield torch.mv(weight, x[0])
+        yield torch.mm(x, weight.t().contiguous())
         yield kernel(x, weight)
         if kind is not None:
             linear = nn.Linear(inputs, outputs, bias=False, device="meta")

@@ -112,9 +112,11 @@ def _apply(settings: Settings) -> None:
             put(value)
 
 
-def _now(settings: Settings) -> Settings:
-    """``settings`` with the values that they have."""
-    return tuple(Setting(get, put, get()) for get, put, _ in settings)
+def _restore(settings: Settings, values: list[Any]) -> None:
+    """Set what has another value than in ``values``."""
+    for (get, put, _), value in zip(settings, values, strict=True):
+        if get() != value:
+            put(value)
 
 
 class _Shared:
@@ -123,21 +125,21 @@ class _Shared:
 
     def __init__(self, device_type: str):
         self._wanted = _of_process(device_type)
-        self._before: Settings = ()
+        self._before: list[Any] = []
         self._holders = 0
         self._lock = Lock()
 
     def acquire(self) -> None:
         with self._lock:
             if self._holders == 0:
-                self._before = _now(self._wanted)
+                self._before = [get() for get, _, _ in self._wanted]
             self._holders += 1
 
     def release(self) -> None:
         with self._lock:
             self._holders -= 1
             if self._holders == 0:
-                _apply(self._before)
+                _restore(self._wanted, self._before)
 
 
 _shared = cache(_Shared)
@@ -166,10 +168,11 @@ def pinned(device_type: str) -> Iterator[None]:
     """The values that passes have, while the block runs."""
     shared = _shared(device_type)
     shared.acquire()
-    before = _now(_of_thread(device_type))
+    own = _of_thread(device_type)
+    before = [get() for get, _, _ in own]
     try:
         pin_again(device_type)
         yield
     finally:
-        _apply(before)
+        _restore(own, before)
         shared.release()
