@@ -182,6 +182,20 @@ def test_one_place_reads_the_environment():
     assert len(readers) <= 1, readers
 
 
+MAKE_TENSORS = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn"}
+MAKE_TENSORS |= {"randperm", "scalar_tensor", "tensor", "zeros"}
+
+
+@pytest.mark.parametrize("name", [n for n in FILES if wing(n) in ("kernels", "runner")])
+def test_new_tensors_name_dtype_and_device(name):
+    """What runs in a pass leaves neither to torch's defaults, which the user may set."""
+    for node in ast.walk(tree(name)):
+        made = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if made and ast.unparse(node.func.value) == "torch" and node.func.attr in MAKE_TENSORS:
+            given = {keyword.arg for keyword in node.keywords}
+            assert given >= {"dtype", "device"}, f"{name}, line {node.lineno}"
+
+
 def test_module_docstrings():
     assert [name for name in FILES if not ast.get_docstring(tree(name))] == []
 

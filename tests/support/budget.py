@@ -26,6 +26,7 @@ SHARES = {
     "compile grid": 3,  # kernels for GPUs that are not here
     "crosses": 3,  # combinations of parameters
     "installation": 1,  # an installed wheel
+    "environments": 1,  # fresh processes with other variables, allocations and neighbours
     "model types": 2,  # every causal LM of transformers
     "random mixes": 2,  # requests at random, and all that must not change their bits
     "random use": 2,  # one engine or model under random calls

@@ -10,11 +10,11 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 
-import torch
 from transformers import PreTrainedModel
 
 from tinyspec.config import EngineConfig
 from tinyspec.determinism import probe_cache
+from tinyspec.determinism.environment import ambient
 from tinyspec.determinism.fingerprint import (
     adapter_state,
     digest_weights,
@@ -26,6 +26,7 @@ from tinyspec.determinism.fingerprint import (
 )
 from tinyspec.determinism.probe_results import ProbeResults
 from tinyspec.determinism.probes.attention import probe_attention, summary
+from tinyspec.determinism.probes.autocast import refuse_autocast
 from tinyspec.determinism.probes.buckets import probe_buckets, warm_up
 from tinyspec.determinism.probes.linears import probe_linears, set_direct, set_tiles
 from tinyspec.determinism.probes.row_functions import BucketInvariance
@@ -35,7 +36,7 @@ from tinyspec.model.install import patched_of
 from tinyspec.model.linear_kinds import linear_kinds
 from tinyspec.model.linears import kernel_stand_ins
 from tinyspec.model.quantized import repack_weights, trace, unprovable
-from tinyspec.model.torch_state import refuse_tunable_op
+from tinyspec.model.torch_state import refuse_unpinnable
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.scheduler.buckets import Buckets
 
@@ -127,7 +128,7 @@ class Contract:
         parameters = list(self._model.parameters())
         self._versions = parameters, list(map(trace, parameters))
         adapters = adapter_state(self._model)
-        self._structure = structure(self._model), adapters, torch.get_num_threads()
+        self._structure = structure(self._model), adapters, ambient(self._runner.device)
         self._state = weight_state(self._model), function_settings(self._model), self._structure
 
     def ensure(self) -> None:
@@ -152,7 +153,7 @@ class Contract:
 
         Raises DeterminismError where TunableOp is on, and for kernels that no probe can prove.
         """
-        refuse_tunable_op()
+        refuse_unpinnable()
         if self.results is None or fresh:
             reason = unprovable(self._model)
             if reason is not None:
@@ -162,6 +163,7 @@ class Contract:
                     "activations"
                 )
             self.results = None
+            refuse_autocast(self._runner, self._config)
             self.results = self._load_or_probe(fresh)
             self._record_state()
             self._probed_structure = self._structure

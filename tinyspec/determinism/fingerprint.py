@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,12 +18,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tinyspec.config import EngineConfig
+from tinyspec.determinism.canary import canary
 from tinyspec.determinism.checksum import checksum
 from tinyspec.determinism.code_digest import syntax_digest
+from tinyspec.determinism.environment import environment
 from tinyspec.model.linear_kinds import linear_shape
 from tinyspec.model.linears import KernelLinear
 from tinyspec.model.moe import implementations, kernel_experts
 from tinyspec.model.quantized import extra_parts, is_packed, packing_format, parts, trace
+from tinyspec.model.torch_state import without_modes
 from tinyspec.model.wrappers import hooks_of
 
 # One more with every change that gives canonical passes other bits.
@@ -112,6 +113,7 @@ def served_by_kernel(model: nn.Module) -> list[str]:
 
 
 @torch.no_grad()
+@without_modes()
 def digest_weights(model: nn.Module) -> str:
     """Digest of every parameter and buffer (name, shape, dtype, bits; of packed ones every part)
     and of the adapters used."""
@@ -130,24 +132,6 @@ def digest_weights(model: nn.Module) -> str:
 def _add(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
     entry = (name, tuple(tensor.shape), str(tensor.dtype), checksum(tensor))
     digest.update(repr(entry).encode())
-
-
-def device_parts(device: torch.device) -> list[str]:
-    """Name, instruction set, and number of multiprocessors or threads."""
-    if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
-        arch = getattr(found, "gcnArchName", f"sm_{found.major}{found.minor}")
-        return [found.name, arch, str(found.multi_processor_count)]
-    return [_cpu_name(), torch.backends.cpu.get_cpu_capability(), str(torch.get_num_threads())]
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def _versions(device: torch.device) -> list[str]:
@@ -184,6 +168,7 @@ def fingerprint(
     model: PreTrainedModel, weights: str, config: EngineConfig, device: torch.device
 ) -> str:
     """32 hexadecimal digits. ``weights`` is the digest of the model's weights."""
+    assert config.reference_rows
     parts = {
         "revision": REVISION,
         "code": syntax_digest(),
@@ -191,7 +176,8 @@ def fingerprint(
         "settings": function_settings(model),
         "model": type(model).__name__,
         "config": _config(model),
-        "device": device_parts(device),
+        "environment": environment(device),
+        "canary": canary(model, config.reference_rows),
         "versions": _versions(device),
         "libraries": _libraries(model),
         "reference_rows": config.reference_rows,

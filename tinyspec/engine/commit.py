@@ -12,6 +12,7 @@ import torch
 
 from tinyspec.engine.tokenization import ends_in_stop_string
 from tinyspec.kernels.backend import Kernels
+from tinyspec.model.torch_state import callers_modes
 from tinyspec.runner.kv_cache import KVCache
 from tinyspec.runner.sampler import Sampled
 from tinyspec.scheduler.request import Sequence
@@ -200,11 +201,12 @@ class Committer:
                 return True
         if not params.stopping_criteria:
             return False
-        ids = torch.tensor([sequence.history], device=self.device)
+        ids = torch.tensor([sequence.history], dtype=torch.int64, device=self.device)
         scores = tuple(row[None] for row in sequence.scores) or None
         # Criteria may keep state, so each is called for every token.
-        answers = [torch.as_tensor(f(ids, scores)) for f in params.stopping_criteria]
-        return any(bool(answer.all()) for answer in answers)
+        with callers_modes():
+            answers = [f(ids, scores) for f in params.stopping_criteria]
+        return any(bool(torch.as_tensor(answer).all()) for answer in answers)
 
     def fail(self, sequence: Sequence, error: str, cause: Exception | None = None) -> None:
         """End a sequence, and those that wait for its prompt, with an error."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tinyspec.engine.commit import CommitResult, Committer
 from tinyspec.engine.drafter import Drafter, FastPath
+from tinyspec.model.torch_state import callers_modes
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.sampler import Sampled, Sampler, SampleRow, chosen_logprobs
 from tinyspec.scheduler.passes import DRAFT, KINDS, EngineStats, Pass, PassRecord, Work
@@ -98,7 +99,8 @@ class EngineCore:
 
     def _ask(self, sequences: list[Sequence], n: int) -> list[list[int]]:
         """The drafter's proposals, checked."""
-        proposals = self.drafter.propose([s.history for s in sequences], n)
+        with callers_modes():
+            proposals = self.drafter.propose([s.history for s in sequences], n)
         checked = [[index(token) for token in proposal] for proposal in proposals]
         if len(checked) != len(sequences):
             raise ValueError(f"{len(checked)} proposals for {len(sequences)} sequences")

@@ -61,7 +61,7 @@ class ModelDrafter:
     def propose(self, sequences: list[Sequence[int]], n: int) -> list[list[int]]:
         proposals = []
         for sequence in sequences:
-            ids = torch.tensor([list(sequence)], device=self.model.device)
+            ids = torch.tensor([list(sequence)], dtype=torch.int64, device=self.model.device)
             mask = torch.ones_like(ids)
             out = self.model.generate(  # type: ignore[operator]
                 input_ids=ids, attention_mask=mask, max_new_tokens=n, do_sample=False

@@ -55,7 +55,7 @@ class AttentionMetadata:
         width = max(map(len, page_tables))
 
         def column(values: Sequence[Any]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32).to(device)
+            return torch.tensor(values, dtype=torch.int32, device="cpu").to(device)
 
         return cls(
             page_table=column([[*pages, *[0] * (width - len(pages))] for pages in page_tables]),

@@ -24,11 +24,12 @@ T = TypeVar("T")
 
 def probe_rows(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Random rows [ROWS, *shape] of many magnitudes, so that another rounding or epsilon shows."""
-    generator = torch.Generator().manual_seed(ROWS)
-    x = torch.randn(ROWS, *shape, generator=generator)
-    x *= 2.0 ** torch.randint(-3, 4, x.shape, generator=generator)
-    sizes = torch.tensor([1.0, 1e2 if dtype == torch.float16 else 1e4, 1e-2, 1e-4])
-    sizes = sizes[torch.arange(ROWS) % len(sizes)]
+    generator = torch.Generator("cpu").manual_seed(ROWS)
+    floats: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    x = torch.randn(ROWS, *shape, generator=generator, **floats)
+    x *= 2.0 ** torch.randint(-3, 4, x.shape, generator=generator, device="cpu")
+    sizes = torch.tensor([1.0, 1e2 if dtype == torch.float16 else 1e4, 1e-2, 1e-4], **floats)
+    sizes = sizes[torch.arange(ROWS, device="cpu") % len(sizes)]
     return (x * sizes.view(-1, *[1] * len(shape))).to(device, dtype)
 
 

@@ -39,8 +39,9 @@ from tinyspec.model.supported import (
     refusal,
     swap_refusal,
 )
-from tinyspec.model.torch_state import TorchState
-from tinyspec.model.wrappers import CompiledCalls, compiled_modules, has_hooks
+from tinyspec.model.torch_settings import pinned
+from tinyspec.model.torch_state import TorchState, without_modes
+from tinyspec.model.wrappers import WrappedCalls, compiled_modules, has_hooks
 
 
 def calls_interface(module: nn.Module) -> bool:
@@ -123,10 +124,12 @@ def install(
     if reason is not None:
         raise unsupported(model, reason)
     AttentionInterface.register(IMPLEMENTATION, paged_attention_function)
-    patched = PatchedModel(model, AttentionContext(), _configs(model), CompiledCalls(model))
+    patched = PatchedModel(model, AttentionContext(), _configs(model), WrappedCalls(model))
     model.__dict__["_tinyspec"] = patched
     try:
-        _install(model, patched, config.max_model_len, linear)
+        # Tables and stand-ins are made under the settings of passes.
+        with pinned(model.device.type), without_modes():
+            _install(model, patched, config.max_model_len, linear)
     except BaseException:
         uninstall(model)
         raise
@@ -142,7 +145,7 @@ def _install(
     context = patched.context
     for parent, name, module in compiled_modules(model):
         patched.swap(parent, name, module)
-    patched.compiled.set_aside()
+    patched.wrapped.set_aside()
     patched.bound += [module for module in model.modules() if calls_interface(module)]
     patched.bind()
     like = torch.empty(0, dtype=model.dtype, device=model.device)

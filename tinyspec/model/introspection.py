@@ -137,7 +137,7 @@ def attention_calls(
     record: sends calls of the attention ``implementation`` to a recorder. Raises
     UnsupportedModelError if a row depends on more than its position and what attention gets.
     """
-    rows, masks = torch.arange(ROWS), Masks()
+    rows, masks = torch.arange(ROWS, device="cpu"), Masks()
     first, reversed_, moved = (AttentionRecorder(masks) for _ in range(3))
     with masks.registered(implementation):
         logits = _forward(model, record, first, rows, rows)
@@ -180,9 +180,10 @@ def module_calls(
         module.register_forward_pre_hook(note, with_kwargs=True) for module in modules.values()
     ]
     try:
-        positions = torch.linspace(0, last, PROBE_ROWS).long()
+        positions = torch.linspace(0, last, PROBE_ROWS, dtype=torch.float32, device="cpu").long()
         recorder = AttentionRecorder(Masks())
-        _forward(model, record, recorder, torch.arange(PROBE_ROWS), positions)
+        rows = torch.arange(PROBE_ROWS, device="cpu")
+        _forward(model, record, recorder, rows, positions)
     finally:
         for hook in hooks:
             hook.remove()

@@ -18,7 +18,7 @@ from tinyspec.model.modules import replace_child
 from tinyspec.model.moe import Experts
 from tinyspec.model.private_names import ATTENTION_CHOICE
 from tinyspec.model.quantized import trace
-from tinyspec.model.wrappers import CompiledCalls, hooks_of
+from tinyspec.model.wrappers import WrappedCalls, hooks_of
 
 # Settings of a config that users change from call to call and no stand-in depends on.
 CALL_SETTINGS = {"use_cache", "dtype", "return_dict", "output_hidden_states", "output_attentions"}
@@ -36,7 +36,7 @@ class PatchedModel:
     model: PreTrainedModel
     context: AttentionContext
     configs: list[tuple[PreTrainedConfig, str | None]]
-    compiled: CompiledCalls
+    wrapped: WrappedCalls
     layers: list[LayerShape] = field(default_factory=list)
     keeps_logits: bool = True
     swapped: list[tuple[nn.Module, str, nn.Module, nn.Module]] = field(default_factory=list)
@@ -67,7 +67,7 @@ class PatchedModel:
         for bound in self.bound:
             bound.__dict__.pop("tinyspec_context", None)
         self.experts.take_out()
-        self.compiled.put_back()
+        self.wrapped.put_back()
         # Not by set_attn_implementation, which refuses what it could not load here.
         for config, implementation in self.configs:
             setattr(config, ATTENTION_CHOICE, implementation)
@@ -89,7 +89,7 @@ class PatchedModel:
             for parent, name, before, module in self.swapped:
                 replace_child(parent, name, before, module)
             self.bind()
-            self.compiled.set_aside()
+            self.wrapped.set_aside()
             self.left = None
         return True
 

@@ -1,90 +1,93 @@
-"""torch's settings during every pass, whatever the caller has set; the caller's come back."""
+"""torch's state during every pass, whatever the caller has set; the caller's comes back."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
-from threading import Lock, get_ident
+from threading import get_ident, local
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as hooks
+from torch.utils import _python_dispatch as dispatch
 
 from tinyspec.errors import DeterminismError
+from tinyspec.model.torch_settings import pin_again, pinned
+
+_C: Any = torch._C
 
 
-def refuse_tunable_op() -> None:
-    """Raise DeterminismError while TunableOp is on: it chooses GEMM kernels by timing."""
+def refuse_unpinnable() -> None:
+    """Raise DeterminismError for what changes bits and cannot be pinned: TunableOp, which chooses
+    GEMM kernels by timing, and hooks that the user has set on all modules of the process."""
     if torch.cuda.is_available() and torch.cuda.tunable.is_enabled():
         raise DeterminismError(
             "TunableOp chooses GEMM kernels by timing; switch it off (torch.cuda.tunable.enable"
             "(False)) to use deterministic=True"
         )
+    if found := global_hooks():
+        names = ", ".join(getattr(hook, "__qualname__", type(hook).__qualname__) for hook in found)
+        raise DeterminismError(
+            f"{names}: a forward hook on all modules of the process (torch.nn.modules.module."
+            "register_module_forward_hook) may change what they compute, and no digest covers it; "
+            "remove it to use deterministic=True"
+        )
 
 
-# Owner, attribute and value of settings.
-Settings = list[tuple[Any, str, object]]
+def global_hooks() -> tuple[object, ...]:
+    """Forward and forward-pre hooks on all modules of the process."""
+    return (*hooks._global_forward_hooks.values(), *hooks._global_forward_pre_hooks.values())
 
 
-def _pinned(device_type: str) -> Settings:
-    """Settings that change bits, with their values during passes."""
-    if device_type != "cuda":
-        matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-        return [(matmul, "fp32_precision", "ieee"), (torch.backends.mkldnn, "enabled", True)]
-    matmul = torch.backends.cuda.matmul
-    return [
-        (matmul, "fp32_precision", "ieee"),
-        (matmul, "allow_bf16_reduced_precision_reduction", False),
-        (matmul, "allow_fp16_reduced_precision_reduction", False),
-    ]
+class _Modes(local):
+    """The caller's modes, set aside while a pass runs in its thread: those of ``torch.overrides``
+    (``torch.set_default_device`` is one) and of ``torch.utils._python_dispatch``."""
+
+    aside: tuple[list[Any], list[Any]] | None = None
+
+    def any_on(self) -> bool:
+        """Whether any mode is on now."""
+        return bool(_C._len_torch_function_stack() or _C._len_torch_dispatch_stack())
+
+    def take_off(self) -> None:
+        """Set all modes aside; the innermost first."""
+        functions = [_C._pop_torch_function_stack() for _ in range(_C._len_torch_function_stack())]
+        dispatches = [dispatch._pop_mode() for _ in range(_C._len_torch_dispatch_stack())]
+        self.aside = functions, dispatches
+
+    def put_on(self) -> None:
+        """Turn on again what was set aside."""
+        functions, dispatches = self.aside or ([], [])
+        for mode in reversed(functions):
+            _C._push_on_torch_function_stack(mode)
+        for mode in reversed(dispatches):
+            dispatch._push_mode(mode)
+        self.aside = None
 
 
-def _apply(settings: Settings) -> None:
-    """Set what is not as in ``settings``."""
-    for owner, name, value in settings:
-        if getattr(owner, name) != value:
-            setattr(owner, name, value)
+_modes = _Modes()
 
 
-class _PinnedSettings:
-    """Settings of the process for one kind of device, pinned while any thread runs a pass; when
-    the last pass ends they are as before."""
-
-    def __init__(self, device_type: str):
-        self._wanted = _pinned(device_type)
-        self._before: Settings = []
-        self._holders = 0
-        self._lock = Lock()
-
-    def acquire(self) -> None:
-        with self._lock:
-            if self._holders == 0:
-                self._before = [(o, name, getattr(o, name)) for o, name, _ in self._wanted]
-            self._holders += 1
-            self.apply()
-
-    def apply(self) -> None:
-        """Set again what was changed meanwhile."""
-        _apply(self._wanted)
-
-    def release(self) -> None:
-        with self._lock:
-            self._holders -= 1
-            if self._holders == 0:
-                _apply(self._before)
-
-
-_settings_of = cache(_PinnedSettings)
+@contextmanager
+def callers_modes() -> Iterator[None]:
+    """For code of the user that a step calls: with the modes that the step has set aside."""
+    if _modes.aside is None:
+        yield
+        return
+    _modes.put_on()
+    try:
+        yield
+    finally:
+        _modes.take_off()
 
 
 class TorchState:
-    """Eval mode, no gradients, no autocast, full-precision matmuls, for one model."""
+    """Eval mode, no gradients, no modes, and the settings of ``torch_settings``, for one model."""
 
     def __init__(self, model: nn.Module):
         self._model = model
         self._device = next(model.parameters()).device
-        self._settings = _settings_of(self._device.type)
         self._thread: int | None = None
         self._trained: list[nn.Module] = []
         self.refresh_modules()
@@ -101,26 +104,21 @@ class TorchState:
         """The state while the block runs. A block within a block of the same thread only sets again
         what was changed in between."""
         if self._thread == get_ident():
-            self._settings.apply()
+            pin_again(self._device.type)
             self._evaluate()
-            yield
-            return
-        self._settings.acquire()
-        try:
-            self._evaluate()
-            self._thread = get_ident()
-            with (
-                self._on_device(),
-                torch.inference_mode(),
-                torch.autocast(self._device.type, enabled=False),
-            ):
+            with without_modes() if _modes.any_on() else nullcontext():
                 yield
-        finally:
-            self._thread = None
-            for module in self._trained:
-                module.training = True
-            self._trained = []
-            self._settings.release()
+            return
+        with pinned(self._device.type), self._on_device(), torch.inference_mode(), without_modes():
+            try:
+                self._evaluate()
+                self._thread = get_ident()
+                yield
+            finally:
+                self._thread = None
+                for module in self._trained:
+                    module.training = True
+                self._trained = []
 
     def _evaluate(self) -> None:
         """Set eval mode, module by module; remember the modules that were in training mode."""
@@ -128,3 +126,17 @@ class TorchState:
         for module in training:
             module.training = False
         self._trained += training
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """No modes and no transforms of ``torch.func`` around the operators of the block."""
+    transformed = _C._are_functorch_transforms_active()
+    with _C._DisableFuncTorch() if transformed else nullcontext():
+        outer = _modes.aside
+        _modes.take_off()
+        try:
+            yield
+        finally:
+            _modes.put_on()
+            _modes.aside = outer

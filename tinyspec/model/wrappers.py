@@ -1,4 +1,4 @@
-"""Wrappers around a loaded model: PEFT's and torch.compile's; hooks and compiled calls of modules.
+"""Wrappers around a loaded model: PEFT's and torch.compile's; hooks and wrapped calls of modules.
 
 Knows neither attention nor passes. peft is not imported: its models are recognised by attributes.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from inspect import getclosurevars
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -16,6 +17,9 @@ from tinyspec.errors import UnsupportedModelError, unsupported
 from tinyspec.model.modules import children
 
 CAPTURING = "transformers.utils.output_capturing"
+# Where the functions are defined that ``torch.autocast(...)(forward)`` and accelerate's mixed
+# precision put around a forward.
+AUTOCASTING = ("torch.amp.autocast_mode", "accelerate.utils.operations")
 # PEFT's methods that compute something in the wrapper, which passes do not call.
 IN_THE_WRAPPER = ("ADAPTION_PROMPT", "POLY", "SHADOW", "XLORA")
 
@@ -51,17 +55,30 @@ def is_compiled(module: Any) -> bool:
 
 
 def own_forward(module: nn.Module, attribute: str = "forward") -> Any:
-    """The forward set on a module itself, as it was before it was compiled; None where the module
-    has its class's forward."""
-    forward = vars(module).get(attribute)
-    compiled = getattr(forward, "_torchdynamo_orig_callable", None)
-    if compiled is not None:
-        forward = compiled
-        # Dynamo's own function around it: with fullgraph, or where the class is torch's.
-        scope = getattr(forward, "__globals__", {}).get("__name__")
-        if scope == "torch._dynamo.external_utils":
-            forward = getclosurevars(forward).nonlocals["fn"]
-    return None if getattr(forward, "__func__", None) is type(module).forward else forward
+    """The forward set on a module itself, as it was before it was compiled or told to run under
+    autocast; None where the module has its class's forward."""
+    own = forward = vars(module).get(attribute)
+    classes = type(module).forward
+    while classes not in (forward, getattr(forward, "__func__", None)):
+        inside = _wrapped(forward)
+        if inside is None:
+            # In a wrapper that was made a method is a plain function.
+            if isinstance(own, MethodType) and isinstance(forward, FunctionType):
+                return MethodType(forward, module)
+            return forward
+        forward = inside
+    return None
+
+
+def _wrapped(forward: Any) -> Any:
+    """What a compiled forward, or one that turns autocast on, calls; None of any other."""
+    scope = getattr(forward, "__globals__", {}).get("__name__", type(forward).__module__)
+    if scope in AUTOCASTING:
+        return getattr(forward, "__wrapped__", None)
+    # Dynamo's own function around it: with fullgraph, or where the class is torch's.
+    if scope == "torch._dynamo.external_utils":
+        return getclosurevars(forward).nonlocals["fn"]
+    return getattr(forward, "_torchdynamo_orig_callable", None)
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
@@ -115,12 +132,13 @@ def compiled_modules(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Modu
             yield parent, name, child
 
 
-class CompiledCalls:
-    """Compiled calls on the modules of one model: by ``module.compile()``, and by
-    ``module.forward = torch.compile(module.forward)``.
+class WrappedCalls:
+    """Calls of the modules of one model that were compiled, by ``module.compile()`` and by
+    ``module.forward = torch.compile(module.forward)``, or turn autocast on, as accelerate's mixed
+    precision lets them do.
 
-    Passes have many shapes, and each would compile again. While compiled calls are set aside,
-    modules run as they did before they were compiled.
+    Passes have many shapes, and each would compile again; and they run without autocast. While
+    wrapped calls are set aside, modules run as they did before.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -128,14 +146,13 @@ class CompiledCalls:
         self._calls: list[tuple[nn.Module, str, object]] = []
 
     def set_aside(self) -> None:
-        """Remove compiled calls until ``put_back``."""
+        """Remove the wrappers until ``put_back``."""
         for module in self._model.modules():
             attributes = vars(module)
             if attributes.get("_compiled_call_impl") is not None:
                 self._keep(module, "_compiled_call_impl")
-            compiled = hasattr(attributes.get("forward"), "_torchdynamo_orig_callable")
-            if compiled and not is_compiled(module):
-                # What was compiled may be a forward that the user had set.
+            if _wrapped(attributes.get("forward")) is not None and not is_compiled(module):
+                # What was wrapped may be a forward that the user had set.
                 before = own_forward(module)
                 self._keep(module, "forward")
                 if before is not None:
@@ -145,7 +162,7 @@ class CompiledCalls:
         self._calls.append((module, name, vars(module).pop(name)))
 
     def put_back(self) -> None:
-        """Restore all compiled calls."""
+        """Restore all wrapped calls."""
         while self._calls:
             module, name, call = self._calls.pop()
             vars(module)[name] = call

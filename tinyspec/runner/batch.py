@@ -47,7 +47,9 @@ class Batch:
             starts.append(len(ids))
         padding = work_pass.bucket - len(ids)
         packed = torch.tensor(
-            [ids + [0] * padding, positions + [0] * padding, slots + [-1] * padding]
+            [ids + [0] * padding, positions + [0] * padding, slots + [-1] * padding],
+            dtype=torch.int64,
+            device="cpu",
         ).to(device)
         spans = [(work.start, work.end) for work in works]
         tables = [work.sequence.pages for work in works]

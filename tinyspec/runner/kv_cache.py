@@ -55,7 +55,7 @@ class KVCache:
     def zero(self, pages: list[int]) -> None:
         """Zero whole pages."""
         if pages:
-            index = torch.tensor(pages, device=self.k[0].device)
+            index = torch.tensor(pages, dtype=torch.int64, device=self.k[0].device)
             for pool in (*self.k, *self.v):
                 pool.index_fill_(0, index, 0)
 

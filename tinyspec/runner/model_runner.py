@@ -116,7 +116,8 @@ class ModelRunner:
         bucket = fit(max(count, 1))
         keep = None
         if canonical or bucket < len(batch.input_ids) or rows != list(range(count)):
-            keep = torch.tensor(rows + [0] * (bucket - count)).to(self.device)
+            kept = rows + [0] * (bucket - count)
+            keep = torch.tensor(kept, dtype=torch.int64, device="cpu").to(self.device)
         return self.forward(batch, keep, canonical)[:count]
 
     def forward(self, batch: Batch, keep: Tensor | None, canonical: bool) -> Tensor:

@@ -67,7 +67,8 @@ def _own_generate(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     # Of the class: the instance's may be ours.
     own: Any = type(model)
     prompt = min(PROMPT, max_positions(model) - STEPS)
-    ids = (torch.arange(prompt, device=model.device) * 5 + 2) % vocab_size(model)
+    place = torch.arange(prompt, dtype=torch.int64, device=model.device)
+    ids = (place * 5 + 2) % vocab_size(model)
     before = model.generation_config
     model.generation_config = GenerationConfig(
         max_new_tokens=STEPS,
@@ -92,10 +93,10 @@ def _logits(runner: ModelRunner, tokens: Tensor, pages: list[int], first: int, l
     def padded(values: Tensor, filler: int) -> Tensor:
         return torch.cat([values, values.new_full((bucket - rows,), filler)])
 
-    place = torch.arange(first, last, device=device)
+    place = torch.arange(first, last, dtype=torch.int64, device=device)
     size = runner.page_size
     metadata = AttentionMetadata.of([(first, last)], [pages], size, device)
     slots = padded(place + pages[0] * size, -1)
     batch = Batch(padded(tokens[first:last], 0), padded(place, 0), slots, metadata, [0])
-    keep = padded(torch.arange(rows, device=device), 0)
+    keep = padded(torch.arange(rows, dtype=torch.int64, device=device), 0)
     return runner.forward(batch, keep, canonical=True)[:rows]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tinyspec.kernels.backend import Kernels
+from tinyspec.model.torch_state import callers_modes
 from tinyspec.runner.logits_filters import keep_min_p, keep_top_k, keep_top_p, penalise_repetition
 from tinyspec.sampling_params import SamplingParams
 
@@ -72,7 +73,7 @@ class Sampler:
         index = [row.logits_row for row in rows]
         raw = logits
         if index != list(range(len(logits))):
-            raw = logits.index_select(0, torch.tensor(index, device=logits.device))
+            raw = logits.index_select(0, _integers(index, logits.device))
         scores, errors = self._process(raw, rows)
         temperature = [row.params.temperature for row in rows]
         filtered = [n for n, row in enumerate(rows) if row.params.filtered]
@@ -84,13 +85,13 @@ class Sampler:
         wants = any(row.params.logprobs or row.params.top_logprobs > 0 for row in rows)
         forced = None
         if any(row.forced >= 0 for row in rows):
-            forced = torch.tensor([row.forced for row in rows], device=device)
+            forced = _integers([row.forced for row in rows], device)
         noise: tuple[Tensor | None, ...] = (None, None, None)
         if any(temperature):
             noise = (
                 torch.tensor(temperature, dtype=torch.float32, device=device),
-                torch.tensor([row.key for row in rows], device=device),
-                torch.tensor([row.position for row in rows], device=device),
+                _integers([row.key for row in rows], device),
+                _integers([row.position for row in rows], device),
             )
         tokens, logprobs = self._kernels.sample(scores, *noise, logprobs=wants, forced=forced)
         found = [Sampled(token) for token in tokens.tolist()]
@@ -122,13 +123,13 @@ class Sampler:
             if scores is raw:
                 scores = raw.clone()
             if params.repetition_penalty != 1.0:
-                seen = torch.tensor(sorted(set(row.history)), dtype=torch.long, device=raw.device)
+                seen = _integers(sorted(set(row.history)), raw.device)
                 scores[n] = penalise_repetition(scores[n], seen, params.repetition_penalty)
             if early:
                 scores[n, [t for t in params.stop_ids if t < raw.shape[1]]] = -torch.inf
             try:
                 for processor in params.logits_processors:
-                    history = torch.tensor([row.history], dtype=torch.long, device=raw.device)
+                    history = _integers(row.history, raw.device)[None]
                     scores[n] = _processed(processor, history, scores[n])
             except Exception as error:
                 name = getattr(processor, "__qualname__", type(processor).__qualname__)
@@ -145,7 +146,7 @@ class Sampler:
         def column(values: list[float]) -> Tensor:
             return torch.tensor(values, dtype=torch.float32, device=device)
 
-        place = torch.tensor(filtered, device=device)
+        place = _integers(filtered, device)
         part = scores[place] / column([p.temperature for p in params])[:, None]
         for name, off, keep in (
             ("top_k", 0, keep_top_k),
@@ -155,7 +156,7 @@ class Sampler:
             values = [off if (v := getattr(p, name)) is None else v for p in params]
             some = [n for n, value in enumerate(values) if value != off]
             if some:
-                which = torch.tensor(some, device=device)
+                which = _integers(some, device)
                 amounts = column([values[n] for n in some])
                 if name == "top_k":
                     amounts = amounts.long()
@@ -191,10 +192,16 @@ class Sampler:
                 found[n].top = list(zip(best.tolist(), shares[best].tolist(), strict=True))
 
 
+def _integers(values: list[int], device: torch.device) -> Tensor:
+    """[n] int64."""
+    return torch.tensor(values, dtype=torch.int64, device=device)
+
+
 def _processed(processor: Callable[..., Tensor], history: Tensor, scores: Tensor) -> Tensor:
     """``scores`` [V] after a processor; +inf that it sets, unless everywhere, selects that token
     and becomes the largest finite number."""
-    found = processor(history, scores[None].clone())
+    with callers_modes():
+        found = processor(history, scores[None].clone())
     if not isinstance(found, Tensor):
         raise TypeError(f"it returned {type(found).__name__} instead of a tensor of scores")
     if found.shape != (1, len(scores)):
@@ -205,5 +212,5 @@ def _processed(processor: Callable[..., Tensor], history: Tensor, scores: Tensor
 
 def chosen_logprobs(logits: Tensor, tokens: list[int]) -> list[float]:
     """Log-probability of ``tokens[n]`` under row n of the raw ``logits`` [N, V]."""
-    index = torch.tensor(tokens, device=logits.device)[:, None]
+    index = _integers(tokens, logits.device)[:, None]
     return torch.log_softmax(logits, dim=-1).gather(1, index).squeeze(1).tolist()

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tinyspec.config import EngineConfig
-from tinyspec.determinism.fingerprint import device_parts
+from tinyspec.determinism.environment import device_parts
 from tinyspec.determinism.probe_results import ProbeResults
 from tinyspec.determinism.probes.attention import MANY_ROWS
 from tinyspec.engine.engine import Engine

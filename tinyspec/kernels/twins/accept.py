@@ -27,7 +27,7 @@ def accept_truncate(
     start [S]: position of row 0. remaining [S]: tokens the request may still commit, at least 1.
     stop_ids [S, K], padded with -1. pages_held [S]. Method: LLM-42, arXiv 2601.17768.
     """
-    place = torch.arange(drafts.shape[1], device=drafts.device)
+    place = torch.arange(drafts.shape[1], dtype=torch.int64, device=drafts.device)
     row = place < num_rows[:, None]
     match = (drafts == targets) & (place < draft_lens[:, None]) & row
     agreed = match.long().cumprod(-1).sum(-1)

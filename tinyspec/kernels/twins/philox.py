@@ -35,7 +35,7 @@ def gumbel(keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
     u = ((x >> 9) + 1/2) / 2**23 lies strictly between 0 and 1.
     """
-    quads = torch.arange((vocab_size + 3) // 4, device=keys.device)
+    quads = torch.arange((vocab_size + 3) // 4, dtype=torch.int64, device=keys.device)
     lanes = philox((quads[None, :], positions[:, None]), keys[:, None])
     x = torch.stack(lanes, dim=-1).flatten(1)[:, :vocab_size]
     u = ((x >> 9).float() + 0.5) * 2.0**-23

@@ -17,7 +17,9 @@ def _highest(rows: Tensor) -> tuple[Tensor, Tensor]:
         return rows.max(dim=-1)
     blocks = rows.view(count, -1, BLOCK)
     block = blocks.amax(dim=-1).max(dim=-1).indices
-    best, place = blocks[torch.arange(count), block].max(dim=-1)
+    best, place = blocks[torch.arange(count, dtype=torch.int64, device=rows.device), block].max(
+        dim=-1
+    )
     return best, block * BLOCK + place
 
 

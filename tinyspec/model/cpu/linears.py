@@ -17,6 +17,7 @@ import sys
 from collections.abc import Collection
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -146,7 +147,9 @@ def _transpose(x: Tensor) -> Tensor:
 
 def _works() -> bool:
     """Whether oneDNN's operator exists and agrees with ``F.linear``."""
-    x, weight, bias = torch.ones(4, 64), torch.linspace(-1, 1, 64 * 8).view(8, 64), torch.ones(8)
+    floats: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    weight = torch.linspace(-1, 1, 64 * 8, **floats).view(8, 64)
+    x, bias = torch.ones(4, 64, **floats), torch.ones(8, **floats)
     try:
         found = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     except (AttributeError, RuntimeError):

@@ -1,0 +1,182 @@
+"""Variables of the environment: one that changes the bits of a pass changes the fingerprint too."""
+
+import subprocess
+import sys
+from contextlib import contextmanager
+from functools import cache
+
+import pytest
+import torch
+
+from tests.support.cases import bits_of
+from tests.support.environments import CANARY, child, passes
+from tests.support.tiny import prompts, tiny
+from tinyspec import Engine, EngineConfig, SamplingParams
+from tinyspec.determinism import canary, environment
+from tinyspec.model import openmp
+
+CONFIG = EngineConfig(reference_rows=8)
+PARAMS = SamplingParams(max_new_tokens=6, deterministic=True, logprobs=True)
+DTYPES = ("float32", "bfloat16")
+
+VARIABLES = [
+    # Which instructions MKL and oneDNN use.
+    ("MKL_CBWR", "COMPATIBLE"),
+    ("MKL_CBWR", "AVX2"),
+    ("MKL_CBWR", "AUTO,STRICT"),
+    ("MKL_ENABLE_INSTRUCTIONS", "AVX2"),
+    ("MKL_ENABLE_INSTRUCTIONS", "SSE4_2"),
+    ("MKL_DEBUG_CPU_TYPE", "5"),
+    ("MKL_VML_MODE", "EP"),
+    ("ONEDNN_MAX_CPU_ISA", "SSE41"),
+    ("ONEDNN_MAX_CPU_ISA", "AVX2"),
+    ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE"),
+    ("DNNL_MAX_CPU_ISA", "AVX2"),
+    ("ONEDNN_CPU_ISA_HINTS", "PREFER_YMM"),
+    ("ONEDNN_DEFAULT_FPMATH_MODE", "BF16"),
+    ("ONEDNN_DEFAULT_FPMATH_MODE", "ANY"),
+    ("DNNL_DEFAULT_FPMATH_MODE", "BF16"),
+    ("ATEN_CPU_CAPABILITY", "avx2"),
+    ("ATEN_CPU_CAPABILITY", "default"),
+    # How many threads there are, and what each does.
+    ("OMP_NUM_THREADS", "1"),
+    ("OMP_THREAD_LIMIT", "1"),
+    ("OMP_THREAD_LIMIT", "64"),
+    ("OMP_DYNAMIC", "TRUE"),
+    ("OMP_MAX_ACTIVE_LEVELS", "0"),
+    ("OMP_SCHEDULE", "dynamic,1"),
+    ("OMP_PROC_BIND", "close"),
+    ("OMP_WAIT_POLICY", "active"),
+    ("KMP_BLOCKTIME", "0"),
+    ("KMP_DETERMINISTIC_REDUCTION", "1"),
+    ("MKL_NUM_THREADS", "1"),
+    ("MKL_DOMAIN_NUM_THREADS", "MKL_DOMAIN_BLAS=1"),
+    ("MKL_DYNAMIC", "TRUE"),
+    # Neither.
+    ("LRU_CACHE_CAPACITY", "1"),
+    ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "0"),
+    ("MALLOC_PERTURB_", "170"),
+    ("PYTHONHASHSEED", "7"),
+    ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1"),
+]
+
+
+@cache
+def unchanged() -> dict:
+    return passes(*DTYPES)
+
+
+@cache
+def changed_by(name: str, value: str) -> dict:
+    return passes(*DTYPES, **{name: value})
+
+
+@pytest.mark.slow("environments", 6)
+@pytest.mark.parametrize(("name", "value"), VARIABLES, ids=map("=".join, VARIABLES))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_variable_changes_bits_alone(name, value, dtype):
+    """Bits and fingerprint both change, or neither does, or the request is refused."""
+    before, found = unchanged()[dtype], changed_by(name, value)[dtype]
+    if found is not None:
+        other_bits, other_print = (found[part] != before[part] for part in ("bits", "fingerprint"))
+        assert other_bits == other_print, (other_bits, other_print)
+
+
+def test_a_limit_leaves_fewer_threads(two_threads):
+    """What runs is in the fingerprint, beside what torch asks for."""
+    assert openmp.settle() == 2
+    code = f"import runpy, torch; settle = runpy.run_path({openmp.__file__!r})['settle']"
+    code += "; print(torch.get_num_threads(), settle())"
+    assert child(code, OMP_THREAD_LIMIT="1").split() == ["2", "1"]
+
+
+def test_control_canaries_see_what_is_not_pinned(two_threads):
+    """Each of these changes bits of linears, sums or element-wise functions."""
+    with Engine(tiny(), config=CONFIG) as engine:
+        used, device = canary.Used.of(engine.model), engine.runner.device
+
+        def digest() -> str:
+            return canary._digest.__wrapped__(used, 8, device, "torch", ())
+
+        whole = digest()
+        assert digest() == whole
+        torch.set_num_threads(1)
+        assert digest() != whole
+        torch.set_num_threads(2)
+        assert digest() == whole
+        matmul = torch.backends.mkldnn.matmul
+        for value, expected in (("bf16", False), ("ieee", True)):
+            matmul.fp32_precision = value
+            assert (digest() == whole) is expected
+        assert torch.set_flush_denormal(True)
+        try:
+            assert digest() != whole
+        finally:
+            torch.set_flush_denormal(False)
+        assert digest() == whole
+
+
+def test_an_engine_starts_without_a_canary(monkeypatch):
+    calls = []
+    whole = canary._digest.__wrapped__
+    monkeypatch.setattr(canary, "_digest", lambda *given: calls.append(given) or whole(*given))
+    with Engine(tiny(), config=CONFIG) as engine:
+        engine.generate(prompts(2), SamplingParams(max_new_tokens=3))
+        assert calls == []
+        assert engine.fingerprint
+        assert calls
+
+
+def test_another_canary_is_another_fingerprint(monkeypatch):
+    """Whatever changed it."""
+    model = tiny()
+
+    def served() -> tuple[list, str]:
+        with Engine(model, config=CONFIG) as engine:
+            return bits_of(engine.generate(prompts(3), PARAMS)), engine.fingerprint
+
+    before = served()
+    monkeypatch.setattr(canary, "_digest", lambda *given: "f" * 16)
+    after = served()
+    assert after[0] == before[0] and after[1] != before[1]
+
+
+def test_threads_change_the_fingerprint_between_calls(two_threads):
+    with Engine(tiny(), config=CONFIG) as engine:
+        two = engine.fingerprint
+        torch.set_num_threads(1)
+        one = engine.fingerprint
+        torch.set_num_threads(2)
+        assert two == engine.fingerprint != one
+
+
+def test_the_environment_is_readable():
+    found = environment.environment(torch.device("cpu"))
+    assert found["threads"] == [torch.get_num_threads(), openmp.settle()]
+    assert found["rounding"] == (1 / 3, -1 / 3)
+    assert len(found["device"]) == 3 and all(found["device"])
+
+
+@contextmanager
+def busy(count: int):
+    """Processes that take all the time they get."""
+    command = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(command) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+PROCESSES = 10
+
+
+@pytest.mark.slow("environments", 60, cases=20)
+def test_one_canary_in_all_processes(case_seed):
+    """With other allocations before, half of them beside two busy processes; 200 in all cases."""
+    expected = child(CANARY, "0")
+    for number in range(PROCESSES):
+        with busy(2 * (number % 2)):
+            assert child(CANARY, str(case_seed + number)) == expected

@@ -1,0 +1,128 @@
+"""Autocast that a model's own forward turns on inside a pass."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.cases import bits_of
+from tests.support.tiny import FAMILIES, prompts, tiny
+from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
+
+PARAMS = SamplingParams(max_new_tokens=6, deterministic=True, logprobs=True)
+CONFIG = EngineConfig(reference_rows=8)
+
+
+def bf16() -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def served(model) -> tuple[list, str]:
+    with Engine(model, config=CONFIG) as engine:
+        return bits_of(engine.generate(prompts(3), PARAMS)), engine.fingerprint
+
+
+def by_accelerate(model):
+    accelerate = pytest.importorskip("accelerate")
+    return accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare_model(model)
+
+
+def around_the_model(model):
+    model.forward = bf16()(model.forward)
+    return model
+
+
+def around_modules(model):
+    """Of which one has a forward that the user has set, as a method."""
+    layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+    for layer in layers:
+        layer.forward = bf16()(layer.forward)
+    return model
+
+
+def twice(model):
+    return by_accelerate(around_the_model(model))
+
+
+WRAPPERS = (by_accelerate, around_the_model, around_modules, twice)
+
+
+@pytest.mark.crossed(2)
+@pytest.mark.parametrize("wrap", WRAPPERS, ids=lambda wrap: wrap.__name__)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_wrappers_are_set_aside(family, wrap):
+    expected = served(tiny(family))
+    model = wrap(tiny(family))
+    forwards = [vars(module).get("forward") for module in model.modules()]
+    assert served(model) == expected
+    assert [vars(module).get("forward") for module in model.modules()] == forwards
+    # Control: by itself the model runs under autocast.
+    ids = torch.tensor(prompts(3)[2:])
+    with torch.no_grad():
+        assert not torch.equal(model(ids).logits, tiny(family)(ids).logits)
+
+
+def test_a_forward_below_accelerates_is_kept():
+    """Also where it was a method, of which accelerate wraps the function."""
+
+    def louder(self, *args, **kwargs):
+        out = type(self).forward(self, *args, **kwargs)
+        out.logits.mul_(2)
+        return out
+
+    models = [tiny(), tiny()]
+    for model in models:
+        model.forward = louder.__get__(model)
+    assert served(by_accelerate(models[0])) == served(models[1]) != served(tiny())
+
+
+def in_its_own_code(model):
+    class Quick(type(model.model.layers[1].mlp)):
+        def forward(self, x):
+            with bf16():
+                return super().forward(x)
+
+    model.model.layers[1].mlp.__class__ = Quick
+
+
+def by_decorator(model):
+    kind = type(model.model.layers[1].mlp)
+
+    class Quick(kind):
+        @bf16()
+        def forward(self, x):
+            return super().forward(x)
+
+    model.model.layers[1].mlp.__class__ = Quick
+
+
+def by_hooks(model):
+    mlp, entered = model.model.layers[1].mlp, []
+
+    def enter(*_):
+        entered.append(bf16())
+        entered[-1].__enter__()
+
+    mlp.register_forward_pre_hook(enter)
+    mlp.register_forward_hook(lambda *_: entered.pop().__exit__(None, None, None))
+
+
+@pytest.mark.parametrize("turn_on", [in_its_own_code, by_decorator, by_hooks])
+def test_anything_else_is_refused(turn_on):
+    model = tiny("llama", torch.bfloat16)
+    turn_on(model)
+    with Engine(model, config=CONFIG) as engine:
+        with pytest.raises(DeterminismError, match=r"layers\.1\.mlp.* turns autocast on"):
+            engine.generate(prompts(3), PARAMS)
+        plain = SamplingParams(max_new_tokens=6)
+        assert len(engine.generate([[1, 2, 3]], plain)[0].completions[0].token_ids) == 6
+
+
+def test_a_wrapper_put_around_a_served_model_is_refused():
+    model = tiny()
+    with Engine(model, config=CONFIG) as engine:
+        expected = bits_of(engine.generate(prompts(3), PARAMS))
+        around_the_model(model)
+        with pytest.raises(DeterminismError, match="turns autocast on"):
+            engine.generate(prompts(3), PARAMS)
+        del model.forward
+        assert bits_of(engine.generate(prompts(3), PARAMS)) == expected

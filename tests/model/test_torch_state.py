@@ -1,0 +1,265 @@
+"""What a caller may set in torch: passes have one state, and the caller's settings come back."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache, partial
+from threading import Thread
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.cases import bits_of
+from tests.support.tiny import FAMILIES, prompts, tiny
+from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
+from tinyspec.model import openmp, torch_settings
+from tinyspec.model.torch_state import TorchState
+
+PARAMS = SamplingParams(
+    max_new_tokens=6, deterministic=True, logprobs=True, temperature=0.7, seed=1
+)
+CONFIG = EngineConfig(reference_rows=8)
+C = torch._C
+
+
+@contextmanager
+def changed(get: Callable, put: Callable, value: object) -> Iterator[None]:
+    """A setting has another value, which passes leave as it is."""
+    before = get()
+    put(value)
+    try:
+        yield
+        assert get() == value
+    finally:
+        put(before)
+
+
+class Doubling(TorchFunctionMode):
+    """Doubles the products of linears."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        doubled = func in (torch.nn.functional.linear, torch.ops.mkldnn._linear_pointwise)
+        return found * 2 if doubled else found
+
+
+class Negating(TorchDispatchMode):
+    """Changes the sign of every sigmoid and every product."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        wrong = ("mul", "silu", "addmm", "mm", "_linear_pointwise")
+        return -found if func.overloadpacket.__name__ in wrong else found
+
+
+@contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def default_device() -> Iterator[None]:
+    torch.set_default_device("meta")
+    try:
+        yield
+        assert torch.empty(1).is_meta
+    finally:
+        torch.set_default_device(None)
+
+
+@contextmanager
+def inside_of_grad() -> Iterator[None]:
+    """As code within ``torch.func.grad`` runs."""
+    C._functorch._grad_increment_nesting()
+    try:
+        yield
+    finally:
+        C._functorch._grad_decrement_nesting()
+
+
+def precision(operator: str) -> tuple[Callable, Callable]:
+    where = "mkldnn", operator
+    return partial(C._get_fp32_precision_getter, *where), partial(
+        C._set_fp32_precision_setter, *where
+    )
+
+
+SETTINGS: dict[str, Callable[[], AbstractContextManager]] = {
+    # Pinned.
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "default device": default_device,
+    "default dtype": lambda: changed(
+        torch.get_default_dtype, torch.set_default_dtype, torch.float64
+    ),
+    "deterministic algorithms": deterministic_algorithms,
+    "device context": lambda: torch.device("meta"),
+    "dispatch mode": Negating,
+    "flush denormal": lambda: changed(openmp.flushes, torch.set_flush_denormal, True),
+    "function mode": Doubling,
+    "grad": torch.enable_grad,
+    "matmul precision": lambda: changed(
+        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"
+    ),
+    "mkldnn": lambda: changed(C._get_mkldnn_enabled, C._set_mkldnn_enabled, False),
+    "mkldnn bf16": lambda: changed(*precision("matmul"), "bf16"),
+    "mkldnn conv bf16": lambda: changed(*precision("conv"), "bf16"),
+    "mkldnn deterministic": lambda: changed(
+        C._get_mkldnn_deterministic, C._set_mkldnn_deterministic, True
+    ),
+    "OpenMP dynamic": lambda: changed(openmp.is_dynamic, openmp.set_dynamic, True),
+    "transform": inside_of_grad,
+    # Harmless.
+    "anomaly mode": torch.autograd.detect_anomaly,
+    "attention kernels": lambda: sdpa_kernel(SDPBackend.MATH),
+    "autocast cache": lambda: changed(
+        torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, False
+    ),
+    "autocast dtype": lambda: changed(
+        partial(torch.get_autocast_dtype, "cpu"),
+        partial(torch.set_autocast_dtype, "cpu"),
+        torch.float16,
+    ),
+    "autograd threads": lambda: torch.autograd.set_multithreading_enabled(False),
+    "inference mode": torch.inference_mode,
+    "jit optimisation": lambda: torch.jit.optimized_execution(False),
+    "math attention in 16 bits": lambda: changed(
+        C._get_math_sdp_allow_fp16_bf16_reduction, C._set_math_sdp_allow_fp16_bf16_reduction, True
+    ),
+    "nnpack": lambda: changed(C._get_nnpack_enabled, C._set_nnpack_enabled, False),
+    "random numbers": lambda: torch.random.fork_rng(),
+    "TransformerEncoder's fast path": lambda: changed(
+        torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False
+    ),
+}
+
+
+@cache
+def served(family: str = "llama") -> tuple[Engine, list, str]:
+    """An engine, the bits of its outputs, its fingerprint."""
+    engine = Engine(tiny(family), config=CONFIG)
+    return engine, bits_of(engine.generate(prompts(3), PARAMS)), engine.fingerprint
+
+
+def stepped(engine: Engine, setting: Callable[[], AbstractContextManager]) -> list:
+    """Outputs of requests that run with a setting changed after their first steps."""
+    ids = [engine.add_request(prompt, PARAMS) for prompt in prompts(3)]
+    done = {output.request_id: output for _ in range(2) for output in engine.step()}
+    with setting():
+        while engine.has_unfinished():
+            done |= {output.request_id: output for output in engine.step()}
+    return [done[number] for number in ids]
+
+
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+def test_settings_around_calls_and_steps(setting):
+    engine, alone, fingerprint = served()
+    with setting():
+        torch.manual_seed(5)
+        outputs = engine.generate(prompts(3), PARAMS)
+        found = engine.fingerprint
+    assert bits_of(outputs) == alone
+    assert {found, *(output.fingerprint for output in outputs)} == {fingerprint}
+    assert bits_of(stepped(engine, setting)) == alone
+
+
+NEW_ENGINES = ("default device", "default dtype", "flush denormal", "mkldnn", "function mode")
+
+
+@pytest.mark.parametrize("name", NEW_ENGINES)
+def test_settings_around_an_engine(name):
+    _, alone, fingerprint = served()
+    model = tiny()
+    with SETTINGS[name](), Engine(model, config=CONFIG) as engine:
+        engine.contract.probe(fresh=True)
+        assert bits_of(engine.generate(prompts(3), PARAMS)) == alone
+        assert engine.fingerprint == fingerprint
+
+
+@pytest.mark.crossed(2)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", ["autocast", "default device", "default dtype"])
+def test_settings_and_families(family, name):
+    engine, alone, _ = served(family)
+    with SETTINGS[name]():
+        assert bits_of(engine.generate(prompts(3), PARAMS)) == alone
+
+
+# And families in which they do; llama has no linear that autocast knows.
+CHANGES_BITS = {
+    "autocast": "gpt2",
+    "dispatch mode": "llama",
+    "function mode": "llama",
+    "mkldnn bf16": "llama",
+}
+
+
+@pytest.mark.parametrize(("name", "family"), CHANGES_BITS.items())
+def test_control_unpinned_settings_change_bits(name, family, monkeypatch):
+    """Without the pins, and without the modes set aside."""
+    monkeypatch.setattr(torch_settings, "_apply", lambda settings: None)
+    monkeypatch.setattr(torch._C, "_len_torch_function_stack", lambda: 0)
+    monkeypatch.setattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+    engine, alone, _ = served(family)
+    with SETTINGS[name]():
+        assert bits_of(engine.generate(prompts(3), PARAMS)) != alone
+
+
+def test_code_of_the_user_has_the_callers_modes():
+    """A processor and a criterion, called within a step."""
+    seen = []
+
+    def processor(ids, scores):
+        seen.append(torch.empty(1).is_meta)
+        return scores
+
+    def criterion(ids, scores):
+        seen.append(torch.empty(1).is_meta)
+        return False
+
+    params = SamplingParams(
+        max_new_tokens=3, logits_processors=[processor], stopping_criteria=[criterion]
+    )
+    engine = served()[0]
+    with torch.device("meta"):
+        engine.generate([[1, 2, 3]], params)
+    assert seen == [True] * 6
+    engine.generate([[1, 2, 3]], params)
+    assert seen == [True] * 6 + [False] * 6
+
+
+def test_workers_that_flush(two_threads):
+    """They inherit it from the thread that begins them; a pass turns it off in all of them."""
+    numbers = torch.full((1 << 17,), 2.0**-140)
+    found = []
+
+    def begin_workers() -> None:
+        torch.set_flush_denormal(True)
+        found.append(int((numbers * 1.0).count_nonzero()))
+        with TorchState(tiny())():
+            found.append(int((numbers * 1.0).count_nonzero()))
+        found.append(openmp.flushes())
+
+    thread = Thread(target=begin_workers)
+    thread.start()
+    thread.join()
+    assert found == [0, len(numbers), True]
+
+
+def test_hooks_on_all_modules_are_refused():
+    engine, alone, fingerprint = served()
+    handle = register_module_forward_hook(lambda module, args, output: None)
+    try:
+        with pytest.raises(DeterminismError, match="a forward hook on all modules"):
+            engine.generate(prompts(3), PARAMS)
+    finally:
+        handle.remove()
+    assert bits_of(engine.generate(prompts(3), PARAMS)) == alone
+    assert engine.fingerprint == fingerprint

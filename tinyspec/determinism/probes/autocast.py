@@ -1,0 +1,68 @@
+"""Whether anything in a model's forward turns autocast on again inside a pass.
+
+Passes run without autocast, and wrappers around the forwards of modules are set aside
+(``model/wrappers.py``); but a forward may turn it on in its own code, and so may a hook. Modules by
+themselves, as other probes call them, would not show it. Knows passes, not requests.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from tinyspec.config import EngineConfig
+from tinyspec.determinism.probes.buckets import warm_up
+from tinyspec.errors import DeterminismError
+from tinyspec.runner.model_runner import ModelRunner
+
+
+class _Watch(TorchFunctionMode):
+    """Notes the first operator that runs under autocast, and the module that calls it."""
+
+    def __init__(self, device_type: str):
+        super().__init__()
+        self._device_type = device_type
+        self.found: tuple[str, nn.Module | None] | None = None
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if self.found is None and torch.is_autocast_enabled(self._device_type):
+            self.found = resolve_name(func) or str(func), _calling_module()
+        return func(*args, **(kwargs or {}))
+
+
+def _calling_module() -> nn.Module | None:
+    """The innermost module whose forward is running."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            return module
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def refuse_autocast(runner: ModelRunner, config: EngineConfig) -> None:
+    """Raise DeterminismError if an operator of a pass runs under autocast; runs one."""
+    watch = _Watch(runner.device.type)
+    with runner.torch_state(), watch:
+        warm_up(runner, config)
+    if watch.found is not None:
+        operator, module = watch.found
+        names = {id(m): name for name, m in runner.model.named_modules()}
+        where = names.get(id(module)) or type(module).__name__
+        raise DeterminismError(
+            f"{where} turns autocast on inside the model's forward ({operator} ran under it): "
+            "load the model in the dtype that it is to compute in, and remove the autocast, to use "
+            "deterministic=True"
+        )

@@ -1,0 +1,72 @@
+"""The OpenMP threads that torch computes with: how many run, and what they do with subnormals.
+
+Asks the library that torch is linked with, by GNU's names (GCC's and LLVM's OpenMP have them).
+Where it is another one, torch's own number of threads is all that is known. Knows no passes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from threading import get_ident
+from typing import Any
+
+import torch
+
+_PARALLEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_SMALLEST, _ONE = 5e-324, 1.0
+
+
+def flushes() -> bool:
+    """Whether the calling thread takes subnormal numbers for zero: ``torch.set_flush_denormal``,
+    which has no getter."""
+    return _SMALLEST * _ONE == 0.0
+
+
+@cache
+def _function(name: str, loader: Callable[[str], Any] = ctypes.PyDLL) -> Any:
+    """A C function of the libraries that torch is linked with; None where there is none.
+
+    loader: ``ctypes.CDLL`` for a function during which other Python threads must run.
+    """
+    folder = Path(torch.__file__).parent / "lib"
+    for library in folder.glob("libtorch_cpu.*"):
+        # Loaded already: its names and those of what it is linked with are looked up.
+        return getattr(loader(str(library)), name, None)
+    return None
+
+
+def is_dynamic() -> bool:
+    """Whether OpenMP chooses the number of the calling thread's workers by load (OMP_DYNAMIC)."""
+    asked = _function("omp_get_dynamic")
+    return asked is not None and bool(asked())
+
+
+def set_dynamic(dynamic: bool) -> None:
+    """Set it, where ``is_dynamic`` can tell."""
+    if (function := _function("omp_set_dynamic")) is not None:
+        function(int(dynamic))
+
+
+def settle() -> int:
+    """How many threads run torch's parallel loops that the calling thread begins, itself included:
+    a limit (OMP_THREAD_LIMIT, OMP_MAX_ACTIVE_LEVELS) may leave fewer than torch asks for.
+
+    Workers that take subnormal numbers for zero, because the thread that began them did, no longer
+    do afterwards. Takes 50 microseconds with two threads.
+    """
+    asked = torch.get_num_threads()
+    parallel = _function("GOMP_parallel", ctypes.CDLL)
+    if asked == 1 or parallel is None:
+        return asked
+    caller, seen = get_ident(), []
+
+    def look(_: int | None) -> None:
+        seen.append(get_ident())
+        if seen[-1] != caller and flushes():
+            torch.set_flush_denormal(False)
+
+    parallel(_PARALLEL(look), None, 0, 0)
+    return len(seen)
