@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import tinyspec
+from tests.support.changes import FOLLOWED, REFUSED, model_for, threads
 from tests.support.drop_in import SMALL, greedy, own, patched, random_ids
 from tests.support.tiny import FAMILIES, tiny
 from tinyspec import UnsupportedModelError
@@ -259,3 +260,55 @@ def test_a_setting_of_a_module():
         ours, expected = (each.generate([prompt], **asked) for each in (model, twin))
         assert all(map(torch.equal, ours.logits, expected.logits))
         assert model.generate.fingerprint == twin.generate.fingerprint != first
+
+
+class Changes:
+    """A streamer that makes a change behind so many tokens."""
+
+    def __init__(self, model, change, after=3):
+        self.model, self.change, self.left = model, change, after + 1
+
+    def put(self, value):
+        self.left -= 1
+        if self.left == 0 and self.change is not None:
+            self.change(self.model)
+
+    def end(self):
+        pass
+
+
+ASKED = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 6}
+ASKED |= {"deterministic": True, "pad_token_id": 0, "do_sample": False}
+
+
+def answers(model):
+    """Logits of a call, and the fingerprint."""
+    return model.generate([PROMPT], **ASKED).logits, model.generate.fingerprint
+
+
+def same(found, expected):
+    return found[1] == expected[1] and all(map(torch.equal, found[0], expected[0]))
+
+
+@pytest.mark.crossed(1)
+@pytest.mark.parametrize("change", [c for c in (*FOLLOWED, *REFUSED) if c is not threads])
+@pytest.mark.parametrize("where", ["between calls", "streamer"])
+def test_every_change(change, where):
+    """A call under way is given up; the next one is served by a new engine where it takes one."""
+    twin = model_for(change)
+    change(twin)
+    with patched(twin):
+        expected = answers(twin)
+    model = model_for(change)
+    with patched(model):
+        before = answers(model)
+        assert not same(before, expected)
+        model.generate([PROMPT], **ASKED, streamer=Changes(model, None))  # control
+        if where == "streamer":
+            with pytest.raises(RuntimeError, match="changed"):
+                model.generate([PROMPT], **ASKED, streamer=Changes(model, change))
+            if change in REFUSED or change.__name__ in ("number", "hook", "module_taken_out"):
+                return  # made to a stand-in, which the next call does not have
+        else:
+            change(model)
+        assert same(answers(model), expected)
