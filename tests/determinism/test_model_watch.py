@@ -23,11 +23,11 @@ def test_every_change_is_seen(change, two_threads):
     with Engine(model, config=CONFIG) as engine:
         watch = engine.contract.watch
         engine.generate(prompts(2), SamplingParams(max_new_tokens=2))
-        assert not watch.changed() and watch.update() == []
+        assert watch.update() == []
         change(model)
-        assert watch.changed()
-        names = watch.update()
-        assert names and not watch.changed() and watch.update() == []
+        with engine.runner.torch_state():
+            assert watch.changed() and watch.update()
+            assert not watch.changed() and watch.update() == []
         assert (engine.contract._changed_since_load() is not None) == (change in REFUSED)
 
 
@@ -124,7 +124,7 @@ def test_descriptions_hold_no_address():
     """They go into the fingerprint: another process must find the same."""
     found = repr(function_settings(llama())) + repr(description(Halves()))
     assert " at 0x" not in found
-    assert "model.layers.0.mlp.down_proj" not in found, "adapters are described by themselves"
+    assert "mlp.down_proj.scaling" not in found, "adapters are described by themselves"
 
 
 def test_threads_are_part_of_it(two_threads):

@@ -163,6 +163,10 @@ class Contract:
                 )
             self.results = None
             self.results = self._load_or_probe(fresh)
+            known = len(self.watch.counters)
+            self.watch.absorb(everything=True)
+            if len(self.watch.counters) > known:
+                self.drop_fingerprint()
             self.watch.record()
             self._probed_structure = self.watch.structure
             self._update_buckets(self.results)

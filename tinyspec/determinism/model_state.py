@@ -59,7 +59,7 @@ def tensors(model: nn.Module, ignored: Collection[str] = ()) -> Iterator[tuple[s
     once."""
     seen: set[int] = set()
     for name, module in named_parts(model):
-        tables = [module._parameters, module._buffers]
+        tables: list[dict[str, Any]] = [module._parameters, module._buffers]
         if top_package(type(module)) != "tinyspec":
             tables.append(vars(module))
         for table in tables:
@@ -115,20 +115,23 @@ def _switches_adapters(module: nn.Module) -> bool:
 def structure(model: nn.Module) -> dict[str, Any]:
     """What the probed facts depend on beside device and settings, by name: modules with hooks and
     forwards of their own, how experts run; shapes, layouts and alignment of parameters."""
-    found: dict[str, Any] = dict(functions(model))
-    for name, module in model.named_modules():
-        for own, parameter in module._parameters.items():
-            if parameter is not None:
-                lies = (parameter.shape, parameter.stride(), parameter.data_ptr() % 64)
-                how = (parameter.dtype, parameter.device, packing_format(parameter))
-                found[f"{LAYOUT}{name}.{own}"] = (*lies, *how)
-    for name, *how in implementations(model):
-        found[f"the experts of {name}"] = how
-    return found
+    return {**functions(model), **layouts(model)}
+
+
+def layouts(model: nn.Module) -> dict[str, Any]:
+    """By name, how every parameter lies in memory."""
+    return {
+        f"{LAYOUT}{name}": (
+            *(parameter.shape, parameter.stride(), parameter.data_ptr() % 64),
+            *(parameter.dtype, parameter.device, packing_format(parameter)),
+        )
+        for name, parameter in model.named_parameters()
+    }
 
 
 def functions(model: nn.Module) -> dict[str, Any]:
-    """By name: class, hooks and own forward of every module; hooks on all modules."""
+    """By name: class, hooks and own forward of every module; hooks on all modules; how experts
+    run."""
     shared = nn.modules.module
     everywhere = [
         *shared._global_forward_hooks.values(),
@@ -137,7 +140,7 @@ def functions(model: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {"hooks of all modules": [description(hook) for hook in everywhere]}
     kinds: dict[type, Any] = {}
     for name, module in named_parts(model):
-        kind = type(module)
+        kind = vars(module).get("tinyspec_class", type(module))
         if kind not in kinds:
             kinds[kind] = class_description(kind)
         own = own_forward(module, "_old_forward" if hasattr(module, "_hf_hook") else "forward")
@@ -146,6 +149,8 @@ def functions(model: nn.Module) -> dict[str, Any]:
         hooks = [description(hook) for hook in hooks_of(module)]
         compiled = module._compiled_call_impl is not None
         found[name or type(model).__name__] = [kinds[kind], hooks, description(own), compiled]
+    for experts, *how in implementations(model):
+        found[f"the experts of {experts}"] = how
     return found
 
 
@@ -208,7 +213,7 @@ def function_settings(model: nn.Module, ignored: Collection[str] = ()) -> dict[s
     return {name: description(value) for name, value in raw_settings(model, ignored)}
 
 
-def class_description(kind: type) -> Any:
+def class_description(kind: Any) -> Any:
     """Name and forward of a class; of one that has no version, all of its code."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     own = [part for part in kind.__mro__ if top_package(part) not in LIBRARIES]

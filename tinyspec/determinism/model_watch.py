@@ -26,9 +26,10 @@ from tinyspec.determinism.model_state import (
     OWN,
     adapter_state,
     function_settings,
+    functions,
     identities,
+    layouts,
     named_parts,
-    structure,
     tensors,
     top_package,
     uncounted,
@@ -46,6 +47,7 @@ THREADS, OBJECT = "the number of threads", "the object "
 _COMPARED = {"_modules", "_forward_hooks", "_forward_pre_hooks"}
 _APART = BASE - _COMPARED
 _ADDRESS, _VERSION, _FORM = Tensor.data_ptr, attrgetter("_version"), attrgetter("shape")
+_FORWARD = attrgetter("forward")
 _ABSENT = object()
 
 
@@ -61,9 +63,9 @@ class _Table:
 class ModelWatch:
     """One model, as it was when ``update`` was last called.
 
-    weights, structure, taken_over: its state by name; the last is what stand-ins took from it.
-    counters: names of attributes that passes change, which are no settings. runs_user_code: whether
-    passes run hooks or modules of no known library.
+    weights: address and version of every tensor, by name. counters: names of attributes that passes
+    change, which are no settings. runs_user_code: whether passes run hooks or modules of no known
+    library.
     """
 
     def __init__(self, patched: PatchedModel, torch_state: TorchState):
@@ -77,21 +79,22 @@ class ModelWatch:
     @property
     def threads_changed(self) -> bool:
         """Whether torch runs on another number of threads."""
-        return torch.get_num_threads() != self.structure[THREADS]
+        return torch.get_num_threads() != self._described[THREADS]
 
     def changed(self) -> bool:
         """Whether anything may have changed since ``record``; to call in torch's state of a pass,
         in which no module is in training mode."""
-        if self.threads_changed or not all(map(is_, self._kinds, map(type, self._modules))):
-            return True
+        return self.threads_changed or not (self._same_tables() and self._same_tensors())
+
+    def _same_tables(self) -> bool:
         try:
-            return not (
-                self._tables == self._contents
-                and self._forwards == [kind.forward for kind in self._classes]
-                and self._same_tensors()
+            return (
+                all(map(is_, self._kinds, map(type, self._modules)))
+                and self._tables == self._contents
+                and self._forwards == list(map(_FORWARD, self._classes))
             )
         except Exception:  # a value without a plain equality was replaced
-            return True
+            return False
 
     def _same_tensors(self) -> bool:
         held = list(chain.from_iterable(map(dict.values, self._tensor_tables)))
@@ -121,7 +124,10 @@ class ModelWatch:
             if not self.changed():
                 return []
             before = self._state()
-            self.record()
+            if self.threads_changed or not self._same_tables():
+                self.record()
+            else:
+                self._record_tensors()
         after = self._state()
         return [
             name
@@ -133,22 +139,30 @@ class ModelWatch:
     def _state(self) -> dict[str, Any]:
         return {**self.weights, **self.structure, **self._identities, **self.taken_over}
 
+    @property
+    def structure(self) -> dict[str, Any]:
+        """All but the values of weights: what probe results depend on."""
+        return {**self._layouts, **self._described}
+
+    @property
+    def taken_over(self) -> dict[str, Any]:
+        """What stand-ins took from the model: passes follow no change of it."""
+        return {**self._taken_settings, **self._taken_buffers}
+
     def record(self) -> None:
         """Look at everything."""
         self._torch_state.refresh_modules()
-        repack_weights(self._model, self._model.dtype)
         model, ignored = self._model, self.counters
         with self._torch_state():
-            self.weights = weight_state(model, ignored)
-            self.structure: dict[str, Any] = {
-                **structure(model),
+            self._described: dict[str, Any] = {
+                **functions(model),
                 **function_settings(model, ignored),
                 "adapters": adapter_state(model),
                 THREADS: torch.get_num_threads(),
             }
             objects = identities(model, ignored)
             self._identities = {f"{OBJECT}{name}": found for name, found in objects.items()}
-            self.taken_over = self._patched.taken_over()
+            self._taken_settings = self._patched.taken_over()
             self._record_tables()
             self._record_tensors()
 
@@ -157,7 +171,7 @@ class ModelWatch:
         self._modules = list(named.values())
         self._kinds = list(map(type, self._modules))
         self._classes = list(dict.fromkeys(self._kinds))
-        self._forwards = [kind.forward for kind in self._classes]
+        self._forwards = list(map(_FORWARD, self._classes))
         seen: set[int] = set()
         found: list[_Table] = []
         self.runs_user_code = False
@@ -176,6 +190,9 @@ class ModelWatch:
         for hooks_of_all in (shared._global_forward_hooks, shared._global_forward_pre_hooks):
             self.runs_user_code |= bool(hooks_of_all)
             found += _tables("hooks of all modules", hooks_of_all, False, seen)
+        self._tensor_tables: list[dict[str, Any]] = []
+        for module in self._modules:
+            self._tensor_tables += [module._parameters, module._buffers]
         self._named = found
         self._tables = [table.held for table in found]
         self._contents = list(map(_copy, self._tables))
@@ -183,7 +200,10 @@ class ModelWatch:
         self._settled = False
 
     def _record_tensors(self) -> None:
-        self._tensor_tables = [t for m in self._modules for t in (m._parameters, m._buffers)]
+        repack_weights(self._model, self._model.dtype)
+        self.weights = weight_state(self._model, self.counters)
+        self._layouts = layouts(self._model)
+        self._taken_buffers = self._patched.taken_buffers()
         self._held = list(chain.from_iterable(map(dict.values, self._tensor_tables)))
         every = [tensor for _, tensor in tensors(self._model, self.counters)]
         self._uncounted = [part for tensor in every for part in uncounted(tensor)]
@@ -202,10 +222,11 @@ class ModelWatch:
                 len(self._uncounted),
             )
 
-    def absorb(self) -> None:
+    def absorb(self, everything: bool = False) -> None:
         """After a pass: what it changed itself is no setting. Looks at modules and hooks of the
         user's, after the first pass at everything."""
-        for n in self._foreign if self._settled else range(len(self._tables)):
+        everything = everything or not self._settled
+        for n in range(len(self._tables)) if everything else self._foreign:
             held, content = self._tables[n], self._contents[n]
             if not _equal(held, content):
                 if isinstance(held, dict) and isinstance(content, dict):

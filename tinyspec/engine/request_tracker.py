@@ -7,7 +7,7 @@ weights that have changed since. Knows no prompt text and no tensor.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -151,18 +151,22 @@ class RequestTracker:
     def advance(self) -> None:
         """Run one step; queue its events and deliver the outputs that it finished."""
         by_user = self._core.drafts_by_user
-        if not by_user:  # where they may change the model, the check comes later
-            self._check_before_pass()
-        with deferred_interrupt():
-            try:
-                results = self._core.step(self._check_before_pass if by_user else None)
-            except BaseException:
-                self._queue_events(self._core.recover())
-                raise
-            finally:
-                for request in [r for r in self.requests.values() if r.finished]:
-                    self._deliver(self._retire(request))
-            self._queue_events(results)
+        with self._core.runner.torch_state():
+            if not by_user:  # where drafters may change the model, the check comes later
+                self._check_before_pass()
+            with deferred_interrupt():
+                self._step(self._check_before_pass if by_user else None)
+
+    def _step(self, check: Callable[[], None] | None) -> None:
+        try:
+            results = self._core.step(check)
+        except BaseException:
+            self._queue_events(self._core.recover())
+            raise
+        finally:
+            for request in [r for r in self.requests.values() if r.finished]:
+                self._deliver(self._retire(request))
+        self._queue_events(results)
 
     def _deliver(self, output: RequestOutput) -> None:
         """Keep an output for the ``finish`` that waits for it, or else for ``take_finished``."""

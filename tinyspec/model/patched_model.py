@@ -5,6 +5,7 @@ Knows which module replaced which, not how they are chosen.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -129,6 +130,18 @@ class PatchedModel:
                     found[f"{type(config).__name__}.{name}"] = value
         return found
 
+    def _taken_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Attention modules, rotary and position tables and what these were made of, by name."""
+        names = {id(module): name for name, module in self.model.named_modules()}
+        called = {layer.module_id for layer in self.context.layers}
+        for module in self.model.modules():
+            name = names[id(module)]
+            if id(module) in called:
+                yield name, module
+            if isinstance(module, (GivenPositions, RopeTable)):
+                yield name, module
+                yield f"{name}.original", vars(module)["_original"][0]
+
     def taken_over(self) -> dict[str, object]:
         """By name, what the engine and its stand-ins took from the model when they were made:
         passes follow no change of it.
@@ -136,25 +149,27 @@ class PatchedModel:
         Configs, dtype and device, attributes of attention modules, rotary and position tables, and
         which modules these are.
         """
-        model = self.model
         found = self._settings_of_configs()
-        found |= {"dtype": model.dtype, "device": model.device}
-        names = {id(module): name for name, module in model.named_modules()}
-        tables = [m for _, _, _, m in self.swapped if isinstance(m, (GivenPositions, RopeTable))]
-        modules = [vars(table)["_original"][0] for table in tables] + tables
-        called = {layer.module_id: layer.name for layer in self.context.layers}
-        for key, name in called.items():
-            found[f"the module {name}"] = names.get(key) == name
-        modules += [module for module in model.modules() if id(module) in called]
-        for number, module in enumerate(modules):
-            name = names.get(id(module), f"{type(module).__name__} {number}")
+        found |= {"dtype": self.model.dtype, "device": self.model.device}
+        modules = dict(self._taken_modules())
+        for layer in self.context.layers:
+            same = id(modules.get(layer.name)) == layer.module_id
+            found[f"the module {layer.name}"] = same
+        for name, module in modules.items():
             found |= {f"{name}.{key}": value for key, value in _settings(module).items()}
-            found |= {f"{name}.{key}": value for key, value in _buffers(module).items()}
             if isinstance(module, PagedAttention) and module.has_norm:
                 for norm in (module.q_norm, module.k_norm):
                     calls = norm, hooks_of(norm), own_forward(norm)
-                    found[f"the module {names[id(norm)]}"] = calls
+                    found[f"a norm of {name} {len(found)}"] = calls
         return found
+
+    def taken_buffers(self) -> dict[str, object]:
+        """As ``taken_over``: address and version of the buffers of these modules."""
+        return {
+            f"{name}.{key}": value
+            for name, module in self._taken_modules()
+            for key, value in _buffers(module).items()
+        }
 
     def bind(self) -> None:
         """Make the modules that call the attention interface call paged attention; hand them and

@@ -34,6 +34,8 @@ class CpuRMSNorm(nn.Module):
         self._eps_name = eps_name(norm)
         setattr(self, self._eps_name, getattr(norm, self._eps_name))
         self._fast_mode = fast_mode
+        # Has the same bits: the fingerprint may name the one or the other.
+        self.tinyspec_class = type(norm)
         self._eps: tuple[float, Tensor] | None = None
         self.train(norm.training)
 
