@@ -24,6 +24,12 @@ LENGTH = len(PROMPT) + AT
 NAME = dict(ids=lambda f: f.__name__)
 
 
+def each(all_changes, *usual):
+    """All of them as parameters; those that are not ``usual`` are slow tests."""
+    slow = pytest.mark.slow("crosses", 1)
+    return [c if c in usual else pytest.param(c, marks=slow) for c in all_changes]
+
+
 @pytest.fixture(autouse=True)
 def two_threads(two_threads):
     """What ``changes.threads`` changes."""
@@ -144,8 +150,11 @@ def in_a_stream(model, change):
 RUNNING = (in_processor, in_criterion, in_generate, in_drafter, between_steps)
 
 
+USUAL = (changes.data_replaced, changes.number, changes.adapter, changes.hook, changes.threads)
+
+
 @pytest.mark.crossed(1)
-@pytest.mark.parametrize("change", FOLLOWED, **NAME)
+@pytest.mark.parametrize("change", each(FOLLOWED, *USUAL), **NAME)
 @pytest.mark.parametrize("place", RUNNING, **NAME)
 def test_a_change_under_a_running_request(place, change):
     """It is aborted with tokens of the old model alone; who waits has the bits of the new one."""
@@ -161,7 +170,7 @@ def test_a_change_under_a_running_request(place, change):
 
 
 @pytest.mark.crossed(1)
-@pytest.mark.parametrize("change", REFUSED, **NAME)
+@pytest.mark.parametrize("change", each(REFUSED, changes.softcap, changes.frequencies), **NAME)
 @pytest.mark.parametrize("place", RUNNING, **NAME)
 def test_a_change_that_takes_a_new_engine(place, change):
     """Nothing comes out of it any more."""
@@ -175,7 +184,7 @@ def test_a_change_that_takes_a_new_engine(place, change):
         assert "make a new one" in output.completions[0].error
 
 
-@pytest.mark.parametrize("change", [changes.module, changes.data_replaced, changes.threads], **NAME)
+@pytest.mark.parametrize("change", each(FOLLOWED, changes.data_replaced), **NAME)
 def test_a_change_between_the_events_of_a_stream(change):
     (before, _), _ = fresh(change, False)
     (_, after), new = fresh(change, True)
@@ -186,7 +195,7 @@ def test_a_change_between_the_events_of_a_stream(change):
     assert (bits(other), other.fingerprint) == (after, new)
 
 
-@pytest.mark.parametrize("place", RUNNING, **NAME)
+@pytest.mark.parametrize("place", each(RUNNING, in_generate, in_drafter), **NAME)
 def test_control_without_a_change(place):
     """Callbacks, drafts and modules that count have no effect."""
     (before, other), fingerprint = fresh(changes.number, False)
@@ -195,7 +204,10 @@ def test_control_without_a_change(place):
     assert {output.fingerprint for output in outputs} == {fingerprint}
 
 
-@pytest.mark.parametrize("change", FOLLOWED, **NAME)
+SOME = (changes.enclosed_number, changes.data_seen_otherwise, changes.buffer_replaced)
+
+
+@pytest.mark.parametrize("change", each(FOLLOWED, *SOME), **NAME)
 def test_a_change_between_calls(change):
     """And, with a request that was added before it, between that and the first step."""
     (before, _), old = fresh(change, False)
@@ -216,7 +228,7 @@ def test_a_change_between_calls(change):
     assert old != new and (before != after or change is changes.threads), "the change matters"
 
 
-@pytest.mark.parametrize("change", REFUSED, **NAME)
+@pytest.mark.parametrize("change", each(REFUSED, changes.scale_of_attention), **NAME)
 def test_a_change_between_calls_that_takes_a_new_engine(change):
     model = model_for(change)
     with engine_of(model) as engine:
@@ -246,7 +258,7 @@ def test_a_change_that_is_taken_back():
     assert (bits(output), output.fingerprint) == (before, fingerprint)
 
 
-@pytest.mark.parametrize("change", [*FOLLOWED, *REFUSED], **NAME)
+@pytest.mark.parametrize("change", each([*FOLLOWED, *REFUSED], changes.frequencies), **NAME)
 def test_two_models_have_two_fingerprints(change):
     """Each served by an engine of its own, made after the change."""
     before, after = fresh(change, False), fresh(change, True)

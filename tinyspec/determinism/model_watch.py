@@ -90,6 +90,7 @@ class ModelWatch:
         try:
             return (
                 all(map(is_, self._kinds, map(type, self._modules)))
+                and not any(self._empty)
                 and self._tables == self._contents
                 and self._forwards == list(map(_FORWARD, self._classes))
             )
@@ -190,13 +191,17 @@ class ModelWatch:
         for hooks_of_all in (shared._global_forward_hooks, shared._global_forward_pre_hooks):
             self.runs_user_code |= bool(hooks_of_all)
             found += _tables("hooks of all modules", hooks_of_all, False, seen)
-        self._tensor_tables: list[dict[str, Any]] = []
-        for module in self._modules:
-            self._tensor_tables += [module._parameters, module._buffers]
-        self._named = found
-        self._tables = [table.held for table in found]
+        # Most of a library's are empty and stay so, which is quicker told.
+        empty = [table for table in found if not table.held and not table.foreign]
+        self._named = [table for table in found if table.held or table.foreign]
+        own: list[dict[str, Any]] = [m._parameters for m in self._modules]
+        own += [m._buffers for m in self._modules]
+        self._tensor_tables = [table for table in own if table]
+        self._empty = [table for table in own if not table]
+        self._empty += [table.held for table in empty]
+        self._tables = [table.held for table in self._named]
         self._contents = list(map(_copy, self._tables))
-        self._foreign = [n for n, table in enumerate(found) if table.foreign]
+        self._foreign = [n for n, table in enumerate(self._named) if table.foreign]
         self._settled = False
 
     def _record_tensors(self) -> None:

@@ -96,7 +96,7 @@ class RequestTracker:
         contract = self._contract
         watch = contract.watch
         called = self._user_code.ran() or watch.runs_user_code or self._core.drafts_by_user
-        if called or watch.threads_changed:
+        if watch.changed() if called else watch.threads_changed:
             self._refresh(digest=False)
         if contract.outdated and any(r.params.deterministic for r in self.requests.values()):
             self.on_change()
