@@ -17,7 +17,7 @@ import tinyspec
 from tests.support.changes import FOLLOWED, REFUSED, model_for, threads
 from tests.support.drop_in import SMALL, greedy, own, patched, random_ids
 from tests.support.tiny import FAMILIES, tiny
-from tinyspec import UnsupportedModelError
+from tinyspec import EngineConfig, UnsupportedModelError
 
 PROMPT = random_ids(11)
 
@@ -303,12 +303,14 @@ SERVED = [
 @pytest.mark.parametrize("where", ["between calls", "streamer"])
 def test_every_change(change, where):
     """A call under way is given up; the next one is served by a new engine where it takes one."""
+    # One token a step: no verify commits all of them.
+    config = EngineConfig(reference_rows=16, page_size=8, verify="padded")
     twin = model_for(change)
     change(twin)
-    with patched(twin):
+    with patched(twin, config):
         expected = answers(twin)
     model = model_for(change)
-    with patched(model):
+    with patched(model, config):
         before = answers(model)
         assert not same(before, expected)
         model.generate([PROMPT], **ASKED, streamer=Changes(model, None))  # control

@@ -115,7 +115,12 @@ def _switches_adapters(module: nn.Module) -> bool:
 def structure(model: nn.Module) -> dict[str, Any]:
     """What the probed facts depend on beside device and settings, by name: modules with hooks and
     forwards of their own, how experts run; shapes, layouts and alignment of parameters."""
-    return {**functions(model), **layouts(model)}
+    return {**functions(model), **experts(model), **layouts(model)}
+
+
+def experts(model: nn.Module) -> dict[str, Any]:
+    """By name, how experts run; canonical passes may have the same bits in several ways."""
+    return {f"the experts of {name}": how for name, *how in implementations(model)}
 
 
 def layouts(model: nn.Module) -> dict[str, Any]:
@@ -130,8 +135,7 @@ def layouts(model: nn.Module) -> dict[str, Any]:
 
 
 def functions(model: nn.Module) -> dict[str, Any]:
-    """By name: class, hooks and own forward of every module; hooks on all modules; how experts
-    run."""
+    """By name: class, hooks and own forward of every module; hooks on all modules."""
     shared = nn.modules.module
     everywhere = [
         *shared._global_forward_hooks.values(),
@@ -149,8 +153,6 @@ def functions(model: nn.Module) -> dict[str, Any]:
         hooks = [description(hook) for hook in hooks_of(module)]
         compiled = module._compiled_call_impl is not None
         found[name or type(model).__name__] = [kinds[kind], hooks, description(own), compiled]
-    for experts, *how in implementations(model):
-        found[f"the experts of {experts}"] = how
     return found
 
 

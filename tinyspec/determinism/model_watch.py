@@ -25,6 +25,7 @@ from tinyspec.determinism.model_state import (
     LIBRARIES,
     OWN,
     adapter_state,
+    experts,
     function_settings,
     functions,
     identities,
@@ -157,6 +158,7 @@ class ModelWatch:
         with self._torch_state():
             self._described: dict[str, Any] = {
                 **functions(model),
+                **experts(model),
                 **function_settings(model, ignored),
                 "adapters": adapter_state(model),
                 THREADS: torch.get_num_threads(),

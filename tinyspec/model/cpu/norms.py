@@ -37,6 +37,7 @@ class CpuRMSNorm(nn.Module):
         # Has the same bits: the fingerprint may name the one or the other.
         self.tinyspec_class = type(norm)
         self._eps: tuple[float, Tensor] | None = None
+        self._addend(getattr(norm, self._eps_name))  # before a pass needs it: passes change nothing
         self.train(norm.training)
 
     def forward(self, x: Tensor) -> Tensor:
