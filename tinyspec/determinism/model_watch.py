@@ -8,65 +8,42 @@ describes the model anew and says by name what changed. Knows no request.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import PreTrainedConfig
 
 from tinyspec.determinism.checksum import checksum
 from tinyspec.determinism.model_state import (
-    BASE,
-    LIBRARIES,
-    OWN,
     adapter_state,
     experts,
     function_settings,
     functions,
     identities,
     layouts,
-    named_parts,
     tensors,
-    top_package,
     uncounted,
     weight_state,
 )
+from tinyspec.determinism.model_tables import ModelTables
 from tinyspec.model.patched_model import PatchedModel
 from tinyspec.model.quantized import is_packed, repack_weights, trace
 from tinyspec.model.torch_state import TorchState
-from tinyspec.model.wrappers import hooks_of
 
 logger = logging.getLogger("tinyspec")
 THREADS, OBJECT = "the number of threads", "the object "
-# Of the tables that torch gives every module, those whose contents enter a pass. Parameters and
-# buffers are compared by themselves, as tensors have no plain equality.
-_COMPARED = {"_modules", "_forward_hooks", "_forward_pre_hooks"}
-_APART = BASE - _COMPARED
 _ADDRESS, _VERSION, _FORM = Tensor.data_ptr, attrgetter("_version"), attrgetter("shape")
-_FORWARD = attrgetter("forward")
 _ABSENT = object()
-
-
-@dataclass
-class _Table:
-    """A dict, list or set of a model, its name, and whether passes may change it: the user's."""
-
-    name: str
-    held: Any
-    foreign: bool
 
 
 class ModelWatch:
     """One model, as it was when ``update`` was last called.
 
     weights: address and version of every tensor, by name. counters: names of attributes that passes
-    change, which are no settings. runs_user_code: whether passes run hooks or modules of no known
-    library.
+    change, which are no settings.
     """
 
     def __init__(self, patched: PatchedModel, torch_state: TorchState):
@@ -78,25 +55,18 @@ class ModelWatch:
         self.record()
 
     @property
+    def runs_user_code(self) -> bool:
+        """Whether passes run hooks or modules of no known library."""
+        return self._tables.runs_user_code
+
+    @property
     def threads_changed(self) -> bool:
         """Whether torch runs on another number of threads."""
         return torch.get_num_threads() != self._described[THREADS]
 
     def changed(self) -> bool:
-        """Whether anything may have changed since ``record``; to call in torch's state of a pass,
-        in which no module is in training mode."""
-        return self.threads_changed or not (self._same_tables() and self._same_tensors())
-
-    def _same_tables(self) -> bool:
-        try:
-            return (
-                all(map(is_, self._kinds, map(type, self._modules)))
-                and not any(self._empty)
-                and self._tables == self._contents
-                and self._forwards == list(map(_FORWARD, self._classes))
-            )
-        except Exception:  # a value without a plain equality was replaced
-            return False
+        """Whether anything may have changed since ``record``."""
+        return self.threads_changed or not (self._tables.same() and self._same_tensors())
 
     def _same_tensors(self) -> bool:
         held = list(chain.from_iterable(map(dict.values, self._tensor_tables)))
@@ -126,7 +96,7 @@ class ModelWatch:
             if not self.changed():
                 return []
             before = self._state()
-            if self.threads_changed or not self._same_tables():
+            if self.threads_changed or not self._tables.same():
                 self.record()
             else:
                 self._record_tensors()
@@ -166,45 +136,10 @@ class ModelWatch:
             objects = identities(model, ignored)
             self._identities = {f"{OBJECT}{name}": found for name, found in objects.items()}
             self._taken_settings = self._patched.taken_over()
-            self._record_tables()
+            self._tables = ModelTables(model)
+            tables = [t for m in self._tables.modules for t in (m._parameters, m._buffers)]
+            self._tensor_tables: list[dict[str, Any]] = [table for table in tables if table]
             self._record_tensors()
-
-    def _record_tables(self) -> None:
-        named = dict(named_parts(self._model))
-        self._modules = list(named.values())
-        self._kinds = list(map(type, self._modules))
-        self._classes = list(dict.fromkeys(self._kinds))
-        self._forwards = list(map(_FORWARD, self._classes))
-        seen: set[int] = set()
-        found: list[_Table] = []
-        self.runs_user_code = False
-        for name, module in named.items():
-            package = top_package(type(module))
-            hooks = hooks_of(module)
-            self.runs_user_code |= package not in LIBRARIES or any(map(_is_users, hooks))
-            found += _tables(name, vars(module), package not in OWN, seen)
-            for hook in hooks:
-                owner = getattr(hook, "__self__", hook)
-                if not isinstance(owner, nn.Module) and hasattr(owner, "__dict__"):
-                    found += _tables(f"a hook of {name}", vars(owner), True, seen)
-            if isinstance(config := vars(module).get("config"), PreTrainedConfig):
-                found += _configs(config, seen)
-        shared = nn.modules.module
-        for hooks_of_all in (shared._global_forward_hooks, shared._global_forward_pre_hooks):
-            self.runs_user_code |= bool(hooks_of_all)
-            found += _tables("hooks of all modules", hooks_of_all, False, seen)
-        # Most of a library's are empty and stay so, which is quicker told.
-        empty = [table for table in found if not table.held and not table.foreign]
-        self._named = [table for table in found if table.held or table.foreign]
-        own: list[dict[str, Any]] = [m._parameters for m in self._modules]
-        own += [m._buffers for m in self._modules]
-        self._tensor_tables = [table for table in own if table]
-        self._empty = [table for table in own if not table]
-        self._empty += [table.held for table in empty]
-        self._tables = [table.held for table in self._named]
-        self._contents = list(map(_copy, self._tables))
-        self._foreign = [n for n, table in enumerate(self._named) if table.foreign]
-        self._settled = False
 
     def _record_tensors(self) -> None:
         repack_weights(self._model, self._model.dtype)
@@ -232,52 +167,4 @@ class ModelWatch:
     def absorb(self, everything: bool = False) -> None:
         """After a pass: what it changed itself is no setting. Looks at modules and hooks of the
         user's, after the first pass at everything."""
-        everything = everything or not self._settled
-        for n in range(len(self._tables)) if everything else self._foreign:
-            held, content = self._tables[n], self._contents[n]
-            if not _equal(held, content):
-                if isinstance(held, dict) and isinstance(content, dict):
-                    changed = [
-                        key
-                        for key in {**held, **content}
-                        if held.get(key, _ABSENT) is not content.get(key, _ABSENT)
-                    ]
-                    self.counters |= {f"{self._named[n].name}.{k}".lstrip(".") for k in changed}
-                self._contents[n] = _copy(held)
-        self._settled = True
-
-
-def _is_users(hook: Any) -> bool:
-    return top_package(hook if hasattr(hook, "__qualname__") else type(hook)) not in LIBRARIES
-
-
-def _copy(table: Any) -> Any:
-    # As a plain dict: an OrderedDict is slower to compare.
-    return dict(table) if isinstance(table, dict) else table.copy()
-
-
-def _equal(held: Any, content: Any) -> bool:
-    try:
-        return bool(held == content)
-    except Exception:  # tensors have no plain equality
-        return False
-
-
-def _tables(name: str, table: Any, foreign: bool, seen: set[int]) -> Iterator[_Table]:
-    """A dict, list or set and those inside of it, each once."""
-    if id(table) in seen:
-        return
-    seen.add(id(table))
-    yield _Table(name, table, foreign)
-    items = table.items() if isinstance(table, dict) else enumerate(table)
-    for key, value in items:
-        if isinstance(value, (dict, list, set)) and key not in _APART:
-            yield from _tables(f"{name}.{key}", value, foreign, seen)
-
-
-def _configs(config: PreTrainedConfig, seen: set[int]) -> Iterator[_Table]:
-    """What a config and the configs inside of it hold."""
-    yield from _tables("config", vars(config), False, seen)
-    for value in vars(config).values():
-        if isinstance(value, PreTrainedConfig) and id(vars(value)) not in seen:
-            yield from _configs(value, seen)
+        self.counters |= self._tables.absorb(everything)
