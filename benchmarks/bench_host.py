@@ -66,8 +66,8 @@ def build(layers: int) -> Any:
 
 
 def stub(engine: Engine) -> Callable[[], object]:
-    """Stub what a step of ``engine`` computes; returns the check for changed weights that every
-    step makes. The only function here that uses an engine's internals.
+    """Stub what a step of ``engine`` computes; returns the check for a changed model that a step
+    makes after code of the user's. The only function here that uses an engine's internals.
     """
     core, context, largest = engine.core, engine.patched.context, engine.config.max_rows
     logits = torch.zeros(1, largest, VOCAB, device=DEVICE)
@@ -91,7 +91,7 @@ def stub(engine: Engine) -> Callable[[], object]:
     engine.runner.model = forward
     context.kernels = core.sampler._kernels = core.committer.kernels = stubs
     context.check = lambda: None  # that every layer called attention
-    return engine.contract.parameters_written
+    return engine.contract.watch.changed
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "deterministic"])
@@ -101,7 +101,7 @@ def kind(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(scope="module")
 def stubbed(kind: bool, smoke: bool) -> Iterator[tuple[Engine, Callable[[], object]]]:
-    """An engine whose steps compute nothing, probed before, and its check for changed weights."""
+    """An engine whose steps compute nothing, probed before, and its check for a changed model."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # thread time sees one
     config = EngineConfig(verify="padded", max_rows=256 if smoke else None)  # fewer to probe
@@ -125,10 +125,10 @@ def bench_decode_step(
 ) -> None:
     """One step that gives each of ``sequences`` greedy requests one token.
 
-    weights_check_ms: the part that checks whether a parameter was written to. bucket: rows of the
+    model_check_ms: the part that checks whether the model changed. bucket: rows of the
     pass, padding included. least_ms: the fastest step, which a busy machine changes least.
     """
-    engine, weights_check = stubbed
+    engine, model_check = stubbed
     steps = 2 if smoke else STEPS * rounds
     prompt = SMOKE_PROMPT if smoke else PROMPT
     work = of_shapes("host", [(prompt, PROMPT_STEPS + steps + 8)] * sequences, VOCAB)
@@ -153,7 +153,7 @@ def bench_decode_step(
     benchmark.extra_info["bucket"] = record.bucket
     if benchmark.stats is not None:  # None where benchmarks are disabled
         benchmark.extra_info["least_ms"] = 1e3 * benchmark.stats.stats.min
-    benchmark.extra_info["weights_check_ms"] = 1e3 * _thread_seconds(weights_check, steps)
+    benchmark.extra_info["model_check_ms"] = 1e3 * _thread_seconds(model_check, steps)
 
 
 def _thread_seconds(function: Callable[[], object], times: int) -> float:

@@ -8,13 +8,14 @@ import torch
 from huggingface_hub import constants
 from torch import nn
 
+from tests.support.changes import Tuner
 from tests.support.mixes import bits
 from tests.support.sensitive import PositionSensitiveLinear, ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import prompts, tiny
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
 from tinyspec.determinism import contract, probe_cache
 from tinyspec.determinism.checksum import checksum
-from tinyspec.determinism.fingerprint import adapter_state
+from tinyspec.determinism.model_state import adapter_state
 from tinyspec.determinism.probe_results import Alternative, BucketResult, ProbeResults, Unsound
 from tinyspec.kernels import twins
 from tinyspec.model.cpu.fast_mode import FastMode
@@ -286,9 +287,9 @@ def test_trained_weights_keep_the_proof_and_change_the_fingerprint(probed):
         for parameter in list(model.parameters())[:3]:
             with torch.no_grad():
                 parameter.add_(0.01)
-            assert engine.contract.parameters_written()
+            assert engine.contract.watch.changed()
             engine.generate(prompts(2), DETERMINISTIC)
-            assert not engine.contract.parameters_written()
+            assert not engine.contract.watch.changed()
             seen.append(engine.fingerprint)
             assert engine.runner.buckets.canonical
         assert len(set(seen)) == 4 and len(probed) == 1
@@ -319,15 +320,15 @@ def test_looks_before_anything_is_proven():
     """Plain requests fill the prefix cache too."""
     model = tiny()
     with Engine(model, config=EngineConfig(**CONFIG)) as engine:
-        watch = engine.contract
-        assert not watch.refresh() and not watch.parameters_written()
+        contract, watch = engine.contract, engine.contract.watch
+        assert not contract.refresh() and not watch.changed()
         with torch.no_grad():
             model.lm_head.weight[3, 4] += 1
-        assert watch.parameters_written() and watch.refresh()
-        assert not watch.parameters_written() and not watch.refresh()
+        assert watch.changed() and contract.refresh() == ["lm_head.weight"]
+        assert not watch.changed() and not contract.refresh()
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
-        assert watch.refresh() and not watch.refresh()
-        assert watch.known_fingerprint is None and watch.results is None
+        assert watch.changed() and contract.refresh() and not contract.refresh()
+        assert contract.known_fingerprint is None and contract.results is None
 
 
 def test_writes_that_leave_no_trace_are_seen_by_a_digest():
@@ -336,35 +337,7 @@ def test_writes_that_leave_no_trace_are_seen_by_a_digest():
         with Engine(model, config=EngineConfig(**CONFIG, verify_weights=verify)) as engine:
             assert not engine.contract.refresh()
             model.lm_head.weight.data[3, 4] += 1
-            assert engine.contract.refresh() == verify and not engine.contract.refresh()
-
-
-class Tuner(nn.Module):
-    """As peft's tuner layers: an adapter that can be switched without a parameter changing."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base_layer = base
-        self.adapters = nn.ModuleDict(
-            {name: nn.Linear(base.in_features, base.out_features) for name in ("en", "fr")}
-        )
-        self.scaling = {"en": 1.0, "fr": 1.0}
-        self.merged_adapters: list[str] = []
-        self._active, self._disabled = ["en"], False
-
-    @property
-    def active_adapters(self):
-        return self._active
-
-    @property
-    def disable_adapters(self):
-        return self._disabled
-
-    def forward(self, x):
-        out = self.base_layer(x)
-        for name in [] if self._disabled else self._active:
-            out = out + self.adapters[name](x) * self.scaling[name]
-        return out
+            assert bool(engine.contract.refresh()) == verify and not engine.contract.refresh()
 
 
 def switch(tuner):
@@ -391,7 +364,7 @@ def test_adapters_in_use_are_part_of_the_fingerprint(change):
         before = engine.generate(prompts(3), DETERMINISTIC)
         assert not engine.contract.refresh()
         change(tuner)
-        assert not engine.contract.parameters_written(), "no parameter was written to"
+        assert engine.contract.watch.changed()
         after = engine.generate(prompts(3), DETERMINISTIC)
         assert before[0].fingerprint != after[0].fingerprint
         if change is not merge:

@@ -14,9 +14,10 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import tinyspec
+from tests.support.changes import FOLLOWED, REFUSED, model_for, threads
 from tests.support.drop_in import SMALL, greedy, own, patched, random_ids
 from tests.support.tiny import FAMILIES, tiny
-from tinyspec import UnsupportedModelError
+from tinyspec import EngineConfig, UnsupportedModelError
 
 PROMPT = random_ids(11)
 
@@ -259,3 +260,65 @@ def test_a_setting_of_a_module():
         ours, expected = (each.generate([prompt], **asked) for each in (model, twin))
         assert all(map(torch.equal, ours.logits, expected.logits))
         assert model.generate.fingerprint == twin.generate.fingerprint != first
+
+
+class Changes:
+    """A streamer that makes a change behind so many tokens."""
+
+    def __init__(self, model, change, after=3):
+        self.model, self.change, self.left = model, change, after + 1
+
+    def put(self, value):
+        self.left -= 1
+        if self.left == 0 and self.change is not None:
+            self.change(self.model)
+
+    def end(self):
+        pass
+
+
+ASKED = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 6}
+ASKED |= {"deterministic": True, "pad_token_id": 0, "do_sample": False}
+
+
+def answers(model):
+    """Logits of a call, and the fingerprint."""
+    return model.generate([PROMPT], **ASKED).logits, model.generate.fingerprint
+
+
+def same(found, expected):
+    return found[1] == expected[1] and all(map(torch.equal, found[0], expected[0]))
+
+
+SOME = ("parameter_replaced", "function", "softcap", "frequencies")
+SERVED = [
+    c if c.__name__ in SOME else pytest.param(c, marks=pytest.mark.slow("crosses", 1))
+    for c in (*FOLLOWED, *REFUSED)
+    if c is not threads
+]
+
+
+@pytest.mark.crossed(1)
+@pytest.mark.parametrize("change", SERVED)
+@pytest.mark.parametrize("where", ["between calls", "streamer"])
+def test_every_change(change, where):
+    """A call under way is given up; the next one is served by a new engine where it takes one."""
+    # One token a step: no verify commits all of them.
+    config = EngineConfig(reference_rows=16, page_size=8, verify="padded")
+    twin = model_for(change)
+    change(twin)
+    with patched(twin, config):
+        expected = answers(twin)
+    model = model_for(change)
+    with patched(model, config):
+        before = answers(model)
+        assert not same(before, expected)
+        model.generate([PROMPT], **ASKED, streamer=Changes(model, None))  # control
+        if where == "streamer":
+            with pytest.raises(RuntimeError, match="changed"):
+                model.generate([PROMPT], **ASKED, streamer=Changes(model, change))
+            if change in REFUSED or change.__name__ in ("number", "hook", "module_taken_out"):
+                return  # made to a stand-in, which the next call does not have
+        else:
+            change(model)
+        assert same(answers(model), expected)

@@ -26,7 +26,8 @@ from tests.support.loading import (
 )
 from tests.support.tiny import tiny
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams, doctor
-from tinyspec.determinism.fingerprint import digest_weights, weight_state
+from tinyspec.determinism.fingerprint import digest_weights
+from tinyspec.determinism.model_state import weight_state
 from tinyspec.model.cpu.linears import OneDnnLinear
 from tinyspec.model.linear_kinds import linear_kinds, linear_weight
 from tinyspec.model.linears import KernelLinear
@@ -228,14 +229,14 @@ def test_packed_weights_that_change_are_noticed(folder):
     twin = load(folder, quantization_config=int8_weights())
     with Engine(model, config=CONFIG) as engine:
         first = engine.generate(PROMPTS, DETERMINISTIC)
-        watch = engine.contract
-        assert not watch.parameters_written()
+        watch = engine.contract.watch
+        assert not watch.changed()
         for linear in (model.get_submodule(NAME), twin.get_submodule(NAME)):
             with torch.no_grad():
                 linear.weight.qdata.neg_()
-        assert watch.parameters_written()
+        assert watch.changed()
         second = engine.generate(PROMPTS, DETERMINISTIC)
-        assert second[0].fingerprint != first[0].fingerprint and not watch.parameters_written()
+        assert second[0].fingerprint != first[0].fingerprint and not watch.changed()
         twin.model.layers[1].mlp.up_proj.weight = twin.model.layers[0].mlp.up_proj.weight
         model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
         third = tokens(engine.generate(PROMPTS, PLAIN))

@@ -14,16 +14,9 @@ from transformers import PreTrainedModel
 
 from tinyspec.config import EngineConfig
 from tinyspec.determinism import probe_cache
-from tinyspec.determinism.environment import ambient
-from tinyspec.determinism.fingerprint import (
-    adapter_state,
-    digest_weights,
-    fingerprint,
-    function_settings,
-    settings,
-    structure,
-    weight_state,
-)
+from tinyspec.determinism.fingerprint import digest_weights, fingerprint
+from tinyspec.determinism.model_state import LAYOUT, settings, structure
+from tinyspec.determinism.model_watch import OBJECT, ModelWatch
 from tinyspec.determinism.probe_results import ProbeResults
 from tinyspec.determinism.probes.attention import probe_attention, summary
 from tinyspec.determinism.probes.autocast import refuse_autocast
@@ -35,7 +28,7 @@ from tinyspec.kernels import backend
 from tinyspec.model.install import patched_of
 from tinyspec.model.linear_kinds import linear_kinds
 from tinyspec.model.linears import kernel_stand_ins
-from tinyspec.model.quantized import repack_weights, trace, unprovable
+from tinyspec.model.quantized import repack_weights, unprovable
 from tinyspec.model.torch_state import refuse_unpinnable
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.scheduler.buckets import Buckets
@@ -45,7 +38,9 @@ class Contract:
     """Fingerprint and probe results of one engine.
 
     buckets: of the engine; canonical ones are marked once they are probed. known_fingerprint,
-    results: None before they are first needed and after the model changed.
+    results: None before they are first needed and after the model changed. watch: the model as it
+    was at the last ``refresh``. stale: what of the model changed that the engine took from it when
+    it was made, or None.
     """
 
     def __init__(self, model: PreTrainedModel, runner: ModelRunner, config: EngineConfig):
@@ -62,7 +57,10 @@ class Contract:
         self._results_key = ""
         self._patched.experts.serve(config.linear)
         repack_weights(self._model, self._model.dtype)
-        self._record_state()
+        self.watch = ModelWatch(self._patched, runner.torch_state)
+        self._taken_over = self.watch.taken_over
+        self.stale: str | None = None
+        runner.after_pass = self.watch.absorb
 
     @property
     def outdated(self) -> bool:
@@ -85,10 +83,13 @@ class Contract:
         """The fingerprint with the modules that are installed now."""
         if self.known_fingerprint is None:
             if self._weights_digest is None:
-                self._weights_digest = digest_weights(self._model)
-            device = self._runner.device
+                self._weights_digest = digest_weights(self._model, self.watch.counters)
             self.known_fingerprint = fingerprint(
-                self._model, self._weights_digest, self._config, device
+                self._model,
+                self._weights_digest,
+                self._config,
+                self._runner.device,
+                self.watch.counters,
             )
         return self.known_fingerprint
 
@@ -96,40 +97,41 @@ class Contract:
         """The weights changed: the next fingerprint needs a new digest of them."""
         self._weights_digest = self.known_fingerprint = None
 
-    def parameters_written(self) -> bool:
-        """Whether a parameter was written to since ``refresh``; quick enough for every step."""
-        parameters, before = self._versions
-        return list(map(trace, parameters)) != before
+    def refresh(self, digest: bool = True) -> list[str]:
+        """Names of the weights, modules, settings and so on that changed since the last call.
 
-    def refresh(self) -> bool:
-        """Whether weights, adapters, modules or threads changed since the last call.
-
-        If so the fingerprint is dropped. Probe results are dropped only if modules or threads
-        changed: they do not depend on the values of weights.
+        If there are any the fingerprint is dropped, and the probe results as well unless only
+        weights changed. digest: compare the weights' bits as ``EngineConfig(verify_weights=True)``
+        asks for.
         """
-        self._runner.torch_state.refresh_modules()
-        repack_weights(self._model, self._model.dtype)
-        before, digest = self._state, self._weights_digest
-        self._record_state()
-        changed = self._state != before
-        if self._config.verify_weights and not changed:
-            self._weights_digest = digest_weights(self._model)
-            changed = digest is not None and digest != self._weights_digest
-            self.known_fingerprint = None if changed else self.known_fingerprint
-        elif changed:
+        changes = self.watch.update()
+        before = self._weights_digest
+        if changes:
             self.drop_fingerprint()
-        if self.results is not None and self._structure != self._probed_structure:
+            self.stale = self._changed_since_load()
+        elif digest and self._config.verify_weights:
+            self._weights_digest = digest_weights(self._model, self.watch.counters)
+            if before is not None and before != self._weights_digest:
+                self.known_fingerprint = None
+                changes = list(self.watch.weights)
+        if self.results is not None and self.watch.structure != self._probed_structure:
             self.results = None
             self.buckets.forget()
-        return changed
+        return changes
 
-    def _record_state(self) -> None:
-        """What ``refresh`` and ``parameters_written`` compare with."""
-        parameters = list(self._model.parameters())
-        self._versions = parameters, list(map(trace, parameters))
-        adapters = adapter_state(self._model)
-        self._structure = structure(self._model), adapters, ambient(self._runner.device)
-        self._state = weight_state(self._model), function_settings(self._model), self._structure
+    def _changed_since_load(self) -> str | None:
+        """The first thing that the engine took from the model and that is not so any more."""
+        now, then = self.watch.taken_over, self._taken_over
+        return next((n for n in {**then, **now} if n not in now or now[n] != then.get(n)), None)
+
+    def summary(self, changes: list[str]) -> str:
+        """What changed, in a few words."""
+        told = [n for n in changes if n not in self.watch.weights and not n.startswith(LAYOUT)]
+        named = [n for n in told if not n.startswith(OBJECT)]
+        if not told or (not named and len(told) < len(changes)):
+            return "the weights"  # and perhaps the objects that hold them
+        shown = list(dict.fromkeys(n.removeprefix(OBJECT) for n in named or told))
+        return ", ".join(shown[:3]) + (" and more" if len(shown) > 3 else "")
 
     def ensure(self) -> None:
         """Raise DeterminismError, with the reason and the remedy, unless ``deterministic=True`` can
@@ -165,8 +167,12 @@ class Contract:
             self.results = None
             refuse_autocast(self._runner, self._config)
             self.results = self._load_or_probe(fresh)
-            self._record_state()
-            self._probed_structure = self._structure
+            known = len(self.watch.counters)
+            self.watch.absorb(everything=True)
+            if len(self.watch.counters) > known:
+                self.drop_fingerprint()
+            self.watch.record()
+            self._probed_structure = self.watch.structure
             self._update_buckets(self.results)
         return self.results
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Collection
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -22,88 +23,16 @@ from tinyspec.determinism.canary import canary
 from tinyspec.determinism.checksum import checksum
 from tinyspec.determinism.code_digest import syntax_digest
 from tinyspec.determinism.environment import environment
+from tinyspec.determinism.model_state import adapter_state, function_settings, functions, tensors
+from tinyspec.model.install import patched_of
 from tinyspec.model.linear_kinds import linear_shape
 from tinyspec.model.linears import KernelLinear
-from tinyspec.model.moe import implementations, kernel_experts
-from tinyspec.model.quantized import extra_parts, is_packed, packing_format, parts, trace
+from tinyspec.model.moe import kernel_experts
+from tinyspec.model.quantized import extra_parts, is_packed, packing_format, parts
 from tinyspec.model.torch_state import without_modes
-from tinyspec.model.wrappers import hooks_of
 
 # One more with every change that gives canonical passes other bits.
 REVISION = 4
-_PLAIN = (bool, int, float, str)
-# Numbers on modules that no bit of a pass depends on.
-_IDLE = ("training", "gradient_checkpointing")
-_ADAPTERS = ("active_adapters", "active_adapter", "disable_adapters", "merged_adapters")
-
-
-def weight_state(model: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
-    """Name and trace of every parameter and buffer: changes when a weight does."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    return [(name, trace(tensor)) for name, tensor in tensors]
-
-
-def adapter_state(model: nn.Module) -> list[tuple[str, str, str]]:
-    """Which adapters (peft's tuner layers) are in use: switching them changes no parameter."""
-    found = []
-    for name, module in model.named_modules():
-        present = [a for a in _ADAPTERS if a in module.__dict__ or hasattr(type(module), a)]
-        values = {attribute: getattr(module, attribute) for attribute in present}
-        # transformers' models have methods of these names.
-        values = {a: value for a, value in values.items() if not callable(value)}
-        if values:
-            # A flag beside the adapters may make another function of the same weights.
-            own = {a: v for a, v in vars(module).items() if isinstance(v, _PLAIN)}
-            values["settings"] = sorted((a, v) for a, v in own.items() if a != "training")
-            values["scaling"] = getattr(module, "scaling", None)
-        found += [(name, attribute, repr(value)) for attribute, value in values.items()]
-    return found
-
-
-def structure(model: nn.Module) -> list[tuple[object, ...]]:
-    """What the probed facts depend on beside device and settings: modules and their hooks, shapes,
-    layouts and alignment of parameters, how experts run; not values of parameters."""
-    found: list[tuple[object, ...]] = []
-    for name, module in model.named_modules():
-        hooks = len(hooks_of(module))
-        own_forward = "forward" in vars(module), module._compiled_call_impl is not None
-        kind = type(module)
-        found.append((name, kind.__module__, kind.__qualname__, hooks, own_forward))
-        for own, parameter in module._parameters.items():
-            if parameter is not None:
-                lies = (parameter.shape, parameter.stride(), parameter.data_ptr() % 64)
-                found.append(
-                    (own, *lies, parameter.dtype, parameter.device, packing_format(parameter))
-                )
-    return found + implementations(model)
-
-
-def settings(model: nn.Module) -> list[tuple[str, str, object]]:
-    """Plain values that modules keep as attributes: another one may be another function."""
-    return [
-        (name, attribute, value)
-        for name, module in model.named_modules()
-        for attribute, value in vars(module).items()
-        if isinstance(value, _PLAIN) and attribute != "training"
-    ]
-
-
-def function_settings(model: nn.Module) -> list[tuple[str, str, object]]:
-    """Numbers among the ``settings`` that may enter what a module computes: of transformers',
-    torch's and our own modules, as others may count what they like."""
-    known = {
-        name
-        for name, module in model.named_modules()
-        if type(module).__module__.split(".")[0] in ("transformers", "torch", "tinyspec")
-    }
-    return [
-        (name, attribute, value)
-        for name, attribute, value in settings(model)
-        if isinstance(value, (int, float))
-        and not attribute.startswith("_")
-        and attribute not in _IDLE
-        and name in known
-    ]
 
 
 def served_by_kernel(model: nn.Module) -> list[str]:
@@ -114,11 +43,11 @@ def served_by_kernel(model: nn.Module) -> list[str]:
 
 @torch.no_grad()
 @without_modes()
-def digest_weights(model: nn.Module) -> str:
-    """Digest of every parameter and buffer (name, shape, dtype, bits; of packed ones every part)
-    and of the adapters used."""
+def digest_weights(model: nn.Module, ignored: Collection[str] = ()) -> str:
+    """Digest of every parameter, buffer and attribute but ``ignored`` (name, shape, dtype, bits; of
+    packed ones every part) and of the adapters used."""
     digest = hashlib.sha256(repr(adapter_state(model)).encode())
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+    for name, tensor in tensors(model, ignored):
         if is_packed(tensor):
             digest.update(repr((name, packing_format(tensor))).encode())
         for part, plain in parts(tensor).items():
@@ -164,16 +93,33 @@ def _config(model: PreTrainedModel) -> dict[str, Any]:
     return config
 
 
+def _attention(model: PreTrainedModel) -> list[Any]:
+    """What passes take from attention modules as it was when the model was loaded: which keys a row
+    sees and, of stand-ins that do not run the module's forward, scale and softcap."""
+    modules = dict(model.named_modules())
+    return [
+        [layer.name, vars(layer.reach), getattr(modules.get(layer.name), "scores", None)]
+        for layer in patched_of(model).context.layers
+    ]
+
+
 def fingerprint(
-    model: PreTrainedModel, weights: str, config: EngineConfig, device: torch.device
+    model: PreTrainedModel,
+    weights: str,
+    config: EngineConfig,
+    device: torch.device,
+    ignored: Collection[str] = (),
 ) -> str:
-    """32 hexadecimal digits. ``weights`` is the digest of the model's weights."""
+    """32 hexadecimal digits. weights: the digest of the model's weights. ignored: names of
+    attributes that are no settings."""
     assert config.reference_rows
     parts = {
         "revision": REVISION,
         "code": syntax_digest(),
         "weights": weights,
-        "settings": function_settings(model),
+        "settings": function_settings(model, ignored),
+        "modules": functions(model),
+        "attention": _attention(model),
         "model": type(model).__name__,
         "config": _config(model),
         "environment": environment(device),

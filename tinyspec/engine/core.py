@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import index
 
 from torch import Tensor
 
 from tinyspec.engine.commit import CommitResult, Committer
-from tinyspec.engine.drafter import Drafter, FastPath
+from tinyspec.engine.drafter import Drafter, FastPath, NgramDrafter
 from tinyspec.model.torch_state import callers_modes
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.sampler import Sampled, Sampler, SampleRow, chosen_logprobs
@@ -32,11 +33,19 @@ class EngineCore:
     stats: EngineStats = field(default_factory=EngineStats)
     _proposed: int = 0
 
-    def step(self) -> list[CommitResult]:
-        """Run one pass; what it committed, sequence by sequence."""
+    @property
+    def drafts_by_user(self) -> bool:
+        """Whether drafts come from the user's drafter or model."""
+        return type(self.drafter) not in (FastPath, NgramDrafter)
+
+    def step(self, before_pass: Callable[[], None] | None = None) -> list[CommitResult]:
+        """Run one pass; what it committed, sequence by sequence. before_pass: called once drafts
+        are proposed."""
         with self.runner.torch_state():
             began = time.perf_counter()
             self._propose()
+            if before_pass is not None:
+                before_pass()
             work_pass = self.scheduler.schedule()
             if work_pass is None:
                 return self.committer.take_results()

@@ -141,9 +141,9 @@ class Engine:
         self.patched.suspend()
 
     def resume(self) -> bool:
-        """Patch the model's attention again; False if modules, hooks, dtype or device have changed,
-        which takes a new engine."""
-        if not self.patched.resume():
+        """Patch the model's attention again; False if modules, hooks, config, dtype or device have
+        changed, which takes a new engine."""
+        if self.contract.stale is not None or not self.patched.resume():
             return False
         self.runner.tiles.resume()
         return True
@@ -194,7 +194,7 @@ class Engine:
     def weights_changed(self) -> None:
         """To call after writing to weights through ``.data``, which torch does not record."""
         self.contract.drop_fingerprint()
-        self.tracker.on_new_weights()
+        self.tracker.on_change()
 
     def stats(self) -> EngineStats:
         """Sums over all passes so far."""

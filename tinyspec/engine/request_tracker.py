@@ -7,7 +7,7 @@ weights that have changed since. Knows no prompt text and no tensor.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +19,7 @@ from tinyspec.engine.commit import CommitResult
 from tinyspec.engine.core import EngineCore
 from tinyspec.engine.interrupts import between_steps, deferred_interrupt
 from tinyspec.engine.stream import completion_of, event_of
+from tinyspec.engine.user_code import UserCode
 from tinyspec.errors import DeterminismError, refuse
 from tinyspec.outputs import RequestOutput, StreamEvent
 from tinyspec.scheduler.request import Request
@@ -48,30 +49,57 @@ class RequestTracker:
         self._finished: list[RequestOutput] = []
         self._awaited: dict[str, RequestOutput | None] = {}
         self._subscriptions: dict[str, _Subscription] = {}
+        self._user_code = UserCode()
 
     def check_model(self) -> None:
-        """Compare weights and modules with those of the last call."""
-        if self._contract.refresh():
-            self.on_new_weights()
+        """Compare the model with what it was at the last call.
 
-    def on_new_weights(self) -> None:
-        """Drop everything computed with the old weights.
-
-        Plain requests and those without tokens continue with the new weights. A deterministic
-        request that has tokens is aborted: its output would belong to neither.
+        Raises ValueError where it changed in a way that takes a new engine.
         """
+        self._refresh(digest=True)
+        if self._contract.stale is not None:
+            raise ValueError(_not_followed(self._contract.stale))
+
+    def _refresh(self, digest: bool) -> None:
+        if changes := self._contract.refresh(digest):
+            self.on_change(self._contract.summary(changes))
+
+    def on_change(self, what: str = "the weights") -> None:
+        """Drop everything computed with the model as it was; ``what`` changed.
+
+        Plain requests and those without tokens continue with the model as it is. A deterministic
+        request that has tokens is aborted: its output would belong to neither. All are aborted
+        where the model cannot be served any more.
+        """
+        contract = self._contract
         self._core.scheduler.forget_pages()
+        if contract.stale is not None:
+            self._abort_all(list(self.requests.values()), _not_followed(contract.stale))
+            return
         asking = [request for request in self.requests.values() if request.params.deterministic]
         begun = [r for r in asking if any(s.num_generated for s in r.sequences)]
-        self._abort_all(begun, "the weights changed while it was running")
+        self._abort_all(begun, f"{what} changed while it was running")
         if len(begun) == len(asking):
             return
         try:
-            self._contract.ensure()
-        except DeterminismError as error:
-            self._abort_all(asking, str(error))
+            contract.ensure()
+            fingerprint = contract.fingerprint
+        except Exception as error:  # of whatever the model is made of now
+            known = isinstance(error, DeterminismError)
+            self._abort_all(asking, str(error) if known else f"{type(error).__name__}: {error}")
             return
-        self._fingerprints = dict.fromkeys(self.requests, self._contract.fingerprint)
+        self._fingerprints = dict.fromkeys(self.requests, fingerprint)
+
+    def _check_before_pass(self) -> None:
+        """Compare the model with what it was at the last pass: all of it where code of the user's
+        may have run in between, otherwise the number of threads."""
+        contract = self._contract
+        watch = contract.watch
+        called = self._user_code.ran() or watch.runs_user_code or self._core.drafts_by_user
+        if watch.changed() if called else watch.threads_changed:
+            self._refresh(digest=False)
+        if contract.outdated and any(r.params.deterministic for r in self.requests.values()):
+            self.on_change()
 
     def _abort_all(self, requests: list[Request], error: str) -> None:
         for output in self.cancel(requests, error):
@@ -86,6 +114,7 @@ class RequestTracker:
         for request in requests:
             self.requests[request.request_id] = request
             self._fingerprints[request.request_id] = fingerprint
+            self._user_code.add(request.request_id, request.params)
             self._core.scheduler.add(request.sequences[0])
         return [request.request_id for request in requests]
 
@@ -116,25 +145,28 @@ class RequestTracker:
     def hold_state(self) -> Iterator[None]:
         """Set torch's state and the interrupt handler once for all steps of the block, which must
         run no code of the user between them."""
-        with between_steps(), self._core.runner.torch_state():
+        with between_steps(), self._core.runner.torch_state(), self._user_code.shut_out():
             yield
 
     def advance(self) -> None:
         """Run one step; queue its events and deliver the outputs that it finished."""
-        if self._contract.parameters_written():
-            self.check_model()
-        if self._contract.outdated and any(r.params.deterministic for r in self.requests.values()):
-            self.on_new_weights()
-        with deferred_interrupt():
-            try:
-                results = self._core.step()
-            except BaseException:
-                self._queue_events(self._core.recover())
-                raise
-            finally:
-                for request in [r for r in self.requests.values() if r.finished]:
-                    self._deliver(self._retire(request))
-            self._queue_events(results)
+        by_user = self._core.drafts_by_user
+        with self._core.runner.torch_state():
+            if not by_user:  # where drafters may change the model, the check comes later
+                self._check_before_pass()
+            with deferred_interrupt():
+                self._step(self._check_before_pass if by_user else None)
+
+    def _step(self, check: Callable[[], None] | None) -> None:
+        try:
+            results = self._core.step(check)
+        except BaseException:
+            self._queue_events(self._core.recover())
+            raise
+        finally:
+            for request in [r for r in self.requests.values() if r.finished]:
+                self._deliver(self._retire(request))
+        self._queue_events(results)
 
     def _deliver(self, output: RequestOutput) -> None:
         """Keep an output for the ``finish`` that waits for it, or else for ``take_finished``."""
@@ -201,6 +233,7 @@ class RequestTracker:
     def _retire(self, request: Request) -> RequestOutput:
         """Forget a request and make its output."""
         del self.requests[request.request_id]
+        self._user_code.remove(request.request_id)
         return RequestOutput(
             request_id=request.request_id,
             prompt_token_ids=request.prompt,
@@ -209,3 +242,10 @@ class RequestTracker:
             fingerprint=self._fingerprints.pop(request.request_id),
             prompt_logprobs=request.prompt_logprobs or None,
         )
+
+
+def _not_followed(what: str) -> str:
+    return (
+        f"{what} of the model changed, which the engine took from it when it was made: change it "
+        "back, or close the engine and make a new one"
+    )

@@ -200,5 +200,5 @@ def uninstall(model: PreTrainedModel) -> None:
     patched: PatchedModel | None = model.__dict__.pop("_tinyspec", None)
     if patched is None:
         return
-    if patched.left is None:
+    if not patched.left:
         patched.take_out()

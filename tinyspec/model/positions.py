@@ -34,7 +34,7 @@ class RopeTable(nn.Module):
 
     def __init__(self, rotary: nn.Module, positions: int, like: Tensor):
         super().__init__()
-        self._rotary = [rotary]  # not a child: not listed among the modules
+        self._original = [rotary]  # not a child: not listed among the modules
         self._like = like
         self._positions = torch.arange(positions, device=like.device)[None]
         self._tables: dict[tuple[Any, ...], tuple[Tensor, ...] | Tensor] = {}
@@ -44,14 +44,14 @@ class RopeTable(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["_rotary"][0], name)
+            return getattr(self.__dict__["_original"][0], name)
 
     def _table(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...] | Tensor:
         key = *args, *sorted(kwargs.items())
         found = self._tables.get(key)
         if found is None:
             with torch.no_grad():
-                made = self._rotary[0](self._like, self._positions, *args, **kwargs)
+                made = self._original[0](self._like, self._positions, *args, **kwargs)
             found = made[0] if isinstance(made, Tensor) else tuple(part[0] for part in made)
             self._tables[key] = found
         return found
@@ -61,7 +61,7 @@ class RopeTable(nn.Module):
     ) -> tuple[Tensor, ...] | Tensor:
         """position_ids [1, R] -> the rotary module's output: mostly cos and sin [1, R, rot]."""
         if position_ids.dim() != 2:  # several per token, as of images
-            return self._rotary[0](x, position_ids, *args, **kwargs)
+            return self._original[0](x, position_ids, *args, **kwargs)
         rows = position_ids[0]
         table = self._table(*args, **kwargs)
         if isinstance(table, Tensor):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +25,10 @@ from tinyspec.scheduler.passes import Pass
 
 
 class ModelRunner:
-    """The model, its KV pool and the state of the pass that is running."""
+    """The model, its KV pool and the state of the pass that is running.
+
+    after_pass: called after every pass of ``run``.
+    """
 
     def __init__(
         self,
@@ -52,6 +55,7 @@ class ModelRunner:
         self._cache: KVCache | None = None
         self.tiles = RowTiles()
         self._fast_mode = patched.fast_mode
+        self.after_pass: Callable[[], None] = lambda: None
 
     @property
     def cache(self) -> KVCache:
@@ -118,7 +122,9 @@ class ModelRunner:
         if canonical or bucket < len(batch.input_ids) or rows != list(range(count)):
             kept = rows + [0] * (bucket - count)
             keep = torch.tensor(kept, dtype=torch.int64, device="cpu").to(self.device)
-        return self.forward(batch, keep, canonical)[:count]
+        logits = self.forward(batch, keep, canonical)[:count]
+        self.after_pass()
+        return logits
 
     def forward(self, batch: Batch, keep: Tensor | None, canonical: bool) -> Tensor:
         """One forward of the patched model over packed rows; fp32 logits of the rows ``keep``, or

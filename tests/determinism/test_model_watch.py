@@ -1,0 +1,137 @@
+"""What tells that a model has changed: every kind of change is seen, and nothing else is."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.changes import FOLLOWED, REFUSED, Halves, llama, model_for, threads, times
+from tests.support.tiny import FAMILIES, prompts, tiny
+from tinyspec import Engine, EngineConfig, SamplingParams
+from tinyspec.determinism.model_state import class_description, description, function_settings
+
+CONFIG = EngineConfig(reference_rows=8, max_rows=16)
+NAME = dict(ids=lambda f: f.__name__)
+
+
+@pytest.mark.parametrize("change", [*FOLLOWED, *REFUSED], **NAME)
+def test_every_change_is_seen(change, two_threads):
+    model = model_for(change)
+    with Engine(model, config=CONFIG) as engine:
+        watch = engine.contract.watch
+        assert watch.update() == []
+        change(model)
+        with engine.runner.torch_state():
+            assert watch.changed() and watch.update()
+            assert not watch.changed() and watch.update() == []
+        assert (engine.contract._changed_since_load() is not None) == (change in REFUSED)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_passes_change_nothing(family):
+    """Nor does an engine that is suspended and resumed, or a model that is in training mode."""
+    model = tiny(family).train()
+    with Engine(model, config=CONFIG) as engine:
+        watch = engine.contract.watch
+        for params in (SamplingParams(max_new_tokens=3), SamplingParams(temperature=1.0)):
+            engine.generate(prompts(3), params)
+            assert watch.update() == []
+        engine.suspend()
+        assert engine.resume() and watch.update() == []
+        with engine.runner.torch_state():
+            assert not watch.changed()
+
+
+def test_what_passes_change_is_no_setting():
+    """A module or hook of the user's may count; the numbers it does not change itself are seen."""
+    model = llama()
+    with Engine(model, config=CONFIG) as engine:
+        watch = engine.contract.watch
+        before = model.model.layers[1].mlp.up_proj.calls
+        for _ in range(2):
+            engine.generate(prompts(2), SamplingParams(max_new_tokens=2))
+            assert watch.update() == []
+        assert model.model.layers[1].mlp.up_proj.calls > before
+        assert "model.layers.1.mlp.up_proj.calls" in watch.counters
+        model.model.layers[1].mlp.up_proj.factor = 0.75
+        assert watch.update() == ["model.layers.1.mlp.up_proj.factor"]
+
+
+def test_a_class_and_hooks_of_all_modules(monkeypatch):
+    model = tiny()
+    with Engine(model, config=CONFIG) as engine:
+        watch, before = engine.contract.watch, engine.fingerprint
+        kind = type(model.model.layers[0].mlp)
+        whole = kind.forward
+        with monkeypatch.context() as patches:
+            patches.setattr(kind, "forward", lambda self, x: whole(self, x) * 0.5)
+            assert watch.changed() and engine.fingerprint != before
+        assert watch.changed() and engine.fingerprint == before
+        handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+        assert watch.changed() and engine.fingerprint != before
+        handle.remove()
+        assert watch.changed() and engine.fingerprint == before
+
+
+def test_a_setting_on_the_config_that_no_pass_reads():
+    model = tiny()
+    with Engine(model, config=CONFIG) as engine:
+        model.config.pad_token_id = 3
+        model.config.use_cache = False
+        assert engine.contract.refresh() == [] and engine.contract.stale is None
+
+
+# Descriptions
+
+
+def test_functions_are_told_apart():
+    first, second = times(0.5), times(0.75)
+    assert description(first) == description(times(0.5)) != description(second)
+    assert description(lambda x: x + 1) != description(lambda x: x + 2)
+    assert description(functools.partial(max, 1)) != description(functools.partial(max, 2))
+    assert description(nn.functional.silu) == "torch.nn.functional.silu"
+    assert description(torch.tanh) != description(torch.sigmoid)
+    quiet, loud = Halves(), Halves()
+    quiet.calls = 3
+    assert description(quiet) == description(loud), "how often it was called is no setting"
+    quiet.factor = 0.25
+    assert description(quiet) != description(loud)
+
+
+def test_classes_of_one_name_are_told_apart():
+    def make(factor):
+        class Own(nn.Module):
+            def forward(self, x):
+                return x * self.shift() * factor
+
+            def shift(self):
+                return 2
+
+        return Own
+
+    first, second, third = make(1), make(1), make(1)
+    third.shift = lambda self: 3
+    assert class_description(first) == class_description(second) != class_description(third)
+    assert class_description(make(2)) != class_description(first)
+    assert class_description(nn.GELU)[2] == []
+
+
+def test_descriptions_hold_no_address():
+    """They go into the fingerprint: another process must find the same."""
+    found = repr(function_settings(llama())) + repr(description(Halves()))
+    assert " at 0x" not in found
+    assert "mlp.down_proj.scaling" not in found, "adapters are described by themselves"
+
+
+def test_threads_are_part_of_it(two_threads):
+    model = tiny()
+    with Engine(model, config=CONFIG) as engine:
+        watch = engine.contract.watch
+        assert not watch.threads_changed
+        threads(model)
+        assert watch.threads_changed and watch.changed()
+        torch.set_num_threads(2)
+        assert not watch.threads_changed and not watch.changed()

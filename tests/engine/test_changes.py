@@ -1,0 +1,325 @@
+"""A model that code of the user's changes while requests run: noticed before the next token.
+
+The oracle is an engine on another model of the same weights, to which the change was made before.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from tests.support import changes
+from tests.support.changes import FOLLOWED, REFUSED, model_for
+from tests.support.mixes import bits
+from tests.support.tiny import prompts
+from tinyspec import Engine, EngineConfig, SamplingParams
+from tinyspec.engine import user_code
+
+CONFIG = {"reference_rows": 8, "max_rows": 16, "page_size": 16, "max_sequences": 1}
+TOKENS, AT = 10, 4  # the change comes behind so many tokens
+PROMPT, OTHER = prompts(6)[2:4]
+LENGTH = len(PROMPT) + AT
+NAME = dict(ids=lambda f: f.__name__)
+
+
+def each(all_changes, *usual):
+    """All of them as parameters; those that are not ``usual`` are slow tests."""
+    slow = pytest.mark.slow("crosses", 1)
+    return [c if c in usual else pytest.param(c, marks=slow) for c in all_changes]
+
+
+@pytest.fixture(autouse=True)
+def two_threads(two_threads):
+    """What ``changes.threads`` changes."""
+
+
+def asking(**settings):
+    return SamplingParams(
+        max_new_tokens=TOKENS, deterministic=True, logprobs=True, ignore_eos=True, **settings
+    )
+
+
+def engine_of(model, **config):
+    """One token a step, unless drafts are verified."""
+    return Engine(model, config=EngineConfig(**{**CONFIG, "verify": "padded", **config}))
+
+
+@cache
+def fresh(change, changed):
+    """Bits of both prompts, and fingerprint, of an engine that has seen no change."""
+    model, before = model_for(change), torch.get_num_threads()
+    if changed:
+        change(model)
+    with engine_of(model) as engine:
+        outputs = engine.generate([PROMPT, OTHER], asking())
+    torch.set_num_threads(before)
+    (fingerprint,) = {output.fingerprint for output in outputs}
+    return [bits(output) for output in outputs], fingerprint
+
+
+class Once:
+    """Makes a change the first time that a sequence has so many tokens; then never again."""
+
+    stateless = False
+
+    def __init__(self, model, change, length=LENGTH):
+        self.model, self.change, self.length = model, change, length
+
+    def look(self, length):
+        if length >= self.length and self.change is not None:
+            change, self.change = self.change, None
+            change(self.model)
+
+
+class Processor(Once):
+    def __call__(self, input_ids, scores):
+        self.look(input_ids.shape[1])
+        return scores
+
+
+class Criterion(Once):
+    def __call__(self, input_ids, scores, **_):
+        self.look(input_ids.shape[1])
+        return False
+
+
+class OwnDrafter(Once):
+    def propose(self, sequences, n):
+        self.look(max(map(len, sequences)))
+        return [[1, 2, 3][:n] for _ in sequences]
+
+
+def run(engine, params=None):
+    """One request, and another one that waits for it to end; their outputs."""
+    ids = [engine.add_request(PROMPT, params or asking()), engine.add_request(OTHER, asking())]
+    done = {}
+    while engine.has_unfinished():
+        done |= {output.request_id: output for output in engine.step()}
+    return [done[request_id] for request_id in ids]
+
+
+def in_processor(model, change):
+    with engine_of(model) as engine:
+        return run(engine, asking(logits_processors=(Processor(model, change),)))
+
+
+def in_criterion(model, change):
+    with engine_of(model) as engine:
+        return run(engine, asking(stopping_criteria=(Criterion(model, change),)))
+
+
+def in_generate(model, change):
+    """The steps of one call, between which the engine's caller runs no code."""
+    with engine_of(model) as engine:
+        first = asking(logits_processors=(Processor(model, change),))
+        return engine.generate([PROMPT, OTHER], [first, asking()])
+
+
+def in_drafter(model, change):
+    with engine_of(model, drafter=OwnDrafter(model, change), verify="always") as engine:
+        return run(engine)
+
+
+def between_steps(model, change):
+    with engine_of(model) as engine:
+        ids = [engine.add_request(PROMPT, asking()), engine.add_request(OTHER, asking())]
+        sequence, once, done = engine.tracker.requests[ids[0]].sequences[0], Once(model, change), {}
+        while engine.has_unfinished():
+            once.look(len(sequence.tokens))
+            done |= {output.request_id: output for output in engine.step()}
+        return [done[request_id] for request_id in ids]
+
+
+def in_a_stream(model, change):
+    """Between events, while another request waits."""
+    with engine_of(model) as engine:
+        events = iter(engine.stream([PROMPT], asking()))
+        other = engine.add_request(OTHER, asking())
+        once, found, done = Once(model, change, AT), [], []
+        for event in events:
+            found.append(event)
+            once.look(sum(len(e.token_ids) for e in found))
+        while engine.has_unfinished():
+            done += engine.step()
+        assert [output.request_id for output in done] == [other]
+        return found, done[0]
+
+
+RUNNING = (in_processor, in_criterion, in_generate, in_drafter, between_steps)
+
+
+USUAL = (changes.data_replaced, changes.number, changes.adapter, changes.hook, changes.threads)
+
+
+@pytest.mark.crossed(1)
+@pytest.mark.parametrize("change", each(FOLLOWED, *USUAL), **NAME)
+@pytest.mark.parametrize("place", RUNNING, **NAME)
+def test_a_change_under_a_running_request(place, change):
+    """It is aborted with tokens of the old model alone; who waits has the bits of the new one."""
+    (before, _), old = fresh(change, False)
+    (_, after), new = fresh(change, True)
+    first, second = place(model_for(change), change)
+    (tokens, logprobs, reason), (expected, its_logprobs, _) = bits(first)[0], before[0]
+    assert reason == "abort" and "changed while it was running" in first.completions[0].error
+    assert 0 < len(tokens) < TOKENS
+    assert (tokens, logprobs) == (expected[: len(tokens)], its_logprobs[: len(tokens)])
+    assert first.fingerprint == old
+    assert (bits(second), second.fingerprint) == (after, new)
+
+
+@pytest.mark.crossed(1)
+@pytest.mark.parametrize("change", each(REFUSED, changes.softcap, changes.frequencies), **NAME)
+@pytest.mark.parametrize("place", RUNNING, **NAME)
+def test_a_change_that_takes_a_new_engine(place, change):
+    """Nothing comes out of it any more."""
+    (before, _), _ = fresh(change, False)
+    first, second = place(model_for(change), change)
+    tokens, logprobs, _ = bits(first)[0]
+    assert (tokens, logprobs) == tuple(part[: len(tokens)] for part in before[0][:2])
+    assert len(tokens) < TOKENS and second.completions[0].token_ids == []
+    for output in (first, second):
+        assert output.completions[0].finish_reason == "abort"
+        assert "make a new one" in output.completions[0].error
+
+
+@pytest.mark.parametrize("change", each(FOLLOWED, changes.data_replaced), **NAME)
+def test_a_change_between_the_events_of_a_stream(change):
+    (before, _), _ = fresh(change, False)
+    (_, after), new = fresh(change, True)
+    events, other = in_a_stream(model_for(change), change)
+    assert [event.finish_reason for event in events].index("abort") == len(events) - 1
+    tokens = [token for event in events for token in event.token_ids]
+    assert AT <= len(tokens) < TOKENS and tokens == before[0][0][: len(tokens)]
+    assert (bits(other), other.fingerprint) == (after, new)
+
+
+@pytest.mark.parametrize("place", each(RUNNING, in_generate, in_drafter), **NAME)
+def test_control_without_a_change(place):
+    """Callbacks, drafts and modules that count have no effect."""
+    (before, other), fingerprint = fresh(changes.number, False)
+    outputs = place(model_for(changes.number), None)
+    assert [bits(output) for output in outputs] == [before, other]
+    assert {output.fingerprint for output in outputs} == {fingerprint}
+
+
+SOME = (changes.enclosed_number, changes.data_seen_otherwise, changes.buffer_replaced)
+
+
+@pytest.mark.parametrize("change", each(FOLLOWED, *SOME), **NAME)
+def test_a_change_between_calls(change):
+    """And, with a request that was added before it, between that and the first step."""
+    (before, _), old = fresh(change, False)
+    (after, _), new = fresh(change, True)
+    model = model_for(change)
+    with engine_of(model) as engine:
+        first = engine.generate([PROMPT], asking())[0]
+        added = engine.add_request(PROMPT, asking())
+        change(model)
+        outputs = [engine.generate([PROMPT], asking())[0]]
+        while engine.has_unfinished():
+            outputs += engine.step()
+        again = engine.generate([PROMPT], asking())[0]
+    assert (bits(first), first.fingerprint) == (before, old)
+    assert added in [output.request_id for output in outputs] and len(outputs) == 2
+    for output in (*outputs, again):
+        assert (bits(output), output.fingerprint) == (after, new)
+    assert old != new and (before != after or change is changes.threads), "the change matters"
+
+
+@pytest.mark.parametrize("change", each(REFUSED, changes.scale_of_attention), **NAME)
+def test_a_change_between_calls_that_takes_a_new_engine(change):
+    model = model_for(change)
+    with engine_of(model) as engine:
+        engine.generate([PROMPT], asking())
+        added = engine.add_request(PROMPT, asking())
+        change(model)
+        for params in (asking(), SamplingParams(max_new_tokens=2)):
+            with pytest.raises(ValueError, match=r"changed, which the engine took.*make a new one"):
+                engine.generate([PROMPT], params)
+        (output,) = engine.step()
+        assert output.request_id == added and output.completions[0].token_ids == []
+        assert "make a new one" in output.completions[0].error
+
+
+def test_a_change_that_is_taken_back():
+    """The engine serves the model again."""
+    (before, _), fingerprint = fresh(changes.softcap, False)
+    model = changes.gemma2()
+    softcap = model.config.final_logit_softcapping
+    with engine_of(model) as engine:
+        engine.generate([PROMPT], asking())
+        changes.softcap(model)
+        with pytest.raises(ValueError, match=r"final_logit_softcapping"):
+            engine.generate([PROMPT], asking())
+        model.config.final_logit_softcapping = softcap
+        output = engine.generate([PROMPT], asking())[0]
+    assert (bits(output), output.fingerprint) == (before, fingerprint)
+
+
+@pytest.mark.parametrize("change", each([*FOLLOWED, *REFUSED], changes.frequencies), **NAME)
+def test_two_models_have_two_fingerprints(change):
+    """Each served by an engine of its own, made after the change."""
+    before, after = fresh(change, False), fresh(change, True)
+    assert before[1] != after[1]
+    assert before[0] != after[0] or change is changes.threads
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_weights_made_in_inference_mode(caplog, called):
+    """They count no writes: their bits are compared."""
+    with torch.inference_mode():
+        model = changes.tiny()
+        twin = changes.tiny()
+    with engine_of(model) as engine:
+        assert caplog.text.count("torch.inference_mode") == 1
+        before = engine.generate([PROMPT], asking())[0]
+        same = engine.generate([PROMPT], asking())[0]
+        assert bits(same) == bits(before) and same.fingerprint == before.fingerprint
+        assert same.completions[0].stats.cached_prompt_tokens > 0
+
+        def write(model):
+            with torch.inference_mode():
+                model.lm_head.weight.mul_(1.5)
+
+        params = () if called else (Processor(model, write),)
+        if called:
+            write(model)
+        outputs = engine.generate([PROMPT, OTHER], [asking(logits_processors=params), asking()])
+    write(twin)
+    with engine_of(twin) as engine:
+        expected = [bits(o) for o in engine.generate([PROMPT, OTHER], asking())]
+        assert outputs[1].fingerprint == engine.fingerprint != before.fingerprint
+    assert bits(outputs[1]) == expected[1]
+    if called:
+        assert bits(outputs[0]) == expected[0] != bits(before)
+    else:
+        assert "the weights changed" in outputs[0].completions[0].error
+    assert caplog.text.count("torch.inference_mode") == 2, "once for each engine"
+
+
+def test_what_is_looked_at(monkeypatch):
+    """Without code of the user's the number of threads alone, otherwise everything."""
+    model = changes.tiny()
+    with engine_of(model) as engine:
+        engine.generate([PROMPT], asking())
+        watch, looks = engine.contract.watch, []
+        whole = watch.changed
+        monkeypatch.setattr(watch, "changed", lambda: (looks.append(1), whole())[1])
+        monkeypatch.setattr(user_code, "other_threads", lambda: False)
+        passes = engine.stats().passes.copy()
+        engine.generate([PROMPT], asking())
+        assert len(looks) == 2, "when called, and before the first pass"
+        assert sum(engine.stats().passes.values()) > sum(passes.values()) + 3
+        looks.clear()
+        engine.add_request(PROMPT, asking())
+        steps = 0
+        while engine.has_unfinished():
+            engine.step()
+            steps += 1
+        assert len(looks) == steps + 1 > 5
+        looks.clear()
+        monkeypatch.setattr(user_code, "other_threads", lambda: True)
+        engine.generate([PROMPT], asking())
+        assert len(looks) > 5

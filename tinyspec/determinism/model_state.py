@@ -1,0 +1,285 @@
+"""What the bits of a pass depend on in a model: weights, modules, hooks, settings, adapters.
+
+``weight_state`` tells objects of one process apart. All else is described as it would be in any
+process, without addresses: what a function or an object of the user's holds beyond its code and its
+plain values is not seen. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from functools import partial
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from tinyspec.determinism.checksum import checksum
+from tinyspec.model.moe import implementations
+from tinyspec.model.positions import GivenPositions, RopeTable
+from tinyspec.model.quantized import is_packed, packing_format, parts, trace
+from tinyspec.model.row_tiles import RowTiles
+from tinyspec.model.wrappers import hooks_of, own_forward
+
+PLAIN = (bool, int, float, str, type(None))
+_CONSTANT = (bool, float, str)
+# Whose private attributes are bookkeeping, and whose code has a version in the fingerprint.
+OWN = ("transformers", "torch", "tinyspec")
+LIBRARIES = (*OWN, "peft", "torchao", "bitsandbytes", "accelerate", "builtins")
+_ADAPTERS = ("active_adapters", "active_adapter", "disable_adapters", "merged_adapters")
+# What every module holds, and attributes that no bit of a pass depends on.
+BASE = frozenset(vars(nn.Module()))
+_IDLE = BASE | {"forward", "gradient_checkpointing", "name_or_path", "generate", "context"}
+LAYOUT = "the layout of "
+# How deep objects inside of objects are described.
+DEPTH = 4
+
+
+def top_package(kind: Any) -> str:
+    """The package that a class or function comes from."""
+    return (getattr(kind, "__module__", None) or "").split(".")[0]
+
+
+def named_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Name and module of every module of ``model``, and of those that stand-ins keep to
+    themselves."""
+    for name, module in model.named_modules():
+        yield name, module
+        if isinstance(module, (RopeTable, GivenPositions)):
+            for inner, part in module._original[0].named_modules():
+                yield f"{name}.original.{inner}".rstrip("."), part
+
+
+def tensors(model: nn.Module, ignored: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
+    """Name and tensor of every parameter, buffer and attribute but ``ignored``, each tensor
+    once."""
+    seen: set[int] = set()
+    for name, module in named_parts(model):
+        tables: list[dict[str, Any]] = [module._parameters, module._buffers]
+        if top_package(type(module)) != "tinyspec":
+            tables.append(vars(module))
+        for table in tables:
+            for key, value in table.items():
+                if isinstance(value, Tensor) and id(value) not in seen:
+                    full = f"{name}.{key}".lstrip(".")
+                    if full not in ignored:
+                        seen.add(id(value))
+                        yield full, value
+
+
+def uncounted(tensor: Tensor) -> list[Tensor]:
+    """The parts of a tensor that count no writes: made in inference mode."""
+    return [part for part in parts(tensor).values() if part.is_inference()]
+
+
+def weight_state(model: nn.Module, ignored: Collection[str] = ()) -> dict[str, Any]:
+    """By name, what changes when a tensor is written to: address and version, or the bits."""
+    return {
+        name: (_memory(tensor), *trace(tensor), *map(checksum, uncounted(tensor)))
+        for name, tensor in tensors(model, ignored)
+    }
+
+
+def _memory(tensor: Tensor) -> Any:
+    """Which memory a tensor reads, and how: its data may be replaced at one address."""
+    if is_packed(tensor):
+        return None
+    return tensor.untyped_storage()._cdata, tensor.shape, tensor.stride()
+
+
+def adapter_state(model: nn.Module) -> list[tuple[str, str, str]]:
+    """Which adapters (peft's tuner layers) are in use: switching them changes no parameter."""
+    found = []
+    for name, module in model.named_modules():
+        present = [a for a in _ADAPTERS if a in module.__dict__ or hasattr(type(module), a)]
+        values = {attribute: getattr(module, attribute) for attribute in present}
+        # transformers' models have methods of these names.
+        values = {a: value for a, value in values.items() if not callable(value)}
+        if values:
+            # A flag beside the adapters may make another function of the same weights.
+            own = {a: v for a, v in vars(module).items() if v is not None and isinstance(v, PLAIN)}
+            values["settings"] = sorted((a, v) for a, v in own.items() if a != "training")
+            values["scaling"] = getattr(module, "scaling", None)
+        found += [(name, attribute, repr(value)) for attribute, value in values.items()]
+    return found
+
+
+def _switches_adapters(module: nn.Module) -> bool:
+    return not isinstance(module, PreTrainedModel) and any(hasattr(module, a) for a in _ADAPTERS)
+
+
+def structure(model: nn.Module) -> dict[str, Any]:
+    """What the probed facts depend on beside device and settings, by name: modules with hooks and
+    forwards of their own, how experts run; shapes, layouts and alignment of parameters."""
+    return {**functions(model), **experts(model), **layouts(model)}
+
+
+def experts(model: nn.Module) -> dict[str, Any]:
+    """By name, how experts run; canonical passes may have the same bits in several ways."""
+    return {f"the experts of {name}": how for name, *how in implementations(model)}
+
+
+def layouts(model: nn.Module) -> dict[str, Any]:
+    """By name, how every parameter lies in memory."""
+    return {
+        f"{LAYOUT}{name}": (
+            *(parameter.shape, parameter.stride(), parameter.data_ptr() % 64),
+            *(parameter.dtype, parameter.device, packing_format(parameter)),
+        )
+        for name, parameter in model.named_parameters()
+    }
+
+
+def functions(model: nn.Module) -> dict[str, Any]:
+    """By name: class, hooks and own forward of every module; hooks on all modules."""
+    shared = nn.modules.module
+    everywhere = [
+        *shared._global_forward_hooks.values(),
+        *shared._global_forward_pre_hooks.values(),
+    ]
+    found: dict[str, Any] = {"hooks of all modules": [description(hook) for hook in everywhere]}
+    kinds: dict[type, Any] = {}
+    for name, module in named_parts(model):
+        kind = vars(module).get("tinyspec_class", type(module))
+        if kind not in kinds:
+            kinds[kind] = class_description(kind)
+        own = own_forward(module, "_old_forward" if hasattr(module, "_hf_hook") else "forward")
+        if getattr(own, "__qualname__", "").startswith(RowTiles.__name__):
+            own = None  # in tiles it has the same bits
+        hooks = [description(hook) for hook in hooks_of(module)]
+        compiled = module._compiled_call_impl is not None
+        found[name or type(model).__name__] = [kinds[kind], hooks, description(own), compiled]
+    return found
+
+
+def settings(model: nn.Module) -> list[tuple[str, str, object]]:
+    """Plain values that modules keep as attributes: another one may be another function."""
+    return [
+        (name, attribute, value)
+        for name, module in model.named_modules()
+        for attribute, value in vars(module).items()
+        if isinstance(value, PLAIN) and value is not None and attribute != "training"
+    ]
+
+
+def raw_settings(model: nn.Module, ignored: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
+    """Name and value of every attribute but ``ignored`` that may enter what a module computes.
+
+    Of transformers', torch's and our own modules these are public plain values and functions, of
+    others all that they hold. Adapters have a description of their own.
+    """
+    for name, module in named_parts(model):
+        package = top_package(type(module))
+        if package not in OWN and _switches_adapters(module):
+            continue
+        # A model's other attributes say where it came from, and what it generates with.
+        kinds = (bool, int, float) if isinstance(module, PreTrainedModel) else None
+        for key, value in vars(module).items():
+            full = f"{name}.{key}".lstrip(".")
+            if key in _IDLE or key.startswith("tinyspec_") or full in ignored:
+                continue
+            if isinstance(value, (nn.Module, Tensor, PreTrainedConfig)):
+                continue
+            if kinds is not None and not isinstance(value, kinds):
+                continue
+            if package not in OWN or (not key.startswith("_") and _enters(value, package)):
+                yield full, value
+
+
+def _enters(value: Any, package: str) -> bool:
+    """Whether a public attribute of a library's module may enter what it computes."""
+    if isinstance(value, (list, tuple, dict, set)):
+        return package != "tinyspec"
+    return isinstance(value, PLAIN) or callable(value)
+
+
+def identities(model: nn.Module, ignored: Collection[str] = ()) -> dict[str, Any]:
+    """By name, the objects that descriptions may not tell apart, as long as they live: modules,
+    hooks, functions."""
+    found: dict[str, Any] = {}
+    for name, module in named_parts(model):
+        hooks = [id(hook) for hook in hooks_of(module)]
+        found[name or type(model).__name__] = id(module), hooks, id(vars(module).get("forward"))
+    for name, value in raw_settings(model, ignored):
+        if not isinstance(value, PLAIN):
+            found[name] = id(value)
+    return found
+
+
+def function_settings(model: nn.Module, ignored: Collection[str] = ()) -> dict[str, Any]:
+    """The ``raw_settings``, described."""
+    return {name: description(value) for name, value in raw_settings(model, ignored)}
+
+
+def class_description(kind: Any) -> Any:
+    """Name and forward of a class; of one that has no version, all of its code."""
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    own = [part for part in kind.__mro__ if top_package(part) not in LIBRARIES]
+    code = [
+        [key, _code(value.__code__)]
+        for part in own
+        for key, value in sorted(vars(part).items())
+        if isinstance(value, FunctionType)
+    ]
+    return [name, description(kind.forward), code]
+
+
+def description(value: Any, depth: int = DEPTH) -> Any:
+    """What can be said of a value that is the same in every process, as JSON takes it: of functions
+    their name and, where they have no version, code and what they enclose; of other objects their
+    class and, unless it is a library's, their plain values."""
+    if isinstance(value, PLAIN):
+        return value
+    if depth == 0:
+        return type(value).__qualname__
+    inner = partial(description, depth=depth - 1)
+    if isinstance(value, dict):
+        return sorted(([str(key), inner(held)] for key, held in value.items()), key=repr)
+    if isinstance(value, (list, tuple)):
+        return [inner(held) for held in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(inner, value), key=repr)
+    if isinstance(value, partial):
+        return ["partial", inner(value.func), inner(value.args), inner(value.keywords)]
+    if isinstance(value, MethodType):
+        return [inner(value.__func__), inner(value.__self__)]
+    if isinstance(value, (torch.dtype, torch.device)):
+        return str(value)
+    if isinstance(value, (FunctionType, BuiltinFunctionType, type)):
+        name = f"{value.__module__}.{value.__qualname__}"
+        if not isinstance(value, FunctionType) or top_package(value) in LIBRARIES:
+            return name
+        return [name, _code(value.__code__), inner(value.__defaults__), inner(_enclosed(value))]
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    if top_package(type(value)) in LIBRARIES or isinstance(value, (nn.Module, Tensor)):
+        return name
+    # Numbers that objects count with are no settings.
+    held = {k: v for k, v in getattr(value, "__dict__", {}).items() if isinstance(v, _CONSTANT)}
+    return [name, inner(held)]
+
+
+def _enclosed(function: FunctionType) -> list[Any]:
+    """What a function encloses, but for what it may collect."""
+    found = []
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # it is empty
+            found.append(cell.cell_contents)
+    return [type(x).__name__ if isinstance(x, (list, dict, set)) else x for x in found]
+
+
+def _code(code: CodeType) -> str:
+    """Digest of what a function does: not of its file or its lines."""
+    constants = [
+        _code(value)
+        if isinstance(value, CodeType)
+        else sorted(map(repr, value))
+        if isinstance(value, frozenset)
+        else repr(value)
+        for value in code.co_consts
+    ]
+    text = repr((code.co_code, code.co_names, code.co_varnames, constants))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

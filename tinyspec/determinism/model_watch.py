@@ -1,0 +1,178 @@
+"""Whether a model has changed since it was last looked at, told in a fraction of a millisecond.
+
+``changed`` walks over no module: it compares lists of what every module and config held, classes,
+and address, version, shape and strides of every tensor. Only where one of them differs ``update``
+describes the model anew and says by name what changed. Knows no request.
+"""
+
+from __future__ import annotations
+
+import logging
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tinyspec.determinism.checksum import checksum
+from tinyspec.determinism.environment import ambient
+from tinyspec.determinism.model_state import (
+    adapter_state,
+    experts,
+    function_settings,
+    functions,
+    identities,
+    layouts,
+    tensors,
+    uncounted,
+    weight_state,
+)
+from tinyspec.determinism.model_tables import ModelTables
+from tinyspec.model.patched_model import PatchedModel
+from tinyspec.model.quantized import is_packed, repack_weights, trace
+from tinyspec.model.torch_state import TorchState
+
+logger = logging.getLogger("tinyspec")
+THREADS, PROCESS = "the number of threads", "the state of the process"
+OBJECT = "the object "
+_ADDRESS, _VERSION, _FORM = Tensor.data_ptr, attrgetter("_version"), attrgetter("shape")
+_ABSENT = object()
+
+
+class ModelWatch:
+    """One model, as it was when ``update`` was last called.
+
+    weights: address and version of every tensor, by name. counters: names of attributes that passes
+    change, which are no settings.
+    """
+
+    def __init__(self, patched: PatchedModel, torch_state: TorchState):
+        self._patched = patched
+        self._model = patched.model
+        self._torch_state = torch_state
+        self.counters: set[str] = set()
+        self._warned = False
+        self.record()
+
+    @property
+    def runs_user_code(self) -> bool:
+        """Whether passes run hooks or modules of no known library."""
+        return self._tables.runs_user_code
+
+    @property
+    def threads_changed(self) -> bool:
+        """Whether torch runs on another number of threads."""
+        return torch.get_num_threads() != self._ambient[0]
+
+    def _same_process(self) -> bool:
+        return self._ambient == ambient(self._model.device)
+
+    def changed(self) -> bool:
+        """Whether anything may have changed since ``record``."""
+        same = self._same_process() and self._tables.same() and self._same_tensors()
+        return not same
+
+    def _same_tensors(self) -> bool:
+        held = list(chain.from_iterable(map(dict.values, self._tensor_tables)))
+        return (
+            len(held) == len(self._held)
+            and all(map(is_, held, self._held))
+            and self._traces == self._trace()
+            # An address is the same tensor's only as long as its memory was not freed.
+            and not any(map(torch.UntypedStorage._expired, self._storages))
+            and self._bits == list(map(checksum, self._uncounted))
+        )
+
+    def _trace(self) -> list[list[Any]]:
+        """Changes when a tensor is written to or gets other data."""
+        counted = self._counted
+        return [
+            list(map(_ADDRESS, counted)),
+            list(map(_VERSION, counted)),
+            list(map(_FORM, counted)),
+            list(map(Tensor.stride, counted)),
+            list(map(trace, self._packed)),
+        ]
+
+    def update(self) -> list[str]:
+        """Names of what changed since the last call; looks at everything only if ``changed``."""
+        with self._torch_state():
+            if not self.changed():
+                return []
+            before = self._state()
+            if not (self._same_process() and self._tables.same()):
+                self.record()
+            else:
+                self._record_tensors()
+        after = self._state()
+        return [
+            name
+            for name in {**before, **after}
+            if before.get(name, _ABSENT) != after.get(name, _ABSENT)
+            if name not in self.counters and name.removeprefix(OBJECT) not in self.counters
+        ]
+
+    def _state(self) -> dict[str, Any]:
+        return {**self.weights, **self.structure, **self._identities, **self.taken_over}
+
+    @property
+    def structure(self) -> dict[str, Any]:
+        """All but the values of weights: what probe results depend on."""
+        return {**self._layouts, **self._described}
+
+    @property
+    def taken_over(self) -> dict[str, Any]:
+        """What stand-ins took from the model: passes follow no change of it."""
+        return {**self._taken_settings, **self._taken_buffers}
+
+    def record(self) -> None:
+        """Look at everything."""
+        self._torch_state.refresh_modules()
+        model, ignored = self._model, self.counters
+        with self._torch_state():
+            self._ambient = ambient(model.device)
+            self._described: dict[str, Any] = {
+                **functions(model),
+                **experts(model),
+                **function_settings(model, ignored),
+                "adapters": adapter_state(model),
+                THREADS: self._ambient[0],
+                PROCESS: self._ambient[1:],
+            }
+            objects = identities(model, ignored)
+            self._identities = {f"{OBJECT}{name}": found for name, found in objects.items()}
+            self._taken_settings = self._patched.taken_over()
+            self._tables = ModelTables(model)
+            tables = [t for m in self._tables.modules for t in (m._parameters, m._buffers)]
+            self._tensor_tables: list[dict[str, Any]] = [table for table in tables if table]
+            self._record_tensors()
+
+    def _record_tensors(self) -> None:
+        repack_weights(self._model, self._model.dtype)
+        self.weights = weight_state(self._model, self.counters)
+        self._layouts = layouts(self._model)
+        self._taken_buffers = self._patched.taken_buffers()
+        self._held = list(chain.from_iterable(map(dict.values, self._tensor_tables)))
+        every = [tensor for _, tensor in tensors(self._model, self.counters)]
+        self._uncounted = [part for tensor in every for part in uncounted(tensor)]
+        self._packed = [tensor for tensor in every if is_packed(tensor)]
+        known = {id(tensor) for tensor in (*self._uncounted, *self._packed)}
+        self._counted = [tensor for tensor in every if id(tensor) not in known]
+        self._storage_refs = [StorageWeakRef(tensor.untyped_storage()) for tensor in self._counted]
+        self._storages = list({ref.cdata for ref in self._storage_refs})
+        self._traces = self._trace()
+        self._bits = list(map(checksum, self._uncounted))
+        if self._uncounted and not self._warned:
+            self._warned = True
+            logger.warning(
+                "%d tensors of the model were made in torch.inference_mode and count no writes: "
+                "their bits are digested at every call and after code of the user's",
+                len(self._uncounted),
+            )
+
+    def absorb(self, everything: bool = False) -> None:
+        """After a pass: what it changed itself is no setting. Looks at modules and hooks of the
+        user's, after the first pass at everything."""
+        self.counters |= self._tables.absorb(everything)
