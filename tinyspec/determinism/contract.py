@@ -34,7 +34,9 @@ from tinyspec.model.install import patched_of
 from tinyspec.model.linear_kinds import linear_kinds
 from tinyspec.model.linears import kernel_stand_ins
 from tinyspec.model.quantized import repack_weights, trace, unprovable
+from tinyspec.model.scratch_model import ScratchModel
 from tinyspec.model.torch_state import refuse_tunable_op
+from tinyspec.runner.capacity import refuse_shortage
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.scheduler.buckets import Buckets
 
@@ -170,9 +172,7 @@ class Contract:
         """Results from disk or of a probe; afterwards modules run as these say."""
         self._restore_modules()
         buckets = self.buckets
-        modules = structure(self._model), settings(self._model)
-        fingerprint = self._current_fingerprint()
-        key = probe_cache.key_of(fingerprint, *modules, buckets.sizes, self._config.linear)
+        key = self._results_key()
         results = None if fresh else probe_cache.load(key)
         if results is not None and results.sizes == buckets.sizes:
             if not results.unsound:
@@ -182,21 +182,30 @@ class Contract:
             with self._runner.torch_state():
                 warm_up(self._runner, self._config)
             return results
+        scratch = ScratchModel(self._model)
+        refuse_shortage(scratch.nbytes, self._runner.device)
         with self._runner.torch_state():
-            linears = probe_linears(self._runner)
+            linears = probe_linears(self._runner, scratch)
         swapped: tuple[str, ...] = ()
         if self._config.linear == "auto":
             swapped = self._swap_in_kernel(self._unsound_linears(linears))
         with self._runner.torch_state():
             if swapped:
-                linears = probe_linears(self._runner)
-            results = probe_buckets(self._runner, linears, self._config)
+                linears = probe_linears(self._runner, scratch)
+            results = probe_buckets(self._runner, scratch, linears, self._config)
         if results.unsound:
             self._restore_modules()
         else:
             results = replace(results, kernel_linears=swapped)
         probe_cache.store(key, results)
         return results
+
+    def _results_key(self) -> str:
+        """Of results on disk: all that they depend on, which no value of a weight is."""
+        model = self._model
+        rest = fingerprint(model, "", self._config, self._runner.device)
+        found = structure(model), settings(model), adapter_state(model)
+        return probe_cache.key_of(rest, *found, self.buckets.sizes, self._config.linear)
 
     def _unsound_linears(self, linears: list[BucketInvariance]) -> tuple[str, ...]:
         """Every linear of a kind that is unsound in the reference bucket."""

@@ -25,7 +25,7 @@ from tinyspec.determinism.code_digest import syntax_digest
 from tinyspec.model.linear_kinds import linear_shape
 from tinyspec.model.linears import KernelLinear
 from tinyspec.model.moe import implementations, kernel_experts
-from tinyspec.model.quantized import extra_parts, is_packed, packing_format, parts, trace
+from tinyspec.model.quantized import extra_parts, is_packed, layout, packing_format, parts, trace
 from tinyspec.model.wrappers import hooks_of
 
 # One more with every change that gives canonical passes other bits.
@@ -61,19 +61,16 @@ def adapter_state(model: nn.Module) -> list[tuple[str, str, str]]:
 
 def structure(model: nn.Module) -> list[tuple[object, ...]]:
     """What the probed facts depend on beside device and settings: modules and their hooks, shapes,
-    layouts and alignment of parameters, how experts run; not values of parameters."""
+    layouts and alignment of parameters and buffers, how experts run; not their values."""
     found: list[tuple[object, ...]] = []
     for name, module in model.named_modules():
         hooks = len(hooks_of(module))
         own_forward = "forward" in vars(module), module._compiled_call_impl is not None
         kind = type(module)
         found.append((name, kind.__module__, kind.__qualname__, hooks, own_forward))
-        for own, parameter in module._parameters.items():
-            if parameter is not None:
-                lies = (parameter.shape, parameter.stride(), parameter.data_ptr() % 64)
-                found.append(
-                    (own, *lies, parameter.dtype, parameter.device, packing_format(parameter))
-                )
+        for own, tensor in {**module._parameters, **module._buffers}.items():
+            if tensor is not None:
+                found.append((own, layout(tensor)))
     return found + implementations(model)
 
 

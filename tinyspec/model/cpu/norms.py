@@ -16,10 +16,10 @@ from tinyspec.model.equivalence import (
     kind_of,
     probe_rows,
     same_bits,
-    with_scratch_weights,
 )
 from tinyspec.model.modules import children
 from tinyspec.model.quantized import is_packed
+from tinyspec.model.scratch_weights import with_scratch_weights
 from tinyspec.model.wrappers import has_hooks, own_forward
 
 
