@@ -33,6 +33,10 @@ from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.scheduler.buckets import Buckets, between
 
 MODEL = "model"
+NOT_FINITE = (
+    "model: its passes on weights of the probe's own making give no finite keys and values, so "
+    "that nothing could be compared"
+)
 # End-to-end passes: of the reference bucket, of others, and of large ones, which cost most.
 REFERENCE_PASSES, PASSES, LARGE_PASSES = 8, 2, 1
 LARGE = 1  # times the reference bucket
@@ -90,6 +94,8 @@ def probe_buckets(
         def compare() -> tuple[list[Unsound], list[BucketInvariance], list[_Run]]:
             unsound, ops = _probe_routing(runner, probe, cache)
             probe.compute_reference(cache)
+            if not probe.comparable:
+                unsound.append(Unsound(MODEL, NOT_FINITE))
             functions = [*linears, *_probe_ops(runner, ops)]
             runs = _plan_runs(functions, tiles, _fast_mode_names(runner, linears), buckets)
             _compare(probe, runs)

@@ -123,6 +123,11 @@ class ModelProbe:
         )
 
     @property
+    def comparable(self) -> bool:
+        """Whether there are finite rows to compare with."""
+        return bool(self._sound.any())
+
+    @property
     def distinct(self) -> int:
         """Rows of the passes that ``run_tokens`` runs."""
         return self._distinct
