@@ -31,7 +31,9 @@ from tinyspec.determinism.model_state import weight_state
 from tinyspec.model.cpu.linears import OneDnnLinear
 from tinyspec.model.linear_kinds import linear_kinds, linear_weight
 from tinyspec.model.linears import KernelLinear
+from tinyspec.model.packing import same_format
 from tinyspec.model.quantized import is_packed, packing_format, parts
+from tinyspec.model.scratch_model import ScratchModel
 
 NAME = "model.layers.0.self_attn.q_proj"
 LOGPROBS = SamplingParams(max_new_tokens=8, logprobs=True)
@@ -295,3 +297,80 @@ def test_a_subclass_of_an_unknown_library():
     with torch.no_grad():
         linear.weight.mul_(2)
     assert weight_state(model) != before[1]
+
+
+# Proofs on weights packed anew
+
+
+def facts(model):
+    with Engine(model, config=CONFIG) as engine:
+        found = engine.contract.probe(fresh=True).to_dict()
+    for bucket in found["buckets"]:
+        del bucket["seconds"], bucket["canonical_seconds"]
+    return found
+
+
+@pytest.mark.slow("crosses", 2)
+@pytest.mark.parametrize("name", PROVEN)
+def test_the_same_facts_for_other_numbers(folder, name, tmp_path):
+    other = tiny(seed=1)
+    for name_of, parameter in other.named_parameters():
+        if "mlp" in name_of:
+            parameter.data.zero_()
+    found, expected = (
+        facts(load(weights, quantization_config=PROVEN[name]()))
+        for weights in (saved(tmp_path, other), folder)
+    )
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", PROVEN)
+def test_random_packed_weights_have_the_format_of_the_own(folder, name):
+    model = settled(load(folder, quantization_config=PROVEN[name]()))
+    own = {n: w for n, w in model.named_parameters() if is_packed(w)}
+    digest = digest_weights(model)
+    rows = torch.randn(3, 64, dtype=model.dtype)
+    linear = model.get_submodule(NAME)
+
+    def look():
+        found = {name: model.get_parameter(name) for name in own}
+        assert all(same_format(found[n], w) and found[n] is not w for n, w in own.items())
+        return linear(rows)
+
+    with torch.no_grad():
+        before = linear(rows)
+        among = ScratchModel(model).run(look)
+        assert among.isfinite().all() and not torch.equal(among, before)
+        assert torch.equal(linear(rows), before)
+    assert all(w is own[n] for n, w in model.named_parameters() if n in own)
+    assert digest_weights(model) == digest
+
+
+def test_what_cannot_be_packed_anew_is_refused(folder, monkeypatch, no_results_on_disk):
+    model = load(folder, quantization_config=int8_weights())
+    monkeypatch.delattr(type(model.get_submodule(NAME).weight), "from_hp")
+    with Engine(model, config=CONFIG) as engine:
+        with pytest.raises(
+            DeterminismError, match=rf"{NAME} .Linear. has packed weights .weight: "
+        ):
+            engine.generate(PROMPTS, DETERMINISTIC)
+        assert len(tokens(engine.generate([PROMPTS[0]], PLAIN))[0]) == 8
+
+
+def test_integers_of_an_unknown_format_are_refused():
+    class Packed(nn.Module):
+        """As GPTQ's and AWQ's linears keep their weights."""
+
+        def __init__(self, linear):
+            super().__init__()
+            self.in_features, self.out_features = linear.in_features, linear.out_features
+            self.register_buffer("qweight", (linear.weight.detach() * 100).to(torch.int32))
+
+        def forward(self, x):
+            return x @ self.qweight.T.to(x.dtype) / 100
+
+    model = tiny()
+    model.model.layers[0].self_attn.q_proj = Packed(model.get_submodule(NAME))
+    refused = pytest.raises(DeterminismError, match=f"{NAME} .Packed. has packed.*qweight")
+    with Engine(model, config=CONFIG) as engine, refused:
+        engine.generate(PROMPTS, DETERMINISTIC)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from tinyspec.config import EngineConfig
 from tinyspec.determinism import probe_cache
 from tinyspec.determinism.fingerprint import digest_weights, fingerprint
-from tinyspec.determinism.model_state import LAYOUT, settings, structure
+from tinyspec.determinism.model_state import LAYOUT, adapter_state, settings, structure
 from tinyspec.determinism.model_watch import OBJECT, ModelWatch
 from tinyspec.determinism.probe_results import ProbeResults
 from tinyspec.determinism.probes.attention import probe_attention, summary
@@ -29,7 +29,9 @@ from tinyspec.model.install import patched_of
 from tinyspec.model.linear_kinds import linear_kinds
 from tinyspec.model.linears import kernel_stand_ins
 from tinyspec.model.quantized import repack_weights, unprovable
+from tinyspec.model.scratch_model import ScratchModel
 from tinyspec.model.torch_state import refuse_unpinnable
+from tinyspec.runner.capacity import refuse_shortage
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.scheduler.buckets import Buckets
 
@@ -54,7 +56,7 @@ class Contract:
         self.known_fingerprint: str | None = None
         self.results: ProbeResults | None = None
         self._probed_structure: object = None
-        self._results_key = ""
+        self._key_on_disk = ""
         self._patched.experts.serve(config.linear)
         repack_weights(self._model, self._model.dtype)
         self.watch = ModelWatch(self._patched, runner.torch_state)
@@ -187,16 +189,13 @@ class Contract:
         if self.results.unsound:
             self._restore_modules()
         self._update_buckets(self.results)
-        probe_cache.store(self._results_key, self.results)
+        probe_cache.store(self._key_on_disk, self.results)
 
     def _load_or_probe(self, fresh: bool) -> ProbeResults:
         """Results from disk or of a probe; afterwards modules run as these say."""
         self._restore_modules()
         buckets = self.buckets
-        modules = structure(self._model), settings(self._model)
-        fingerprint = self._current_fingerprint()
-        key = probe_cache.key_of(fingerprint, *modules, buckets.sizes, self._config.linear)
-        self._results_key = key
+        key = self._key_on_disk = self._results_key()
         results = None if fresh else probe_cache.load(key)
         if results is not None and results.sizes == buckets.sizes:
             if not results.unsound:
@@ -206,21 +205,30 @@ class Contract:
             with self._runner.torch_state():
                 warm_up(self._runner, self._config)
             return results
+        scratch = ScratchModel(self._model)
+        refuse_shortage(scratch.nbytes, self._runner.device)
         with self._runner.torch_state():
-            linears = probe_linears(self._runner)
+            linears = probe_linears(self._runner, scratch)
         swapped: tuple[str, ...] = ()
         if self._config.linear == "auto":
             swapped = self._swap_in_kernel(self._unsound_linears(linears))
         with self._runner.torch_state():
             if swapped:
-                linears = probe_linears(self._runner)
-            results = probe_buckets(self._runner, linears, self._config)
+                linears = probe_linears(self._runner, scratch)
+            results = probe_buckets(self._runner, scratch, linears, self._config)
         if results.unsound:
             self._restore_modules()
         else:
             results = replace(results, kernel_linears=swapped)
         probe_cache.store(key, results)
         return results
+
+    def _results_key(self) -> str:
+        """Of results on disk: all that they depend on, which no value of a weight is."""
+        model = self._model
+        rest = fingerprint(model, "", self._config, self._runner.device)
+        found = structure(model), settings(model), adapter_state(model)
+        return probe_cache.key_of(rest, *found, self.buckets.sizes, self._config.linear)
 
     def _unsound_linears(self, linears: list[BucketInvariance]) -> tuple[str, ...]:
         """Every linear of a kind that is unsound in the reference bucket."""

@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from tinyspec.determinism.checksum import checksum
 from tinyspec.model.moe import implementations
 from tinyspec.model.positions import GivenPositions, RopeTable
-from tinyspec.model.quantized import is_packed, packing_format, parts, trace
+from tinyspec.model.quantized import is_packed, layout, parts, trace
 from tinyspec.model.row_tiles import RowTiles
 from tinyspec.model.wrappers import hooks_of, own_forward
 
@@ -114,7 +114,7 @@ def _switches_adapters(module: nn.Module) -> bool:
 
 def structure(model: nn.Module) -> dict[str, Any]:
     """What the probed facts depend on beside device and settings, by name: modules with hooks and
-    forwards of their own, how experts run; shapes, layouts and alignment of parameters."""
+    forwards of their own, how experts run; shapes, layouts and alignment of weights."""
     return {**functions(model), **experts(model), **layouts(model)}
 
 
@@ -124,14 +124,9 @@ def experts(model: nn.Module) -> dict[str, Any]:
 
 
 def layouts(model: nn.Module) -> dict[str, Any]:
-    """By name, how every parameter lies in memory."""
-    return {
-        f"{LAYOUT}{name}": (
-            *(parameter.shape, parameter.stride(), parameter.data_ptr() % 64),
-            *(parameter.dtype, parameter.device, packing_format(parameter)),
-        )
-        for name, parameter in model.named_parameters()
-    }
+    """By name, how every parameter and buffer lies in memory."""
+    held = [*model.named_parameters(), *model.named_buffers()]
+    return {f"{LAYOUT}{name}": layout(tensor) for name, tensor in held}
 
 
 def functions(model: nn.Module) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Probe results on disk, so that a model is probed once on a machine. Knows files only.
 
-The key covers everything that the results depend on. A file that cannot be read is ignored, and so
-is a folder that cannot be written.
+The key covers everything that the results depend on, which no value of a weight is. A file that
+cannot be read is ignored, and so is a folder that cannot be written.
 """
 
 from __future__ import annotations

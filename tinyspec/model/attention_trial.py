@@ -29,9 +29,9 @@ from tinyspec.model.equivalence import (
     kind_of,
     probe_rows,
     same_bits,
-    with_scratch_weights,
 )
 from tinyspec.model.fused_rope import FORMS, DeferredRope, Rope, deferred, rewired, rotate_of
+from tinyspec.model.scratch_weights import with_scratch_weights
 from tinyspec.model.wrappers import own_forward
 
 Make = Callable[[nn.Module, AttentionContext], nn.Module]

@@ -1,25 +1,20 @@
-"""Comparing a module with its stand-in bit for bit: inputs, weights, equality, kinds of modules.
+"""Comparing a module with its stand-in bit for bit: inputs, equality, kinds of modules.
 
-Inputs and weights are random: weights of the model that are all zero or one could hide a
-difference. Knows modules; no attention.
+Weights are scratch weights: a model's own that are all zero or one could hide a difference. Knows
+modules; neither attention nor norms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
-
-from tinyspec.model.quantized import is_packed
 
 ROWS = 64
-DRAWN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Attributes in which modules of one kind may differ; children are listed by themselves.
 APART = ("layer_idx", "training", "_modules")
-T = TypeVar("T")
 
 
 def probe_rows(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -39,39 +34,6 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
         return False
     same = torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
     return same and bool(a.min() != a.max())
-
-
-def _scratch(x: Tensor) -> Tensor:
-    """A random weight of the same shape: vectors around 1, matrices that keep the scale."""
-    generator = torch.Generator(x.device).manual_seed(x.numel())
-    noise = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
-    drawn = noise / x.shape[-1] ** 0.5 if x.dim() > 1 else 1 + noise / 4
-    return nn.Parameter(drawn, False) if isinstance(x, nn.Parameter) else drawn
-
-
-class _Holder(nn.Module):
-    def __init__(self, module: nn.Module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, function: Callable[[], T]) -> T:
-        return function()
-
-
-def with_scratch_weights(module: nn.Module, function: Callable[[], T]) -> T:
-    """``function()`` while ``module`` has random weights; its own are not written to.
-
-    Packed weights stay.
-    """
-    holder = _Holder(module)
-    weights: dict[str, Tensor] = dict(holder.named_parameters())
-    weights |= dict(holder.named_buffers())
-    drawn = {
-        name: _scratch(weight)
-        for name, weight in weights.items()
-        if weight.dtype in DRAWN and not is_packed(weight)
-    }
-    return functional_call(holder, drawn, (function,))
 
 
 def kind_of(module: nn.Module) -> Hashable:

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cache
 from inspect import signature
 
 from torch import Tensor, nn
 
-from tinyspec.model.quantized import is_packed, packing_format
+from tinyspec.model.quantized import is_packed, layout
 
 
 def linear_kinds(model: nn.Module) -> dict[str, list[str]]:
-    """First name -> all names, for each distinct (type, sizes, memory of the weight, bias).
+    """First name -> all names, for each distinct (type, sizes, layouts of parameters and buffers).
 
+    Where two of one kind lie in memory differs by a multiple of 64 bytes.
     Linear-like is what has `in_features` and `out_features`, and GPT-2's `Conv1D` (`nx`, `nf`).
     """
-    found: dict[tuple, list[str]] = {}
+    found: dict[Hashable, list[str]] = {}
     for name, module in model.named_modules():
         if (shape := linear_shape(module)) is None:
             continue
-        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-        memory = isinstance(weight, Tensor) and (weight.dtype, weight.device, weight.stride())
-        key = (type(module), packing_format(weight), shape, memory, bias is not None)
+        own = (*module.named_parameters(), *module.named_buffers())
+        key = type(module), shape, tuple((part, layout(tensor)) for part, tensor in own)
         found.setdefault(key, []).append(name)
     return {names[0]: names for names in found.values()}
 

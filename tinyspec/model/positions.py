@@ -22,7 +22,9 @@ class GivenPositions(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The original's embeddings at the positions of the pass."""
-        return self._original[0](*args, **{**kwargs, "position_ids": self._context.positions})
+        original = self._original[0]
+        original._parameters["weight"] = self._parameters["weight"]  # may have been replaced
+        return original(*args, **{**kwargs, "position_ids": self._context.positions})
 
 
 class RopeTable(nn.Module):

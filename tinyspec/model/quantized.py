@@ -57,10 +57,24 @@ def packing_format(tensor: object) -> str:
     return type(tensor).__name__ + re.sub(r" at 0x[0-9a-f]+", "", repr(plain))
 
 
+def layout(tensor: Tensor) -> tuple[object, ...]:
+    """All of a tensor but its numbers: where two of these are equal, the same kernels run."""
+    if is_packed(tensor):
+        return packing_format(tensor), *map(layout, parts(tensor).values())
+    lies = tensor.shape, tensor.stride(), tensor.data_ptr() % 64
+    return *lies, tensor.dtype, tensor.device
+
+
 def _quant_state(weight: Tensor) -> dict[str, Any]:
     """What bitsandbytes keeps beside the data of a 4-bit parameter."""
     state = getattr(weight, "quant_state", None)
-    return {} if state is None else state.as_dict()
+    if state is None:
+        return {}
+    found = state.as_dict()
+    if getattr(state, "nested", False):
+        # The tensors themselves: the dict has a copy of one, and the number in the other.
+        found |= {"nested_quant_map": state.state2.code, "nested_offset": state.offset}
+    return found
 
 
 def extra_parts(module: nn.Module) -> dict[str, Tensor]:
@@ -98,10 +112,11 @@ def _will_repack(module: nn.Module, weight: Any) -> bool:
 def unprovable(model: nn.Module) -> str | None:
     """The first module that no probe can prove row-invariant, and why; None if there is none.
 
-    These are kernels that look at all rows together, and weights that no digest finds.
+    These are kernels that look at all rows together, weights that no digest finds, and packed ones
+    whose like a probe cannot make.
     """
     for name, module in model.named_modules():
-        why = _row_dependence(module) or _hidden_tensors(module)
+        why = _row_dependence(module) or _hidden_tensors(module) or _unknown_packing(module)
         if why is not None:
             return f"{name} ({type(module).__name__}) {why}"
     return None
@@ -141,3 +156,18 @@ def _hidden_tensors(module: nn.Module) -> str | None:
 def _holds_tensors(value: object) -> bool:
     values = value.values() if isinstance(value, dict) else [value]
     return any(isinstance(x, Tensor) for x in values)
+
+
+def _unknown_packing(module: nn.Module) -> str | None:
+    """Matrices of integers in a linear layer, which stand for weights in a way that is not known;
+    or None."""
+    own = {**module._parameters, **module._buffers}
+    packed = [name for name, x in own.items() if x is not None and _is_integer_matrix(x)]
+    if hasattr(module, "in_features") and packed:
+        return f"has packed weights of a format that a probe cannot make ({', '.join(packed)})"
+    return None
+
+
+def _is_integer_matrix(x: Tensor) -> bool:
+    real = x.is_floating_point() or x.is_complex() or x.dtype == torch.bool
+    return x.dim() > 1 and not real and not is_packed(x)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
 from tinyspec.config import EngineConfig
-from tinyspec.errors import refuse
+from tinyspec.errors import DeterminismError, refuse
 from tinyspec.model.attention_calls import LayerShape
 from tinyspec.runner.kv_cache import KVCache
 
@@ -43,3 +44,24 @@ def most_pages(
     if fitting < 1:
         raise refuse("memory_fraction", fraction, f"enough for a page of {page} bytes")
     return min(most, fitting)
+
+
+def _available(device: torch.device) -> int:
+    """Bytes that can be allocated: on a CPU also those that hold files which can be read again."""
+    info = Path("/proc/meminfo")
+    if device.type == "cpu" and info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return _free_memory(device)
+
+
+def refuse_shortage(needed: int, device: torch.device) -> None:
+    """Raise DeterminismError if a proof, which takes ``needed`` bytes, finds less memory."""
+    free = _available(device)
+    if needed > free:
+        raise DeterminismError(
+            f"a proof takes {needed} bytes for weights of its own making, as much as the largest "
+            f"layer, and {free} bytes of {device.type} memory are available; free some, or prove "
+            "a model of this structure on this machine once while there is enough"
+        )

@@ -27,11 +27,16 @@ from tinyspec.determinism.probes.row_functions import BucketInvariance, probe_po
 from tinyspec.model.cpu.linears import CpuLinear
 from tinyspec.model.moe import kernel_experts, kernel_in_all_passes, row_functions
 from tinyspec.model.row_tiles import split_rows
+from tinyspec.model.scratch_model import ScratchModel
 from tinyspec.runner.kv_cache import KVCache
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.scheduler.buckets import Buckets, between
 
 MODEL = "model"
+NOT_FINITE = (
+    "model: its passes on weights of the probe's own making give no finite keys and values, so "
+    "that nothing could be compared"
+)
 # End-to-end passes: of the reference bucket, of others, and of large ones, which cost most.
 REFERENCE_PASSES, PASSES, LARGE_PASSES = 8, 2, 1
 LARGE = 1  # times the reference bucket
@@ -70,29 +75,48 @@ def _probe_routing(
 
 
 def probe_buckets(
-    runner: ModelRunner, linears: list[BucketInvariance], config: EngineConfig
+    runner: ModelRunner,
+    scratch: ScratchModel,
+    linears: list[BucketInvariance],
+    config: EngineConfig,
 ) -> ProbeResults:
-    """Probes all but the linears, which ``probe_linears`` did, and puts the results together."""
+    """Probes all but the linears, which ``probe_linears`` did, and puts the results together.
+
+    Everything is compared on scratch weights, and timed on the model's own: scratch weights share
+    memory, and caches would hold all of them.
+    """
     buckets = runner.buckets
     tiles = tile_counts(runner, linears)
     set_tiles(runner, tiles)
     probe = ModelProbe(runner, config, buckets.sizes[-1])
     with runner.scratch(probe.num_pages) as cache:
-        unsound, ops = _probe_routing(runner, probe, cache)
-        probe.compute_reference(cache)
-        functions = [*linears, *_probe_ops(runner, ops)]
+
+        def compare() -> tuple[list[Unsound], list[BucketInvariance], list[_Run]]:
+            unsound, ops = _probe_routing(runner, probe, cache)
+            probe.compute_reference(cache)
+            if not probe.comparable:
+                unsound.append(Unsound(MODEL, NOT_FINITE))
+            functions = [*linears, *_probe_ops(runner, ops)]
+            runs = _plan_runs(functions, tiles, _fast_mode_names(runner, linears), buckets)
+            _compare(probe, runs)
+            return unsound, functions, runs
+
+        unsound, functions, runs = scratch.run(compare)
         unsound += [Unsound(f.name, str(f.position)) for f in functions if not f.position]
         attention, wrong = summary(probe_attention(runner))
         unsound += wrong
-        runs = _plan_runs(functions, tiles, _fast_mode_names(runner, linears), buckets)
-        own_way = [run.rows for run in runs if run.tiled]
-        # What passes cost in fast mode: every second of these buckets, and the last.
-        timed = {*own_way[::2], *own_way[-1:]}
-        fast_runs = [_Run(n, buckets.reference, compare=False, fast=True) for n in timed]
-        _run_interleaved(probe, [*runs, *fast_runs])
-    cost = {run.rows: run.seconds for run in (*runs, *fast_runs) if run.fast or not run.tiled}
+        fast_runs = _plan_times(runs)
+        _time_interleaved(probe, [*runs, *fast_runs])
+    timed = [run for run in (*runs, *fast_runs) if run.times]
+    cost = {run.rows: run.seconds for run in timed if run.fast or not run.tiled}
+    own_way = {run.rows: run.seconds for run in timed if run.tiled}
     unsound += [Unsound(MODEL, run.why) for run in runs if run.wrong and run.is_reference]
-    results = [run.result(between(cost, run.rows), sound=not unsound) for run in runs]
+    results = [
+        run.result(
+            between(cost, run.rows), between(own_way if run.tiled else cost, run.rows), not unsound
+        )
+        for run in runs
+    ]
     canonical = sum(result.canonical for result in results)
     return ProbeResults(
         buckets.reference,
@@ -126,8 +150,8 @@ def _fast_mode_names(
 class _Run:
     """The end-to-end passes of one bucket.
 
-    compare: with the reference rows; else the passes are only timed. fast: in fast mode. broken_by,
-    tiled: as of ``BucketResult``.
+    compare: with the reference rows. timed: whether they also are; others are interpolated. fast:
+    in fast mode. broken_by, tiled: as of ``BucketResult``.
     """
 
     rows: int
@@ -137,6 +161,7 @@ class _Run:
     broken_by: tuple[str, ...] = ()
     tiled: tuple[str, ...] = ()
     wrong: str | None = None
+    timed: bool = False
     times: list[float] = field(default_factory=list)
 
     @property
@@ -145,27 +170,31 @@ class _Run:
 
     @property
     def passes(self) -> int:
-        if self.compare and self.is_reference:
-            return REFERENCE_PASSES
-        few = LARGE_PASSES if self.rows > LARGE * self.reference else PASSES
-        return max(few, LEAST_ROWS // self.rows) if self.compare else few
+        """Equally many of each size that are timed: the minimum of more would be lower."""
+        return LARGE_PASSES if self.rows > LARGE * self.reference else PASSES
+
+    @property
+    def compared_passes(self) -> int:
+        if not self.compare:
+            return 0
+        few = max(self.passes, LEAST_ROWS // self.rows)
+        return REFERENCE_PASSES if self.is_reference else few
 
     @property
     def seconds(self) -> float:
-        """Of the fastest pass, of equally many in every bucket: the minimum of more passes would be
-        lower."""
-        return min(self.times[-PASSES:])
+        """Of the fastest pass."""
+        return min(self.times)
 
     @property
     def why(self) -> str:
         """What is wrong in a reference bucket that is unsound."""
         return f"{MODEL}: at {self.rows} rows {self.wrong} depend on a row's index or neighbours"
 
-    def result(self, seconds: float, sound: bool) -> BucketResult:
+    def result(self, seconds: float, canonical_seconds: float, sound: bool) -> BucketResult:
         """seconds: of a pass in fast mode. sound: whether the reference bucket is."""
         names = (*self.broken_by, MODEL) if self.wrong else self.broken_by
         canonical = sound and not names
-        return BucketResult(self.rows, canonical, names, seconds, self.seconds, self.tiled)
+        return BucketResult(self.rows, canonical, names, seconds, canonical_seconds, self.tiled)
 
 
 def _plan_runs(
@@ -191,15 +220,34 @@ def _plan_runs(
     return runs
 
 
-def _run_interleaved(probe: ModelProbe, runs: list[_Run]) -> None:
+def _plan_times(runs: list[_Run]) -> list[_Run]:
+    """Marks the runs that are timed: the reference bucket's, every second of the others and the
+    last, of those with an own way and of those without. Returns what the first do in fast mode."""
+    for own_way in (False, True):
+        of_kind = [run for run in runs if bool(run.tiled) == own_way]
+        for run in (*of_kind[::2], *of_kind[-1:], *(r for r in of_kind if r.is_reference)):
+            run.timed = True
+    return [
+        _Run(run.rows, run.reference, compare=False, fast=True, timed=True)
+        for run in runs
+        if run.timed and run.tiled
+    ]
+
+
+def _compare(probe: ModelProbe, runs: list[_Run]) -> None:
+    """The passes of every run that is compared with the reference rows."""
+    for run in runs:
+        for number in range(run.compared_passes):
+            run.wrong = run.wrong or probe.difference(run.rows, number)
+
+
+def _time_interleaved(probe: ModelProbe, runs: list[_Run]) -> None:
     """One pass of every run, then the next of every run: a busy moment of the machine does not slow
     down all passes of one bucket."""
-    for number in range(max(run.passes for run in runs)):
+    for number in range(PASSES):
         for run in runs:
-            if number < run.passes:
-                seconds, wrong = probe.run(run.rows, number, not run.fast, run.compare)
-                run.times.append(seconds)
-                run.wrong = run.wrong or wrong
+            if run.timed and number < run.passes:
+                run.times.append(probe.seconds(run.rows, number, canonical=not run.fast))
 
 
 def warm_up(runner: ModelRunner, config: EngineConfig) -> None:

@@ -1,5 +1,9 @@
 """Probes every distinct linear of a patched model by itself, and sets how it runs in each bucket.
 
+Weights are scratch weights. What is found holds for all values of weights: kernel, tiling and order
+of additions are chosen by shapes, strides, dtypes and alignment before a number is read, and two
+orders that are not the same give other bits on inputs and weights made so that roundings show.
+
 A linear whose bits change with the number of rows runs in tiles of row counts that agree; one with
 a faster direct product uses it in the buckets where it has the same bits. Knows a model's linears,
 not its passes.
@@ -17,6 +21,7 @@ from tinyspec.determinism.probes.row_functions import BucketInvariance, probe_fu
 from tinyspec.model.cpu.linears import TransposedLinear
 from tinyspec.model.linear_kinds import distinct_linears, linear_kinds, linear_shape, linear_weight
 from tinyspec.model.linears import is_plain
+from tinyspec.model.scratch_model import ScratchModel
 from tinyspec.runner.model_runner import ModelRunner
 
 # Linears defined here compute more than their product: routers.
@@ -24,13 +29,22 @@ ROUTERS = "transformers.models."
 Counts = dict[str, tuple[int, ...]]
 
 
-def probe_linears(runner: ModelRunner) -> list[BucketInvariance]:
+def probe_linears(runner: ModelRunner, scratch: ScratchModel) -> list[BucketInvariance]:
     """Every distinct linear of the model by itself, the unembedding included. Transposed linears
     use the direct product from here on where it has the same bits."""
     set_direct(runner, {})
+    distinct = distinct_linears(runner.model)
+    found, direct = scratch.run(partial(_probe_all, runner, distinct))
+    set_direct(runner, direct)
+    return found
+
+
+def _probe_all(
+    runner: ModelRunner, distinct: Mapping[str, nn.Module]
+) -> tuple[list[BucketInvariance], Counts]:
     found = []
     direct: Counts = {}
-    for name, module in distinct_linears(runner.model).items():
+    for name, module in distinct.items():
         shape, weight = linear_shape(module), linear_weight(module)
         assert shape is not None
         dtype = runner.model.dtype if weight is None else weight.dtype
@@ -43,8 +57,7 @@ def probe_linears(runner: ModelRunner) -> list[BucketInvariance]:
         else:
             result = probe_in_buckets(runner, module, pool, name)
         found.append(result)
-    set_direct(runner, direct)
-    return found
+    return found, direct
 
 
 def probe_in_buckets(

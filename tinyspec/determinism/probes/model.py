@@ -1,8 +1,9 @@
 """Probes a patched model end to end: does a pass give every row the logits, log-probabilities, keys
 and values that the reference bucket gives it, and how long does it take?
 
-Rows of every kind share its passes: single rows, verifies, prompt chunks, padding. Knows passes and
-KV, not modules.
+Compared is on scratch weights, which the caller sees to, so that no value of the model's own can
+hide a difference; timed is on its own. Rows of every kind share its passes: single rows, verifies,
+prompt chunks, padding. Knows passes and KV, not modules.
 """
 
 from __future__ import annotations
@@ -122,6 +123,11 @@ class ModelProbe:
         )
 
     @property
+    def comparable(self) -> bool:
+        """Whether there are finite rows to compare with."""
+        return bool(self._sound.any())
+
+    @property
     def distinct(self) -> int:
         """Rows of the passes that ``run_tokens`` runs."""
         return self._distinct
@@ -142,29 +148,34 @@ class ModelProbe:
         for rows in sizes:
             self._forward(0, rows, 0, self._logit_rows(rows), canonical=True)
 
-    def run(
-        self, rows: int, repeat: int, canonical: bool, compare: bool
-    ) -> tuple[float, str | None]:
-        """Seconds of a pass of ``rows`` rows, and what in it differs from the reference bucket.
+    def difference(self, rows: int, repeat: int) -> str | None:
+        """What in a canonical pass of ``rows`` rows differs from the reference bucket.
 
-        canonical: not in fast mode. repeat: how many such passes there were; each begins with other
-        sequences, so that neighbours differ, and every second one has padding.
+        repeat: how many such passes there were; each begins with other sequences, so that
+        neighbours differ, and every second one has padding.
         """
-        first, padding = (
-            self._segments[repeat * 4 % len(self._segments)].first,
-            rows // 4 * (repeat % 2),
-        )
+        first, padding = self._begin(rows, repeat)
         place = self._rows_from(first, rows - padding)
         slots = self._slots[place]
         place = place % self._distinct
         for pool in self._pools:  # so that this pass must write what is compared
             pool.index_fill_(0, slots, 0)
         kept = self._logit_rows(rows)
-        logits, seconds = self._forward(first, rows, padding, kept, canonical)
-        wrong = self._compare(logits, kept, place, slots) if compare else None
+        logits, _ = self._forward(first, rows, padding, kept, canonical=True)
+        wrong = self._compare(logits, kept, place, slots)
         for pool, written in zip(self._pools, self._written, strict=True):
             pool.index_copy_(0, slots, written[place])
-        return seconds, wrong
+        return wrong
+
+    def seconds(self, rows: int, repeat: int, canonical: bool) -> float:
+        """Of a pass of ``rows`` rows, in fast mode unless ``canonical``."""
+        first, padding = self._begin(rows, repeat)
+        return self._forward(first, rows, padding, self._logit_rows(rows), canonical)[1]
+
+    def _begin(self, rows: int, repeat: int) -> tuple[int, int]:
+        """First row and padding of the pass of this number."""
+        segment = self._segments[repeat * 4 % len(self._segments)]
+        return segment.first, rows // 4 * (repeat % 2)
 
     def _compare(self, logits: Tensor, kept: Tensor, place: Tensor, slots: Tensor) -> str | None:
         """What of a pass over the rows ``place`` of the tables, written to ``slots``, differs."""

@@ -1,0 +1,326 @@
+"""A proof does not depend on the values of weights: it uses weights of its own making.
+
+Controls: models of these weights differ in every other respect, and a linear that differs at one
+row count is found whatever the weights are.
+"""
+
+import random
+
+import pytest
+import torch
+from huggingface_hub import constants
+from torch import nn
+
+from tests.support.loading import everything, unlike
+from tests.support.mixes import bits, crowd, needles, solo
+from tests.support.moe import OWN_WAY, tiny_moe
+from tests.support.sensitive import ShapeSensitiveLinear, _SplitLinear, replace_linears
+from tests.support.tiny import prompts, tiny
+from tests.support.zoo import tiny as of_zoo
+from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
+from tinyspec.determinism import contract
+from tinyspec.runner import capacity
+
+CONFIG = EngineConfig(reference_rows=8, max_rows=16)
+DETERMINISTIC = SamplingParams(max_new_tokens=6, deterministic=True, logprobs=True)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
+    return tmp_path / "tinyspec"
+
+
+@torch.no_grad()
+def zero(model):
+    for parameter in model.parameters():
+        parameter.zero_()
+
+
+@torch.no_grad()
+def identity(model):
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            nn.init.eye_(parameter)
+        else:
+            parameter.fill_(1)
+
+
+@torch.no_grad()
+def not_a_number(model):
+    for parameter in model.parameters():
+        parameter.fill_(torch.nan)
+
+
+@torch.no_grad()
+def other_random(model):
+    for parameter in model.parameters():
+        parameter.normal_(0, 3)
+
+
+def as_they_are(model):
+    pass
+
+
+FILLS = (as_they_are, zero, identity, not_a_number, other_random)
+
+
+def facts_of(model, fill=as_they_are):
+    """What a new proof finds, without what is measured by time.
+
+    fill: applied to the loaded model, as some of these weights are refused at load.
+    """
+    with Engine(model, config=CONFIG) as engine:
+        fill(model)
+        found = engine.contract.probe(fresh=True).to_dict()
+    for bucket in found["buckets"]:
+        del bucket["seconds"], bucket["canonical_seconds"]
+    return found
+
+
+def broken_by(facts, rows):
+    return next(list(b["broken_by"]) for b in facts["buckets"] if b["rows"] == rows)
+
+
+class OtherAtFourRows(_SplitLinear):
+    """Splits its sum elsewhere in passes of four rows."""
+
+    def forward(self, x):
+        return self._split_at(x, self._cut(1 if x.shape[:-1].numel() == 4 else 2))
+
+
+def replaced(model, name, kind=OtherAtFourRows):
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, kind(model.get_submodule(name)))
+    return model
+
+
+# The same facts
+
+
+@pytest.mark.crossed(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
+def test_the_same_facts_for_all_weights(family, dtype):
+    found = [facts_of(tiny(family, dtype), fill) for fill in FILLS]
+    assert found[1:] == found[:-1]
+    assert found[0]["unsound"] == ()
+
+
+NAME = "model.layers.1.mlp.down_proj"
+
+
+@pytest.mark.parametrize("fill", FILLS, ids=lambda fill: fill.__name__)
+def test_a_linear_that_differs_at_one_row_count_is_caught(fill):
+    facts = facts_of(replaced(tiny(), NAME), fill)
+    assert NAME in broken_by(facts, 4)
+    for rows in (2, 8, 12, 16):
+        assert NAME not in broken_by(facts, rows), "control"
+
+
+@pytest.mark.parametrize("random_b", [False, True])
+def test_an_adapter_with_b_of_zero(random_b):
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(r=8, target_modules=["down_proj"], init_lora_weights=not random_b)
+    model = peft.get_peft_model(tiny(), settings).eval()
+    layer = model.base_model.model.get_submodule(NAME)
+    assert bool(layer.lora_B["default"].weight.any()) == random_b
+    other = facts_of(model)
+    assert not any("lora_B" in n for n in broken_by(other, 4)), "control"
+    layer.lora_B["default"] = OtherAtFourRows(layer.lora_B["default"])
+    assert f"{NAME}.lora_B.default" in broken_by(facts_of(model), 4)
+
+
+def test_adapters_of_zero_and_of_random_numbers_have_the_same_facts():
+    peft = pytest.importorskip("peft")
+    found = []
+    for init in (True, False):
+        settings = peft.LoraConfig(r=8, target_modules=["q_proj"], init_lora_weights=init)
+        found.append(facts_of(peft.get_peft_model(tiny(), settings).eval()))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("fill", [zero, identity], ids=lambda fill: fill.__name__)
+def test_a_proof_on_other_weights_holds_for_those_loaded_later(fill):
+    """The first token's log-probability too: alone, a prompt of one token is a pass of one row."""
+    weights = tiny().state_dict()
+    model = replace_linears(tiny(), ShapeSensitiveLinear)
+    with Engine(model, config=CONFIG) as engine:
+        fill(model)
+        engine.contract.ensure()
+        assert engine.contract.results.canonical == [8]
+        engine.generate([[1, 2, 3]], DETERMINISTIC)
+        model.load_state_dict(weights)
+        alone = [bits(solo(engine, (p, DETERMINISTIC))) for p in prompts(4)]
+        together = bits_of(engine, [(p, DETERMINISTIC) for p in prompts(4)])
+        assert together == alone
+
+
+def bits_of(engine, requests):
+    """Bits of ``requests`` among others."""
+    order = [*requests, *crowd(random.Random(0), 9)]
+    outputs = engine.generate([p for p, _ in order], [s for _, s in order])
+    return [bits(output) for output in outputs[: len(requests)]]
+
+
+def test_on_this_machine_too():
+    """The linears that serve a model here: MKL, oneDNN or AMX."""
+    for dtype in (torch.float32, torch.bfloat16):
+        model, weights = tiny(dtype=dtype), tiny(dtype=dtype).state_dict()
+        with Engine(model, config=CONFIG) as engine:
+            zero(model)
+            engine.contract.ensure()
+            model.load_state_dict(weights)
+            alone = [bits(solo(engine, needle)) for needle in needles()[:3]]
+            assert bits_of(engine, needles()[:3]) == alone
+
+
+@pytest.mark.parametrize("family", OWN_WAY)
+def test_routing_by_data_is_found_whatever_the_router_says(family):
+    """A router of zeros sends all rows to the same experts, so that nothing seems to depend on
+    them."""
+    for fill in (as_they_are, zero):
+        model = tiny_moe(family)
+        with Engine(model) as engine:
+            fill(model)
+            with pytest.raises(DeterminismError, match="shapes of its matmuls"):
+                engine.generate([[1, 2, 3]], DETERMINISTIC)
+
+
+# The user's weights
+
+
+def opt():
+    return of_zoo("opt")
+
+
+def tied():
+    model = tiny("qwen2")
+    model.config.tie_word_embeddings = True
+    model.lm_head.weight = model.model.embed_tokens.weight
+    return model
+
+
+MODELS = (tiny, tied, opt, tiny_moe, lambda: tiny("gpt2", torch.bfloat16))
+
+
+@pytest.mark.parametrize("make", MODELS, ids=["llama", "tied", "opt", "moe", "gpt2"])
+def test_weights_are_not_written_to(make):
+    model = make()
+    before = everything(model)
+    tensors = [*model.parameters(), *model.buffers()]
+    seen = [(x.data_ptr(), x._version, x.detach().clone()) for x in tensors]
+    with Engine(model, config=CONFIG) as engine:
+        inside = everything(model)
+        engine.contract.probe(fresh=True)
+        kept = {n: x for n, x in inside.items() if ":_parameters:" in n or ":_buffers:" in n}
+        assert not [n for n in unlike(kept, everything(model)) if n in kept]
+        assert not engine.contract.parameters_written()
+    assert unlike(before, everything(model)) == []
+    for tensor, (address, version, values) in zip(tensors, seen, strict=True):
+        assert (tensor.data_ptr(), tensor._version) == (address, version)
+        assert torch.equal(tensor, values)
+
+
+def test_a_proof_that_fails_gives_the_weights_back():
+    class Fails(nn.Linear):
+        def forward(self, x):
+            if self.weight is not own:
+                raise KeyboardInterrupt
+            return super().forward(x)
+
+    model = tiny()
+    linear = model.get_submodule(NAME)
+    own = linear.weight
+    linear.__class__ = Fails
+    with Engine(model, config=CONFIG) as engine:
+        before = everything(model)
+        with pytest.raises(KeyboardInterrupt):
+            engine.contract.probe()
+        assert unlike(before, everything(model)) == []
+        assert len(engine.generate([[1, 2, 3]])[0].completions[0].token_ids) > 0
+
+
+# Memory
+
+
+def test_too_little_memory_is_refused_with_the_bytes(monkeypatch):
+    model = tiny()
+    largest = max(p.nbytes for p in model.parameters())
+    with Engine(model, config=CONFIG) as engine:
+        with monkeypatch.context() as patches:
+            patches.setattr(capacity, "_available", lambda device: largest)
+            with pytest.raises(DeterminismError, match=rf"a proof takes \d+ bytes.* {largest} "):
+                engine.generate([[1, 2, 3]], DETERMINISTIC)
+            assert engine.generate([[1, 2, 3]])[0].completions[0].finish_reason == "length"
+        first = engine.generate([[1, 2, 3]], DETERMINISTIC)[0]
+    monkeypatch.setattr(capacity, "_available", lambda device: 0)
+    with Engine(tiny(seed=1), config=CONFIG) as engine:
+        assert engine.generate([[1, 2, 3]], DETERMINISTIC)[0].fingerprint != first.fingerprint
+
+
+# Facts on disk
+
+
+@pytest.fixture
+def probed(monkeypatch):
+    """One entry for each proof."""
+    found = []
+    whole = contract.probe_buckets
+
+    def counted(*args):
+        found.append(args)
+        return whole(*args)
+
+    monkeypatch.setattr(contract, "probe_buckets", counted)
+    return found
+
+
+def proven(model):
+    with Engine(model, config=CONFIG) as engine:
+        engine.contract.ensure()
+        return engine.contract.results, engine.fingerprint
+
+
+def test_another_checkpoint_of_the_same_structure_reads_the_facts(home, probed):
+    first = proven(tiny())
+    second = proven(tiny(seed=1))
+    assert len(probed) == 1 and len(list(home.iterdir())) == 1
+    assert second[0] == first[0] and second[1] != first[1]
+
+
+def wider(model):
+    model.model.layers[0].mlp.up_proj = nn.Linear(64, 192, bias=True)
+
+
+def frozen_copy(model):
+    weight = torch.empty(64 * 192 + 1)[1:].view(64, 192)
+    model.get_submodule(NAME).weight.data = weight.copy_(model.get_submodule(NAME).weight.data)
+
+
+def other_activation(model):
+    model.model.layers[0].mlp.act_fn = nn.GELU()
+
+
+@pytest.mark.parametrize("change", [wider, frozen_copy, other_activation], ids=lambda f: f.__name__)
+def test_another_structure_does_not(probed, change):
+    proven(tiny())
+    model = tiny()
+    change(model)
+    proven(model)
+    assert len(probed) == 2
+
+
+def test_other_adapters_in_use_are_proven_anew(probed):
+    peft = pytest.importorskip("peft")
+
+    def adapted():
+        settings = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+        return peft.get_peft_model(tiny(), settings).eval()
+
+    proven(adapted())
+    model = adapted()
+    model.base_model.disable_adapter_layers()
+    proven(model)
+    proven(adapted())
+    assert len(probed) == 2

@@ -1,0 +1,132 @@
+"""Scratch weights: like a model's own in all but their numbers, in the memory of the largest."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.memory import watched
+from tests.support.tiny import config_of, tiny
+from tests.support.zoo import tiny as of_zoo
+from tinyspec.model.linear_kinds import linear_kinds
+from tinyspec.model.scratch_model import ScratchModel
+from tinyspec.model.scratch_weights import ALIGNMENT, weights_of, with_scratch_weights
+
+
+def at(place, *shape, dtype=torch.float32):
+    """A random matrix ``place`` bytes behind a multiple of 64."""
+    count = torch.Size(shape).numel() * dtype.itemsize
+    storage = torch.empty(count + 2 * ALIGNMENT, dtype=torch.uint8).untyped_storage()
+    first = (place - storage.data_ptr()) % ALIGNMENT
+    found = torch.empty(0, dtype=dtype).set_(storage[first : first + count], 0, shape)
+    assert found.data_ptr() % ALIGNMENT == place
+    return found.copy_(torch.randn(shape))
+
+
+def odd_weights():
+    """Linears with weights of many forms."""
+    forms = {
+        "plain": torch.randn(96, 64),
+        "transposed": torch.randn(64, 96).T,
+        "every second": torch.randn(192, 64)[::2],
+        "one row": torch.randn(1, 64).expand(96, 64),
+        "shifted": at(4, 96, 64),
+        "further": at(20, 96, 64),
+        "astride": at(2, 96, 64),
+        "bf16": at(6, 96, 64, dtype=torch.bfloat16),
+    }
+    model = nn.Module()
+    for number, weight in enumerate(forms.values()):
+        linear = nn.Linear(64, 96)
+        linear.weight = nn.Parameter(weight, requires_grad=number % 2 == 0)
+        model.add_module(f"linear{number}", linear)
+    return model
+
+
+def form(weight):
+    lies = weight.shape, weight.stride(), weight.data_ptr() % ALIGNMENT
+    return type(weight), *lies, weight.dtype, weight.requires_grad
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_forms_are_those_of_the_own_weights(mode):
+    model = odd_weights()
+    own = dict(model.named_parameters())
+    forms = {name: form(weight) for name, weight in own.items()}
+    copies = {name: weight.detach().clone() for name, weight in own.items()}
+    seen = {}
+
+    def look():
+        for name, weight in model.named_parameters():
+            assert form(weight) == forms[name], name
+            assert weight is not own[name] and weight.isfinite().all() and weight.any()
+            seen[name] = weight.float()
+        return "returned"
+
+    with mode():
+        assert with_scratch_weights(model, look) == "returned"
+    assert seen.keys() == own.keys()
+    assert all(weight is own[name] for name, weight in model.named_parameters())
+    assert all(torch.equal(own[name], copies[name]) for name in own)
+    matrices = [weight for name, weight in seen.items() if name.endswith("weight")]
+    pairs = [(a, b) for a in matrices for b in matrices if a is not b]
+    assert not any(torch.equal(a, b) for a, b in pairs), "no two weights are alike"
+
+
+def test_kinds_tell_forms_apart():
+    """Of one class and one size: each is probed by itself."""
+    kinds = linear_kinds(odd_weights())
+    assert len(kinds) == 8
+    twice = nn.ModuleList([nn.Linear(64, 96), nn.Linear(64, 96)])
+    assert len(linear_kinds(twice)) == 1
+    twice[1].weight = nn.Parameter(at(4, 96, 64))
+    assert len(linear_kinds(twice)) == 2
+    twice[1].weight = nn.Parameter(at(0, 96, 64))
+    assert len(linear_kinds(twice)) == 1
+    twice[1].bias = nn.Parameter(torch.zeros(192)[::2])
+    assert len(linear_kinds(twice)) == 2
+
+
+def test_tied_weights_stay_tied():
+    model = tiny("gpt2")
+    own = model.lm_head.weight
+
+    def look():
+        return model.lm_head.weight is model.transformer.wte.weight is not own
+
+    assert own is model.transformer.wte.weight and with_scratch_weights(model, look)
+    assert model.lm_head.weight is model.transformer.wte.weight is own
+
+
+def test_a_position_embedding_inside_of_a_stand_in():
+    """The only weight that a stand-in keeps out of sight."""
+    from tinyspec import Engine
+
+    model = of_zoo("opt")
+    rows = torch.arange(4)[None]
+    with Engine(model) as engine, torch.no_grad():
+        embed = model.model.decoder.embed_positions
+        engine.patched.context.positions = rows
+
+        def run():
+            return embed(torch.ones(1, 4), past_key_values_length=0)
+
+        own = run()
+        assert not torch.equal(with_scratch_weights(model, run), own)
+        assert torch.equal(run(), own)
+
+
+def test_memory_is_that_of_the_largest_weight():
+    config = config_of("llama")
+    config.vocab_size, config.hidden_size, config.intermediate_size = 8192, 256, 512
+    model = type(tiny())(config).eval()
+    largest = max(weight.nbytes for _, weight in weights_of(model))
+    assert largest == 8192 * 256 * 4 and sum(w.nbytes for _, w in weights_of(model)) > 2 * largest
+    watch, nbytes = watched(lambda: proof_memory(model))
+    assert largest <= nbytes <= largest + (1 << 20)
+    assert largest <= watch.most <= nbytes + (1 << 20)
+
+
+def proof_memory(model):
+    scratch = ScratchModel(model)
+    assert scratch.run(lambda: model.lm_head.weight.sum()).isfinite()
+    return scratch.nbytes

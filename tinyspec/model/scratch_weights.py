@@ -1,0 +1,195 @@
+"""Weights of the probes' own making in the place of a module's, whose own are never written to.
+
+Each has the shape, strides, dtype and alignment of the weight that it replaces, and none of its
+numbers. All of one dtype are views of one buffer, as large as the largest of them, that begin at
+different places. Knows modules; neither probes nor models by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+from statistics import mode
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from tinyspec.model.quantized import is_packed
+
+DRAWN = (
+    *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+)
+# Bytes: the longest vector of a CPU.
+ALIGNMENT = 64
+# Numbers that are drawn; buffers repeat them. A prime, so that no two rows of a matrix are equal.
+PERIOD = 65_537
+# Weights begin at one of so many places, ALIGNMENT bytes apart.
+PLACES = 1021
+# How the numbers of a weight are spread: of matrices, so that products keep the scale of rows; of
+# norms, around one; of biases, from ordinary down to what is left of a sum that cancels.
+MATRIX, SCALE, BIAS, VECTOR = "matrix", "scale", "bias", "vector"
+T = TypeVar("T")
+
+
+class Buffer(NamedTuple):
+    """A buffer's numbers, and its address modulo the size of one."""
+
+    spread: str
+    dtype: torch.dtype
+    device: torch.device
+    remainder: int
+
+
+class Form(NamedTuple):
+    """What a scratch weight has in common with the weight that it replaces.
+
+    place: its address modulo ALIGNMENT.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    place: int
+    spread: str
+
+    @property
+    def extent(self) -> int:
+        """Bytes from its first number to the end of its last."""
+        reach = sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+        return (reach + 1) * self.dtype.itemsize if prod(self.shape) else 0
+
+    @property
+    def buffer(self) -> Buffer:
+        """Which buffer it is a view of. A weight in a file that was mapped may begin anywhere."""
+        return Buffer(self.spread, self.dtype, self.device, self.place % self.dtype.itemsize)
+
+
+def _form(name: str, weight: Tensor) -> Form:
+    last = name.rpartition(".")[2]
+    spread = SCALE if last == "weight" else BIAS if last.endswith("bias") else VECTOR
+    return Form(
+        tuple(weight.shape),
+        weight.stride(),
+        weight.dtype,
+        weight.device,
+        weight.data_ptr() % ALIGNMENT,
+        MATRIX if weight.dim() > 1 else spread,
+    )
+
+
+def contiguous_form(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Form:
+    """Of contiguous matrices that begin where torch's own allocations do."""
+    stride = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    return Form(shape, stride, dtype, device, 0, MATRIX)
+
+
+def weights_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of what a checkpoint holds: parameters and persistent buffers, each once.
+
+    Other buffers are computed from the config.
+    """
+    seen = set()
+    for prefix, part in module.named_modules():
+        kept = {n: b for n, b in part._buffers.items() if n not in part._non_persistent_buffers_set}
+        for own, weight in (*part._parameters.items(), *kept.items()):
+            if weight is not None and id(weight) not in seen:
+                seen.add(id(weight))
+                yield f"{prefix}.{own}".lstrip("."), weight
+
+
+def forms_of(module: nn.Module) -> dict[str, Form]:
+    """Name -> form of every weight that is drawn: those in a floating-point dtype, not packed."""
+    return {
+        name: _form(name, weight)
+        for name, weight in weights_of(module)
+        if weight.dtype in DRAWN and not is_packed(weight)
+    }
+
+
+class ScratchBuffers:
+    """The buffers that weights of the given forms are views of.
+
+    nbytes: of all of them. Nothing is allocated before the first ``view``.
+    """
+
+    def __init__(self, forms: list[Form]):
+        self._sizes: dict[Buffer, int] = {}
+        for form in forms:
+            size = max(form.extent, self._sizes.get(form.buffer, 0))
+            self._sizes[form.buffer] = size
+        widths = [form.shape[-1] for form in forms if form.spread == MATRIX]
+        self._scale = max(1, mode(widths)) ** -0.5 if widths else 1.0
+        self._held: dict[Buffer, Tensor] = {}
+        self._views = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(size + (PLACES + 1) * ALIGNMENT for size in self._sizes.values())
+
+    def view(self, form: Form) -> Tensor:
+        """Random numbers in this form, at another place of the buffer than those before."""
+        if form.buffer not in self._held:
+            self._held[form.buffer] = self._filled(form.buffer)
+        flat = self._held[form.buffer]
+        self._views += 1
+        first = self._views * 37 % PLACES * ALIGNMENT
+        first += (form.place - flat.data_ptr()) % ALIGNMENT
+        return flat.as_strided(form.shape, form.stride, first // form.dtype.itemsize)
+
+    def _filled(self, buffer: Buffer) -> Tensor:
+        dtype, device, size = buffer.dtype, buffer.device, self._sizes[buffer]
+        count = -(-(size + (PLACES + 1) * ALIGNMENT) // dtype.itemsize)
+        flat = torch.empty(count + 1, dtype=dtype, device=device)
+        if buffer.remainder:
+            # A view begins at a whole number: this one is of a part of the storage.
+            part = flat.untyped_storage()[buffer.remainder :]
+            flat = torch.empty(0, dtype=dtype, device=device).set_(part, 0, (count,))
+        drawn = self._drawn(min(PERIOD, count), buffer.spread).to(device, dtype)
+        for part in flat.split(len(drawn)):
+            part.copy_(drawn[: len(part)])
+        return flat
+
+    def _drawn(self, count: int, spread: str) -> Tensor:
+        # Another seed than inputs have.
+        generator = torch.Generator().manual_seed(PERIOD)
+        noise = torch.randn(count, generator=generator, dtype=torch.float32, device="cpu")
+        if spread == MATRIX:
+            return noise * self._scale
+        if spread == BIAS:
+            return noise * 2.0 ** (torch.arange(count, device="cpu") % 4 * -6)
+        return noise / 4 + (spread == SCALE)
+
+
+def scratch_like(weight: Tensor, buffers: ScratchBuffers, form: Form) -> Tensor:
+    """A scratch weight of the class of ``weight``."""
+    drawn = buffers.view(form)
+    if isinstance(weight, nn.Parameter):
+        return nn.Parameter(drawn, requires_grad=weight.requires_grad)
+    return drawn
+
+
+class _Holder(nn.Module):
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, function: Callable[[], T]) -> T:
+        return function()
+
+
+def with_weights(module: nn.Module, weights: Mapping[str, Tensor], function: Callable[[], T]) -> T:
+    """``function()`` while ``module`` has ``weights`` by name; tied ones stay tied."""
+    named = {f"module.{name}": weight for name, weight in weights.items()}
+    return functional_call(_Holder(module), named, (function,))
+
+
+def with_scratch_weights(module: nn.Module, function: Callable[[], T]) -> T:
+    """``function()`` while ``module`` has scratch weights; packed weights stay."""
+    forms, own = forms_of(module), dict(weights_of(module))
+    buffers = ScratchBuffers(list(forms.values()))
+    drawn = {name: scratch_like(own[name], buffers, form) for name, form in forms.items()}
+    return with_weights(module, drawn, function)
