@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 # Numbers of modules and configs that a forward in eval mode does not read, or not after loading.
 _IDLE = ("dropout", "drop", "pdrop", "initializer", "aux_loss", "jitter", "noise", "init_", "_std")
 _ACTIVATIONS = ("act_fn", "act", "activation_fn", "activation")
+# Numbers of a config that forwards may read from it.
+_CONFIG = ("softcap", "logit", "multiplier", "scal")
+_WIDE = ("mlp", "fc", "ffn", "feed_forward", "experts")
 _EPSILONS = ("variance_epsilon", "eps")
 
 
@@ -94,20 +97,27 @@ def load_own_weights(scene: Scene) -> None:
     scene.model.load_state_dict(_state(scene))
 
 
-def zeros(model: Any) -> None:
+def _wide(model: nn.Module) -> list[Tensor]:
+    """Matrices outside attention; with those inside wiped out a model would not be served."""
+    named = model.named_parameters()
+    return [p for name, p in named if p.dim() == 2 and any(word in name for word in _WIDE)]
+
+
+def has_wide(model: nn.Module) -> bool:
+    return bool(_wide(model))
+
+
+def zeros(model: nn.Module) -> None:
     """Matrices of zeros: linears give the same whatever the order of their sums."""
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.zero_()
+        for parameter in _wide(model):
+            parameter.zero_()
 
 
-def identities(model: Any) -> None:
+def identities(model: nn.Module) -> None:
     """Matrices of the identity: sums of one product."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                nn.init.eye_(parameter)
+    for parameter in _wide(model):
+        nn.init.eye_(parameter)
 
 
 def misalign(scene: Scene) -> None:
@@ -205,7 +215,8 @@ def _config_numbers(model: Any) -> list[str]:
     return [
         key
         for key, value in config.to_dict().items()
-        if isinstance(value, float) and _read(key) and hasattr(config, key)
+        if isinstance(value, float) and hasattr(config, key)
+        if any(word in key for word in _CONFIG)
     ]
 
 
@@ -232,20 +243,23 @@ def activation(scene: Scene) -> None:
 
 def replace_module(scene: Scene) -> None:
     """Put another module of the same kind in the place of one with a matrix."""
-    names = [name.rpartition(".")[0] for name in _matrices(scene)]
-    parent, name = _choose(scene, names)
-    other = copy.deepcopy(getattr(parent, name))
+    name = scene.rng.choice([name.rpartition(".")[0] for name in _matrices(scene)])
+    # Not of the module in service: a copy of that may hold what an engine has bound to it.
+    other = copy.deepcopy(_value(scene.pristine, name))
+    parent, name = _place(scene.model, name)
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.copy_(_scaled(parameter))
     setattr(parent, name, other)
 
 
-def _with_autocast(module: Any) -> None:
+def _with_autocast(scene: Scene, module: Any) -> None:
     forward = module.forward
+    # Of fp16 and bf16 torch makes fp32, which an fp16 layer does not take.
+    half = torch.float16 if scene.pristine.dtype == torch.float16 else torch.bfloat16
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=half):
             return forward(*args, **kwargs)
 
     module.forward = wrapped
@@ -253,13 +267,14 @@ def _with_autocast(module: Any) -> None:
 
 def autocast_forward(scene: Scene) -> None:
     """Let the model's forward turn autocast on, as accelerate's mixed precision does."""
-    _with_autocast(scene.model)
+    _with_autocast(scene, scene.model)
 
 
 def autocast_layer(scene: Scene) -> None:
     """Let one module with linears turn autocast on."""
     names = [n for n, m in scene.pristine.named_modules() if n.endswith((".mlp", ".ffn"))]
-    _with_autocast(scene.model.get_submodule(scene.rng.choice(names)) if names else scene.model)
+    module = scene.model.get_submodule(scene.rng.choice(names)) if names else scene.model
+    _with_autocast(scene, module)
 
 
 def switch_adapter(scene: Scene) -> None:

@@ -172,7 +172,10 @@ def _needles(rng: random.Random, poisoned: bool, stepping: bool) -> tuple[Asked,
 
 def _prompt(rng: random.Random, poisoned: bool) -> tuple[int, ...]:
     """Tokens but for the poisoned one; where that is asked for it is the first, out of sight."""
-    length = rng.choice((1, 2, 7, 17, rng.randint(3, 70)))
+    # Attention works in tiles of 128 tokens.
+    length = rng.choice(
+        (1, 2, 7, 17, rng.randint(3, 70), rng.randint(3, 70), rng.randint(125, 190))
+    )
     if poisoned:
         length = rng.choice((60, 130, 145, rng.randint(40, 190)))
     tokens = [rng.randrange(VOCAB) for _ in range(length)]

@@ -101,11 +101,11 @@ def _nothing(scene: Scene) -> None:
     """The model alone is the influence."""
 
 
-def environment(**variables: str) -> Influence:
+def environment(only: str = "", **variables: str) -> Influence:
     """Variables that a process was started with."""
     name = " ".join(f"{key}={value}" for key, value in variables.items())
     # Rarely: a process takes as long to start as several runs take.
-    return Influence(name, _nothing, environment=tuple(variables.items()), weight=0.15)
+    return Influence(name, _nothing, only=only, environment=tuple(variables.items()), weight=0.15)
 
 
 def _dtype(scene: Scene) -> AbstractContextManager[Any]:
@@ -129,7 +129,7 @@ TORCH = (
     setting("deterministic algorithms", *ambient.DETERMINISTIC_ALGORITHMS),
     setting("flash attention off", *ambient.FLASH),
     setting("global random state", *ambient.RANDOM_STATE),
-    setting("threads", *ambient.THREADS),
+    setting("threads", *ambient.THREADS, only="wide"),
     setting("rounding mode", *ambient.ROUNDING, applies=lambda model: ambient.can_round()),
     context("function mode", lambda scene: ambient.OtherFunctions()),
     context("dispatch mode", lambda scene: ambient.OtherOperators()),
@@ -148,12 +148,14 @@ MODEL = (
         changes.load_own_weights,
         where=(CALLS,),
         prepare=changes.zeros,
+        applies=changes.has_wide,
     ),
     change(
         "weights loaded over identities",
         changes.load_own_weights,
         where=(CALLS,),
         prepare=changes.identities,
+        applies=changes.has_wide,
     ),
     change("weights misaligned", changes.misalign, where=(BUILD, CALLS, STEPS)),
     change("weights transposed in memory", changes.transpose_memory, where=(BUILD, CALLS, STEPS)),
@@ -184,17 +186,17 @@ MODELS = (
     Influence("odd groups of heads", _nothing, only="odd heads", weight=2),
 )
 ENVIRONMENTS = (
-    environment(MKL_CBWR="COMPATIBLE"),
-    environment(MKL_CBWR="AVX2"),
-    environment(MKL_ENABLE_INSTRUCTIONS="SSE4_2"),
+    environment("wide", MKL_CBWR="COMPATIBLE"),
+    environment("wide", MKL_CBWR="AVX2"),
+    environment("wide", MKL_ENABLE_INSTRUCTIONS="SSE4_2"),
     environment(ONEDNN_MAX_CPU_ISA="AVX2"),
     environment(ONEDNN_MAX_CPU_ISA="SSE41"),
     environment(ONEDNN_DEFAULT_FPMATH_MODE="BF16"),
     environment(ONEDNN_DEFAULT_FPMATH_MODE="ANY"),
-    environment(ATEN_CPU_CAPABILITY="default"),
-    environment(OMP_THREAD_LIMIT="1"),
-    environment(OMP_DYNAMIC="TRUE"),
-    environment(MKL_NUM_THREADS="1"),
+    environment("wide", OMP_THREAD_LIMIT="1"),
+    environment("wide", OMP_DYNAMIC="TRUE"),
+    environment("wide", MKL_NUM_THREADS="1"),
+    environment("wide", MKL_DYNAMIC="FALSE"),
     environment(PYTHONHASHSEED="7"),
     environment(MALLOC_PERTURB_="165"),
 )

@@ -6,6 +6,7 @@ A ``ModelDraw`` alone says which weights a model has; knows nothing of requests 
 from __future__ import annotations
 
 import copy
+import math
 import random
 from dataclasses import dataclass
 from functools import lru_cache
@@ -44,8 +45,8 @@ SHAPED = ("llama", "qwen3", "mistral", "gemma2", "olmo2")
 @dataclass(frozen=True)
 class ModelDraw:
     """kind: a type of the zoo; "shaped", a type and sizes of its own; "lora"; "int8", packed
-    weights; "sensitive", linears whose bits depend on the row count. flavour: what else is done to
-    the weights."""
+    weights; "wide", sums so long that threads share them; "sensitive", linears whose bits depend on
+    the row count. flavour: what else is done to the weights."""
 
     kind: str
     dtype: str
@@ -55,7 +56,7 @@ class ModelDraw:
 
 
 def draw_model(rng: random.Random, only: str = "", flavour: str = "") -> ModelDraw:
-    """Any model; only: one of this kind ("lora", "windowed", "odd heads")."""
+    """Any model; only: one of this kind ("lora", "windowed", "odd heads", "wide")."""
     dtype = rng.choice(("fp32", "fp32", "bf16", "bf16", "fp16"))
     seed = rng.randrange(1000)
     if only == "lora":
@@ -65,6 +66,8 @@ def draw_model(rng: random.Random, only: str = "", flavour: str = "") -> ModelDr
     if only == "odd heads":
         return ModelDraw("shaped", rng.choice(("fp32", "fp16")), seed, _sizes(rng, ODD), flavour)
     way = rng.random()
+    if only == "wide" or way > 0.96:
+        return ModelDraw("wide", rng.choice(("fp32", "fp32", "fp16")), seed, flavour=flavour)
     if way < 0.05:
         return ModelDraw("lora", rng.choice(("fp32", "bf16")), seed, flavour=flavour)
     if way < 0.07:
@@ -80,10 +83,12 @@ def _sizes(rng: random.Random, heads_of: Any) -> tuple[tuple[str, Any], ...]:
     kind = rng.choice(SHAPED)
     heads, groups, size = rng.choice(heads_of)
     layers = rng.choice((1, 2))
+    # Some configs ask for a multiple of the heads; widths that are no multiple of 16 are refused.
+    unit = heads * 16 // math.gcd(heads, 16)
     sizes = {
         "model_type": kind,
         "vocab_size": rng.choice((128, 160, 200)),
-        "hidden_size": rng.choice((32, 64, 96)),
+        "hidden_size": unit * -(-rng.choice((32, 64, 96)) // unit),
         "intermediate_size": rng.choice((64, 96, 192)),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
@@ -107,6 +112,14 @@ def _shaped(draw: ModelDraw) -> PreTrainedModel:
         eos_token_id=None,
         pad_token_id=None,
     )
+    return _seeded(draw.seed, lambda: AutoModelForCausalLM.from_config(config)).eval()
+
+
+def _wide(draw: ModelDraw) -> PreTrainedModel:
+    config = zoo.config_of("gpt2")
+    config.n_layer, config.n_inner = 1, 2048
+    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
+    config.initializer_range = 0.1
     return _seeded(draw.seed, lambda: AutoModelForCausalLM.from_config(config)).eval()
 
 
@@ -169,6 +182,8 @@ def pristine(draw: ModelDraw) -> Any:
         return _lora(draw) if draw.kind == "lora" else _int8(draw)
     if draw.kind == "shaped":
         model = _shaped(draw)
+    elif draw.kind == "wide":
+        model = _wide(draw)
     elif draw.kind == "sensitive":
         model = replace_linears(zoo.tiny("llama", draw.seed), ShapeSensitiveLinear)
     else:

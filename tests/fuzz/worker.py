@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from tests.fuzz.tally import ROOT
@@ -56,7 +55,7 @@ def end_all() -> None:
         _end(_workers.popitem()[1])
 
 
-def outputs_of(draw: RunDraw) -> Iterator[tuple[str, Any]]:
+def outputs_of(draw: RunDraw) -> list[tuple[str, Any]]:
     """(where, numbered outputs) of a run, alone and in the crowd, in a process with the variables
     of its influence."""
     from tinyspec import DeterminismError, RequestOutput
@@ -67,6 +66,7 @@ def outputs_of(draw: RunDraw) -> Iterator[tuple[str, Any]]:
     asked = {"seed": draw.seed, "number": draw.number, "classes": draw.classes}
     process.stdin.write(json.dumps(asked) + "\n")
     process.stdin.flush()
+    found: list[tuple[str, Any]] = []
     for line in process.stdout:
         if not line.startswith(_MARK):
             continue
@@ -74,11 +74,12 @@ def outputs_of(draw: RunDraw) -> Iterator[tuple[str, Any]]:
         if "error" in answer:
             raise (DeterminismError if answer["refused"] else RuntimeError)(answer["error"])
         if "end" in answer:
-            return
-        yield (
-            answer["where"],
-            [(number, RequestOutput.from_json(output)) for number, output in answer["outputs"]],
-        )
+            return found
+        outputs = [
+            (number, RequestOutput.from_json(output)) for number, output in answer["outputs"]
+        ]
+        found.append((answer["where"], outputs))
+    del _workers[draw.influence.environment]
     raise RuntimeError(f"the process with {draw.influence.name} has ended")
 
 
