@@ -26,7 +26,7 @@ def told(result):
     return f"\n{command(result.draw)}\n{result.draw}\n  {found}"
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(2))
 def test_a_few_runs(number):
     result = run(draw("smoke", number))
     assert result.findings == [], told(result)
@@ -34,9 +34,9 @@ def test_a_few_runs(number):
 
 
 def test_a_draw_is_a_function_of_seed_and_number():
-    for number in range(20):
+    for number in range(6):
         assert str(draw("a", number)) == str(draw("a", number))
-    assert len({str(draw("a", number)) for number in range(20)}) == 20
+    assert len({str(draw("a", number)) for number in range(6)}) == 6
     assert str(draw("a", 1)) != str(draw("b", 1))
 
 
