@@ -13,8 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
+
+import tinyspec
 
 from tests.fuzz import ambient
 from tests.fuzz.crowds import Outputs, alone, crowd
@@ -24,7 +27,16 @@ from tests.fuzz.ledger import Ledger, failure, noticed
 from tests.fuzz.worker import outputs_of
 from tinyspec import DeterminismError, UnsupportedModelError
 
+PACKAGE = Path(tinyspec.__file__).parent
 REFUSALS = (DeterminismError, UnsupportedModelError)
+
+
+def refused(error: Exception) -> bool:
+    """Whether an error is an answer: one of the package's own, or a ValueError that it raises."""
+    if not isinstance(error, ValueError):
+        return isinstance(error, REFUSALS)
+    raised = traceback.extract_tb(error.__traceback__)[-1].filename
+    return Path(raised).is_relative_to(PACKAGE)
 
 
 @dataclass
@@ -77,14 +89,15 @@ class Run:
         """Run a part; a refusal is an answer, but not where nothing disturbs; nothing else is."""
         try:
             part()
-        except REFUSALS as error:
+        except Exception as error:
+            if not refused(error):
+                line = traceback.extract_tb(error.__traceback__)[-1]
+                self.find(f"{type(error).__name__}: {error} ({line.filename}:{line.lineno})")
+                return
             self.result.counts["refused"] += 1
             self.result.refusals.append(str(error))
             if not disturbed:
                 self.find(f"refused though nothing disturbs: {error}")
-        except Exception as error:
-            line = traceback.extract_tb(error.__traceback__)[-1]
-            self.find(f"{type(error).__name__}: {error} ({line.filename}:{line.lineno})")
 
     def find(self, what: str) -> None:
         self.result.findings.append(what)

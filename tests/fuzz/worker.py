@@ -105,7 +105,7 @@ def _answer(asked: dict[str, Any]) -> None:
         _tell(end=True)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
-        _tell(error=text, refused=isinstance(error, runs.REFUSALS))
+        _tell(error=text, refused=runs.refused(error))
 
 
 def _outputs(where: str, outputs: Any) -> None:
