@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 
 import tinyspec
-
 from tests.fuzz import ambient
 from tests.fuzz.crowds import Outputs, alone, crowd
 from tests.fuzz.draws import RunDraw
