@@ -19,6 +19,7 @@ import pytest
 import torch
 import transformers
 
+from tests.fuzz import tally
 from tests.support import budget, signals
 
 if not torch.cuda.is_available():
@@ -35,6 +36,7 @@ def pytest_unconfigure() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     budget.add_options(parser)
+    tally.add_options(parser)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -57,15 +57,15 @@ def test_two_parameters_do_not_go_together():
 
 def test_a_family_has_its_share():
     items = [*lasting("crosses", 2.0, 500), *lasting("random use", 30.0, 100)]
-    chosen = budget.sampled(config(12), items)
+    chosen = budget.sampled(config(36), items)
     spent = {}
     for item in chosen:
         family, seconds = item.mark.args
         spent[family] = spent.get(family, 0.0) + seconds
     for family in spent:
-        allowed = budget.quota(config(12), family)
+        allowed = budget.quota(config(36), family)
         assert 0.8 * allowed < spent[family] <= allowed
-    assert sum(budget.quota(config(12), family) for family in budget.SHARES) == pytest.approx(720)
+    assert sum(budget.quota(config(36), family) for family in budget.SHARES) == pytest.approx(2160)
 
 
 def test_at_least_one_of_a_family():

@@ -25,6 +25,8 @@ import pytest
 SHARES = {
     "compile grid": 3,  # kernels for GPUs that are not here
     "crosses": 3,  # combinations of parameters
+    "fuzz": 3,  # everything at random, with influences from outside
+    "fuzz controls": 1,  # that the fuzzer finds what it should
     "installation": 1,  # an installed wheel
     "environments": 1,  # fresh processes with other variables, allocations and neighbours
     "model types": 2,  # every causal LM of transformers

@@ -1,0 +1,210 @@
+"""Everything outside a request that the fuzzer may change, one row of ``TABLE`` each.
+
+An influence is begun at some point of a run and may be ended at a later one. Nothing here knows
+what must follow from it: ``runs.py`` compares bits and fingerprints.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from tests.fuzz import ambient, changes, process
+from tests.fuzz.models import ModelDraw, pristine
+
+Undo = Callable[[], object]
+
+
+@dataclass
+class Scene:
+    """What an influence acts on. engine: None before there is one. rng: the same draws for each
+    model that the influence of a run is begun on."""
+
+    draw: ModelDraw
+    model: Any
+    rng: random.Random
+    engine: Any = None
+
+    @property
+    def pristine(self) -> Any:
+        """The model as it was drawn."""
+        return pristine(self.draw)
+
+
+# Points of a run at which an influence may begin.
+BUILD, PROOF, CALLS, STEPS, CODE = "build", "proof", "calls", "steps", "code"
+ANYWHERE = (BUILD, PROOF, CALLS, STEPS)
+# Also within a step, by a function of the user.
+EVEN_INSIDE = (*ANYWHERE, CODE)
+
+
+@dataclass(frozen=True)
+class Influence:
+    """One influence from outside.
+
+    begin: starts it; returns how it ends, or None: a change of the model, which lasts. where: when
+    it may begin. only, flavour: which models it needs. prepare: what is done to the model before an
+    engine gets it. applies: whether a model has what is changed. environment: variables of a
+    process in which all is run again, instead of ``begin``.
+    """
+
+    name: str
+    begin: Callable[[Scene], Undo | None]
+    where: tuple[str, ...] = ANYWHERE
+    only: str = ""
+    flavour: str = ""
+    prepare: Callable[[Any], None] | None = None
+    applies: Callable[[Any], bool] = lambda model: True
+    environment: tuple[tuple[str, str], ...] = ()
+    # How often it is drawn, compared with the others.
+    weight: float = 1.0
+
+
+def context(
+    name: str, make: Callable[[Scene], AbstractContextManager[Any]], **more: Any
+) -> Influence:
+    """An influence that lasts while a context manager is entered."""
+
+    def begin(scene: Scene) -> Undo:
+        manager = make(scene)
+        manager.__enter__()
+        return lambda: manager.__exit__(None, None, None)
+
+    return Influence(name, begin, **more)
+
+
+def setting(name: str, put: Callable[[Any], Any], get: Undo, values: Any, **more: Any) -> Influence:
+    """An influence that sets one of ``values``; what ``get`` has returned before comes back."""
+
+    def begin(scene: Scene) -> Undo:
+        before = get()
+        put(scene.rng.choice(values))
+        return lambda: put(before)
+
+    return Influence(name, begin, **{"where": EVEN_INSIDE, **more})
+
+
+def change(name: str, act: Callable[[Scene], None], **more: Any) -> Influence:
+    """A change of the model that lasts."""
+
+    def begin(scene: Scene) -> None:
+        act(scene)
+
+    return Influence(name, begin, **{"where": EVEN_INSIDE, **more})
+
+
+def _nothing(scene: Scene) -> None:
+    """The model alone is the influence."""
+
+
+def environment(only: str = "", **variables: str) -> Influence:
+    """Variables that a process was started with."""
+    name = " ".join(f"{key}={value}" for key, value in variables.items())
+    # Rarely: a process takes as long to start as several runs take.
+    return Influence(name, _nothing, only=only, environment=tuple(variables.items()), weight=0.15)
+
+
+def _dtype(scene: Scene) -> AbstractContextManager[Any]:
+    return ambient.default_dtype(scene.rng)
+
+
+def _told(scene: Scene) -> None:
+    changes.write_data(scene)
+    if scene.engine is not None:
+        scene.engine.weights_changed()
+
+
+TORCH = (
+    context("default dtype", _dtype),
+    context("default device", lambda scene: ambient.default_device()),
+    context("autocast", lambda scene: ambient.autocast(scene.rng)),
+    setting("flush denormal", *ambient.FLUSH, flavour="denormal"),
+    setting("matmul precision", *ambient.MATMUL_PRECISION),
+    setting("mkldnn off", *ambient.MKLDNN),
+    setting("mkldnn matmul precision", *ambient.MKLDNN_MATMUL),
+    setting("deterministic algorithms", *ambient.DETERMINISTIC_ALGORITHMS),
+    setting("flash attention off", *ambient.FLASH),
+    setting("global random state", *ambient.RANDOM_STATE),
+    setting("threads", *ambient.THREADS, only="wide"),
+    setting("rounding mode", *ambient.ROUNDING, applies=lambda model: ambient.can_round()),
+    context("function mode", lambda scene: ambient.OtherFunctions()),
+    context("dispatch mode", lambda scene: ambient.OtherOperators()),
+    context("grad mode", lambda scene: ambient.grad_mode(scene.rng)),
+    context("hook of all modules", lambda scene: ambient.hook_of_all_modules()),
+)
+MODEL = (
+    change("parameter written", changes.write_parameter),
+    change("parameter replaced", changes.replace_parameter),
+    change("parameter's data replaced", changes.replace_data),
+    change("data written and told", _told, where=(CALLS, STEPS)),
+    change("inference weights written", changes.write_inference, flavour="inference"),
+    change("weights loaded", changes.load_weights),
+    change(
+        "weights loaded over zeros",
+        changes.load_own_weights,
+        where=(CALLS,),
+        prepare=changes.zeros,
+        applies=changes.has_wide,
+    ),
+    change(
+        "weights loaded over identities",
+        changes.load_own_weights,
+        where=(CALLS,),
+        prepare=changes.identities,
+        applies=changes.has_wide,
+    ),
+    change("weights misaligned", changes.misalign, where=(BUILD, CALLS, STEPS)),
+    change("weights transposed in memory", changes.transpose_memory, where=(BUILD, CALLS, STEPS)),
+    change("buffer written", changes.write_buffer, applies=changes.has_buffers),
+    change("buffer replaced", changes.replace_buffer, applies=changes.has_buffers),
+    change("epsilon", changes.epsilon, applies=changes.has_epsilons),
+    change("number of a module", changes.number, applies=changes.has_numbers),
+    change("number of the config", changes.config_number, applies=changes.has_config_numbers),
+    change("activation replaced", changes.activation, applies=changes.has_activations),
+    change("module replaced", changes.replace_module),
+    change("training mode", lambda scene: scene.model.train()),
+    change("forward with autocast", changes.autocast_forward, where=(BUILD, PROOF, CALLS)),
+    change("layer with autocast", changes.autocast_layer, where=(BUILD, PROOF, CALLS)),
+    change("adapter switched", changes.switch_adapter, only="lora"),
+    change("adapters disabled", changes.disable_adapters, only="lora"),
+    change("adapter merged", changes.merge_adapter, only="lora"),
+    change("adapter scaled", changes.scale_adapter, only="lora"),
+)
+PROCESS = (
+    context("busy thread", lambda scene: process.busy_thread()),
+    context("engine in another thread", lambda scene: process.engine_in_a_thread()),
+    context("earlier allocations", lambda scene: process.allocations(scene.rng)),
+    context("memory full of NaN", lambda scene: process.poisoned_memory()),
+    context("one core", lambda scene: process.one_core()),
+)
+MODELS = (
+    Influence("NaN out of sight", _nothing, only="windowed", flavour="poisoned", weight=4),
+    Influence("odd groups of heads", _nothing, only="odd heads", weight=2),
+)
+ENVIRONMENTS = (
+    environment("wide", MKL_CBWR="COMPATIBLE"),
+    environment("wide", MKL_CBWR="AVX2"),
+    environment("wide", MKL_ENABLE_INSTRUCTIONS="SSE4_2"),
+    environment(ONEDNN_MAX_CPU_ISA="AVX2"),
+    environment(ONEDNN_MAX_CPU_ISA="SSE41"),
+    environment(ONEDNN_DEFAULT_FPMATH_MODE="BF16"),
+    environment(ONEDNN_DEFAULT_FPMATH_MODE="ANY"),
+    environment("wide", OMP_THREAD_LIMIT="1"),
+    environment("wide", OMP_DYNAMIC="TRUE"),
+    environment("wide", MKL_NUM_THREADS="1"),
+    environment("wide", MKL_DYNAMIC="FALSE"),
+    environment(PYTHONHASHSEED="7"),
+    environment(MALLOC_PERTURB_="165"),
+)
+TABLE = {entry.name: entry for entry in (*TORCH, *MODEL, *PROCESS, *MODELS, *ENVIRONMENTS)}
+
+
+def begin(influence: Influence, scene: Scene) -> Undo:
+    """Begin an influence on a scene; returns how it ends."""
+    # A generator of its own: the same draws on whichever model.
+    undo = influence.begin(copy.copy(scene))
+    return undo or (lambda: None)

@@ -1,0 +1,204 @@
+"""Small models that the fuzzer draws: types of the zoo, llamas of many shapes, adapters.
+
+A ``ModelDraw`` alone says which weights a model has; knows nothing of requests or influences.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tests.support import zoo
+from tests.support.cases import DTYPES
+from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
+from tests.support.zoo_configs import WINDOW
+
+# Tokens of every prompt are below this number, whatever the model.
+VOCAB = 128
+# The token whose embedding is not finite, where a draw says so; no other prompt has it.
+POISON = 5
+# Served model types, of both kinds of attention, with windows, softcaps, sinks, experts, MLA.
+ZOO = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox"),
+    *("opt", "phi", "phi3", "olmo2", "granite", "cohere", "cohere2", "starcoder2", "stablelm"),
+    *("nemotron", "smollm3", "glm4", "exaone4", "gpt_bigcode", "biogpt", "ministral", "helium"),
+    *("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "gemma3n_text", "llama4_text", "olmoe"),
+)
+# Every layer has a window of WINDOW: what lies further back is in no row's sight.
+WINDOWED = ("mistral", "starcoder2", "phi3")
+# Query heads, heads of keys and values, size of a head.
+HEADS = ((4, 2, 16), (4, 4, 32), (8, 1, 32), (7, 7, 24), (6, 3, 64))
+ODD = ((3, 1, 96), (9, 1, 128), (6, 2, 112), (15, 5, 80), (24, 8, 128), (5, 1, 64))
+# Models that not every influence can be tried on.
+SPECIAL = ("lora", "int8")
+SHAPED = ("llama", "qwen3", "mistral", "gemma2", "olmo2")
+
+
+@dataclass(frozen=True)
+class ModelDraw:
+    """kind: a type of the zoo; "shaped", a type and sizes of its own; "lora"; "int8", packed
+    weights; "wide", sums so long that threads share them; "sensitive", linears whose bits depend on
+    the row count. flavour: what else is done to the weights."""
+
+    kind: str
+    dtype: str
+    seed: int
+    sizes: tuple[tuple[str, Any], ...] = ()
+    flavour: str = ""
+
+
+def draw_model(rng: random.Random, only: str = "", flavour: str = "") -> ModelDraw:
+    """Any model; only: one of this kind ("lora", "windowed", "odd heads", "wide")."""
+    dtype = rng.choice(("fp32", "fp32", "bf16", "bf16", "fp16"))
+    seed = rng.randrange(1000)
+    if only == "lora":
+        return ModelDraw("lora", rng.choice(("fp32", "bf16")), seed, flavour=flavour)
+    if only == "windowed":
+        return ModelDraw(rng.choice(WINDOWED), dtype, seed, flavour=flavour)
+    if only == "odd heads":
+        return ModelDraw("shaped", rng.choice(("fp32", "fp16")), seed, _sizes(rng, ODD), flavour)
+    way = rng.random()
+    if only == "wide" or way > 0.96:
+        return ModelDraw("wide", rng.choice(("fp32", "fp32", "fp16")), seed, flavour=flavour)
+    if way < 0.05:
+        return ModelDraw("lora", rng.choice(("fp32", "bf16")), seed, flavour=flavour)
+    if way < 0.07:
+        return ModelDraw("int8", rng.choice(("fp32", "bf16")), seed, flavour=flavour)
+    if way < 0.14:
+        return ModelDraw("sensitive", dtype, seed, flavour=flavour)
+    if way < 0.45:
+        return ModelDraw("shaped", dtype, seed, _sizes(rng, (*HEADS, *ODD)), flavour)
+    return ModelDraw(rng.choice(ZOO), dtype, seed, flavour=flavour)
+
+
+def _sizes(rng: random.Random, heads_of: Any) -> tuple[tuple[str, Any], ...]:
+    kind = rng.choice(SHAPED)
+    heads, groups, size = rng.choice(heads_of)
+    layers = rng.choice((1, 2))
+    # Some configs ask for a multiple of the heads; widths that are no multiple of 16 are refused.
+    unit = heads * 16 // math.gcd(heads, 16)
+    sizes = {
+        "model_type": kind,
+        "vocab_size": rng.choice((128, 160, 200)),
+        "hidden_size": unit * -(-rng.choice((32, 64, 96)) // unit),
+        "intermediate_size": rng.choice((64, 96, 192)),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "head_dim": size,
+        "tie_word_embeddings": rng.random() < 0.3,
+    }
+    if kind in ("mistral", "gemma2"):
+        sizes["sliding_window"] = rng.choice((8, 16, 33))
+    return tuple(sizes.items())
+
+
+def _shaped(draw: ModelDraw) -> PreTrainedModel:
+    sizes = dict(draw.sizes)
+    config = AutoConfig.for_model(
+        sizes.pop("model_type"),
+        **sizes,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    return _seeded(draw.seed, lambda: AutoModelForCausalLM.from_config(config)).eval()
+
+
+def _wide(draw: ModelDraw) -> PreTrainedModel:
+    config = zoo.config_of("gpt2")
+    config.n_layer, config.n_inner = 1, 2048
+    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
+    config.initializer_range = 0.1
+    return _seeded(draw.seed, lambda: AutoModelForCausalLM.from_config(config)).eval()
+
+
+def _seeded(seed: int, make: Any) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return make()
+
+
+def _lora(draw: ModelDraw) -> Any:
+    """Two adapters: "default", drawn, and "other", whose B is zero until it is trained."""
+    import peft
+
+    model = zoo.tiny("llama", draw.seed).to(DTYPES[draw.dtype])
+    targets = ["q_proj", "v_proj", "down_proj"]
+    drawn = peft.LoraConfig(
+        r=4, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    other = peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")
+
+    def make() -> Any:
+        wrapped = peft.get_peft_model(model, drawn)
+        wrapped.add_adapter("other", other)
+        return wrapped.eval()
+
+    return _seeded(draw.seed, make)
+
+
+def _int8(draw: ModelDraw) -> Any:
+    """Linears with 8-bit weights, packed by torchao."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model = zoo.tiny("llama", draw.seed).to(DTYPES[draw.dtype])
+    quantize_(model, Int8WeightOnlyConfig())
+    return model
+
+
+def _flavoured(model: PreTrainedModel, flavour: str) -> None:
+    """denormal: logits so small that they are denormal numbers. poisoned: one token is NaN.
+    inference: parameters count no versions."""
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    with torch.no_grad():
+        if flavour == "denormal":
+            head.mul_(2.0**-70).mul_(2.0**-62)
+        elif flavour == "poisoned":
+            embedding[POISON] = torch.nan
+    if flavour == "inference":
+        for module in model.modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None:
+                    with torch.inference_mode():
+                        value = nn.Parameter(parameter.detach().clone(), requires_grad=False)
+                    setattr(module, name, value)
+
+
+@lru_cache(maxsize=64)
+def pristine(draw: ModelDraw) -> Any:
+    """The model of a draw, which nobody changes."""
+    if draw.kind in SPECIAL:
+        return _lora(draw) if draw.kind == "lora" else _int8(draw)
+    if draw.kind == "shaped":
+        model = _shaped(draw)
+    elif draw.kind == "wide":
+        model = _wide(draw)
+    elif draw.kind == "sensitive":
+        model = replace_linears(zoo.tiny("llama", draw.seed), ShapeSensitiveLinear)
+    else:
+        model = zoo.tiny(draw.kind, draw.seed)
+    return model.to(DTYPES[draw.dtype])
+
+
+def fresh(draw: ModelDraw) -> Any:
+    """A copy of the model of a draw."""
+    model = copy.deepcopy(pristine(draw))
+    if draw.flavour:
+        _flavoured(model, draw.flavour)
+    return model
+
+
+def sight(model: PreTrainedModel) -> int:
+    """How many tokens back the last row of a windowed model can see, through all layers."""
+    return model.config.num_hidden_layers * (WINDOW - 1)
