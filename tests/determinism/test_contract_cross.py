@@ -179,7 +179,10 @@ def test_ways(subject):
         assert all(taken["auto"][way] > 0 for way in ("direct", "padded", "draft"))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype",
+    ["bf16", *(pytest.param(d, marks=pytest.mark.slow("crosses", 3)) for d in ("fp32", "fp16"))],
+)
 def test_ways_with_the_linear_kernel(dtype):
     """All buckets are canonical: "direct" is served and verifies nothing, "always" drafts."""
     found, taken = by_way(model_of("as is", dtype), linear="always")

@@ -50,7 +50,13 @@ def train(model, steps: int, between) -> list[object]:
     return seen
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        *FAMILIES[:2],
+        *(pytest.param(f, marks=pytest.mark.slow("crosses", 1.5)) for f in FAMILIES[2:]),
+    ],
+)
 def test_a_loop_that_generates_between_steps(family):
     twin = tiny(family)
     expected, found = [], []

@@ -320,6 +320,7 @@ def test_much_random_use(case_seed):
     use_at_random(OneEngine, case_seed, cases=4, steps=60)
 
 
+@pytest.mark.slow("random use", 9)
 def test_control_plain_requests_differ_from_the_oracle():
     only_find = {"phases": (Phase.generate,), "report_multiple_bugs": False}
     with pytest.raises(AssertionError, match=DIFFERS):

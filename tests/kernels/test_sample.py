@@ -213,6 +213,7 @@ def test_exact_ties_across_tiles() -> None:
     assert tokens.item() == 4999
 
 
+@pytest.mark.slow("crosses", 5)
 def test_exact_frequencies() -> None:
     """Gumbel-max draws from softmax(logits / T): within five standard deviations."""
     draws = 250
@@ -226,7 +227,11 @@ def test_exact_frequencies() -> None:
 
 
 @both
-@pytest.mark.parametrize("rows, vocab", [(1, 1), (8, 1000), (6, 9001)], ids=str)
+@pytest.mark.parametrize(
+    "rows, vocab",
+    [(1, 1), (8, 1000), pytest.param(6, 9001, marks=pytest.mark.slow("crosses", 4))],
+    ids=str,
+)
 def test_exact_when_forced(scorer: Callable, rows: int, vocab: int) -> None:
     """A row's own choice, forced on it: the bits of the free row, greedy or hot, noise or none."""
     logits, temperature, keys, positions = case(rows, vocab, seed=vocab)

@@ -81,8 +81,8 @@ COMPILED = [
     compile_in_place,
     compile_layers,
     compile_forwards,
-    compile_own_forward,
-    compile_inside,
+    pytest.param(compile_own_forward, marks=pytest.mark.slow("crosses", 2)),
+    pytest.param(compile_inside, marks=pytest.mark.slow("crosses", 2)),
 ]
 
 

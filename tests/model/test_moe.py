@@ -178,7 +178,9 @@ def without_the_kernel(model, config):
     return alone, [bits(output) for output in outputs[: len(alone)]]
 
 
-@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+@pytest.mark.parametrize(
+    "implementation", ["grouped_mm", pytest.param("eager", marks=pytest.mark.slow("crosses", 4))]
+)
 def test_control_other_implementations(monkeypatch, implementation):
     """transformers' own break the contract, and are refused by name."""
     config = EngineConfig(reference_rows=REFERENCE, linear="never")
