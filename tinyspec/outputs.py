@@ -56,7 +56,7 @@ class Completion:
     @classmethod
     def from_json(cls, line: str) -> Completion:
         """The inverse of ``to_json``."""
-        return _completion(json.loads(line))
+        return _completion(json.loads(line, object_pairs_hook=_once))
 
 
 @dataclass
@@ -85,10 +85,18 @@ class RequestOutput:
     @classmethod
     def from_json(cls, line: str) -> RequestOutput:
         """The inverse of ``to_json``."""
-        data: dict[str, Any] = json.loads(line)
+        data: dict[str, Any] = json.loads(line, object_pairs_hook=_once)
         data["params"] = SamplingParams.from_dict(data["params"])
         data["completions"] = [_completion(c) for c in data["completions"]]
         return cls(**data)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose names are all different: of two values, readers take one or the other."""
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        raise ValueError(f"a name stands twice among {[name for name, _ in pairs]}")
+    return data
 
 
 def _pairs(row: Any) -> Any:

@@ -429,6 +429,16 @@ def test_a_prompt_of_text_is_no_prompt_of_tokens(reader):
         assert entry.verdict == "differs" and "prompt_token_ids" in entry.reason
 
 
+def test_a_line_that_says_two_things_is_no_output(honest):
+    """Two values of one name: which is read depends on the reader."""
+    line = honest.to_json()
+    for name in ("request_id", "token_ids"):
+        twice = line.replace(f'"{name}": ', f'"{name}": [1, 2], "{name}": ', 1)
+        assert json.loads(twice) == json.loads(line)
+        with pytest.raises(ValueError, match="twice"):
+            RequestOutput.from_json(twice)
+
+
 def test_a_closed_engine_is_refused(honest):
     engine = steady(model_of("as is"))
     engine.close()
