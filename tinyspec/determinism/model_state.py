@@ -23,7 +23,7 @@ from tinyspec.model.moe import implementations
 from tinyspec.model.positions import GivenPositions, RopeTable
 from tinyspec.model.quantized import is_packed, layout, parts, trace
 from tinyspec.model.row_tiles import RowTiles
-from tinyspec.model.wrappers import hooks_of, own_forward
+from tinyspec.model.wrappers import hooks_of, is_wrapped, own_forward
 
 PLAIN = (bool, int, float, str, type(None))
 _CONSTANT = (bool, float, str)
@@ -146,8 +146,8 @@ def functions(model: nn.Module) -> dict[str, Any]:
         if getattr(own, "__qualname__", "").startswith(RowTiles.__name__):
             own = None  # in tiles it has the same bits
         hooks = [description(hook) for hook in hooks_of(module)]
-        compiled = module._compiled_call_impl is not None
-        found[name or type(model).__name__] = [kinds[kind], hooks, description(own), compiled]
+        how = kinds[kind], hooks, description(own), is_wrapped(module)
+        found[name or type(model).__name__] = list(how)
     return found
 
 

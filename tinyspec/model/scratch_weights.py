@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from statistics import mode
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -146,7 +146,7 @@ class ScratchBuffers:
         flat = torch.empty(count + 1, dtype=dtype, device=device)
         if buffer.remainder:
             # A view begins at a whole number: this one is of a part of the storage.
-            part = flat.untyped_storage()[buffer.remainder :]
+            part: Any = flat.untyped_storage()[buffer.remainder :]
             flat = torch.empty(0, dtype=dtype, device=device).set_(part, 0, (count,))
         drawn = self._drawn(min(PERIOD, count), buffer.spread).to(device, dtype)
         for part in flat.split(len(drawn)):

@@ -70,6 +70,12 @@ def own_forward(module: nn.Module, attribute: str = "forward") -> Any:
     return None
 
 
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether calls of a module are compiled or turn autocast on, by a wrapper that is its own."""
+    compiled = module._compiled_call_impl is not None
+    return compiled or _wrapped(vars(module).get("forward")) is not None
+
+
 def _wrapped(forward: Any) -> Any:
     """What a compiled forward, or one that turns autocast on, calls; None of any other."""
     scope = getattr(forward, "__globals__", {}).get("__name__", type(forward).__module__)
