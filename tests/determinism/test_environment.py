@@ -11,7 +11,13 @@ import torch
 from tests.support.cases import bits_of
 from tests.support.environments import CANARY, child, passes
 from tests.support.tiny import prompts, tiny
-from tinyspec import Engine, EngineConfig, SamplingParams
+from tinyspec import (
+    DeterminismError,
+    Engine,
+    EngineConfig,
+    SamplingParams,
+    UnsupportedModelError,
+)
 from tinyspec.determinism import canary, environment
 from tinyspec.model import openmp
 
@@ -83,11 +89,21 @@ def test_no_variable_changes_bits_alone(name, value, dtype):
 
 
 def test_a_limit_leaves_fewer_threads(two_threads):
-    """What runs is in the fingerprint, beside what torch asks for."""
-    assert openmp.settle() == 2
-    code = f"import runpy, torch; settle = runpy.run_path({openmp.__file__!r})['settle']"
-    code += "; print(torch.get_num_threads(), settle())"
-    assert child(code, OMP_THREAD_LIMIT="1").split() == ["2", "1"]
+    """oneDNN would leave out what the others compute."""
+    assert openmp.settle() == 2 and openmp.shortage() is None
+    code = f"import runpy; print(runpy.run_path({openmp.__file__!r})['shortage']())"
+    assert child(code, OMP_THREAD_LIMIT="1").startswith("OpenMP runs 1 of the 2 threads")
+
+
+def test_a_shortage_of_threads_is_refused(monkeypatch, two_threads):
+    """Before an engine starts, and where it comes later."""
+    with Engine(tiny(), config=CONFIG) as engine:
+        engine.generate(prompts(2), PARAMS)
+        monkeypatch.setattr(openmp, "settle", lambda: 1)
+        with pytest.raises(DeterminismError, match=r"runs 1 of the 2.*set_num_threads\(1\)"):
+            engine.generate(prompts(2), PARAMS)
+    with pytest.raises(UnsupportedModelError, match=r"runs 1 of the 2.*set_num_threads\(1\)"):
+        Engine(tiny(), config=CONFIG)
 
 
 def test_control_canaries_see_what_is_not_pinned(two_threads):

@@ -31,17 +31,18 @@ PASSES = (
     + """
 import json, sys
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
+from tinyspec import UnsupportedModelError
 params = SamplingParams(max_new_tokens=8, deterministic=True, logprobs=True)
 prompts = [[n * 7 % 512 for n in range(length)] for length in (3, 90, 200)]
 found = {}
 for dtype in sys.argv[1:]:
-    with Engine(model_of(dtype), config=EngineConfig(max_model_len=256)) as engine:
-        try:
+    try:
+        with Engine(model_of(dtype), config=EngineConfig(max_model_len=256)) as engine:
             outputs = engine.generate(prompts, params)
             bits = [(c.token_ids, c.logprobs) for output in outputs for c in output.completions]
             found[dtype] = {"bits": bits, "fingerprint": engine.fingerprint}
-        except (DeterminismError, RuntimeError):
-            found[dtype] = None
+    except (DeterminismError, UnsupportedModelError, RuntimeError):
+        found[dtype] = None
 print(json.dumps(found))
 """
 )

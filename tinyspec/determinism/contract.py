@@ -157,7 +157,7 @@ class Contract:
 
         Raises DeterminismError where TunableOp is on, and for kernels that no probe can prove.
         """
-        refuse_unpinnable()
+        refuse_unpinnable(self._runner.device.type)
         if self.results is None or fresh:
             reason = unprovable(self._model)
             if reason is not None:

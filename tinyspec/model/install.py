@@ -16,6 +16,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from tinyspec.config import EngineConfig
 from tinyspec.errors import unsupported
+from tinyspec.model import openmp
 from tinyspec.model.attention import (
     IMPLEMENTATION,
     AttentionContext,
@@ -81,7 +82,8 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
             "model is not allowed: it is served by another Engine, or patched; close that Engine, "
             "or call tinyspec.unpatch(model), first"
         )
-    reason = (
+    reason = openmp.shortage() if model.device.type == "cpu" else None
+    reason = reason or (
         refusal(model) or loading_refusal(model) or _swap_refusal(model, _always_swapped(model))
     )
     if reason is None and not any(map(calls_interface, model.modules())):

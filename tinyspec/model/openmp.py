@@ -68,5 +68,28 @@ def settle() -> int:
         if seen[-1] != caller and flushes():
             torch.set_flush_denormal(False)
 
-    parallel(_PARALLEL(look), None, 0, 0)
+    dynamic = is_dynamic()
+    if dynamic:
+        set_dynamic(False)
+    try:
+        parallel(_PARALLEL(look), None, 0, 0)
+    finally:
+        if dynamic:
+            set_dynamic(True)
     return len(seen)
+
+
+def shortage() -> str | None:
+    """Why products on a CPU would be wrong here; None where they are not.
+
+    oneDNN cuts its work for as many threads as torch asks for, and what the missing ones would
+    compute is left out (seen with torch 2.13: NaN).
+    """
+    asked, running = torch.get_num_threads(), settle()
+    if running == asked:
+        return None
+    return (
+        f"OpenMP runs {running} of the {asked} threads that torch asks for (OMP_THREAD_LIMIT, "
+        "OMP_MAX_ACTIVE_LEVELS), and oneDNN leaves out what the others would compute; call "
+        f"torch.set_num_threads({running})"
+    )

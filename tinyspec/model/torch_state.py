@@ -13,14 +13,18 @@ from torch.nn.modules import module as hooks
 from torch.utils import _python_dispatch as dispatch
 
 from tinyspec.errors import DeterminismError
+from tinyspec.model import openmp
 from tinyspec.model.torch_settings import pin_again, pinned
 
 _C: Any = torch._C
 
 
-def refuse_unpinnable() -> None:
+def refuse_unpinnable(device_type: str) -> None:
     """Raise DeterminismError for what changes bits and cannot be pinned: TunableOp, which chooses
-    GEMM kernels by timing, and hooks that the user has set on all modules of the process."""
+    GEMM kernels by timing, hooks that the user has set on all modules of the process, and OpenMP
+    running fewer threads than a CPU's libraries count on."""
+    if device_type == "cpu" and (why := openmp.shortage()) is not None:
+        raise DeterminismError(why)
     if torch.cuda.is_available() and torch.cuda.tunable.is_enabled():
         raise DeterminismError(
             "TunableOp chooses GEMM kernels by timing; switch it off (torch.cuda.tunable.enable"
