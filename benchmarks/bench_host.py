@@ -65,7 +65,7 @@ def build(layers: int) -> Any:
     return model
 
 
-def _stub(engine: Engine) -> Callable[[], object]:
+def stub(engine: Engine) -> Callable[[], object]:
     """Stub what a step of ``engine`` computes; returns the check for a changed model that a step
     makes after code of the user's. The only function here that uses an engine's internals.
     """
@@ -107,7 +107,7 @@ def stubbed(kind: bool, smoke: bool) -> Iterator[tuple[Engine, Callable[[], obje
     config = EngineConfig(verify="padded", max_rows=256 if smoke else None)  # fewer to probe
     with Engine(build(SMOKE_LAYERS if smoke else LAYERS), config=config) as engine:
         engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2, deterministic=kind))
-        yield engine, _stub(engine)
+        yield engine, stub(engine)
     torch.set_num_threads(threads)
 
 

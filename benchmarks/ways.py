@@ -15,12 +15,9 @@ from unittest.mock import patch
 
 from huggingface_hub import constants
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tinyspec.determinism.probes import linears as linear_probes
-from tinyspec.model.cpu.fast_mode import FastMode
 from tinyspec.model.cpu.linears import OneDnnLinear, TransposedLinear
-from tinyspec.model.cpu.norms import CpuRMSNorm
 from tinyspec.model.install import patched_of
 from tinyspec.runner import model_runner
 from tinyspec.scheduler.page_pool import PagePool
@@ -86,19 +83,11 @@ def _no_runs(model: Any) -> AbstractContextManager[object]:
     return patch.object(PagePool, "_run", lambda pool, wanted: [])
 
 
-def _llama_norm(model: Any) -> AbstractContextManager[object]:
-    """Transformers' own forward, which uses the same names."""
-    return patch.object(CpuRMSNorm, "forward", LlamaRMSNorm.forward)
-
-
 WAYS = (
     # fp32: up to 12 rows by MKL in fast mode, not by oneDNN.
     Way("mkl", (FP32,), _with(OneDnnLinear, "fast_rows", range(0)), _has(OneDnnLinear)),
     # Attention of plain passes by other calls than that of canonical ones.
     Way("plain-attention", (FP32, BF16), _canonical_attention),
-    # RMSNorm by fewer operators in fast mode; then the whole stand-in.
-    Way("plain-norm", (FP32, BF16), _with(CpuRMSNorm, "_fast_mode", FastMode()), _has(CpuRMSNorm)),
-    Way("norm-stand-in", (FP32, BF16), _llama_norm, _has(CpuRMSNorm)),
     # The pages of a sequence lie in a run where there is room.
     Way("page-runs", (FP32, BF16), _no_runs),
     # bf16 with AMX, in fast mode: up to 16 rows transposed; more than that by torch's default.

@@ -12,7 +12,7 @@ os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="tinyspec-tests-")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # NumPy's OpenBLAS is not slot-invariant by default; interpreted kernels multiply through it.
 os.environ.setdefault("OPENBLAS_CORETYPE", "Nehalem")
-# Tiny passes: a worker thread that spins between them takes the core from whoever has work.
+# Tiny passes: a worker thread that spins between them takes the core from threads with work.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest

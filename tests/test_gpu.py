@@ -62,7 +62,7 @@ def test_control_plain_requests_differ():
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_drop_in(device):
-    """Inputs on either device; a pool that grows, the model its own self between calls."""
+    """Inputs on either device; a pool that grows, the model is unpatched between calls."""
     model = tiny().cuda()
     ids = torch.randint(3, 100, (2, 6), generator=torch.Generator().manual_seed(0)).to(device)
     before = model(ids.cuda()).logits

@@ -216,11 +216,11 @@ def test_custom_generate_with_beams(patched):
     """transformers' own result or none; it has written every prompt down twice by then."""
     model, own = pair()
     served = model if patched else own
-    told = listen(served.generate, **BATCH, **BASE, num_beams=2, custom_generate=generate)
-    if isinstance(told.error, NotImplementedError):
-        assert "num_beams" in str(told.error)
+    heard = listen(served.generate, **BATCH, **BASE, num_beams=2, custom_generate=generate)
+    if isinstance(heard.error, NotImplementedError):
+        assert "num_beams" in str(heard.error)
     else:
-        assert torch.equal(told.result, own.generate(**BATCH, **BASE, num_beams=2))
+        assert torch.equal(heard.result, own.generate(**BATCH, **BASE, num_beams=2))
 
 
 def test_custom_generate_refuses_by_name():

@@ -145,14 +145,14 @@ def test_a_row_of_one_token_and_a_flat_tensor():
 
 
 def test_no_input_begins_with_bos():
-    told = []
+    heard = []
     with defaults(pair(), bos_token_id=7):
-        told += [listen(model.generate, **BASE) for model in pair()]
-    told += [listen(model.generate, **BASE, bos_token_id=9) for model in pair()]
-    for ours, theirs in (told[:2], told[2:]):
+        heard += [listen(model.generate, **BASE) for model in pair()]
+    heard += [listen(model.generate, **BASE, bos_token_id=9) for model in pair()]
+    for ours, theirs in (heard[:2], heard[2:]):
         assert ours.error is None and theirs.error is None
         assert torch.equal(ours.result, theirs.result) and ours.lines == theirs.lines
-    assert told[0].result[0, 0] == 7 and told[2].result[0, 0] == 9
+    assert heard[0].result[0, 0] == 7 and heard[2].result[0, 0] == 9
 
 
 def test_no_input_and_several_sequences():

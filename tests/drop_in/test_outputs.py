@@ -274,17 +274,17 @@ LAYERS = {
 def test_settings_are_merged_as_transformers_merges_them(layers):
     of_model, of_config, of_call = layers
     with defaults(pair(), pad_token_id=PAD, **of_model):
-        told = []
+        heard = []
         for model in pair():
             config = None if of_config is None else GenerationConfig(**of_config)
             kept = copy.deepcopy(config), copy.deepcopy(model.generation_config)
-            told.append(listen(model.generate, one(ROWS[0]), generation_config=config, **of_call))
+            heard.append(listen(model.generate, one(ROWS[0]), generation_config=config, **of_call))
             assert (config, model.generation_config) == kept
-    ours, theirs = told
+    ours, theirs = heard
     assert ours.complaint == theirs.complaint and ours.lines == theirs.lines
     assert type(ours.result) is type(theirs.result)
     if theirs.error is None:
-        assert torch.equal(*(getattr(each.result, "sequences", each.result) for each in told))
+        assert torch.equal(*(getattr(each.result, "sequences", each.result) for each in heard))
 
 
 def test_default_length_is_twenty_new_tokens():

@@ -118,19 +118,19 @@ def test_what_transformers_stumbles_over_is_named(name):
 
 
 def test_a_model_config_that_controls_generation():
-    told = []
+    heard = []
     for model in pair():
         model.config.temperature = 0.7
         try:
-            told.append(listen(model.generate, ROW, **BASE))
+            heard.append(listen(model.generate, ROW, **BASE))
         finally:
             del model.config.temperature
-    assert isinstance(told[1].error, ValueError) and told[0].complaint == told[1].complaint
+    assert isinstance(heard[1].error, ValueError) and heard[0].complaint == heard[1].complaint
 
 
 def test_control_complaints_differ():
-    told = [listen(pair()[0].generate, ROW, **BASE | BAD[n]) for n in ("typo", "penalty-0")]
-    assert told[0].complaint != told[1].complaint and told[0].error is not None
+    heard = [listen(pair()[0].generate, ROW, **BASE | BAD[n]) for n in ("typo", "penalty-0")]
+    assert heard[0].complaint != heard[1].complaint and heard[0].error is not None
 
 
 PER_REQUEST = {

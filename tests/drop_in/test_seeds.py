@@ -1,4 +1,4 @@
-"""Seeds, and torch's global generator, which belongs to whoever set it."""
+"""Seeds, and torch's global generator, which belongs to the caller."""
 
 from __future__ import annotations
 

@@ -122,11 +122,11 @@ def test_stop_strings_of_the_models_own_config(models, tokenizer):
     inputs = tokenizer(TEXTS[1], return_tensors="pt")
     for settings in ({}, {"stop_strings": None}, {"stop_strings": ["lived"]}):
         with defaults(models, stop_strings=["Finn Fi"]):
-            told = [
+            heard = [
                 listen(m.generate, **inputs, **settings, max_new_tokens=NEW, tokenizer=tokenizer)
                 for m in models
             ]
-        ours, theirs = told
+        ours, theirs = heard
         assert ours.complaint == theirs.complaint and ours.lines == theirs.lines
         assert torch.equal(ours.result, theirs.result)
 

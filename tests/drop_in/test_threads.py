@@ -58,8 +58,8 @@ def test_a_thread_whose_call_transformers_serves():
 
 
 @pytest.mark.parametrize("beams", [1, 2])
-@pytest.mark.parametrize("door", ["logits_processor", "stopping_criteria", "streamer"])
-def test_generate_from_within_itself_says_so(door, beams):
+@pytest.mark.parametrize("hook", ["logits_processor", "stopping_criteria", "streamer"])
+def test_generate_from_within_itself_says_so(hook, beams):
     def called(ids, scores, **_):
         return greedy(model, [1, 2], num_beams=beams)
 
@@ -72,9 +72,9 @@ def test_generate_from_within_itself_says_so(door, beams):
             pass
 
     with patched(tiny()) as model:
-        given = Streamer() if door == "streamer" else [called]
+        given = Streamer() if hook == "streamer" else [called]
         with pytest.raises(RuntimeError, match="within itself"):
-            greedy(model, [1, 2, 3], **{door: given})
+            greedy(model, [1, 2, 3], **{hook: given})
         assert greedy(model, [1, 2, 3]) == greedy(own(), [1, 2, 3])
 
 
@@ -126,7 +126,7 @@ def test_ctrl_c_in_a_streamer(at, deterministic):
 
 
 def test_ctrl_c_in_a_pass(sigint):
-    """The signal itself, at a bad moment; whoever listened to it before does so again."""
+    """The signal itself, at a bad moment; the handler before it is restored."""
 
     def interrupts(ids, scores):
         signals.interrupt()
@@ -145,7 +145,7 @@ def test_ctrl_c_in_a_pass(sigint):
 
 
 def test_unpatch_from_within_a_call():
-    """Refused, or the call goes on; the model is its own self in the end."""
+    """Refused, or the call goes on; the model is unpatched in the end."""
     model = tiny()
     prompt = random_ids(9)
     before = portrait(model)

@@ -107,11 +107,11 @@ def test_patched_again_and_again():
 @pytest.mark.parametrize("second", [tinyspec.patch, Engine, tinyspec.doctor])
 def test_a_patched_model_is_not_taken_over(second):
     with patched(tiny()) as model:
-        before, door = portrait(model), model.generate
+        before, generate = portrait(model), model.generate
         for _ in range(2):
             with pytest.raises(ValueError, match=r"patched.*unpatch"):
                 second(model)
-            assert model.generate is door
+            assert model.generate is generate
             assert portrait(model) == before
             assert greedy(model, PROMPT) == greedy(own(), PROMPT)
 

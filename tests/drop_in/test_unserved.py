@@ -101,12 +101,12 @@ def test_transformers_own_result_and_one_line(family, name, caplog):
     model = copy.deepcopy(own)
     tinyspec.patch(model)
     case = {**UNSERVED, **GPT2_ONLY}[name]
-    told = []
+    heard = []
     with caplog.at_level(logging.INFO, logger="tinyspec"):
         for each in (model, own, model):
             torch.manual_seed(3)
-            told.append(listen(each.generate, **{**BATCH, **BASE, **case(each)}))
-    ours, theirs, again = told
+            heard.append(listen(each.generate, **{**BATCH, **BASE, **case(each)}))
+    ours, theirs, again = heard
     assert ours.complaint == theirs.complaint == again.complaint
     assert ours.lines == theirs.lines
     assert type(ours.result) is type(theirs.result)
@@ -247,8 +247,8 @@ def test_every_field_of_the_installed_config_is_classified():
     for name in FIELDS:
         if name in served.SERVED_FIELDS | served.INERT_FIELDS:
             continue
-        told = unserved(**{name: SET.get(name, True)}, do_sample=True)
-        assert any(name in why for why in told), f"{name} is dropped in silence"
+        heard = unserved(**{name: SET.get(name, True)}, do_sample=True)
+        assert any(name in why for why in heard), f"{name} is dropped in silence"
 
 
 def test_a_field_nobody_knows_yet():

@@ -139,16 +139,16 @@ UNSUPPORTED = {
 }
 
 
-@pytest.mark.parametrize("door", [Engine, patch])
+@pytest.mark.parametrize("serve", [Engine, patch])
 @pytest.mark.parametrize("config, reason", UNSUPPORTED.values(), ids=UNSUPPORTED)
-def test_unsupported_models(config, reason, door):
+def test_unsupported_models(config, reason, serve):
     model = AutoModelForCausalLM.from_config(config).eval()
     ids = torch.tensor([[1, 2, 3]])
     with torch.no_grad():
         before = model(ids).logits
         modules = {name: type(module) for name, module in model.named_modules()}
         with pytest.raises(UnsupportedModelError, match=f"{type(model).__name__}.*{reason}"):
-            door(model)
+            serve(model)
         assert not hasattr(model, "_tinyspec")
         assert {name: type(module) for name, module in model.named_modules()} == modules
         assert torch.equal(model(ids).logits, before)

@@ -1,4 +1,4 @@
-"""A pass that raises: whoever is to blame fails by itself and says why, nobody else notices.
+"""A pass that raises: the request that causes it fails alone and says why.
 
 Controls: a failure is seen in the bits of plain requests, whose passes have other sizes then, and
 without the cause nobody fails.
@@ -243,7 +243,7 @@ def test_drafts_that_make_a_pass_raise_cost_no_request():
     "error", [torch.OutOfMemoryError("no room"), MemoryError("no room")], ids=["torch", "python"]
 )
 def test_passes_that_are_too_large(error):
-    """Whoever fits by itself is served, slowly, and a long prompt in as many passes as it takes."""
+    """A request that fits alone is served, slowly; a long prompt takes many passes."""
     model, faulty = faulty_model("as is")  # has large canonical buckets
     expected = alone(model)
     long = (text(60, seed=1), greedy(5))

@@ -84,7 +84,7 @@ def on_new_weights(engine, request_id):
 
 @pytest.mark.parametrize("end", [given_up, on_new_weights])
 def test_a_stream_says_that_it_was_cut_short(end):
-    """Its last event carries finish_reason, whoever ended the request."""
+    """Its last event carries finish_reason, whatever ended the request."""
     with Engine(tiny()) as engine:
         stream = engine.stream(prompts(4)[3:], DETERMINISTIC)
         events = [next(stream)]
@@ -211,7 +211,7 @@ def test_pages_held_are_what_sequences_need(page_size):
 
 
 def four():
-    """Deterministic requests that share the passes of whoever fails."""
+    """Deterministic requests that share the passes of requests that fail."""
     styles = ({}, {"temperature": 0.8, "seed": 1}, {"num_return_sequences": 2}, {})
     return [(text(9 + 6 * n, seed=n), greedy(12, **style)) for n, style in enumerate(styles)]
 

@@ -89,7 +89,7 @@ class FailsOnce(torch.nn.Module):
 
 
 class OneEngine(RuleBasedStateMachine):
-    """Requests through every door, aborts, failures and releases, in any order."""
+    """Requests by every entry point, aborts, failures and releases, in any order."""
 
     compares_plain = False
     reached: ClassVar[Counter[str]] = Counter()

@@ -35,12 +35,12 @@ def reference(
     wide = torch.promote_types(x.dtype, cos.dtype)
     cos, sin = cos.to(wide)[:, None], sin.to(wide)[:, None]
     rot = cos.shape[-1]
-    turned, rest = x[..., :rot], x[..., rot:]
+    rotary, rest = x[..., :rot], x[..., rot:]
     if interleaved:
-        other = torch.stack([-turned[..., 1::2], turned[..., ::2]], dim=-1).flatten(-2)
+        other = torch.stack([-rotary[..., 1::2], rotary[..., ::2]], dim=-1).flatten(-2)
     else:
-        other = torch.cat([-turned[..., rot // 2 :], turned[..., : rot // 2]], dim=-1)
-    return torch.cat([(turned * cos + other * sin).to(x.dtype), rest], dim=-1)
+        other = torch.cat([-rotary[..., rot // 2 :], rotary[..., : rot // 2]], dim=-1)
+    return torch.cat([(rotary * cos + other * sin).to(x.dtype), rest], dim=-1)
 
 
 def angles(rows: int, rot: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

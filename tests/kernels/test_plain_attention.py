@@ -232,14 +232,14 @@ def test_a_masked_key_must_be_finite(monkeypatch):
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_queries_may_lie_anyhow(exact, kv_heads, rows):
-    """Part of a fused projection, or turned round by the attention interface: the same bits."""
+    """Part of a fused projection, or transposed by the attention interface: the same bits."""
     heads, dim, size = 4, 32, 128
     caches = torch.randn(2, 6, size, kv_heads, dim)
     lengths = [70, 200]
     wide = torch.randn(2 * rows, heads + 2, dim)[:, :heads]
-    turned = wide.transpose(0, 1).contiguous().transpose(0, 1)
+    transposed = wide.transpose(0, 1).contiguous().transpose(0, 1)
     found = []
-    for q in (wide, turned, wide.contiguous()):
+    for q in (wide, transposed, wide.contiguous()):
         spans = [(length - rows, length) for length in lengths]
         metadata = AttentionMetadata.of(spans, [[1], [3, 4]], size, exact=exact)
         found.append(paged_attention(q, *caches, metadata, scale=dim**-0.5))

@@ -27,7 +27,7 @@ MODELS = {
 }
 
 
-def turned(x, cos, sin, interleaved):
+def rotated(x, cos, sin, interleaved):
     """q and, by way of the cache, k after the twin."""
     q, k = x.split([Q_HEADS, KV_HEADS], dim=1)
     caches = [torch.zeros(3, 16, KV_HEADS, x.shape[-1], dtype=x.dtype) for _ in range(2)]
@@ -57,7 +57,7 @@ def test_bits_of_transformers(name, dtype):
     cos, sin = (table.to(own) for table in (angles.cos(), angles.sin()))
     if in_fp32:
         cos, sin = cos.float(), sin.float()
-    out = turned(x, cos, sin, interleaved)
+    out = rotated(x, cos, sin, interleaved)
     assert out.dtype == dtype and torch.equal(out, expected)
 
 
@@ -66,7 +66,7 @@ def test_wider_angles_show(interleaved):
     """Control: rounded once or at every step are not the same bits."""
     x = torch.randn(ROWS, Q_HEADS + KV_HEADS, 64).bfloat16()
     cos, sin = torch.randn(2, ROWS, 64).bfloat16()
-    narrow = turned(x, cos, sin, interleaved)
-    wide = turned(x, cos.float(), sin.float(), interleaved)
+    narrow = rotated(x, cos, sin, interleaved)
+    wide = rotated(x, cos.float(), sin.float(), interleaved)
     assert not torch.equal(narrow, wide)
     assert close(narrow.float(), wide.float(), ANGLES_16)

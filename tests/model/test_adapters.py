@@ -249,7 +249,7 @@ AROUND_ATTENTION = {
 @pytest.mark.parametrize("make", AROUND_ATTENTION.values(), ids=AROUND_ATTENTION)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_attention_within_attention_is_served(make, deterministic):
-    """What the survey saw called is what is served, whatever it is wrapped in."""
+    """The module that was called at load is the one that is served, whatever it is wrapped in."""
     model = make()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -1,7 +1,7 @@
 """Every text causal LM of transformers: served as the README's table says, or refused as it says.
 
 The table is what ``python -m tests.support.walk`` has found. Here the same is found again, type by
-type: quickly (attention, or the refusal, and a rehearsal of some tokens) and, in the slow tests,
+type: quickly (attention, or the refusal, and a run of some tokens) and, in the slow tests,
 token by token and bit by bit.
 """
 

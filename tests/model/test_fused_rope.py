@@ -546,7 +546,7 @@ def test_what_reaches_attention_must_be_what_was_handed_on(source, monkeypatch):
 
 
 def reordered(model):
-    """Layers 0 and 1 the other way round where the survey and the trial do not look."""
+    """Layers 0 and 1 the other way round only after load."""
     one, two = (layer.self_attn for layer in model.model.layers)
 
     class Either(nn.Module):
@@ -565,7 +565,7 @@ def reordered(model):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_each_call_must_come_from_the_module_of_the_survey(way, monkeypatch):
-    """As many calls as in the survey, in another order: another layer's keys would be read."""
+    """As many calls as at load, in another order: another layer's keys would be read."""
     monkeypatch.setattr(install, "WAYS", WAYS[way])
     model = reordered(tiny("llama"))
     prompt = [3, 4, 5, 6, 7]

@@ -77,7 +77,7 @@ def reaches(kind, **changes):
 
 
 def test_windows_come_from_masks():
-    """Qwen2-MoE's attention is not told its window, GPT-2 has none, Mistral's may be None."""
+    """Qwen2-MoE's attention is not given its window, GPT-2 has none, Mistral's may be None."""
     assert set(reaches("qwen2_moe")) == {Reach(), Reach(window=16)}
     assert set(reaches("gpt2")) == {Reach()}
     assert set(reaches("mistral")) == {Reach(window=16)}

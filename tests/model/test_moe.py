@@ -141,7 +141,7 @@ def test_row_invariant(kind, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", SERVED)
 def test_the_contract(family, dtype):
-    """Every kind of needle alone, and among 1 to 15 others of any kind, through any door."""
+    """Every kind of needle alone, and among 1 to 15 others of any kind, by any entry point."""
     model = tiny_moe(family, dtype)
     rng = random.Random(1)
     with Engine(model, config=EngineConfig(reference_rows=REFERENCE)) as engine:

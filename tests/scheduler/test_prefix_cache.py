@@ -184,7 +184,7 @@ def test_indexed_pages_are_never_written():
 
 @pytest.mark.parametrize("num_pages", [8, 12, 30])
 def test_a_small_pool_evicts(num_pages):
-    """Idle pages give way to whoever runs, those that were used last go last."""
+    """Idle pages give way to running sequences, those that were used last go last."""
     requests = [(text(40, seed=n % 5), greedy(15)) for n in range(10)]
     with engine_of(tiny(), page_size=8, prefix_cache=False) as engine:
         alone = one_by_one(engine, requests[:5]) * 2
@@ -226,7 +226,7 @@ def write_data(model):
 @pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "plain"])
 @pytest.mark.parametrize("write", [bump, write_data])
 def test_a_weight_change_drops_it(write, deterministic):
-    """Whether the engine sees it by itself or is told; nothing starts from the old weights' KV."""
+    """Seen by the engine or notified of: nothing starts from the old weights' KV."""
     model, changed = tiny(), tiny()
     write(changed)
     wanted = greedy(8) if deterministic else plain(greedy(8))

@@ -267,7 +267,7 @@ def test_preemption_order():
 
 @pytest.mark.parametrize("seed", range(0, 120, 2))
 def test_highest_rank_is_not_starved(seed):
-    """Whoever ranks first among those running is served at least once in a window of passes."""
+    """The running sequence that ranks first is served at least once in a window of passes."""
     simulation = random_simulation(seed, tight=True)
     unserved, first = 0, None
     while simulation.unfinished:
@@ -373,9 +373,9 @@ def test_seconds_of_buckets_that_were_not_measured():
 @pytest.mark.parametrize("canonical", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("seed", range(8))
 def test_while_some_verify_everyone_gets_a_token(seed, canonical, verify):
-    """Whoever decodes, plain or deterministic, has a row in every pass that holds them, also while
-    others verify or have their prompts computed. A verify may have to wait for one pass where a
-    canonical pass had no room for the prompts of plain requests."""
+    """A decoding sequence, plain or deterministic, has a row in every pass of its kind, also
+    while others verify or have their prompts computed. A verify may have to wait for one pass where
+    a canonical pass had no room for the prompts of plain requests."""
     rng = random.Random(seed)
     simulation = Simulation(
         seed, 4000, canonical=canonical, reference_rows=16, max_rows=64, verify=verify

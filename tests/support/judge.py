@@ -100,7 +100,7 @@ def joined(block: Tensor, rows: list[list[int]], outputs: list[Any], pad: int = 
 
 
 @dataclass
-class Told:
+class Heard:
     """What a call came to, and what transformers said of it."""
 
     result: Any = None
@@ -112,11 +112,11 @@ class Told:
         return type(self.error), str(self.error)
 
 
-def listen(generate: Callable[..., Any], *args: Any, **settings: Any) -> Told:
+def listen(generate: Callable[..., Any], *args: Any, **settings: Any) -> Heard:
     """Call ``generate`` and keep its result or error, and all log lines and warnings."""
-    told = Told()
+    heard = Heard()
     handler = logging.Handler()
-    handler.emit = lambda record: told.lines.append(record.getMessage())
+    handler.emit = lambda record: heard.lines.append(record.getMessage())
     logger = logging.getLogger("transformers")
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_warning()
@@ -126,14 +126,14 @@ def listen(generate: Callable[..., Any], *args: Any, **settings: Any) -> Told:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             try:
-                told.result = generate(*args, **settings)
+                heard.result = generate(*args, **settings)
             except Exception as error:
-                told.error = error
-        told.lines += [str(warning.message) for warning in warned]
+                heard.error = error
+        heard.lines += [str(warning.message) for warning in warned]
     finally:
         logger.removeHandler(handler)
         transformers.logging.set_verbosity(before)
-    return told
+    return heard
 
 
 def close(given: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:

@@ -109,7 +109,7 @@ def bits(output: RequestOutput) -> list[tuple[list[int], list[float] | None, str
 def run_through(
     engine: Engine, rng: random.Random, requests: list[tuple[list[int], SamplingParams]]
 ) -> list[RequestOutput]:
-    """Run requests through a random door: all at once, or added between steps."""
+    """Run requests by a random entry point: all at once, or added between steps."""
     prompts, params = [p for p, _ in requests], [s for _, s in requests]
     if rng.random() < 0.4:
         return engine.generate(prompts, params)

@@ -1,4 +1,4 @@
-"""What must hold of an engine's pages after every step, whoever uses it and however."""
+"""What must hold of an engine's pages after every step, however it is used."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Comparing a module with its stand-in bit for bit: inputs, weights, equality, kinds of modules.
 
 Inputs and weights are random: weights of the model that are all zero or one could hide a
-difference. Knows modules; neither attention nor norms.
+difference. Knows modules; no attention.
 """
 
 from __future__ import annotations

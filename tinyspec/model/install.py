@@ -25,7 +25,6 @@ from tinyspec.model.attention import (
 from tinyspec.model.attention_calls import Layer
 from tinyspec.model.attention_trial import WAYS, stand_ins
 from tinyspec.model.cpu.linears import cpu_stand_ins
-from tinyspec.model.cpu.norms import norm_stand_ins
 from tinyspec.model.introspection import attention_calls, module_calls
 from tinyspec.model.linears import LinearFunction, kernel_stand_ins
 from tinyspec.model.modules import children
@@ -159,10 +158,6 @@ def _install(
             patched.swap(parent, name, served)
     for parent, name, quicker in cpu_stand_ins(model, patched.fast_mode):
         patched.swap(parent, name, quicker)
-    with TorchState(model)():
-        norms = norm_stand_ins(model, patched.fast_mode, model.dtype)
-    for parent, name, norm in norms:
-        patched.swap(parent, name, norm)
 
 
 def _swap_attention(patched: PatchedModel, positions: int) -> None:
