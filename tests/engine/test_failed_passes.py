@@ -30,53 +30,73 @@ ARMED = "out of order"
 
 
 class Faulty(torch.nn.Module):
-    """Wraps the first MLP; once it is armed it raises at the calls that ``wrong`` picks.
+    """Wraps the first MLP; raises where its fault says so."""
+
+    def __init__(self, inner):
+        super().__init__()
+        # An object of its own: attributes of a module are settings, and changed ones another model.
+        self.inner, self.fault = inner, Fault()
+
+    def forward(self, x):
+        self.fault.check(x.shape[:-1].numel())
+        return self.inner(x)
+
+
+class Fault:
+    """Once it is armed it raises at the calls that ``wrong`` picks.
 
     wrong: given the number of calls since it was armed and the rows of the pass.
     """
 
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
+    def __init__(self):
         self.wrong, self.error, self.calls, self.raised = None, RuntimeError(ARMED), 0, 0
 
     def arm(self, wrong, error=None):
         self.wrong, self.calls, self.raised = wrong, 0, 0
         self.error = error or self.error
 
-    def forward(self, x):
+    def check(self, rows):
         self.calls += 1
-        if self.wrong is not None and self.wrong(self.calls, x.shape[:-1].numel()):
+        if self.wrong is not None and self.wrong(self.calls, rows):
             self.raised += 1
             raise self.error
-        return self.inner(x)
 
 
 class Sees(torch.nn.Module):
-    """Wraps an embedding; raises in every pass that holds ``token``, once there is one."""
+    """Wraps an embedding; raises in every pass that holds a token of ``seen``."""
 
     def __init__(self, inner):
         super().__init__()
-        self.inner, self.token, self.raised = inner, None, 0
+        self.inner, self.seen = inner, Seen()
         self.weight, self.num_embeddings = inner.weight, inner.num_embeddings
 
     def forward(self, ids):
+        self.seen.check(ids)
+        return self.inner(ids)
+
+
+class Seen:
+    """Raises for ``token``, once there is one."""
+
+    def __init__(self):
+        self.token, self.raised = None, 0
+
+    def check(self, ids):
         if self.token is not None and (ids == self.token).any():
             self.raised += 1
             raise ValueError(f"saw {self.token}")
-        return self.inner(ids)
 
 
 def faulty_model(kind="shape-sensitive"):
     model = model_of(kind)
     model.model.layers[0].mlp = Faulty(model.model.layers[0].mlp)
-    return model, model.model.layers[0].mlp
+    return model, model.model.layers[0].mlp.fault
 
 
 def seeing_model():
     model = model_of("shape-sensitive")
     model.model.embed_tokens = Sees(model.model.embed_tokens)
-    return model, model.model.embed_tokens
+    return model, model.model.embed_tokens.seen
 
 
 def unfinished(engine):

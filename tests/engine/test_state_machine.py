@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cache
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -79,11 +80,12 @@ class FailsOnce(torch.nn.Module):
 
     def __init__(self, inner):
         super().__init__()
-        self.inner, self.armed = inner, False
+        # An object of its own: an attribute of the module that changes makes another model.
+        self.inner, self.fault = inner, SimpleNamespace(armed=False)
 
     def forward(self, x):
-        if self.armed:
-            self.armed = False
+        if self.fault.armed:
+            self.fault.armed = False
             raise RuntimeError("armed")
         return self.inner(x)
 
@@ -240,7 +242,7 @@ class OneEngine(RuleBasedStateMachine):
 
     @rule(asked=st.lists(requests(deterministic=True), min_size=1, max_size=3))
     def score(self, asked):
-        self.faulty.armed = False  # score says so when a pass fails
+        self.faulty.fault.armed = False  # score says so when a pass fails
         expected = [self.truth(prompt, params).completions[0] for prompt, params in asked]
         scores = self.engine.score(
             [p for p, _ in asked], [c.token_ids for c in expected], [s for _, s in asked]
@@ -250,7 +252,7 @@ class OneEngine(RuleBasedStateMachine):
     @precondition(lambda self: self.finished)
     @rule(data=st.data())
     def audit(self, data):
-        self.faulty.armed = False
+        self.faulty.fault.armed = False
         places = st.sampled_from(range(len(self.finished)))
         outputs = data.draw(st.lists(places, min_size=1, max_size=4))
         report = audit(self.engine, [self.finished[n] for n in outputs])
@@ -258,11 +260,11 @@ class OneEngine(RuleBasedStateMachine):
 
     @rule()
     def fail_next_pass(self):
-        self.faulty.armed = True
+        self.faulty.fault.armed = True
 
     @rule()
     def say_weights_changed(self):
-        self.faulty.armed = False
+        self.faulty.fault.armed = False
         self.engine.weights_changed()
 
     @rule()

@@ -139,7 +139,7 @@ def functions(model: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {"hooks of all modules": [description(hook) for hook in everywhere]}
     kinds: dict[type, Any] = {}
     for name, module in named_parts(model):
-        kind = vars(module).get("tinyspec_class", type(module))
+        kind = type(module)
         if kind not in kinds:
             kinds[kind] = class_description(kind)
         own = own_forward(module, "_old_forward" if hasattr(module, "_hf_hook") else "forward")
