@@ -62,7 +62,8 @@ def _seeded() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _fixed_costs() -> Iterator[None]:
     """The scheduler chooses by costs of buckets, and every test has the same ones: measured, they
-    would be others on a busy machine. The probes still measure; that is in ``BucketResult``."""
+    would be others on a busy machine. The probes still measure; that is in ``BucketResult``. A
+    doctor looks at no more rows of attention than the proof does."""
     from tinyspec.determinism.probe_results import ProbeResults
 
     def seconds(rows: int) -> float:
@@ -77,6 +78,7 @@ def _fixed_costs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(ProbeResults, "seconds", property(of_all))
         patches.setattr(ProbeResults, "tiled", property(of_tiled))
+        patches.setattr("tinyspec.tools.doctor.ATTENTION_ROWS", 1)
         yield
 
 

@@ -232,16 +232,18 @@ def test_a_masked_key_must_be_finite(monkeypatch):
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_queries_may_lie_anyhow(exact, kv_heads, rows):
-    """Part of a fused projection, or transposed by the attention interface: the same bits."""
-    heads, dim, size = 4, 32, 128
-    caches = torch.randn(2, 6, size, kv_heads, dim)
-    lengths = [70, 200]
-    wide = torch.randn(2 * rows, heads + 2, dim)[:, :heads]
+@pytest.mark.parametrize("lengths", [(70, 200), (7, 60), (60,)], ids=str)
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 32), (torch.bfloat16, 16)], ids=str)
+def test_queries_may_lie_anyhow(exact, kv_heads, rows, lengths, dtype, dim):
+    """Part of a fused projection, or transposed round by the attention interface: the same bits."""
+    heads, size = 4, 128
+    caches = torch.randn(2, 6, size, kv_heads, dim).to(dtype)
+    wide = torch.randn(len(lengths) * rows, heads + 2, dim).to(dtype)[:, :heads]
     transposed = wide.transpose(0, 1).contiguous().transpose(0, 1)
     found = []
     for q in (wide, transposed, wide.contiguous()):
         spans = [(length - rows, length) for length in lengths]
-        metadata = AttentionMetadata.of(spans, [[1], [3, 4]], size, exact=exact)
+        tables = [[1], [3, 4]][: len(spans)]
+        metadata = AttentionMetadata.of(spans, tables, size, exact=exact)
         found.append(paged_attention(q, *caches, metadata, scale=dim**-0.5))
     assert all(torch.equal(out, found[0]) and out.is_contiguous() for out in found)

@@ -13,10 +13,16 @@ import torch
 from transformers.integrations.moe import use_experts_implementation
 
 from tests.support.mixes import Liar, bits, crowd, needles, random_config, run_through, solo
-from tests.support.moe import OWN_WAY, SERVED, tiny_moe
+from tests.support.moe import CONFIGS, OWN_WAY, SERVED, tiny_moe
 from tests.support.tiny import VOCAB, hf_greedy, prompts
 from tests.support.tolerances import OPERATOR, close
-from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
+from tinyspec import (
+    DeterminismError,
+    Engine,
+    EngineConfig,
+    SamplingParams,
+    UnsupportedModelError,
+)
 from tinyspec.determinism.probes import buckets as bucket_probe
 from tinyspec.determinism.probes.routing import TOKEN_SETS, Matmul, OpRecorder, data_dependent
 from tinyspec.kernels.twins.linear import linear
@@ -279,3 +285,32 @@ def test_the_fingerprint_and_the_proof_know_how_experts_run():
     with Engine(model) as engine:  # plain passes by another way, canonical ones by the same
         again = engine.generate([[1, 2, 3]], params)[0]
     assert again.fingerprint == first.fingerprint and bits(again) == bits(first)
+
+
+ODD = {
+    "mixtral": {"hidden_size": 34, "intermediate_size": 48, "num_local_experts": 3},
+    "qwen2_moe": {"moe_intermediate_size": 33, "num_experts": 5, "head_dim": 16},
+    "qwen3_moe": {"moe_intermediate_size": 37, "num_experts": 1, "num_experts_per_tok": 1},
+    "olmoe": {"intermediate_size": 33, "num_experts": 7},
+}
+
+
+@pytest.mark.parametrize("family", ODD)
+def test_odd_sizes(family, monkeypatch):
+    """transformers' default cannot run these experts: the message names them and what does."""
+    known = CONFIGS.get(family, {})
+    sizes = {"head_dim": 16, **ODD[family]} if family != "olmoe" else ODD[family]
+    monkeypatch.setitem(CONFIGS, family, {**known, **sizes})
+    model = tiny_moe(family)
+    with pytest.raises(RuntimeError, match="strides"), torch.no_grad():
+        model(torch.tensor([[1, 2, 3]]))
+    named = r"layers\.0\.mlp\.experts.*strides.*set_experts_implementation"
+    with pytest.raises(UnsupportedModelError, match=named):
+        Engine(model)
+    model.set_experts_implementation("eager")
+    params = SamplingParams(max_new_tokens=6, deterministic=True, logprobs=True)
+    with Engine(model, config=EngineConfig(reference_rows=REFERENCE)) as engine:
+        alone = bits(solo(engine, ([1, 2, 3], params)))
+        others = crowd(random.Random(2), 4)
+        outputs = engine.generate(*zip(*[([1, 2, 3], params), *others], strict=True))
+        assert bits(outputs[0]) == alone

@@ -30,6 +30,8 @@ from tinyspec import (
     doctor,
 )
 from tinyspec.cli.main import main
+from tinyspec.determinism import contract as contract_module
+from tinyspec.determinism.probes.attention import MANY_ROWS
 from tinyspec.runner.model_runner import ModelRunner as Runner
 
 REFERENCE = 8
@@ -217,6 +219,45 @@ def test_attention_that_depends_on_the_pass(monkeypatch):
         context.kernels = dataclasses.replace(context.kernels, paged_attention=other)
         report = doctor(engine, fresh=True)
         assert not report and "attention" in report.problems[0]
+
+
+def test_many_rows_of_attention(monkeypatch):
+    """Looked at once, reported, and kept on disk; what they show refuses the model."""
+    looks = []
+    look = contract_module.probe_attention
+    monkeypatch.setattr(
+        contract_module, "probe_attention", lambda *a, **k: looks.append(a) or look(*a, **k)
+    )
+    (few,) = doctor(sound(), CONFIG).facts.attention
+    monkeypatch.setattr("tinyspec.tools.doctor.ATTENTION_ROWS", MANY_ROWS)
+    report = doctor(sound(), CONFIG)
+    (many,) = report.facts.attention
+    assert 2000 < few.checked < MANY_ROWS <= many.checked and many.differing == 0
+    assert f"{many.checked} rows alone and in a prompt, 0 differ" in str(report)
+    assert json.loads(report.to_json())["facts"]["attention"][0]["checked"] == many.checked
+    assert doctor(sound(), CONFIG).facts.attention == (many,) and len(looks) == 1
+
+
+def test_a_rare_difference_of_attention():
+    """That only the many rows of a doctor show: the engine refuses from then on."""
+    with Engine(sound(), config=CONFIG) as engine:
+        engine.generate([[1, 2]], DETERMINISTIC)
+        context = engine.patched.context
+        whole = context.kernels.paged_attention
+
+        def other(q, *args, **kwargs):
+            out = whole(q, *args, **kwargs)
+            return out * (1 + 2e-7) if len(q) == 1 else out
+
+        context.kernels = dataclasses.replace(context.kernels, paged_attention=other)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("tinyspec.tools.doctor.ATTENTION_ROWS", 10_000)
+            report = doctor(engine)
+        assert not report and "try another dtype" in report.problems[0]
+        assert "reference_rows=" not in report.problems[0]
+        assert report.facts.canonical == [] and report.facts.attention[0].differing
+        with pytest.raises(DeterminismError, match="attention"):
+            engine.generate([[1, 2]], DETERMINISTIC)
 
 
 class Steps(RowByRowLinear):

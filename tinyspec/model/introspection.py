@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from tinyspec.errors import unsupported
 from tinyspec.model.attention_calls import AttentionCall, LayerShape, ModuleCall, Reach
+from tinyspec.model.blame import failure
 from tinyspec.model.equivalence import ROWS as PROBE_ROWS
 from tinyspec.model.masks import Masks, UnknownAttention
 from tinyspec.model.supported import cache_windows, vocab_size
@@ -123,8 +124,7 @@ def _forward(
     try:
         return model(**arguments).logits[0].float()
     except Exception as error:
-        why = f"a forward over its attention's interface raised {type(error).__name__}: {error}"
-        raise unsupported(model, why) from error
+        raise unsupported(model, failure(model, error)) from error
     finally:
         record(None, None)
 

@@ -21,7 +21,7 @@ class Layout(NamedTuple):
     gather: [T * parts * height] the groups of heads, counted through the pass, that are every
             tile's query rows; in_order: whether this is 0, 1, 2, ...
     rows:   [n] the pass rows that the call computes, ascending.
-    picked: [n * parts * group] where these have their heads in the result [B, queries, parts]; None
+    picked: [n * parts * group] where these have their heads in the result [B, parts, queries]; None
             where that is 0, 1, 2, ...
     """
 
@@ -46,10 +46,10 @@ def layout_of(
     known = torch.tensor(blocks, dtype=torch.int64, device="cpu")
     rows = known[:, :1] + torch.minimum(integers(range(height)), known[:, 1:] - 1)
     gather = rows[list(owners), None] * parts + integers(range(parts))[:, None]
-    own = sorted((row, n * queries, count) for n, (row, count) in enumerate(blocks))
+    own = sorted((row, n * parts * queries, count) for n, (row, count) in enumerate(blocks))
     query = integers([place + n * group for _, place, count in own for n in range(count)])
-    heads = integers(range(group)) * parts + integers(range(parts))[:, None]
-    picked = (query[:, None, None] * parts + heads).flatten()
+    heads = integers(range(group)) + integers(range(parts))[:, None] * queries
+    picked = (query[:, None, None] + heads).flatten()
     return Layout(
         height=height,
         gather=gather.flatten(),

@@ -178,7 +178,7 @@ def _attend_decode(
     )
     if call.mask is not None and not all_finite(out, lse):
         return None
-    return out.reshape(rows, heads, dim)
+    return out.reshape(rows, heads, dim).contiguous()
 
 
 def _context(cache: Tensor, call: _PromptCall) -> Tensor:
@@ -243,4 +243,4 @@ def _attend_prompt(
         attn_mask=call.mask,
         scale=scale,
     )
-    return out[0].transpose(0, 1) if all_finite(out, lse) else None
+    return out[0].transpose(0, 1).contiguous() if all_finite(out, lse) else None

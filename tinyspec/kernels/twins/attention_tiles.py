@@ -119,9 +119,7 @@ def _merge(out: Tensor, lse: Tensor, plan: TileCall, sinks: Tensor | None) -> tu
     weights = lse.sub(highest if plan.owners is None else highest[plan.owners]).exp_()
     scaled = out.float().mul_(weights[..., None])
     total = torch.zeros_like(highest) if sinks is None else (sinks - highest).exp_()
-    # As flash attention lays its result out: row by row.
-    blocks, parts, rows = highest.shape
-    merged = lse.new_zeros(blocks, rows, parts, out.shape[-1]).transpose(1, 2)
+    merged = lse.new_zeros(highest.shape + out.shape[-1:])
     for depth in plan.depths:
         weight = _at(weights, depth)
         total[: len(weight)] += weight
@@ -194,9 +192,9 @@ def _outputs(merged: Tensor, q: Tensor, plan: TileCall) -> Tensor:
     _, heads, dim = q.shape
     if merged.shape[3] > dim:
         merged = merged[..., :dim]
-    found = merged.to(q.dtype).transpose(1, 2).reshape(-1, dim)
+    found = merged.to(q.dtype).reshape(-1, dim)
     if plan.layout.picked is None:
-        found = found[: len(plan.layout.rows) * heads]
+        found = found[: len(plan.layout.rows) * heads].contiguous()
     else:
         found = found.index_select(0, plan.layout.picked)
     return found.view(-1, heads, dim)
