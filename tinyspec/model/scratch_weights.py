@@ -152,7 +152,7 @@ class ScratchBuffers:
         if buffer.remainder:
             # A view begins at a whole number: this one is of a part of the storage.
             part = flat.untyped_storage()[buffer.remainder :]
-            flat = torch.empty(0, dtype=dtype, device=device).set_(part, 0, (count,))
+            flat = torch.empty(0, dtype=dtype, device=device).set_(part, 0, (count,), (1,))
         drawn = self._drawn(min(PERIOD, count), buffer.spread).to(device, dtype)
         for part in flat.split(len(drawn)):
             part.copy_(drawn[: len(part)])
