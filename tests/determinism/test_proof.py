@@ -295,7 +295,7 @@ def test_trained_weights_keep_the_proof_and_change_the_fingerprint(probed):
         assert len(set(seen)) == 4 and len(probed) == 1
 
 
-@pytest.mark.parametrize("change", ["threads", "module", "layout", "hook"])
+@pytest.mark.parametrize("change", ["threads", "module", "layout", "hook", "frozen"])
 def test_what_loses_the_proof(probed, change, two_threads):
     model = tiny()
     with Engine(model, config=EngineConfig(**CONFIG)) as engine:
@@ -304,6 +304,8 @@ def test_what_loses_the_proof(probed, change, two_threads):
             torch.set_num_threads(1)
         elif change == "module":
             model.model.layers[0].mlp.act_fn = nn.GELU()
+        elif change == "frozen":
+            model.requires_grad_(False)
         elif change == "hook":
             model.model.norm.register_forward_hook(lambda *_: None)
         else:

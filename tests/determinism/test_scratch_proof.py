@@ -98,13 +98,19 @@ def replaced(model, name, kind=OtherAtFourRows):
 # The same facts
 
 
-@pytest.mark.crossed(1)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
-def test_the_same_facts_for_all_weights(family, dtype):
+MORE = [(f, d) for f in ("llama", "qwen2", "gpt2") for d in (torch.float32, torch.bfloat16)][1:]
+
+
+def test_the_same_facts_for_all_weights(family="llama", dtype=torch.float32):
     found = [facts_of(tiny(family, dtype), fill) for fill in FILLS]
     assert found[1:] == found[:-1]
     assert found[0]["unsound"] == ()
+
+
+@pytest.mark.slow("crosses", 2)
+@pytest.mark.parametrize(("family", "dtype"), MORE, ids=str)
+def test_the_same_facts_for_all_weights_of_others(family, dtype):
+    test_the_same_facts_for_all_weights(family, dtype)
 
 
 NAME = "model.layers.1.mlp.down_proj"
@@ -131,6 +137,7 @@ def test_an_adapter_with_b_of_zero(random_b):
     assert f"{NAME}.lora_B.default" in broken_by(facts_of(model), 4)
 
 
+@pytest.mark.slow("crosses", 1)
 def test_adapters_of_zero_and_of_random_numbers_have_the_same_facts():
     peft = pytest.importorskip("peft")
     found = []
@@ -163,19 +170,26 @@ def bits_of(engine, requests):
     return [bits(output) for output in outputs[: len(requests)]]
 
 
-def test_on_this_machine_too():
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow("crosses", 1))]
+)
+def test_on_this_machine_too(dtype):
     """The linears that serve a model here: MKL, oneDNN or AMX."""
-    for dtype in (torch.float32, torch.bfloat16):
-        model, weights = tiny(dtype=dtype), tiny(dtype=dtype).state_dict()
-        with Engine(model, config=CONFIG) as engine:
-            zero(model)
-            engine.contract.ensure()
-            model.load_state_dict(weights)
-            alone = [bits(solo(engine, needle)) for needle in needles()[:3]]
-            assert bits_of(engine, needles()[:3]) == alone
+    model, weights = tiny(dtype=dtype), tiny(dtype=dtype).state_dict()
+    with Engine(model, config=CONFIG) as engine:
+        zero(model)
+        engine.contract.ensure()
+        model.load_state_dict(weights)
+        alone = [bits(solo(engine, needle)) for needle in needles()[:3]]
+        assert bits_of(engine, needles()[:3]) == alone
 
 
-@pytest.mark.parametrize("family", OWN_WAY)
+SLOW = pytest.mark.slow("crosses", 1)
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(n, marks=() if n == "dbrx" else SLOW) for n in OWN_WAY]
+)
 def test_routing_by_data_is_found_whatever_the_router_says(family):
     """A router of zeros sends all rows to the same experts, so that nothing seems to depend on
     them."""
@@ -293,7 +307,7 @@ def wider(model):
     model.model.layers[0].mlp.up_proj = nn.Linear(64, 192, bias=True)
 
 
-def frozen_copy(model):
+def elsewhere_in_memory(model):
     weight = torch.empty(64 * 192 + 1)[1:].view(64, 192)
     model.get_submodule(NAME).weight.data = weight.copy_(model.get_submodule(NAME).weight.data)
 
@@ -302,7 +316,9 @@ def other_activation(model):
     model.model.layers[0].mlp.act_fn = nn.GELU()
 
 
-@pytest.mark.parametrize("change", [wider, frozen_copy, other_activation], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "change", [wider, elsewhere_in_memory, other_activation], ids=lambda f: f.__name__
+)
 def test_another_structure_does_not(probed, change):
     proven(tiny())
     model = tiny()
@@ -311,6 +327,7 @@ def test_another_structure_does_not(probed, change):
     assert len(probed) == 2
 
 
+@pytest.mark.slow("crosses", 1)
 def test_other_adapters_in_use_are_proven_anew(probed):
     peft = pytest.importorskip("peft")
 

@@ -235,7 +235,7 @@ def test_a_masked_key_must_be_finite(monkeypatch):
 @pytest.mark.parametrize("lengths", [(70, 200), (7, 60), (60,)], ids=str)
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 32), (torch.bfloat16, 16)], ids=str)
 def test_queries_may_lie_anyhow(exact, kv_heads, rows, lengths, dtype, dim):
-    """Part of a fused projection, or transposed round by the attention interface: the same bits."""
+    """Part of a fused projection, or transposed by the attention interface: the same bits."""
     heads, size = 4, 128
     caches = torch.randn(2, 6, size, kv_heads, dim).to(dtype)
     wide = torch.randn(len(lengths) * rows, heads + 2, dim).to(dtype)[:, :heads]

@@ -324,7 +324,11 @@ def test_the_same_facts_for_other_numbers(folder, name, tmp_path):
     assert found == expected
 
 
-@pytest.mark.parametrize("name", PROVEN)
+FEW = ("torchao int8 weights", "bitsandbytes int8 without outliers", "bitsandbytes nf4")
+SLOW = pytest.mark.slow("crosses", 1)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FEW else SLOW) for n in PROVEN])
 def test_random_packed_weights_have_the_format_of_the_own(folder, name):
     model = settled(load(folder, quantization_config=PROVEN[name]()))
     own = {n: w for n, w in model.named_parameters() if is_packed(w)}

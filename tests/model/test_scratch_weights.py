@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from tests.support.memory import watched
 from tests.support.tiny import config_of, tiny
@@ -34,17 +35,20 @@ def odd_weights():
         "astride": at(2, 96, 64),
         "bf16": at(6, 96, 64, dtype=torch.bfloat16),
     }
+    with torch.inference_mode():
+        forms["of inference mode"] = torch.randn(96, 64)
     model = nn.Module()
     for number, weight in enumerate(forms.values()):
         linear = nn.Linear(64, 96)
-        linear.weight = nn.Parameter(weight, requires_grad=number % 2 == 0)
+        asks = number % 2 == 0 and not weight.is_inference()
+        linear.weight = nn.Parameter(weight, requires_grad=asks)
         model.add_module(f"linear{number}", linear)
     return model
 
 
 def form(weight):
     lies = weight.shape, weight.stride(), weight.data_ptr() % ALIGNMENT
-    return type(weight), *lies, weight.dtype, weight.requires_grad
+    return type(weight), *lies, weight.dtype, weight.requires_grad, weight.is_inference()
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -75,15 +79,37 @@ def test_forms_are_those_of_the_own_weights(mode):
 def test_kinds_tell_forms_apart():
     """Of one class and one size: each is probed by itself."""
     kinds = linear_kinds(odd_weights())
-    assert len(kinds) == 8
+    assert len(kinds) == 9
     twice = nn.ModuleList([nn.Linear(64, 96), nn.Linear(64, 96)])
     assert len(linear_kinds(twice)) == 1
     twice[1].weight = nn.Parameter(at(4, 96, 64))
     assert len(linear_kinds(twice)) == 2
     twice[1].weight = nn.Parameter(at(0, 96, 64))
     assert len(linear_kinds(twice)) == 1
+    twice[1].weight.requires_grad_(False)
+    assert len(linear_kinds(twice)) == 2, "torch multiplies otherwise"
+    twice[0].weight.requires_grad_(False)
+    assert len(linear_kinds(twice)) == 1
     twice[1].bias = nn.Parameter(torch.zeros(192)[::2])
     assert len(linear_kinds(twice)) == 2
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_torch_takes_the_same_kernels(asks):
+    """Whether a weight asks for a gradient and where it was made decide how torch multiplies."""
+    linear = nn.Linear(64, 96, bias=False)
+    linear.weight.requires_grad_(asks)
+
+    def kernels():
+        with profile(activities=[ProfilerActivity.CPU]) as found:
+            linear(rows)
+        return {event.name for event in found.events()} & {"aten::mm", "aten::bmm"}
+
+    with torch.inference_mode():
+        rows = torch.randn(1, 16, 64)[:, :8]
+        own = kernels()
+        assert with_scratch_weights(linear, kernels) == own
+    assert own == {"aten::mm" if asks else "aten::bmm"}
 
 
 def test_tied_weights_stay_tied():

@@ -58,11 +58,15 @@ def packing_format(tensor: object) -> str:
 
 
 def layout(tensor: Tensor) -> tuple[object, ...]:
-    """All of a tensor but its numbers: where two of these are equal, the same kernels run."""
+    """All of a tensor but its numbers: where two of these are equal, the same kernels run.
+
+    A product of a part [1, R, in] of more rows is one of matrices where the weight asks for a
+    gradient, and else one of batches.
+    """
     if is_packed(tensor):
         return packing_format(tensor), *map(layout, parts(tensor).values())
-    lies = tensor.shape, tensor.stride(), tensor.data_ptr() % 64
-    return *lies, tensor.dtype, tensor.device
+    lies = tensor.shape, tensor.stride(), tensor.data_ptr() % 64, tensor.dtype, tensor.device
+    return *lies, tensor.requires_grad, tensor.is_inference()
 
 
 def _quant_state(weight: Tensor) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from statistics import mode
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,12 +35,14 @@ T = TypeVar("T")
 
 
 class Buffer(NamedTuple):
-    """A buffer's numbers, and its address modulo the size of one."""
+    """A buffer's numbers, its address modulo the size of one, and whether it is made in inference
+    mode: torch's products of such weights may be others."""
 
     spread: str
     dtype: torch.dtype
     device: torch.device
     remainder: int
+    inference: bool
 
 
 class Form(NamedTuple):
@@ -55,6 +57,7 @@ class Form(NamedTuple):
     device: torch.device
     place: int
     spread: str
+    inference: bool = False
 
     @property
     def extent(self) -> int:
@@ -65,7 +68,8 @@ class Form(NamedTuple):
     @property
     def buffer(self) -> Buffer:
         """Which buffer it is a view of. A weight in a file that was mapped may begin anywhere."""
-        return Buffer(self.spread, self.dtype, self.device, self.place % self.dtype.itemsize)
+        remainder = self.place % self.dtype.itemsize
+        return Buffer(self.spread, self.dtype, self.device, remainder, self.inference)
 
 
 def _form(name: str, weight: Tensor) -> Form:
@@ -78,6 +82,7 @@ def _form(name: str, weight: Tensor) -> Form:
         weight.device,
         weight.data_ptr() % ALIGNMENT,
         MATRIX if weight.dim() > 1 else spread,
+        weight.is_inference(),
     )
 
 
@@ -146,8 +151,8 @@ class ScratchBuffers:
         flat = torch.empty(count + 1, dtype=dtype, device=device)
         if buffer.remainder:
             # A view begins at a whole number: this one is of a part of the storage.
-            part: Any = flat.untyped_storage()[buffer.remainder :]
-            flat = torch.empty(0, dtype=dtype, device=device).set_(part, 0, (count,))
+            part = flat.untyped_storage()[buffer.remainder :]
+            flat = torch.empty(0, dtype=dtype, device=device).set_(part, 0, (count,), (1,))
         drawn = self._drawn(min(PERIOD, count), buffer.spread).to(device, dtype)
         for part in flat.split(len(drawn)):
             part.copy_(drawn[: len(part)])
@@ -166,10 +171,11 @@ class ScratchBuffers:
 
 def scratch_like(weight: Tensor, buffers: ScratchBuffers, form: Form) -> Tensor:
     """A scratch weight of the class of ``weight``."""
-    drawn = buffers.view(form)
-    if isinstance(weight, nn.Parameter):
-        return nn.Parameter(drawn, requires_grad=weight.requires_grad)
-    return drawn
+    with torch.inference_mode(form.inference), torch.no_grad():
+        drawn = buffers.view(form)
+        if isinstance(weight, nn.Parameter):
+            return nn.Parameter(drawn, requires_grad=weight.requires_grad)
+        return drawn
 
 
 class _Holder(nn.Module):
