@@ -177,7 +177,7 @@ def _prompt(rng: random.Random, poisoned: bool) -> tuple[int, ...]:
         (1, 2, 7, 17, rng.randint(3, 70), rng.randint(3, 70), rng.randint(125, 190))
     )
     if poisoned:
-        length = rng.choice((60, 130, 145, rng.randint(40, 190)))
+        length = rng.choice((60, 130, rng.randint(40, 190), rng.randint(140, 170)))
     tokens = [rng.randrange(VOCAB) for _ in range(length)]
     tokens = [POISON + 1 if token == POISON else token for token in tokens]
     if poisoned and rng.random() < 0.8:

@@ -14,6 +14,8 @@ import sys
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from tests.fuzz.tally import ROOT
 
 if TYPE_CHECKING:
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 # Processes that are kept; each holds a few hundred MiB.
 KEPT = 2
 _MARK = "outputs "
+# A mend that the processes are to take back (see mends.py).
+taken_back = ""
 _workers: OrderedDict[tuple[tuple[str, str], ...], subprocess.Popen[str]] = OrderedDict()
 
 
@@ -64,7 +68,7 @@ def outputs_of(draw: RunDraw) -> list[tuple[str, Any]]:
     process = _worker(draw.influence.environment)
     assert process.stdin is not None and process.stdout is not None
     asked = {"seed": draw.seed, "number": draw.number, "classes": draw.classes}
-    process.stdin.write(json.dumps(asked) + "\n")
+    process.stdin.write(json.dumps([taken_back, asked]) + "\n")
     process.stdin.flush()
     found: list[tuple[str, Any]] = []
     for line in process.stdout:
@@ -87,7 +91,16 @@ def _tell(**answer: Any) -> None:
     print(_MARK + json.dumps(answer), flush=True)
 
 
-def _answer(asked: dict[str, Any]) -> None:
+def _answer(mend: str, asked: dict[str, Any]) -> None:
+    from tests.fuzz.mends import take_back
+
+    with pytest.MonkeyPatch.context() as patches:
+        if mend:
+            take_back(mend, patches)
+        _carry_out(asked)
+
+
+def _carry_out(asked: dict[str, Any]) -> None:
     from dataclasses import replace
 
     from tests.fuzz import crowds, draws, runs
@@ -117,4 +130,4 @@ if __name__ == "__main__":
 
     torch.set_num_threads(1)
     for question in sys.stdin:
-        _answer(json.loads(question))
+        _answer(*json.loads(question))
