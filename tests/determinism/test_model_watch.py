@@ -126,6 +126,16 @@ def test_descriptions_hold_no_address():
     assert "mlp.down_proj.scaling" not in found, "adapters are described by themselves"
 
 
+def test_what_holds_tensors_is_no_setting():
+    """It was computed, perhaps from an address; other values of the user's are settings."""
+    model = llama()
+    own = model.model.layers[1].mlp.up_proj
+    own.kept, own.sizes = (123, torch.ones(2)), (1, [2, 3])
+    found = function_settings(model)
+    assert "model.layers.1.mlp.up_proj.kept" not in found
+    assert found["model.layers.1.mlp.up_proj.sizes"] == [1, [2, 3]]
+
+
 def test_threads_are_part_of_it(two_threads):
     model = tiny()
     with Engine(model, config=CONFIG) as engine:

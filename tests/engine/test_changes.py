@@ -171,7 +171,7 @@ def test_a_change_under_a_running_request(place, change):
 
 @pytest.mark.crossed(1)
 @pytest.mark.parametrize("change", each(REFUSED, changes.softcap, changes.frequencies), **NAME)
-@pytest.mark.parametrize("place", RUNNING, **NAME)
+@pytest.mark.parametrize("place", each(RUNNING, in_generate, in_drafter), **NAME)
 def test_a_change_that_takes_a_new_engine(place, change):
     """Nothing comes out of it any more."""
     (before, _), _ = fresh(change, False)

@@ -177,12 +177,21 @@ def raw_settings(model: nn.Module, ignored: Collection[str] = ()) -> Iterator[tu
             full = f"{name}.{key}".lstrip(".")
             if key in _IDLE or key.startswith("tinyspec_") or full in ignored:
                 continue
-            if isinstance(value, (nn.Module, Tensor, PreTrainedConfig)):
+            if isinstance(value, (nn.Module, PreTrainedConfig)) or _holds_tensors(value):
                 continue
             if kinds is not None and not isinstance(value, kinds):
                 continue
             if package not in OWN or (not key.startswith("_") and _enters(value, package)):
                 yield full, value
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether a value is a tensor, or has some among others, as something computed has."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    return isinstance(value, Tensor) or (
+        isinstance(value, (list, tuple)) and any(map(_holds_tensors, value))
+    )
 
 
 def _enters(value: Any, package: str) -> bool:
