@@ -10,7 +10,7 @@ from tests.support.tiny import config_of, tiny
 from tinyspec import DeterminismError, Engine, SamplingParams
 from tinyspec.determinism.probes.attention import MANY_ROWS, probe_attention, probe_rows
 from tinyspec.kernels import backend as kernels
-from tinyspec.kernels.twins import attention_tiles, paged_attention
+from tinyspec.kernels.twins import attention_plan, attention_tiles, paged_attention
 from tinyspec.kernels.twins.attention_plan import padded_queries
 from tinyspec.model.attention_calls import LayerShape, Reach
 from tinyspec.model.cpu.linears import cpu_has
@@ -50,6 +50,18 @@ def test_groups_that_are_no_power_of_two(dtype, heads):
     found = probe(dtype, heads[2], heads=heads[:2])
     assert found.checked > 2000
     assert found, str(found)
+
+
+@pytest.mark.skipif(not cpu_has("avx512f"), reason="where the rest of a cut differs")
+def test_control_other_heights(monkeypatch):
+    """As it was: 12 rows of three heads were cut into 32 query rows and 4."""
+    monkeypatch.setattr(
+        attention_plan,
+        "padded_queries",
+        lambda rows, group, least: -(-max(rows * group, least) // 12) * 12,
+    )
+    found = probe(torch.float32, 96, heads=(3, 1))
+    assert not found and found.differing < found.checked / 10
 
 
 @pytest.mark.slow("crosses", 10)
@@ -138,9 +150,9 @@ def test_an_engine_probes_with_its_softcap(monkeypatch):
 
 
 def grouped(dtype=torch.float32):
-    """A Llama with the heads of Llama 3.2 3B."""
+    """A Llama with three query heads a KV head, as Llama 3.2 3B has them, and wide heads."""
     config = config_of("llama")
-    config.update({"num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 128})
+    config.update({"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 96})
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(config).to(dtype).eval()

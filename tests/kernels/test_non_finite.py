@@ -159,16 +159,16 @@ def test_plain_rows(dtype, shape, bound, which):
             assert torch.equal(rows.isfinite().all(-1).all(-1), wanted)
 
 
-@pytest.mark.crossed(1.5)
+@pytest.mark.crossed(0.5)
 @pytest.mark.parametrize("which", [0, 1], ids=["keys", "values"])
 @pytest.mark.parametrize("number", [NAN, -INF], ids=str)
-@pytest.mark.parametrize("bound", [{}, {"window": 23}, {"chunk": 40}], ids=str)
+@pytest.mark.parametrize("bound", [{}, {"window": 23}, {"chunk": 30}], ids=str)
 @pytest.mark.parametrize("mode", ["walk", "spread"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_the_triton_kernel(dtype, mode, bound, number, which):
-    length, hole = 100, 70
-    clean = Sequence.make(length, 4, 2, 32, dtype)
-    poisoned = Sequence.make(length, 4, 2, 32, dtype)
+    length, hole = 72, 36
+    clean = Sequence.make(length, 2, 1, 32, dtype)
+    poisoned = Sequence.make(length, 2, 1, 32, dtype)
     (poisoned.k, poisoned.v)[which][hole, :, 3] = number
     seen = sees(length, **bound)[:, hole]
     with launched(mode):
@@ -177,6 +177,6 @@ def test_the_triton_kernel(dtype, mode, bound, number, which):
         assert torch.equal(whole[~seen], expected[~seen])
         if which == 1 or number != number:
             assert whole[seen].isnan().all()
-        rows = [0, 69, 70, 71, 92, 93, 99]
+        rows = [0, 35, 36, 58, 59, 71]
         alone = lay_out([(poisoned, row, row + 1) for row in rows], fill=NAN)(**bound)
         assert same_bits(alone, whole[rows])

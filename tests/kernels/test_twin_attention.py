@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.tolerances import OPERATOR, close, norm_as_good_as_torch
+from tinyspec.determinism.probes.bits import same_bits
 from tinyspec.kernels.attention_metadata import AttentionMetadata
 from tinyspec.kernels.twins import attention_plan
 from tinyspec.kernels.twins import paged_attention as twin
@@ -223,3 +224,20 @@ def test_large_batches_are_cut_without_a_trace(monkeypatch):
     monkeypatch.setattr(attention_plan, "MAX_TILE_ROWS", 256)
     after = run(torch.float32, SHAPES[0], chosen, {})
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("heads", [(2, 1), (3, 1), (4, 2)], ids=str)
+def test_the_sign_of_zero(heads):
+    """Results that underflow to -0.0: the same bits in a call of one tile and in one of several."""
+    q_heads, kv_heads = heads
+    least = -(2.0**-24)  # of fp16
+    caches = torch.randn(2, 3, 128, kv_heads, 64).half()
+    caches[1] = torch.where(torch.rand(caches[1].shape) < 0.2, least, 0.0).half()
+    q = torch.randn(2, q_heads, 64).half()
+    spans, tables = [(99, 100), (199, 200)], [[0], [1, 2]]
+    both = AttentionMetadata.of(spans, tables, 128)
+    one = AttentionMetadata.of(spans[:1], tables[:1], 128)
+    together = twin.paged_attention(q, *caches, both, scale=1 / 8)[:1]
+    alone = twin.paged_attention(q[:1], *caches, one, scale=1 / 8)
+    assert (alone == 0).any()
+    assert same_bits(alone, together)

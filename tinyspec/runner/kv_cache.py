@@ -11,8 +11,8 @@ from tinyspec.model.attention_calls import LayerShape
 class KVCache:
     """Per layer k and v [num_pages, page_size, num_kv_heads, head_dim].
 
-    Masked positions of a tile are still multiplied by 0, so all values in use must be finite: every
-    page is zeroed when it is handed out.
+    Every page is zeroed when it is handed out: masked keys may hold anything, but attention takes
+    longer where they are not finite.
     """
 
     def __init__(

@@ -154,11 +154,13 @@ def attend_tiles(
     assert mask is not None
     merged, highest = _merge(*_partials(packed, k, v, mask, scale, softcap), plan, sink_rows)
     found = _outputs(merged, q, plan)
-    if all_finite(found, highest):
-        return found
-    k, v, mask = _hide(packed, k, v, mask, scale, softcap)
-    merged, highest = _merge(*_partials(packed, k, v, mask, scale, softcap), plan, sink_rows)
-    return _outputs(merged.masked_fill((highest < -UNLIKELY)[..., None], torch.nan), q, plan)
+    if not all_finite(found, highest):
+        k, v, mask = _hide(packed, k, v, mask, scale, softcap)
+        merged, highest = _merge(*_partials(packed, k, v, mask, scale, softcap), plan, sink_rows)
+        merged = merged.masked_fill((highest < -UNLIKELY)[..., None], torch.nan)
+        found = _outputs(merged, q, plan)
+    # Among several tiles, those of weight 0 make 0 of -0.
+    return found.add_(0.0) if len(plan.depths) == 1 else found
 
 
 def attend_plainly(
