@@ -72,8 +72,9 @@ MENDS = {
     "modules in the fingerprint": Mend(
         ("activation replaced",), {PRINT + "functions": _returns({})}
     ),
-    "attention in the fingerprint": Mend(
-        ("number of a module",), {PRINT + "_attention": _returns([])}
+    "numbers of modules in the fingerprint": Mend(
+        ("number of a module",),
+        {PRINT + "_attention": _returns([]), PRINT + "function_settings": _returns({})},
     ),
     "proof on weights of its own": Mend(
         ("weights loaded over zeros", "weights loaded over identities"),
