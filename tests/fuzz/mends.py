@@ -51,7 +51,11 @@ MENDS = {
     ),
     "autocast in a forward": Mend(
         ("forward with autocast", "layer with autocast"),
-        {"tinyspec.determinism.contract:refuse_autocast": _nothing},
+        # The code of a forward is in the fingerprint as well.
+        {
+            "tinyspec.determinism.contract:refuse_autocast": _nothing,
+            PRINT + "functions": _returns({}),
+        },
     ),
     "canary": Mend(
         ("ONEDNN_DEFAULT_FPMATH_MODE=BF16", "MKL_CBWR=COMPATIBLE"),
@@ -68,8 +72,9 @@ MENDS = {
     "modules in the fingerprint": Mend(
         ("activation replaced",), {PRINT + "functions": _returns({})}
     ),
-    "attention in the fingerprint": Mend(
-        ("number of a module",), {PRINT + "_attention": _returns([])}
+    "numbers of modules in the fingerprint": Mend(
+        ("number of a module",),
+        {PRINT + "_attention": _returns([]), PRINT + "function_settings": _returns({})},
     ),
     "proof on weights of its own": Mend(
         ("weights loaded over zeros", "weights loaded over identities"),
