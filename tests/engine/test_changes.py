@@ -323,3 +323,34 @@ def test_what_is_looked_at(monkeypatch):
         monkeypatch.setattr(user_code, "other_threads", lambda: True)
         engine.generate([PROMPT], asking())
         assert len(looks) > 5
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_the_changed_model():
+    """Half of the prompt has run when the weights change; no token is there yet."""
+    prompt, params = PROMPT * 6, asking(prompt_logprobs=True)
+
+    def halved(model):
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight *= 0.5
+
+    changed = changes.tiny()
+    halved(changed)
+    found = []
+    for model in (changes.tiny(), changed):
+        with engine_of(model) as engine:
+            found.append(engine.generate([prompt], params)[0])
+    model = changes.tiny()
+    with engine_of(model) as engine:
+        engine.add_request(prompt, params)
+        assert engine.step() == []
+        half = next(iter(engine.tracker.requests.values())).prompt_logprobs
+        assert half[1] is not None and half[-1] is None
+        halved(model)
+        outputs = []
+        while engine.has_unfinished():
+            outputs += engine.step()
+    before, after = found
+    assert outputs[0].fingerprint == after.fingerprint
+    assert repr(outputs[0].prompt_logprobs) == repr(after.prompt_logprobs)
+    # Control: the two models differ where the first half had been computed.
+    assert before.prompt_logprobs[1] != after.prompt_logprobs[1]

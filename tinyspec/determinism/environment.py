@@ -19,7 +19,7 @@ from tinyspec.model import openmp
 from tinyspec.model.torch_state import global_hooks
 
 _C: Any = torch._C
-_THREE = 3.0
+_TWO, _THREE = 2.0, 3.0
 
 
 def device_parts(device: torch.device) -> list[str]:
@@ -38,7 +38,8 @@ def ambient(device: torch.device) -> tuple[object, ...]:
     found = [
         torch.get_num_threads(),
         openmp.settle(),
-        (1 / _THREE, -1 / _THREE),
+        # Another pair in each of the four rounding modes.
+        (_TWO / _THREE, -_TWO / _THREE),
         _C._get_qengine(),
         tuple(map(id, global_hooks())),
     ]

@@ -79,6 +79,8 @@ class RequestTracker:
         asking = [request for request in self.requests.values() if request.params.deterministic]
         begun = [r for r in asking if any(s.num_generated for s in r.sequences)]
         self._abort_all(begun, f"{what} changed while it was running")
+        for request in self.requests.values():
+            request.forget_prompt_logprobs()
         if len(begun) == len(asking):
             return
         try:

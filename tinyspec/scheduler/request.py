@@ -168,6 +168,10 @@ class Request:
         if self.params.prompt_logprobs:
             self.prompt_logprobs = [None] * len(self.prompt)
 
+    def forget_prompt_logprobs(self) -> None:
+        """The model changed: those of the prompt are computed again."""
+        self.prompt_logprobs = [None] * len(self.prompt_logprobs)
+
     @property
     def num_prompt(self) -> int:
         return len(self.prompt)
