@@ -221,11 +221,15 @@ def _plan_runs(
 
 
 def _plan_times(runs: list[_Run]) -> list[_Run]:
-    """Marks the runs that are timed: the reference bucket's, every second of the others and the
-    last, of those with an own way and of those without. Returns what the first do in fast mode."""
+    """Marks the runs that are timed, of those with an own way and of those without: the reference
+    bucket's, every second of smaller ones, every third of larger ones, and the last. Returns what
+    those with an own way do in fast mode."""
     for own_way in (False, True):
         of_kind = [run for run in runs if bool(run.tiled) == own_way]
-        for run in (*of_kind[::2], *of_kind[-1:], *(r for r in of_kind if r.is_reference)):
+        small = [run for run in of_kind if run.rows < run.reference]
+        large = [run for run in of_kind if run.rows > run.reference]
+        reference = [run for run in of_kind if run.is_reference]
+        for run in (*small[::2], *reference, *large[::3], *of_kind[-1:]):
             run.timed = True
     return [
         _Run(run.rows, run.reference, compare=False, fast=True, timed=True)
