@@ -295,6 +295,17 @@ def test_trained_weights_keep_the_proof_and_change_the_fingerprint(probed):
         assert len(set(seen)) == 4 and len(probed) == 1
 
 
+def test_whether_weights_ask_for_gradients_is_in_the_fingerprint():
+    """Of torch's own linears: it multiplies views of rows in another way."""
+    model = tiny("llama", torch.float16)
+    with Engine(model, config=EngineConfig(**CONFIG)) as engine:
+        asking = engine.fingerprint
+        model.requires_grad_(False)
+        assert engine.fingerprint != asking
+        model.requires_grad_(True)
+        assert engine.fingerprint == asking
+
+
 @pytest.mark.parametrize("change", ["threads", "module", "layout", "hook", "frozen"])
 def test_what_loses_the_proof(probed, change, two_threads):
     model = tiny()

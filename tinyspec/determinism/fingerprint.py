@@ -26,13 +26,23 @@ from tinyspec.determinism.environment import environment
 from tinyspec.determinism.model_state import adapter_state, function_settings, functions, tensors
 from tinyspec.model.install import patched_of
 from tinyspec.model.linear_kinds import linear_shape
-from tinyspec.model.linears import KernelLinear
+from tinyspec.model.linears import KernelLinear, SharedLinear
 from tinyspec.model.moe import kernel_experts
 from tinyspec.model.quantized import extra_parts, is_packed, packing_format, parts
 from tinyspec.model.torch_state import without_modes
 
 # One more with every change that gives canonical passes other bits.
 REVISION = 5
+
+
+def asking_for_gradients(model: nn.Module) -> list[str]:
+    """Names of torch's linears whose weights do: views of rows are multiplied otherwise then."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if linear_shape(module) and not isinstance(module, SharedLinear)
+        if getattr(getattr(module, "weight", None), "requires_grad", False)
+    ]
 
 
 def served_by_kernel(model: nn.Module) -> list[str]:
@@ -133,5 +143,6 @@ def fingerprint(
         "cuda_graphs": config.cuda_graphs,
         "linears": sorted({type(m).__name__ for m in model.modules() if linear_shape(m)}),
         "linear_kernel": served_by_kernel(model),
+        "gradients": asking_for_gradients(model),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
