@@ -38,6 +38,7 @@ logger = logging.getLogger("tinyspec")
 THREADS, PROCESS = "the number of threads", "the state of the process"
 OBJECT = "the object "
 _ADDRESS, _VERSION, _FORM = Tensor.data_ptr, attrgetter("_version"), attrgetter("shape")
+_ASKS_FOR_GRADIENTS = attrgetter("requires_grad")
 _ABSENT = object()
 
 
@@ -93,6 +94,7 @@ class ModelWatch:
             list(map(_VERSION, counted)),
             list(map(_FORM, counted)),
             list(map(Tensor.stride, counted)),
+            list(map(_ASKS_FOR_GRADIENTS, counted)),
             list(map(trace, self._packed)),
         ]
 
