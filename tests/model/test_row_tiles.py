@@ -143,7 +143,7 @@ def test_control_without_tiles_the_bits_differ(breaks_above, monkeypatch):
         alone = [bits(solo(engine, needle)) for needle in needles()]
         engine.release()
         engine.runner.tiles.unbind()
-        monkeypatch.setattr(engine.contract, "refresh", lambda: False)
+        monkeypatch.setattr(engine.contract, "refresh", lambda digest: [])
         assert run(engine, requests)[: len(alone)] != alone
 
 

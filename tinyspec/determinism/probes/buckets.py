@@ -25,6 +25,7 @@ from tinyspec.determinism.probes.model import ModelProbe
 from tinyspec.determinism.probes.routing import TOKEN_SETS, OpRecorder, RowOp, data_dependent
 from tinyspec.determinism.probes.row_functions import BucketInvariance, probe_pool
 from tinyspec.model.cpu.linears import CpuLinear
+from tinyspec.model.install import patched_of
 from tinyspec.model.moe import kernel_experts, kernel_in_all_passes, row_functions
 from tinyspec.model.row_tiles import split_rows
 from tinyspec.model.scratch_model import ScratchModel
@@ -65,7 +66,7 @@ def _probe_routing(
     passes = []
     for tokens in TOKEN_SETS:
         recorder = OpRecorder(runner.model, probe.distinct, runner.buckets.reference, experts)
-        with recorder.recording():
+        with recorder.recording(patched_of(runner.model).context):
             probe.run_tokens(cache, tokens)
         passes.append(recorder.matmuls)
     of_experts = [

@@ -2,15 +2,15 @@
 
 A pass of the same rows runs with several sets of tokens, and every matmul is recorded: its module,
 shapes, and the group sizes of a grouped matmul. Experts of the linear kernel are skipped, as its
-rows do not depend on the row count. Sees what goes through torch's dispatcher, not what a library
-launches by itself.
+rows do not depend on the row count, and so is attention, which has a probe of its own. Sees what
+goes through torch's dispatcher, not what a library launches by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tinyspec.determinism.probe_results import Unsound
+from tinyspec.model.attention import AttentionContext
 from tinyspec.model.linear_kinds import linear_shape
 from tinyspec.model.quantized import is_packed
 
@@ -82,6 +83,7 @@ class OpRecorder(TorchDispatchMode):
         self._model = model
         self._skipped = set(skipped)
         self._inside: list[str] = []
+        self._in_attention = False
         plain = (p for p in model.parameters() if not is_packed(p))
         self._own = {p.untyped_storage().data_ptr() for p in plain}
         self._linears = {n for n, m in model.named_modules() if linear_shape(m) is not None}
@@ -91,7 +93,7 @@ class OpRecorder(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.partition("::")[2]
-        if self._skipped & set(self._inside):
+        if self._in_attention or self._skipped & set(self._inside):
             return result
         if any(part in name for part in MATMULS):
             self._note(name, func, args, kwargs or {})
@@ -187,8 +189,26 @@ class OpRecorder(TorchDispatchMode):
             self._modules.setdefault(kind, RowOp(name, x.dtype, x.shape[2:], module))
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record what runs in the block."""
+    def _without_attention(self, context: AttentionContext) -> Iterator[None]:
+        kernels = context.kernels
+        assert kernels is not None
+
+        def attend(*args: Any, **kwargs: Any) -> Tensor:
+            self._in_attention = True
+            try:
+                return kernels.paged_attention(*args, **kwargs)
+            finally:
+                self._in_attention = False
+
+        context.kernels = replace(kernels, paged_attention=attend)
+        try:
+            yield
+        finally:
+            context.kernels = kernels
+
+    @contextmanager
+    def recording(self, context: AttentionContext | None = None) -> Iterator[None]:
+        """Record what runs in the block; context: of the attention of a patched model."""
         handles = []
         for name, module in self._model.named_modules():
             handles += [
@@ -196,7 +216,7 @@ class OpRecorder(TorchDispatchMode):
                 module.register_forward_hook(self._leave, with_kwargs=True),
             ]
         try:
-            with self:
+            with self, self._without_attention(context) if context else nullcontext():
                 yield
         finally:
             for handle in handles:
