@@ -80,12 +80,12 @@ class FailsOnce(torch.nn.Module):
 
     def __init__(self, inner):
         super().__init__()
-        # An object of its own: an attribute of the module that changes makes another model.
-        self.inner, self.fault = inner, SimpleNamespace(armed=False)
+        # A number of an object of its own: another attribute of the module is another model.
+        self.inner, self.fault = inner, SimpleNamespace(armed=0)
 
     def forward(self, x):
         if self.fault.armed:
-            self.fault.armed = False
+            self.fault.armed = 0
             raise RuntimeError("armed")
         return self.inner(x)
 
@@ -242,7 +242,7 @@ class OneEngine(RuleBasedStateMachine):
 
     @rule(asked=st.lists(requests(deterministic=True), min_size=1, max_size=3))
     def score(self, asked):
-        self.faulty.fault.armed = False  # score says so when a pass fails
+        self.faulty.fault.armed = 0  # score says so when a pass fails
         expected = [self.truth(prompt, params).completions[0] for prompt, params in asked]
         scores = self.engine.score(
             [p for p, _ in asked], [c.token_ids for c in expected], [s for _, s in asked]
@@ -252,7 +252,7 @@ class OneEngine(RuleBasedStateMachine):
     @precondition(lambda self: self.finished)
     @rule(data=st.data())
     def audit(self, data):
-        self.faulty.fault.armed = False
+        self.faulty.fault.armed = 0
         places = st.sampled_from(range(len(self.finished)))
         outputs = data.draw(st.lists(places, min_size=1, max_size=4))
         report = audit(self.engine, [self.finished[n] for n in outputs])
@@ -260,11 +260,11 @@ class OneEngine(RuleBasedStateMachine):
 
     @rule()
     def fail_next_pass(self):
-        self.faulty.fault.armed = True
+        self.faulty.fault.armed = 1
 
     @rule()
     def say_weights_changed(self):
-        self.faulty.fault.armed = False
+        self.faulty.fault.armed = 0
         self.engine.weights_changed()
 
     @rule()

@@ -8,13 +8,17 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.support.drop_in import PAD, SMALL, random_ids
+from tinyspec.kernels.twins.attention_layout import layout_of
+from tinyspec.model import torch_state
 from tinyspec.runner.kv_cache import KVCache
 
 PROMPTS = [random_ids(100, n) for n in range(4)]
@@ -57,10 +61,12 @@ class Watch(TorchDispatchMode):
 
 
 def watched(job: Callable[[], Any]) -> tuple[Watch, Any]:
-    """What ``job`` takes, and its result."""
+    """What ``job`` takes, passes of an engine included, and its result."""
     gc.collect()
-    with Watch() as watch:
+    # Passes set modes aside, and this one is to see them.
+    with patch.object(torch_state, "without_modes", nullcontext), Watch() as watch:
         result = job()
+        layout_of.cache_clear()  # of the latest calls of the attention twin: places, no values
     return watch, result
 
 
