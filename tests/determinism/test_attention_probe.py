@@ -168,7 +168,7 @@ def test_a_model_with_three_heads_a_group(dtype):
         assert kind.checked > 2000 and kind.differing == 0
 
 
-def test_the_advice_for_attention(monkeypatch):
+def test_the_advice_for_attention(no_results_on_disk):
     """Not other reference_rows, which attention does not know."""
     whole = kernels.load("torch").paged_attention
 

@@ -238,7 +238,7 @@ def test_many_rows_of_attention(monkeypatch):
     assert doctor(sound(), CONFIG).facts.attention == (many,) and len(looks) == 1
 
 
-def test_a_rare_difference_of_attention():
+def test_a_rare_difference_of_attention(no_results_on_disk):
     """That only the many rows of a doctor show: the engine refuses from then on."""
     with Engine(sound(), config=CONFIG) as engine:
         engine.generate([[1, 2]], DETERMINISTIC)
