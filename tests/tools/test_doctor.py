@@ -196,7 +196,7 @@ def test_keys_that_are_not_written(monkeypatch):
         assert not broken_by(doctor(engine, fresh=True))
 
 
-def test_log_probabilities_that_differ_where_no_logit_does(monkeypatch):
+def test_log_probabilities_that_differ_where_no_logit_does(monkeypatch, no_results_on_disk):
     whole = torch.log_softmax
 
     def other(x, dim):
@@ -206,7 +206,7 @@ def test_log_probabilities_that_differ_where_no_logit_does(monkeypatch):
     assert broken_by(doctor(sound(), CONFIG, fresh=True)) == {4: ["model"]}
 
 
-def test_attention_that_depends_on_the_pass(monkeypatch):
+def test_attention_that_depends_on_the_pass(no_results_on_disk):
     """Named, though every bucket agrees with itself."""
     with Engine(sound(), config=CONFIG) as engine:
         context = engine.patched.context
