@@ -9,6 +9,7 @@ from collections import Counter
 
 import pytest
 
+from tests.support.budget import first
 from tests.support.cases import (
     DTYPES,
     KINDS,
@@ -80,8 +81,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.crossed(1)
-@pytest.mark.parametrize("named", SETTINGS)
+@pytest.mark.parametrize("named", first(3, SETTINGS, 1))
 def test_sizes(subject, named):
     model, alone = subject
     with engine_of(model, **SETTINGS[named], draft_window=5) as engine:

@@ -74,7 +74,7 @@ def run_mix(model, alone, seed):
             assert bits(output) == alone[chosen[n]], f"mix {seed}, needle {chosen[n]}"
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_mixes(models, seed):
     for dtype in DTYPES:
         model, alone = models[dtype]

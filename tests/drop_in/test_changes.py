@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import tinyspec
+from tests.support.budget import first
 from tests.support.changes import FOLLOWED, REFUSED, model_for, threads
 from tests.support.drop_in import SMALL, greedy, own, patched, random_ids
 from tests.support.tiny import FAMILIES, tiny
@@ -131,6 +132,7 @@ def swap(model, place, make):
     setattr(model.get_submodule(parent), name, make(model.get_submodule(place)))
 
 
+@pytest.mark.crossed(1.2)
 @pytest.mark.parametrize("make", [Scaled, LowRank, copy.deepcopy])
 @pytest.mark.parametrize(
     "place",
@@ -151,7 +153,8 @@ def test_replaced_linears(make, place):
 
 
 @pytest.mark.parametrize(
-    "place", ["model.layers.0.mlp", "model.layers.1.self_attn", "model.layers.0", "model.norm"]
+    "place",
+    first(2, ["model.layers.0.mlp", "model.layers.1.self_attn", "model.layers.0", "model.norm"], 3),
 )
 def test_wrapped_modules(place):
     if place == "model.layers.1.self_attn":

@@ -13,6 +13,7 @@ from transformers.generation import (
 )
 
 import tinyspec
+from tests.support.budget import first
 from tests.support.hooks import AttentionRecorder, Backwards, Boom, BoomError, Until
 from tests.support.judge import (
     FAMILIES,
@@ -59,7 +60,7 @@ ASSISTED = {
 }
 
 
-@pytest.mark.parametrize("name", ASSISTED)
+@pytest.mark.parametrize("name", first(6, ASSISTED, 0.4))
 def test_assisted_tokens_equal_transformers(name):
     """At batch 1 as transformers has them, and for a batch, which it refuses."""
     model, own = pair()

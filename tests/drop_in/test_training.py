@@ -127,6 +127,7 @@ def test_modes_stay_module_by_module():
         assert torch.equal(model(BATCH).logits, first)
 
 
+@pytest.mark.crossed(0.7)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox"])
 def test_evaluation_mixes_likelihoods_and_generate(family, dtype):

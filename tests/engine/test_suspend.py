@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.budget import first
 from tests.support.cases import engine_of, greedy, model_of, text, whole
 from tests.support.mixes import bits
 from tests.support.pages import check_residents, indexed_kv
@@ -24,7 +25,7 @@ def state(model):
     }, model.config._attn_implementation
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", first(3, FAMILIES, 0.6))
 def test_a_suspended_model_is_its_own_self(family):
     model = tiny(family)
     ids = torch.tensor([PROMPT])

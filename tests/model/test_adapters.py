@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.support import zoo
+from tests.support.budget import first
 from tests.support.loading import (
     CONFIG,
     DETERMINISTIC,
@@ -73,7 +74,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("way", first(6, WAYS.values(), 1), ids=WAYS)
 def test_adapters_in_layers(way):
     model = way()
     serve(model, None if model.dtype == torch.bfloat16 else greedy(model))
@@ -246,6 +247,7 @@ AROUND_ATTENTION = {
 }
 
 
+@pytest.mark.crossed(0.8)
 @pytest.mark.parametrize("make", AROUND_ATTENTION.values(), ids=AROUND_ATTENTION)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_attention_within_attention_is_served(make, deterministic):

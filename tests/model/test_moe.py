@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers.integrations.moe import use_experts_implementation
 
+from tests.support.budget import first
 from tests.support.mixes import Liar, bits, crowd, needles, random_config, run_through, solo
 from tests.support.moe import CONFIGS, OWN_WAY, SERVED, tiny_moe
 from tests.support.tiny import VOCAB, hf_greedy, prompts
@@ -161,7 +162,7 @@ def test_the_contract(family, dtype):
         assert [bits(output) for output in outputs[: len(alone)]] == alone
 
 
-@pytest.mark.parametrize("family", SERVED)
+@pytest.mark.parametrize("family", first(2, SERVED, 1.3))
 def test_plain_tokens_are_transformers(family):
     model = tiny_moe(family)
     expected = [hf_greedy(model, prompt, 12) for prompt in prompts(8, 60)]
@@ -295,7 +296,7 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("family", ODD)
+@pytest.mark.parametrize("family", first(2, ODD, 1))
 def test_odd_sizes(family, monkeypatch):
     """transformers' default cannot run these experts: the message names them and what does."""
     known = CONFIGS.get(family, {})

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterable
 from itertools import combinations
+from typing import Any
 
 import pytest
 
@@ -97,6 +99,12 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
+
+
+def first(count: int, values: Iterable[Any], seconds: float) -> list[Any]:
+    """Parameters of a test: the first ``count`` of ``values``; the others are slow."""
+    slow = pytest.mark.slow("crosses", seconds)
+    return [v if n < count else pytest.param(v, marks=slow) for n, v in enumerate(values)]
 
 
 def _set_apart(item: pytest.Item) -> bool:
