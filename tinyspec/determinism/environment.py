@@ -19,7 +19,6 @@ from tinyspec.model import openmp
 from tinyspec.model.torch_state import global_hooks
 
 _C: Any = torch._C
-_TWO, _THREE = 2.0, 3.0
 
 
 def device_parts(device: torch.device) -> list[str]:
@@ -33,13 +32,11 @@ def device_parts(device: torch.device) -> list[str]:
 
 def ambient(device: torch.device) -> tuple[object, ...]:
     """What may change while the process runs and is not pinned: threads that torch asks for and
-    that run, rounding, quantized engine, hooks on all modules; on a GPU libraries and workspaces.
+    that run, quantized engine, hooks on all modules; on a GPU libraries and workspaces.
     """
     found = [
         torch.get_num_threads(),
         openmp.settle(),
-        # Another pair in each of the four rounding modes.
-        (_TWO / _THREE, -_TWO / _THREE),
         _C._get_qengine(),
         tuple(map(id, global_hooks())),
     ]
@@ -50,11 +47,10 @@ def ambient(device: torch.device) -> tuple[object, ...]:
 
 def environment(device: torch.device) -> dict[str, object]:
     """The parts of the fingerprint that come from process and machine, readable."""
-    threads, running, thirds, engine, _, *libraries = ambient(device)
+    threads, running, engine, _, *libraries = ambient(device)
     return {
         "device": device_parts(device),
         "threads": [threads, running],
-        "rounding": thirds,
         "quantized engine": engine,
         "libraries": libraries,
         "build": _build(),

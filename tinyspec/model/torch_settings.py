@@ -101,6 +101,7 @@ def _of_thread(device_type: str) -> Settings:
             False,
         ),
         Setting(openmp.flushes, torch.set_flush_denormal, False),
+        Setting(openmp.rounding_mode, openmp.set_rounding_mode, 0),
         Setting(openmp.is_dynamic, openmp.set_dynamic, False),
     )
 
