@@ -149,7 +149,7 @@ QUIET = {
 
 
 # The table on one family, and what touches a model on the others.
-ELSEWHERE = ("greedy", "repetition-penalty", "custom", "criterion")
+ELSEWHERE = ("greedy", "custom", "criterion")
 CASES = [("llama", name) for name in [*PROCESSORS, *QUIET]]
 CASES += [(family, name) for family in FAMILIES[1:] for name in ELSEWHERE]
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.budget import first
 from tests.support.mixes import bits, crowd, needles, solo
 from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams, doctor
@@ -117,7 +118,7 @@ def test_buckets_are_canonical_on_demand(quick, dtype):
 @pytest.mark.crossed(3)
 @both
 @pytest.mark.parametrize("reference", [4, 16])
-@pytest.mark.parametrize("verify", ["auto", "padded", "always"])
+@pytest.mark.parametrize("verify", first(2, ["auto", "always", "padded"], 3))
 def test_bits_are_those_of_the_reference_bucket(quick, verify, reference, dtype):
     model = tiny("llama", dtype)
     config = EngineConfig(reference_rows=reference, max_rows=64, max_sequences=40, verify=verify)
