@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import count
 
 import torch
@@ -121,21 +120,11 @@ def probe_rows(
         whole = kernels.paged_attention(q, k, v, prompt, **scores)
         for index, segments in passes:
             out = kernels.paged_attention(q[index], k, v, segments, **scores)
-            found = _add(found, unequal_bits(whole[index], out))
+            found = found.with_rows(unequal_bits(whole[index], out))
         late = seconds is not None and time.perf_counter() - begun > seconds
         if late or found.checked >= rows:
             break
     return found
-
-
-def _add(found: PositionResult, wrong: Tensor) -> PositionResult:
-    """``found`` and the rows of one more pass; wrong: [rows, elements], where bits differ."""
-    first = found.row_index, found.column
-    if not found.differing and (places := wrong.nonzero()).numel():
-        first = int(places[0, 0]), int(places[0, 1])
-    checked = found.checked + len(wrong)
-    differing = found.differing + int(wrong.any(dim=1).sum())
-    return replace(found, checked=checked, differing=differing, row_index=first[0], column=first[1])
 
 
 def _name(shape: LayerShape, reach: Reach) -> str:

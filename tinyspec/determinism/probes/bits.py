@@ -11,7 +11,7 @@ compared, and neighbours are up to 1e4 larger.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,6 +34,23 @@ class PositionResult:
 
     def __bool__(self) -> bool:
         return self.differing == 0
+
+    def with_rows(self, wrong: Tensor, places: Tensor | None = None) -> PositionResult:
+        """The rows of one more pass as well.
+
+        wrong: [n, elements], where bits differ. places: [n] in the pass; None: 0 to n - 1.
+        """
+        row_index, column = self.row_index, self.column
+        if not self.differing and (found := wrong.nonzero()).numel():
+            row, column = found[0].tolist()
+            row_index = row if places is None else int(places[row])
+        return replace(
+            self,
+            checked=self.checked + len(wrong),
+            differing=self.differing + int(wrong.any(dim=1).sum()),
+            row_index=row_index,
+            column=column,
+        )
 
     def __str__(self) -> str:
         if self:
@@ -105,7 +122,7 @@ def position_invariant(
     largest = 1e3 if dtype == torch.float16 else 1e4
     home = torch.arange(0, rows, 2, device=device)
     others = torch.arange(1, rows, 2, device=device)
-    checked, differing, found = 0, 0, (-1, -1)
+    found = PositionResult(name or "function", rows, 0, 0, -1, -1)
     first: Tensor | None = None
     stride = 1 if passes is None else max(1, rows // passes) | 1
     for number, shift in enumerate([*range(0, rows, stride), 0]):
@@ -115,12 +132,8 @@ def position_invariant(
         x[(others + shift) % rows] = (between.roll(number, 0) * scale).to(dtype)
         result = fn(x)[index]
         first = result if first is None else first
-        wrong = unequal_bits(first, result)
-        if not differing and (places := wrong.nonzero()).numel():
-            found = (int(index[places[0, 0]]), int(places[0, 1]))
-        checked += len(wrong)
-        differing += int(wrong.any(dim=1).sum())
-    return PositionResult(name or "function", rows, checked, differing, *found)
+        found = found.with_rows(unequal_bits(first, result), index)
+    return found
 
 
 def class_of(result: Tensor, results: list[Tensor]) -> int:
