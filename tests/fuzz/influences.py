@@ -143,19 +143,15 @@ MODEL = (
     change("data written and told", _told, where=(CALLS, STEPS)),
     change("inference weights written", changes.write_inference, flavour="inference"),
     change("weights loaded", changes.load_weights),
-    change(
-        "weights loaded over zeros",
-        changes.load_own_weights,
-        where=(CALLS,),
-        prepare=changes.zeros,
-        applies=changes.has_wide,
-    ),
-    change(
-        "weights loaded over identities",
-        changes.load_own_weights,
-        where=(CALLS,),
-        prepare=changes.identities,
-        applies=changes.has_wide,
+    *(
+        change(
+            f"weights loaded over {prepare.__name__}",
+            changes.load_own_weights,
+            where=(CALLS,),
+            prepare=prepare,
+            applies=changes.has_wide,
+        )
+        for prepare in (changes.zeros, changes.identities)
     ),
     change("weights misaligned", changes.misalign, where=(BUILD, CALLS, STEPS)),
     change("weights transposed in memory", changes.transpose_memory, where=(BUILD, CALLS, STEPS)),
