@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from tinyspec.config import EngineConfig
 from tinyspec.determinism import probe_cache
 from tinyspec.determinism.fingerprint import digest_weights, fingerprint
-from tinyspec.determinism.model_state import LAYOUT, adapter_state, settings, structure
+from tinyspec.determinism.model_state import LAYOUT, adapter_state, experts, layouts, settings
 from tinyspec.determinism.model_watch import OBJECT, ModelWatch
 from tinyspec.determinism.probe_results import ProbeResults
 from tinyspec.determinism.probes.attention import probe_attention, summary
@@ -227,7 +227,7 @@ class Contract:
         """Of results on disk: all that they depend on, which no value of a weight is."""
         model = self._model
         rest = fingerprint(model, "", self._config, self._runner.device)
-        found = structure(model), settings(model), adapter_state(model)
+        found = experts(model), layouts(model), settings(model), adapter_state(model)
         return probe_cache.key_of(rest, *found, self.buckets.sizes, self._config.linear)
 
     def _unsound_linears(self, linears: list[BucketInvariance]) -> tuple[str, ...]:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from tinyspec.model import openmp
-from tinyspec.model.torch_state import global_hooks
 
 _C: Any = torch._C
 
@@ -32,13 +31,11 @@ def device_parts(device: torch.device) -> list[str]:
 
 def ambient(device: torch.device) -> tuple[object, ...]:
     """What may change while the process runs and is not pinned: threads that torch asks for and
-    that run, quantized engine, hooks on all modules; on a GPU libraries and workspaces.
-    """
+    that run, quantized engine; on a GPU libraries and workspaces."""
     found = [
         torch.get_num_threads(),
         openmp.settle(),
         _C._get_qengine(),
-        tuple(map(id, global_hooks())),
     ]
     if device.type == "cuda":
         found += [str(_C._get_blas_preferred_backend()), *_cublas_workspaces()]
@@ -47,7 +44,7 @@ def ambient(device: torch.device) -> tuple[object, ...]:
 
 def environment(device: torch.device) -> dict[str, object]:
     """The parts of the fingerprint that come from process and machine, readable."""
-    threads, running, engine, _, *libraries = ambient(device)
+    threads, running, engine, *libraries = ambient(device)
     return {
         "device": device_parts(device),
         "threads": [threads, running],

@@ -23,6 +23,7 @@ from tinyspec.model.moe import implementations
 from tinyspec.model.positions import GivenPositions, RopeTable
 from tinyspec.model.quantized import is_packed, layout, parts, trace
 from tinyspec.model.row_tiles import RowTiles
+from tinyspec.model.torch_state import global_hooks
 from tinyspec.model.wrappers import hooks_of, is_wrapped, own_forward
 
 PLAIN = (bool, int, float, str, type(None))
@@ -112,12 +113,6 @@ def _switches_adapters(module: nn.Module) -> bool:
     return not isinstance(module, PreTrainedModel) and any(hasattr(module, a) for a in _ADAPTERS)
 
 
-def structure(model: nn.Module) -> dict[str, Any]:
-    """What the probed facts depend on beside device and settings, by name: modules with hooks and
-    forwards of their own, how experts run; shapes, layouts and alignment of weights."""
-    return {**functions(model), **experts(model), **layouts(model)}
-
-
 def experts(model: nn.Module) -> dict[str, Any]:
     """By name, how experts run; canonical passes may have the same bits in several ways."""
     return {f"the experts of {name}": how for name, *how in implementations(model)}
@@ -131,12 +126,7 @@ def layouts(model: nn.Module) -> dict[str, Any]:
 
 def functions(model: nn.Module) -> dict[str, Any]:
     """By name: class, hooks and own forward of every module; hooks on all modules."""
-    shared = nn.modules.module
-    everywhere = [
-        *shared._global_forward_hooks.values(),
-        *shared._global_forward_pre_hooks.values(),
-    ]
-    found: dict[str, Any] = {"hooks of all modules": [description(hook) for hook in everywhere]}
+    found: dict[str, Any] = {"hooks of all modules": list(map(description, global_hooks()))}
     kinds: dict[type, Any] = {}
     for name, module in named_parts(model):
         kind = type(module)

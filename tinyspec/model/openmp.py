@@ -1,4 +1,4 @@
-"""The OpenMP threads that torch computes with: how many run, and what they do with subnormals.
+"""The OpenMP threads that torch computes with: how many run, how they round and treat subnormals.
 
 Asks the library that torch is linked with, by GNU's names (GCC's and LLVM's OpenMP have them).
 Where it is another one, torch's own number of threads is all that is known. Knows no passes.
