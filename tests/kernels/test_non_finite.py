@@ -131,6 +131,19 @@ def test_infinite_keys_may_be_legal():
         assert torch.equal(alone[0], whole[row])
 
 
+def test_softcap_makes_a_finite_score_of_an_infinite_key():
+    """Its value counts, whether or not another row is NaN."""
+    inf, nan = (0, 0, 70, INF), (0, 0, 290, NAN)
+    scores = {"softcap": 5.0}
+    whole = run(torch.float32, SHAPES[0], [(0, 0, LENGTH)], [inf, nan], **scores)[0]
+    assert whole[70:290].isfinite().all() and whole[290:].isnan().all()
+    without = run(torch.float32, SHAPES[0], [(0, 0, LENGTH)], [nan], **scores)[0]
+    for row in range(70, 256):
+        alone = run(torch.float32, SHAPES[0], [(0, row, row + 1)], [inf], **scores)[0]
+        assert torch.equal(alone[0], whole[row])
+        assert not torch.equal(alone[0], without[row])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_huge_keys_out_of_sight(dtype):
     """Scores of 1e28 and of 1e33 do not stand out from behind a mask."""

@@ -88,15 +88,16 @@ def _hide(
     """k, v and mask with which every row has the same result, whatever is in keys that the mask
     hides from it.
 
-    Keys and values with anything that is not finite become 0. Rows that attend to them get their
-    scores by the mask instead: NaN for +inf, and where it is the value that is not finite.
+    Keys with anything that is not finite become 0, and so do such values; a finite value stays, as
+    softcap makes a finite score of an infinite one. Rows that attend to them get their scores by
+    the mask instead: NaN for +inf, and where it is the value that is not finite.
     """
-    finite = k.isfinite().all(-1) & v.isfinite().all(-1)
-    scores = _scores(q, k, scale, softcap) + (v.float() * 0).sum(-1)[..., None, :]
-    scores.masked_fill_(scores == torch.inf, torch.nan)
-    mask = torch.where((mask == 0) & ~finite[..., None, :], scores, mask)
-    removed = ~finite[..., None]
-    return k.masked_fill(removed, 0), v.masked_fill(removed, 0), mask
+    bad_keys, bad_values = (~x.isfinite().all(-1) for x in (k, v))
+    scores = _scores(q, k, scale, softcap)
+    scores.masked_fill_(bad_values[..., None, :] | (scores == torch.inf), torch.nan)
+    mask = torch.where((mask == 0) & (bad_keys | bad_values)[..., None, :], scores, mask)
+    k, v = k.masked_fill(bad_keys[..., None], 0), v.masked_fill(bad_values[..., None], 0)
+    return k, v, mask
 
 
 def _at(x: Tensor, places: slice | Tensor) -> Tensor:
