@@ -54,8 +54,8 @@ def served_by_kernel(model: nn.Module) -> list[str]:
 @torch.no_grad()
 @without_modes()
 def digest_weights(model: nn.Module, ignored: Collection[str] = ()) -> str:
-    """Digest of every parameter, buffer and attribute but ``ignored`` (name, shape, dtype, bits; of
-    packed ones every part) and of the adapters used."""
+    """Digest of every parameter, buffer and attribute but ``ignored`` (name, shape, strides, dtype,
+    bits; of packed ones every part) and of the adapters used."""
     digest = hashlib.sha256(repr(adapter_state(model)).encode())
     for name, tensor in tensors(model, ignored):
         if is_packed(tensor):
@@ -69,8 +69,13 @@ def digest_weights(model: nn.Module, ignored: Collection[str] = ()) -> str:
 
 
 def _add(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
-    entry = (name, tuple(tensor.shape), str(tensor.dtype), checksum(tensor))
+    entry = (name, tuple(tensor.shape), _strides(tensor), str(tensor.dtype), checksum(tensor))
     digest.update(repr(entry).encode())
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...] | None:
+    """None where a tensor lies row by row: other products of it have other bits."""
+    return None if tensor.is_contiguous() else tensor.stride()
 
 
 def _versions(device: torch.device) -> list[str]:
