@@ -117,8 +117,10 @@ def test_anything_else_is_refused(turn_on):
         assert len(engine.generate([[1, 2, 3]], plain)[0].completions[0].token_ids) == 6
 
 
-def test_a_wrapper_put_around_a_served_model_is_refused():
-    model = tiny()
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_wrapper_put_around_a_served_model_is_refused(family):
+    """Also where a pass under autocast raises."""
+    model = tiny(family)
     with Engine(model, config=CONFIG) as engine:
         expected = bits_of(engine.generate(prompts(3), PARAMS))
         around_the_model(model)

@@ -55,8 +55,14 @@ def _calling_module() -> nn.Module | None:
 def refuse_autocast(runner: ModelRunner, config: EngineConfig) -> None:
     """Raise DeterminismError if an operator of a pass runs under autocast; runs one."""
     watch = _Watch(runner.device.type)
-    with runner.torch_state(), watch:
-        warm_up(runner, config)
+    failed: Exception | None = None
+    try:
+        with runner.torch_state(), watch:
+            warm_up(runner, config)
+    except Exception as error:  # of another dtype than the next operator takes
+        if watch.found is None:
+            raise
+        failed = error
     if watch.found is not None:
         operator, module = watch.found
         names = {id(m): name for name, m in runner.model.named_modules()}
@@ -65,4 +71,4 @@ def refuse_autocast(runner: ModelRunner, config: EngineConfig) -> None:
             f"{where} turns autocast on inside the model's forward ({operator} ran under it): "
             "load the model in the dtype that it is to compute in, and remove the autocast, to use "
             "deterministic=True"
-        )
+        ) from failed
