@@ -20,7 +20,8 @@ _IDLE = ("dropout", "drop", "pdrop", "initializer", "aux_loss", "jitter", "noise
 _ACTIVATIONS = ("act_fn", "act", "activation_fn", "activation")
 # Numbers of a config that forwards may read from it.
 _CONFIG = ("softcap", "logit", "multiplier", "scal")
-_WIDE = ("mlp", "fc", "ffn", "feed_forward", "experts")
+# Matrices outside attention.
+WIDE = ("mlp", "fc", "ffn", "feed_forward", "experts")
 _EPSILONS = ("variance_epsilon", "eps")
 
 
@@ -100,7 +101,7 @@ def load_own_weights(scene: Scene) -> None:
 def _wide(model: nn.Module) -> list[Tensor]:
     """Matrices outside attention; with those inside wiped out a model would not be served."""
     named = model.named_parameters()
-    return [p for name, p in named if p.dim() == 2 and any(word in name for word in _WIDE)]
+    return [p for name, p in named if p.dim() == 2 and any(word in name for word in WIDE)]
 
 
 def has_wide(model: nn.Module) -> bool:

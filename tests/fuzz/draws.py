@@ -99,14 +99,17 @@ def _stock(seed: str, block: int) -> tuple[ModelDraw, ...]:
 
 def _model_for(rng: random.Random, seed: str, number: int, influence: Influence) -> ModelDraw:
     """A model of the stock that has what is changed, or another one."""
-    if not (influence.only or influence.flavour):
+    only = influence.only
+    if influence.also and rng.random() < 0.5:
+        only = rng.choice(influence.also)
+    if not (only or influence.flavour):
         stock = [draw for draw in _stock(seed, number // BLOCK) if draw.kind not in SPECIAL]
         for drawn in rng.sample(stock, len(stock)):
             if influence.applies(pristine(drawn)):
                 return drawn
     for _ in range(100):
-        drawn = draw_model(rng, influence.only, influence.flavour)
-        special = drawn.kind in SPECIAL and drawn.kind != influence.only
+        drawn = draw_model(rng, only, influence.flavour)
+        special = drawn.kind in SPECIAL and drawn.kind != only
         if not special and influence.applies(pristine(drawn)):
             return drawn
     raise AssertionError(f"no model for {influence.name}")

@@ -47,9 +47,10 @@ class Influence:
     """One influence from outside.
 
     begin: starts it; returns how it ends, or None: a change of the model, which lasts. where: when
-    it may begin. only, flavour: which models it needs. prepare: what is done to the model before an
-    engine gets it. applies: whether a model has what is changed. environment: variables of a
-    process in which all is run again, instead of ``begin``.
+    it may begin. only, flavour: which models it needs. also: kinds of models of which half of its
+    runs have one. prepare: what is done to the model before an engine gets it. applies: whether a
+    model has what is changed. environment: variables of a process in which all is run again,
+    instead of ``begin``.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Influence:
     where: tuple[str, ...] = ANYWHERE
     only: str = ""
     flavour: str = ""
+    also: tuple[str, ...] = ()
     prepare: Callable[[Any], None] | None = None
     applies: Callable[[Any], bool] = lambda model: True
     environment: tuple[tuple[str, str], ...] = ()
@@ -149,12 +151,18 @@ MODEL = (
             changes.load_own_weights,
             where=(CALLS,),
             prepare=prepare,
+            also=("one row",),
             applies=changes.has_wide,
         )
         for prepare in (changes.zeros, changes.identities)
     ),
-    change("weights misaligned", changes.misalign, where=(BUILD, CALLS, STEPS)),
-    change("weights transposed in memory", changes.transpose_memory, where=(BUILD, CALLS, STEPS)),
+    *(
+        change(f"weights {how}", act, where=(BUILD, CALLS, STEPS), also=("layout", "wide"))
+        for how, act in (
+            ("misaligned", changes.misalign),
+            ("transposed in memory", changes.transpose_memory),
+        )
+    ),
     change("buffer written", changes.write_buffer, applies=changes.has_buffers),
     change("buffer replaced", changes.replace_buffer, applies=changes.has_buffers),
     change("epsilon", changes.epsilon, applies=changes.has_epsilons),

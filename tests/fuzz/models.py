@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tests.fuzz.linears import KINDS, model_with
 from tests.support import zoo
 from tests.support.cases import DTYPES
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
@@ -45,7 +46,8 @@ SHAPED = ("llama", "qwen3", "mistral", "gemma2", "olmo2")
 class ModelDraw:
     """kind: a type of the zoo; "shaped", a type and sizes of its own; "lora"; "int8", packed
     weights; "wide", sums so long that threads share them; "sensitive", linears whose bits depend on
-    the row count. flavour: what else is done to the weights."""
+    the row count; "one row" and "layout": see ``linears.py``. flavour: what else is done to the
+    weights."""
 
     kind: str
     dtype: str
@@ -55,13 +57,16 @@ class ModelDraw:
 
 
 def draw_model(rng: random.Random, only: str = "", flavour: str = "") -> ModelDraw:
-    """Any model; only: one of this kind ("lora", "windowed", "odd heads", "wide")."""
+    """Any model; only: one of this kind ("lora", "windowed", "odd heads", "wide",
+    "one row", "layout")."""
     dtype = rng.choice(("fp32", "fp32", "bf16", "bf16", "fp16"))
     if flavour == "denormal":  # oneDNN's 16-bit products have no denormal numbers anyway
         dtype = "fp32"
     seed = rng.randrange(1000)
     if only == "lora":
         return ModelDraw("lora", rng.choice(("fp32", "bf16")), seed, flavour=flavour)
+    if only in KINDS:
+        return ModelDraw(only, dtype, seed, flavour=flavour)
     if only == "windowed":
         if rng.random() < 0.3:
             return ModelDraw(rng.choice(WINDOWED), dtype, seed, flavour=flavour)
@@ -190,6 +195,8 @@ def pristine(draw: ModelDraw) -> Any:
         model = _shaped(draw)
     elif draw.kind == "wide":
         model = _wide(draw)
+    elif draw.kind in KINDS:
+        model = model_with(draw.kind, draw.seed)
     elif draw.kind == "sensitive":
         model = replace_linears(zoo.tiny("llama", draw.seed), ShapeSensitiveLinear)
     else:
