@@ -307,6 +307,8 @@ def facts(model):
         found = engine.contract.probe(fresh=True).to_dict()
     for bucket in found["buckets"]:
         del bucket["seconds"], bucket["canonical_seconds"]
+    for kind in found["attention"]:
+        del kind["checked"]  # as many rows as there is time for
     return found
 
 
