@@ -1,11 +1,12 @@
-"""What the host does in one decode step, with the model's forward and the kernels stubbed.
+"""What the host does in one step, with the model's forward and the kernels stubbed.
 
 Measured is the thread time of ``Engine.step()``: the schedule, the pass as tensors, the state of a
 pass, sampling and commit around the kernels, records and events. The model has the module tree of
 Qwen3-0.6B (28 layers, 311 parameters) at small widths. The forward returns the same logits at every
 step and the sample kernel token 0, so tokens are well defined: every sequence repeats token 0, and
 none of them stops. Deterministic requests have verify="padded": one token a step as plain ones, not
-what "auto" would choose by measured costs. Run with
+what "auto" would choose by measured costs. The check for a changed model, which a step makes after
+code of the user's, is left out and has a column of its own. Run with
 
     pytest benchmarks/bench_host.py --benchmark-enable --benchmark-json=FILE [--rounds N]
     python benchmarks/render.py FILE
@@ -27,16 +28,30 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.workloads import DEVICE, of_shapes
 from tinyspec import Engine, EngineConfig, SamplingParams
+from tinyspec.engine.core import EngineCore
+from tinyspec.runner.batch import Batch
+from tinyspec.scheduler.scheduler import Scheduler
 
 VOCAB = 256
 PROMPT, SMOKE_PROMPT = 32, 4
 LAYERS, SMOKE_LAYERS = 28, 2
 PARAMETERS = 311
-SEQUENCES = (1, 16, 64, 256)
+SEQUENCES = (1, 16, 64, 256, 1024)
 # Steps that are timed for each of ``--rounds``.
 STEPS = 100
 # Steps in which prompts are still computed while the first requests decode, at most.
 PROMPT_STEPS = 1000
+# The last is plain requests beside which one prompt is computed in every step.
+KINDS = ("plain", "deterministic", "sampled", "mixed with prompts")
+SAMPLED = {"temperature": 0.8, "top_p": 0.9, "logprobs": True}
+# The parts of a step: where each begins, by class and method.
+PARTS = {
+    "propose": (EngineCore, "_propose"),
+    "schedule": (Scheduler, "schedule"),
+    "batch": (Batch, "of"),
+    "sample": (EngineCore, "_sample"),
+    "commit": (EngineCore, "_commit"),
+}
 
 
 def build(layers: int) -> Any:
@@ -67,7 +82,7 @@ def build(layers: int) -> Any:
 
 def stub(engine: Engine) -> Callable[[], object]:
     """Stub what a step of ``engine`` computes; returns the check for a changed model that a step
-    makes after code of the user's. The only function here that uses an engine's internals.
+    makes after code of the user's.
     """
     core, context, largest = engine.core, engine.patched.context, engine.config.max_rows
     logits = torch.zeros(1, largest, VOCAB, device=DEVICE)
@@ -89,63 +104,79 @@ def stub(engine: Engine) -> Callable[[], object]:
         **dict.fromkeys(("fused_kv_write", "paged_attention", "accept_truncate", "linear"), unused),
     )
     engine.runner.model = forward
-    context.kernels = core.sampler._kernels = core.committer.kernels = stubs
+    context.kernels = core.sampler.kernels = core.committer.kernels = stubs
     context.check = lambda: None  # that every layer called attention
     return engine.contract.watch.changed
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["plain", "deterministic"])
-def kind(request: pytest.FixtureRequest) -> bool:
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
 @pytest.fixture(scope="module")
-def stubbed(kind: bool, smoke: bool) -> Iterator[tuple[Engine, Callable[[], object]]]:
+def stubbed(kind: str, smoke: bool) -> Iterator[tuple[Engine, Callable[[], object]]]:
     """An engine whose steps compute nothing, probed before, and its check for a changed model."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # thread time sees one
-    config = EngineConfig(verify="padded", max_rows=256 if smoke else None)  # fewer to probe
+    most = max(SEQUENCES) + 1  # and a prompt
+    settings = {"max_rows": 512, "max_sequences": 257} if smoke else {"max_sequences": most}
+    config = EngineConfig(verify="padded", **settings)
     with Engine(build(SMOKE_LAYERS if smoke else LAYERS), config=config) as engine:
-        engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2, deterministic=kind))
-        yield engine, stub(engine)
+        asked = SamplingParams(max_new_tokens=2, deterministic=kind == "deterministic")
+        engine.generate([[1, 2, 3]], asked)
+        check = stub(engine)
+        engine.contract.watch.changed = lambda: False  # type: ignore[method-assign]
+        yield engine, check
     torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("sequences", SEQUENCES)
 @pytest.mark.benchmark(
-    group="host thread time of a decode step, forward and kernels stubbed", timer=time.thread_time
+    group="host thread time of a step, forward and kernels stubbed", timer=time.thread_time
 )
-def bench_decode_step(
+def bench_step(
     benchmark: Any,
     stubbed: tuple[Engine, Callable[[], object]],
-    kind: bool,
+    kind: str,
     sequences: int,
     smoke: bool,
     rounds: int,
 ) -> None:
-    """One step that gives each of ``sequences`` greedy requests one token.
+    """One step that gives each of ``sequences`` requests one token.
 
-    model_check_ms: the part that checks whether the model changed. bucket: rows of the
-    pass, padding included. least_ms: the fastest step, which a busy machine changes least.
+    least_ms: the fastest step, which a busy machine changes least. us_a_sequence: of the median.
+    propose_us to commit_us: parts of a step, measured in further steps. model_check_ms: the check
+    for a changed model, not part of the step. bucket: rows of the pass, padding included.
     """
     engine, model_check = stubbed
+    if sequences > engine.config.max_sequences:
+        pytest.skip("more sequences than a smoke test has")
     steps = 2 if smoke else STEPS * rounds
     prompt = SMOKE_PROMPT if smoke else PROMPT
-    work = of_shapes("host", [(prompt, PROMPT_STEPS + steps + 8)] * sequences, VOCAB)
-    asked = work.params(range(sequences) if kind else ())
-    params = [replace(one, temperature=0.0) for one in asked]
+    work = of_shapes("host", [(prompt, PROMPT_STEPS + 2 * steps + 8)] * sequences, VOCAB)
+    changes = SAMPLED if kind == "sampled" else {"temperature": 0.0}
+    asked = work.params(range(sequences) if kind == "deterministic" else ())
     numbers = [
-        engine.add_request(list(ids), one) for ids, one in zip(work.prompts, params, strict=True)
+        engine.add_request(list(ids), replace(one, **changes))
+        for ids, one in zip(work.prompts, asked, strict=True)
     ]
     for _ in range(PROMPT_STEPS):
         engine.step()
         if engine.records[-1].rows["decode"] == sequences:
             break
-    benchmark.pedantic(engine.step, rounds=steps, iterations=1, warmup_rounds=2)
+
+    def more() -> None:
+        if kind == "mixed with prompts":
+            engine.add_request(list(work.prompts[0]), SamplingParams(max_new_tokens=1))
+
+    benchmark.pedantic(engine.step, setup=more, rounds=steps, iterations=1, warmup_rounds=2)
     record = engine.records[-1]
-    assert record.rows == {"prompt": 0, "decode": sequences, "draft": 0, "verify": 0}
-    assert record.canonical == kind
-    assert record.committed == sequences
+    prompts = prompt if kind == "mixed with prompts" else 0
+    assert record.rows == {"prompt": prompts, "decode": sequences, "draft": 0, "verify": 0}
+    assert record.canonical == (kind == "deterministic")
+    assert record.committed == sequences + (prompts > 0)
+    parts = _parts(engine, more, steps)
     for number in numbers:
         output = engine.abort(number)
         assert set(output.completions[0].token_ids) == {0}
@@ -153,7 +184,38 @@ def bench_decode_step(
     benchmark.extra_info["bucket"] = record.bucket
     if benchmark.stats is not None:  # None where benchmarks are disabled
         benchmark.extra_info["least_ms"] = 1e3 * benchmark.stats.stats.min
+        benchmark.extra_info["us_a_sequence"] = 1e6 * benchmark.stats.stats.median / sequences
+    benchmark.extra_info |= {f"{part}_us": 1e6 * seconds for part, seconds in parts.items()}
     benchmark.extra_info["model_check_ms"] = 1e3 * _thread_seconds(model_check, steps)
+
+
+def _parts(engine: Engine, before: Callable[[], None], steps: int) -> dict[str, float]:
+    """Median thread time of every part of a step."""
+    seconds: dict[str, list[float]] = {part: [] for part in PARTS}
+
+    def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                seconds[part].append(time.thread_time() - began)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patches:
+        for part, (owner, name) in PARTS.items():
+            function = vars(owner)[name]
+            if isinstance(function, classmethod):
+                wrapped: Any = classmethod(timed(part, function.__func__))
+            else:
+                wrapped = timed(part, function)
+            patches.setattr(owner, name, wrapped)
+        for _ in range(steps):
+            before()
+            engine.step()
+    assert all(len(found) == steps for found in seconds.values())
+    return {part: median(found) for part, found in seconds.items()}
 
 
 def _thread_seconds(function: Callable[[], object], times: int) -> float:

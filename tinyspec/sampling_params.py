@@ -160,6 +160,11 @@ class SamplingParams:
         """Whether sampling depends on the tokens before."""
         return self.repetition_penalty != 1.0 or bool(self.logits_processors)
 
+    @cached_property
+    def checks_text(self) -> bool:
+        """Whether more than token ids and their number can end it, or is kept of its tokens."""
+        return bool(self.stop_strings or self.stopping_criteria or self.top_logprobs)
+
     def resolve(self, **changes: Any) -> SamplingParams:
         """A copy with the model's defaults filled in."""
         return replace(self, **changes)

@@ -24,7 +24,7 @@ def engine():
 
 def untouched(engine):
     """Nothing is queued or running, and no page is held."""
-    scheduler = engine.scheduler
+    scheduler = engine.admission
     quiet = not scheduler.waiting and not scheduler.running and not engine.has_unfinished()
     return quiet and engine.pool.num_held == 0
 

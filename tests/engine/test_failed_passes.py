@@ -144,7 +144,7 @@ def test_a_pass_that_fails_often_loses_nothing():
         faulty.arm(lambda call, rows: call % 3 == 0 and len(sharers()) > 1)
 
         def sharers():
-            return engine.scheduler.running
+            return engine.admission.running
 
         outputs = run(engine, asked())
         assert faulty.raised >= 3
@@ -381,7 +381,7 @@ def test_aborts_and_streams_while_suspects_are_tried():
         ids = [engine.add_request(*request) for request in asked()]
         stream = engine.stream([asked()[1][0]], replace(asked()[1][1], max_new_tokens=13))
         faulty.arm(lambda call, rows: call == 3)
-        while not engine.scheduler.suspects:
+        while not engine.admission.suspects:
             engine.step()
         gone = engine.abort(ids.pop(0)).completions[0]
         engine.step()
@@ -392,5 +392,5 @@ def test_aborts_and_streams_while_suspects_are_tried():
         order = [1, 2, 3, 4, 5, 0]
         assert [bits(done[request_id]) for request_id in ids] == [expected[n] for n in order]
         assert gone.token_ids == expected[0][0][0][: len(gone.token_ids)]
-        assert faulty.raised == 1 and not engine.scheduler.suspects
+        assert faulty.raised == 1 and not engine.admission.suspects
         assert whole(engine)

@@ -203,7 +203,7 @@ def test_pages_held_are_what_sequences_need(page_size):
         most = 0
         while engine.has_unfinished():
             engine.step()
-            running = engine.scheduler.running
+            running = engine.admission.running
             need = sum(engine.pool.pages_for(len(s.tokens) + len(s.drafts)) for s in running)
             assert engine.pool.num_held <= need + len(running)
             most = max(most, engine.pool.num_held)

@@ -22,7 +22,7 @@ def states(config, until=45):
     with Engine(model, config=config) as engine:
         engine.add_request(PROMPT, PARAMS)
         while not engine.step():
-            sequence = engine.scheduler.running[0]
+            sequence = engine.admission.running[0]
             if sequence.drafts or sequence.num_generated > until:
                 continue
             kv = [
@@ -63,7 +63,7 @@ def test_control_fast_path_kv_differs():
             engine.add_request(PROMPT, params)
             for _ in range(20):
                 engine.step()
-            sequence = engine.scheduler.running[0]
+            sequence = engine.admission.running[0]
             assert sequence.num_generated > 3
             kv.append(engine.runner.cache.read(1, sequence.pages, len(PROMPT))[0].clone())
     assert not torch.equal(*kv)
@@ -131,7 +131,7 @@ def test_kv_of_a_failed_plain_draft_is_not_canonical():
         seen = []
         while engine.has_unfinished():
             engine.step()
-            seen += [(s.canonical, s.computed) for s in engine.scheduler.running]
+            seen += [(s.canonical, s.computed) for s in engine.admission.running]
         assert any(computed > 10 for _, computed in seen)
         # The prompt at most: the rest was computed by passes of other sizes.
         assert max(canonical for canonical, _ in seen) <= 7

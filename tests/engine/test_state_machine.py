@@ -126,7 +126,7 @@ class OneEngine(RuleBasedStateMachine):
         self.engine.generate([[1]], SamplingParams(max_new_tokens=1, deterministic=True))
         self.kv: dict = {}
         self.forgotten: set[tuple] = set()
-        if (prefix := self.engine.scheduler.prefix) is not None:
+        if (prefix := self.engine.admission.prefix) is not None:
             self.watch(prefix)
 
     def watch(self, prefix):
@@ -274,7 +274,7 @@ class OneEngine(RuleBasedStateMachine):
                 self.engine.release()
         else:
             self.engine.release()
-            assert len(self.engine.scheduler.prefix or ()) == 0
+            assert len(self.engine.admission.prefix or ()) == 0
             self.kv = {}
 
     @invariant()

@@ -151,9 +151,9 @@ def test_pages_of_quick_passes_serve_plain_requests_alone(quick):
         assert bits(engine.generate([tokens], mine)[0]) == bits(warm)
         engine.release()
         engine.generate([[5, 6, 7]], plain)
-        for key in [k for k in engine.scheduler.prefix.pages if not k[1]]:
-            page = engine.scheduler.prefix.pages.pop(key)
+        for key in [k for k in engine.admission.prefix.pages if not k[1]]:
+            page = engine.admission.prefix.pages.pop(key)
             taken = (key[0], True, key[2])
-            engine.scheduler.prefix.pages[taken] = page
-            engine.scheduler.prefix.keys[page] = taken
+            engine.admission.prefix.pages[taken] = page
+            engine.admission.prefix.keys[page] = taken
         assert bits(engine.generate([tokens], mine)[0]) != bits(warm)

@@ -4,6 +4,7 @@ import math
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from transformers.generation.logits_process import (
@@ -16,6 +17,7 @@ from transformers.generation.logits_process import (
 )
 
 from tests.support.mixes import crowd
+from tests.support.sampling import SampleRow, batch_of, sample_rows
 from tests.support.tiny import VOCAB, prompts, tiny
 from tests.support.tolerances import FORMULA, LOGPROBS, NOISE, near
 from tinyspec import Engine, EngineConfig, SamplingParams
@@ -23,8 +25,8 @@ from tinyspec.kernels import backend as kernels
 from tinyspec.kernels.twins.philox import gumbel, philox
 from tinyspec.kernels.twins.sample import sample
 from tinyspec.runner.logits_filters import keep_min_p, keep_top_k, keep_top_p, penalise_repetition
-from tinyspec.runner.sampler import Sampler, SampleRow
-from tinyspec.scheduler.request import noise_key
+from tinyspec.runner.sampler import Sampler
+from tinyspec.scheduler.noise import noise_key
 
 DRAWS = 20_000
 # Upper 1e-4 quantiles of the chi-square distribution, by degrees of freedom.
@@ -236,11 +238,13 @@ def test_combinations_in_order(sampler, style, temperature):
     params = SamplingParams(temperature=temperature, seed=1, logprobs=True, **style)
     rows = [SampleRow(n, params, noise_key(n, 0), n, 0, []) for n in range(10)]
     expected = warpers(None, logits)
-    kept = sampler._filter(logits, rows, list(range(10)))
+    kept = sampler._filter(logits, batch_of(rows), np.arange(10))
     assert torch.equal(kept, expected)
     top = replace(params, top_logprobs=VOCAB)
     for found, scores in zip(
-        sampler.sample(logits, [replace(row, params=top) for row in rows]), expected, strict=True
+        sample_rows(sampler, logits, [replace(row, params=top) for row in rows]),
+        expected,
+        strict=True,
     ):
         shares = torch.log_softmax(scores, 0)
         assert found.logprob == near(shares[found.token].item(), FORMULA)
@@ -266,10 +270,10 @@ def test_ties_go_to_the_lowest_index(sampler):
     places = [token for token in survivors if few[0, token] == partial]
     assert 0 < len(places) < len(tied) and places == tied[: len(places)]
     greedy = SampleRow(0, SamplingParams(top_logprobs=3), 0, 0, 0, [])
-    found = sampler.sample(torch.zeros(1, 8), [greedy])[0]
+    found = sample_rows(sampler, torch.zeros(1, 8), [greedy])[0]
     assert (found.token, [token for token, _ in found.top]) == (0, [0, 1, 2])
     later = torch.tensor([[0.0, 2.0, 1.0, 2.0]])
-    assert sampler.sample(later, [greedy])[0].token == 1
+    assert sample_rows(sampler, later, [greedy])[0].token == 1
 
 
 @pytest.mark.parametrize("penalty", [0.7, 1.0, 1.1, 1.3, 5.0])
@@ -284,7 +288,7 @@ def test_repetition_penalty_is_transformers(sampler, penalty):
         assert torch.equal(penalise_repetition(logits[n], seen, penalty), expected[0])
         params = SamplingParams(repetition_penalty=penalty, top_logprobs=VOCAB)
         before = logits.clone()
-        found = sampler.sample(logits, [SampleRow(n, params, 0, 0, 0, history)])[0]
+        found = sample_rows(sampler, logits, [SampleRow(n, params, 0, 0, 0, history)])[0]
         assert torch.equal(logits, before)
         assert found.token == int(expected.argmax())
 
@@ -332,20 +336,20 @@ def test_rows_do_not_depend_on_rows(sampler, vocab):
     if vocab < VOCAB:
         rows = [replace(row, history=[t % vocab for t in row.history]) for row in rows]
     alone = [
-        sampler.sample(logits[n : n + 1], [replace(row, logits_row=0)])[0]
+        sample_rows(sampler, logits[n : n + 1], [replace(row, logits_row=0)])[0]
         for n, row in enumerate(rows)
     ]
     assert all(found.error is None for found in alone)
     alone = asked(alone, rows)
-    assert asked(sampler.sample(logits, rows), rows) == alone
+    assert asked(sample_rows(sampler, logits, rows), rows) == alone
     for _ in range(40):
         some = rng.sample(range(42), rng.randint(1, 42))
-        found = sampler.sample(logits, [rows[n] for n in some])
+        found = sample_rows(sampler, logits, [rows[n] for n in some])
         assert asked(found, [rows[n] for n in some]) == [alone[n] for n in some]
         packed = [replace(rows[n], logits_row=place) for place, n in enumerate(some)]
-        assert sampler.sample(logits[some], packed) == found
+        assert sample_rows(sampler, logits[some], packed) == found
     other = [replace(row, key=row.key + 1) for row in rows]
-    assert asked(sampler.sample(logits, other), rows) != alone
+    assert asked(sample_rows(sampler, logits, other), rows) != alone
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -355,11 +359,11 @@ def test_what_is_not_finite_yields_no_token(sampler, style, temperature):
     logits = torch.randn(5, VOCAB)
     params = SamplingParams(temperature=temperature, seed=1, **style)
     rows = [SampleRow(n, params, noise_key(n, 0), n, 9, [1, 2]) for n in range(5)]
-    expected = sampler.sample(logits, rows)
+    expected = sample_rows(sampler, logits, rows)
     logits[1, 5] = torch.nan
     logits[2, 9] = torch.inf
     logits[3] = torch.nan
-    found = sampler.sample(logits, rows)
+    found = sample_rows(sampler, logits, rows)
     assert [row.token for row in found[1:4]] == [-1] * 3
     assert all("finite" in row.error for row in found[1:4])
     assert [found[0], found[4]] == [expected[0], expected[4]]
@@ -373,7 +377,7 @@ def test_excluded_tokens(sampler, style, temperature):
     logits = torch.full((2, VOCAB), -torch.inf)
     logits[1, 17] = -3.0
     params = SamplingParams(temperature=temperature, seed=1, **style)
-    found = sampler.sample(logits, [SampleRow(n, params, 5, n, 0, []) for n in range(2)])
+    found = sample_rows(sampler, logits, [SampleRow(n, params, 5, n, 0, []) for n in range(2)])
     assert [row.token for row in found] == [-1, 17]
 
 
@@ -441,7 +445,7 @@ def test_raw_and_processed_logprobs(sampler, temperature):
     for n in range(5):
         own = torch.log_softmax(logits[n], 0)
         row = SampleRow(n, raw, noise_key(n, 0), 3, 0, history)
-        found = sampler.sample(logits, [row])[0]
+        found = sample_rows(sampler, logits, [row])[0]
         assert found.logprob == own[found.token].item()
         best = own.topk(3)
         assert found.top == list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
@@ -449,7 +453,7 @@ def test_raw_and_processed_logprobs(sampler, temperature):
         if temperature:
             scores = TopKLogitsWarper(9)(None, scores / temperature)
         sampled_from = torch.log_softmax(scores[0], 0)
-        other = sampler.sample(logits, [replace(row, params=processed)])[0]
+        other = sample_rows(sampler, logits, [replace(row, params=processed)])[0]
         assert other.token == found.token
         assert other.logprob == near(sampled_from[found.token].item(), FORMULA)
         assert other.logprob != found.logprob
@@ -469,7 +473,7 @@ def test_top_logprobs_of_a_near_tie(sampler):
     logits[0, 3] = 1.0
     logits[0, 9] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
     params = SamplingParams(logprobs=True, top_logprobs=1)
-    found = sampler.sample(logits, [SampleRow(0, params, 0, 0, 0, [])])[0]
+    found = sample_rows(sampler, logits, [SampleRow(0, params, 0, 0, 0, [])])[0]
     assert found.token == 9
     assert found.top == [(9, found.logprob)]
 
@@ -485,7 +489,7 @@ def test_next_to_no_temperature_is_refused(temperature):
 def test_the_smallest_temperature_is_greedy(sampler, style):
     logits = distinct(4, VOCAB, scale=10.0)
     params = SamplingParams(temperature=1e-6, seed=1, **style)
-    found = sampler.sample(logits, [SampleRow(n, params, 5, 5, 0, []) for n in range(4)])
+    found = sample_rows(sampler, logits, [SampleRow(n, params, 5, 5, 0, []) for n in range(4)])
     assert [row.token for row in found] == logits.argmax(-1).tolist()
 
 

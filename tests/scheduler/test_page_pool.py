@@ -207,7 +207,7 @@ def test_an_engine_says_how_long_a_sequence_may_become(known, monkeypatch):
             engine.add_request(prompt, SamplingParams(max_new_tokens=60, ignore_eos=True))
         while engine.has_unfinished():
             engine.step()
-            for sequence in engine.scheduler.running:
+            for sequence in engine.admission.running:
                 first = sequence.pages[0]
                 runs.add(sequence.pages == list(range(first, first + len(sequence.pages))))
     assert runs == ({True} if known else {True, False})

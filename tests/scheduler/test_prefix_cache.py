@@ -106,8 +106,8 @@ def test_canonical_rows_behind_others_are_not_canonical():
         prompt = PROMPT + done[plain_id].completions[0].token_ids
         assert tokens_cached(engine.generate([PROMPT], greedy(1))[0]) == [0]
         # Control: the page behind PROMPT is there, for plain requests.
-        assert sum(canonical for _, canonical, _ in engine.scheduler.prefix.pages) == 5
-        assert len(engine.scheduler.prefix) == 9
+        assert sum(canonical for _, canonical, _ in engine.admission.prefix.pages) == 5
+        assert len(engine.admission.prefix) == 9
         found = bits_of_one(engine, (prompt, greedy(9)))
     with engine_of(model, prefix_cache=False) as engine:
         assert found == ([48], bits_of_one(engine, (prompt, greedy(9)))[1])
@@ -121,7 +121,7 @@ def test_control_pages_of_another_kind_would_change_bits():
         alone = bits_of_one(engine, request)[1]
     with engine_of(model, page_size=16) as engine:
         engine.generate([PROMPT], SamplingParams(max_new_tokens=2))
-        prefix = engine.scheduler.prefix
+        prefix = engine.admission.prefix
         forged = {(v, True, digest): page for (v, _, digest), page in prefix.pages.items()}
         prefix.pages, prefix.keys = forged, {page: key for key, page in forged.items()}
         cached, found = bits_of_one(engine, request)
@@ -195,7 +195,7 @@ def test_a_small_pool_evicts(num_pages):
             found.append(own)
             cached += count
             check_residents(engine)
-            assert len(engine.scheduler.prefix) <= num_pages
+            assert len(engine.admission.prefix) <= num_pages
         assert found == alone
         assert sum(cached) == 0 if num_pages == 8 else engine.pool.num_free == num_pages
         # The newest prompt is still there, whatever had to go for it.
@@ -210,7 +210,7 @@ def test_release_drops_it():
         first = bits_of_one(engine, request)
         assert bits_of_one(engine, request)[0] == [47]
         engine.release()
-        assert len(engine.scheduler.prefix) == 0
+        assert len(engine.admission.prefix) == 0
         assert bits_of_one(engine, request) == first
 
 
@@ -277,11 +277,11 @@ def test_failed_requests_leave_nothing_indexed():
                 wanted = SamplingParams(max_new_tokens=5, deterministic=deterministic)
                 outputs = engine.generate([bad] * copies, wanted)
                 assert all("finite" in o.completions[0].error for o in outputs)
-                assert len(engine.scheduler.prefix) == 0
+                assert len(engine.admission.prefix) == 0
                 assert whole(engine)
         # Control: a sound prompt of that length is indexed.
         engine.generate([sound], SamplingParams(max_new_tokens=1))
-        assert len(engine.scheduler.prefix) == 11
+        assert len(engine.admission.prefix) == 11
 
 
 class Breaks:
@@ -304,14 +304,14 @@ def test_what_a_failed_request_had_indexed_is_dropped(deterministic):
     with engine_of(tiny(), page_size=4) as engine:
         engine.generate([PROMPT], greedy(1))
         other = engine.generate([text(16, seed=3)], greedy(1))
-        before = len(engine.scheduler.prefix)
+        before = len(engine.admission.prefix)
         request_id = engine.add_request(PROMPT, replace(wanted, logits_processors=[Breaks()]))
-        while len(engine.scheduler.prefix) < before + 2:
+        while len(engine.admission.prefix) < before + 2:
             engine.step()
         done = drain(engine)[request_id].completions[0]
         assert "tenth" in done.error and len(done.token_ids) == 9
         # Control: the pages of the other request are still there.
-        assert len(engine.scheduler.prefix) == 4
+        assert len(engine.admission.prefix) == 4
         output = engine.generate([text(16, seed=3)], greedy(1))
         assert tokens_cached(output[0]) == [15] and bits_of(output) == bits_of(other)
         assert tokens_cached(engine.generate([PROMPT], greedy(1))[0]) == [0]

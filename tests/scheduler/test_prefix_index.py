@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from tests.support.pages import check_index, unowned
@@ -9,6 +10,7 @@ from tinyspec import SamplingParams
 from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.prefix_cache import PrefixCache
 from tinyspec.scheduler.request import Request
+from tinyspec.scheduler.sequence_table import SequenceTable
 
 
 class Trace:
@@ -21,6 +23,7 @@ class Trace:
         self.rng = random.Random(seed)
         self.pool = PagePool(self.rng.randint(3, 30), self.rng.choice((1, 2, 4)))
         self.cache = PrefixCache(self.pool)
+        self.table = SequenceTable()
         forget, self.pool.on_evict = self.pool.on_evict, self.evicted
         self.forget = forget
         self.known = {}
@@ -44,7 +47,9 @@ class Trace:
 
     def sequence(self, tokens, deterministic):
         params = SamplingParams(deterministic=deterministic)
-        return Request("r", tokens, params, 0).sequences[0]
+        sequence = Request("r", tokens, params, 0).sequences[0]
+        sequence.enter(self.table, 0)
+        return sequence
 
     def expected(self, tokens, deterministic):
         """The longest run of known pages from the first token on, canonical ones preferred."""
@@ -110,7 +115,8 @@ class Trace:
         sequence = self.rng.choice(self.alive)
         more = self.rng.randint(1, 2 * self.pool.page_size)
         if self.pool.can_grow(sequence.pages, len(sequence.tokens) + more):
-            sequence.tokens += [self.rng.randrange(2) for _ in range(more)]
+            new = [self.rng.randrange(2) for _ in range(more)]
+            self.table.commit(np.array([sequence.row]), np.array([more]), np.array([new]))
             self.pool.grow(sequence.pages, len(sequence.tokens))
             self.compute(sequence)
 
@@ -134,6 +140,7 @@ class Trace:
             if self.pool.owners(page) == 1 and page in self.known.values():
                 self.idle_since[page] = self.clock = self.clock + 1
         self.pool.free(sequence.pages)
+        sequence.leave()
 
     def distrust(self):
         """A sequence failed: the index forgets its pages, others may still own them."""
@@ -185,6 +192,7 @@ def test_nothing_matches_across_a_clear():
     pool = PagePool(4, 2)
     cache = PrefixCache(pool)
     sequence = Request("r", [1, 2, 3, 4], SamplingParams(), 0).sequences[0]
+    sequence.enter(SequenceTable(), 0)
     pool.grow(sequence.pages, 4)
     sequence.computed = 4
     cache.insert(sequence)

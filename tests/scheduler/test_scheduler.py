@@ -3,10 +3,13 @@
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 
+from tests.support.works import works_of
 from tinyspec.config import EngineConfig
 from tinyspec.sampling_params import SamplingParams
+from tinyspec.scheduler.admission import Admission
 from tinyspec.scheduler.buckets import Buckets, probed_rows, row_counts
 from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.passes import DECODE, DRAFT, PROMPT, VERIFY
@@ -14,7 +17,7 @@ from tinyspec.scheduler.request import Request
 from tinyspec.scheduler.scheduler import Scheduler
 
 
-class Logged(Scheduler):
+class Logged(Admission):
     """Notes whom it preempts."""
 
     def __init__(self, *args):
@@ -44,7 +47,9 @@ class Simulation:
         tiled.pop(self.config.reference_rows, None)
         self.buckets.learn(found, {}, tiled)
         self.pool = PagePool(num_pages, page_size)
-        self.scheduler = Logged(self.config, self.pool, self.buckets)
+        self.admission = Logged(self.config, self.pool)
+        self.scheduler = Scheduler(self.config, self.admission, self.buckets)
+        self.table = self.admission.table
         self.requests = []
         self.left_out = []
         self.acceptance = self.rng.choice((0.0, 0.5, 0.9, 1.0))
@@ -62,30 +67,31 @@ class Simulation:
         )
         request = Request("", [0] * prompt, params, len(self.requests))
         self.requests.append(request)
-        self.scheduler.add(request.sequences[0])
+        self.admission.add(request.sequences[0])
 
     @property
     def unfinished(self):
         return [s for r in self.requests for s in r.sequences if not s.finished]
 
     def step(self):
-        """Propose, schedule, check, and take the results in; the pass."""
-        self.scheduler.preempted = []
+        """Propose, schedule, check, and take the results in; the pass. Afterwards ``works``."""
+        self.admission.preempted = []
         self._propose()
         drawn = self.scheduler.schedule()
         assert drawn is not None, "nothing can run, yet not all is finished"
+        self.works = works_of(drawn)
         self.check(drawn)
-        served = {id(work.sequence) for work in drawn.works}
+        served = {id(work.sequence) for work in self.works}
         self.left_out = [
-            s for s in self.scheduler.running if id(s) not in served and self._decodes(s)
+            s for s in self.admission.running if id(s) not in served and self._decodes(s)
         ]
         forked = []
-        for work in drawn.works:
+        for work in self.works:
             if work.kind != DRAFT:
-                work.sequence.computed = min(work.end, len(work.sequence.tokens))
+                work.sequence.computed = min(work.end, work.sequence.length)
                 if work.yields:
                     forked += self._fork(work.sequence)
-        for work in drawn.works:
+        for work in self.works:
             if work.kind == DRAFT:
                 self._draft(work.sequence)
             elif work.yields:
@@ -99,12 +105,15 @@ class Simulation:
         """Whether one row on the fast path would bring it further."""
         if sequence.pending != 1 or sequence.proposed or sequence.draft_ended:
             return False
-        limit = self.scheduler.draft_limit(sequence)
+        limit = self._limit(sequence)
         return not sequence.deterministic or len(sequence.drafts) < limit
 
+    def _limit(self, sequence):
+        return int(self.table.draft_limits(np.array([sequence.row]))[0])
+
     def _propose(self):
-        for sequence in self.scheduler.running:
-            limit = self.scheduler.draft_limit(sequence)
+        for sequence in self.admission.running:
+            limit = self._limit(sequence)
             settled = sequence.deterministic and sequence.pending == 1 and not sequence.drafts
             if self.proposing and settled and limit > 0:
                 sequence.drafts = [0] * self.rng.randint(0, limit)
@@ -114,16 +123,17 @@ class Simulation:
         siblings, leader.siblings = leader.siblings, []
         forked = []
         for sibling in siblings:
-            if self.scheduler.can_fork(leader):
-                copy = self.scheduler.fork(leader, sibling)
+            if self.admission.can_fork(leader):
+                copy = self.admission.fork(leader, sibling)
                 assert (copy is None) == (leader.computed % self.pool.page_size == 0)
                 forked.append(sibling)
             else:
-                self.scheduler.add(sibling)
+                self.admission.add(sibling)
+        leader.forbid_drafts(False)
         return forked
 
     def _draft(self, sequence):
-        sequence.drafts.append(0)
+        self.table.draft(np.array([sequence.row]), np.zeros(1, np.int64))
         sequence.draft_ended = self.rng.random() < 0.05
         assert len(sequence.drafts) <= self.config.draft_window
 
@@ -133,18 +143,19 @@ class Simulation:
         while right and committed < min(rows, sequence.remaining):
             right = committed < drafts and self.rng.random() < self.acceptance
             committed += 1
-        sequence.tokens += [0] * committed
+        row = np.array([sequence.row])
+        self.table.commit(row, np.array([committed]), np.zeros((1, committed), np.int64))
         assert sequence.remaining >= 0
         if sequence.remaining == 0 or self.rng.random() < 0.02:
             sequence.finish_reason = "stop"
-            self.scheduler.remove(sequence)
+            self.admission.remove(sequence)
             return
-        sequence.drafts = sequence.drafts[committed:] if right else []
+        sequence.num_drafts = max(drafts - committed, 0) if right else 0
         if not sequence.drafts:
             sequence.proposed = sequence.draft_ended = False
-        sequence.computed = len(sequence.tokens) - 1
+        self.table.settle(row)
         if sequence.deterministic:
-            self.pool.truncate(sequence.pages, sequence.computed + len(sequence.drafts))
+            self.admission.truncate(sequence, sequence.computed + len(sequence.drafts))
 
     def check(self, drawn):
         """What holds of every pass, whatever it was drawn from."""
@@ -152,11 +163,13 @@ class Simulation:
         assert drawn.bucket in self.buckets.sizes
         assert drawn.canonical == (drawn.way in ("direct", "padded"))
         assert drawn.bucket in self.buckets.canonical or not drawn.canonical
-        assert len({id(work.sequence) for work in drawn.works}) == len(drawn.works)
-        for work in drawn.works:
+        assert len({id(work.sequence) for work in self.works}) == len(self.works)
+        for work in self.works:
             sequence = work.sequence
-            assert sequence in self.scheduler.running and not sequence.finished
-            assert work.count >= 1 and len(work.token_ids) == work.count
+            assert sequence in self.admission.running and not sequence.finished
+            assert work.count >= 1 and len(sequence.ids(work.start, work.end)) == work.count
+            assert self.table.pages[sequence.row, : len(sequence.pages)].tolist() == sequence.pages
+            assert not self.table.pages[sequence.row, len(sequence.pages) :].any()
             assert work.end <= len(sequence.pages) * self.pool.page_size
             assert work.end <= len(sequence.tokens) + len(sequence.drafts)
             if work.kind == DRAFT:
@@ -168,17 +181,17 @@ class Simulation:
                 assert (drawn.way == "draft") == (work.kind == DRAFT)
             else:
                 assert work.kind in (PROMPT, DECODE)
-        stayed = [rank(s) for s in self.scheduler.running]
-        for sequence in self.scheduler.preempted:
+        stayed = [rank(s) for s in self.admission.running]
+        for sequence in self.admission.preempted:
             assert rank(sequence) > max(stayed), "someone who ranks lower kept its place"
             assert not sequence.pages and not sequence.drafts and sequence.computed == 0
-        order = [rank(s) for s in self.scheduler.preempted]
+        order = [rank(s) for s in self.admission.preempted]
         assert order == sorted(order, reverse=True)
 
     def check_pool(self):
-        running = self.scheduler.running
+        running = self.admission.running
         assert len(running) <= self.config.max_sequences
-        assert all(not s.pages for s in self.scheduler.waiting)
+        assert all(not s.pages for s in self.admission.waiting)
         owned = Counter(page for s in running for page in s.pages)
         assert all(self.pool.owners(page) == count for page, count in owned.items())
         assert self.pool.num_held == len(owned)
@@ -190,7 +203,7 @@ class Simulation:
             drawn.append(self.step())
             assert len(drawn) < passes, "no end in sight"
         assert self.pool.num_held == 0 and self.scheduler.schedule() is None
-        assert not self.scheduler.running and not self.scheduler.waiting
+        assert not self.admission.running and not self.admission.waiting
         return drawn
 
 
@@ -246,7 +259,7 @@ def test_preemption_happens_in_traces():
         simulation = random_simulation(seed, tight=True, max_sequences=30)
         while simulation.unfinished:
             simulation.step()
-            preempted += simulation.scheduler.preempted
+            preempted += simulation.admission.preempted
     assert {s.deterministic for s in preempted} == {True, False}
     assert any(s.index > 0 for s in preempted)
 
@@ -260,7 +273,7 @@ def test_preemption_order():
     order = []
     while len(order) < 4:
         simulation.step()
-        order += [s.request.arrival for s in simulation.scheduler.preempted]
+        order += [s.request.arrival for s in simulation.admission.preempted]
     assert order[:4] == [3, 1, 4, 2]
     assert not simulation.requests[0].finished
 
@@ -271,8 +284,9 @@ def test_highest_rank_is_not_starved(seed):
     simulation = random_simulation(seed, tight=True)
     unserved, first = 0, None
     while simulation.unfinished:
-        served = [work.sequence for work in simulation.step().works]
-        leader = min(simulation.scheduler.running, key=rank, default=None)
+        simulation.step()
+        served = [work.sequence for work in simulation.works]
+        leader = min(simulation.admission.running, key=rank, default=None)
         unserved = 0 if leader in served or leader is not first else unserved + 1
         first = leader
         assert unserved <= simulation.config.draft_window + 2
@@ -282,11 +296,12 @@ def test_highest_rank_is_not_starved(seed):
 def test_nobody_is_left_out_twice(seed):
     """Decoders whom a canonical pass leaves out are all in the next pass."""
     simulation = random_simulation(seed, max_sequences=30)
-    simulation.pool = simulation.scheduler.pool = PagePool(5000, simulation.pool.page_size)
+    simulation.pool = simulation.admission.pool = PagePool(5000, simulation.pool.page_size)
     simulation.proposing = False
     while simulation.unfinished:
         left_out = simulation.left_out
-        served = {id(work.sequence) for work in simulation.step().works}
+        simulation.step()
+        served = {id(work.sequence) for work in simulation.works}
         assert all(id(sequence) in served for sequence in left_out)
 
 
@@ -298,7 +313,7 @@ def test_left_out_happens():
     simulation.step()
     simulation.add(prompt=40, new=5, deterministic=True)
     passes = [simulation.step() for _ in range(8)]
-    decoding = [sum(work.kind == DECODE for work in drawn.works) for drawn in passes]
+    decoding = [int((drawn.works.kinds == DECODE).sum()) for drawn in passes]
     assert [drawn.canonical for drawn in passes] == [True, False] * 4
     assert decoding[::2] == [2] * 4, "half of the pass is for those who decode"
     assert all(count >= 17 for count in decoding[1::2])
@@ -385,12 +400,12 @@ def test_while_some_verify_everyone_gets_a_token(seed, canonical, verify):
         simulation.add(rng.randint(1, 40), rng.randint(5, 40), n % 2 == 0)
     verifies = 0
     while simulation.unfinished:
-        decoding = [s for s in simulation.scheduler.running if s.pending == 1]
+        decoding = [s for s in simulation.admission.running if s.pending == 1]
         before = {id(s): len(s.tokens) for s in decoding}
         goes_on = {id(s) for s in decoding if simulation._decodes(s)}
         drawn = simulation.step()
-        verifies += any(work.kind == VERIFY for work in drawn.works)
-        served = {id(work.sequence) for work in drawn.works}
+        verifies += any(work.kind == VERIFY for work in simulation.works)
+        served = {id(work.sequence) for work in simulation.works}
         everyone = drawn.way in ("direct", "padded") or simulation.buckets.canonical[-1] == 64
         assert served >= ({id(s) for s in decoding} if everyone else goes_on)
         for s in decoding:

@@ -20,7 +20,7 @@ def unowned(pool: PagePool) -> list[int]:
 
 def check_residents(engine: Engine) -> None:
     """Owners, free list, idle pages and index agree; nobody may write where somebody reads."""
-    scheduler, pool = engine.scheduler, engine.pool
+    scheduler, pool = engine.admission, engine.pool
     owners: Counter[int] = Counter()
     for sequence in scheduler.running:
         assert len(set(sequence.pages)) == len(sequence.pages)
@@ -60,7 +60,7 @@ def page_kv(engine: Engine, page: int) -> bytes:
 
 def indexed_kv(engine: Engine) -> dict[tuple, bytes]:
     """Digest of every page that the prefix cache knows, by key and page."""
-    prefix = engine.scheduler.prefix
+    prefix = engine.admission.prefix
     if prefix is None or engine.runner._cache is None:
         return {}
     return {(key, page): page_kv(engine, page) for key, page in prefix.pages.items()}

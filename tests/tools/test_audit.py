@@ -266,9 +266,9 @@ def test_audit_trusts_no_cached_page():
     prompt = text(48, seed=2)
     with engine_of(tiny(), page_size=16) as engine:
         good = engine.generate([prompt], greedy(8))[0]
-        assert len(engine.scheduler.prefix) == 3
+        assert len(engine.admission.prefix) == 3
         with torch.inference_mode():
-            for page in engine.scheduler.prefix.keys:
+            for page in engine.admission.prefix.keys:
                 engine.runner.cache.v[0][page] += 1
         assert audit(engine, [good])
         # Control: the pages are still there to be started from, and spoil what is.

@@ -24,7 +24,8 @@ from tinyspec.engine.drafter import Drafter, NgramDrafter, make_drafter
 from tinyspec.errors import refuse
 from tinyspec.model.supported import max_positions, vocab_size
 from tinyspec.sampling_params import SamplingParams
-from tinyspec.scheduler.request import Sequence, noise_key
+from tinyspec.scheduler.noise import noise_key
+from tinyspec.scheduler.request import Sequence
 
 # None unsets a generation setting; of these arguments it means "not given".
 _OPTIONAL = {

@@ -1,6 +1,8 @@
 """Commits sampled tokens: accept drafts, roll back, stop. Tokens are added nowhere else.
 
-Knows sequences and pages, not passes: plain tokens and rows of a verify are committed alike.
+Knows sequences and pages, not passes: plain tokens and rows of a verify are committed alike. Most
+are committed as columns of the sequence table; one by one are those whose end hangs on more than
+their ids, or that keep more than ids and log-probabilities.
 """
 
 from __future__ import annotations
@@ -8,25 +10,30 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from tinyspec.engine.tokenization import ends_in_stop_string
 from tinyspec.kernels.backend import Kernels
 from tinyspec.model.torch_state import callers_modes
 from tinyspec.runner.kv_cache import KVCache
-from tinyspec.runner.sampler import Sampled
+from tinyspec.runner.sampler import NOT_FINITE, Sampled, SpecialResult
+from tinyspec.scheduler.admission import Admission
 from tinyspec.scheduler.request import Sequence
-from tinyspec.scheduler.scheduler import Scheduler
+from tinyspec.scheduler.sequence_table import Array
 
 
 @dataclass
-class CommitResult:
-    """Tokens committed to one sequence, and how many of its drafts were accepted or rolled back."""
+class Commits:
+    """What one step committed. ended: sequences that finished; grown: those whose tokens are
+    streamed, and how many tokens they got."""
 
-    sequence: Sequence
     committed: int = 0
     accepted: int = 0
     rolled_back: int = 0
+    rollbacks: int = 0
+    ended: list[Sequence] = field(default_factory=list)
+    grown: list[tuple[Sequence, int]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -34,161 +41,217 @@ class Committer:
     """Adds tokens to sequences, finishes those that stop, truncates those with wrong drafts."""
 
     kernels: Kernels
-    scheduler: Scheduler
+    admission: Admission
     tokenizer: Any
     device: torch.device
-    _results: list[CommitResult] = field(default_factory=list)
+    _commits: Commits = field(default_factory=Commits)
 
-    def take_results(self) -> list[CommitResult]:
-        """Results since the last call."""
-        results, self._results = self._results, []
-        return results
+    def __post_init__(self) -> None:
+        self.table = self.admission.table
 
-    def commit(self, sampled: list[tuple[Sequence, list[Sampled]]], cache: KVCache) -> None:
-        """Commit what was sampled for each sequence, from its newest committed token on."""
-        finite, broken = [], []
-        for sequence, targets in sampled:
-            if not sequence.drafts:
-                self._commit_one(sequence, targets[0])
-                continue
-            good = next((n for n, t in enumerate(targets) if t.error is not None), len(targets))
-            if good > 0:
-                finite.append((sequence, targets[:good]))
-            if good < len(targets):
-                broken.append(sequence)
-        if finite:
-            self._verify(finite)
+    def take(self) -> Commits:
+        """What was committed since the last call."""
+        commits, self._commits = self._commits, Commits()
+        return commits
+
+    def commit(
+        self, rows: Array, firsts: Array, counts: Array, found: Sampled, cache: KVCache
+    ) -> None:
+        """Commit ``counts`` [n] of the tokens ``found``, from places ``firsts`` [n] on, to each of
+        the sequences in ``rows`` [n], from its newest committed token on."""
+        drafted = self.table.num_drafts[rows] > 0
+        if not drafted.any():
+            self._commit_newest(rows, firsts, found)
+            return
+        alone = ~drafted
+        self._commit_newest(rows[alone], firsts[alone], found)
+        rows, firsts, counts = rows[drafted], firsts[drafted], counts[drafted]
+        places = firsts[:, None] + np.minimum(np.arange(counts.max()), counts[:, None] - 1)
+        targets = found.tokens[places]
+        targets[np.arange(counts.max()) >= counts[:, None]] = -1
+        good = (targets < 0).argmax(1)
+        good[(targets >= 0).all(1)] = targets.shape[1]
+        broken = [self.table.sequences[row] for row in rows[good < counts].tolist()]
+        some = good > 0
+        if some.any():
+            self._verify(rows[some], places[some], targets[some], good[some], found)
         for sequence in broken:
             if not sequence.finished:
                 self._retry_without_drafts(sequence, cache)
 
-    def _commit_one(self, sequence: Sequence, sampled: Sampled) -> None:
-        """One token of a sequence without drafts."""
-        sequence.draft_free = False
-        if sampled.error is not None:
-            self.fail(sequence, sampled.error, sampled.cause)
+    def _commit_newest(self, rows: Array, places: Array, found: Sampled) -> None:
+        """One token for each of ``rows``, which have no drafts."""
+        if not len(rows):
             return
-        self._append(sequence, sampled)
-        self._update(sequence)
-        self._results.append(CommitResult(sequence, committed=1))
+        tokens = found.tokens[places]
+        for n in np.flatnonzero(tokens < 0).tolist():
+            result = found.special.get(int(places[n]), SpecialResult())
+            sequence = self.table.sequences[rows[n]]
+            self.fail(sequence, result.error or NOT_FINITE, result.cause)
+        if (tokens < 0).any():
+            keep = tokens >= 0
+            # A sequence that failed has taken those with it that wait for its prompt.
+            rows, places, tokens = rows[keep], places[keep], tokens[keep]
+        counts = np.ones(len(rows), np.int64)
+        stopped = (self.table.stops[rows] == tokens[:, None]).any(1)
+        stopped |= self.table.length[rows] + 1 >= self.table.most[rows]
+        counts, stopped = self._append(
+            rows, counts, tokens[:, None], places[:, None], stopped, found
+        )
+        self._finish(rows, counts, tokens[:, None], stopped)
 
     def _retry_without_drafts(self, sequence: Sequence, cache: KVCache) -> None:
         """A row's logits were not finite, perhaps by the values of a wrong draft in its tile: drop
         the drafts and their values, and run the newest token alone."""
         sequence.drop_drafts()
-        sequence.draft_free = True
-        sequence.computed = len(sequence.tokens) - 1
-        canonical = sequence.computed if sequence.deterministic else sequence.canonical
-        sequence.canonical = min(canonical, sequence.computed)
+        sequence.forbid_drafts()
+        self.table.settle(np.array([sequence.row]))
         kept = max(sequence.computed, sequence.frozen)
-        self.scheduler.pool.truncate(sequence.pages, kept)
+        self.admission.truncate(sequence, kept)
         cache.zero_tail(sequence.pages, kept)
 
-    def _verify(self, verified: list[tuple[Sequence, list[Sampled]]]) -> None:
-        """Compare drafts with the verifier's tokens and commit, for all sequences in one launch."""
-        sequences = [sequence for sequence, _ in verified]
-        pool, device = self.scheduler.pool, self.device
-        width = max(max(len(targets), len(s.drafts)) for s, targets in verified)
+    def _verify(
+        self, rows: Array, places: Array, targets: Array, counts: Array, found: Sampled
+    ) -> None:
+        """Compare drafts with the ``counts`` [n] verifier's tokens ``targets`` [n, W] and commit,
+        for all sequences in one launch."""
+        table = self.table
+        drafts = table.num_drafts[rows]
+        width = max(targets.shape[1], int(drafts.max()))
+        place = np.arange(width)
+        table.make_room(int(table.length[rows].max()) + width)
+        guessed = table.ids[rows[:, None], table.length[rows][:, None] + place]
+        guessed[place >= drafts[:, None]] = -1
+        padded = np.full((len(rows), width), -1, np.int64)
+        padded[:, : targets.shape[1]] = targets
 
-        def table(rows: list[list[int]], width: int) -> torch.Tensor:
-            padded = [row + [-1] * (width - len(row)) for row in rows]
-            return torch.tensor(padded, dtype=torch.long, device=device).view(len(rows), width)
+        def tensor(values: Array) -> torch.Tensor:
+            return torch.from_numpy(values).to(self.device)
 
-        def column(values: list[int]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=device)
-
-        stop_ids = [list(self._stop_ids(s)) for s in sequences]
+        columns = (counts, drafts, table.length[rows] - 1, table.most[rows] - table.length[rows])
         accepted = self.kernels.accept_truncate(
-            table([s.drafts for s in sequences], width),
-            table([[t.token for t in targets] for _, targets in verified], width),
-            column([len(targets) for _, targets in verified]),
-            column([len(s.drafts) for s in sequences]),
-            column([len(s.tokens) - 1 for s in sequences]),
-            column([s.remaining for s in sequences]),
-            table(stop_ids, max(map(len, stop_ids))),
-            column([len(s.pages) for s in sequences]),
-            pool.page_size,
+            tensor(guessed),
+            tensor(padded),
+            *(tensor(column.astype(np.int32)) for column in columns),
+            tensor(table.stops[rows]),
+            tensor(table.num_pages[rows].astype(np.int32)),
+            self.admission.pool.page_size,
         )
-        counts = zip(
-            accepted.num_committed.tolist(),
-            accepted.num_accepted.tolist(),
-            accepted.drafts_left.tolist(),
-            strict=True,
-        )
-        for (sequence, targets), (committed, num_accepted, left) in zip(
-            verified, counts, strict=True
-        ):
-            drafts, sequence.drafts = sequence.drafts, []
-            result = self._commit_verified(sequence, drafts, targets[:committed], num_accepted)
-            self._results.append(result)
-            if not sequence.finished:
-                sequence.drafts = drafts[committed:] if left else []
-                if not sequence.drafts:
-                    sequence.proposed = sequence.draft_ended = False
-                pool.truncate(sequence.pages, sequence.computed + len(sequence.drafts))
+        committed, agreed, left, freed, stopped = torch.stack(accepted).cpu().numpy().astype(int)
+        counts, ended = self._append(rows, committed, targets, places, stopped > 0, found)
+        dropped = np.where(agreed < np.minimum(committed, drafts), drafts - agreed, 0)
+        self._count(rows, np.minimum(agreed, counts), dropped)
+        self._finish(rows, counts, targets, ended)
+        unfinished = ~ended
+        table.num_drafts[rows[unfinished]] = left[unfinished]
+        done = rows[unfinished & (left == 0)]
+        table.proposed[done] = table.draft_ended[done] = False
+        for row in rows[unfinished & (freed > 0)].tolist():
+            sequence = table.sequences[row]
+            self.admission.truncate(sequence, sequence.computed + sequence.num_drafts)
 
-    def _commit_verified(
-        self, sequence: Sequence, drafts: list[int], targets: list[Sampled], num_accepted: int
-    ) -> CommitResult:
-        """Commit ``targets``, of which the first ``num_accepted`` equal the drafts."""
-        result = CommitResult(sequence)
-        sequence.draft_free = False
-        for target in targets:
-            self._append(sequence, target)
-            result.committed += 1
+    def _count(self, rows: Array, accepted: Array, dropped: Array) -> None:
+        """Statistics of a verify."""
+        table, commits = self.table, self._commits
+        table.verify_passes[rows] += 1
+        table.accepted[rows] += accepted
+        table.rolled_back[rows] += dropped
+        table.rollbacks[rows] += dropped > 0
+        commits.accepted += int(accepted.sum())
+        commits.rolled_back += int(dropped.sum())
+        commits.rollbacks += int((dropped > 0).sum())
+
+    def _append(
+        self,
+        rows: Array,
+        counts: Array,
+        tokens: Array,
+        places: Array,
+        stopped: Array,
+        found: Sampled,
+    ) -> tuple[Array, Array]:
+        """Add the first ``counts`` [n] of ``tokens`` [n, W], found at ``places``; how many were
+        added, and which sequences end: those that ``stopped``, and others by text or criteria."""
+        table = self.table
+        starts = table.length[rows]
+        slow = table.special_commit[rows]
+        if slow.any():
+            counts, stopped = counts.copy(), stopped.copy()
+            for n in np.flatnonzero(slow).tolist():
+                sequence = table.sequences[rows[n]]
+                counts[n] = self._append_one_by_one(
+                    sequence, tokens[n, : counts[n]], places[n].tolist(), found.special
+                )
+                stopped[n] = sequence.finished
+            table.commit(rows[~slow], counts[~slow], tokens[~slow])
+        else:
+            table.commit(rows, counts, tokens)
+        if found.logprobs is not None:
+            table.write_logprobs(rows, starts, counts, found.logprobs[places])
+        return counts, stopped
+
+    def _finish(self, rows: Array, counts: Array, tokens: Array, stopped: Array) -> None:
+        """After ``counts`` [n] of ``tokens`` [n, W] were added: KV before the newest is final, full
+        pages can be shared, and sequences that ``stopped`` leave."""
+        table = self.table
+        table.settle(rows)
+        for row in rows[table.draft_free[rows]].tolist():
+            table.sequences[row].forbid_drafts(False)
+        self._commits.committed += int(counts.sum())
+        if (reported := table.reported[rows]).any():
+            named = zip(rows[reported].tolist(), counts[reported].tolist(), strict=True)
+            self._commits.grown += [(table.sequences[row], count) for row, count in named]
+        for row in rows[table.fills_page(rows, self.admission.pool.page_size)].tolist():
+            if table.sequences[row].error is None:
+                self.admission.index_pages(table.sequences[row])
+        if stopped.any():
+            last = tokens[np.arange(len(rows)), counts - 1]
+            by_token = (table.stops[rows] == last[:, None]).any(1)
+            for n in np.flatnonzero(stopped).tolist():
+                self._end(table.sequences[rows[n]], "stop" if by_token[n] else "length")
+
+    def _end(self, sequence: Sequence, reason: str) -> None:
+        """A sequence leaves; ``reason`` unless it has one."""
+        sequence.finish_reason = sequence.finish_reason or reason
+        self._commits.ended.append(sequence)
+        self.admission.remove(sequence)
+
+    def _append_one_by_one(
+        self,
+        sequence: Sequence,
+        tokens: Array,
+        places: list[int],
+        special: dict[int, SpecialResult],
+    ) -> int:
+        """Add ``tokens`` until one of them ends the sequence, which sets ``finish_reason``; how
+        many were added."""
+        row, stops = np.array([sequence.row]), self.table.stops[sequence.row]
+        for n, token in enumerate(tokens):
+            self.table.commit(row, np.ones(1, np.int64), tokens[None, n : n + 1])
+            result = special.get(places[n])
+            if result is not None:
+                if sequence.params.top_logprobs:
+                    sequence.top_logprobs.append(result.top)
+                if result.scores is not None:
+                    sequence.scores.append(result.scores)
+                if result.logits is not None:
+                    sequence.logits.append(result.logits)
+            try:
+                stopped = bool((stops == token).any()) or self._stops(sequence)
+            except Exception as error:
+                sequence.error = f"a stopping criterion raised {type(error).__name__}: {error}"
+                sequence.cause = error
+                sequence.finish_reason = "abort"
+                return n + 1
+            if sequence.diverged:
+                sequence.finish_reason = "abort"
+            elif stopped:
+                sequence.finish_reason = "stop"
+            elif sequence.remaining == 0:
+                sequence.finish_reason = "length"
             if sequence.finished:
-                break
-        result.accepted = min(num_accepted, result.committed)
-        sequence.stats.verify_passes += 1
-        sequence.stats.accepted += result.accepted
-        if num_accepted < min(len(targets), len(drafts)):
-            result.rolled_back = len(drafts) - num_accepted
-            sequence.stats.rolled_back += result.rolled_back
-            sequence.stats.rollbacks += 1
-        self._update(sequence)
-        return result
-
-    def _update(self, sequence: Sequence) -> None:
-        """After a commit: all KV before the newest token is final; a finished sequence leaves."""
-        if sequence.error is None:
-            sequence.computed = len(sequence.tokens) - 1
-            sequence.canonical = min(sequence.canonical, sequence.computed)
-            if sequence.deterministic:
-                sequence.canonical = sequence.computed
-            self.scheduler.index_pages(sequence)
-        if sequence.finished:
-            self.scheduler.remove(sequence)
-
-    def _append(self, sequence: Sequence, sampled: Sampled) -> None:
-        """Add one committed token; sets ``finish_reason`` if the sequence ends there."""
-        params = sequence.params
-        sequence.tokens.append(sampled.token)
-        if params.logprobs:
-            sequence.logprobs.append(sampled.logprob)
-        if params.top_logprobs:
-            sequence.top_logprobs.append(sampled.top)
-        if sampled.scores is not None:
-            sequence.scores.append(sampled.scores)
-        if sampled.logits is not None:
-            sequence.logits.append(sampled.logits)
-        try:
-            stopped = sampled.token in self._stop_ids(sequence) or self._stops(sequence)
-        except Exception as error:
-            sequence.error = f"a stopping criterion raised {type(error).__name__}: {error}"
-            sequence.cause = error
-            sequence.finish_reason = "abort"
-            return
-        if sequence.diverged:
-            sequence.finish_reason = "abort"
-        elif stopped:
-            sequence.finish_reason = "stop"
-        elif sequence.remaining == 0:
-            sequence.finish_reason = "length"
-
-    @staticmethod
-    def _stop_ids(sequence: Sequence) -> tuple[int, ...]:
-        """Tokens that end the sequence; none when it is teacher-forced."""
-        return () if sequence.teacher_forced else sequence.params.stop_ids
+                return n + 1
+        return len(tokens)
 
     def _stops(self, sequence: Sequence) -> bool:
         """Whether stop strings or the user's criteria end it; they see committed tokens only."""
@@ -196,7 +259,7 @@ class Committer:
         if sequence.teacher_forced:
             return False
         if params.stop_strings:
-            generated = sequence.tokens[sequence.request.num_prompt :]
+            generated = sequence.ids(sequence.request.num_prompt, sequence.length)
             if ends_in_stop_string(self.tokenizer, generated, params.stop_strings):
                 return True
         if not params.stopping_criteria:
@@ -214,7 +277,5 @@ class Committer:
             self.fail(sibling, error, cause)
         sequence.siblings = []
         sequence.error, sequence.cause = error, cause
-        sequence.finish_reason = "abort"
-        self.scheduler.unindex_pages(sequence)
-        self.scheduler.remove(sequence)
-        self._results.append(CommitResult(sequence))
+        self.admission.unindex_pages(sequence)
+        self._end(sequence, "abort")

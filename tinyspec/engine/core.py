@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import index
 
+import numpy as np
 from torch import Tensor
 
-from tinyspec.engine.commit import CommitResult, Committer
+from tinyspec.engine.commit import Commits, Committer
 from tinyspec.engine.drafter import Drafter, FastPath, NgramDrafter
 from tinyspec.model.torch_state import callers_modes
 from tinyspec.runner.model_runner import ModelRunner
-from tinyspec.runner.sampler import Sampled, Sampler, SampleRow, chosen_logprobs
-from tinyspec.scheduler.passes import DRAFT, KINDS, EngineStats, Pass, PassRecord, Work
+from tinyspec.runner.sampler import SampleBatch, Sampled, Sampler, SpecialRow, chosen_logprobs
+from tinyspec.scheduler.admission import Admission
+from tinyspec.scheduler.passes import DRAFT, KINDS, EngineStats, Pass, PassRecord
 from tinyspec.scheduler.request import Request, Sequence
 from tinyspec.scheduler.scheduler import Scheduler
+from tinyspec.scheduler.sequence_table import Array
 
 
 @dataclass(eq=False)
 class EngineCore:
     """Runs scheduler, runner, sampler and committer in turn; keeps a record of each pass."""
 
+    admission: Admission
     scheduler: Scheduler
     runner: ModelRunner
     sampler: Sampler
@@ -32,51 +36,54 @@ class EngineCore:
     records: deque[PassRecord]
     stats: EngineStats = field(default_factory=EngineStats)
     _proposed: int = 0
+    _number: int = 0
+
+    def __post_init__(self) -> None:
+        self.table = self.admission.table
 
     @property
     def drafts_by_user(self) -> bool:
         """Whether drafts come from the user's drafter or model."""
         return type(self.drafter) not in (FastPath, NgramDrafter)
 
-    def step(self, before_pass: Callable[[], None] | None = None) -> list[CommitResult]:
-        """Run one pass; what it committed, sequence by sequence. before_pass: called once drafts
-        are proposed."""
-        with self.runner.torch_state():
-            began = time.perf_counter()
-            self._propose()
-            if before_pass is not None:
-                before_pass()
-            work_pass = self.scheduler.schedule()
-            if work_pass is None:
-                return self.committer.take_results()
-            record = self._record(work_pass)
-            try:
-                logits, firsts = self._run(work_pass)
-            except Exception as error:
-                self._isolate_failure(work_pass, error)
-            else:
-                self._commit(self._sample(work_pass, logits, firsts))
-            results = self.committer.take_results()
-            self._close(record, results, time.perf_counter() - began)
-        return results
+    def step(self, before_pass: Callable[[], None] | None = None) -> Commits:
+        """Run one pass, in the state of ``runner.torch_state``; what it committed. before_pass:
+        called once drafts are proposed."""
+        began = time.perf_counter()
+        self._propose()
+        if before_pass is not None:
+            before_pass()
+        work_pass = self.scheduler.schedule()
+        if work_pass is None:
+            return self.committer.take()
+        record = self._record(work_pass)
+        try:
+            logits, firsts = self._run(work_pass)
+        except Exception as error:
+            self._isolate_failure(work_pass, error)
+        else:
+            self._commit(work_pass, *self._sample(work_pass, logits, firsts))
+        commits = self.committer.take()
+        self._close(record, commits, time.perf_counter() - began)
+        return commits
 
-    def recover(self) -> list[CommitResult]:
+    def recover(self) -> Commits:
         """After a step that raised: all running sequences are computed again. Returns what the step
         had committed, which stays."""
-        self.scheduler.preempt_all()
-        return self.committer.take_results()
+        self.admission.preempt_all()
+        return self.committer.take()
 
     def _isolate_failure(self, work_pass: Pass, error: Exception) -> None:
         """The pass raised: run its sequences one by one, then without drafts, then with fewer rows;
         the one that raises all the same fails."""
-        sequences = [work.sequence for work in work_pass.works]
+        sequences = work_pass.sequences
         if len(sequences) > 1:
-            self.scheduler.isolate(sequences)
-        elif sequences[0].drafts:
-            sequences[0].draft_free = True
-            self.scheduler.isolate(sequences)
+            self.admission.isolate(sequences)
+        elif sequences[0].num_drafts:
+            sequences[0].forbid_drafts()
+            self.admission.isolate(sequences)
         elif work_pass.rows > 1:
-            self.scheduler.isolate(sequences, row_limit=work_pass.rows // 2)
+            self.admission.isolate(sequences, row_limit=work_pass.rows // 2)
         else:
             why = f"the pass raised {type(error).__name__}: {error}"
             self.committer.fail(sequences[0], why, error)
@@ -84,12 +91,15 @@ class EngineCore:
     def _propose(self) -> None:
         """Draft for sequences without drafts: their given tokens, or what the drafter proposes.
         Plain sequences get drafts from a real drafter only, not from the fast path."""
+        table, rows = self.table, self.table.rows
+        rows = rows[table.num_drafts[rows] == 0]
+        if isinstance(self.drafter, FastPath):
+            rows = rows[table.given[rows] & table.deterministic[rows]]
+        if not len(rows):
+            return
         asked: list[tuple[Sequence, int]] = []
-        fast_path = isinstance(self.drafter, FastPath)
-        for sequence in self.scheduler.running:
-            if sequence.drafts or (fast_path and not sequence.deterministic):
-                continue
-            limit = self.scheduler.draft_limit(sequence)
+        for row, limit in zip(rows.tolist(), table.draft_limits(rows).tolist(), strict=True):
+            sequence = table.sequences[row]
             if limit > 0 and sequence.given_tokens is not None:
                 place = sequence.num_generated
                 self._add_proposal(sequence, sequence.given_tokens[place : place + limit])
@@ -125,139 +135,160 @@ class EngineCore:
             return []
 
     def _add_proposal(self, sequence: Sequence, proposal: list[int]) -> None:
-        for token in proposal:
-            if not 0 <= token < self.runner.vocab_size:
-                break
-            sequence.drafts.append(token)
-        sequence.proposed = bool(sequence.drafts)
-        sequence.stats.drafted += len(sequence.drafts)
-        self._proposed += len(sequence.drafts)
+        vocab_size = self.runner.vocab_size
+        unknown = (n for n, token in enumerate(proposal) if not 0 <= token < vocab_size)
+        drafts = proposal[: next(unknown, len(proposal))]
+        sequence.drafts = drafts
+        sequence.proposed = bool(drafts)
+        sequence.stats.drafted += len(drafts)
+        self._proposed += len(drafts)
 
-    def _run(self, work_pass: Pass) -> tuple[Tensor, list[int]]:
+    def _run(self, work_pass: Pass) -> tuple[Tensor, Array]:
         """Run the pass; its logits, and for each work the first row that yields a token."""
-        unscored = [_unscored(work) for work in work_pass.works]
-        wanted = [
-            [p - work.start for p in positions] + list(range(work.count - work.yields, work.count))
-            for work, positions in zip(work_pass.works, unscored, strict=True)
-        ]
-        logits = self.runner.run(work_pass, self.scheduler.pool.take_fresh(), wanted)
-        first, firsts = 0, []
-        for work, positions, rows in zip(work_pass.works, unscored, wanted, strict=True):
-            if positions:
-                _score_prompt(work.sequence.request, positions, logits[first:])
-            firsts.append(first + len(positions))
-            first += len(rows)
-        return logits, firsts
+        works = work_pass.works
+        ends = np.cumsum(works.counts)
+        offsets = np.cumsum(works.yields) - works.yields
+        total = int(works.yields.sum())
+        wanted = np.repeat(ends - works.yields - offsets, works.yields) + np.arange(total)
+        unscored = _unscored(work_pass)
+        fresh = self.admission.pool.take_fresh()
+        if not unscored:
+            return self.runner.run(work_pass, fresh, wanted), offsets
+        # Rows of prompts whose logits give a missing log-probability come first.
+        more = [ends[n] - works.counts[n] + p - works.starts[n] for n, p in unscored]
+        logits = self.runner.run(work_pass, fresh, np.array([*more, *wanted.tolist()]))
+        self._score_prompts(work_pass, unscored, logits)
+        return logits[len(unscored) :], offsets
 
-    def _advance(self, work: Work, canonical: bool) -> list[Sequence]:
-        """Mark what a work has computed, and start the siblings that wait for its prompt; returns
-        the sequences that its tokens are for."""
-        sequence = work.sequence
-        if work.kind == DRAFT:
-            return [sequence]
-        sequence.computed = min(work.end, len(sequence.tokens))
-        if canonical and sequence.canonical >= work.start:
-            sequence.canonical = sequence.computed
-        if not work.yields:
-            return []
-        started = [sequence]
-        while sequence.siblings:
-            sibling = sequence.siblings.pop(0)
-            if not self.scheduler.can_fork(sequence):
-                self.scheduler.add(sibling)
-                continue
-            if (copy := self.scheduler.fork(sequence, sibling)) is not None:
-                self.runner.cache.copy_page(*copy)
-            started.append(sibling)
+    @staticmethod
+    def _score_prompts(work_pass: Pass, unscored: list[tuple[int, int]], logits: Tensor) -> None:
+        """Log-probabilities of the prompt tokens after the positions ``unscored``, (work, position)
+        each, from the leading ``logits``."""
+        requests = [sequence.request for sequence in work_pass.sequences]
+        targets = [requests[n].prompt[p + 1] for n, p in unscored]
+        values = chosen_logprobs(logits[: len(unscored)], targets)
+        for (n, position), value in zip(unscored, values, strict=True):
+            requests[n].prompt_logprobs[position + 1] = value
+
+    def _advance(self, work_pass: Pass) -> list[tuple[int, Sequence]]:
+        """Mark what the works have computed, and start the siblings that wait for a prompt; returns
+        these, and which work computed it."""
+        works = work_pass.works
+        final = works.kinds != DRAFT
+        self.table.advance(works.rows[final], works.ends[final], work_pass.canonical)
+        started = []
+        # Where siblings wait, nothing is drafted.
+        waits = self.table.draft_free[works.rows] & (works.yields > 0)
+        for n in np.flatnonzero(waits).tolist():
+            leader = self.table.sequences[works.rows[n]]
+            while leader.siblings:
+                sibling = leader.siblings.pop(0)
+                if not self.admission.can_fork(leader):
+                    self.admission.add(sibling)
+                    continue
+                if (copy := self.admission.fork(leader, sibling)) is not None:
+                    self.runner.cache.copy_page(*copy)
+                started.append((n, sibling))
+            leader.forbid_drafts(leader.draft_free)
         return started
 
     def _sample(
-        self, work_pass: Pass, logits: Tensor, firsts: list[int]
-    ) -> list[tuple[Sequence, bool, list[Sampled]]]:
-        """(sequence, whether it is a draft, its tokens) for every work that yields."""
-        rows: list[SampleRow] = []
-        spans = []
-        for work, first in zip(work_pass.works, firsts, strict=True):
-            begin = work.end - work.yields + 1
-            for sequence in self._advance(work, work_pass.canonical):
-                spans.append((sequence, work.kind == DRAFT, work.yields))
-                rows += [_sample_row(sequence, first + n, begin + n) for n in range(work.yields)]
-        found = iter(self.sampler.sample(logits, rows))
-        return [(s, draft, [next(found) for _ in range(count)]) for s, draft, count in spans]
+        self, work_pass: Pass, logits: Tensor, firsts: Array
+    ) -> tuple[Array, Array, Sampled]:
+        """A token for every row that yields one, and one for each sibling that starts. Returns
+        rows of the sequence table, how many of the tokens are each one's, and the tokens."""
+        works = work_pass.works
+        started = self._advance(work_pass)
+        some = works.yields > 0
+        rows, yields, ends, firsts = (
+            x[some] for x in (works.rows, works.yields, works.ends, firsts)
+        )
+        if started:
+            leaders = np.searchsorted(np.flatnonzero(some), [n for n, _ in started])
+            rows = np.append(rows, [sibling.row for _, sibling in started])
+            yields, ends, firsts = (np.append(x, x[leaders]) for x in (yields, ends, firsts))
+        row, logits_row, position = rows, firsts, ends
+        if (total := int(yields.sum())) > len(rows):
+            row, logits_row, position = (np.repeat(x, yields) for x in (rows, firsts, ends))
+            within = np.arange(total) - np.repeat(np.cumsum(yields) - yields, yields)
+            logits_row, position = logits_row + within, position + within
+            position = position - np.repeat(yields - 1, yields)
+        return rows, yields, self.sampler.sample(logits, self._batch(row, logits_row, position))
 
-    def _commit(self, outcomes: list[tuple[Sequence, bool, list[Sampled]]]) -> None:
+    def _batch(self, row: Array, logits_row: Array, position: Array) -> SampleBatch:
+        """What the sampler needs to know of the sequences in ``row`` [N] of the table."""
+        table = self.table
+        names = ("key", "temperature", "top_k", "top_p", "min_p")
+        key, temperature, top_k, top_p, min_p = (getattr(table, name)[row] for name in names)
+        wanted = bool(table.logprobs_wanted[row].any())
+        special = {
+            n: _special_row(table.sequences[row[n]], int(position[n]))
+            for n in np.flatnonzero(table.special_sampling[row]).tolist()
+        }
+        return SampleBatch(
+            logits_row, key, position, temperature, top_k, top_p, min_p, wanted, special
+        )
+
+    def _commit(self, work_pass: Pass, rows: Array, counts: Array, found: Sampled) -> None:
         """Commit tokens; keep drafts, whose errors are left to the verify."""
-        tokens = []
-        for sequence, is_draft, sampled in outcomes:
-            if not is_draft:
-                tokens.append((sequence, sampled))
-            elif sampled[0].error is not None:
-                sequence.draft_ended = True
-            else:
-                sequence.drafts.append(sampled[0].token)
-                sequence.stats.drafted += 1
-                sequence.draft_ended = sampled[0].token in sequence.params.stop_ids
-        self.committer.commit(tokens, self.runner.cache)
+        firsts = np.cumsum(counts) - counts
+        cache = self.runner.cache
+        if (work_pass.works.kinds == DRAFT).any():
+            drafting = np.isin(rows, work_pass.works.rows[work_pass.works.kinds == DRAFT])
+            self.table.draft(rows[drafting], found.tokens[firsts[drafting]])
+            rows, firsts, counts = (x[~drafting] for x in (rows, firsts, counts))
+        if len(rows):
+            self.committer.commit(rows, firsts, counts, found, cache)
 
     def _record(self, work_pass: Pass) -> PassRecord:
-        rows = dict.fromkeys(KINDS, 0)
-        for work in work_pass.works:
-            rows[work.kind] += work.count
+        works, running = work_pass.works, len(self.table)
+        rows = np.bincount(works.kinds, works.counts, len(KINDS)).astype(int).tolist()
+        sequences = np.bincount(works.kinds, minlength=len(KINDS)).tolist()
         return PassRecord(
-            number=sum(self.stats.passes.values()),
+            number=self._number,
             bucket=work_pass.bucket,
             canonical=work_pass.canonical,
-            rows=rows,
-            sequences=dict(Counter(work.kind for work in work_pass.works)),
-            running=len(self.scheduler.running),
-            waiting=len(self.scheduler.waiting),
-            left_out=len(self.scheduler.running) - len(work_pass.works),
-            pages_held=self.scheduler.pool.num_held,
+            rows=dict(zip(KINDS, rows, strict=True)),
+            sequences={kind: n for kind, n in zip(KINDS, sequences, strict=True) if n},
+            running=running,
+            waiting=len(self.admission.waiting),
+            left_out=running - len(works),
+            pages_held=self.admission.pool.num_held,
             way=work_pass.way,
         )
 
-    def _close(self, record: PassRecord, results: list[CommitResult], seconds: float) -> None:
+    def _close(self, record: PassRecord, commits: Commits, seconds: float) -> None:
         record.seconds = seconds
-        record.drafted = record.sequences.get(DRAFT, 0) + self._proposed
+        record.drafted = record.sequences.get(KINDS[DRAFT], 0) + self._proposed
         self._proposed = 0
-        for result in results:
-            record.committed += result.committed
-            record.accepted += result.accepted
-            record.rolled_back += result.rolled_back
-            record.rollbacks += 1 if result.rolled_back else 0
-        self.stats.preemptions = self.scheduler.preemptions
-        self.stats.cached_prompt_tokens = self.scheduler.cached_prompt_tokens
+        for name in ("committed", "accepted", "rolled_back", "rollbacks"):
+            setattr(record, name, getattr(commits, name))
+        self._number += 1
+        self.stats.preemptions = self.admission.preemptions
+        self.stats.cached_prompt_tokens = self.admission.cached_prompt_tokens
         self.records.append(record)
         self.stats.add(record)
         self.scheduler.acceptance = (self.stats.accepted + 1) / (self.stats.drafted + 2)
 
 
-def _unscored(work: Work) -> list[int]:
-    """Positions of prompt rows whose logits give a prompt log-probability that is missing."""
-    request = work.sequence.request
-    if not request.prompt_logprobs:
-        return []
-    positions = range(work.start, min(work.end, request.num_prompt - 1))
-    return [p for p in positions if request.prompt_logprobs[p + 1] is None]
+def _unscored(work_pass: Pass) -> list[tuple[int, int]]:
+    """(work, position) of prompt rows whose logits give a log-probability that is missing."""
+    table, works = work_pass.table, work_pass.works
+    found = []
+    for n in np.flatnonzero(table.scores_prompt[works.rows]).tolist():
+        request: Request = table.sequences[works.rows[n]].request
+        last = min(int(works.ends[n]), request.num_prompt - 1)
+        positions = range(int(works.starts[n]), last)
+        found += [(n, p) for p in positions if request.prompt_logprobs[p + 1] is None]
+    return found
 
 
-def _score_prompt(request: Request, positions: list[int], logits: Tensor) -> None:
-    """Log-probabilities of the prompt tokens after ``positions``, from the leading ``logits``."""
-    targets = [request.prompt[p + 1] for p in positions]
-    values = chosen_logprobs(logits[: len(positions)], targets)
-    for position, value in zip(positions, values, strict=True):
-        request.prompt_logprobs[position + 1] = value
-
-
-def _sample_row(sequence: Sequence, logits_row: int, position: int) -> SampleRow:
+def _special_row(sequence: Sequence, position: int) -> SpecialRow:
     request, params = sequence.request, sequence.params
     generated = position - request.num_prompt
     forced = sequence.given_tokens if sequence.teacher_forced else None
-    return SampleRow(
-        logits_row,
+    return SpecialRow(
         params,
-        sequence.key,
-        position,
         generated,
         sequence.before(position) if params.needs_history else [],
         -1 if forced is None else forced[generated],

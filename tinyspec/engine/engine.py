@@ -30,6 +30,7 @@ from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.parity_check import check_parity
 from tinyspec.runner.sampler import Sampler
 from tinyspec.sampling_params import SamplingParams
+from tinyspec.scheduler.admission import Admission
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.passes import EngineStats, PassRecord
@@ -47,9 +48,9 @@ class Engine:
     inside is served. tokenizer: for text prompts, stop strings and text outputs. grows: start with
     one page, ``reserve`` adds more (not where ``config`` sets ``num_pages``). A context manager.
 
-    For tests and tools to look at, and free to change: ``core`` (one step), ``scheduler``, ``pool``
-    (pages), ``runner`` (one pass), ``patched`` (the changes to the model), ``tracker`` (unfinished
-    requests), ``contract`` (fingerprint and proof).
+    For tests and tools to look at, and free to change: ``core`` (one step), ``admission`` (waiting
+    and running sequences), ``pool`` (pages), ``runner`` (one pass), ``patched`` (the changes to the
+    model), ``tracker`` (unfinished requests), ``contract`` (fingerprint and proof).
 
     Raises UnsupportedModelError, or ValueError for a setting that does not fit and for a model that
     another engine serves.
@@ -87,13 +88,14 @@ class Engine:
         assert config.page_size
         buckets = Buckets.of(config, self.model.device.type)
         self.pool = PagePool(num_pages, config.page_size)
-        self.scheduler = scheduler = Scheduler(config, self.pool, buckets)
+        self.admission = admission = Admission(config, self.pool)
+        scheduler = Scheduler(config, admission, buckets)
         self.runner = runner = ModelRunner(self.model, self.patched, self.pool, kernels, buckets)
         check_parity(self.patched, runner)
-        committer = Committer(kernels, scheduler, self.tokenizer, runner.device)
+        committer = Committer(kernels, admission, self.tokenizer, runner.device)
         records: deque[PassRecord] = deque(maxlen=None if config.trace else RECORDS_KEPT)
         sampler = Sampler(kernels)
-        self.core = EngineCore(scheduler, runner, sampler, committer, drafter, records)
+        self.core = EngineCore(admission, scheduler, runner, sampler, committer, drafter, records)
         self.contract = Contract(self.model, runner, config)
         self._inputs = InputProcessor(self.model, self.tokenizer, config, self.pool)
         self.tracker = RequestTracker(self.core, self.contract, self.tokenizer)
@@ -136,7 +138,7 @@ class Engine:
         Raises ValueError while requests are unfinished.
         """
         self._refuse_unfinished("suspend")
-        self.scheduler.forget_plain()
+        self.admission.forget_plain()
         self.runner.tiles.suspend()
         self.patched.suspend()
 
@@ -169,7 +171,7 @@ class Engine:
         Raises ValueError while requests are unfinished.
         """
         self._refuse_unfinished("release")
-        self.scheduler.forget_pages()
+        self.admission.forget_pages()
         self.runner.release()
         if self._grows:
             self.pool.shrink(1)

@@ -9,28 +9,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from tqdm import tqdm
 
 from tinyspec.determinism.contract import Contract
-from tinyspec.engine.commit import CommitResult
+from tinyspec.engine.commit import Commits
 from tinyspec.engine.core import EngineCore
 from tinyspec.engine.interrupts import between_steps, deferred_interrupt
 from tinyspec.engine.stream import completion_of, event_of
 from tinyspec.engine.user_code import UserCode
 from tinyspec.errors import DeterminismError, refuse
 from tinyspec.outputs import RequestOutput, StreamEvent
-from tinyspec.scheduler.request import Request
-
-
-@dataclass
-class _Subscription:
-    """Events of the requests of one stream; aborts_only: leave out all but aborts."""
-
-    aborts_only: bool
-    events: deque[StreamEvent] = field(default_factory=deque)
+from tinyspec.scheduler.request import Request, Sequence
 
 
 class RequestTracker:
@@ -48,7 +39,7 @@ class RequestTracker:
         self._fingerprints: dict[str, str | None] = {}
         self._finished: list[RequestOutput] = []
         self._awaited: dict[str, RequestOutput | None] = {}
-        self._subscriptions: dict[str, _Subscription] = {}
+        self._subscriptions: dict[str, deque[StreamEvent]] = {}
         self._user_code = UserCode()
 
     def check_model(self) -> None:
@@ -72,7 +63,7 @@ class RequestTracker:
         where the model cannot be served any more.
         """
         contract = self._contract
-        self._core.scheduler.forget_pages()
+        self._core.admission.forget_pages()
         if contract.stale is not None:
             self._abort_all(list(self.requests.values()), _not_followed(contract.stale))
             return
@@ -104,8 +95,9 @@ class RequestTracker:
             self.on_change()
 
     def _abort_all(self, requests: list[Request], error: str) -> None:
-        for output in self.cancel(requests, error):
-            self._deliver(output)
+        for request in requests:
+            self._abort(request, error)
+            self._deliver(request)
 
     def add(self, requests: list[Request]) -> list[str]:
         """Queue requests and return their ids; DeterminismError if the contract cannot be kept."""
@@ -117,13 +109,15 @@ class RequestTracker:
             self.requests[request.request_id] = request
             self._fingerprints[request.request_id] = fingerprint
             self._user_code.add(request.request_id, request.params)
-            self._core.scheduler.add(request.sequences[0])
+            self._core.admission.add(request.sequences[0])
         return [request.request_id for request in requests]
 
     def subscribe(self, requests: list[Request], aborts_only: bool) -> None:
-        """Queue requests whose events ``next_event`` returns."""
-        subscription = _Subscription(aborts_only)
-        self._subscriptions.update(dict.fromkeys(self.add(requests), subscription))
+        """Queue requests whose events ``next_event`` returns; aborts_only: leave out all others."""
+        events: deque[StreamEvent] = deque()
+        for request in requests:
+            request.reported = not aborts_only
+        self._subscriptions.update(dict.fromkeys(self.add(requests), events))
 
     def finish(self, requests: list[Request], progress: bool = False) -> list[RequestOutput]:
         """Run ``requests`` to their end; their outputs, in their order."""
@@ -161,21 +155,48 @@ class RequestTracker:
 
     def _step(self, check: Callable[[], None] | None) -> None:
         try:
-            results = self._core.step(check)
+            commits = self._core.step(check)
         except BaseException:
-            self._queue_events(self._core.recover())
+            self._take(self._core.recover())
             raise
-        finally:
-            for request in [r for r in self.requests.values() if r.finished]:
-                self._deliver(self._retire(request))
-        self._queue_events(results)
+        self._take(commits)
 
-    def _deliver(self, output: RequestOutput) -> None:
-        """Keep an output for the ``finish`` that waits for it, or else for ``take_finished``."""
-        if output.request_id in self._awaited:
-            self._awaited[output.request_id] = output
-        elif output.request_id not in self._subscriptions:
+    def _take(self, commits: Commits) -> None:
+        """Queue the events of a step and deliver the outputs that it finished."""
+        for sequence, count in commits.grown:
+            self._queue_event(sequence, count)
+        told = {id(sequence) for sequence, _ in commits.grown}
+        for sequence in commits.ended:
+            if id(sequence) not in told:
+                self._queue_event(sequence, 0)
+            request = sequence.request
+            if request.request_id in self.requests and request.finished:
+                self._deliver(request)
+
+    def _deliver(self, request: Request) -> None:
+        """Forget a finished request; its output is for the ``finish`` that waits for it, or else
+        for ``take_finished``."""
+        output = self._forget(request)
+        if request.request_id in self._awaited:
+            self._awaited[request.request_id] = output
+        elif output is not None:
             self._finished.append(output)
+
+    def _forget(self, request: Request, wanted: bool = False) -> RequestOutput | None:
+        """Its output, which nobody wants of a stream's requests."""
+        del self.requests[request.request_id]
+        self._user_code.remove(request.request_id)
+        fingerprint = self._fingerprints.pop(request.request_id)
+        if request.request_id in self._subscriptions and not wanted:
+            return None
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt,
+            params=request.params,
+            completions=[completion_of(s, self._tokenizer) for s in request.sequences],
+            fingerprint=fingerprint,
+            prompt_logprobs=request.prompt_logprobs or None,
+        )
 
     def take_finished(self) -> list[RequestOutput]:
         """Outputs that became ready since the last call."""
@@ -186,21 +207,18 @@ class RequestTracker:
         """Whether requests are unfinished or outputs not taken."""
         return bool(self.requests or self._finished)
 
-    def _queue_events(self, results: list[CommitResult]) -> None:
-        for result in results:
-            sequence = result.sequence
-            subscription = self._subscriptions.get(sequence.request.request_id)
-            if subscription is None or not (result.committed or sequence.finished):
-                continue
-            if sequence.finish_reason == "abort" or not subscription.aborts_only:
-                subscription.events.append(event_of(sequence, result.committed))
+    def _queue_event(self, sequence: Sequence, count: int) -> None:
+        """Tell a stream of the newest ``count`` tokens of a sequence, or of its end; one that
+        reports no tokens, of aborts alone."""
+        events = self._subscriptions.get(sequence.request.request_id)
+        if events is not None and (sequence.request.reported or sequence.finish_reason == "abort"):
+            events.append(event_of(sequence, count))
 
     def next_event(self, requests: list[Request]) -> StreamEvent | None:
         """The next event of a stream's requests, None when there are no more."""
         while requests:
-            subscription = self._subscriptions.get(requests[0].request_id)
-            if subscription is not None and subscription.events:
-                return subscription.events.popleft()
+            if events := self._subscriptions.get(requests[0].request_id):
+                return events.popleft()
             if not any(request.request_id in self.requests for request in requests):
                 break
             self.advance()
@@ -217,33 +235,26 @@ class RequestTracker:
         request = self.requests.get(request_id)
         if request is None:
             raise refuse("request_id", request_id, "the id of an unfinished request")
-        output = self.cancel([request])[0]
+        self._abort(request)
+        output = self._forget(request, wanted=True)
+        assert output is not None
         if request_id in self._awaited:
             self._awaited[request_id] = output
         return output
 
-    def cancel(self, requests: list[Request], error: str | None = None) -> list[RequestOutput]:
-        """Abort those of ``requests`` that are unfinished; their outputs."""
-        unfinished = [r for r in requests if self.requests.get(r.request_id) is r]
-        for request in unfinished:
-            for sequence in [s for s in request.sequences if not s.finished]:
-                sequence.finish_reason, sequence.error = "abort", error
-                self._core.scheduler.remove(sequence)
-                self._queue_events([CommitResult(sequence)])
-        return [self._retire(request) for request in unfinished]
+    def cancel(self, requests: list[Request]) -> None:
+        """Abort those of ``requests`` that are unfinished."""
+        for request in requests:
+            if self.requests.get(request.request_id) is request:
+                self._abort(request)
+                self._forget(request)
 
-    def _retire(self, request: Request) -> RequestOutput:
-        """Forget a request and make its output."""
-        del self.requests[request.request_id]
-        self._user_code.remove(request.request_id)
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt_token_ids=request.prompt,
-            params=request.params,
-            completions=[completion_of(s, self._tokenizer) for s in request.sequences],
-            fingerprint=self._fingerprints.pop(request.request_id),
-            prompt_logprobs=request.prompt_logprobs or None,
-        )
+    def _abort(self, request: Request, error: str | None = None) -> None:
+        """End its sequences that are unfinished."""
+        for sequence in [s for s in request.sequences if not s.finished]:
+            sequence.finish_reason, sequence.error = "abort", error
+            self._core.admission.remove(sequence)
+            self._queue_event(sequence, 0)
 
 
 def _not_followed(what: str) -> str:

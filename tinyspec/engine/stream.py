@@ -65,11 +65,12 @@ class EventStream(Iterator[StreamEvent]):
 
 def event_of(sequence: Sequence, committed: int) -> StreamEvent:
     """The event of a sequence's newest ``committed`` tokens."""
-    logprobs = sequence.logprobs[len(sequence.logprobs) - committed :]
+    end = sequence.length
+    logprobs = sequence.logprobs[-committed:] if committed and sequence.params.logprobs else []
     return StreamEvent(
         request_id=sequence.request.request_id,
         index=sequence.index,
-        token_ids=sequence.tokens[len(sequence.tokens) - committed :],
+        token_ids=sequence.ids(end - committed, end),
         logprobs=logprobs if sequence.params.logprobs else None,
         finish_reason=sequence.finish_reason,
     )
@@ -77,7 +78,7 @@ def event_of(sequence: Sequence, committed: int) -> StreamEvent:
 
 def completion_of(sequence: Sequence, tokenizer: Any) -> Completion:
     """A finished sequence as its user sees it."""
-    token_ids = sequence.tokens[sequence.request.num_prompt :]
+    token_ids = sequence.ids(sequence.request.num_prompt, sequence.length)
     return Completion(
         token_ids=token_ids,
         text=decode(tokenizer, token_ids),

@@ -42,11 +42,9 @@ def accept_kernel(
     pages_held_ptr,  # [S] int32
     committed_ptr,  # [S] int32
     accepted_ptr,  # [S] int32
-    next_token_ptr,  # [S] int64
-    stopped_ptr,  # [S] bool
     drafts_left_ptr,  # [S] int32
-    new_len_ptr,  # [S] int32
     to_free_ptr,  # [S] int32
+    stopped_ptr,  # [S] int32
     width,
     num_stops,
     page_size,
@@ -84,11 +82,9 @@ def accept_kernel(
 
     tl.store(committed_ptr + s, committed)
     tl.store(accepted_ptr + s, accepted)
-    tl.store(next_token_ptr + s, tl.load(target_ptr + s * stride_t + committed - 1))
-    tl.store(stopped_ptr + s, stopped)
     tl.store(drafts_left_ptr + s, drafts_left)
-    tl.store(new_len_ptr + s, new_len)
     tl.store(to_free_ptr + s, tl.maximum(tl.load(pages_held_ptr + s) - kept, 0))
+    tl.store(stopped_ptr + s, stopped.to(tl.int32))
 
 
 def accept_truncate(
@@ -118,11 +114,8 @@ def accept_truncate(
     for lens in (num_rows, draft_lens, start, remaining, pages_held):
         assert lens.shape == (requests,) and lens.dtype == torch.int32 and lens.is_contiguous()
 
-    def ints(dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(requests, dtype=dtype, device=drafts.device)
-
     result = AcceptResult(
-        ints(), ints(), ints(torch.int64), ints(torch.bool), ints(), ints(), ints()
+        *torch.empty((5, requests), dtype=torch.int32, device=drafts.device).unbind()
     )
     if requests == 0:
         return result
@@ -141,11 +134,9 @@ def accept_truncate(
         pages_held_ptr=pages_held,
         committed_ptr=result.num_committed,
         accepted_ptr=result.num_accepted,
-        next_token_ptr=result.next_token,
-        stopped_ptr=result.stopped,
         drafts_left_ptr=result.drafts_left,
-        new_len_ptr=result.new_lens,
         to_free_ptr=result.pages_to_free,
+        stopped_ptr=result.stopped,
         width=width,
         num_stops=stop_ids.shape[1],
         page_size=page_size,

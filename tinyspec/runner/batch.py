@@ -4,59 +4,73 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tinyspec.kernels.attention_metadata import AttentionMetadata
 from tinyspec.scheduler.passes import Pass
+from tinyspec.scheduler.sequence_table import Array
 
 
 @dataclass
 class Batch:
     """The rows of one pass, padded to its bucket; padding rows write no KV and attend to none.
 
-    input_ids, positions, slot_mapping: [bucket] int64, slot -1 for padding.
-    first_rows: pass row of every work's first row. embeds: (first row, [n, hidden]) of rows that
-    enter the model as embeddings instead of ids.
+    input_ids, positions, slot_mapping: [bucket] int64, slot -1 for padding. embeds: (first row,
+    [n, hidden]) of rows that enter the model as embeddings instead of ids.
     """
 
     input_ids: Tensor
     positions: Tensor
     slot_mapping: Tensor
     metadata: AttentionMetadata
-    first_rows: list[int]
     embeds: list[tuple[int, Tensor]] = field(default_factory=list)
 
     @classmethod
     def of(cls, work_pass: Pass, page_size: int, device: torch.device) -> Batch:
         """Pack the works of ``work_pass`` one after the other."""
-        ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        starts = [0]
-        works = work_pass.works
-        for work in works:
-            pages = work.sequence.pages
-            places = range(work.start, work.end)
-            ids += work.token_ids
-            positions += places
-            # Rows on shared pages run for their logits only.
-            frozen = min(max(work.sequence.frozen - work.start, 0), work.count)
-            slots += [-1] * frozen
-            slots += [pages[p // page_size] * page_size + p % page_size for p in places[frozen:]]
-            starts.append(len(ids))
-        padding = work_pass.bucket - len(ids)
-        packed = torch.tensor(
-            [ids + [0] * padding, positions + [0] * padding, slots + [-1] * padding],
-            dtype=torch.int64,
-            device="cpu",
-        ).to(device)
-        spans = [(work.start, work.end) for work in works]
-        tables = [work.sequence.pages for work in works]
-        metadata = AttentionMetadata.of(spans, tables, page_size, device)
-        embeds = [
-            (first, given[work.start : work.end])
-            for first, work in zip(starts[:-1], works, strict=True)
-            if (given := work.sequence.request.embeds) is not None and work.start < len(given)
-        ]
-        return cls(packed[0], packed[1], packed[2], metadata, starts[:-1], embeds)
+        table, works = work_pass.table, work_pass.works
+        row, position, counts = works.rows, works.starts, works.counts
+        first_rows = np.zeros(len(works) + 1, np.int32)
+        counts.cumsum(out=first_rows[1:], dtype=np.int32)
+        total = int(first_rows[-1])
+        if total > len(works):
+            row = row.repeat(counts)
+            position = np.arange(total) + (position - first_rows[:-1]).repeat(counts)
+        page, offset = np.divmod(position, page_size)
+        slots = table.pages[row, page] * np.int64(page_size) + offset
+        # Rows on shared pages run for their logits only.
+        slots[position < table.frozen[row]] = -1
+        packed = np.zeros((3, work_pass.bucket), np.int64)
+        packed[0, :total], packed[1, :total] = table.ids[row, position], position
+        packed[2, :total], packed[2, total:] = slots, -1
+        width = int(table.num_pages[works.rows].max())
+        page_table = np.ascontiguousarray(table.pages[works.rows, :width])
+
+        def tensor(values: Array) -> Tensor:
+            return torch.from_numpy(values).to(device)
+
+        tensors = tensor(packed)
+        metadata = AttentionMetadata(
+            page_table=tensor(page_table),
+            cu_seqlens_q=tensor(first_rows),
+            seq_lens=tensor(works.ends.astype(np.int32)),
+            page_size=page_size,
+            max_seqlen_q=int(counts.max()),
+            max_seqlen_k=int(works.ends.max()),
+        )
+        embeds = _embeddings(work_pass) if table.has_embeds[works.rows].any() else []
+        return cls(tensors[0], tensors[1], tensors[2], metadata, embeds)
+
+
+def _embeddings(work_pass: Pass) -> list[tuple[int, Tensor]]:
+    """(first row, embeddings) of the works that are given as such, or begin so."""
+    works = work_pass.works
+    firsts = np.cumsum(works.counts) - works.counts
+    spans = zip(firsts.tolist(), works.starts.tolist(), works.ends.tolist(), strict=True)
+    return [
+        (first, given[start:end])
+        for (first, start, end), sequence in zip(spans, work_pass.sequences, strict=True)
+        if (given := sequence.request.embeds) is not None and start < len(given)
+    ]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -22,6 +23,7 @@ from tinyspec.runner.kv_cache import KVCache
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.passes import Pass
+from tinyspec.scheduler.sequence_table import Array
 
 
 class ModelRunner:
@@ -100,28 +102,24 @@ class ModelRunner:
         finally:
             context.k, context.v = before
 
-    def run(self, work_pass: Pass, fresh: list[int], wanted: list[list[int]]) -> Tensor:
-        """Run a pass and return the logits of the wanted rows, [N, V] fp32, work by work.
+    def run(self, work_pass: Pass, fresh: list[int], wanted: Array) -> Tensor:
+        """Run a pass and return the logits of its rows ``wanted`` [N] int64: [N, V] fp32.
 
-        wanted: per work of the pass, offsets into its rows. fresh: pages newly allocated for it.
-        The rows are gathered before the unembedding and padded to a bucket of their own, which is
-        canonical in a canonical pass.
+        fresh: pages newly allocated for it. The rows are gathered before the unembedding and padded
+        to a bucket of their own, which is canonical in a canonical pass.
         """
         self.cache.zero(fresh)
         batch = Batch.of(work_pass, self.cache.page_size, self.device)
-        rows = [
-            first + offset
-            for first, offsets in zip(batch.first_rows, wanted, strict=True)
-            for offset in offsets
-        ]
-        count = len(rows)
+        count = len(wanted)
         canonical = work_pass.canonical
         fit = self.buckets.fit_canonical if canonical else self.buckets.fit
         bucket = fit(max(count, 1))
         keep = None
-        if canonical or bucket < len(batch.input_ids) or rows != list(range(count)):
-            kept = rows + [0] * (bucket - count)
-            keep = torch.tensor(kept, dtype=torch.int64, device="cpu").to(self.device)
+        first_rows = count == 0 or (wanted[-1] == count - 1 and bool((np.diff(wanted) > 0).all()))
+        if canonical or bucket < work_pass.bucket or not first_rows:
+            kept = np.zeros(bucket, np.int64)
+            kept[:count] = wanted
+            keep = torch.from_numpy(kept).to(self.device)
         logits = self.forward(batch, keep, canonical)[:count]
         self.after_pass()
         return logits

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,21 +19,19 @@ from tinyspec.model.torch_state import callers_modes
 from tinyspec.runner.logits_filters import keep_min_p, keep_top_k, keep_top_p, penalise_repetition
 from tinyspec.sampling_params import SamplingParams
 
+Array = np.ndarray[Any, Any]
+
 
 @dataclass
-class SampleRow:
-    """One token to be sampled: its logits, parameters and history.
+class SpecialRow:
+    """What few rows need: logits that are processed, or results that few ask for.
 
-    logits_row: row of the logits; several samples may share one. position: the token's place in its
-    sequence. num_generated: generated tokens before it. history: the sequence before it, if
+    num_generated: generated tokens before it. history: the sequence before it, if
     ``params.needs_history``. forced: the token to take regardless of the logits; -1: none.
     keeps_scores, keeps_logits: return the processed and the raw logits as well.
     """
 
-    logits_row: int
     params: SamplingParams
-    key: int
-    position: int
     num_generated: int
     history: list[int]
     forced: int = -1
@@ -40,21 +40,50 @@ class SampleRow:
 
 
 @dataclass
-class Sampled:
-    """One sampled token; token -1 with an ``error`` if there is none.
+class SampleBatch:
+    """N tokens to be sampled.
 
-    logprob: of the token, if the row's parameters ask for any log-probability. cause: the exception
-    behind an error. scores, logits: [V] fp32, if the row keeps them; scores are those sampled from:
-    processed, divided by the temperature, filtered.
+    logits_row: row of the logits; several samples may share one. key: of the noise. position: the
+    token's place in its sequence. temperature: 0 for greedy. top_k, top_p, min_p: 0, 1 and 0 where
+    they are off, as for greedy rows. All [N]. logprobs: whether any row asks for its token's.
+    special: the rows that need more, by their places.
     """
 
-    token: int
-    logprob: float = 0.0
+    logits_row: Array
+    key: Array
+    position: Array
+    temperature: Array
+    top_k: Array
+    top_p: Array
+    min_p: Array
+    logprobs: bool = False
+    special: dict[int, SpecialRow] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.logits_row)
+
+
+@dataclass
+class SpecialResult:
+    """What a special row has beside its token. error: why it has none; cause: the exception behind
+    it. scores, logits: [V] fp32, if the row keeps them; scores are those sampled from: processed,
+    divided by the temperature, filtered."""
+
     top: list[tuple[int, float]] = field(default_factory=list)
     error: str | None = None
     cause: Exception | None = None
     scores: Tensor | None = None
     logits: Tensor | None = None
+
+
+@dataclass
+class Sampled:
+    """tokens [N] int64, -1 where there is none; logprobs [N] fp32 if any row asked for its token's;
+    special: what special rows have besides, by their places."""
+
+    tokens: Array
+    logprobs: Array | None = None
+    special: dict[int, SpecialResult] = field(default_factory=dict)
 
 
 NOT_FINITE = "the logits are not finite (NaN, +inf, or every token excluded)"
@@ -64,58 +93,51 @@ class Sampler:
     """Samples rows of logits with one implementation of the kernels."""
 
     def __init__(self, kernels: Kernels):
-        self._kernels = kernels
+        self.kernels = kernels
 
-    def sample(self, logits: Tensor, rows: list[SampleRow]) -> list[Sampled]:
-        """One token for each of ``rows``; logits [N, V] fp32, left unchanged."""
-        if not rows:
-            return []
-        index = [row.logits_row for row in rows]
+    def sample(self, logits: Tensor, batch: SampleBatch) -> Sampled:
+        """One token for each row of ``batch``; logits [N, V] fp32, left unchanged."""
+        if not len(batch):
+            return Sampled(np.zeros(0, np.int64))
+        device, count = logits.device, len(batch)
         raw = logits
-        if index != list(range(len(logits))):
-            raw = logits.index_select(0, _integers(index, logits.device))
-        scores, errors = self._process(raw, rows)
-        temperature = [row.params.temperature for row in rows]
-        filtered = [n for n, row in enumerate(rows) if row.params.filtered]
-        if filtered:
-            scores = self._filter(scores, rows, filtered)
-            for n in filtered:
-                temperature[n] = 1.0
-        device = logits.device
-        wants = any(row.params.logprobs or row.params.top_logprobs > 0 for row in rows)
+        if count != len(logits) or (batch.logits_row != np.arange(count)).any():
+            raw = logits.index_select(0, _tensor(batch.logits_row, device))
+        scores, errors = self._process(raw, batch.special)
+        temperature = batch.temperature
+        if sampled := bool(temperature.any()):
+            filtered = (batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0)
+            if filtered.any():
+                scores = self._filter(scores, batch, np.flatnonzero(filtered))
+                temperature = np.where(filtered, 1.0, temperature)
         forced = None
-        if any(row.forced >= 0 for row in rows):
-            forced = _integers([row.forced for row in rows], device)
+        if any(row.forced >= 0 for row in batch.special.values()):
+            places = np.full(count, -1)
+            places[list(batch.special)] = [row.forced for row in batch.special.values()]
+            forced = _tensor(places, device)
         noise: tuple[Tensor | None, ...] = (None, None, None)
-        if any(temperature):
-            noise = (
-                torch.tensor(temperature, dtype=torch.float32, device=device),
-                _integers([row.key for row in rows], device),
-                _integers([row.position for row in rows], device),
-            )
-        tokens, logprobs = self._kernels.sample(scores, *noise, logprobs=wants, forced=forced)
-        found = [Sampled(token) for token in tokens.tolist()]
-        if wants:
-            self._attach_logprobs(found, rows, raw, scores, temperature, logprobs)
-        for n, (sampled, row) in enumerate(zip(found, rows, strict=True)):
-            if n in errors or sampled.token < 0:
-                why, cause = errors.get(n, (NOT_FINITE, None))
-                found[n] = Sampled(-1, error=why, cause=cause)
-                continue
-            if row.keeps_scores:
-                sampled.scores = scores[n] / (temperature[n] or 1.0)
-            if row.keeps_logits:
-                sampled.logits = raw[n].clone()
+        if sampled:
+            reals = temperature.astype(np.float32)
+            noise = tuple(_tensor(x, device) for x in (reals, batch.key, batch.position))
+        found = Sampled(
+            *_fetch(*self.kernels.sample(scores, *noise, logprobs=batch.logprobs, forced=forced))
+        )
+        for n, row in batch.special.items():
+            if n in errors:
+                found.tokens[n] = -1
+                found.special[n] = SpecialResult(error=errors[n][0], cause=errors[n][1])
+            elif found.tokens[n] >= 0:
+                found.special[n] = self._result(row, n, found, raw, scores, float(temperature[n]))
         return found
 
     @staticmethod
     def _process(
-        raw: Tensor, rows: list[SampleRow]
+        raw: Tensor, special: dict[int, SpecialRow]
     ) -> tuple[Tensor, dict[int, tuple[str, Exception]]]:
         """Repetition penalty, minimum length, the user's processors, in transformers' order."""
         scores = raw
         errors: dict[int, tuple[str, Exception]] = {}
-        for n, row in enumerate(rows):
+        for n, row in special.items():
             params = row.params
             early = row.num_generated < params.min_new_tokens and params.stop_ids
             if params.repetition_penalty == 1.0 and not early and not params.logits_processors:
@@ -138,58 +160,68 @@ class Sampler:
         return scores, errors
 
     @staticmethod
-    def _filter(scores: Tensor, rows: list[SampleRow], filtered: list[int]) -> Tensor:
-        """Temperature, then top-k, top-p and min-p on the rows that ask for any of them."""
+    def _filter(scores: Tensor, batch: SampleBatch, filtered: Array) -> Tensor:
+        """Temperature, then top-k, top-p and min-p on the rows ``filtered``."""
         device = scores.device
-        params = [rows[n].params for n in filtered]
 
-        def column(values: list[float]) -> Tensor:
-            return torch.tensor(values, dtype=torch.float32, device=device)
+        def column(values: Array) -> Tensor:
+            return _tensor(values.astype(np.float32), device)
 
-        place = _integers(filtered, device)
-        part = scores[place] / column([p.temperature for p in params])[:, None]
-        for name, off, keep in (
-            ("top_k", 0, keep_top_k),
-            ("top_p", 1.0, keep_top_p),
-            ("min_p", 0.0, keep_min_p),
+        place = _tensor(filtered, device)
+        part = scores[place] / column(batch.temperature[filtered])[:, None]
+        for values, off, keep in (
+            (batch.top_k[filtered], 0, keep_top_k),
+            (batch.top_p[filtered], 1, keep_top_p),
+            (batch.min_p[filtered], 0, keep_min_p),
         ):
-            values = [off if (v := getattr(p, name)) is None else v for p in params]
-            some = [n for n, value in enumerate(values) if value != off]
-            if some:
-                which = _integers(some, device)
-                amounts = column([values[n] for n in some])
-                if name == "top_k":
-                    amounts = amounts.long()
-                part[which] = keep(part[which], amounts)
+            some = np.flatnonzero(values != off)
+            if len(some):
+                which = _tensor(some, device)
+                amounts = column(values[some])
+                part[which] = keep(part[which], amounts.long() if keep is keep_top_k else amounts)
         unsound = scores[place].isnan().any(-1, keepdim=True)
         scores = scores.clone()
         scores[place] = part.masked_fill(unsound, torch.nan)
         return scores
 
     @staticmethod
-    def _attach_logprobs(
-        found: list[Sampled],
-        rows: list[SampleRow],
-        raw: Tensor,
-        scores: Tensor,
-        temperature: list[float],
-        logprobs: Tensor,
-    ) -> None:
-        for n, value in enumerate(logprobs.tolist()):
-            found[n].logprob = value
-        for n, row in enumerate(rows):
-            top, is_raw = row.params.top_logprobs, row.params.logprobs_mode == "raw"
-            if found[n].token < 0 or not (is_raw or top):
-                continue
+    def _result(
+        row: SpecialRow, n: int, found: Sampled, raw: Tensor, scores: Tensor, temperature: float
+    ) -> SpecialResult:
+        """What place ``n`` has beside its token; its log-probability, where it is the raw one."""
+        result, params = SpecialResult(), row.params
+        is_raw = params.logprobs_mode == "raw" and (params.logprobs or params.top_logprobs > 0)
+        if is_raw or params.top_logprobs:
             own = raw if is_raw else scores
-            divisor = own.new_tensor([[1.0 if is_raw else temperature[n] or 1.0]])
+            divisor = own.new_tensor([[1.0 if is_raw else temperature or 1.0]])
             shares = torch.log_softmax(own[n : n + 1] / divisor, dim=-1)[0]
             if is_raw:
-                found[n].logprob = float(shares[found[n].token])
-            if top:
+                assert found.logprobs is not None
+                found.logprobs[n] = float(shares[int(found.tokens[n])])
+            if params.top_logprobs:
                 # By the logits: two that differ may round to one log-probability.
-                best = own[n].sort(descending=True, stable=True).indices[:top]
-                found[n].top = list(zip(best.tolist(), shares[best].tolist(), strict=True))
+                best = own[n].sort(descending=True, stable=True).indices[: params.top_logprobs]
+                result.top = list(zip(best.tolist(), shares[best].tolist(), strict=True))
+        if row.keeps_scores:
+            result.scores = scores[n] / (temperature or 1.0)
+        if row.keeps_logits:
+            result.logits = raw[n].clone()
+        return result
+
+
+def _fetch(tokens: Tensor, logprobs: Tensor | None) -> tuple[Array, Array | None]:
+    """Tokens and log-probabilities on the host, by one transfer."""
+    if logprobs is None:
+        return tokens.cpu().numpy(), None
+    if tokens.device.type == "cpu":
+        return tokens.numpy(), logprobs.numpy()
+    both = torch.stack([tokens, logprobs.view(torch.int32).long()]).cpu().numpy()
+    return both[0], both[1].astype(np.int32).view(np.float32)
+
+
+def _tensor(values: Array, device: torch.device) -> Tensor:
+    """``values`` on the device."""
+    return torch.from_numpy(values).to(device)
 
 
 def _integers(values: list[int], device: torch.device) -> Tensor:

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from bisect import insort
 
+import numpy as np
+
 from tinyspec.config import EngineConfig
 from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.prefix_cache import PrefixCache
 from tinyspec.scheduler.request import Sequence
+from tinyspec.scheduler.sequence_table import Array, SequenceTable
 
 
 def arrival_order(sequence: Sequence) -> tuple[int, int]:
@@ -24,19 +27,28 @@ def priority(sequence: Sequence) -> tuple[int, int, int]:
 
 
 class Admission:
-    """The waiting and the running sequences, and the pages that the latter hold."""
+    """The waiting and the running sequences, and the pages that the latter hold.
+
+    table: a row for each running sequence.
+    """
 
     def __init__(self, config: EngineConfig, pool: PagePool):
-        self.config = config
         self.pool = pool
         self.prefix = PrefixCache(pool) if config.prefix_cache else None
+        self.table = SequenceTable()
         self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
+        self._max_sequences = config.max_sequences
+        self._window = 0 if config.verify in ("padded", "direct") else config.draft_window
         self.preemptions = 0
         self.cached_prompt_tokens = 0
         # Sequences of a failed pass and how many tokens each had; most rows for the first of them.
         self.suspects: list[tuple[Sequence, int]] = []
         self.row_limit: int | None = None
+
+    @property
+    def running(self) -> list[Sequence]:
+        """The running sequences, in order of arrival; a copy."""
+        return [self.table.sequences[row] for row in self.table.rows.tolist()]
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, in order of arrival."""
@@ -44,11 +56,17 @@ class Admission:
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence, waiting or running, and give back its pages."""
-        sequence.drop_drafts()
-        for queue in (self.waiting, self.running):
-            if sequence in queue:
-                queue.remove(sequence)
+        if sequence.running:
+            self._stop(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    def _start(self, sequence: Sequence) -> None:
+        sequence.enter(self.table, self._window)
+
+    def _stop(self, sequence: Sequence) -> None:
         self.pool.free(sequence.pages)
+        sequence.leave()
 
     def index_pages(self, sequence: Sequence) -> None:
         """Let other requests start from the pages that have filled up."""
@@ -62,7 +80,7 @@ class Admission:
 
     def can_fork(self, leader: Sequence) -> bool:
         """Whether a sibling can run now, and there is a page for its copy of the last one."""
-        has_place = len(self.running) < self.config.max_sequences and not self.suspects
+        has_place = len(self.table) < self._max_sequences and not self.suspects
         return has_place and self.pool.can_fork(leader.computed)
 
     def fork(self, leader: Sequence, sibling: Sequence) -> tuple[int, int] | None:
@@ -70,10 +88,11 @@ class Admission:
 
         Returns (from, to) of the page that must be copied, if there is one.
         """
-        sibling.pages, copy = self.pool.fork(leader.pages, leader.computed)
+        self._start(sibling)
+        pages, copy = self.pool.fork(leader.pages, leader.computed)
+        sibling.take_pages(pages)
         sibling.computed, sibling.canonical = leader.computed, leader.canonical
         self._count_cached(sibling)
-        self.running.append(sibling)
         return copy
 
     def match(self, sequence: Sequence) -> tuple[list[int], int]:
@@ -87,10 +106,10 @@ class Admission:
         if not pages:
             return
         self.pool.adopt(pages)
-        sequence.pages = pages
+        sequence.take_pages(pages)
         sequence.indexed = len(pages)
         sequence.frozen = len(pages) * self.pool.page_size
-        sequence.computed = min(sequence.frozen, len(sequence.tokens) - 1)
+        sequence.computed = min(sequence.frozen, sequence.length - 1)
         sequence.canonical = min(canonical * self.pool.page_size, sequence.computed)
         self._count_cached(sequence)
 
@@ -100,9 +119,10 @@ class Admission:
             sequence.stats.cached_prompt_tokens = cached
             self.cached_prompt_tokens += cached
 
-    def eligible(self) -> list[Sequence]:
-        """Sequences that may have rows: the running ones, or after a failed pass one alone."""
-        return [self.suspects[0][0]] if self.suspects else self.running
+    def eligible(self) -> Array:
+        """Rows of the table that may be in a pass, in order of arrival: all of them, or after a
+        failed pass one alone."""
+        return np.array([self.suspects[0][0].row]) if self.suspects else self.table.rows
 
     def admit(self) -> None:
         """Start waiting sequences while pages are likely to last for one token of each."""
@@ -111,40 +131,60 @@ class Admission:
             suspect = self.suspects[0][0]
             if suspect in self.waiting:
                 self.waiting.remove(suspect)
-                self.running.append(suspect)
+                self._start(suspect)
             return
-        while self.waiting and len(self.running) < self.config.max_sequences:
+        while self.waiting and len(self.table) < self._max_sequences:
             sequence = self.waiting[0]
             pages, canonical = self.match(sequence)
-            need = self.pool.pages_for(len(sequence.tokens) + 1) - len(pages)
+            need = self.pool.pages_for(sequence.length + 1) - len(pages)
             free = self.pool.num_free - self.pool.num_idle(pages)
-            if self.running and free < need + len(self.running):
+            if len(self.table) and free < need + len(self.table):
                 break
-            self.running.append(self.waiting.pop(0))
+            self._start(self.waiting.pop(0))
             self.adopt(sequence, pages, canonical)
 
-    def make_room(self, sequence: Sequence, tokens: int) -> bool:
-        """Pages for its first ``tokens`` tokens, preempting those of lower priority if need be."""
+    def make_room(self, rows: Array, tokens: Array) -> Array:
+        """[n] bool: which of ``rows`` [n], by falling priority, have pages for their first
+        ``tokens`` [n]; those of lower priority are preempted if need be."""
+        short = -(-tokens // self.pool.page_size) > self.table.num_pages[rows]
+        if not short.any():
+            return np.ones(len(rows), np.bool_)
+        sequences = [self.table.sequences[row] for row in rows.tolist()]
+        served = [
+            sequence.running and (not lacks or self._make_room(sequence, end))
+            for sequence, lacks, end in zip(sequences, short.tolist(), tokens.tolist(), strict=True)
+        ]
+        return np.array(served)
+
+    def _make_room(self, sequence: Sequence, tokens: int) -> bool:
         while not self.pool.can_grow(sequence.pages, tokens):
             victim = max(self.running, key=priority)
             if victim is sequence:
                 return False
             self._preempt(victim)
         self.pool.grow(sequence.pages, tokens, sequence.most_tokens)
+        sequence.pages_changed()
         return True
+
+    def truncate(self, sequence: Sequence, tokens: int) -> None:
+        """Give back the pages behind its first ``tokens`` tokens."""
+        self.pool.truncate(sequence.pages, tokens)
+        sequence.pages_changed()
+
+    def preempt_last(self) -> None:
+        """Preempt the sequence of the lowest priority."""
+        self._preempt(max(self.running, key=priority))
 
     def _preempt(self, sequence: Sequence) -> None:
         """Give back its pages and queue it; it is computed again, to the same bits."""
-        self.running.remove(sequence)
-        self.pool.free(sequence.pages)
-        sequence.reset()
+        self._stop(sequence)
         sequence.stats.preemptions += 1
         self.preemptions += 1
         self.add(sequence)
 
     def preempt_all(self) -> None:
         """Queue every running sequence to be computed again."""
-        for sequence in list(self.running):
+        for sequence in self.running:
             self._preempt(sequence)
 
     def forget_plain(self) -> None:
@@ -165,15 +205,15 @@ class Admission:
         """
         self.preempt_all()
         known = [sequence for sequence, _ in self.suspects]
-        self.suspects += [(s, len(s.tokens)) for s in suspects if s not in known]
+        self.suspects += [(s, s.length) for s in suspects if s not in known]
         self.row_limit = row_limit
 
     def _drop_cleared_suspects(self) -> None:
         while self.suspects:
             sequence, tokens = self.suspects[0]
-            if not sequence.finished and len(sequence.tokens) == tokens:
+            if not sequence.finished and sequence.length == tokens:
                 return
             del self.suspects[0]
             self.row_limit = None
-            if sequence in self.running:
+            if sequence.running:
                 self._preempt(sequence)  # the next has the pool to itself

@@ -4,42 +4,57 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tinyspec.scheduler.request import Sequence
+import numpy as np
 
-PROMPT, DECODE, DRAFT, VERIFY = "prompt", "decode", "draft", "verify"
-KINDS = (PROMPT, DECODE, DRAFT, VERIFY)
-DIRECT, PADDED = "direct", "padded"
+from tinyspec.scheduler.request import Sequence
+from tinyspec.scheduler.sequence_table import Array, SequenceTable
+
+# What a sequence's rows in a pass are for.
+PROMPT, DECODE, DRAFT, VERIFY = range(4)
+KINDS = ("prompt", "decode", "draft", "verify")
+DIRECT, PADDED, DRAFTING = "direct", "padded", "draft"
 
 
 @dataclass
-class Work:
-    """Consecutive rows of one sequence: positions ``start`` to ``start + count``.
+class Works:
+    """Consecutive rows of n sequences, one work each: positions ``starts`` to ``ends - 1``.
 
-    kind: prompt (all committed tokens, for a preempted sequence), decode (the newest token), draft
-    (a deterministic request's newest token on the fast path), verify (the newest token and drafts).
-    yields: how many of the last rows yield a token.
+    rows: of the sequence table. kinds: prompt (all committed tokens, for a preempted sequence),
+    decode (the newest token), draft (a deterministic request's newest token on the fast path),
+    verify (the newest token and drafts). yields: how many of the last positions yield a token.
+    All [n] int64.
     """
 
-    sequence: Sequence
-    kind: str
-    start: int
-    count: int
-    end: int = field(init=False)
-    yields: int = field(init=False)
+    rows: Array
+    kinds: Array
+    starts: Array
+    ends: Array
+    yields: Array
 
-    def __post_init__(self) -> None:
-        self.end = self.start + self.count
-        newest = len(self.sequence.tokens) - 1
-        self.yields = 1 if self.kind == DRAFT else max(0, self.end - newest)
+    @classmethod
+    def of(cls, table: SequenceTable, rows: Array, kinds: Array, counts: Array) -> Works:
+        """``counts`` [n] positions of each: a draft's last one, others' first that are not
+        computed."""
+        newest = table.length[rows] - 1
+        drafting = kinds == DRAFT
+        starts = table.computed[rows]
+        if drafting.any():
+            starts = np.where(drafting, newest + table.num_drafts[rows], starts)
+        ends = starts + counts
+        yields = np.where(drafting, 1, np.maximum(ends - newest, 0))
+        return cls(rows, kinds, starts, ends, yields)
 
     @property
-    def token_ids(self) -> list[int]:
-        tokens, drafts = self.sequence.tokens, self.sequence.drafts
-        if self.end <= len(tokens):
-            return tokens[self.start : self.end]
-        return (
-            tokens[self.start :] + drafts[max(self.start - len(tokens), 0) : self.end - len(tokens)]
-        )
+    def counts(self) -> Array:
+        return self.ends - self.starts
+
+    def take(self, which: Array) -> Works:
+        """Those at the places ``which``, or where it is True."""
+        found = (self.rows, self.kinds, self.starts, self.ends, self.yields)
+        return Works(*(column[which] for column in found))
+
+    def __len__(self) -> int:
+        return len(self.rows)
 
 
 @dataclass
@@ -50,14 +65,20 @@ class Pass:
     bucket), "draft" (deterministic rows are drafts to verify later), "" (plain rows only).
     """
 
-    works: list[Work]
+    works: Works
+    table: SequenceTable
     bucket: int
     canonical: bool
     way: str = ""
 
     @property
     def rows(self) -> int:
-        return sum(work.count for work in self.works)
+        return int(self.works.counts.sum())
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """The sequence of each work."""
+        return [self.table.sequences[row] for row in self.works.rows.tolist()]
 
 
 @dataclass

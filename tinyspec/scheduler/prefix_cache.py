@@ -95,8 +95,8 @@ class PrefixCache:
         size, digests = self.pool.page_size, sequence.digests
         if sequence.request.embeds is not None:  # its tokens are placeholders
             return digests
-        for number in range(len(digests), len(sequence.tokens) // size):
-            tokens = array("q", sequence.tokens[number * size : (number + 1) * size])
+        for number in range(len(digests), sequence.length // size):
+            tokens = array("q", sequence.ids(number * size, (number + 1) * size))
             before = digests[-1] if digests else b""
             digests.append(blake2b(before + tokens.tobytes(), digest_size=16).digest())
         return digests

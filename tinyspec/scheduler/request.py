@@ -10,67 +10,70 @@ from typing import Any
 
 from tinyspec.outputs import CompletionStats
 from tinyspec.sampling_params import SamplingParams
+from tinyspec.scheduler.noise import noise_key
+from tinyspec.scheduler.sequence_table import SequenceTable
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_MASK = (1 << 64) - 1
+# Of a sequence's number in order of arrival: those of its index.
+INDEX_BITS = 20
 
 
-def noise_key(seed: int, index: int) -> int:
-    """64-bit noise key of completion ``index`` under ``seed``, as a signed integer.
+def _column(name: str) -> Any:
+    """A property kept in a column of the table: 0 for a sequence that does not run, of which
+    nothing is computed."""
 
-    splitmix64's finaliser (Steele et al., 2014) over the seed, moved on by the index.
-    """
-    x = (seed + (index + 1) * _GOLDEN) & _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    x ^= x >> 31
-    return x - (1 << 64) if x >> 63 else x
+    def get(self: Sequence) -> Any:
+        return getattr(self.table, name)[self.row].item() if self.table is not None else 0
+
+    def set(self: Sequence, value: Any) -> None:
+        assert self.table is not None
+        getattr(self.table, name)[self.row] = value
+
+    return property(get, set)
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One completion of a request: its tokens and how far they have been computed.
+    """One completion of a request. What passes need of it while it runs is in a row of ``table``.
 
-    tokens: prompt and committed tokens. drafts: tokens proposed after them, not yet canonical.
-    computed: leading positions whose KV is final. canonical: those of them whose KV is canonical
-    (all, for a deterministic request).
-    pages: page table. frozen: leading positions in shared pages, which must not be written.
-    indexed: leading pages that the prefix cache has seen. digests: of full pages, one each.
-    proposed: the drafts came from a drafter, so they have no KV.
-    draft_ended: the last draft is a stop token or failed. draft_free: verify the next token without
-    drafts.
-    given_tokens: the expected continuation (replay, scoring), used as drafts; the sequence ends
-    where the canonical tokens diverge from it. teacher_forced: commit it whatever the logits say.
-    error: why it ended early. cause: the exception behind that, if there was one.
-    scores, logits: per committed token [V] fp32, processed and raw, where the request keeps them.
-    siblings: completions that start from this one's prompt as soon as it is computed.
+    given: tokens at its start, the prompt's. table, row: None and -1 while it does not run.
+    pages: page table. digests: of full pages, one each. draft_free: verify the next token without
+    drafts. given_tokens: the expected continuation (replay, scoring), used as drafts; the sequence
+    ends where the canonical tokens diverge from it. teacher_forced: commit it whatever the logits
+    say. error: why it ended early. cause: the exception behind that, if there was one. scores,
+    logits: per committed token [V] fp32, processed and raw, where the request keeps them. siblings:
+    completions that start from this one's prompt as soon as it is computed.
+
+    For the other properties see ``SequenceTable``.
     """
 
     request: Request
     index: int
-    tokens: list[int]
-    drafts: list[int] = field(default_factory=list)
-    computed: int = 0
-    canonical: int = 0
+    _tokens: list[int]
+    table: SequenceTable | None = None
+    row: int = -1
     pages: list[int] = field(default_factory=list)
-    frozen: int = 0
-    indexed: int = 0
     digests: list[bytes] = field(default_factory=list)
-    proposed: bool = False
-    draft_ended: bool = False
     draft_free: bool = False
     given_tokens: list[int] | None = None
     teacher_forced: bool = False
     finish_reason: str | None = None
     error: str | None = None
     cause: Exception | None = None
-    logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     scores: list[Any] = field(default_factory=list)
     logits: list[Any] = field(default_factory=list)
-    stats: CompletionStats = field(default_factory=CompletionStats)
     key: int = 0
     siblings: list[Sequence] = field(default_factory=list)
+    _logprobs: list[float] = field(default_factory=list)
+    _stats: CompletionStats = field(default_factory=CompletionStats)
+
+    computed = _column("computed")
+    canonical = _column("canonical")
+    frozen = _column("frozen")
+    indexed = _column("indexed")
+    num_drafts = _column("num_drafts")
+    proposed = _column("proposed")
+    draft_ended = _column("draft_ended")
 
     @property
     def params(self) -> SamplingParams:
@@ -81,17 +84,63 @@ class Sequence:
         return self.request.params.deterministic
 
     @property
+    def length(self) -> int:
+        """Committed tokens, the prompt's included."""
+        return len(self._tokens) if self.table is None else int(self.table.length[self.row])
+
+    @property
+    def tokens(self) -> list[int]:
+        """Committed tokens, the prompt's included; a copy."""
+        return self.ids(0, self.length)
+
+    def ids(self, first: int, end: int) -> list[int]:
+        """Tokens at places ``first`` to ``end - 1``, drafts behind the committed ones."""
+        if self.table is None:
+            return self._tokens[first:end]
+        found: list[int] = self.table.ids[self.row, first:end].tolist()
+        return found
+
+    @property
+    def drafts(self) -> list[int]:
+        """Tokens proposed after the committed ones, not yet canonical; a copy."""
+        return self.ids(self.length, self.length + self.num_drafts)
+
+    @drafts.setter
+    def drafts(self, drafts: list[int]) -> None:
+        if self.table is not None:
+            self.table.set_ids(self.row, self.length, drafts)
+            self.num_drafts = len(drafts)
+
+    @property
+    def logprobs(self) -> list[float]:
+        """Of the committed tokens behind the prompt, where they are wanted; a copy."""
+        if self.table is None or not self.params.logprobs:
+            return self._logprobs
+        found = self.table.logprobs[self.row, self.request.num_prompt : self.length]
+        return found.tolist()  # type: ignore[no-any-return]
+
+    @property
+    def stats(self) -> CompletionStats:
+        """Its counts so far."""
+        if self.table is not None:
+            for name in self.table.STATS:
+                column = getattr(self.table, name)
+                setattr(self._stats, name, getattr(self._stats, name) + int(column[self.row]))
+                column[self.row] = 0
+        return self._stats
+
+    @property
     def history(self) -> list[int]:
         """Committed tokens that have ids: all but the embeddings of a prompt."""
-        return self.tokens[self.request.num_hidden :]
+        return self.before(self.length)
 
     def before(self, position: int) -> list[int]:
         """Tokens with ids before ``position``, drafts included."""
-        return (self.tokens + self.drafts)[self.request.num_hidden : position]
+        return self.ids(self.request.num_hidden, position)
 
     @property
     def num_generated(self) -> int:
-        return len(self.tokens) - self.request.num_prompt
+        return self.length - self.request.num_prompt
 
     @property
     def remaining(self) -> int:
@@ -106,11 +155,15 @@ class Sequence:
     @property
     def pending(self) -> int:
         """Committed tokens whose KV is not final: 1 while decoding, more during the prompt."""
-        return len(self.tokens) - self.computed
+        return self.length - self.computed
 
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def running(self) -> bool:
+        return self.table is not None
 
     @property
     def recompute(self) -> bool:
@@ -123,17 +176,80 @@ class Sequence:
         if self.given_tokens is None:
             return False
         place = self.num_generated - 1
-        return self.tokens[-1:] != self.given_tokens[place : place + 1]
+        return self.ids(self.length - 1, self.length) != self.given_tokens[place : place + 1]
+
+    def take_pages(self, pages: list[int]) -> None:
+        """Start from ``pages``."""
+        self.pages = pages
+        self.pages_changed()
+
+    def pages_changed(self) -> None:
+        """To call after a change of ``pages``."""
+        assert self.table is not None
+        self.table.set_pages(self.row, self.pages)
 
     def drop_drafts(self) -> None:
-        self.drafts = []
-        self.proposed = self.draft_ended = False
+        if self.table is not None:
+            self.num_drafts = 0
+            self.proposed = self.draft_ended = False
 
-    def reset(self) -> None:
-        """Nothing is computed any more; committed tokens stay."""
-        assert not self.pages
-        self.drop_drafts()
-        self.computed = self.canonical = self.frozen = self.indexed = 0
+    def forbid_drafts(self, forbid: bool = True) -> None:
+        """Verify the next tokens without drafts, or with drafts again; none are drafted while
+        others wait for the prompt."""
+        self.draft_free = forbid
+        if self.table is not None:
+            self.table.draft_free[self.row] = forbid or bool(self.siblings)
+
+    def _window(self, window: int) -> int:
+        """Most drafts that may wait: all of the tokens that are given."""
+        if not self.params.draftable:
+            return 0
+        return window if self.given_tokens is None else self.params.max_new_tokens
+
+    def enter(self, table: SequenceTable, window: int) -> None:
+        """Take a row of ``table``: it runs, and nothing is computed yet. window: most drafts that
+        may wait, where nothing forbids it drafts."""
+        request, params = self.request, self.params
+        row = table.add(self, request.arrival << INDEX_BITS | self.index)
+        table.set_ids(row, 0, self._tokens)
+        table.set_stops(row, () if self.teacher_forced else params.stop_ids)
+        prompt = request.num_prompt
+        if self._logprobs:
+            table.logprobs[row, prompt : len(self._tokens)] = self._logprobs
+        raw = params.logprobs and params.logprobs_mode == "raw"
+        early = params.min_new_tokens > 0 and bool(params.stop_ids)
+        special = params.needs_history or early or raw or params.top_logprobs > 0
+        kept = request.keeps_scores or request.keeps_logits
+        columns = {
+            "deterministic": params.deterministic,
+            "prompt": prompt,
+            "most": prompt + params.max_new_tokens,
+            "temperature": params.temperature,
+            "key": self.key,
+            "top_k": (params.filtered and params.top_k) or 0,
+            "top_p": 1.0 if params.top_p is None or not params.filtered else params.top_p,
+            "min_p": (params.filtered and params.min_p) or 0.0,
+            "logprobs_wanted": params.logprobs or params.top_logprobs > 0,
+            "special_sampling": special or kept or self.teacher_forced,
+            "special_commit": self.given_tokens is not None or kept or params.checks_text,
+            "given": self.given_tokens is not None,
+            "reported": request.reported,
+            "has_embeds": request.embeds is not None,
+            "scores_prompt": params.prompt_logprobs,
+            "length": len(self._tokens),
+            "window": self._window(window),
+        }
+        for name, value in columns.items():
+            getattr(table, name)[row] = value
+        self.table, self.row = table, row
+        self.forbid_drafts(self.draft_free)
+
+    def leave(self) -> None:
+        """Give the row back; nothing is computed any more, and committed tokens stay."""
+        assert self.table is not None and not self.pages
+        self._tokens, self._logprobs, self._stats = self.tokens, self.logprobs, self.stats
+        self.table.remove(self.row)
+        self.table, self.row = None, -1
 
 
 @dataclass(eq=False)
@@ -143,7 +259,7 @@ class Request:
     arrival: number in order of arrival. prompt_logprobs: filled in as prompt rows run. recompute:
     use no cached page. embeds: the model's input in place of the prompt's tokens, [num_prompt,
     hidden]. num_hidden: leading prompt tokens that are placeholders then. keeps_scores,
-    keeps_logits: every completion keeps them, token by token.
+    keeps_logits: every completion keeps them, token by token. reported: its tokens are streamed.
     """
 
     request_id: str
@@ -157,6 +273,7 @@ class Request:
     num_hidden: int = 0
     keeps_scores: bool = False
     keeps_logits: bool = False
+    reported: bool = False
 
     def __post_init__(self) -> None:
         assert self.params.seed is not None or self.params.temperature == 0

@@ -7,125 +7,131 @@ cheapest of three ways: direct, padded, or draft and verify.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import numpy as np
 
 from tinyspec.config import EngineConfig
-from tinyspec.scheduler.admission import Admission, arrival_order, priority
+from tinyspec.scheduler.admission import Admission
 from tinyspec.scheduler.buckets import Buckets
-from tinyspec.scheduler.page_pool import PagePool
-from tinyspec.scheduler.passes import DECODE, DIRECT, DRAFT, PADDED, PROMPT, VERIFY, Pass, Work
-from tinyspec.scheduler.request import Sequence
+from tinyspec.scheduler.passes import (
+    DECODE,
+    DIRECT,
+    DRAFT,
+    DRAFTING,
+    PADDED,
+    PROMPT,
+    VERIFY,
+    Pass,
+    Works,
+)
+from tinyspec.scheduler.sequence_table import Array, SequenceTable
+
+_Plan = list[tuple[Array, Array, Array]]
 
 
 @dataclass
 class _Candidates:
-    """The running sequences by what they can do next, in order of arrival.
+    """Rows of the sequence table by what they can do next, in order of arrival.
 
     plain: decode one row, and one more for each proposed token. drafting: deterministic, get one
     more token from a draft row or a canonical row. verifying: deterministic, have drafts to verify
-    or may not draft. prompts: more than one pending token, deterministic or plain.
+    or may not draft. prompts: more than one pending token, those of deterministic and of plain
+    sequences apart. pending: their tokens that wait to be computed.
     """
 
-    plain: list[Sequence] = field(default_factory=list)
-    drafting: list[Sequence] = field(default_factory=list)
-    verifying: list[Sequence] = field(default_factory=list)
-    prompts: list[Sequence] = field(default_factory=list)
-
-    @property
-    def deterministic_prompts(self) -> list[Sequence]:
-        return [sequence for sequence in self.prompts if sequence.deterministic]
-
-    @property
-    def plain_prompts(self) -> list[Sequence]:
-        return [sequence for sequence in self.prompts if not sequence.deterministic]
+    plain: Array
+    drafting: Array
+    verifying: Array
+    prompts: Array
+    deterministic_prompts: Array
+    plain_prompts: Array
+    pending: int
 
     @property
     def deterministic(self) -> bool:
-        return bool(self.drafting or self.verifying or self.deterministic_prompts)
-
-    @property
-    def pending(self) -> int:
-        """Prompt tokens that wait to be computed."""
-        return sum(sequence.pending for sequence in self.prompts)
+        return bool(len(self.drafting) or len(self.verifying) or len(self.deterministic_prompts))
 
 
-class Scheduler(Admission):
-    """Plans one pass after the other for the running sequences."""
+class Scheduler:
+    """Plans one pass after the other for the sequences that ``admission`` lets run."""
 
-    def __init__(self, config: EngineConfig, pool: PagePool, buckets: Buckets):
-        super().__init__(config, pool)
+    def __init__(self, config: EngineConfig, admission: Admission, buckets: Buckets):
+        self._verify = config.verify
+        self.admission = admission
+        self.table: SequenceTable = admission.table
         self.buckets = buckets
         # Share of proposed drafts that are accepted.
         self.acceptance = 0.5
         self._left_out = False
 
-    def draft_limit(self, sequence: Sequence) -> int:
-        """Drafts that may wait before a verify: the window, cut to what can still be committed."""
-        # Siblings start from a prompt without drafts behind it.
-        if sequence.draft_free or sequence.siblings or not sequence.params.draftable:
-            return 0
-        if sequence.given_tokens is not None:
-            return sequence.remaining - 1
-        if self.config.verify in ("padded", "direct"):
-            return 0
-        return min(self.config.draft_window, sequence.remaining - 1)
-
     def _candidates(self) -> _Candidates:
-        found = _Candidates()
-        for sequence in sorted(self.eligible(), key=arrival_order):
-            if sequence.pending > 1:
-                found.prompts.append(sequence)
-            elif not sequence.deterministic:
-                found.plain.append(sequence)
-            elif (
-                sequence.proposed
-                or sequence.draft_ended
-                or len(sequence.drafts) >= self.draft_limit(sequence)
-            ):
-                found.verifying.append(sequence)
-            else:
-                found.drafting.append(sequence)
-        found.prompts = self._without_followers(found.prompts)
-        return found
+        table, rows = self.table, self.admission.eligible()
+        pending = table.pending(rows)
+        deterministic = table.deterministic[rows]
+        prompts = rows[pending > 1]
+        if len(prompts):
+            decoding = pending <= 1
+            rows, deterministic = rows[decoding], deterministic[decoding]
+            prompts = self._without_followers(prompts)
+        plain, others = rows[~deterministic], rows[deterministic]
+        full = table.proposed[others] | table.draft_ended[others]
+        full |= table.num_drafts[others] >= table.draft_limits(others)
+        asked = table.deterministic[prompts]
+        return _Candidates(
+            plain,
+            others[~full],
+            others[full],
+            prompts,
+            prompts[asked],
+            prompts[~asked],
+            int(table.pending(prompts).sum()),
+        )
 
     def schedule(self) -> Pass | None:
         """The next pass, its pages granted; None when nothing can run."""
-        self.admit()
-        while (planned := self._plan()) is None and len(self.running) > 1:
+        self.admission.admit()
+        while (planned := self._plan()) is None and len(self.table) > 1:
             # The rows of a pass went to sequences that found no pages.
-            self._preempt(max(self.running, key=priority))
+            self.admission.preempt_last()
         return planned
 
     def _plan(self) -> Pass | None:
         """A pass of the first kind, canonical or fast, that has rows with pages."""
         candidates = self._candidates()
         # After a canonical pass without room for every decoding sequence, a fast pass comes first.
-        fast_first = self._left_out and bool(self._fast_works(candidates))
+        fast_first = self._left_out and any(len(rows) for rows, _, _ in self._fast(candidates))
         canonical_first = self._canonical_pays(candidates) and not fast_first
         for canonical in (canonical_first, not canonical_first):
             if canonical and not candidates.deterministic:
                 continue
-            plan = self._canonical_works if canonical else self._fast_works
+            plan = self._canonical if canonical else self._fast
             granted = self._grant(plan(candidates))
-            if granted:
+            if len(granted):
                 return self._pass(granted, candidates, canonical)
+            candidates = self._candidates()  # without those that were preempted
         return None
 
-    def _pass(self, works: list[Work], candidates: _Candidates, canonical: bool) -> Pass:
-        rows = sum(work.count for work in works)
+    def _pass(self, works: Works, candidates: _Candidates, canonical: bool) -> Pass:
+        rows = int(works.counts.sum())
         smallest = self.buckets.fit(rows)
         bucket = self.buckets.fit_canonical(rows) if canonical else smallest
-        others = candidates.plain + candidates.drafting
-        if self._canonical_is_smaller:
-            others += candidates.plain_prompts
-        served = {id(work.sequence) for work in works}
-        self._left_out = canonical and any(id(s) not in served for s in others)
+        self._left_out = canonical and self._leaves_out(works, candidates)
         way = ""
         if canonical:  # also without a deterministic row: canonical pages may be shared
             way = DIRECT if bucket == smallest else PADDED
-        elif any(work.sequence.deterministic for work in works):
-            way = DRAFT
-        return Pass(works, bucket, canonical, way)
+        elif len(candidates.drafting) and self.table.deterministic[works.rows].any():
+            way = DRAFTING
+        return Pass(works, self.table, bucket, canonical, way)
+
+    def _leaves_out(self, works: Works, candidates: _Candidates) -> bool:
+        """Whether a sequence that could also run in a fast pass has no row."""
+        if len(works) == len(self.table):
+            return False
+        others = [candidates.plain, candidates.drafting]
+        if self._canonical_is_smaller:
+            others.append(candidates.plain_prompts)
+        return bool(np.isin(np.concatenate(others), works.rows, invert=True).any())
 
     @property
     def _canonical_is_smaller(self) -> bool:
@@ -137,98 +143,110 @@ class Scheduler(Admission):
         """Whether the next pass should be a canonical one."""
         if not candidates.deterministic:
             return False
-        if self.config.verify in ("padded", "direct") or candidates.verifying:
+        if self._verify in ("padded", "direct") or len(candidates.verifying):
             return True
-        if candidates.deterministic_prompts:
+        if len(candidates.deterministic_prompts):
             return True
-        if self.config.verify == "always":
+        if self._verify == "always":
             return False
-        rows = len(candidates.plain) + len(candidates.drafting)
+        drafting = len(candidates.drafting)
+        rows = len(candidates.plain) + drafting
         # Prompt rows beyond a canonical pass run in fast ones.
         rows += min(candidates.pending, max(0, self.buckets.canonical[-1] - rows))
         rows = min(rows, self.buckets.largest)
-        window = max(self.draft_limit(sequence) for sequence in candidates.drafting)
-        return self.buckets.padded_is_cheaper(rows, min(len(candidates.drafting), rows), window)
+        window = int(self.table.draft_limits(candidates.drafting).max())
+        return self.buckets.padded_is_cheaper(rows, min(drafting, rows), window)
 
-    def _canonical_works(self, candidates: _Candidates) -> list[Work]:
+    def _canonical(self, candidates: _Candidates) -> _Plan:
         """One row for every decoding sequence, then drafts to verify, then prompts."""
+        table = self.table
         capacity = self.buckets.canonical[-1]
         pending = candidates.pending
         # Prompts get half of the pass, even if the decoding sequences would fill it.
-        decoding = candidates.verifying + candidates.plain + candidates.drafting
+        decoding = np.concatenate([candidates.verifying, candidates.plain, candidates.drafting])
         decoding = decoding[: capacity - min(pending, capacity // 2)]
         # The bucket is chosen for all that waits; a smaller one may be cheaper, but must hold a
         # row of the prompts.
         least = len(decoding) + min(pending, 1)
-        drafts = sum(len(s.drafts) for s in decoding)
-        proposed = sum(len(s.drafts) for s in decoding if s.proposed and s.given_tokens is None)
-        wanted = len(decoding) + drafts - proposed + pending
+        drafts = table.num_drafts[decoding]
+        waiting, proposed = int(drafts.sum()), 0
+        if waiting:
+            guessed = table.proposed[decoding] & ~table.given[decoding]
+            proposed = int(drafts[guessed].sum())
+        wanted = len(decoding) + waiting - proposed + pending
         room = self.buckets.cheapest(least, wanted, proposed, self.acceptance) - len(decoding)
-        if self.row_limit is not None:
-            room = min(room, self.row_limit - len(decoding))
+        if self.admission.row_limit is not None:
+            room = min(room, self.admission.row_limit - len(decoding))
         for_prompts = min(pending, max(1, room // 2))
-        works = []
-        for sequence in decoding:
-            extra = min(len(sequence.drafts), room - for_prompts)
-            kind = VERIFY if sequence.drafts else DECODE
-            works.append(Work(sequence, kind, sequence.computed, 1 + extra))
-            room -= extra
+        works, room = self._decoding(decoding, drafts, room - for_prompts, room)
         prompts = candidates.prompts
         if self._canonical_is_smaller:  # plain prompts can run in fast passes
-            prompts = candidates.deterministic_prompts + candidates.plain_prompts
-        return works + self._prompt_works(prompts, room)
+            prompts = np.concatenate([candidates.deterministic_prompts, candidates.plain_prompts])
+        return [works, *self._prompts(prompts, room)]
 
-    def _fast_works(self, candidates: _Candidates) -> list[Work]:
+    def _fast(self, candidates: _Candidates) -> _Plan:
         """One row for every decoding or drafting sequence; of the rest up to half for drafts
         proposed to plain sequences, and the remainder for plain prompts."""
-        most = self.buckets.largest if self.row_limit is None else self.row_limit
-        room = most - len(candidates.plain) - len(candidates.drafting)
-        for_drafts = room // 2 if candidates.plain_prompts else room
-        works = []
-        for sequence in candidates.plain:
-            extra = min(len(sequence.drafts), max(for_drafts, 0))
-            kind = VERIFY if sequence.drafts else DECODE
-            works.append(Work(sequence, kind, sequence.computed, 1 + extra))
-            for_drafts -= extra
-            room -= extra
-        for sequence in candidates.drafting:
-            newest = len(sequence.tokens) + len(sequence.drafts) - 1
-            works.append(Work(sequence, DRAFT, newest, 1))
-        return works + self._prompt_works(candidates.plain_prompts, room)
+        limit = self.admission.row_limit
+        most = self.buckets.largest if limit is None else limit
+        plain, drafting = candidates.plain, candidates.drafting
+        room = most - len(plain) - len(drafting)
+        for_drafts = room // 2 if len(candidates.plain_prompts) else room
+        works, room = self._decoding(plain, self.table.num_drafts[plain], for_drafts, room)
+        drafts = (drafting, np.full(len(drafting), DRAFT), np.ones(len(drafting), np.int64))
+        return [works, drafts, *self._prompts(candidates.plain_prompts, room)]
 
     @staticmethod
-    def _prompt_works(prompts: list[Sequence], room: int) -> list[Work]:
-        works = []
-        for sequence in prompts:
-            count = min(sequence.pending + len(sequence.drafts), room)
-            if count == 0:
-                break
-            works.append(Work(sequence, PROMPT, sequence.computed, count))
-            room -= count
-        return works
+    def _decoding(
+        rows: Array, drafts: Array, for_drafts: int, room: int
+    ) -> tuple[tuple[Array, Array, Array], int]:
+        """The newest token of each of ``rows`` and as many ``drafts`` [n], from the first on, as
+        there is room for; what is left of ``room``."""
+        if not drafts.any():
+            return (rows, np.full(len(rows), DECODE), np.ones(len(rows), np.int64)), room
+        kinds = np.where(drafts > 0, VERIFY, DECODE)
+        before = np.cumsum(drafts) - drafts
+        extra = np.clip(max(for_drafts, 0) - before, 0, drafts)
+        return (rows, kinds, 1 + extra), room - int(extra.sum())
 
-    def _grant(self, works: list[Work]) -> list[Work]:
-        """Pages for the rows, by priority; works without pages wait for another pass."""
-        granted = []
-        for work in sorted(works, key=lambda w: priority(w.sequence)):
-            if work.sequence in self.running and self.make_room(work.sequence, work.end):
-                granted.append(work)
-        return granted
+    def _prompts(self, rows: Array, room: int) -> _Plan:
+        """As many tokens of the prompts as there is room for, and their drafts."""
+        if not len(rows) or room <= 0:
+            return []
+        wanted = self.table.pending(rows) + self.table.num_drafts[rows]
+        counts = np.clip(room - (np.cumsum(wanted) - wanted), 0, wanted)
+        some = counts > 0
+        return [(rows[some], np.full(int(some.sum()), PROMPT), counts[some])]
 
-    def _without_followers(self, prompts: list[Sequence]) -> list[Sequence]:
-        """``prompts`` without those whose first page another of them is about to finish computing.
+    def _grant(self, plan: _Plan) -> Works:
+        """The works of a plan that have pages, by priority; others wait for another pass."""
+        parts = [part for part in plan if len(part[0])]
+        if not parts:
+            return Works.of(self.table, *plan[0])
+        rows, kinds, counts = parts[0]
+        if len(parts) > 1:
+            rows, kinds, counts = (np.concatenate(column) for column in zip(*parts, strict=True))
+        order = self.table.by_priority(rows)
+        works = Works.of(self.table, rows[order], kinds[order], counts[order])
+        granted = self.admission.make_room(works.rows, works.ends)
+        return works if granted.all() else works.take(granted)
+
+    def _without_followers(self, rows: Array) -> Array:
+        """Prompts without those whose first page another of them is about to finish computing.
 
         They wait one pass for it, and start from what it leaves in the prefix cache.
         """
-        if self.prefix is None:
-            return prompts
+        prefix = self.admission.prefix
+        if prefix is None:
+            return rows
         room = self.buckets.largest
         canonical_leaders: dict[bytes, bool] = {}
         kept = []
-        for sequence in prompts:
+        for row in rows.tolist():
+            sequence = self.table.sequences[row]
             if sequence.computed == 0 and not sequence.pages:
-                self.adopt(sequence, *self.match(sequence))
-            first = self.prefix.first(sequence)
+                self.admission.adopt(sequence, *self.admission.match(sequence))
+            first = prefix.first(sequence)
             leader = canonical_leaders.get(first) if first is not None else None
             # A deterministic sequence cannot start from a plain leader's pages.
             usable = leader is not None and (leader or not sequence.deterministic)
@@ -237,5 +255,5 @@ class Scheduler(Admission):
             room -= sequence.pending
             if first is not None and room >= 0:
                 canonical_leaders.setdefault(first, sequence.deterministic)
-            kept.append(sequence)
-        return kept
+            kept.append(row)
+        return np.array(kept, np.int64)

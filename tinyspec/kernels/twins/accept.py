@@ -38,18 +38,10 @@ def accept_truncate(
     committed = torch.minimum(committed, at_stop + 1)
     stopped = (at_stop < drafts.shape[1]) | (committed == remaining)
     accepted = torch.minimum(agreed, committed)
-    next_token = targets.gather(1, committed[:, None] - 1).squeeze(1)
     intact = (accepted == committed) & ~stopped
     drafts_left = torch.where(intact, draft_lens - committed, 0)
-    new_lens = start + committed
-    kept = (new_lens + drafts_left + page_size - 1) // page_size
+    kept = (start + committed + drafts_left + page_size - 1) // page_size
     to_free = (pages_held - kept).clamp(min=0)
     return AcceptResult(
-        num_committed=committed.int(),
-        num_accepted=accepted.int(),
-        next_token=next_token,
-        stopped=stopped,
-        drafts_left=drafts_left.int(),
-        new_lens=new_lens.int(),
-        pages_to_free=to_free.int(),
+        *(found.int() for found in (committed, accepted, drafts_left, to_free, stopped))
     )

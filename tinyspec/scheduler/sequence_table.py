@@ -1,0 +1,264 @@
+"""What every pass needs to know of the running sequences, in arrays. Host only.
+
+Each running sequence has a row, from its start to its end or preemption; whatever draws up, packs
+or commits a pass reads and writes columns of many rows at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+# Rows, tokens, pages and stop tokens that there is room for at first; each doubles when it is full.
+FIRST_ROWS, FIRST_TOKENS, FIRST_PAGES, FIRST_STOPS = 16, 64, 4, 1
+NO_STOP = -1
+
+
+class SequenceTable:
+    """The running sequences, a row for each.
+
+    ids [R, W] int64: committed tokens, then drafts. logprobs [R, W] fp32: of the token in its
+    place. pages [R, P] int32: the page table, 0 after the last page. stops [R, K] int64: stop
+    tokens, filled up with -1. sequences: of each row, None where it is free.
+
+    The columns, [R] each, of which what a sequence is stays as it is: order: of arrival.
+    deterministic. prompt: tokens of the prompt. most: tokens at which it ends. window: most drafts
+    that may wait. temperature: 0 for greedy. key: of the noise. top_k, top_p, min_p: filters, 0, 1
+    and 0 where they are off. logprobs_wanted. special_sampling: the sampler needs its parameters
+    and history. special_commit: tokens are committed one by one. given: its continuation is.
+    reported: its tokens are streamed. has_embeds, scores_prompt: parts of the prompt enter as
+    embeddings, or prompt log-probabilities are wanted.
+
+    And what changes: length: committed tokens. computed: leading positions whose KV is final.
+    canonical: those of them whose KV is canonical. frozen: leading positions in shared pages, which
+    must not be written. indexed: leading pages that the prefix cache has seen. num_pages.
+    num_drafts. draft_free: none may wait. proposed: the drafts came from a drafter, so they have no
+    KV. draft_ended: the last draft is a stop token or failed. drafted, accepted, rolled_back,
+    rollbacks, verify_passes: counts since they were last added to its statistics.
+    """
+
+    order: Array
+    deterministic: Array
+    prompt: Array
+    most: Array
+    window: Array
+    temperature: Array
+    key: Array
+    top_k: Array
+    top_p: Array
+    min_p: Array
+    logprobs_wanted: Array
+    special_sampling: Array
+    special_commit: Array
+    given: Array
+    reported: Array
+    has_embeds: Array
+    scores_prompt: Array
+    length: Array
+    computed: Array
+    canonical: Array
+    frozen: Array
+    indexed: Array
+    num_pages: Array
+    num_drafts: Array
+    proposed: Array
+    draft_ended: Array
+    draft_free: Array
+    drafted: Array
+    accepted: Array
+    rolled_back: Array
+    rollbacks: Array
+    verify_passes: Array
+
+    _FLAGS = (
+        *(
+            "deterministic",
+            "logprobs_wanted",
+            "special_sampling",
+            "special_commit",
+            "reported",
+            "given",
+        ),
+        *("has_embeds", "scores_prompt", "proposed", "draft_ended", "draft_free"),
+    )
+    _REALS = ("temperature", "top_p", "min_p")
+    _COUNTS = (
+        *("order", "prompt", "most", "window", "key", "top_k", "length", "computed", "canonical"),
+        *("frozen", "indexed", "num_pages", "num_drafts"),
+    )
+    STATS = ("drafted", "accepted", "rolled_back", "rollbacks", "verify_passes")
+
+    def __init__(self) -> None:
+        self.sequences: list[Any] = []
+        self._free: list[int] = []
+        self._rows: Array | None = None
+        self._columns: dict[str, Any] = {
+            **dict.fromkeys(self._FLAGS, np.bool_),
+            **dict.fromkeys(self._REALS, np.float64),
+            **dict.fromkeys((*self._COUNTS, *self.STATS), np.int64),
+        }
+        for name, kind in self._columns.items():
+            setattr(self, name, np.zeros(0, kind))
+        self.ids: Array = np.zeros((0, FIRST_TOKENS), np.int64)
+        self.logprobs: Array = np.zeros((0, FIRST_TOKENS), np.float32)
+        self.pages: Array = np.zeros((0, FIRST_PAGES), np.int32)
+        self.stops: Array = np.zeros((0, FIRST_STOPS), np.int64)
+
+    def __len__(self) -> int:
+        return len(self.sequences) - len(self._free)
+
+    @property
+    def rows(self) -> Array:
+        """The rows in use, in order of arrival."""
+        if self._rows is None:
+            used = np.array([n for n, s in enumerate(self.sequences) if s is not None], np.int64)
+            self._rows = used[np.argsort(self.order[used])]
+        return self._rows
+
+    def add(self, sequence: Any, order: int) -> int:
+        """A row for a sequence, zero in every other column and without pages."""
+        if not self._free:
+            self._add_rows(max(FIRST_ROWS, len(self.sequences)))
+        row = self._free.pop()
+        self.sequences[row] = sequence
+        self._rows = None
+        for name in self._columns:
+            getattr(self, name)[row] = 0
+        self.order[row] = order
+        self.pages[row] = 0
+        return row
+
+    def remove(self, row: int) -> None:
+        """Free a row."""
+        self.sequences[row] = None
+        self._free.append(row)
+        self._rows = None
+
+    def set_ids(self, row: int, first: int, ids: list[int]) -> None:
+        """Write tokens from place ``first`` on."""
+        self.make_room(first + len(ids))
+        self.ids[row, first : first + len(ids)] = ids
+
+    def set_pages(self, row: int, pages: list[int]) -> None:
+        """Write a sequence's page table, after its pages changed."""
+        if len(pages) > self.pages.shape[1]:
+            self.pages = _wider(self.pages, len(pages))
+        before, count = int(self.num_pages[row]), len(pages)
+        self.pages[row, :count] = pages
+        self.pages[row, count:before] = 0
+        self.num_pages[row] = count
+
+    def set_stops(self, row: int, stops: tuple[int, ...]) -> None:
+        """Write a sequence's stop tokens."""
+        if len(stops) > self.stops.shape[1]:
+            before = self.stops.shape[1]
+            self.stops = _wider(self.stops, len(stops))
+            self.stops[:, before:] = NO_STOP
+        self.stops[row] = NO_STOP
+        self.stops[row, : len(stops)] = stops
+
+    def by_priority(self, rows: Array) -> Array:
+        """Places of ``rows`` [n] in the order in which they get pages: deterministic before plain,
+        each in order of arrival."""
+        return np.lexsort((self.order[rows], ~self.deterministic[rows]))
+
+    def make_room(self, tokens: int) -> None:
+        """Room for so many tokens in every row."""
+        if tokens <= self.ids.shape[1]:
+            return
+        shape = len(self.ids), max(tokens, 2 * self.ids.shape[1])
+        ids, logprobs = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
+        for row in self.rows:  # what is never written takes no memory
+            used = self.length[row] + self.num_drafts[row]
+            ids[row, :used] = self.ids[row, :used]
+            logprobs[row, :used] = self.logprobs[row, :used]
+        self.ids, self.logprobs = ids, logprobs
+
+    def pending(self, rows: Array) -> Array:
+        """[n]: committed tokens whose KV is not final: 1 while decoding, more during the prompt."""
+        return self.length[rows] - self.computed[rows]
+
+    def draft_limits(self, rows: Array) -> Array:
+        """[n]: drafts that may wait before a verify."""
+        limits = np.minimum(self.window[rows], self.most[rows] - self.length[rows] - 1)
+        return np.where(self.draft_free[rows], 0, limits)
+
+    def commit(self, rows: Array, counts: Array, tokens: Array) -> None:
+        """Append the first ``counts`` [n] of ``tokens`` [n, W] to each of ``rows`` [n].
+
+        A draft in the place of a token is replaced by it; those behind stay in their places.
+        """
+        starts = self.length[rows]
+        self.make_room(int((starts + counts).max(initial=0)))
+        _write(self.ids, rows, starts, counts, tokens)
+        self.length[rows] = starts + counts
+
+    def write_logprobs(self, rows: Array, starts: Array, counts: Array, values: Array) -> None:
+        """The first ``counts`` [n] of ``values`` [n, W] for the tokens from ``starts`` [n] on."""
+        wanted = self.logprobs_wanted[rows]
+        columns = (x[wanted] for x in (rows, starts, counts, values))
+        _write(self.logprobs, *columns)
+
+    def fills_page(self, rows: Array, page_size: int) -> Array:
+        """[n] bool: whether pages have filled up with final KV that the prefix cache has not
+        seen."""
+        return self.computed[rows] // page_size > self.indexed[rows]
+
+    def draft(self, rows: Array, tokens: Array) -> None:
+        """One more draft for each of ``rows`` [n]; none where the token is negative, which ends
+        its drafts as a stop token does."""
+        places = self.length[rows] + self.num_drafts[rows]
+        self.make_room(int(places.max(initial=-1)) + 1)
+        self.draft_ended[rows] = (tokens < 0) | (self.stops[rows] == tokens[:, None]).any(1)
+        found = tokens >= 0
+        rows = rows[found]
+        self.ids[rows, places[found]] = tokens[found]
+        self.num_drafts[rows] += 1
+        self.drafted[rows] += 1
+
+    def settle(self, rows: Array) -> None:
+        """After a commit: all KV before the newest token is final."""
+        computed = self.length[rows] - 1
+        self.computed[rows] = computed
+        canonical = np.minimum(self.canonical[rows], computed)
+        self.canonical[rows] = np.where(self.deterministic[rows], computed, canonical)
+
+    def advance(self, rows: Array, ends: Array, canonical: bool) -> None:
+        """Positions up to ``ends`` [n] have run; drafts among them are not final."""
+        before = self.computed[rows]
+        computed = np.minimum(ends, self.length[rows])
+        self.computed[rows] = computed
+        if canonical:
+            whole = self.canonical[rows] >= before
+            self.canonical[rows] = np.where(whole, computed, self.canonical[rows])
+
+    def _add_rows(self, more: int) -> None:
+        first = len(self.sequences)
+        for name, kind in self._columns.items():
+            setattr(self, name, np.concatenate([getattr(self, name), np.zeros(more, kind)]))
+        for name in ("ids", "logprobs", "pages", "stops"):
+            before: Array = getattr(self, name)
+            after = np.zeros((first + more, before.shape[1]), before.dtype)
+            after[:first] = before
+            setattr(self, name, after)
+        self.sequences += [None] * more
+        self._free += reversed(range(first, first + more))
+
+
+def _write(matrix: Array, rows: Array, starts: Array, counts: Array, values: Array) -> None:
+    """The first ``counts`` [n] of ``values`` [n, W] into ``rows`` [n], from ``starts`` [n] on."""
+    if values.shape[1] == 1:
+        matrix[rows, starts] = values[:, 0]
+        return
+    row, column = np.nonzero(np.arange(values.shape[1]) < counts[:, None])
+    matrix[rows[row], starts[row] + column] = values[row, column]
+
+
+def _wider(before: Array, width: int) -> Array:
+    """``before`` with at least ``width`` columns, the new ones 0."""
+    after = np.zeros((len(before), max(width, 2 * before.shape[1])), before.dtype)
+    after[:, : before.shape[1]] = before
+    return after
