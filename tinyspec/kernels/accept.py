@@ -29,6 +29,12 @@ from tinyspec.kernels.accept_result import AcceptResult
         "remaining_ptr",
         "stop_ptr",
         "pages_held_ptr",
+        # Rows of one tensor.
+        "committed_ptr",
+        "accepted_ptr",
+        "drafts_left_ptr",
+        "to_free_ptr",
+        "stopped_ptr",
     ],
 )
 def accept_kernel(
