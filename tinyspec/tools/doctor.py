@@ -142,9 +142,8 @@ def _examine(engine: Engine, fresh: bool, begun: float) -> DoctorReport:
         raise refuse("engine", "busy", "an engine without unfinished requests")
     problems: tuple[str, ...] = ()
     try:
-        contract.probe(fresh)
         if not engine.has_unfinished():
-            contract.probe_attention(ATTENTION_ROWS)
+            contract.probe(fresh, ATTENTION_ROWS)
         contract.ensure()
     except DeterminismError as error:
         problems = (str(error),)

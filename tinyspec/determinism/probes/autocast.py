@@ -15,8 +15,6 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from tinyspec.config import EngineConfig
-from tinyspec.determinism.probes.buckets import warm_up
 from tinyspec.errors import DeterminismError
 from tinyspec.runner.model_runner import ModelRunner
 
@@ -52,11 +50,12 @@ def _calling_module() -> nn.Module | None:
     return None
 
 
-def refuse_autocast(runner: ModelRunner, config: EngineConfig) -> None:
-    """Raise DeterminismError if an operator of a pass runs under autocast; runs one."""
+def refuse_autocast(runner: ModelRunner, run_pass: Callable[[], None]) -> None:
+    """Raise DeterminismError if an operator of ``run_pass``, which it calls, runs under
+    autocast."""
     watch = _Watch(runner.device.type)
     with runner.torch_state(), watch:
-        warm_up(runner, config)
+        run_pass()
     if watch.found is not None:
         operator, module = watch.found
         names = {id(m): name for name, m in runner.model.named_modules()}
