@@ -184,6 +184,7 @@ class Contract:
                 self.drop_fingerprint()
             self._learner = learner
             self._use(learner.results)
+            self.watch.record()
             self._probed_structure = self.watch.structure
         return self._learner.results
 
@@ -267,6 +268,7 @@ class Contract:
         return probe_cache.key_of(rest, *found, self.buckets.sizes, self._config.linear)
 
     def _update_buckets(self, results: ProbeResults) -> None:
+        results = results.filled()
         if results.unsound:
             self.buckets.forget()
         elif self._config.verify == "always":

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from tinyspec.scheduler.buckets import between
+
 
 @dataclass(frozen=True)
 class BucketResult:
@@ -17,7 +19,8 @@ class BucketResult:
 
     broken_by: the modules (one for all of their kind) whose rows differ there; "model" where only
     the model end to end does. tiled: linears that a canonical pass runs in another way than fast
-    mode does, in tiles of rows for example. canonical_seconds: of such a pass.
+    mode does, in tiles of rows for example. canonical_seconds: of such a pass. Seconds are 0 where
+    none were measured.
     """
 
     rows: int
@@ -111,7 +114,7 @@ class ProbeResults:
         return {bucket.rows: bucket.canonical_seconds for bucket in found}
 
     @property
-    def alternatives(self) -> list[Alternative]:
+    def alternatives(self) -> tuple[Alternative, ...]:
         """Groups of probed buckets that agree in every function, larger than that of the reference
         bucket."""
         groups: dict[tuple[int, ...], list[int]] = {}
@@ -125,7 +128,21 @@ class ProbeResults:
             for members in groups.values()
             if len(members) > len(self.canonical) and self.reference not in members
         ]
-        return sorted((a for a in found if a.reference_rows), key=lambda a: -a.canonical)
+        usable = (a for a in found if a.reference_rows)
+        return tuple(sorted(usable, key=lambda a: -a.canonical))
+
+    def filled(self) -> ProbeResults:
+        """With seconds between those measured for the buckets without any."""
+        costs = {b.rows: b.seconds for b in self.buckets if b.seconds}
+        own_way = {b.rows: b.canonical_seconds for b in self.buckets if b.tiled and b.seconds}
+        buckets = []
+        for bucket in self.buckets:
+            if not bucket.seconds:
+                seconds = between(costs, bucket.rows)
+                own = between(own_way, bucket.rows) if bucket.tiled and own_way else seconds
+                bucket = replace(bucket, seconds=seconds, canonical_seconds=own)
+            buckets.append(bucket)
+        return replace(self, buckets=tuple(buckets))
 
     def known(self, name: str, rows: int) -> bool:
         """Whether the function of rows of this name was probed in bucket ``rows``."""

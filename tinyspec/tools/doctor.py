@@ -154,7 +154,7 @@ def _examine(engine: Engine, fresh: bool, begun: float) -> DoctorReport:
         engine.model,
         begun,
         problems=problems,
-        facts=contract.results,
+        facts=contract.results and contract.results.filled(),
         plans=plans,
         fingerprint=None if problems else contract.fingerprint,
     )

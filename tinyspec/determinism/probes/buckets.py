@@ -94,13 +94,20 @@ def bucket_steps(work: Workspace, results: ProbeResults, rows: int) -> Steps[Buc
     passes = PASSES if rows <= work.reference else LARGE_PASSES
     times: dict[bool, list[float]] = {}
     # Fast mode and the own way in turns: a busy moment of the machine does not slow down one.
-    for number in range(passes):
+    for number in range(passes if _is_timed(work, rows) else 0):
         for canonical in (False, True) if tiled else (not own_way,):
             times.setdefault(canonical, []).append(probe.seconds(rows, number, canonical))
             yield
     fastest = {canonical: min(found) for canonical, found in times.items()}
     own = fastest.get(True, fastest.get(False, 0.0))
     return BucketResult(rows, not broken, broken, fastest.get(False, own), own, tiled)
+
+
+def _is_timed(work: Workspace, rows: int) -> bool:
+    """Whether a bucket's passes are timed: of those larger than the reference bucket every third,
+    and the last; the others are interpolated."""
+    large = [size for size in work.runner.buckets.sizes if size > work.reference]
+    return rows not in large or rows in (*large[::3], large[-1])
 
 
 def _compare_steps(work: Workspace, probe: ModelProbe, rows: int) -> Steps[bool]:
