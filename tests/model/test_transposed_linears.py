@@ -150,11 +150,11 @@ def test_found_anew(alike, monkeypatch):
 def test_the_reference_bucket_is_transposed(alike):
     """Canonical results are those of the transposed product, also where the reference bucket has so
     many rows that the other way would be quicker, or both are alike."""
-    for reference in (24, 32):
-        config = replace(CONFIG, reference_rows=reference)
+    for rows in (24, 32):
+        config = replace(CONFIG, reference_rows=rows)
         with Engine(tiny("llama", DTYPE), config=config) as engine:
             facts = engine.contract.probe()
-            assert set(facts.direct.values()) == {tuple({32, 64} - {reference})}
+            assert set(facts.direct.values()) == {tuple({32, 64} - {rows})}
             assert facts.canonical == facts.sizes
 
 

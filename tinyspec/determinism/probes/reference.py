@@ -8,6 +8,7 @@ autocast on. Knows models and passes, not requests.
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 from tinyspec.determinism.probe_results import BucketResult, ProbeResults, Unsound
@@ -26,8 +27,8 @@ NOT_FINITE = (
 )
 # Passes end to end: before the first token, and with those that follow while requests run.
 FIRST_PASSES, ALL_PASSES = 4, 8
-# Of the model's own weights, whose matmuls' shapes are compared.
-OWN_PASSES = 3
+# Passes whose matmuls' shapes are compared, of the model's own weights and of scratch weights.
+OWN_PASSES, SCRATCH_PASSES = 2, 3
 
 
 @dataclass
@@ -101,11 +102,14 @@ class ReferenceProof:
 
         def passes() -> Steps[None]:
             several = -(-probe.distinct // work.reference)
-            for tokens in TOKEN_SETS[: max(1, len(TOKEN_SETS) - several)]:
+            for tokens in TOKEN_SETS[: max(1, SCRATCH_PASSES - several)]:
                 with recording():
                     probe.run_tokens(work.reference, tokens)
                 yield
-            work.known = yield from probe.compute_reference(recording)
+            work.known = yield from probe.compute_reference(few)
+
+        def few() -> AbstractContextManager[None]:
+            return recording() if len(recorders) < SCRATCH_PASSES else nullcontext()
 
         yield from work.on_scratch(passes())
         if not self.unsound:
