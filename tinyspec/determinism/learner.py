@@ -204,7 +204,7 @@ class Learner:
             bucket = yield from bucket_steps(work, self.results, work.reference)
             self._keep(buckets=self.results.with_bucket(bucket).buckets, costs=True)
         elif task.kind == REFERENCE:
-            numbers = range(self.results.compared, ALL_PASSES)
+            numbers = range(self.results.compared + 1, ALL_PASSES + 1)
             wrong = yield from compare_steps(work, work.probe(), numbers)
             self._keep(compared=ALL_PASSES)
             self._doubt([wrong] if wrong else [])
