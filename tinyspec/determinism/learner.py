@@ -112,8 +112,7 @@ class Learner:
         """Go on for the time that passes have earned, a slice at least."""
         while self._credit > 0:
             begun = time.perf_counter()
-            tasks = self.tasks()
-            if not tasks or self.results.unsound:
+            if self.results.unsound or not (tasks := self.tasks()):
                 return self.rest()
             self._advance(tasks[0])
             self._credit -= time.perf_counter() - begun

@@ -137,7 +137,7 @@ class ProbeResults:
         own_way = {b.rows: b.canonical_seconds for b in self.buckets if b.tiled and b.seconds}
         buckets = []
         for bucket in self.buckets:
-            if not bucket.seconds:
+            if costs and not bucket.seconds:
                 seconds = between(costs, bucket.rows)
                 own = between(own_way, bucket.rows) if bucket.tiled and own_way else seconds
                 bucket = replace(bucket, seconds=seconds, canonical_seconds=own)

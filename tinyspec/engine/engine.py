@@ -125,6 +125,7 @@ class Engine:
             return
         self.tracker.cancel(list(self.tracker.requests.values()))
         self.runner.release()
+        self.contract.rest()
         self.runner.tiles.unbind()
         uninstall(self.model)
         self._closed = True
@@ -171,6 +172,7 @@ class Engine:
         self._refuse_unfinished("release")
         self.scheduler.forget_pages()
         self.runner.release()
+        self.contract.rest()
         if self._grows:
             self.pool.shrink(1)
 
