@@ -230,6 +230,8 @@ def test_time_for_learning(monkeypatch):
         monkeypatch.setattr(Learner, "_advance", advance)
         for wanted, share in ((1, 0.25), (0, 0.05)):
             engine.runner.buckets.wanted = wanted
+            for _ in range(learner.STEADY):
+                own.earn(0.0)
             slices.clear()
             own._credit = 0.0
             for _ in range(3000):
@@ -403,6 +405,10 @@ def test_tasks_in_order():
         assert kinds == ["costs", *[BUCKET] * 9, "passes"]
         for wanted, first in ((1, 1), (3, 4), (9, 12), (32, 32), (1000, 32)):
             known.wanted = wanted
+            for _ in range(learner.STEADY):
+                own.earn(0.0)
             assert own.tasks()[0] == Task(BUCKET, first)
         known.wanted = 8
+        for _ in range(learner.STEADY):
+            own.earn(0.0)
         assert own.tasks()[0].kind == "costs", "known already"

@@ -32,6 +32,8 @@ logger = logging.getLogger("tinyspec")
 URGENT, UNHURRIED = 1 / 3, 1 / 19
 # A slice takes about so many seconds, or one pass.
 SLICE = 0.02
+# A bucket is wanted once so many passes in turn would rather have used it: no prompt's is.
+STEADY = 4
 # The next bucket holds at most so many times the rows of the largest that is canonical.
 GROWTH = 4
 
@@ -70,6 +72,9 @@ class Learner:
         self._running: _Running | None = None
         self._given_up: set[Task] = set()
         self._credit = 0.0
+        self._latest: int | None = None
+        self._steady: int | None = None
+        self._streak = 0
 
     def tasks(self, attention_rows: int = MANY_ROWS) -> list[Task]:
         """What is open, in order: the bucket that requests would use next, costs of the reference
@@ -90,14 +95,19 @@ class Learner:
         known = self.results.sizes
         return [rows for rows in self._runner.buckets.sizes if rows not in known]
 
-    def _wanted(self) -> list[int]:
-        """Of the unknown buckets the one that would be used next, if any."""
+    def _next_bucket(self) -> int | None:
+        """The smallest unknown bucket that the last pass would rather have used, if any."""
         buckets = self._runner.buckets
         largest = buckets.canonical[-1]
         rows = min(buckets.wanted, GROWTH * largest, buckets.sizes[-1])
         used = buckets.fit_canonical(rows) if 0 < rows <= largest else inf
-        unknown = [size for size in self._unknown() if 0 < rows <= size < used]
-        return [size for size in unknown if Task(BUCKET, size) not in self._given_up][:1]
+        return next((size for size in self._unknown() if 0 < rows <= size < used), None)
+
+    def _wanted(self) -> list[int]:
+        """The bucket that running requests would use next, if it is unknown."""
+        wanted = self._steady
+        unknown = wanted in self._unknown() and Task(BUCKET, wanted or 0) not in self._given_up
+        return [wanted] if unknown and wanted is not None else []
 
     # Between passes
 
@@ -105,6 +115,11 @@ class Learner:
         """Passes took so many more seconds; whether there is time to learn."""
         if self.results.unsound:
             return False
+        bucket = self._next_bucket()
+        self._streak = self._streak + 1 if bucket == self._latest else 1
+        self._latest = bucket
+        if self._streak >= STEADY:
+            self._steady = bucket
         self._credit += seconds * (URGENT if self._wanted() else UNHURRIED)
         return self._credit > 0
 
@@ -124,9 +139,9 @@ class Learner:
 
     def _advance(self, first: Task) -> None:
         """One slice of what runs, or of ``first`` where that is more urgent."""
-        running, urgent = self._running, bool(self._wanted())
-        if running is None or (urgent and not running.urgent):
-            self._running = running = _Running(first, self._steps(first, SLICE), urgent)
+        running, wanted = self._running, self._wanted()
+        if running is None or (wanted and running.task.about not in wanted):
+            self._running = running = _Running(first, self._steps(first, SLICE))
         try:
             next(running.steps)
         except StopIteration:
@@ -247,8 +262,7 @@ class Learner:
 
 @dataclass
 class _Running:
-    """A task that has begun; urgent: it is for requests that run."""
+    """A task that has begun."""
 
     task: Task
     steps: Steps[None]
-    urgent: bool
