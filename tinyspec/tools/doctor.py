@@ -114,7 +114,8 @@ def doctor(
     """Which buckets are canonical here, which module breaks the others, what a pass costs.
 
     Finds everything at once that an engine learns while requests run, with a bar on a terminal. A
-    model gets a temporary engine with ``config``. Probe results on disk are used unless ``fresh``. What cannot be served is reported, not raised.
+    model gets a temporary engine with ``config``. Probe results on disk are used unless ``fresh``.
+    What cannot be served is reported, not raised.
 
     Raises UnsupportedModelError for an object that is no module, ValueError for a ``config`` beside
     an engine or one that does not fit the model, and for an engine that is closed or has unfinished
