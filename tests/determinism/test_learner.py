@@ -188,9 +188,9 @@ def test_what_a_first_token_waits_for(monkeypatch):
         assert engine.contract.results.sizes == [reference]
         # 28 layers have the kinds of linears of 2: what is proven by itself counts 14 times as much
         # here as in a model of that size.
-        assert 10 * one < sum(products) < 20 * one
+        assert 5 * one < sum(products) < 20 * one
     rows = rows_before_a_token(monkeypatch, EngineConfig(max_rows=64))
-    assert set(rows) == {32} and len(rows) < 16
+    assert set(rows) == {32} and len(rows) < 12
 
 
 def test_the_wanted_bucket_comes_first(monkeypatch):

@@ -228,7 +228,11 @@ class Contract:
         if results is None:
             with self._runner.torch_state():
                 work = Workspace(self._runner, self._config, SLICE)
-            results = self._prove_reference(work)
+            try:
+                results = self._prove_reference(work)
+            except BaseException:
+                self._ways.restore()
+                raise
         else:
             if not results.unsound:
                 self._ways.serve(results.kernel_linears)

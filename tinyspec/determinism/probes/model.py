@@ -28,7 +28,7 @@ from tinyspec.runner.model_runner import ModelRunner
 # Log-probabilities compared a row.
 COLUMNS = 16
 # About so many rows are distinct; larger buckets repeat them.
-DISTINCT_ROWS = 128
+DISTINCT_ROWS = 96
 
 
 @dataclass(frozen=True)

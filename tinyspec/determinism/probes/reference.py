@@ -27,9 +27,9 @@ NOT_FINITE = (
 )
 # Passes end to end: before the first token, and with those that follow while requests run. The one
 # of number 0 is like the first of those that they are compared with.
-FIRST_PASSES, ALL_PASSES = 3, 8
-# Passes whose matmuls' shapes are compared, of the model's own weights and of scratch weights.
-OWN_PASSES, SCRATCH_PASSES = 2, 3
+FIRST_PASSES, ALL_PASSES = 2, 8
+# Passes on scratch weights whose matmuls are compared, beside one on the model's own.
+RECORDED_PASSES = 2
 
 
 @dataclass
@@ -52,8 +52,17 @@ class ReferenceProof:
         """
         work = self.workspace
         probe = work.probe()
-        yield from self._own_passes(probe)
-        yield from self._scratch_passes(probe)
+        recorders: list[OpRecorder] = []
+        recording = work.recording(work.reference, recorders)
+
+        def own_pass() -> None:
+            with recording():
+                probe.run_tokens(work.reference, TOKEN_SETS[-1])
+
+        # Routers of random numbers may send all rows one way, and the model's own another.
+        refuse_autocast(work.runner, own_pass)
+        yield
+        yield from self._scratch_passes(probe, recorders)
         self.unsound += [Unsound(f.name, str(f.position)) for f in self.functions if not f.position]
         attention, wrong = summary(probe_attention(work.runner))
         self.unsound += wrong
@@ -71,23 +80,6 @@ class ReferenceProof:
             compared=FIRST_PASSES,
         )
 
-    def _own_passes(self, probe: ModelProbe) -> Steps[None]:
-        """The model on its own weights: routers of random numbers may send all rows one way."""
-        work = self.workspace
-        recorders: list[OpRecorder] = []
-        recording = work.recording(work.reference, recorders)
-
-        def run(number: int) -> None:
-            with recording():
-                probe.run_tokens(work.reference, TOKEN_SETS[number])
-
-        refuse_autocast(work.runner, lambda: run(0))
-        for number in range(1, OWN_PASSES):
-            yield
-            run(number)
-        self.unsound += data_dependent(r.matmuls for r in recorders)
-        yield
-
     def _of(self, names: Collection[str]) -> Steps[list[BucketInvariance]]:
         found = []
         for name in names:
@@ -95,27 +87,26 @@ class ReferenceProof:
             found.append(replace(function, name=name))
         return found
 
-    def _scratch_passes(self, probe: ModelProbe) -> Steps[None]:
-        """The reference rows; meanwhile matmuls and functions of rows are recorded."""
+    def _scratch_passes(self, probe: ModelProbe, recorders: list[OpRecorder]) -> Steps[None]:
+        """The reference rows; meanwhile matmuls, which are compared with those of ``recorders``,
+        and functions of rows are recorded."""
         work = self.workspace
-        recorders: list[OpRecorder] = []
         recording = work.recording(work.reference, recorders)
 
         def passes() -> Steps[None]:
             several = -(-probe.distinct // work.reference)
-            for tokens in TOKEN_SETS[: max(1, SCRATCH_PASSES - several)]:
+            for tokens in TOKEN_SETS[: max(1, RECORDED_PASSES - several)]:
                 with recording():
                     probe.run_tokens(work.reference, tokens)
                 yield
             work.known = yield from probe.compute_reference(few)
 
         def few() -> AbstractContextManager[None]:
-            return recording() if len(recorders) < SCRATCH_PASSES else nullcontext()
+            return recording() if len(recorders) <= RECORDED_PASSES else nullcontext()
 
         yield from work.on_scratch(passes())
-        if not self.unsound:
-            self.unsound += data_dependent(r.matmuls for r in recorders)
-        work.record(recorders[0])
+        self.unsound += data_dependent(r.matmuls for r in recorders)
+        work.record(recorders[1])
         assert work.ops is not None and work.known is not None
         if not work.known.comparable:
             self.unsound.append(Unsound(MODEL, NOT_FINITE))
