@@ -197,6 +197,7 @@ def open_engine(dtype: str, smoke: bool, **config: Any) -> Engine:
     model: Any = sharpen(build(preset, getattr(torch, dtype), DEVICE), preset)
     model.generation_config.eos_token_id = None
     engine = Engine(model, config=EngineConfig(**config))
+    engine.contract.probe()  # at once, not while requests run
     engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4, deterministic=True))
     return engine
 

@@ -82,6 +82,46 @@ def _fixed_costs() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def _everything_known(request, monkeypatch) -> None:
+    """What an engine knows is the same in every test: all that can be found, before the first
+    deterministic token. Tests of learning ask for ``learning``."""
+    if "learning" not in request.fixturenames:
+        from tinyspec.determinism.contract import Contract
+
+        prove = Contract.prove
+
+        def whole(contract, fresh=False):
+            known = contract.results is not None and not fresh
+            results = prove(contract, fresh)
+            if not known and not results.unsound:
+                contract._find(None)
+            return prove(contract)
+
+        monkeypatch.setattr(Contract, "prove", whole)
+
+
+@pytest.fixture
+def probed(monkeypatch) -> list[Any]:
+    """One entry for each proof that was run, not read from disk."""
+    from tinyspec.determinism import contract
+
+    found = []
+    whole = contract.ReferenceProof
+
+    def counted(*args):
+        found.append(args)
+        return whole(*args)
+
+    monkeypatch.setattr(contract, "ReferenceProof", counted)
+    return found
+
+
+@pytest.fixture
+def learning():
+    """Engines know the reference bucket first, and learn the rest while requests run."""
+
+
 @pytest.fixture
 def two_threads():
     """Two threads, so that work is cut at other places than with one."""

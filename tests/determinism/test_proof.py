@@ -13,10 +13,10 @@ from tests.support.mixes import bits
 from tests.support.sensitive import PositionSensitiveLinear, ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import prompts, tiny
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
-from tinyspec.determinism import contract, probe_cache
+from tinyspec.determinism import probe_cache
 from tinyspec.determinism.checksum import checksum
 from tinyspec.determinism.model_state import adapter_state
-from tinyspec.determinism.probe_results import Alternative, BucketResult, ProbeResults, Unsound
+from tinyspec.determinism.probe_results import BucketResult, ProbeResults, Unsound
 from tinyspec.kernels import twins
 from tinyspec.model.cpu.fast_mode import FastMode
 from tinyspec.model.cpu.linears import cpu_stand_ins
@@ -32,20 +32,6 @@ DETERMINISTIC = SamplingParams(max_new_tokens=8, deterministic=True, logprobs=Tr
 def home(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
     return tmp_path / "tinyspec"
-
-
-@pytest.fixture
-def probed(monkeypatch):
-    """The facts that were probed, one entry each time."""
-    found = []
-    whole = contract.probe_buckets
-
-    def counted(*args):
-        found.append(whole(*args))
-        return found[-1]
-
-    monkeypatch.setattr(contract, "probe_buckets", counted)
-    return found
 
 
 def proven(model, **config):
@@ -104,7 +90,7 @@ def test_settings_that_only_steer_share_facts(probed):
         lambda text: text[: len(text) // 2],
         lambda text: "[]",
         lambda text: "7",
-        lambda text: text.replace('"format": 2', '"format": 1'),
+        lambda text: text.replace('"format": 3', '"format": 1'),
         lambda text: text.replace('"reference"', '"preference"'),
         lambda text: text.replace('"key": "', '"key": "x'),
         lambda text: json.dumps({**json.loads(text), "results": [1, 2]}),
@@ -146,10 +132,11 @@ def test_facts_as_json():
         reference=8,
         buckets=(BucketResult(8, True, (), 0.1, 0.1), BucketResult(16, False, ("a.b",), 0.2, 0.3)),
         unsound=(Unsound("a.b", "why"),),
-        alternatives=(Alternative((4, 16), 2),),
         kernel_linears=("a.b",),
         tiles={"a.b": (4, 8)},
         direct={"a.c": (8, 16)},
+        labels={"a.b": {4: -1, 8: 0, 16: None}, "a.c": {8: 0, 16: 0}},
+        compared=4,
     )
     assert ProbeResults.from_dict(json.loads(json.dumps(facts.to_dict()))) == facts
     probe_cache.store("key", facts)

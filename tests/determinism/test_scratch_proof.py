@@ -18,7 +18,6 @@ from tests.support.sensitive import ShapeSensitiveLinear, _SplitLinear, replace_
 from tests.support.tiny import prompts, tiny
 from tests.support.zoo import tiny as of_zoo
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
-from tinyspec.determinism import contract
 from tinyspec.runner import capacity
 
 CONFIG = EngineConfig(reference_rows=8, max_rows=16)
@@ -276,20 +275,6 @@ def test_too_little_memory_is_refused_with_the_bytes(monkeypatch):
 
 
 # Facts on disk
-
-
-@pytest.fixture
-def probed(monkeypatch):
-    """One entry for each proof."""
-    found = []
-    whole = contract.probe_buckets
-
-    def counted(*args):
-        found.append(args)
-        return whole(*args)
-
-    monkeypatch.setattr(contract, "probe_buckets", counted)
-    return found
 
 
 def proven(model):

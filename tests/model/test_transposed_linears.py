@@ -15,9 +15,9 @@ from tests.support.mixes import bits, crowd, needles, solo
 from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig, doctor
 from tinyspec.determinism import probe_cache
-from tinyspec.determinism.probes import buckets
+from tinyspec.determinism.probes import reference
 from tinyspec.determinism.probes.bits import PositionResult
-from tinyspec.determinism.probes.linears import direct_counts, set_direct
+from tinyspec.determinism.probes.linears import set_direct
 from tinyspec.model.cpu import linears
 from tinyspec.model.cpu.fast_mode import FastMode
 from tinyspec.model.cpu.linears import TransposedLinear
@@ -95,7 +95,7 @@ def test_bits_are_those_of_transposed_linears(alike, monkeypatch):
         del alike[:]
         assert found(engine) == alone
         assert {32, 64} & set(alike), "canonical passes used the direct product"
-        set_direct(engine.runner, dict.fromkeys(direct_counts(engine.runner), range(17, 65)))
+        set_direct(engine.runner, dict.fromkeys(engine.contract.results.direct, range(17, 65)))
         engine.release()
         assert found(engine) != alone
         set_direct(engine.runner, {})
@@ -126,7 +126,7 @@ def test_without_a_proof_none(alike, monkeypatch):
         engine.contract.ensure()
         assert direct_of(model) == {(32, 64)}
         broken = PositionResult("attention", 16, 1, 1, 0, 0)
-        monkeypatch.setattr(buckets, "probe_attention", lambda runner: [broken])
+        monkeypatch.setattr(reference, "probe_attention", lambda runner: [broken])
         assert engine.contract.probe(fresh=True).unsound
         assert direct_of(model) == {()}
     monkeypatch.setattr(probe_cache, "load", kept.get)
@@ -150,11 +150,11 @@ def test_found_anew(alike, monkeypatch):
 def test_the_reference_bucket_is_transposed(alike):
     """Canonical results are those of the transposed product, also where the reference bucket has so
     many rows that the other way would be quicker, or both are alike."""
-    for reference in (24, 32):
-        config = replace(CONFIG, reference_rows=reference)
+    for rows in (24, 32):
+        config = replace(CONFIG, reference_rows=rows)
         with Engine(tiny("llama", DTYPE), config=config) as engine:
             facts = engine.contract.probe()
-            assert set(facts.direct.values()) == {tuple({32, 64} - {reference})}
+            assert set(facts.direct.values()) == {tuple({32, 64} - {rows})}
             assert facts.canonical == facts.sizes
 
 

@@ -1,48 +1,49 @@
 """Whether this engine can serve ``deterministic=True``, and the fingerprint of its outputs.
 
-At the first deterministic request probes measure which buckets are canonical, what each costs, and
-whether the reference bucket is sound. Their results depend on modules, shapes and device, not on
-the values of weights, and are kept on disk.
+Before the first deterministic token probes find whether the reference bucket is sound. Which other
+buckets are canonical, and what each costs, is learnt while requests run. What is found depends on
+modules, shapes and device, not on the values of weights, and is kept on disk.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
+from typing import TypeVar
 
 from transformers import PreTrainedModel
 
 from tinyspec.config import EngineConfig
 from tinyspec.determinism import probe_cache
 from tinyspec.determinism.fingerprint import digest_weights, fingerprint
+from tinyspec.determinism.learner import SLICE, Learner
 from tinyspec.determinism.model_state import LAYOUT, adapter_state, experts, layouts, settings
 from tinyspec.determinism.model_watch import OBJECT, ModelWatch
+from tinyspec.determinism.module_ways import ModuleWays
+from tinyspec.determinism.notice import Notice
 from tinyspec.determinism.probe_results import ProbeResults
-from tinyspec.determinism.probes.attention import probe_attention, summary
 from tinyspec.determinism.probes.autocast import refuse_autocast
-from tinyspec.determinism.probes.buckets import probe_buckets, warm_up
-from tinyspec.determinism.probes.linears import probe_linears, set_direct, set_tiles
-from tinyspec.determinism.probes.row_functions import BucketInvariance
+from tinyspec.determinism.probes.model import warm_up
+from tinyspec.determinism.probes.reference import ReferenceProof
+from tinyspec.determinism.probes.steps import Steps, finished
+from tinyspec.determinism.probes.workspace import Workspace
 from tinyspec.errors import DeterminismError
-from tinyspec.kernels import backend
 from tinyspec.model.install import patched_of
-from tinyspec.model.linear_kinds import linear_kinds
-from tinyspec.model.linears import kernel_stand_ins
 from tinyspec.model.quantized import repack_weights, unprovable
-from tinyspec.model.scratch_model import ScratchModel
 from tinyspec.model.torch_state import refuse_unpinnable
-from tinyspec.runner.capacity import refuse_shortage
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.scheduler.buckets import Buckets
+
+T = TypeVar("T")
+WAITING = "proving that deterministic=True can be kept here, once for this model and machine"
 
 
 class Contract:
     """Fingerprint and probe results of one engine.
 
-    buckets: of the engine; canonical ones are marked once they are probed. known_fingerprint,
-    results: None before they are first needed and after the model changed. watch: the model as it
-    was at the last ``refresh``. stale: what of the model changed that the engine took from it when
-    it was made, or None.
+    buckets: of the engine; canonical ones are marked as they become known. known_fingerprint: None
+    before it is first needed and after the model changed. watch: the model as it was at the last
+    ``refresh``. stale: what of the model changed that the engine took from it when it was made, or
+    None.
     """
 
     def __init__(self, model: PreTrainedModel, runner: ModelRunner, config: EngineConfig):
@@ -51,10 +52,10 @@ class Contract:
         self._config = config
         self._patched = patched_of(model)
         self.buckets: Buckets = runner.buckets
-        self._num_swapped = len(self._patched.swapped)
+        self._ways = ModuleWays(self._patched, runner, config)
         self._weights_digest: str | None = None
         self.known_fingerprint: str | None = None
-        self.results: ProbeResults | None = None
+        self._learner: Learner | None = None
         self._probed_structure: object = None
         self._key_on_disk = ""
         self._patched.experts.serve(config.linear)
@@ -65,6 +66,11 @@ class Contract:
         runner.after_pass = self.watch.absorb
 
     @property
+    def results(self) -> ProbeResults | None:
+        """What is known; None before it is first needed and after the model changed."""
+        return None if self._learner is None else self._learner.results
+
+    @property
     def outdated(self) -> bool:
         """Whether the model changed since it was probed, so that it must be probed again."""
         return self._probed_structure is not None and self.results is None
@@ -73,12 +79,12 @@ class Contract:
     def fingerprint(self) -> str:
         """The fingerprint, computed when first asked for or after something changed.
 
-        With ``linear="auto"`` the model is probed first: which modules the linear kernel serves is
-        part of the fingerprint.
+        With ``linear="auto"`` the reference bucket is proven first: which modules the linear kernel
+        serves is part of the fingerprint.
         """
         if self._config.linear == "auto":
             with suppress(DeterminismError):
-                self.probe()
+                self.prove()
         return self._current_fingerprint()
 
     def _current_fingerprint(self) -> str:
@@ -109,6 +115,7 @@ class Contract:
         changes = self.watch.update()
         before = self._weights_digest
         if changes:
+            self.rest()
             self.drop_fingerprint()
             self.stale = self._changed_since_load()
         elif digest and self._config.verify_weights:
@@ -116,8 +123,8 @@ class Contract:
             if before is not None and before != self._weights_digest:
                 self.known_fingerprint = None
                 changes = list(self.watch.weights)
-        if self.results is not None and self.watch.structure != self._probed_structure:
-            self.results = None
+        if self._learner is not None and self.watch.structure != self._probed_structure:
+            self._learner = None
             self.buckets.forget()
         return changes
 
@@ -137,12 +144,14 @@ class Contract:
 
     def ensure(self) -> None:
         """Raise DeterminismError, with the reason and the remedy, unless ``deterministic=True`` can
-        be served; probes the model if it has not been probed."""
-        results = self.probe()
+        be served; proves the reference bucket if it has not been proven."""
+        results = self.prove()
         if results.unsound:
             raise DeterminismError(_unsound_message(results))
         if self._config.verify == "direct":
             largest = self.buckets.fit(self._config.max_sequences)
+            self._find([rows for rows in self.buckets.sizes if rows <= largest])
+            results = self.prove()
             lacking = [b.rows for b in results.buckets if b.rows <= largest and not b.canonical]
             if lacking:
                 raise DeterminismError(
@@ -152,13 +161,14 @@ class Contract:
                     "linear='always'"
                 )
 
-    def probe(self, fresh: bool = False) -> ProbeResults:
-        """The probe results: those known or on disk, or of a new probe (always if ``fresh``).
+    def prove(self, fresh: bool = False) -> ProbeResults:
+        """What is known, the reference bucket at least: so far, on disk, or by a new proof (always
+        if ``fresh``).
 
         Raises DeterminismError where TunableOp is on, and for kernels that no probe can prove.
         """
         refuse_unpinnable(self._runner.device.type)
-        if self.results is None or fresh:
+        if self._learner is None or fresh:
             reason = unprovable(self._model)
             if reason is not None:
                 raise DeterminismError(
@@ -166,62 +176,93 @@ class Contract:
                     "needs weights without quantization, or quantization that does not depend on "
                     "activations"
                 )
-            self.results = None
-            refuse_autocast(self._runner, self._config)
-            self.results = self._load_or_probe(fresh)
+            self._learner = None
+            learner = self._begin(fresh)
             known = len(self.watch.counters)
             self.watch.absorb(everything=True)
             if len(self.watch.counters) > known:
                 self.drop_fingerprint()
+            self._learner = learner
+            self._use(learner.results)
             self.watch.record()
             self._probed_structure = self.watch.structure
-            self._update_buckets(self.results)
-        return self.results
+        return self._learner.results
 
-    def probe_attention(self, rows: int) -> None:
-        """Compare at least so many rows of each kind of attention, unless that was done before."""
-        results = self.probe()
-        if all(kind.checked >= rows or kind.differing for kind in results.attention):
-            return
+    def probe(self, fresh: bool = False, attention_rows: int = 0) -> ProbeResults:
+        """All probe results, found at once. attention_rows: to compare of each kind."""
+        self.prove(fresh)
+        self._find(None, attention_rows)
+        return self.prove()
+
+    def _find(self, sizes: list[int] | None, attention_rows: int = 0) -> None:
+        assert self._learner is not None
         with self._runner.torch_state():
-            found = probe_attention(self._runner, rows, seconds=None)
-        self.results = results.with_attention(*summary(found))
-        if self.results.unsound:
-            self._restore_modules()
-        self._update_buckets(self.results)
-        probe_cache.store(self._key_on_disk, self.results)
+            self._learner.finish(sizes, attention_rows)
 
-    def _load_or_probe(self, fresh: bool) -> ProbeResults:
-        """Results from disk or of a probe; afterwards modules run as these say."""
-        self._restore_modules()
-        buckets = self.buckets
-        key = self._key_on_disk = self._results_key()
-        results = None if fresh else probe_cache.load(key)
-        if results is not None and results.sizes == buckets.sizes:
-            if not results.unsound:
-                self._swap_in_kernel(results.kernel_linears)
-                set_tiles(self._runner, results.tiles)
-                set_direct(self._runner, results.direct)
+    def learn(self, seconds: float) -> bool:
+        """Between passes, which took ``seconds``: go on with what is not known. False where the
+        reference bucket turns out unsound: ``ensure`` raises from then on."""
+        learner = self._learner
+        if learner is None or self._config.verify == "always" or not learner.earn(seconds):
+            return True
+        if not self.watch.changed():  # what changed is looked at before the next pass
             with self._runner.torch_state():
-                warm_up(self._runner, self._config)
-            return results
-        scratch = ScratchModel(self._model)
-        refuse_shortage(scratch.nbytes, self._runner.device)
-        with self._runner.torch_state():
-            linears = probe_linears(self._runner, scratch)
-        swapped: tuple[str, ...] = ()
-        if self._config.linear == "auto":
-            swapped = self._swap_in_kernel(self._unsound_linears(linears))
-        with self._runner.torch_state():
-            if swapped:
-                linears = probe_linears(self._runner, scratch)
-            results = probe_buckets(self._runner, scratch, linears, self._config)
-        if results.unsound:
-            self._restore_modules()
+                learner.learn()
+            self.watch.absorb()
+        return not learner.results.unsound
+
+    def rest(self) -> None:
+        """Free the memory that learning takes."""
+        if self._learner is not None:
+            self._learner.rest()
+
+    def _begin(self, fresh: bool) -> Learner:
+        """With results from disk or of a proof of the reference bucket."""
+        self._ways.restore()
+        self.known_fingerprint = None
+        key = self._key_on_disk = self._results_key()
+        if fresh:
+            probe_cache.forget(key)
+        results = None if fresh else probe_cache.load(key)
+        work: Workspace | None = None
+        if results is None:
+            with self._runner.torch_state():
+                work = Workspace(self._runner, self._config, SLICE)
+            try:
+                results = self._prove_reference(work)
+            except BaseException:
+                self._ways.restore()
+                raise
         else:
-            results = replace(results, kernel_linears=swapped)
-        probe_cache.store(key, results)
-        return results
+            if not results.unsound:
+                self._ways.serve(results.kernel_linears)
+            refuse_autocast(self._runner, lambda: warm_up(self._runner, self._config))
+        return Learner(self._runner, self._config, results, self._use, work)
+
+    def _prove_reference(self, work: Workspace) -> ProbeResults:
+        notice = Notice(WAITING)
+
+        def run(steps: Steps[T]) -> T:
+            with self._runner.torch_state():
+                return finished(steps, notice)
+
+        proof = ReferenceProof(work)
+        served: tuple[str, ...] = ()
+        if broken := run(proof.linears()):
+            served = self._ways.serve_kinds(broken)
+            if served:
+                run(proof.linears())
+        return run(proof.rest(served))
+
+    def _use(self, results: ProbeResults) -> None:
+        """Let passes go by these results, and store them."""
+        if results.unsound:
+            self._ways.restore()
+            self.known_fingerprint = None
+        elif self._ways.set(results.tiles, results.direct):
+            self.watch.record()
+        self._update_buckets(results)
+        probe_cache.store(self._key_on_disk, results)
 
     def _results_key(self) -> str:
         """Of results on disk: all that they depend on, which no value of a weight is."""
@@ -230,34 +271,8 @@ class Contract:
         found = experts(model), layouts(model), settings(model), adapter_state(model)
         return probe_cache.key_of(rest, *found, self.buckets.sizes, self._config.linear)
 
-    def _unsound_linears(self, linears: list[BucketInvariance]) -> tuple[str, ...]:
-        """Every linear of a kind that is unsound in the reference bucket."""
-        kinds = linear_kinds(self._model)
-        return tuple(name for c in linears if not c.position for name in kinds[c.name])
-
-    def _swap_in_kernel(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Let the linear kernel serve the plain linears among ``names``; the names of those."""
-        if not names:
-            return ()
-        before = {name: self._model.get_submodule(name) for name in names}
-        linear = backend.load(self._config.backend).linear
-        for parent, name, module in kernel_stand_ins(self._model, linear, only=names):
-            self._patched.swap(parent, name, module)
-        self._modules_changed()
-        return tuple(n for n in names if self._model.get_submodule(n) is not before[n])
-
-    def _restore_modules(self) -> None:
-        """Undo what earlier results changed: the linear kernel, tiles of rows, direct products."""
-        self._runner.tiles.unbind()
-        self._patched.undo(self._num_swapped)
-        set_direct(self._runner, {})
-        self._modules_changed()
-
-    def _modules_changed(self) -> None:
-        self.known_fingerprint = None
-        self._runner.torch_state.refresh_modules()
-
     def _update_buckets(self, results: ProbeResults) -> None:
+        results = results.filled()
         if results.unsound:
             self.buckets.forget()
         elif self._config.verify == "always":

@@ -1,5 +1,7 @@
 """Probe results on disk, so that a model is probed once on a machine. Knows files only.
 
+They are stored as they are found, beside what other processes have found.
+
 The key covers everything that the results depend on, which no value of a weight is. A file that
 cannot be read is ignored, and so is a folder that cannot be written.
 """
@@ -17,7 +19,7 @@ from huggingface_hub import constants
 from tinyspec.determinism.code_digest import file_digest
 from tinyspec.determinism.probe_results import ProbeResults
 
-FORMAT = 2
+FORMAT = 3
 
 
 def folder() -> Path:
@@ -43,7 +45,9 @@ def load(key: str) -> ProbeResults | None:
 
 
 def store(key: str, results: ProbeResults) -> None:
-    """Keep ``results`` under ``key``, if the folder can be written."""
+    """Keep ``results`` under ``key`` beside what is there, if the folder can be written."""
+    there = load(key)
+    results = results if there is None else results.merged(there)
     entry = {"format": FORMAT, "key": key, "results": results.to_dict()}
     with suppress(OSError):
         folder().mkdir(parents=True, exist_ok=True)
@@ -51,3 +55,9 @@ def store(key: str, results: ProbeResults) -> None:
         draft = folder() / f"{key}.{os.getpid()}"
         draft.write_text(json.dumps(entry, indent=1) + "\n")
         draft.replace(folder() / f"{key}.json")
+
+
+def forget(key: str) -> None:
+    """Remove what is stored under ``key``."""
+    with suppress(OSError):
+        (folder() / f"{key}.json").unlink()

@@ -1,6 +1,7 @@
 """What the probes found: which buckets are canonical, why others are not, what each costs.
 
-Host only: knows neither torch nor how anything was measured.
+Before the first deterministic token the reference bucket is known, and the others one by one while
+requests run. Host only: knows neither torch nor how anything was measured.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from tinyspec.scheduler.buckets import between
+
 
 @dataclass(frozen=True)
 class BucketResult:
@@ -16,7 +19,8 @@ class BucketResult:
 
     broken_by: the modules (one for all of their kind) whose rows differ there; "model" where only
     the model end to end does. tiled: linears that a canonical pass runs in another way than fast
-    mode does, in tiles of rows for example. canonical_seconds: of such a pass.
+    mode does, in tiles of rows for example. canonical_seconds: of such a pass. Seconds are 0 where
+    none were measured.
     """
 
     rows: int
@@ -58,24 +62,36 @@ class Alternative:
     canonical: int
 
 
+# Of a bucket: 0 as the reference bucket, None where a row's place or neighbours change its bits.
+# Others are equal where rows have the same bits, but for OTHER, which tells only that 0 is wrong.
+Labels = dict[int, "int | None"]
+OTHER = -1
+
+
 @dataclass(frozen=True)
 class ProbeResults:
-    """Everything found for one model on one device.
+    """What is known so far of one model on one device.
 
-    kernel_linears: those that the linear kernel serves because the reference bucket would be
-    unsound without it. tiles: first name of a kind of linears, and the row counts of its tiles.
-    direct: first name of a kind of transposed linears, and the buckets of the direct product.
-    attention: how many rows of each kind were compared.
+    buckets: those that are known, the reference bucket first of all. kernel_linears: those that the
+    linear kernel serves because the reference bucket would be unsound without it. tiles: first name
+    of a kind of linears, and the row counts of its tiles. direct: first name of a kind of
+    transposed linears, and the buckets of the direct product. attention: how many rows of each kind
+    were compared. labels: by function of rows (linear or element-wise module) and bucket. compared:
+    passes of the reference bucket that were compared end to end. routed: most rows of a pass whose
+    matmuls were found not to depend on values. costs: whether the reference bucket's are final.
     """
 
     reference: int
     buckets: tuple[BucketResult, ...]
     unsound: tuple[Unsound, ...] = ()
-    alternatives: tuple[Alternative, ...] = ()
     kernel_linears: tuple[str, ...] = ()
     tiles: dict[str, tuple[int, ...]] = field(default_factory=dict)
     direct: dict[str, tuple[int, ...]] = field(default_factory=dict)
     attention: tuple[ComparedRows, ...] = ()
+    labels: dict[str, Labels] = field(default_factory=dict)
+    compared: int = 0
+    routed: int = 0
+    costs: bool = False
 
     @property
     def sizes(self) -> list[int]:
@@ -97,19 +113,96 @@ class ProbeResults:
         found = (bucket for bucket in self.buckets if bucket.canonical and bucket.tiled)
         return {bucket.rows: bucket.canonical_seconds for bucket in found}
 
+    @property
+    def alternatives(self) -> tuple[Alternative, ...]:
+        """Groups of probed buckets that agree in every function, larger than that of the reference
+        bucket."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rows in sorted({rows for own in self.labels.values() for rows in own}):
+            labels = [own.get(rows) for own in self.labels.values()]
+            known = tuple(label for label in labels if label is not None and label != OTHER)
+            if len(known) == len(labels):
+                groups.setdefault(known, []).append(rows)
+        found = [
+            Alternative(tuple(rows for rows in members if rows >= 4), len(members))
+            for members in groups.values()
+            if len(members) > len(self.canonical) and self.reference not in members
+        ]
+        usable = (a for a in found if a.reference_rows)
+        return tuple(sorted(usable, key=lambda a: -a.canonical))
+
+    def filled(self) -> ProbeResults:
+        """With seconds between those measured for the buckets without any."""
+        costs = {b.rows: b.seconds for b in self.buckets if b.seconds}
+        own_way = {b.rows: b.canonical_seconds for b in self.buckets if b.tiled and b.seconds}
+        buckets = []
+        for bucket in self.buckets:
+            if costs and not bucket.seconds:
+                seconds = between(costs, bucket.rows)
+                own = between(own_way, bucket.rows) if bucket.tiled and own_way else seconds
+                bucket = replace(bucket, seconds=seconds, canonical_seconds=own)
+            buckets.append(bucket)
+        return replace(self, buckets=tuple(buckets))
+
+    def known(self, name: str, rows: int) -> bool:
+        """Whether the function of rows of this name was probed in bucket ``rows``."""
+        return rows in self.labels[name]
+
+    def differing(self, rows: int) -> list[str]:
+        """The functions of rows that have other bits in bucket ``rows``, where all were probed."""
+        return [name for name, own in self.labels.items() if own[rows] != 0]
+
+    def with_labels(self, name: str, labels: Labels, direct: Iterable[int]) -> ProbeResults:
+        """After a function of rows was probed in more buckets."""
+        both = {**self.labels[name], **labels}
+        products = sorted({*self.direct.get(name, ()), *direct})
+        return replace(
+            self,
+            labels={**self.labels, name: dict(sorted(both.items()))},
+            direct=self.direct | ({name: tuple(products)} if products else {}),
+        )
+
+    def with_bucket(self, bucket: BucketResult) -> ProbeResults:
+        """After one more bucket became known, or its costs did."""
+        others = (other for other in self.buckets if other.rows != bucket.rows)
+        return replace(self, buckets=tuple(sorted((*others, bucket), key=lambda b: b.rows)))
+
+    def with_unsound(self, unsound: Iterable[Unsound]) -> ProbeResults:
+        """After something was found that breaks the reference bucket: no bucket can serve."""
+        all_unsound = (*self.unsound, *unsound)
+        buckets = (replace(b, canonical=b.canonical and not all_unsound) for b in self.buckets)
+        return replace(self, unsound=all_unsound, buckets=tuple(buckets))
+
     def with_attention(
         self, attention: Iterable[ComparedRows], unsound: Iterable[Unsound]
     ) -> ProbeResults:
         """After more rows of attention were compared; ``unsound`` where some of them differed."""
-        all_unsound = (*self.unsound, *unsound)
-        buckets = (replace(b, canonical=b.canonical and not all_unsound) for b in self.buckets)
+        return replace(self, attention=tuple(attention)).with_unsound(unsound)
+
+    def merged(self, other: ProbeResults) -> ProbeResults:
+        """Both, where another process has found something since; of what both know, this."""
+        if self.unsound or other.unsound or self.labels.keys() != other.labels.keys():
+            return self
+        found = self
+        for name, labels in other.labels.items():
+            new = {rows: label for rows, label in labels.items() if not self.known(name, rows)}
+            direct = [rows for rows in other.direct.get(name, ()) if rows in new]
+            found = found.with_labels(name, new, direct)
+        for bucket in other.buckets:
+            found = found if bucket.rows in self.sizes else found.with_bucket(bucket)
+        more = {kind.name: kind for kind in other.attention}
+        attention = (max(kind, more[kind.name], key=_checked) for kind in self.attention)
         return replace(
-            self, attention=tuple(attention), unsound=all_unsound, buckets=tuple(buckets)
+            found,
+            tiles=other.tiles | self.tiles,
+            attention=tuple(attention),
+            compared=max(self.compared, other.compared),
+            routed=max(self.routed, other.routed),
         )
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON can hold it."""
-        return asdict(self)
+        return {**asdict(self), "alternatives": [asdict(a) for a in self.alternatives]}
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> ProbeResults:
@@ -119,12 +212,22 @@ class ProbeResults:
             reference=found["reference"],
             buckets=tuple(BucketResult(**entry) for entry in found["buckets"]),
             unsound=tuple(Unsound(**entry) for entry in found["unsound"]),
-            alternatives=tuple(Alternative(**entry) for entry in found["alternatives"]),
             kernel_linears=found["kernel_linears"],
             tiles=found["tiles"],
             direct=found["direct"],
             attention=tuple(ComparedRows(**entry) for entry in found["attention"]),
+            labels={
+                name: {int(rows): label for rows, label in own.items()}
+                for name, own in found["labels"].items()
+            },
+            compared=found["compared"],
+            routed=found["routed"],
+            costs=found["costs"],
         )
+
+
+def _checked(kind: ComparedRows) -> int:
+    return kind.checked
 
 
 def _tuples(value: Any) -> Any:

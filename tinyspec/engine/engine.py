@@ -127,6 +127,7 @@ class Engine:
             return
         self.tracker.cancel(list(self.tracker.requests.values()))
         self.runner.release()
+        self.contract.rest()
         self.runner.tiles.unbind()
         uninstall(self.model)
         self._closed = True
@@ -173,6 +174,7 @@ class Engine:
         self._refuse_unfinished("release")
         self.admission.forget_pages()
         self.runner.release()
+        self.contract.rest()
         if self._grows:
             self.pool.shrink(1)
 

@@ -6,6 +6,7 @@ weights that have changed since. Knows no prompt text and no tensor.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -150,8 +151,20 @@ class RequestTracker:
         with self._core.runner.torch_state():
             if not by_user:  # where drafters may change the model, the check comes later
                 self._check_before_pass()
+            begun = time.perf_counter()
             with deferred_interrupt():
                 self._step(self._check_before_pass if by_user else None)
+                self._learn(time.perf_counter() - begun)
+
+    def _learn(self, seconds: float) -> None:
+        """After a step of so many seconds: learn what makes deterministic requests faster. They end
+        where that shows that none can be served."""
+        asking = [r for r in self.requests.values() if r.params.deterministic]
+        if asking and not self._contract.learn(seconds):
+            try:
+                self._contract.ensure()
+            except DeterminismError as error:
+                self._abort_all(asking, str(error))
 
     def _step(self, check: Callable[[], None] | None) -> None:
         try:

@@ -23,8 +23,12 @@ class GivenPositions(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The original's embeddings at the positions of the pass."""
         original = self._original[0]
+        own = original._parameters["weight"]
         original._parameters["weight"] = self._parameters["weight"]  # may have been replaced
-        return original(*args, **{**kwargs, "position_ids": self._context.positions})
+        try:
+            return original(*args, **{**kwargs, "position_ids": self._context.positions})
+        finally:  # a probe's does not stay
+            original._parameters["weight"] = own
 
 
 class RopeTable(nn.Module):

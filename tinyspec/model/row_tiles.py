@@ -27,6 +27,10 @@ class RowTiles:
             self._bound.append((module, self._tiled(module.forward, counts)))
         self.resume()
 
+    def holds(self, module: nn.Module) -> bool:
+        """Whether ``module`` was bound."""
+        return any(bound is module for bound, _ in self._bound)
+
     def unbind(self) -> None:
         """Remove the tiled forwards."""
         self.suspend()

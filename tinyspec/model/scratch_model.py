@@ -49,28 +49,30 @@ class ScratchModel:
                 kinds[layout(weight)] = sum(part.nbytes for part in parts(weight).values())
         self._buffers = ScratchBuffers([*self._forms.values(), *self._sources.values()])
         self.nbytes = self._buffers.nbytes + sum(kinds.values())
+        self._drawn: dict[str, Tensor] = {}
 
     def run(self, function: Callable[[], T]) -> T:
-        """``function()`` on scratch weights.
+        """``function()`` on scratch weights, the same ones in every call.
 
         Raises DeterminismError for packed weights whose library has no function that packs others.
         """
-        drawn = {
-            name: scratch_like(self._own[name], self._buffers, form)
-            for name, form in self._forms.items()
-        }
-        packed = self._packed()
+        if not self._drawn:
+            drawn = {
+                name: scratch_like(self._own[name], self._buffers, form)
+                for name, form in self._forms.items()
+            }
+            self._drawn = drawn | self._packed()
 
         def repacked() -> T:
             repack_weights(self._model, self._model.dtype)
-            for name in packed:
+            for name in self._sources:
                 found: Any = self._model.get_parameter(name)
                 if not same_format(found, self._own[name]):
                     raise self._refusal(name)
             return function()
 
         with self._own_states():
-            return with_weights(self._model, drawn | packed, repacked)
+            return with_weights(self._model, self._drawn, repacked)
 
     def _packed(self) -> dict[str, Tensor]:
         """A random packed weight for every packed one; those of one layout share their parts."""

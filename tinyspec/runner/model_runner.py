@@ -63,7 +63,7 @@ class ModelRunner:
     def cache(self) -> KVCache:
         """The KV pool; allocated when first needed and again after ``release``."""
         if self._cache is None:
-            self._cache = self._pages(self._pool.num_pages)
+            self._cache = self.pages(self._pool.num_pages)
             self._context.k, self._context.v = self._cache.k, self._cache.v
         return self._cache
 
@@ -72,7 +72,8 @@ class ModelRunner:
         """Tokens of a page."""
         return self._pool.page_size
 
-    def _pages(self, num_pages: int) -> KVCache:
+    def pages(self, num_pages: int) -> KVCache:
+        """New pages."""
         return KVCache(self.layers, num_pages, self.page_size, self.model.dtype, self.device)
 
     def extend(self, num_pages: int) -> None:
@@ -91,11 +92,10 @@ class ModelRunner:
         self._context.k, self._context.v = [], []
 
     @contextmanager
-    def scratch(self, num_pages: int) -> Iterator[KVCache]:
-        """A temporary pool for the passes of the ``with`` block instead of the engine's."""
+    def on_pages(self, cache: KVCache) -> Iterator[KVCache]:
+        """Passes of the ``with`` block read and write ``cache`` instead of the engine's pool."""
         context = self._context
         before = context.k, context.v
-        cache = self._pages(num_pages)
         context.k, context.v = cache.k, cache.v
         try:
             yield cache

@@ -44,7 +44,8 @@ class Buckets:
     """Buckets up to ``max_rows``; ``reference`` is one of them and defines canonical results.
 
     sizes: the ``probed`` ones (default: all); only these can be canonical. Which are, and what a
-    pass in each costs, is unknown before ``learn``.
+    pass in each costs, is unknown before ``learn``; what was not measured is estimated from what
+    was. wanted: rows of deterministic requests that the last pass was planned for.
     """
 
     def __init__(self, max_rows: int, reference: int, probed: Iterable[int] | None = None):
@@ -55,6 +56,7 @@ class Buckets:
         self.canonical: list[int] = []
         self._seconds: dict[int, float] = {}
         self._tiled: dict[int, float] = {}
+        self.wanted = 0
 
     @classmethod
     def of(cls, config: EngineConfig, device_type: str) -> Buckets:
@@ -108,6 +110,7 @@ class Buckets:
 
         proposed: further rows, of which the share ``accepted`` is useful.
         """
+        self.wanted = wanted
         low = self.fit_canonical(max(least, 1))
         high = self.fit_canonical(min(max(wanted + proposed, 1), self.canonical[-1]))
 
@@ -138,6 +141,7 @@ class Buckets:
         yields one token more.
         """
         assert 0 <= drafting <= rows and window >= 0, (rows, drafting, window)
+        self.wanted = rows
         capacity = self.canonical[-1]
         if rows > capacity:
             return False

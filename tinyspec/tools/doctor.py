@@ -113,8 +113,9 @@ def doctor(
 ) -> DoctorReport:
     """Which buckets are canonical here, which module breaks the others, what a pass costs.
 
-    A model gets a temporary engine with ``config``. Probe results on disk are used unless
-    ``fresh``. What cannot be served is reported, not raised.
+    Finds everything at once that an engine learns while requests run, with a bar on a terminal. A
+    model gets a temporary engine with ``config``. Probe results on disk are used unless ``fresh``.
+    What cannot be served is reported, not raised.
 
     Raises UnsupportedModelError for an object that is no module, ValueError for a ``config`` beside
     an engine or one that does not fit the model, and for an engine that is closed or has unfinished
@@ -142,9 +143,8 @@ def _examine(engine: Engine, fresh: bool, begun: float) -> DoctorReport:
         raise refuse("engine", "busy", "an engine without unfinished requests")
     problems: tuple[str, ...] = ()
     try:
-        contract.probe(fresh)
         if not engine.has_unfinished():
-            contract.probe_attention(ATTENTION_ROWS)
+            contract.probe(fresh, ATTENTION_ROWS)
         contract.ensure()
     except DeterminismError as error:
         problems = (str(error),)
@@ -155,7 +155,7 @@ def _examine(engine: Engine, fresh: bool, begun: float) -> DoctorReport:
         engine.model,
         begun,
         problems=problems,
-        facts=contract.results,
+        facts=contract.results and contract.results.filled(),
         plans=plans,
         fingerprint=None if problems else contract.fingerprint,
     )

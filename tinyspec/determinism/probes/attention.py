@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tinyspec.determinism.probe_results import ComparedRows, Unsound
 from tinyspec.determinism.probes.bits import PositionResult, unequal_bits
+from tinyspec.determinism.probes.steps import Steps, finished
 from tinyspec.kernels.attention_metadata import AttentionMetadata
 from tinyspec.kernels.backend import Kernels
 from tinyspec.model.attention_calls import LayerShape, Reach
@@ -48,13 +49,36 @@ def probe_attention(
     """``probe_rows`` of every distinct kind of attention calls of the runner's model, by the
     kernels that its passes call."""
     dtype, device = runner.model.dtype, runner.device
-    context = patched_of(runner.model).context
-    assert context.kernels is not None
-    kinds = zip(runner.layers, (_within(layer.reach) for layer in context.layers), strict=True)
     return [
-        probe_rows(context.kernels, shape, dtype, device, reach, rows, seconds)
-        for shape, reach in dict.fromkeys(kinds)
+        probe_rows(_kernels(runner), shape, dtype, device, reach, rows, seconds)
+        for shape, reach in _kinds(runner)
     ]
+
+
+def attention_steps(
+    runner: ModelRunner, known: ComparedRows
+) -> Steps[tuple[ComparedRows, list[Unsound]]]:
+    """One more round of a kind of attention calls, and what it shows."""
+    (kind,) = (kind for kind in _kinds(runner) if _name(*kind) == known.name)
+    number = known.checked // sum(end - first for spans in _passes() for first, end in spans)
+    found = yield from round_steps(
+        _kernels(runner), kind[0], runner.model.dtype, runner.device, kind[1], number
+    )
+    (compared,), unsound = summary([found])
+    checked, differing = known.checked + compared.checked, known.differing + compared.differing
+    return ComparedRows(known.name, checked, differing), unsound
+
+
+def _kernels(runner: ModelRunner) -> Kernels:
+    kernels = patched_of(runner.model).context.kernels
+    assert kernels is not None
+    return kernels
+
+
+def _kinds(runner: ModelRunner) -> list[tuple[LayerShape, Reach]]:
+    """The distinct kinds of attention calls."""
+    reaches = (_within(layer.reach) for layer in patched_of(runner.model).context.layers)
+    return list(dict.fromkeys(zip(runner.layers, reaches, strict=True)))
 
 
 def summary(found: list[PositionResult]) -> tuple[list[ComparedRows], list[Unsound]]:
@@ -92,38 +116,48 @@ def probe_rows(
     rows: int = 1,
     seconds: float | None = None,
 ) -> PositionResult:
-    """Compares the rows of ``_passes`` with the same rows of the whole prompt, in rounds with other
-    numbers, until ``rows`` are compared or ``seconds`` are over (None: no limit); one round at
-    least."""
+    """Rounds of ``round_steps`` until ``rows`` are compared or ``seconds`` are over (None: no
+    limit); one at least."""
+    begun = time.perf_counter()
     reach = reach or Reach()
+    found = PositionResult(_name(shape, reach), LENGTH, 0, 0, -1, -1)
+    for seed in count():
+        found = found.plus(finished(round_steps(kernels, shape, dtype, device, reach, seed)))
+        late = seconds is not None and time.perf_counter() - begun > seconds
+        if late or found.checked >= rows:
+            break
+    return found
+
+
+def round_steps(
+    kernels: Kernels,
+    shape: LayerShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    reach: Reach,
+    seed: int,
+) -> Steps[PositionResult]:
+    """Compares the rows of ``_passes`` with the same rows of the whole prompt."""
     scores = {"scale": shape.head_dim**-0.5, "softcap": shape.softcap, **vars(reach)}
 
     def metadata(spans: list[tuple[int, int]]) -> AttentionMetadata:
         return AttentionMetadata.of(spans, [range(PAGES)] * len(spans), PAGE_SIZE, device)
 
-    prompt = metadata([(0, LENGTH)])
-    passes = [
-        (torch.cat([torch.arange(*span, device=device) for span in spans]), metadata(spans))
-        for spans in _passes()
-    ]
-    begun = time.perf_counter()
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*size: int) -> Tensor:
+        drawn = torch.randn(*size, generator=generator, dtype=torch.float32, device="cpu")
+        return drawn.to(device, dtype)
+
+    k, v = (draw(PAGES, PAGE_SIZE, shape.num_kv_heads, shape.head_dim) for _ in range(2))
+    q = draw(LENGTH, shape.num_heads, shape.head_dim)
+    whole = kernels.paged_attention(q, k, v, metadata([(0, LENGTH)]), **scores)
     found = PositionResult(_name(shape, reach), LENGTH, 0, 0, -1, -1)
-    for seed in count():
-        generator = torch.Generator().manual_seed(seed)
-
-        def draw(*size: int, generator: torch.Generator = generator) -> Tensor:
-            drawn = torch.randn(*size, generator=generator, dtype=torch.float32, device="cpu")
-            return drawn.to(device, dtype)
-
-        k, v = (draw(PAGES, PAGE_SIZE, shape.num_kv_heads, shape.head_dim) for _ in range(2))
-        q = draw(LENGTH, shape.num_heads, shape.head_dim)
-        whole = kernels.paged_attention(q, k, v, prompt, **scores)
-        for index, segments in passes:
-            out = kernels.paged_attention(q[index], k, v, segments, **scores)
-            found = found.with_rows(unequal_bits(whole[index], out))
-        late = seconds is not None and time.perf_counter() - begun > seconds
-        if late or found.checked >= rows:
-            break
+    for spans in _passes():
+        index = torch.cat([torch.arange(*span, device=device) for span in spans])
+        out = kernels.paged_attention(q[index], k, v, metadata(spans), **scores)
+        found = found.with_rows(unequal_bits(whole[index], out))
+        yield
     return found
 
 

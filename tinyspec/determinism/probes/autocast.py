@@ -15,8 +15,6 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from tinyspec.config import EngineConfig
-from tinyspec.determinism.probes.buckets import warm_up
 from tinyspec.errors import DeterminismError
 from tinyspec.runner.model_runner import ModelRunner
 
@@ -52,13 +50,14 @@ def _calling_module() -> nn.Module | None:
     return None
 
 
-def refuse_autocast(runner: ModelRunner, config: EngineConfig) -> None:
-    """Raise DeterminismError if an operator of a pass runs under autocast; runs one."""
+def refuse_autocast(runner: ModelRunner, run_pass: Callable[[], None]) -> None:
+    """Raise DeterminismError if an operator of ``run_pass``, which it calls, runs under
+    autocast."""
     watch = _Watch(runner.device.type)
     failed: Exception | None = None
     try:
         with runner.torch_state(), watch:
-            warm_up(runner, config)
+            run_pass()
     except Exception as error:  # of another dtype than the next operator takes
         if watch.found is None:
             raise

@@ -52,6 +52,15 @@ class PositionResult:
             column=column,
         )
 
+    def plus(self, other: PositionResult) -> PositionResult:
+        """The rows of both."""
+        first = self if self.differing else other
+        return replace(
+            first,
+            checked=self.checked + other.checked,
+            differing=self.differing + other.differing,
+        )
+
     def __str__(self) -> str:
         if self:
             return f"{self.name}: invariant at {self.rows} rows"

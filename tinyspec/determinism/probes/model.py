@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,59 +19,60 @@ from torch import Tensor
 from tinyspec.config import EngineConfig
 from tinyspec.determinism.checksum import row_checksums
 from tinyspec.determinism.probes.bits import same_bits, unequal_bits
+from tinyspec.determinism.probes.segments import segments
+from tinyspec.determinism.probes.steps import Steps
 from tinyspec.kernels.attention_metadata import AttentionMetadata
 from tinyspec.runner.batch import Batch
-from tinyspec.runner.kv_cache import KVCache
 from tinyspec.runner.model_runner import ModelRunner
 
-# Sequences: rows that each has in the probe, and position of the first. 120 + 17 crosses a tile.
-SEGMENTS = ((1, 7), (5, 0), (1, 64), (1, 30), (17, 120), (1, 127), (5, 21), (1, 128), (96, 3))
 # Log-probabilities compared a row.
 COLUMNS = 16
 # About so many rows are distinct; larger buckets repeat them.
-DISTINCT_ROWS = 128
+DISTINCT_ROWS = 96
 
 
 @dataclass(frozen=True)
-class _Segment:
-    """Rows ``first`` to ``end`` of the probe: of one sequence, on its own pages."""
+class ReferenceRows:
+    """What the reference bucket gives every distinct row, on scratch weights.
 
-    first: int
-    end: int
-    position: int
-    pages: list[int]
+    tables: of logits and log-probabilities; written: keys and values, by pool. sound: rows [N] of
+    sequences without NaN.
+    """
 
+    tables: list[Tensor]
+    written: list[Tensor]
+    sound: Tensor
 
-def _segments(rows: int, page_size: int, max_model_len: int) -> list[_Segment]:
-    """Sequences with ``rows`` rows together."""
-    found: list[_Segment] = []
-    first = page = 0
-    while first < rows:
-        cycle, kind = divmod(len(found), len(SEGMENTS))
-        count, position = SEGMENTS[kind]
-        count = min(count, max_model_len, rows - first)
-        position = (position + 5 * cycle) % (max_model_len - count + 1)
-        pages = -(-(position + count) // page_size)
-        found.append(_Segment(first, first + count, position, list(range(page, page + pages))))
-        first, page = first + count, page + pages
-    return found
+    @property
+    def comparable(self) -> bool:
+        """Whether there are finite rows to compare with."""
+        return bool(self.sound.any())
 
 
 class ModelProbe:
-    """Rows as the reference bucket computes them, to compare other passes with.
+    """Passes of up to ``rows`` rows, on pages of their own, and what the reference bucket gives
+    the same rows.
 
-    Of its ``rows`` rows the first few hundred are distinct; the others repeat them on other pages.
+    The first few hundred rows are distinct; the others repeat them on other pages. known: the
+    reference rows; computed by ``compute_reference`` where they are not known. Its memory lasts as
+    long as the probe.
     """
 
-    def __init__(self, runner: ModelRunner, config: EngineConfig, rows: int):
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: EngineConfig,
+        rows: int,
+        known: ReferenceRows | None = None,
+    ):
         assert config.page_size and config.max_model_len
         page_size, reference = config.page_size, runner.buckets.reference
         self._runner = runner
-        self._rows = rows
         self._page_size = page_size
-        self._distinct = min(rows, -(-DISTINCT_ROWS // reference) * reference)
-        segments = _segments(self._distinct, page_size, config.max_model_len)
-        self._pages = segments[-1].pages[-1] + 1
+        self._distinct = min(runner.buckets.sizes[-1], -(-DISTINCT_ROWS // reference) * reference)
+        self._rows = rows = max(rows, self._distinct)
+        distinct = segments(self._distinct, page_size, config.max_model_len)
+        self._pages = distinct[-1].pages[-1] + 1
         self._copies = -(-rows // self._distinct)
         self.num_pages = self._copies * self._pages
         self._segments = [
@@ -81,7 +83,7 @@ class ModelProbe:
                 pages=[page + copy * self._pages for page in segment.pages],
             )
             for copy in range(self._copies)
-            for segment in segments
+            for segment in distinct
             if segment.first + copy * self._distinct < rows
         ]
         places = [
@@ -96,55 +98,72 @@ class ModelProbe:
         packed = torch.stack([ids.repeat(self._copies)[:rows], positions, torch.tensor(slots)])
         self._packed = packed.to(runner.device)
         self._slots = self._packed[2]
+        self._cache = runner.pages(self.num_pages)
+        self._pools = [p.flatten(0, 1).flatten(1) for p in (*self._cache.k, *self._cache.v)]
+        self.known = known
+        self._fill_pages()
+        if known is not None:
+            self._write_known(known)
 
-    def compute_reference(self, cache: KVCache) -> None:
-        """Compute the rows in passes of the reference bucket, after contexts of random KV."""
-        self._fill_pages(cache)
+    def _write_known(self, known: ReferenceRows) -> None:
+        """The keys and values of all rows, as the reference bucket writes them."""
+        own = self._slots[: self._distinct]
+        for pool, written in zip(self._pools, known.written, strict=True):
+            pool.index_copy_(0, own, written)
+        self._copy_pages()
+
+    def compute_reference(
+        self, recording: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> Steps[ReferenceRows]:
+        """Compute the rows in passes of the reference bucket, after contexts of random KV.
+
+        recording: around every pass.
+        """
+        self._fill_pages()
         reference = self._runner.buckets.reference
         every = torch.arange(reference, device=self._runner.device)
         parts = []
         for first in range(0, self._distinct, reference):
-            logits, _ = self._forward(first, reference, 0, every, canonical=True)
+            with recording():
+                logits, _ = self._forward(first, reference, 0, every, canonical=True)
             parts.append([part[: self._distinct - first] for part in self._reduce(logits)])
-        self._tables = [torch.cat(tables) for tables in zip(*parts, strict=True)]
-        self._pools = [pool.flatten(0, 1).flatten(1) for pool in (*cache.k, *cache.v)]
+            yield
+        tables = [torch.cat(table) for table in zip(*parts, strict=True)]
         own = self._slots[: self._distinct]
-        self._written = [pool.index_select(0, own) for pool in self._pools]
-        self._copy_pages(cache)
+        written = [pool.index_select(0, own) for pool in self._pools]
         # A NaN in keys or values reaches other rows of its sequence, and which ones depends on the
         # order of passes: such sequences are not compared.
-        finite = torch.stack([rows.isfinite().all(dim=1) for rows in self._written]).all(dim=0)
-        self._sound = torch.cat(
+        finite = torch.stack([rows.isfinite().all(dim=1) for rows in written]).all(dim=0)
+        sound = torch.cat(
             [
                 finite[p.first : p.end].all().expand(p.end - p.first)
                 for p in self._segments
                 if p.first < self._distinct
             ]
         )
-
-    @property
-    def comparable(self) -> bool:
-        """Whether there are finite rows to compare with."""
-        return bool(self._sound.any())
+        self.known = ReferenceRows(tables, written, sound)
+        self._copy_pages()
+        return self.known
 
     @property
     def distinct(self) -> int:
         """Rows of the passes that ``run_tokens`` runs."""
         return self._distinct
 
-    def run_tokens(self, cache: KVCache, tokens: Callable[[int, int], Tensor]) -> None:
-        """A pass of all distinct rows with the tokens ``tokens(vocab_size, rows)``; before
-        ``compute_reference``, as they write other KV."""
-        self._fill_pages(cache)
-        own, rows = self._packed[0].clone(), self._distinct
+    def run_tokens(self, rows: int, tokens: Callable[[int, int], Tensor]) -> None:
+        """A pass of the first ``rows`` distinct rows with the tokens
+        ``tokens(vocab_size, rows)``."""
+        assert rows <= self._distinct
+        own = self._packed[0].clone()
         self._packed[0, :rows] = tokens(self._runner.vocab_size, rows).to(own)
         self._forward(0, rows, 0, self._logit_rows(rows), canonical=True)
         self._packed[0] = own
+        if self.known is not None:
+            self._write_known(self.known)
 
-    def warm_up(self, cache: KVCache, sizes: Iterable[int]) -> None:
+    def warm_up(self, sizes: Iterable[int]) -> None:
         """A pass of each size, for what only a first pass does."""
-        self._fill_pages(cache)
-        self._copy_pages(cache)
+        self._copy_pages()
         for rows in sizes:
             self._forward(0, rows, 0, self._logit_rows(rows), canonical=True)
 
@@ -154,6 +173,8 @@ class ModelProbe:
         repeat: how many such passes there were; each begins with other sequences, so that
         neighbours differ, and every second one has padding.
         """
+        known = self.known
+        assert known is not None
         first, padding = self._begin(rows, repeat)
         place = self._rows_from(first, rows - padding)
         slots = self._slots[place]
@@ -162,8 +183,8 @@ class ModelProbe:
             pool.index_fill_(0, slots, 0)
         kept = self._logit_rows(rows)
         logits, _ = self._forward(first, rows, padding, kept, canonical=True)
-        wrong = self._compare(logits, kept, place, slots)
-        for pool, written in zip(self._pools, self._written, strict=True):
+        wrong = self._compare(known, logits, kept, place, slots)
+        for pool, written in zip(self._pools, known.written, strict=True):
             pool.index_copy_(0, slots, written[place])
         return wrong
 
@@ -177,7 +198,9 @@ class ModelProbe:
         segment = self._segments[repeat * 4 % len(self._segments)]
         return segment.first, rows // 4 * (repeat % 2)
 
-    def _compare(self, logits: Tensor, kept: Tensor, place: Tensor, slots: Tensor) -> str | None:
+    def _compare(
+        self, known: ReferenceRows, logits: Tensor, kept: Tensor, place: Tensor, slots: Tensor
+    ) -> str | None:
         """What of a pass over the rows ``place`` of the tables, written to ``slots``, differs."""
 
         def differs(found: Tensor, table: Tensor, rows: Tensor) -> bool:
@@ -185,30 +208,30 @@ class ModelProbe:
             if same_bits(found, expected):
                 return False
             unlike = unequal_bits(found, expected).any(dim=1)
-            return bool((unlike & self._sound[rows]).any())
+            return bool((unlike & known.sound[rows]).any())
 
         live = kept < len(place)
         rows = place[kept[live]]
         names = ("logits", "log-probabilities")
-        for name, found, table in zip(names, self._reduce(logits), self._tables, strict=True):
+        for name, found, table in zip(names, self._reduce(logits), known.tables, strict=True):
             if differs(found[live], table, rows):
                 return name
-        for pool, written in zip(self._pools, self._written, strict=True):
+        for pool, written in zip(self._pools, known.written, strict=True):
             if differs(pool.index_select(0, slots), written, place):
                 return "keys and values"
         return None
 
-    def _fill_pages(self, cache: KVCache) -> None:
+    def _fill_pages(self) -> None:
         """Finite noise, different on every page of the distinct rows."""
         generator = torch.Generator().manual_seed(1)
         scale = torch.rand(self._pages, 1, 1, 1, generator=generator) + 0.5
-        for pool in (*cache.k, *cache.v):
+        for pool in (*self._cache.k, *self._cache.v):
             noise = torch.randn(pool.shape[1:], generator=generator)
             torch.mul(noise.to(pool), scale.to(pool), out=pool[: self._pages])
 
-    def _copy_pages(self, cache: KVCache) -> None:
+    def _copy_pages(self) -> None:
         """Copy the pages of the distinct rows to those of the rows that repeat them."""
-        for pool in (*cache.k, *cache.v):
+        for pool in (*self._cache.k, *self._cache.v):
             copies = pool.view(self._copies, self._pages, *pool.shape[1:])
             copies[1:] = copies[:1]
 
@@ -233,7 +256,8 @@ class ModelProbe:
         packed[:, : len(place)] = self._packed[:, place]
         batch = Batch(packed[0], packed[1], packed[2], self._metadata(first, len(place)), [])
         begun = self._clocks()
-        logits = self._runner.forward(batch, kept, canonical)
+        with self._runner.on_pages(self._cache):
+            logits = self._runner.forward(batch, kept, canonical)
         # Whichever is less: a pass is not charged with waiting for another process.
         return logits, min(end - start for start, end in zip(begun, self._clocks(), strict=True))
 
@@ -268,3 +292,9 @@ class ModelProbe:
         )
         chosen = torch.log_softmax(logits, dim=-1).index_select(1, columns)
         return row_checksums(logits)[:, None], chosen
+
+
+def warm_up(runner: ModelRunner, config: EngineConfig) -> None:
+    """Where the results are known: compiles and loads what a first pass needs, before a request."""
+    sizes = runner.buckets.sizes if runner.device.type == "cuda" else [runner.buckets.reference]
+    ModelProbe(runner, config, sizes[-1]).warm_up(sizes)

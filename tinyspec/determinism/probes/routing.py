@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -61,6 +61,13 @@ class RowOp:
     weight: Tensor | None = None  # [out, in] of a matmul
 
 
+@cache
+def _operator(func: Any) -> tuple[str, bool]:
+    """Name of an operator of torch's, and whether it multiplies matrices."""
+    name = func._schema.name.partition("::")[2]
+    return name, any(part in name for part in MATMULS)
+
+
 class OpRecorder(TorchDispatchMode):
     """Records the matmuls of ``model`` in passes of ``rows`` rows, except inside the modules
     ``skipped``, and its other functions of rows, one of each kind.
@@ -92,10 +99,10 @@ class OpRecorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        name = func._schema.name.partition("::")[2]
-        if self._in_attention or self._skipped & set(self._inside):
+        if self._in_attention or not self._skipped.isdisjoint(self._inside):
             return result
-        if any(part in name for part in MATMULS):
+        name, is_matmul = _operator(func)
+        if is_matmul:
             self._note(name, func, args, kwargs or {})
         elif name in STEPS:
             self._note_step(name, func, args, kwargs or {}, result)

@@ -22,6 +22,7 @@ from tinyspec.determinism.probes.bits import (
     same_bits,
     unequal_bits,
 )
+from tinyspec.determinism.probes.steps import Steps, finished
 
 POOL_ROWS = 64
 # Of 48 needles (the rows that are compared): a prime, so that no tile of rows is a multiple of it.
@@ -98,20 +99,41 @@ def probe_function(
     name: str = "function",
     search: bool = False,
 ) -> BucketInvariance:
+    """``function_steps`` at once."""
+    return finished(function_steps(fn, pool, sizes, reference, name, search))
+
+
+def function_steps(
+    fn: RowFunction,
+    pool: Tensor,
+    sizes: Iterable[int],
+    reference: int,
+    name: str = "function",
+    search: bool = False,
+    proven: PositionResult | None = None,
+) -> Steps[BucketInvariance]:
     """Facts 1 and 2 of ``fn`` in passes of each of ``sizes``, by the rows of a ``probe_pool`` and,
     with ``search``, by those of a ``sensitive_pool``.
 
-    In every bucket each needle runs at least once, and each row index holds one.
+    In every bucket each needle runs at least once, and each row index holds one. proven: fact 1 in
+    the reference bucket, where that is known.
     """
     sensitive = sensitive_pool(fn, pool) if search else None
     if sensitive is not None:
-        found = [probe_function(fn, p, sizes, reference, name) for p in (pool, sensitive)]
+        found = []
+        for own in (pool, sensitive):
+            found.append(
+                (yield from function_steps(fn, own, sizes, reference, name, False, proven))
+            )
         return _combine(*found)
     results: list[Tensor] = []
     labels: dict[int, int | None] = {}
-    position = position_invariant(fn, pool[::2], reference, name, REFERENCE_PASSES)
+    position = proven
+    if position is None:
+        position = position_invariant(fn, pool[::2], reference, name, REFERENCE_PASSES)
+        yield
     for rows in sizes:
-        result, moved = _run_bucket(fn, pool, rows, name)
+        result, moved = yield from _run_bucket(fn, pool, rows, name)
         labels[rows] = class_of(result, results) if moved is None else None
         if moved is not None and rows == reference and position:
             position = moved
@@ -128,7 +150,7 @@ def _combine(one: BucketInvariance, other: BucketInvariance) -> BucketInvariance
 
 def _run_bucket(
     fn: RowFunction, pool: Tensor, rows: int, name: str
-) -> tuple[Tensor, PositionResult | None]:
+) -> Steps[tuple[Tensor, PositionResult | None]]:
     """The results of the needles in passes of ``rows`` rows, and where a row's place changed bits.
 
     First the whole pool. Then only the needles that are not large, in another order: so that every
@@ -138,20 +160,21 @@ def _run_bucket(
     place = torch.arange(len(pool), device=pool.device)
     needles = place[(place % 2 == 0) | (place % 4 == 1)][:NEEDLES]
     if rows >= LARGE_ROWS:
-        table, at = _run_all(fn, pool, needles, rows)
+        table, at = yield from _run_all(fn, pool, needles, rows)
         return table, None if at is None else PositionResult(name, rows, len(needles), 1, *at)
-    table, at = _run_all(fn, pool, place, rows)
+    table, at = yield from _run_all(fn, pool, place, rows)
     quiet = (place[: len(pool) // 2] * 13 + 5) % (len(pool) // 2) * 2
     expected = table[quiet]
     for start in range(0, min(len(quiet), QUIET_PASSES * rows), rows):
         if at is None:
             at = _first_difference(fn(pool[_cyclic(quiet, start, rows)]), expected, start)
+            yield
     return table[needles], None if at is None else PositionResult(name, rows, len(pool), 1, *at)
 
 
 def _run_all(
     fn: RowFunction, pool: Tensor, order: Tensor, rows: int
-) -> tuple[Tensor, tuple[int, int] | None]:
+) -> Steps[tuple[Tensor, tuple[int, int] | None]]:
     """The results of ``pool[order]`` in passes of ``rows`` rows, the last of which begins again at
     the start, and where a repeated row has other bits than before."""
     size = len(order)
@@ -160,6 +183,7 @@ def _run_all(
         result = fn(pool[_cyclic(order, start, rows)])
         behind = size - start  # rows of this pass before the order begins again
         pieces.append(result[:behind])
+        yield
     # A copy, so that the last pass of a large bucket can be freed.
     table = torch.cat(pieces)
     at = _first_difference(result[behind:], table, 0)
