@@ -128,9 +128,11 @@ class RequestTracker:
         bar = tqdm(total=len(sequences), unit="completion", disable=not progress)
         with bar, self.hold_state():
             try:
-                while any(request_id in self.requests for request_id in ids):
-                    self.advance()
-                    bar.update(len([s for s in sequences if s.finished]) - bar.n)
+                for request in requests:
+                    while request.request_id in self.requests:
+                        self.advance()
+                        if progress:
+                            bar.update(len([s for s in sequences if s.finished]) - bar.n)
             except BaseException:
                 self.cancel(requests)
                 raise
@@ -159,12 +161,13 @@ class RequestTracker:
     def _learn(self, seconds: float) -> None:
         """After a step of so many seconds: learn what makes deterministic requests faster. They end
         where that shows that none can be served."""
-        asking = [r for r in self.requests.values() if r.params.deterministic]
-        if asking and not self._contract.learn(seconds):
-            try:
-                self._contract.ensure()
-            except DeterminismError as error:
-                self._abort_all(asking, str(error))
+        if not self._core.table.has_deterministic or self._contract.learn(seconds):
+            return
+        try:
+            self._contract.ensure()
+        except DeterminismError as error:
+            asking = [r for r in self.requests.values() if r.params.deterministic]
+            self._abort_all(asking, str(error))
 
     def _step(self, check: Callable[[], None] | None) -> None:
         try:

@@ -118,6 +118,11 @@ class SequenceTable:
             self._rows = used[np.argsort(self.order[used])]
         return self._rows
 
+    @property
+    def has_deterministic(self) -> bool:
+        """Whether any of the sequences is deterministic."""
+        return bool(self.deterministic[self.rows].any())
+
     def add(self, sequence: Any, order: int) -> int:
         """A row for a sequence, zero in every other column and without pages."""
         if not self._free:
