@@ -85,10 +85,12 @@ def _fixed_costs() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _everything_known(request, monkeypatch) -> None:
     """What an engine knows is the same in every test: all that can be found, before the first
-    deterministic token. Tests of learning ask for ``learning``."""
+    deterministic token, but for more rows of attention. Tests of learning ask for ``learning``."""
     if "learning" not in request.fixturenames:
         from tinyspec.determinism.contract import Contract
+        from tinyspec.determinism.learner import Learner
 
+        monkeypatch.setattr(Learner.tasks, "__defaults__", (1,))
         prove = Contract.prove
 
         def whole(contract, fresh=False):

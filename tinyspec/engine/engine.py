@@ -139,6 +139,7 @@ class Engine:
         Raises ValueError while requests are unfinished.
         """
         self._refuse_unfinished("suspend")
+        self.contract.rest()
         self.admission.forget_plain()
         self.runner.tiles.suspend()
         self.patched.suspend()
