@@ -45,6 +45,7 @@ class Committer:
     tokenizer: Any
     device: torch.device
     _commits: Commits = field(default_factory=Commits)
+    _raised: BaseException | None = None
 
     def __post_init__(self) -> None:
         self.table = self.admission.table
@@ -58,7 +59,16 @@ class Committer:
         self, rows: Array, firsts: Array, counts: Array, found: Sampled, cache: KVCache
     ) -> None:
         """Commit ``counts`` [n] of the tokens ``found``, from places ``firsts`` [n] on, to each of
-        the sequences in ``rows`` [n], from its newest committed token on."""
+        the sequences in ``rows`` [n]. Raises afterwards what a criterion raised but Exceptions."""
+        alive = self.table.used[rows]  # a processor may have ended some
+        self._commit(rows[alive], firsts[alive], counts[alive], found, cache)
+        if self._raised is not None:
+            error, self._raised = self._raised, None
+            raise error
+
+    def _commit(
+        self, rows: Array, firsts: Array, counts: Array, found: Sampled, cache: KVCache
+    ) -> None:
         drafted = self.table.num_drafts[rows] > 0
         if not drafted.any():
             self._commit_newest(rows, firsts, found)
@@ -142,7 +152,7 @@ class Committer:
         dropped = np.where(agreed < np.minimum(committed, drafts), drafts - agreed, 0)
         self._count(rows, np.minimum(agreed, counts), dropped)
         self._finish(rows, counts, targets, ended)
-        unfinished = ~ended
+        unfinished = table.used[rows]
         table.num_drafts[rows[unfinished]] = left[unfinished]
         done = rows[unfinished & (left == 0)]
         table.proposed[done] = table.draft_ended[done] = False
@@ -178,6 +188,8 @@ class Committer:
         if slow.any():
             counts, stopped = counts.copy(), stopped.copy()
             for n in np.flatnonzero(slow).tolist():
+                if not table.used[rows[n]]:  # another one's criterion ended it
+                    continue
                 sequence = table.sequences[rows[n]]
                 counts[n] = self._append_one_by_one(
                     sequence, tokens[n, : counts[n]], places[n].tolist(), found.special
@@ -194,6 +206,8 @@ class Committer:
         """After ``counts`` [n] of ``tokens`` [n, W] were added: KV before the newest is final, full
         pages can be shared, and sequences that ``stopped`` leave."""
         table = self.table
+        alive = table.used[rows]  # a criterion may have ended some
+        rows, counts, tokens, stopped = (x[alive] for x in (rows, counts, tokens, stopped))
         table.settle(rows)
         for row in rows[table.draft_free[rows]].tolist():
             table.sequences[row].forbid_drafts(False)
@@ -242,6 +256,10 @@ class Committer:
                 sequence.error = f"a stopping criterion raised {type(error).__name__}: {error}"
                 sequence.cause = error
                 sequence.finish_reason = "abort"
+                return n + 1
+            except BaseException as error:  # an interrupt: nothing stays half committed
+                self._raised, stopped = self._raised or error, False
+            if not sequence.running:  # its own criterion ended it
                 return n + 1
             if sequence.diverged:
                 sequence.finish_reason = "abort"

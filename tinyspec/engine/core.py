@@ -113,7 +113,7 @@ class EngineCore:
         except Exception:
             proposals = [self._ask_alone(sequence, longest) for sequence, _ in asked]
         for (sequence, limit), proposal in zip(asked, proposals, strict=True):
-            if not sequence.finished:
+            if sequence.running:  # the drafter may have ended it, or changed the model
                 self._add_proposal(sequence, proposal[:limit])
 
     def _ask(self, sequences: list[Sequence], n: int) -> list[list[int]]:

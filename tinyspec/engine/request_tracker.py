@@ -42,6 +42,7 @@ class RequestTracker:
         self._awaited: dict[str, RequestOutput | None] = {}
         self._subscriptions: dict[str, deque[StreamEvent]] = {}
         self._user_code = UserCode()
+        self._ended: deque[Request] = deque()
 
     def check_model(self) -> None:
         """Compare the model with what it was at the last call.
@@ -185,7 +186,9 @@ class RequestTracker:
         for sequence in commits.ended:
             if id(sequence) not in told:
                 self._queue_event(sequence, 0)
-            request = sequence.request
+        self._ended += [sequence.request for sequence in commits.ended]
+        while self._ended:  # what a tokenizer raises leaves the rest for the next step
+            request = self._ended.popleft()
             if request.request_id in self.requests and request.finished:
                 self._deliver(request)
 

@@ -66,12 +66,11 @@ class EventStream(Iterator[StreamEvent]):
 def event_of(sequence: Sequence, committed: int) -> StreamEvent:
     """The event of a sequence's newest ``committed`` tokens."""
     end = sequence.length
-    logprobs = sequence.logprobs[-committed:] if committed and sequence.params.logprobs else []
     return StreamEvent(
         request_id=sequence.request.request_id,
         index=sequence.index,
         token_ids=sequence.ids(end - committed, end),
-        logprobs=logprobs if sequence.params.logprobs else None,
+        logprobs=sequence.last_logprobs(committed) if sequence.params.logprobs else None,
         finish_reason=sequence.finish_reason,
     )
 

@@ -33,17 +33,15 @@ def _column(name: str) -> Any:
 
 @dataclass(eq=False)
 class Sequence:
-    """One completion of a request. What passes need of it while it runs is in a row of ``table``.
+    """One completion of a request. What passes need of it while it runs is in a row of ``table``,
+    where the other properties are explained; table, row: None and -1 while it does not run.
 
-    given: tokens at its start, the prompt's. table, row: None and -1 while it does not run.
     pages: page table. digests: of full pages, one each. draft_free: verify the next token without
     drafts. given_tokens: the expected continuation (replay, scoring), used as drafts; the sequence
     ends where the canonical tokens diverge from it. teacher_forced: commit it whatever the logits
     say. error: why it ended early. cause: the exception behind that, if there was one. scores,
     logits: per committed token [V] fp32, processed and raw, where the request keeps them. siblings:
     completions that start from this one's prompt as soon as it is computed.
-
-    For the other properties see ``SequenceTable``.
     """
 
     request: Request
@@ -114,10 +112,14 @@ class Sequence:
     @property
     def logprobs(self) -> list[float]:
         """Of the committed tokens behind the prompt, where they are wanted; a copy."""
-        if self.table is None or not self.params.logprobs:
-            return self._logprobs
-        found = self.table.logprobs[self.row, self.request.num_prompt : self.length]
-        return found.tolist()  # type: ignore[no-any-return]
+        return self.last_logprobs(self.num_generated) if self.params.logprobs else []
+
+    def last_logprobs(self, count: int) -> list[float]:
+        """Of the newest ``count`` committed tokens."""
+        if self.table is None:
+            return self._logprobs[len(self._logprobs) - count :]
+        end = self.length
+        return list(self.table.logprobs[self.row, end - count : end].tolist())
 
     @property
     def stats(self) -> CompletionStats:

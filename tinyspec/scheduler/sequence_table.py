@@ -24,13 +24,13 @@ class SequenceTable:
     place. pages [R, P] int32: the page table, 0 after the last page. stops [R, K] int64: stop
     tokens, filled up with -1. sequences: of each row, None where it is free.
 
-    The columns, [R] each, of which what a sequence is stays as it is: order: of arrival.
-    deterministic. prompt: tokens of the prompt. most: tokens at which it ends. window: most drafts
-    that may wait. temperature: 0 for greedy. key: of the noise. top_k, top_p, min_p: filters, 0, 1
-    and 0 where they are off. logprobs_wanted. special_sampling: the sampler needs its parameters
-    and history. special_commit: tokens are committed one by one. given: its continuation is.
-    reported: its tokens are streamed. has_embeds, scores_prompt: parts of the prompt enter as
-    embeddings, or prompt log-probabilities are wanted.
+    The columns, [R] each, of which what a sequence is stays as it is: used: whether the row is.
+    order: of arrival. deterministic. prompt: tokens of the prompt. most: tokens at which it ends.
+    window: most drafts that may wait. temperature: 0 for greedy. key: of the noise. top_k, top_p,
+    min_p: filters, 0, 1 and 0 where they are off. logprobs_wanted. special_sampling: the sampler
+    needs its parameters and history. special_commit: tokens are committed one by one. given: its
+    continuation is. reported: its tokens are streamed. has_embeds, scores_prompt: parts of the
+    prompt enter as embeddings, or prompt log-probabilities are wanted.
 
     And what changes: length: committed tokens. computed: leading positions whose KV is final.
     canonical: those of them whose KV is canonical. frozen: leading positions in shared pages, which
@@ -40,6 +40,7 @@ class SequenceTable:
     rollbacks, verify_passes: counts since they were last added to its statistics.
     """
 
+    used: Array
     order: Array
     deterministic: Array
     prompt: Array
@@ -81,6 +82,7 @@ class SequenceTable:
             "special_commit",
             "reported",
             "given",
+            "used",
         ),
         *("has_embeds", "scores_prompt", "proposed", "draft_ended", "draft_free"),
     )
@@ -132,13 +134,13 @@ class SequenceTable:
         self._rows = None
         for name in self._columns:
             getattr(self, name)[row] = 0
-        self.order[row] = order
+        self.order[row], self.used[row] = order, True
         self.pages[row] = 0
         return row
 
     def remove(self, row: int) -> None:
         """Free a row."""
-        self.sequences[row] = None
+        self.sequences[row], self.used[row] = None, False
         self._free.append(row)
         self._rows = None
 
@@ -172,14 +174,16 @@ class SequenceTable:
 
     def make_room(self, tokens: int) -> None:
         """Room for so many tokens in every row."""
-        if tokens <= self.ids.shape[1]:
-            return
-        shape = len(self.ids), max(tokens, 2 * self.ids.shape[1])
-        ids, logprobs = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
+        if tokens > self.ids.shape[1]:
+            self._resize(len(self.ids), max(tokens, 2 * self.ids.shape[1]))
+
+    def _resize(self, rows: int, tokens: int) -> None:
+        """Other arrays of tokens and log-probabilities, with room for all there is."""
+        ids, logprobs = np.zeros((rows, tokens), np.int64), np.zeros((rows, tokens), np.float32)
         for row in self.rows:  # what is never written takes no memory
-            used = self.length[row] + self.num_drafts[row]
-            ids[row, :used] = self.ids[row, :used]
-            logprobs[row, :used] = self.logprobs[row, :used]
+            end = self.length[row] + self.num_drafts[row]
+            ids[row, :end] = self.ids[row, :end]
+            logprobs[row, :end] = self.logprobs[row, :end]
         self.ids, self.logprobs = ids, logprobs
 
     def pending(self, rows: Array) -> Array:
@@ -244,7 +248,8 @@ class SequenceTable:
         first = len(self.sequences)
         for name, kind in self._columns.items():
             setattr(self, name, np.concatenate([getattr(self, name), np.zeros(more, kind)]))
-        for name in ("ids", "logprobs", "pages", "stops"):
+        self._resize(first + more, self.ids.shape[1])
+        for name in ("pages", "stops"):
             before: Array = getattr(self, name)
             after = np.zeros((first + more, before.shape[1]), before.dtype)
             after[:first] = before

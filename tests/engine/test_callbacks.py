@@ -1,0 +1,141 @@
+"""Code of the user's that a step calls, and that calls the engine, raises or interrupts: nothing is
+committed half, lost or told twice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.tiny import prompts, tiny
+from tinyspec import Engine, EngineConfig, SamplingParams
+
+CONFIG = EngineConfig(reference_rows=16)
+
+
+def params(**settings):
+    return SamplingParams(max_new_tokens=12, ignore_eos=True, logprobs=True, **settings)
+
+
+def after(number, call):
+    """A criterion that calls ``call`` once, when the sequence has ``number`` tokens or more."""
+    calls = []
+
+    def criterion(ids, scores):
+        if ids.shape[1] >= number and not calls:
+            calls.append(number)
+            call()
+        return torch.tensor([False])
+
+    return criterion
+
+
+def stops_at(number):
+    return lambda ids, scores: torch.tensor([ids.shape[1] >= number])
+
+
+def finished(engine):
+    """Outputs of all steps to the end, by id."""
+    found = {}
+    for _ in range(60):
+        if not engine.has_unfinished():
+            return found
+        for output in engine.step():
+            assert output.request_id not in found
+            found[output.request_id] = output.completions[0]
+    raise AssertionError(f"unfinished: {list(engine.tracker.requests)}")
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_an_interrupt_from_a_criterion(deterministic):
+    """What ended in the same step stays ended, and every token keeps its log-probability."""
+    ids = prompts(2)
+    with Engine(tiny(), config=CONFIG) as engine:
+        wanted = params(deterministic=deterministic)
+        alone = [engine.generate([p], wanted)[0].completions[0] for p in ids]
+        asked = [
+            stops_at(len(ids[0]) + 5),
+            after(len(ids[1]) + 5, lambda: (_ for _ in ()).throw(KeyboardInterrupt())),
+        ]
+        numbers = [
+            engine.add_request(p, params(stopping_criteria=[c], deterministic=deterministic))
+            for p, c in zip(ids, asked, strict=True)
+        ]
+        outputs = {}
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                outputs |= {o.request_id: o.completions[0] for o in engine.step()}
+        assert not outputs
+        outputs = finished(engine)
+    for number, expected, count in zip(numbers, alone, (5, 12), strict=True):
+        assert outputs[number].token_ids == expected.token_ids[:count]
+        assert len(outputs[number].logprobs) == count and 0.0 not in outputs[number].logprobs
+        if deterministic:
+            assert outputs[number].logprobs == expected.logprobs[:count]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("where", ["criterion", "own criterion", "processor"])
+def test_a_callback_that_aborts_a_request(where, streamed):
+    ids = prompts(2)
+    with Engine(tiny(), config=CONFIG) as engine:
+        expected = engine.generate([ids[0]], params())[0].completions[0].token_ids
+        other = []
+
+        def abort():
+            engine.abort(other[0])
+
+        def processor(history, scores):
+            if history.shape[1] == len(ids[0]) + 4:
+                abort()
+            return scores
+
+        criterion = after(len(ids[0]) + 4, abort)
+        calls = {"logits_processors": [processor]} if where == "processor" else {}
+        calls = calls or {"stopping_criteria": [criterion]}
+        if where == "own criterion":
+            other.append(engine.add_request(ids[0], params(**calls)))
+            assert finished(engine) == {}
+            return
+        first = engine.add_request(ids[0], params(**calls))
+        if streamed:
+            stream = engine.stream([ids[1]], params())
+            other.append(stream.requests[0].request_id)
+        else:
+            other.append(engine.add_request(ids[1], params()))
+        assert finished(engine)[first].token_ids == expected
+        if streamed:
+            assert [event.finish_reason for event in stream][-1] == "abort"
+        assert engine.pool.num_held == 0
+
+
+def test_a_drafter_that_says_that_weights_changed():
+    class Drafter:
+        def propose(self, sequences, n):
+            engine.weights_changed()
+            return [[1, 2] for _ in sequences]
+
+    with Engine(tiny(), config=CONFIG) as plain:
+        expected = plain.generate(prompts(2), params())
+    config = EngineConfig(reference_rows=16, drafter=Drafter())
+    with Engine(tiny(), config=config) as engine:
+        outputs = engine.generate(prompts(2), params())
+    for output, one in zip(outputs, expected, strict=True):
+        assert output.completions[0].token_ids == one.completions[0].token_ids
+
+
+def test_a_tokenizer_that_raises_costs_one_output():
+    class Tokenizer:
+        calls = 0
+
+        def decode(self, ids, **_):
+            Tokenizer.calls += 1
+            if Tokenizer.calls == 1:
+                raise ValueError("decode")
+            return "text"
+
+    with Engine(tiny(), Tokenizer(), config=CONFIG) as engine:
+        numbers = [engine.add_request(p, params()) for p in prompts(3)]
+        with pytest.raises(ValueError, match="decode"):
+            finished(engine)
+        assert set(finished(engine)) == set(numbers[1:])
+        assert not engine.has_unfinished()
