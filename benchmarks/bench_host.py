@@ -125,6 +125,8 @@ def stubbed(kind: str, smoke: bool) -> Iterator[tuple[Engine, Callable[[], objec
     with Engine(build(SMOKE_LAYERS if smoke else LAYERS), config=config) as engine:
         asked = SamplingParams(max_new_tokens=2, deterministic=kind == "deterministic")
         engine.generate([[1, 2, 3]], asked)
+        if asked.deterministic:
+            engine.contract.probe()
         check = stub(engine)
         engine.contract.watch.changed = lambda: False  # type: ignore[method-assign]
         yield engine, check

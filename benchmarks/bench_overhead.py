@@ -64,6 +64,8 @@ def engine(model: Any, deterministic: bool, smoke: bool) -> Iterator[Engine]:
     with Engine(model, config=config) as engine:
         first = SamplingParams(max_new_tokens=2, deterministic=deterministic)
         engine.generate([PROMPT], first)
+        if deterministic:
+            engine.contract.probe()
         stub(engine)
         yield engine
 
