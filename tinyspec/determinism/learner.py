@@ -72,6 +72,7 @@ class Learner:
         self._running: _Running | None = None
         self._given_up: set[Task] = set()
         self._credit = 0.0
+        self._all_known = False
         self._latest: int | None = None
         self._steady: int | None = None
         self._streak = 0
@@ -112,8 +113,8 @@ class Learner:
     # Between passes
 
     def earn(self, seconds: float) -> bool:
-        """Passes took so many more seconds; whether there is time to learn."""
-        if self.results.unsound:
+        """Passes took so many more seconds; whether there is time to learn, and anything left."""
+        if self.results.unsound or self._all_known:
             return False
         bucket = self._next_bucket()
         self._streak = self._streak + 1 if bucket == self._latest else 1
@@ -128,6 +129,7 @@ class Learner:
         while self._credit > 0:
             begun = time.perf_counter()
             if self.results.unsound or not (tasks := self.tasks()):
+                self._all_known = True
                 return self.rest()
             self._advance(tasks[0])
             self._credit -= time.perf_counter() - begun
