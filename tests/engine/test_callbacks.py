@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.tiny import prompts, tiny
-from tinyspec import Engine, EngineConfig, SamplingParams
+from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
 
 CONFIG = EngineConfig(reference_rows=16)
 
@@ -139,3 +139,23 @@ def test_a_tokenizer_that_raises_costs_one_output():
             finished(engine)
         assert set(finished(engine)) == set(numbers[1:])
         assert not engine.has_unfinished()
+
+
+def test_a_change_after_which_nothing_deterministic_is_served(monkeypatch):
+    """Of two requests one has tokens; both end, each once, and a plain one goes on."""
+    config = EngineConfig(reference_rows=16, max_sequences=2)
+    with Engine(tiny(), config=config) as engine:
+        plain = engine.add_request(prompts(1)[0], params())
+        asked = [engine.add_request(p, params(deterministic=True)) for p in prompts(2)]
+        for _ in range(3):
+            engine.step()
+
+        def refuse():
+            raise DeterminismError("not served")
+
+        monkeypatch.setattr(engine.contract, "ensure", refuse)
+        engine.weights_changed()
+        outputs = finished(engine)
+    assert [outputs[n].finish_reason for n in (plain, *asked)] == ["length", "abort", "abort"]
+    assert "changed while it was running" in outputs[asked[0]].error
+    assert outputs[asked[1]].error == "not served"

@@ -98,8 +98,9 @@ class RequestTracker:
 
     def _abort_all(self, requests: list[Request], error: str) -> None:
         for request in requests:
-            self._abort(request, error)
-            self._deliver(request)
+            if self.requests.get(request.request_id) is request:
+                self._abort(request, error)
+                self._deliver(request)
 
     def add(self, requests: list[Request]) -> list[str]:
         """Queue requests and return their ids; DeterminismError if the contract cannot be kept."""
