@@ -184,8 +184,8 @@ def test_priority():
     assert ranks == sorted(ranks) and len({first for first, _ in ranks}) == 2
 
 
-def test_a_long_prompt_takes_no_memory_of_other_rows():
-    """Rows are as wide as the longest sequence; what is never written is never touched."""
+def test_a_long_prompt_beside_short_ones():
+    """Rows are as wide as the longest sequence, and the others keep their tokens."""
     table = SequenceTable()
     for arrival, count in enumerate((10, 10, 100_000)):
         request = Request("r", [1] * count, SamplingParams(), arrival)

@@ -103,7 +103,7 @@ class Committer:
             # A sequence that failed has taken those with it that wait for its prompt.
             rows, places, tokens = rows[keep], places[keep], tokens[keep]
         counts = np.ones(len(rows), np.int64)
-        stopped = (self.table.stops[rows] == tokens[:, None]).any(1)
+        stopped = self.table.stops_at(rows, tokens)
         stopped |= self.table.length[rows] + 1 >= self.table.most[rows]
         counts, stopped = self._append(
             rows, counts, tokens[:, None], places[:, None], stopped, found
@@ -220,7 +220,7 @@ class Committer:
                 self.admission.index_pages(table.sequences[row])
         if stopped.any():
             last = tokens[np.arange(len(rows)), counts - 1]
-            by_token = (table.stops[rows] == last[:, None]).any(1)
+            by_token = table.stops_at(rows, last)
             for n in np.flatnonzero(stopped).tolist():
                 self._end(table.sequences[rows[n]], "stop" if by_token[n] else "length")
 

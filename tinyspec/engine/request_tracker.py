@@ -203,7 +203,7 @@ class RequestTracker:
             self._finished.append(output)
 
     def _forget(self, request: Request, wanted: bool = False) -> RequestOutput | None:
-        """Its output, which nobody wants of a stream's requests."""
+        """Its output; None of a stream's requests, unless it is ``wanted``."""
         del self.requests[request.request_id]
         self._user_code.remove(request.request_id)
         fingerprint = self._fingerprints.pop(request.request_id)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +17,7 @@ from tinyspec.kernels.backend import Kernels
 from tinyspec.model.torch_state import callers_modes
 from tinyspec.runner.logits_filters import keep_min_p, keep_top_k, keep_top_p, penalise_repetition
 from tinyspec.sampling_params import SamplingParams
-
-Array = np.ndarray[Any, Any]
+from tinyspec.scheduler.sequence_table import Array
 
 
 @dataclass

@@ -224,7 +224,6 @@ class Sequence:
         kept = request.keeps_scores or request.keeps_logits
         columns = {
             "deterministic": params.deterministic,
-            "prompt": prompt,
             "most": prompt + params.max_new_tokens,
             "temperature": params.temperature,
             "key": self.key,

@@ -25,12 +25,12 @@ class SequenceTable:
     tokens, filled up with -1. sequences: of each row, None where it is free.
 
     The columns, [R] each, of which what a sequence is stays as it is: used: whether the row is.
-    order: of arrival. deterministic. prompt: tokens of the prompt. most: tokens at which it ends.
-    window: most drafts that may wait. temperature: 0 for greedy. key: of the noise. top_k, top_p,
-    min_p: filters, 0, 1 and 0 where they are off. logprobs_wanted. special_sampling: the sampler
-    needs its parameters and history. special_commit: tokens are committed one by one. given: its
-    continuation is. reported: its tokens are streamed. has_embeds, scores_prompt: parts of the
-    prompt enter as embeddings, or prompt log-probabilities are wanted.
+    order: of arrival. deterministic. most: tokens at which it ends. window: most drafts that may
+    wait. temperature: 0 for greedy. key: of the noise. top_k, top_p, min_p: filters, 0, 1 and 0
+    where they are off. logprobs_wanted. special_sampling: the sampler needs its parameters and
+    history. special_commit: tokens are committed one by one. given: its continuation is. reported:
+    its tokens are streamed. has_embeds, scores_prompt: parts of the prompt enter as embeddings, or
+    prompt log-probabilities are wanted.
 
     And what changes: length: committed tokens. computed: leading positions whose KV is final.
     canonical: those of them whose KV is canonical. frozen: leading positions in shared pages, which
@@ -43,7 +43,6 @@ class SequenceTable:
     used: Array
     order: Array
     deterministic: Array
-    prompt: Array
     most: Array
     window: Array
     temperature: Array
@@ -75,20 +74,13 @@ class SequenceTable:
     verify_passes: Array
 
     _FLAGS = (
-        *(
-            "deterministic",
-            "logprobs_wanted",
-            "special_sampling",
-            "special_commit",
-            "reported",
-            "given",
-            "used",
-        ),
-        *("has_embeds", "scores_prompt", "proposed", "draft_ended", "draft_free"),
+        *("used", "deterministic", "logprobs_wanted", "special_sampling", "special_commit"),
+        *("given", "reported", "has_embeds", "scores_prompt"),
+        *("proposed", "draft_ended", "draft_free"),
     )
     _REALS = ("temperature", "top_p", "min_p")
     _COUNTS = (
-        *("order", "prompt", "most", "window", "key", "top_k", "length", "computed", "canonical"),
+        *("order", "most", "window", "key", "top_k", "length", "computed", "canonical"),
         *("frozen", "indexed", "num_pages", "num_drafts"),
     )
     STATS = ("drafted", "accepted", "rolled_back", "rollbacks", "verify_passes")
@@ -116,7 +108,7 @@ class SequenceTable:
     def rows(self) -> Array:
         """The rows in use, in order of arrival."""
         if self._rows is None:
-            used = np.array([n for n, s in enumerate(self.sequences) if s is not None], np.int64)
+            used = np.flatnonzero(self.used)
             self._rows = used[np.argsort(self.order[used])]
         return self._rows
 
@@ -211,6 +203,10 @@ class SequenceTable:
         columns = (x[wanted] for x in (rows, starts, counts, values))
         _write(self.logprobs, *columns)
 
+    def stops_at(self, rows: Array, tokens: Array) -> Array:
+        """[n] bool: which of ``tokens`` [n] end their sequences."""
+        return (self.stops[rows] == tokens[:, None]).any(1)
+
     def fills_page(self, rows: Array, page_size: int) -> Array:
         """[n] bool: whether pages have filled up with final KV that the prefix cache has not
         seen."""
@@ -221,7 +217,7 @@ class SequenceTable:
         its drafts as a stop token does."""
         places = self.length[rows] + self.num_drafts[rows]
         self.make_room(int(places.max(initial=-1)) + 1)
-        self.draft_ended[rows] = (tokens < 0) | (self.stops[rows] == tokens[:, None]).any(1)
+        self.draft_ended[rows] = (tokens < 0) | self.stops_at(rows, tokens)
         found = tokens >= 0
         rows = rows[found]
         self.ids[rows, places[found]] = tokens[found]
