@@ -20,18 +20,10 @@ class _SplitLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
-        self._exact: tuple[tuple[int, int], Tensor] | None = None
-
-    def _weight(self) -> Tensor:
-        if self.weight.is_inference():  # has no version to cache by
-            return self.weight.double()
-        key = (self.weight.data_ptr(), self.weight._version)
-        if self._exact is None or self._exact[0] != key:
-            self._exact = (key, self.weight.detach().double())
-        return self._exact[1]
 
     def _split_at(self, x: Tensor, cut: int) -> Tensor:
-        wide, weight = x.double(), self._weight()
+        # Kept nowhere: what is written through ``.data`` shows in no version of a parameter.
+        wide, weight = x.double(), self.weight.detach().double()
         parts = (
             (wide[..., piece] @ weight[:, piece].T).to(x.dtype)
             for piece in (slice(0, cut), slice(cut, None))
