@@ -163,7 +163,7 @@ class RequestTracker:
     def _learn(self, seconds: float) -> None:
         """After a step of so many seconds: learn what makes deterministic requests faster. They end
         where that shows that none can be served."""
-        if not self._core.table.has_deterministic or self._contract.learn(seconds):
+        if not self._core.table.any("deterministic") or self._contract.learn(seconds):
             return
         try:
             self._contract.ensure()
