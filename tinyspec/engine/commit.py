@@ -60,8 +60,8 @@ class Committer:
     ) -> None:
         """Commit ``counts`` [n] of the tokens ``found``, from places ``firsts`` [n] on, to each of
         the sequences in ``rows`` [n]. Raises afterwards what a criterion raised but Exceptions."""
-        # A processor may have ended some.
-        self._commit(*self._alive(rows, firsts, counts), found, cache)
+        rows, firsts, counts = self._alive(rows, firsts, counts)  # processors may have ended some
+        self._commit(rows, firsts, counts, found, cache)
         if self._raised is not None:
             error, self._raised = self._raised, None
             raise error

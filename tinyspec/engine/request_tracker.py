@@ -85,12 +85,17 @@ class RequestTracker:
             return
         self._fingerprints = dict.fromkeys(self.requests, fingerprint)
 
-    def _check_before_pass(self) -> None:
+    def _users_code_ran(self) -> bool:
+        """Whether code of the user's may have run since the last call: the caller's, callbacks,
+        hooks and modules, drafters."""
+        called, watch = self._user_code.ran(), self._contract.watch
+        return called or watch.runs_user_code or self._core.drafts_by_user
+
+    def _check_before_pass(self, called: bool = True) -> None:
         """Compare the model with what it was at the last pass: all of it where code of the user's
-        may have run in between, otherwise the number of threads."""
+        was ``called`` in between, otherwise the number of threads."""
         contract = self._contract
         watch = contract.watch
-        called = self._user_code.ran() or watch.runs_user_code or self._core.drafts_by_user
         if watch.changed() if called else watch.threads_changed:
             self._refresh(digest=False)
         if contract.outdated and any(r.params.deterministic for r in self.requests.values()):
@@ -151,10 +156,10 @@ class RequestTracker:
 
     def advance(self) -> None:
         """Run one step; queue its events and deliver the outputs that it finished."""
-        by_user = self._core.drafts_by_user
-        with self._core.runner.torch_state():
+        called, by_user = self._users_code_ran(), self._core.drafts_by_user
+        with self._core.runner.torch_state(again=called):
             if not by_user:  # where drafters may change the model, the check comes later
-                self._check_before_pass()
+                self._check_before_pass(called)
             begun = time.perf_counter()
             with deferred_interrupt():
                 self._step(self._check_before_pass if by_user else None)

@@ -49,7 +49,7 @@ class Batch:
         def tensor(values: Array) -> Tensor:
             return torch.from_numpy(values).to(device)
 
-        tensors = tensor(packed)
+        ids, positions, slot_mapping = tensor(packed).unbind()
         metadata = AttentionMetadata(
             page_table=tensor(page_table),
             cu_seqlens_q=tensor(first_rows),
@@ -59,7 +59,7 @@ class Batch:
             max_seqlen_k=int(works.ends.max()),
         )
         embeds = _embeddings(work_pass) if table.places("has_embeds", works.rows) else []
-        return cls(tensors[0], tensors[1], tensors[2], metadata, embeds)
+        return cls(ids, positions, slot_mapping, metadata, embeds)
 
 
 def _embeddings(work_pass: Pass) -> list[tuple[int, Tensor]]:

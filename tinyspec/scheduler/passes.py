@@ -156,5 +156,9 @@ class EngineStats:
         for kind, rows in record.rows.items():
             self.rows[kind] += rows
         self.padding += record.padding
-        for name in ("committed", "drafted", "accepted", "rolled_back", "rollbacks", "seconds"):
-            setattr(self, name, getattr(self, name) + getattr(record, name))
+        self.committed += record.committed
+        self.drafted += record.drafted
+        self.accepted += record.accepted
+        self.rolled_back += record.rolled_back
+        self.rollbacks += record.rollbacks
+        self.seconds += record.seconds
