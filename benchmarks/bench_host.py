@@ -150,8 +150,9 @@ def bench_step(
 
     least_ms: the fastest step, which a busy machine changes least. us_a_sequence: of the median.
     held_ms, least_held_ms: a step of ``generate``, which sets torch's state and the handler of
-    Ctrl-C once for all steps, as it runs no code of the caller's between them. propose_us to commit_us: parts of a step, measured in further steps. model_check_ms: the check
-    for a changed model, not part of the step. bucket: rows of the pass, padding included.
+    Ctrl-C once for all steps, as it runs no code of the caller's between them. propose_us to
+    commit_us: parts of a step, measured in further steps. model_check_ms: the check for a changed
+    model, not part of the step. bucket: rows of the pass, padding included.
     """
     engine, model_check = stubbed
     if sequences > engine.config.max_sequences:

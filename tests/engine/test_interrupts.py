@@ -52,12 +52,11 @@ def test_a_call_sets_its_state_again_where_the_users_code_has_run(monkeypatch):
 
     def count(**settings):
         times.clear()
-        asked = SamplingParams(max_new_tokens=8, ignore_eos=True, deterministic=True, **settings)
+        asked = SamplingParams(max_new_tokens=8, ignore_eos=True, **settings)
         engine.generate([prompts(1)[0]], asked)
         return len(times)
 
     with Engine(model) as engine:
-        count()  # and the proof
         assert count() <= 3
         assert count(logits_processors=[processor]) >= 8
     assert model.training
