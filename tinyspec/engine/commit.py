@@ -25,15 +25,13 @@ from tinyspec.scheduler.sequence_table import Array
 
 @dataclass
 class Commits:
-    """What one step committed. ended: sequences that finished; grown: those whose tokens are
-    streamed, and how many tokens they got."""
+    """What one step committed. ended: sequences that finished."""
 
     committed: int = 0
     accepted: int = 0
     rolled_back: int = 0
     rollbacks: int = 0
     ended: list[Sequence] = field(default_factory=list)
-    grown: list[tuple[Sequence, int]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -214,8 +212,6 @@ class Committer:
         for row in rows[table.draft_free[rows]].tolist():
             table.sequences[row].forbid_drafts(False)
         self._commits.committed += int(counts.sum())
-        for n in table.places("reported", rows):
-            self._commits.grown.append((table.sequences[rows[n]], int(counts[n])))
         for row in rows[table.fills_page(rows, self.admission.pool.page_size)].tolist():
             if table.sequences[row].error is None:
                 self.admission.index_pages(table.sequences[row])

@@ -231,7 +231,6 @@ class Sequence:
             special_sampling=special or kept or self.teacher_forced,
             special_commit=self.given_tokens is not None or kept or params.checks_text,
             given=self.given_tokens is not None,
-            reported=request.reported,
             has_embeds=request.embeds is not None,
             scores_prompt=params.prompt_logprobs,
             window=self._window(window),
@@ -259,7 +258,7 @@ class Request:
     arrival: number in order of arrival. prompt_logprobs: filled in as prompt rows run. recompute:
     use no cached page. embeds: the model's input in place of the prompt's tokens, [num_prompt,
     hidden]. num_hidden: leading prompt tokens that are placeholders then. keeps_scores,
-    keeps_logits: every completion keeps them, token by token. reported: its tokens are streamed.
+    keeps_logits: every completion keeps them, token by token. fingerprint: that it runs under.
     """
 
     request_id: str
@@ -273,7 +272,7 @@ class Request:
     num_hidden: int = 0
     keeps_scores: bool = False
     keeps_logits: bool = False
-    reported: bool = False
+    fingerprint: str | None = None
 
     def __post_init__(self) -> None:
         assert self.params.seed is not None or self.params.temperature == 0

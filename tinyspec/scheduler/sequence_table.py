@@ -28,8 +28,8 @@ class SequenceTable:
     order: of arrival. deterministic. most: tokens at which it ends. window: most drafts that may
     wait. temperature: 0 for greedy. key: of the noise. top_k, top_p, min_p: filters, 0, 1 and 0
     where they are off. logprobs_wanted. special_sampling: the sampler needs its parameters and
-    history. special_commit: tokens are committed one by one. given: its continuation is. reported:
-    its tokens are streamed. has_embeds, scores_prompt: parts of the prompt enter as embeddings, or
+    history. special_commit: tokens are committed one by one. given: its continuation is.
+    has_embeds, scores_prompt: parts of the prompt enter as embeddings, or
     prompt log-probabilities are wanted.
 
     And what changes: length: committed tokens. computed: leading positions whose KV is final.
@@ -54,7 +54,6 @@ class SequenceTable:
     special_sampling: Array
     special_commit: Array
     given: Array
-    reported: Array
     has_embeds: Array
     scores_prompt: Array
     length: Array
@@ -76,11 +75,11 @@ class SequenceTable:
     # What ``any`` can tell, as they stay as they are.
     _FIXED = (
         *("deterministic", "temperature", "logprobs_wanted", "special_sampling"),
-        *("special_commit", "given", "reported", "has_embeds", "scores_prompt"),
+        *("special_commit", "given", "has_embeds", "scores_prompt"),
     )
     _FLAGS = (
         *("used", "deterministic", "logprobs_wanted", "special_sampling", "special_commit"),
-        *("given", "reported", "has_embeds", "scores_prompt"),
+        *("given", "has_embeds", "scores_prompt"),
         *("proposed", "draft_ended", "draft_free"),
     )
     _REALS = ("temperature", "top_p", "min_p")
