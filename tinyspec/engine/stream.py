@@ -31,12 +31,12 @@ class EventStream(Iterator[StreamEvent]):
         self._open = {sequence: sequence.request.num_prompt for sequence in sequences}
 
     def __next__(self) -> StreamEvent:
-        self._look()
         while not self._events:
-            if not self._open:
-                raise StopIteration
-            self._tracker.advance()
-            self._look()
+            self._look()  # first of all, as others may have run the engine
+            if not self._events:
+                if not self._open:
+                    raise StopIteration
+                self._tracker.advance()
         return self._events.popleft()
 
     def _look(self) -> None:
