@@ -40,6 +40,28 @@ def test_one_ambient_state_within_another(medium):
     assert MATMUL.fp32_precision == "bf16"
 
 
+def test_a_call_sets_its_state_again_where_the_users_code_has_run(monkeypatch):
+    """Before each pass of a request with a processor; otherwise before the first."""
+    model, times = tiny().train(), []
+    evaluate = TorchState._evaluate
+    monkeypatch.setattr(TorchState, "_evaluate", lambda self: times.append(0) or evaluate(self))
+
+    def processor(ids, scores):
+        model.train()
+        return scores
+
+    def count(**settings):
+        times.clear()
+        asked = SamplingParams(max_new_tokens=8, ignore_eos=True, **settings)
+        engine.generate([prompts(1)[0]], asked)
+        return len(times)
+
+    with Engine(model) as engine:
+        assert count() <= 3
+        assert count(logits_processors=[processor]) >= 8
+    assert model.training
+
+
 def test_a_call_that_ends_leaves_the_settings_of_others_alone(medium):
     """Settings of the process, and calls in two threads: the last one gives them back."""
     entered, ended = Event(), Event()

@@ -123,6 +123,14 @@ class Trace:
         assert len(table) == len(self.models)
         arrivals = [table.sequences[row].request.arrival for row in table.rows.tolist()]
         assert arrivals == sorted(model.sequence.request.arrival for model in self.models)
+        asked = {
+            "deterministic": [model.sequence.deterministic for model in self.models],
+            "logprobs_wanted": [model.sequence.params.logprobs for model in self.models],
+        }
+        for name, values in asked.items():
+            assert table.any(name) == any(values)
+            places = table.places(name, self.rows(self.models)) if values else []
+            assert places == [n for n, value in enumerate(values) if value]
         for model in [*self.models, *self.left]:
             sequence = model.sequence
             assert sequence.running == (model in self.models)
@@ -171,6 +179,12 @@ def test_control_a_lost_token_is_seen():
     trace.table.ids[sequence.row, sequence.length - 1] += 1
     with pytest.raises(AssertionError):
         trace.check()
+
+
+def test_control_what_any_told_before_another_sequence_came(monkeypatch):
+    monkeypatch.setattr(SequenceTable, "_changed", lambda table: setattr(table, "_rows", None))
+    with pytest.raises(AssertionError):
+        Trace(0).run(60)
 
 
 def test_priority():

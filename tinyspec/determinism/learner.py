@@ -93,7 +93,7 @@ class Learner:
         return [task for task in found if task not in self._given_up]
 
     def _unknown(self) -> list[int]:
-        known = self.results.sizes
+        known = set(self.results.sizes)
         return [rows for rows in self._runner.buckets.sizes if rows not in known]
 
     def _next_bucket(self) -> int | None:
@@ -107,8 +107,9 @@ class Learner:
     def _wanted(self) -> list[int]:
         """The bucket that running requests would use next, if it is unknown."""
         wanted = self._steady
-        unknown = wanted in self._unknown() and Task(BUCKET, wanted or 0) not in self._given_up
-        return [wanted] if unknown and wanted is not None else []
+        if wanted is None or Task(BUCKET, wanted) in self._given_up:
+            return []
+        return [wanted] if wanted in self._unknown() else []
 
     # Between passes
 

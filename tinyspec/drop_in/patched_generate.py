@@ -10,7 +10,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import transformers
@@ -19,10 +19,12 @@ from transformers import GenerationMixin, PreTrainedModel
 from tinyspec.config import EngineConfig
 from tinyspec.drop_in.call import Call
 from tinyspec.drop_in.served import ADDED_ARGUMENTS
+from tinyspec.drop_in.streamers import Streamers
 from tinyspec.engine.drafter import make_drafter
 from tinyspec.engine.engine import Engine
+from tinyspec.engine.stream import EventStream
 from tinyspec.scheduler.passes import EngineStats
-from tinyspec.scheduler.request import Request
+from tinyspec.scheduler.request import Request, Sequence
 
 logger = logging.getLogger("tinyspec")
 
@@ -196,19 +198,29 @@ class PatchedGenerate:
     def _run(self, engine: Engine, requests: list[Request], call: Call) -> None:
         """Run requests to their end. Raises what a processor or a criterion raised."""
         sequences = [sequence for request in requests for sequence in request.sequences]
-        indices = {(s.request.request_id, s.index): n for n, s in enumerate(sequences)}
+        drafter = call.drafter() or self._drafter
         streamers = call.streamers()
-        with (
-            engine.follow(requests, call.drafter() or self._drafter, not streamers) as events,
-            nullcontext() if streamers else events.hold_state(),
-        ):
-            for event in events:
-                index = indices[event.request_id, event.index]
-                if event.finish_reason == "abort":
-                    failed = sequences[index]
-                    raise failed.cause or RuntimeError(f"completion {index}: {failed.error}")
-                streamers.put(index, event.token_ids, event.finish_reason is not None, call.pad)
+        if streamers:
+            self._stream(engine.follow(requests, drafter), sequences, streamers, call.pad)
+        else:
+            engine.run(requests, drafter)
+        aborted = [(s, n) for n, s in enumerate(sequences) if s.finish_reason == "abort"]
+        for failed, n in sorted(aborted, key=lambda pair: pair[0].error is None)[:1]:
+            raise failed.cause or RuntimeError(f"completion {n}: {failed.error}")
         streamers.end()
+
+    @staticmethod
+    def _stream(
+        events: EventStream, sequences: list[Sequence], streamers: Streamers, pad: int
+    ) -> None:
+        """Give streamers what ``sequences`` get, to their end or to the first abort."""
+        indices = {(s.request.request_id, s.index): n for n, s in enumerate(sequences)}
+        with events:
+            for event in events:
+                if event.finish_reason == "abort":
+                    return
+                index = indices[event.request_id, event.index]
+                streamers.put(index, event.token_ids, event.finish_reason is not None, pad)
 
 
 def original_generate(

@@ -25,15 +25,13 @@ from tinyspec.scheduler.sequence_table import Array
 
 @dataclass
 class Commits:
-    """What one step committed. ended: sequences that finished; grown: those whose tokens are
-    streamed, and how many tokens they got."""
+    """What one step committed. ended: sequences that finished."""
 
     committed: int = 0
     accepted: int = 0
     rolled_back: int = 0
     rollbacks: int = 0
     ended: list[Sequence] = field(default_factory=list)
-    grown: list[tuple[Sequence, int]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -60,21 +58,25 @@ class Committer:
     ) -> None:
         """Commit ``counts`` [n] of the tokens ``found``, from places ``firsts`` [n] on, to each of
         the sequences in ``rows`` [n]. Raises afterwards what a criterion raised but Exceptions."""
-        alive = self.table.used[rows]  # a processor may have ended some
-        self._commit(rows[alive], firsts[alive], counts[alive], found, cache)
+        rows, firsts, counts = self._alive(rows, firsts, counts)  # processors may have ended some
+        self._commit(rows, firsts, counts, found, cache)
         if self._raised is not None:
             error, self._raised = self._raised, None
             raise error
+
+    def _alive(self, rows: Array, *columns: Array) -> tuple[Array, ...]:
+        """``rows`` [n] that are still in use, and their ``columns``, [n] each."""
+        used = self.table.used[rows]
+        every = np.count_nonzero(used) == len(rows)
+        return (rows, *columns) if every else tuple(column[used] for column in (rows, *columns))
 
     def _commit(
         self, rows: Array, firsts: Array, counts: Array, found: Sampled, cache: KVCache
     ) -> None:
         drafted = self.table.num_drafts[rows] > 0
-        if not drafted.any():
-            self._commit_newest(rows, firsts, found)
+        self._commit_newest(rows[~drafted], firsts[~drafted], found)
+        if not np.count_nonzero(drafted):
             return
-        alone = ~drafted
-        self._commit_newest(rows[alone], firsts[alone], found)
         rows, firsts, counts = rows[drafted], firsts[drafted], counts[drafted]
         places = firsts[:, None] + np.minimum(np.arange(counts.max()), counts[:, None] - 1)
         targets = found.tokens[places]
@@ -94,14 +96,14 @@ class Committer:
         if not len(rows):
             return
         tokens = found.tokens[places]
-        for n in np.flatnonzero(tokens < 0).tolist():
-            result = found.special.get(int(places[n]), SpecialResult())
-            sequence = self.table.sequences[rows[n]]
-            self.fail(sequence, result.error or NOT_FINITE, result.cause)
-        if (tokens < 0).any():
-            keep = tokens >= 0
+        broken = tokens < 0
+        if np.count_nonzero(broken):
+            for n in np.flatnonzero(broken).tolist():
+                result = found.special.get(int(places[n]), SpecialResult())
+                sequence = self.table.sequences[rows[n]]
+                self.fail(sequence, result.error or NOT_FINITE, result.cause)
             # A sequence that failed has taken those with it that wait for its prompt.
-            rows, places, tokens = rows[keep], places[keep], tokens[keep]
+            rows, places, tokens = (x[~broken] for x in (rows, places, tokens))
         counts = np.ones(len(rows), np.int64)
         stopped = self.table.stops_at(rows, tokens)
         stopped |= self.table.length[rows] + 1 >= self.table.most[rows]
@@ -184,20 +186,19 @@ class Committer:
         added, and which sequences end: those that ``stopped``, and others by text or criteria."""
         table = self.table
         starts = table.length[rows]
-        slow = table.special_commit[rows]
-        if slow.any():
+        special = table.places("special_commit", rows)
+        if special:
             counts, stopped = counts.copy(), stopped.copy()
-            for n in np.flatnonzero(slow).tolist():
-                if not table.used[rows[n]]:  # another one's criterion ended it
-                    continue
-                sequence = table.sequences[rows[n]]
-                counts[n] = self._append_one_by_one(
-                    sequence, tokens[n, : counts[n]], places[n].tolist(), found.special
-                )
-                stopped[n] = sequence.finished
-            table.commit(rows[~slow], counts[~slow], tokens[~slow])
-        else:
-            table.commit(rows, counts, tokens)
+        for n in special:
+            if not table.used[rows[n]]:  # another one's criterion ended it
+                continue
+            sequence = table.sequences[rows[n]]
+            counts[n] = self._append_one_by_one(
+                sequence, tokens[n, : counts[n]], places[n].tolist(), found.special
+            )
+            stopped[n] = sequence.finished
+        rest = np.delete(np.arange(len(rows)), special) if special else slice(None)
+        table.commit(rows[rest], counts[rest], tokens[rest])
         if found.logprobs is not None:
             table.write_logprobs(rows, starts, counts, found.logprobs[places])
         return counts, stopped
@@ -205,20 +206,16 @@ class Committer:
     def _finish(self, rows: Array, counts: Array, tokens: Array, stopped: Array) -> None:
         """After ``counts`` [n] of ``tokens`` [n, W] were added: KV before the newest is final, full
         pages can be shared, and sequences that ``stopped`` leave."""
-        table = self.table
-        alive = table.used[rows]  # a criterion may have ended some
-        rows, counts, tokens, stopped = (x[alive] for x in (rows, counts, tokens, stopped))
+        table = self.table  # a criterion may have ended some
+        rows, counts, tokens, stopped = self._alive(rows, counts, tokens, stopped)
         table.settle(rows)
         for row in rows[table.draft_free[rows]].tolist():
             table.sequences[row].forbid_drafts(False)
         self._commits.committed += int(counts.sum())
-        if (reported := table.reported[rows]).any():
-            named = zip(rows[reported].tolist(), counts[reported].tolist(), strict=True)
-            self._commits.grown += [(table.sequences[row], count) for row, count in named]
         for row in rows[table.fills_page(rows, self.admission.pool.page_size)].tolist():
             if table.sequences[row].error is None:
                 self.admission.index_pages(table.sequences[row])
-        if stopped.any():
+        if np.count_nonzero(stopped):
             last = tokens[np.arange(len(rows)), counts - 1]
             by_token = table.stops_at(rows, last)
             for n in np.flatnonzero(stopped).tolist():

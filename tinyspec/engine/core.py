@@ -17,7 +17,7 @@ from tinyspec.model.torch_state import callers_modes
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.sampler import SampleBatch, Sampled, Sampler, SpecialRow, chosen_logprobs
 from tinyspec.scheduler.admission import Admission
-from tinyspec.scheduler.passes import DRAFT, KINDS, EngineStats, Pass, PassRecord
+from tinyspec.scheduler.passes import DRAFT, KINDS, EngineStats, Pass, PassRecord, spread
 from tinyspec.scheduler.request import Request, Sequence
 from tinyspec.scheduler.scheduler import Scheduler
 from tinyspec.scheduler.sequence_table import Array
@@ -92,9 +92,11 @@ class EngineCore:
         """Draft for sequences without drafts: their given tokens, or what the drafter proposes.
         Plain sequences get drafts from a real drafter only, not from the fast path."""
         table, rows = self.table, self.table.rows
-        rows = rows[table.num_drafts[rows] == 0]
         if isinstance(self.drafter, FastPath):
+            if not table.any("given"):
+                return
             rows = rows[table.given[rows] & table.deterministic[rows]]
+        rows = rows[table.num_drafts[rows] == 0]
         if not len(rows):
             return
         asked: list[tuple[Sequence, int]] = []
@@ -146,10 +148,10 @@ class EngineCore:
     def _run(self, work_pass: Pass) -> tuple[Tensor, Array]:
         """Run the pass; its logits, and for each work the first row that yields a token."""
         works = work_pass.works
-        ends = np.cumsum(works.counts)
-        offsets = np.cumsum(works.yields) - works.yields
-        total = int(works.yields.sum())
-        wanted = np.repeat(ends - works.yields - offsets, works.yields) + np.arange(total)
+        offsets = works.yields.cumsum() - works.yields
+        wanted, ends = offsets, works.counts.cumsum()
+        if not works.single:
+            wanted = spread(ends - works.yields, works.yields)
         unscored = _unscored(work_pass)
         fresh = self.admission.pool.take_fresh()
         if not unscored:
@@ -174,12 +176,12 @@ class EngineCore:
         """Mark what the works have computed, and start the siblings that wait for a prompt; returns
         these, and which work computed it."""
         works = work_pass.works
-        final = works.kinds != DRAFT
-        self.table.advance(works.rows[final], works.ends[final], work_pass.canonical)
+        final = works.take(works.kinds != DRAFT) if work_pass.has_drafts else works
+        self.table.advance(final.rows, final.ends, work_pass.canonical)
         started = []
         # Where siblings wait, nothing is drafted.
         waits = self.table.draft_free[works.rows] & (works.yields > 0)
-        for n in np.flatnonzero(waits).tolist():
+        for n in waits.nonzero()[0].tolist():
             leader = self.table.sequences[works.rows[n]]
             while leader.siblings:
                 sibling = leader.siblings.pop(0)
@@ -199,31 +201,29 @@ class EngineCore:
         rows of the sequence table, how many of the tokens are each one's, and the tokens."""
         works = work_pass.works
         started = self._advance(work_pass)
-        some = works.yields > 0
-        rows, yields, ends, firsts = (
-            x[some] for x in (works.rows, works.yields, works.ends, firsts)
-        )
+        rows, yields, ends = works.rows, works.yields, works.ends
+        if works.single and not started:
+            return rows, yields, self.sampler.sample(logits, self._batch(rows, firsts, ends))
+        some = yields > 0
+        rows, yields, ends, firsts = (x[some] for x in (rows, yields, ends, firsts))
         if started:
             leaders = np.searchsorted(np.flatnonzero(some), [n for n, _ in started])
             rows = np.append(rows, [sibling.row for _, sibling in started])
             yields, ends, firsts = (np.append(x, x[leaders]) for x in (yields, ends, firsts))
-        row, logits_row, position = rows, firsts, ends
-        if (total := int(yields.sum())) > len(rows):
-            row, logits_row, position = (np.repeat(x, yields) for x in (rows, firsts, ends))
-            within = np.arange(total) - np.repeat(np.cumsum(yields) - yields, yields)
-            logits_row, position = logits_row + within, position + within
-            position = position - np.repeat(yields - 1, yields)
-        return rows, yields, self.sampler.sample(logits, self._batch(row, logits_row, position))
+        batch = self._batch(
+            rows.repeat(yields), spread(firsts, yields), spread(ends - yields + 1, yields)
+        )
+        return rows, yields, self.sampler.sample(logits, batch)
 
     def _batch(self, row: Array, logits_row: Array, position: Array) -> SampleBatch:
         """What the sampler needs to know of the sequences in ``row`` [N] of the table."""
         table = self.table
         names = ("key", "temperature", "top_k", "top_p", "min_p")
         key, temperature, top_k, top_p, min_p = (getattr(table, name)[row] for name in names)
-        wanted = bool(table.logprobs_wanted[row].any())
+        wanted = bool(table.places("logprobs_wanted", row))
         special = {
             n: _special_row(table.sequences[row[n]], int(position[n]))
-            for n in np.flatnonzero(table.special_sampling[row]).tolist()
+            for n in table.places("special_sampling", row)
         }
         return SampleBatch(
             logits_row, key, position, temperature, top_k, top_p, min_p, wanted, special
@@ -231,14 +231,13 @@ class EngineCore:
 
     def _commit(self, work_pass: Pass, rows: Array, counts: Array, found: Sampled) -> None:
         """Commit tokens; keep drafts, whose errors are left to the verify."""
-        firsts = np.cumsum(counts) - counts
-        cache = self.runner.cache
-        if (work_pass.works.kinds == DRAFT).any():
+        firsts = counts.cumsum() - counts
+        if work_pass.has_drafts:
             drafting = np.isin(rows, work_pass.works.rows[work_pass.works.kinds == DRAFT])
             self.table.draft(rows[drafting], found.tokens[firsts[drafting]])
             rows, firsts, counts = (x[~drafting] for x in (rows, firsts, counts))
         if len(rows):
-            self.committer.commit(rows, firsts, counts, found, cache)
+            self.committer.commit(rows, firsts, counts, found, self.runner.cache)
 
     def _record(self, work_pass: Pass) -> PassRecord:
         works, running = work_pass.works, len(self.table)
@@ -275,7 +274,7 @@ def _unscored(work_pass: Pass) -> list[tuple[int, int]]:
     """(work, position) of prompt rows whose logits give a log-probability that is missing."""
     table, works = work_pass.table, work_pass.works
     found = []
-    for n in np.flatnonzero(table.scores_prompt[works.rows]).tolist():
+    for n in table.places("scores_prompt", works.rows):
         request: Request = table.sequences[works.rows[n]].request
         last = min(int(works.ends[n]), request.num_prompt - 1)
         positions = range(int(works.starts[n]), last)

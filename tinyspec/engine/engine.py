@@ -254,29 +254,31 @@ class Engine:
         return self.follow(self.prepare(prompts, params))
 
     def prepare(self, prompts: Any, params: Params = None) -> list[Request]:
-        """One checked request per prompt, for ``follow`` to queue; arguments and errors as
+        """One checked request per prompt, for ``follow`` or ``run``; arguments and errors as
         ``generate``."""
         return self._ready().requests(prompts, params)
 
-    def follow(
-        self, requests: list[Request], drafter: Drafter | None = None, quiet: bool = False
-    ) -> EventStream:
-        """Queue what ``prepare`` made; committed tokens as they come, with ``quiet`` only events of
-        aborts. ``drafter`` replaces the engine's from now on."""
+    def follow(self, requests: list[Request], drafter: Drafter | None = None) -> EventStream:
+        """Queue what ``prepare`` made; committed tokens as they come. ``drafter`` replaces the
+        engine's from now on."""
         if drafter is not None:
             self.core.drafter = drafter
-        tracker = self.tracker
-        tracker.subscribe(requests, aborts_only=quiet)
-        return EventStream(
-            requests, self.tokenizer, tracker.next_event, tracker.unsubscribe, tracker.hold_state
-        )
+        self.tracker.add(requests)
+        return EventStream(requests, self.tokenizer, self.tracker)
+
+    def run(self, requests: list[Request], drafter: Drafter | None = None) -> None:
+        """Run what ``prepare`` made to its end, or to the first abort, which ends all; what they
+        have got is in their sequences. ``drafter`` as for ``follow``."""
+        if drafter is not None:
+            self.core.drafter = drafter
+        self.tracker.run(requests, until_abort=True)
 
     def add_request(self, prompt: Any, params: SamplingParams | None = None) -> str:
         """Queue one prompt; returns the id under which ``step`` will report it.
 
         Raises as ``generate``.
         """
-        return self.tracker.add(self._ready().requests([prompt], params))[0]
+        return self.tracker.queue(*self._ready().requests([prompt], params))
 
     def step(self) -> list[RequestOutput]:
         """Run one pass; the outputs of requests that finished since the last call."""

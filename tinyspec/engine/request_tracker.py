@@ -1,7 +1,8 @@
-"""Requests from submission to output: queue them, run steps, hand out outputs and stream events.
+"""Requests from submission to output: queue them, run steps, hand out outputs.
 
-Holds every unfinished request and the fingerprint it runs under, and drops what was computed with
-weights that have changed since. Knows no prompt text and no tensor.
+Holds every unfinished request, and drops what was computed with weights that have changed since.
+What a request has got so far is in its sequences, for whoever queued it. Knows no prompt text and
+no tensor.
 """
 
 from __future__ import annotations
@@ -18,31 +19,26 @@ from tinyspec.determinism.contract import Contract
 from tinyspec.engine.commit import Commits
 from tinyspec.engine.core import EngineCore
 from tinyspec.engine.interrupts import between_steps, deferred_interrupt
-from tinyspec.engine.stream import completion_of, event_of
+from tinyspec.engine.results import output_of
 from tinyspec.engine.user_code import UserCode
 from tinyspec.errors import DeterminismError, refuse
-from tinyspec.outputs import RequestOutput, StreamEvent
-from tinyspec.scheduler.request import Request, Sequence
+from tinyspec.outputs import RequestOutput
+from tinyspec.scheduler.request import Request
 
 
 class RequestTracker:
-    """Unfinished requests of one engine by id, and what has not been taken of the finished ones.
-
-    Outputs of ``finish`` go to its caller, those of ``add`` to ``take_finished``; requests of
-    ``subscribe`` leave events alone.
-    """
+    """Unfinished requests of one engine by id, and those of ``queue`` that have finished and were
+    not taken."""
 
     def __init__(self, core: EngineCore, contract: Contract, tokenizer: Any):
         self.requests: dict[str, Request] = {}
         self._core = core
         self._contract = contract
         self._tokenizer = tokenizer
-        self._fingerprints: dict[str, str | None] = {}
-        self._finished: list[RequestOutput] = []
-        self._awaited: dict[str, RequestOutput | None] = {}
-        self._subscriptions: dict[str, deque[StreamEvent]] = {}
         self._user_code = UserCode()
-        self._ended: deque[Request] = deque()
+        self._queued: set[str] = set()
+        self._finished: deque[Request] = deque()
+        self._outputs: list[RequestOutput] = []
 
     def check_model(self) -> None:
         """Compare the model with what it was at the last call.
@@ -83,14 +79,20 @@ class RequestTracker:
             known = isinstance(error, DeterminismError)
             self._abort_all(asking, str(error) if known else f"{type(error).__name__}: {error}")
             return
-        self._fingerprints = dict.fromkeys(self.requests, fingerprint)
+        for request in self.requests.values():
+            request.fingerprint = fingerprint
 
-    def _check_before_pass(self) -> None:
+    def _users_code_ran(self) -> bool:
+        """Whether code of the user's may have run since the last call: the caller's, callbacks,
+        hooks and modules, drafters."""
+        called, watch = self._user_code.ran(), self._contract.watch
+        return called or watch.runs_user_code or self._core.drafts_by_user
+
+    def _check_before_pass(self, called: bool = True) -> None:
         """Compare the model with what it was at the last pass: all of it where code of the user's
-        may have run in between, otherwise the number of threads."""
+        was ``called`` in between, otherwise the number of threads."""
         contract = self._contract
         watch = contract.watch
-        called = self._user_code.ran() or watch.runs_user_code or self._core.drafts_by_user
         if watch.changed() if called else watch.threads_changed:
             self._refresh(digest=False)
         if contract.outdated and any(r.params.deterministic for r in self.requests.values()):
@@ -100,47 +102,50 @@ class RequestTracker:
         for request in requests:
             if self.requests.get(request.request_id) is request:
                 self._abort(request, error)
-                self._deliver(request)
+                self._forget(request)
 
-    def add(self, requests: list[Request]) -> list[str]:
-        """Queue requests and return their ids; DeterminismError if the contract cannot be kept."""
+    def add(self, requests: list[Request]) -> None:
+        """Begin requests; DeterminismError if the contract cannot be kept."""
         fingerprint = self._contract.known_fingerprint
         if any(request.params.deterministic for request in requests):
             self._contract.ensure()
             fingerprint = self._contract.fingerprint
         for request in requests:
+            request.fingerprint = fingerprint
             self.requests[request.request_id] = request
-            self._fingerprints[request.request_id] = fingerprint
             self._user_code.add(request.request_id, request.params)
             self._core.admission.add(request.sequences[0])
-        return [request.request_id for request in requests]
 
-    def subscribe(self, requests: list[Request], aborts_only: bool) -> None:
-        """Queue requests whose events ``next_event`` returns; aborts_only: leave out all others."""
-        events: deque[StreamEvent] = deque()
-        for request in requests:
-            request.reported = not aborts_only
-        self._subscriptions.update(dict.fromkeys(self.add(requests), events))
+    def queue(self, request: Request) -> str:
+        """Begin a request whose output ``take_finished`` returns; its id."""
+        self.add([request])
+        self._queued.add(request.request_id)
+        return request.request_id
 
     def finish(self, requests: list[Request], progress: bool = False) -> list[RequestOutput]:
         """Run ``requests`` to their end; their outputs, in their order."""
-        ids = self.add(requests)
-        self._awaited.update(dict.fromkeys(ids))
-        sequences = [sequence for request in requests for sequence in request.sequences]
-        bar = tqdm(total=len(sequences), unit="completion", disable=not progress)
+        self.run(requests, progress)
+        return [output_of(request, self._tokenizer) for request in requests]
+
+    def run(
+        self, requests: list[Request], progress: bool = False, until_abort: bool = False
+    ) -> None:
+        """Run ``requests`` to their end, or ``until_abort`` of one, which ends the others."""
+        self.add(requests)
+        left = [sequence for request in requests for sequence in request.sequences]
+        bar = tqdm(total=len(left), unit="completion", disable=not progress)
         with bar, self.hold_state():
             try:
-                for request in requests:
-                    while request.request_id in self.requests:
-                        self.advance()
-                        if progress:
-                            bar.update(len([s for s in sequences if s.finished]) - bar.n)
-            except BaseException:
-                self.cancel(requests)
-                raise
+                while left:
+                    self.advance()
+                    ended = [sequence for sequence in left if sequence.finished]
+                    if until_abort and any(s.finish_reason == "abort" for s in ended):
+                        break
+                    if ended:
+                        left = [sequence for sequence in left if not sequence.finished]
+                        bar.update(len(ended))
             finally:
-                outputs = [self._awaited.pop(request_id) for request_id in ids]
-        return [output for output in outputs if output is not None]
+                self.cancel(requests)
 
     @contextmanager
     def hold_state(self) -> Iterator[None]:
@@ -150,11 +155,11 @@ class RequestTracker:
             yield
 
     def advance(self) -> None:
-        """Run one step; queue its events and deliver the outputs that it finished."""
-        by_user = self._core.drafts_by_user
-        with self._core.runner.torch_state():
+        """Run one step, and forget the requests that it finished."""
+        called, by_user = self._users_code_ran(), self._core.drafts_by_user
+        with self._core.runner.torch_state(again=called):
             if not by_user:  # where drafters may change the model, the check comes later
-                self._check_before_pass()
+                self._check_before_pass(called)
             begun = time.perf_counter()
             with deferred_interrupt():
                 self._step(self._check_before_pass if by_user else None)
@@ -163,7 +168,7 @@ class RequestTracker:
     def _learn(self, seconds: float) -> None:
         """After a step of so many seconds: learn what makes deterministic requests faster. They end
         where that shows that none can be served."""
-        if not self._core.table.has_deterministic or self._contract.learn(seconds):
+        if not self._core.table.any("deterministic") or self._contract.learn(seconds):
             return
         try:
             self._contract.ensure()
@@ -180,92 +185,44 @@ class RequestTracker:
         self._take(commits)
 
     def _take(self, commits: Commits) -> None:
-        """Queue the events of a step and deliver the outputs that it finished."""
-        for sequence, count in commits.grown:
-            self._queue_event(sequence, count)
-        told = {id(sequence) for sequence, _ in commits.grown}
+        """Forget the requests that a step finished."""
         for sequence in commits.ended:
-            if id(sequence) not in told:
-                self._queue_event(sequence, 0)
-        self._ended += [sequence.request for sequence in commits.ended]
-        while self._ended:  # what a tokenizer raises leaves the rest for the next step
-            request = self._ended.popleft()
-            if request.request_id in self.requests and request.finished:
-                self._deliver(request)
+            request = sequence.request
+            if request.finished and self.requests.get(request.request_id) is request:
+                self._forget(request)
 
-    def _deliver(self, request: Request) -> None:
-        """Forget a finished request; its output is for the ``finish`` that waits for it, or else
-        for ``take_finished``."""
-        output = self._forget(request)
-        if request.request_id in self._awaited:
-            self._awaited[request.request_id] = output
-        elif output is not None:
-            self._finished.append(output)
-
-    def _forget(self, request: Request, wanted: bool = False) -> RequestOutput | None:
-        """Its output; None of a stream's requests, unless it is ``wanted``."""
+    def _forget(self, request: Request) -> None:
+        """A request has finished."""
         del self.requests[request.request_id]
         self._user_code.remove(request.request_id)
-        fingerprint = self._fingerprints.pop(request.request_id)
-        if request.request_id in self._subscriptions and not wanted:
-            return None
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt_token_ids=request.prompt,
-            params=request.params,
-            completions=[completion_of(s, self._tokenizer) for s in request.sequences],
-            fingerprint=fingerprint,
-            prompt_logprobs=request.prompt_logprobs or None,
-        )
+        if request.request_id in self._queued:
+            self._queued.remove(request.request_id)
+            self._finished.append(request)
 
     def take_finished(self) -> list[RequestOutput]:
         """Outputs that became ready since the last call."""
-        finished, self._finished = self._finished, []
-        return finished
+        while self._finished:  # what a tokenizer raises leaves the rest for the next call
+            self._outputs.append(output_of(self._finished.popleft(), self._tokenizer))
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
     def has_unfinished(self) -> bool:
         """Whether requests are unfinished or outputs not taken."""
-        return bool(self.requests or self._finished)
-
-    def _queue_event(self, sequence: Sequence, count: int) -> None:
-        """Tell a stream of the newest ``count`` tokens of a sequence, or of its end; one that
-        reports no tokens, of aborts alone."""
-        events = self._subscriptions.get(sequence.request.request_id)
-        if events is not None and (sequence.request.reported or sequence.finish_reason == "abort"):
-            events.append(event_of(sequence, count))
-
-    def next_event(self, requests: list[Request]) -> StreamEvent | None:
-        """The next event of a stream's requests, None when there are no more."""
-        while requests:
-            if events := self._subscriptions.get(requests[0].request_id):
-                return events.popleft()
-            if not any(request.request_id in self.requests for request in requests):
-                break
-            self.advance()
-        return None
-
-    def unsubscribe(self, requests: list[Request]) -> None:
-        """Abort what is unfinished of a stream's requests and drop their events."""
-        self.cancel(requests)
-        for request in requests:
-            self._subscriptions.pop(request.request_id, None)
+        return bool(self.requests or self._finished or self._outputs)
 
     def abort(self, request_id: str) -> RequestOutput:
         """End one request; ValueError if none of that id is unfinished."""
         request = self.requests.get(request_id)
         if request is None:
             raise refuse("request_id", request_id, "the id of an unfinished request")
-        self._abort(request)
-        output = self._forget(request, wanted=True)
-        assert output is not None
-        if request_id in self._awaited:
-            self._awaited[request_id] = output
-        return output
+        self.cancel([request])
+        return output_of(request, self._tokenizer)
 
     def cancel(self, requests: list[Request]) -> None:
-        """Abort those of ``requests`` that are unfinished."""
+        """Abort those of ``requests`` that are unfinished; nothing else reports them."""
         for request in requests:
             if self.requests.get(request.request_id) is request:
+                self._queued.discard(request.request_id)
                 self._abort(request)
                 self._forget(request)
 
@@ -274,7 +231,6 @@ class RequestTracker:
         for sequence in [s for s in request.sequences if not s.finished]:
             sequence.finish_reason, sequence.error = "abort", error
             self._core.admission.remove(sequence)
-            self._queue_event(sequence, 0)
 
 
 def _not_followed(what: str) -> str:

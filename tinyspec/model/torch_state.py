@@ -109,10 +109,13 @@ class TorchState:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     @contextmanager
-    def __call__(self) -> Iterator[None]:
+    def __call__(self, again: bool = True) -> Iterator[None]:
         """The state while the block runs. A block within a block of the same thread only sets again
-        what was changed in between."""
+        what was changed in between; without ``again`` nothing was."""
         if self._thread == get_ident():
+            if not again:
+                yield
+                return
             pin_again(self._device.type)
             self._evaluate()
             with without_modes() if _modes.any_on() else nullcontext():

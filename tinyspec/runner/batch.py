@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tinyspec.kernels.attention_metadata import AttentionMetadata
-from tinyspec.scheduler.passes import Pass
+from tinyspec.scheduler.passes import Pass, spread
 from tinyspec.scheduler.sequence_table import Array
 
 
@@ -31,13 +31,11 @@ class Batch:
     def of(cls, work_pass: Pass, page_size: int, device: torch.device) -> Batch:
         """Pack the works of ``work_pass`` one after the other."""
         table, works = work_pass.table, work_pass.works
-        row, position, counts = works.rows, works.starts, works.counts
+        row, position, counts, total = works.rows, works.starts, works.counts, works.num_rows
         first_rows = np.zeros(len(works) + 1, np.int32)
         counts.cumsum(out=first_rows[1:], dtype=np.int32)
-        total = int(first_rows[-1])
         if total > len(works):
-            row = row.repeat(counts)
-            position = np.arange(total) + (position - first_rows[:-1]).repeat(counts)
+            row, position = row.repeat(counts), spread(position, counts)
         page, offset = np.divmod(position, page_size)
         slots = table.pages[row, page] * np.int64(page_size) + offset
         # Rows on shared pages run for their logits only.
@@ -51,7 +49,7 @@ class Batch:
         def tensor(values: Array) -> Tensor:
             return torch.from_numpy(values).to(device)
 
-        tensors = tensor(packed)
+        ids, positions, slot_mapping = tensor(packed).unbind()
         metadata = AttentionMetadata(
             page_table=tensor(page_table),
             cu_seqlens_q=tensor(first_rows),
@@ -60,14 +58,14 @@ class Batch:
             max_seqlen_q=int(counts.max()),
             max_seqlen_k=int(works.ends.max()),
         )
-        embeds = _embeddings(work_pass) if table.has_embeds[works.rows].any() else []
-        return cls(tensors[0], tensors[1], tensors[2], metadata, embeds)
+        embeds = _embeddings(work_pass) if table.places("has_embeds", works.rows) else []
+        return cls(ids, positions, slot_mapping, metadata, embeds)
 
 
 def _embeddings(work_pass: Pass) -> list[tuple[int, Tensor]]:
     """(first row, embeddings) of the works that are given as such, or begin so."""
     works = work_pass.works
-    firsts = np.cumsum(works.counts) - works.counts
+    firsts = works.counts.cumsum() - works.counts
     spans = zip(firsts.tolist(), works.starts.tolist(), works.ends.tolist(), strict=True)
     return [
         (first, given[start:end])

@@ -115,8 +115,8 @@ class ModelRunner:
         fit = self.buckets.fit_canonical if canonical else self.buckets.fit
         bucket = fit(max(count, 1))
         keep = None
-        first_rows = count == 0 or (wanted[-1] == count - 1 and bool((np.diff(wanted) > 0).all()))
-        if canonical or bucket < work_pass.bucket or not first_rows:
+        others = np.count_nonzero(wanted != np.arange(count))  # than the first rows
+        if canonical or bucket < work_pass.bucket or others:
             kept = np.zeros(bucket, np.int64)
             kept[:count] = wanted
             keep = torch.from_numpy(kept).to(self.device)

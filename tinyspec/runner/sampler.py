@@ -99,13 +99,13 @@ class Sampler:
             return Sampled(np.zeros(0, np.int64))
         device, count = logits.device, len(batch)
         raw = logits
-        if count != len(logits) or (batch.logits_row != np.arange(count)).any():
+        if count != len(logits) or np.count_nonzero(batch.logits_row != np.arange(count)):
             raw = logits.index_select(0, _tensor(batch.logits_row, device))
         scores, errors = self._process(raw, batch.special)
         temperature = batch.temperature
-        if sampled := bool(temperature.any()):
+        if sampled := np.count_nonzero(temperature) > 0:
             filtered = (batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0)
-            if filtered.any():
+            if np.count_nonzero(filtered):
                 scores = self._filter(scores, batch, np.flatnonzero(filtered))
                 temperature = np.where(filtered, 1.0, temperature)
         forced = None

@@ -143,12 +143,12 @@ class Admission:
             self._start(self.waiting.pop(0))
             self.adopt(sequence, pages, canonical)
 
-    def make_room(self, rows: Array, tokens: Array) -> Array:
+    def make_room(self, rows: Array, tokens: Array) -> Array | None:
         """[n] bool: which of ``rows`` [n], by falling priority, have pages for their first
-        ``tokens`` [n]; those of lower priority are preempted if need be."""
-        short = -(-tokens // self.pool.page_size) > self.table.num_pages[rows]
-        if not short.any():
-            return np.ones(len(rows), np.bool_)
+        ``tokens`` [n]; those of lower priority are preempted if need be. None: all have."""
+        short = tokens > self.table.num_pages[rows] * self.pool.page_size
+        if not np.count_nonzero(short):
+            return None
         sequences = [self.table.sequences[row] for row in rows.tolist()]
         served = [
             sequence.running and (not lacks or self._make_room(sequence, end))

@@ -113,6 +113,8 @@ class Buckets:
         self.wanted = wanted
         low = self.fit_canonical(max(least, 1))
         high = self.fit_canonical(min(max(wanted + proposed, 1), self.canonical[-1]))
+        if low == high:
+            return low
 
         def cost(size: int) -> tuple[float, int]:
             useful = min(size, wanted) + accepted * min(max(size - wanted, 0), proposed)

@@ -22,7 +22,7 @@ class Works:
     rows: of the sequence table. kinds: prompt (all committed tokens, for a preempted sequence),
     decode (the newest token), draft (a deterministic request's newest token on the fast path),
     verify (the newest token and drafts). yields: how many of the last positions yield a token.
-    All [n] int64.
+    All [n] int64. num_rows, num_tokens: of all, sums of ``counts`` and of ``yields``.
     """
 
     rows: Array
@@ -31,22 +31,26 @@ class Works:
     ends: Array
     yields: Array
 
+    def __post_init__(self) -> None:
+        self.counts: Array = self.ends - self.starts
+        self.num_rows, self.num_tokens = int(self.counts.sum()), int(self.yields.sum())
+
+    @property
+    def single(self) -> bool:
+        """Whether each is one row, which yields a token, as while all sequences decode."""
+        return self.num_rows == self.num_tokens == len(self)
+
     @classmethod
     def of(cls, table: SequenceTable, rows: Array, kinds: Array, counts: Array) -> Works:
         """``counts`` [n] positions of each: a draft's last one, others' first that are not
         computed."""
         newest = table.length[rows] - 1
         drafting = kinds == DRAFT
-        starts = table.computed[rows]
-        if drafting.any():
-            starts = np.where(drafting, newest + table.num_drafts[rows], starts)
+        # A draft's newest token is its last one, which yields one more.
+        starts = np.where(drafting, newest + table.num_drafts[rows], table.computed[rows])
         ends = starts + counts
         yields = np.where(drafting, 1, np.maximum(ends - newest, 0))
         return cls(rows, kinds, starts, ends, yields)
-
-    @property
-    def counts(self) -> Array:
-        return self.ends - self.starts
 
     def take(self, which: Array) -> Works:
         """Those at the places ``which``, or where it is True."""
@@ -73,12 +77,22 @@ class Pass:
 
     @property
     def rows(self) -> int:
-        return int(self.works.counts.sum())
+        return self.works.num_rows
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether some of the works are drafts."""
+        return self.way == DRAFTING
 
     @property
     def sequences(self) -> list[Sequence]:
         """The sequence of each work."""
         return [self.table.sequences[row] for row in self.works.rows.tolist()]
+
+
+def spread(firsts: Array, counts: Array) -> Array:
+    """``firsts[n]`` and the numbers after it, ``counts[n]`` in all, for every n in turn."""
+    return np.arange(counts.sum()) + (firsts - counts.cumsum() + counts).repeat(counts)
 
 
 @dataclass
@@ -142,5 +156,9 @@ class EngineStats:
         for kind, rows in record.rows.items():
             self.rows[kind] += rows
         self.padding += record.padding
-        for name in ("committed", "drafted", "accepted", "rolled_back", "rollbacks", "seconds"):
-            setattr(self, name, getattr(self, name) + getattr(record, name))
+        self.committed += record.committed
+        self.drafted += record.drafted
+        self.accepted += record.accepted
+        self.rolled_back += record.rolled_back
+        self.rollbacks += record.rollbacks
+        self.seconds += record.seconds

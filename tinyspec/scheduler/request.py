@@ -212,36 +212,34 @@ class Sequence:
         """Take a row of ``table``: it runs, and nothing is computed yet. window: most drafts that
         may wait, where nothing forbids it drafts."""
         request, params = self.request, self.params
-        row = table.add(self, request.arrival << INDEX_BITS | self.index)
-        table.set_ids(row, 0, self._tokens)
-        table.set_stops(row, () if self.teacher_forced else params.stop_ids)
         prompt = request.num_prompt
-        if self._logprobs:
-            table.logprobs[row, prompt : len(self._tokens)] = self._logprobs
         raw = params.logprobs and params.logprobs_mode == "raw"
         early = params.min_new_tokens > 0 and bool(params.stop_ids)
         special = params.needs_history or early or raw or params.top_logprobs > 0
         kept = request.keeps_scores or request.keeps_logits
-        columns = {
-            "deterministic": params.deterministic,
-            "most": prompt + params.max_new_tokens,
-            "temperature": params.temperature,
-            "key": self.key,
-            "top_k": (params.filtered and params.top_k) or 0,
-            "top_p": 1.0 if params.top_p is None or not params.filtered else params.top_p,
-            "min_p": (params.filtered and params.min_p) or 0.0,
-            "logprobs_wanted": params.logprobs or params.top_logprobs > 0,
-            "special_sampling": special or kept or self.teacher_forced,
-            "special_commit": self.given_tokens is not None or kept or params.checks_text,
-            "given": self.given_tokens is not None,
-            "reported": request.reported,
-            "has_embeds": request.embeds is not None,
-            "scores_prompt": params.prompt_logprobs,
-            "length": len(self._tokens),
-            "window": self._window(window),
-        }
-        for name, value in columns.items():
-            getattr(table, name)[row] = value
+        row = table.add(
+            self,
+            order=request.arrival << INDEX_BITS | self.index,
+            deterministic=params.deterministic,
+            most=prompt + params.max_new_tokens,
+            temperature=params.temperature,
+            key=self.key,
+            top_k=(params.filtered and params.top_k) or 0,
+            top_p=1.0 if params.top_p is None or not params.filtered else params.top_p,
+            min_p=(params.filtered and params.min_p) or 0.0,
+            logprobs_wanted=params.logprobs or params.top_logprobs > 0,
+            special_sampling=special or kept or self.teacher_forced,
+            special_commit=self.given_tokens is not None or kept or params.checks_text,
+            given=self.given_tokens is not None,
+            has_embeds=request.embeds is not None,
+            scores_prompt=params.prompt_logprobs,
+            window=self._window(window),
+        )
+        table.set_ids(row, 0, self._tokens)
+        table.length[row] = len(self._tokens)
+        table.set_stops(row, () if self.teacher_forced else params.stop_ids)
+        if self._logprobs:
+            table.logprobs[row, prompt : len(self._tokens)] = self._logprobs
         self.table, self.row = table, row
         self.forbid_drafts(self.draft_free)
 
@@ -260,7 +258,7 @@ class Request:
     arrival: number in order of arrival. prompt_logprobs: filled in as prompt rows run. recompute:
     use no cached page. embeds: the model's input in place of the prompt's tokens, [num_prompt,
     hidden]. num_hidden: leading prompt tokens that are placeholders then. keeps_scores,
-    keeps_logits: every completion keeps them, token by token. reported: its tokens are streamed.
+    keeps_logits: every completion keeps them, token by token. fingerprint: that it runs under.
     """
 
     request_id: str
@@ -274,7 +272,7 @@ class Request:
     num_hidden: int = 0
     keeps_scores: bool = False
     keeps_logits: bool = False
-    reported: bool = False
+    fingerprint: str | None = None
 
     def __post_init__(self) -> None:
         assert self.params.seed is not None or self.params.temperature == 0

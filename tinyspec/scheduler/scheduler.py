@@ -67,25 +67,23 @@ class Scheduler:
 
     def _candidates(self) -> _Candidates:
         table, rows = self.table, self.admission.eligible()
-        pending = table.pending(rows)
-        deterministic = table.deterministic[rows]
-        prompts = rows[pending > 1]
+        waiting = table.pending(rows) > 1
+        prompts, pending = rows[waiting], 0
         if len(prompts):
-            decoding = pending <= 1
-            rows, deterministic = rows[decoding], deterministic[decoding]
+            rows = rows[~waiting]
             prompts = self._without_followers(prompts)
-        plain, others = rows[~deterministic], rows[deterministic]
-        full = table.proposed[others] | table.draft_ended[others]
-        full |= table.num_drafts[others] >= table.draft_limits(others)
-        asked = table.deterministic[prompts]
+            pending = int(table.pending(prompts).sum())
+        deterministic, asked = table.deterministic[rows], table.deterministic[prompts]
+        others = rows[deterministic]
+        full = table.drafts_are_full(others)
         return _Candidates(
-            plain,
+            rows[~deterministic],
             others[~full],
             others[full],
             prompts,
             prompts[asked],
             prompts[~asked],
-            int(table.pending(prompts).sum()),
+            pending,
         )
 
     def schedule(self) -> Pass | None:
@@ -193,7 +191,7 @@ class Scheduler:
         room = most - len(plain) - len(drafting)
         for_drafts = room // 2 if len(candidates.plain_prompts) else room
         works, room = self._decoding(plain, self.table.num_drafts[plain], for_drafts, room)
-        drafts = (drafting, np.full(len(drafting), DRAFT), np.ones(len(drafting), np.int64))
+        drafts = _one_each(drafting, DRAFT)
         return [works, drafts, *self._prompts(candidates.plain_prompts, room)]
 
     @staticmethod
@@ -202,8 +200,8 @@ class Scheduler:
     ) -> tuple[tuple[Array, Array, Array], int]:
         """The newest token of each of ``rows`` and as many ``drafts`` [n], from the first on, as
         there is room for; what is left of ``room``."""
-        if not drafts.any():
-            return (rows, np.full(len(rows), DECODE), np.ones(len(rows), np.int64)), room
+        if not np.count_nonzero(drafts):
+            return _one_each(rows, DECODE), room
         kinds = np.where(drafts > 0, VERIFY, DECODE)
         before = np.cumsum(drafts) - drafts
         extra = np.clip(max(for_drafts, 0) - before, 0, drafts)
@@ -229,7 +227,7 @@ class Scheduler:
         order = self.table.by_priority(rows)
         works = Works.of(self.table, rows[order], kinds[order], counts[order])
         granted = self.admission.make_room(works.rows, works.ends)
-        return works if granted.all() else works.take(granted)
+        return works if granted is None else works.take(granted)
 
     def _without_followers(self, rows: Array) -> Array:
         """Prompts without those whose first page another of them is about to finish computing.
@@ -257,3 +255,9 @@ class Scheduler:
                 canonical_leaders.setdefault(first, sequence.deterministic)
             kept.append(row)
         return np.array(kept, np.int64)
+
+
+def _one_each(rows: Array, kind: int) -> tuple[Array, Array, Array]:
+    """One row of ``kind`` for each of ``rows``."""
+    counts = np.ones_like(rows)
+    return rows, counts * kind, counts

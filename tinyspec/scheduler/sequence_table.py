@@ -28,8 +28,8 @@ class SequenceTable:
     order: of arrival. deterministic. most: tokens at which it ends. window: most drafts that may
     wait. temperature: 0 for greedy. key: of the noise. top_k, top_p, min_p: filters, 0, 1 and 0
     where they are off. logprobs_wanted. special_sampling: the sampler needs its parameters and
-    history. special_commit: tokens are committed one by one. given: its continuation is. reported:
-    its tokens are streamed. has_embeds, scores_prompt: parts of the prompt enter as embeddings, or
+    history. special_commit: tokens are committed one by one. given: its continuation is.
+    has_embeds, scores_prompt: parts of the prompt enter as embeddings, or
     prompt log-probabilities are wanted.
 
     And what changes: length: committed tokens. computed: leading positions whose KV is final.
@@ -54,7 +54,6 @@ class SequenceTable:
     special_sampling: Array
     special_commit: Array
     given: Array
-    reported: Array
     has_embeds: Array
     scores_prompt: Array
     length: Array
@@ -73,9 +72,14 @@ class SequenceTable:
     rollbacks: Array
     verify_passes: Array
 
+    # What ``any`` can tell, as they stay as they are.
+    _FIXED = (
+        *("deterministic", "temperature", "logprobs_wanted", "special_sampling"),
+        *("special_commit", "given", "has_embeds", "scores_prompt"),
+    )
     _FLAGS = (
         *("used", "deterministic", "logprobs_wanted", "special_sampling", "special_commit"),
-        *("given", "reported", "has_embeds", "scores_prompt"),
+        *("given", "has_embeds", "scores_prompt"),
         *("proposed", "draft_ended", "draft_free"),
     )
     _REALS = ("temperature", "top_p", "min_p")
@@ -89,6 +93,7 @@ class SequenceTable:
         self.sequences: list[Any] = []
         self._free: list[int] = []
         self._rows: Array | None = None
+        self._any: dict[str, bool] = {}
         self._columns: dict[str, Any] = {
             **dict.fromkeys(self._FLAGS, np.bool_),
             **dict.fromkeys(self._REALS, np.float64),
@@ -112,29 +117,45 @@ class SequenceTable:
             self._rows = used[np.argsort(self.order[used])]
         return self._rows
 
-    @property
-    def has_deterministic(self) -> bool:
-        """Whether any of the sequences is deterministic."""
-        return bool(self.deterministic[self.rows].any())
+    def any(self, name: str) -> bool:
+        """Whether ``name``, a column of what a sequence is, is not 0 for some of them."""
+        found = self._any.get(name)
+        if found is None:
+            assert name in self._FIXED, name
+            found = self._any[name] = bool(getattr(self, name)[self.rows].any())
+        return found
 
-    def add(self, sequence: Any, order: int) -> int:
-        """A row for a sequence, zero in every other column and without pages."""
+    def places(self, name: str, rows: Array) -> list[int]:
+        """Places of those of ``rows`` [n] where the column ``name`` of ``any`` is not 0."""
+        if not self.any(name):
+            return []
+        found: list[int] = getattr(self, name)[rows].nonzero()[0].tolist()
+        return found
+
+    def add(self, sequence: Any, **columns: Any) -> int:
+        """A row for a sequence with these ``columns``, zero in every other and without pages."""
+        assert columns.keys() <= self._columns.keys(), columns
         if not self._free:
             self._add_rows(max(FIRST_ROWS, len(self.sequences)))
         row = self._free.pop()
         self.sequences[row] = sequence
-        self._rows = None
         for name in self._columns:
-            getattr(self, name)[row] = 0
-        self.order[row], self.used[row] = order, True
+            getattr(self, name)[row] = columns.get(name, 0)
+        self.used[row] = True
         self.pages[row] = 0
+        self._changed()
         return row
 
     def remove(self, row: int) -> None:
         """Free a row."""
         self.sequences[row], self.used[row] = None, False
         self._free.append(row)
+        self._changed()
+
+    def _changed(self) -> None:
+        """Other rows are in use."""
         self._rows = None
+        self._any = {}
 
     def set_ids(self, row: int, first: int, ids: list[int]) -> None:
         """Write tokens from place ``first`` on."""
@@ -187,15 +208,23 @@ class SequenceTable:
         limits = np.minimum(self.window[rows], self.most[rows] - self.length[rows] - 1)
         return np.where(self.draft_free[rows], 0, limits)
 
+    def drafts_are_full(self, rows: Array) -> Array:
+        """[n] bool: whether no further draft may wait, or the drafter has ended them."""
+        if not len(rows):
+            return np.zeros(0, np.bool_)
+        ended = self.proposed[rows] | self.draft_ended[rows]
+        return ended | (self.num_drafts[rows] >= self.draft_limits(rows))
+
     def commit(self, rows: Array, counts: Array, tokens: Array) -> None:
         """Append the first ``counts`` [n] of ``tokens`` [n, W] to each of ``rows`` [n].
 
         A draft in the place of a token is replaced by it; those behind stay in their places.
         """
         starts = self.length[rows]
-        self.make_room(int((starts + counts).max(initial=0)))
+        ends = starts + counts
+        self.make_room(int(ends.max(initial=0)))
         _write(self.ids, rows, starts, counts, tokens)
-        self.length[rows] = starts + counts
+        self.length[rows] = ends
 
     def write_logprobs(self, rows: Array, starts: Array, counts: Array, values: Array) -> None:
         """The first ``counts`` [n] of ``values`` [n, W] for the tokens from ``starts`` [n] on."""

@@ -1,0 +1,46 @@
+"""What users see of a request: an event while it grows, its output at the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tinyspec.engine.tokenization import decode
+from tinyspec.outputs import Completion, RequestOutput, StreamEvent
+from tinyspec.scheduler.request import Request, Sequence
+
+
+def output_of(request: Request, tokenizer: Any) -> RequestOutput:
+    """A finished request."""
+    return RequestOutput(
+        request_id=request.request_id,
+        prompt_token_ids=request.prompt,
+        params=request.params,
+        completions=[_completion_of(sequence, tokenizer) for sequence in request.sequences],
+        fingerprint=request.fingerprint,
+        prompt_logprobs=request.prompt_logprobs or None,
+    )
+
+
+def event_of(sequence: Sequence, committed: int) -> StreamEvent:
+    """The event of a sequence's newest ``committed`` tokens."""
+    end = sequence.length
+    return StreamEvent(
+        request_id=sequence.request.request_id,
+        index=sequence.index,
+        token_ids=sequence.ids(end - committed, end),
+        logprobs=sequence.last_logprobs(committed) if sequence.params.logprobs else None,
+        finish_reason=sequence.finish_reason,
+    )
+
+
+def _completion_of(sequence: Sequence, tokenizer: Any) -> Completion:
+    token_ids = sequence.ids(sequence.request.num_prompt, sequence.length)
+    return Completion(
+        token_ids=token_ids,
+        text=decode(tokenizer, token_ids),
+        logprobs=sequence.logprobs if sequence.params.logprobs else None,
+        top_logprobs=sequence.top_logprobs if sequence.params.top_logprobs else None,
+        finish_reason=sequence.finish_reason,
+        error=sequence.error,
+        stats=sequence.stats,
+    )
