@@ -30,6 +30,7 @@ from benchmarks.workloads import DEVICE, of_shapes
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.engine.core import EngineCore
 from tinyspec.runner.batch import Batch
+from tinyspec.runner.sampler import Sampler
 from tinyspec.scheduler.scheduler import Scheduler
 
 VOCAB = 256
@@ -49,7 +50,7 @@ PARTS = {
     "propose": (EngineCore, "_propose"),
     "schedule": (Scheduler, "schedule"),
     "batch": (Batch, "of"),
-    "sample": (EngineCore, "_sample"),
+    "sample": (Sampler, "sample"),
     "commit": (EngineCore, "_commit"),
 }
 

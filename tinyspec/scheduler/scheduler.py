@@ -90,6 +90,8 @@ class Scheduler:
 
     def schedule(self) -> Pass | None:
         """The next pass, its pages granted; None when nothing can run."""
+        if self.table.foresees:  # the table as it will be: nobody enters or leaves
+            return self._plan()
         self.admission.admit()
         while (planned := self._plan()) is None and len(self.table) > 1:
             # The rows of a pass went to sequences that found no pages.
@@ -229,6 +231,8 @@ class Scheduler:
         order = self.table.by_priority(rows)
         works = Works.of(self.table, rows[order], kinds[order], counts[order])
         granted = self.admission.make_room(works.rows, works.ends)
+        if self.table.foresees and not granted.all():  # to be planned with preemption
+            granted[:] = False
         return works if granted.all() else works.take(granted)
 
     def _without_followers(self, rows: Array) -> Array:
