@@ -83,7 +83,7 @@ class Transfer:
         self._event: torch.cuda.Event | None = None
         there = [tensor for tensor in tensors if tensor is not None]
         if there[0].device.type != "cpu":
-            packed = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in there])
+            packed = pack(there)
             pinned = packed.device.type == "cuda"
             size = packed.shape
             self._host = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
@@ -94,19 +94,31 @@ class Transfer:
 
     def fetch(self) -> list[Array | None]:
         """Waits until they have arrived."""
+        if all(tensor is None or tensor.device.type == "cpu" for tensor in self._tensors):
+            return [None if tensor is None else tensor.numpy() for tensor in self._tensors]
         if self._event is not None:
             self._event.synchronize()
-        found: list[Array | None] = []
-        first = 0
-        for tensor in self._tensors:
-            if tensor is None or tensor.device.type == "cpu":
-                found.append(None if tensor is None else tensor.numpy())
-                continue
-            end = first + tensor.numel() * tensor.element_size()
-            values = self._host[first:end].numpy().view(_NUMPY[tensor.dtype])
-            found.append(values.reshape(tuple(tensor.shape)))
-            first = end
-        return found
+        return unpack(self._host.numpy(), self._tensors)
 
 
 _NUMPY = {torch.int64: "int64", torch.int32: "int32", torch.float32: "float32"}
+
+
+def pack(tensors: list[Tensor]) -> Tensor:
+    """The bytes of ``tensors``, one after the other: [n] uint8."""
+    return torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
+
+
+def unpack(packed: Array, tensors: list[Tensor | None]) -> list[Array | None]:
+    """Arrays in the shapes of ``tensors`` from their bytes."""
+    found: list[Array | None] = []
+    first = 0
+    for tensor in tensors:
+        if tensor is None:
+            found.append(None)
+            continue
+        end = first + tensor.numel() * tensor.element_size()
+        values = packed[first:end].view(_NUMPY[tensor.dtype])
+        found.append(values.reshape(tuple(tensor.shape)))
+        first = end
+    return found
