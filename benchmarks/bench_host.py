@@ -31,6 +31,7 @@ from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.determinism.probes.attention import MANY_ROWS
 from tinyspec.engine.core import EngineCore
 from tinyspec.runner.batch import Batch
+from tinyspec.runner.sampler import Sampler
 from tinyspec.scheduler.scheduler import Scheduler
 
 VOCAB = 256
@@ -50,7 +51,7 @@ PARTS = {
     "propose": (EngineCore, "_propose"),
     "schedule": (Scheduler, "schedule"),
     "batch": (Batch, "of"),
-    "sample": (EngineCore, "_sample"),
+    "sample": (Sampler, "sample"),
     "commit": (EngineCore, "_commit"),
 }
 

@@ -39,6 +39,11 @@ def pytest_unconfigure() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     budget.add_options(parser)
+    parser.addoption(
+        "--overlap",
+        action="store_true",
+        help="run every engine of these processes with overlap, on a device whose results are late",
+    )
     tally.add_options(parser)
 
 
@@ -55,6 +60,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if "gpu" in item.keywords:
                 item.add_marker(absent)
     budget.select(config, items)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _overlap(request) -> Iterator[None]:
+    """What ``--overlap`` asks for."""
+    from tests.support.late_device import force
+
+    with pytest.MonkeyPatch.context() as patches:
+        if request.config.getoption("--overlap"):
+            force(patches)
+        yield
+
+
+@pytest.fixture
+def late_device(monkeypatch) -> None:
+    """As ``--overlap``, for engines of one test."""
+    from tests.support.late_device import force
+
+    force(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -49,6 +49,7 @@ BAD_CONFIG = {
     "kv_dtype": ("fp8", None),
     "cuda_graphs": (True, None),
     "linear": ("sometimes", None),
+    "overlap": (1, "yes"),
 }
 
 

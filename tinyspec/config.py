@@ -44,6 +44,8 @@ class EngineConfig:
     linear: which linears the ``linear`` kernel serves, whose rows do not depend on the row count:
         "auto" those that would make the reference bucket unsound, "always" all (every bucket is
         canonical then), "never" none.
+    overlap: draw up and launch the next pass while the device runs one, where it does not depend on
+        its results; changes no bit of a deterministic request (None: on a GPU, not on a CPU).
     kv_dtype, cuda_graphs: "auto" and False in this version.
 
     Raises ValueError naming the field, its value and what is allowed.
@@ -67,6 +69,7 @@ class EngineConfig:
     prefix_cache: bool = True
     cuda_graphs: bool = False
     linear: str = "auto"
+    overlap: bool | None = None
 
     def __post_init__(self) -> None:
         def at_least(field: str, least: int) -> None:
@@ -104,6 +107,7 @@ class EngineConfig:
                 raise refuse("memory_fraction", self.memory_fraction, "a number in (0, 1]")
             if self.num_pages is not None:
                 raise refuse("memory_fraction", self.memory_fraction, "None with num_pages")
+        one_of("overlap", (None, False, True))
         one_of("verify", VERIFY)
         one_of("backend", BACKENDS)
         one_of("kv_dtype", ("auto",))
@@ -136,4 +140,5 @@ class EngineConfig:
             max_model_len=length,
             page_size=self.page_size or (128 if cpu else 16),
             backend=backend,
+            overlap=not cpu if self.overlap is None else self.overlap,
         )

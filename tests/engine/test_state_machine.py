@@ -48,7 +48,7 @@ STYLES = (
 @cache
 def oracle(model: tuple[str, str]) -> Engine:
     """Runs requests alone, in another model of the same weights; nothing cached."""
-    return engine_of(model_of(*model), prefix_cache=False)
+    return engine_of(model_of(*model), prefix_cache=False, overlap=False)
 
 
 @cache

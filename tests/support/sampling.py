@@ -57,7 +57,9 @@ def batch_of(rows: list[SampleRow]) -> SampleBatch:
 
 def sample_rows(sampler, logits, rows: list[SampleRow]) -> list[SampledToken]:
     """One result a row."""
-    found = sampler.sample(logits, batch_of(rows))
+    sampling = sampler.sample(logits, batch_of(rows))
+    logprobs = None if sampling.logprobs is None else sampling.logprobs.cpu().numpy()
+    found = sampling.on_host(sampling.tokens.cpu().numpy(), logprobs)
     results = []
     for n, token in enumerate(found.tokens.tolist()):
         special = found.special.get(n, SpecialResult(error=NOT_FINITE))

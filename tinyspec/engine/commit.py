@@ -54,39 +54,51 @@ class Committer:
         return commits
 
     def commit(
-        self, rows: Array, firsts: Array, counts: Array, found: Sampled, cache: KVCache
+        self,
+        rows: Array,
+        firsts: Array,
+        counts: Array,
+        found: Sampled,
+        decisions: Array | None,
+        cache: KVCache,
     ) -> None:
         """Commit ``counts`` [n] of the tokens ``found``, from places ``firsts`` [n] on, to each of
-        the sequences in ``rows`` [n]. Raises afterwards what a criterion raised but Exceptions."""
-        rows, firsts, counts = self._alive(rows, firsts, counts)  # processors may have ended some
-        self._commit(rows, firsts, counts, found, cache)
+        the sequences in ``rows`` [n]. decisions [5, n]: of ``accept_truncate`` for those with
+        drafts, 0 for others; None where there are no others. Raises afterwards what a criterion
+        raised but Exceptions."""
+        if decisions is None:
+            self._commit_newest(rows, firsts, found)
+        else:
+            self._commit_verified(rows, firsts, counts, found, decisions, cache)
         if self._raised is not None:
             error, self._raised = self._raised, None
             raise error
 
-    def _alive(self, rows: Array, *columns: Array) -> tuple[Array, ...]:
-        """``rows`` [n] that are still in use, and their ``columns``, [n] each."""
-        used = self.table.used[rows]
-        every = np.count_nonzero(used) == len(rows)
-        return (rows, *columns) if every else tuple(column[used] for column in (rows, *columns))
-
-    def _commit(
-        self, rows: Array, firsts: Array, counts: Array, found: Sampled, cache: KVCache
+    def _commit_verified(
+        self,
+        rows: Array,
+        firsts: Array,
+        counts: Array,
+        found: Sampled,
+        decisions: Array,
+        cache: KVCache,
     ) -> None:
-        drafted = self.table.num_drafts[rows] > 0
+        """As ``commit``, where some have drafts."""
+        drafted = decisions[0] > 0
         self._commit_newest(rows[~drafted], firsts[~drafted], found)
-        if not np.count_nonzero(drafted):
-            return
         rows, firsts, counts = rows[drafted], firsts[drafted], counts[drafted]
-        places = firsts[:, None] + np.minimum(np.arange(counts.max()), counts[:, None] - 1)
+        if not len(rows):
+            return
+        place = np.arange(counts.max())
+        places = firsts[:, None] + np.minimum(place, counts[:, None] - 1)
         targets = found.tokens[places]
-        targets[np.arange(counts.max()) >= counts[:, None]] = -1
-        good = (targets < 0).argmax(1)
-        good[(targets >= 0).all(1)] = targets.shape[1]
+        targets[place >= counts[:, None]] = -1
+        good = (targets >= 0).cumprod(1).sum(1)
         broken = [self.table.sequences[row] for row in rows[good < counts].tolist()]
         some = good > 0
         if some.any():
-            self._verify(rows[some], places[some], targets[some], good[some], found)
+            decided = decisions[:, drafted][:, some]
+            self._verify(rows[some], places[some], targets[some], decided, found)
         for sequence in broken:
             if not sequence.finished:
                 self._retry_without_drafts(sequence, cache)
@@ -123,38 +135,18 @@ class Committer:
         cache.zero_tail(sequence.pages, kept)
 
     def _verify(
-        self, rows: Array, places: Array, targets: Array, counts: Array, found: Sampled
+        self, rows: Array, places: Array, targets: Array, decisions: Array, found: Sampled
     ) -> None:
-        """Compare drafts with the ``counts`` [n] verifier's tokens ``targets`` [n, W] and commit,
-        for all sequences in one launch."""
-        table = self.table
-        drafts = table.num_drafts[rows]
-        width = max(targets.shape[1], int(drafts.max()))
-        place = np.arange(width)
-        table.make_room(int(table.length[rows].max()) + width)
-        guessed = table.ids[rows[:, None], table.length[rows][:, None] + place]
-        guessed[place >= drafts[:, None]] = -1
-        padded = np.full((len(rows), width), -1, np.int64)
-        padded[:, : targets.shape[1]] = targets
-
-        def tensor(values: Array) -> torch.Tensor:
-            return torch.from_numpy(values).to(self.device)
-
-        columns = (counts, drafts, table.length[rows] - 1, table.most[rows] - table.length[rows])
-        accepted = self.kernels.accept_truncate(
-            tensor(guessed),
-            tensor(padded),
-            *(tensor(column.astype(np.int32)) for column in columns),
-            tensor(table.stops[rows]),
-            tensor(table.num_pages[rows].astype(np.int32)),
-            self.admission.pool.page_size,
-        )
-        committed, agreed, left, freed, stopped = torch.stack(accepted).cpu().numpy().astype(int)
+        """Commit, of the verifier's tokens ``targets`` [n, W], what ``accept_truncate`` decided."""
+        table, drafts = self.table, self.table.num_drafts[rows]
+        committed, agreed, left, freed, stopped = decisions
         counts, ended = self._append(rows, committed, targets, places, stopped > 0, found)
         dropped = np.where(agreed < np.minimum(committed, drafts), drafts - agreed, 0)
         self._count(rows, np.minimum(agreed, counts), dropped)
         self._finish(rows, counts, targets, ended)
         unfinished = table.used[rows]
+        # The newest draft was not known to be none when the decision was made.
+        left = np.minimum(left, np.maximum(drafts - committed, 0))
         table.num_drafts[rows[unfinished]] = left[unfinished]
         done = rows[unfinished & (left == 0)]
         table.proposed[done] = table.draft_ended[done] = False
@@ -206,8 +198,10 @@ class Committer:
     def _finish(self, rows: Array, counts: Array, tokens: Array, stopped: Array) -> None:
         """After ``counts`` [n] of ``tokens`` [n, W] were added: KV before the newest is final, full
         pages can be shared, and sequences that ``stopped`` leave."""
-        table = self.table  # a criterion may have ended some
-        rows, counts, tokens, stopped = self._alive(rows, counts, tokens, stopped)
+        table = self.table
+        alive = table.used[rows]  # a criterion may have ended some
+        if np.count_nonzero(alive) < len(rows):
+            rows, counts, tokens, stopped = (x[alive] for x in (rows, counts, tokens, stopped))
         table.settle(rows)
         for row in rows[table.draft_free[rows]].tolist():
             table.sequences[row].forbid_drafts(False)

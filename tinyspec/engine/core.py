@@ -1,24 +1,28 @@
-"""One step: propose drafts, schedule a pass, run it, sample, commit. Knows no user and no text."""
+"""One step: propose drafts, schedule a pass, launch it, fetch its results, commit. Knows no user
+and no text.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import index
 
 import numpy as np
-from torch import Tensor
 
 from tinyspec.engine.commit import Commits, Committer
 from tinyspec.engine.drafter import Drafter, FastPath, NgramDrafter
+from tinyspec.engine.launched import Launched, is_special
+from tinyspec.engine.launcher import FailedPass, Launcher
 from tinyspec.model.torch_state import callers_modes
 from tinyspec.runner.model_runner import ModelRunner
-from tinyspec.runner.sampler import SampleBatch, Sampled, Sampler, SpecialRow, chosen_logprobs
+from tinyspec.runner.sampler import Sampled, Sampler
 from tinyspec.scheduler.admission import Admission
-from tinyspec.scheduler.passes import DRAFT, KINDS, EngineStats, Pass, PassRecord, spread
-from tinyspec.scheduler.request import Request, Sequence
+from tinyspec.scheduler.passes import DRAFT, KINDS, EngineStats, Pass, PassRecord
+from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.scheduler import Scheduler
 from tinyspec.scheduler.sequence_table import Array
 
@@ -34,12 +38,15 @@ class EngineCore:
     committer: Committer
     drafter: Drafter
     records: deque[PassRecord]
+    overlap: bool = False
     stats: EngineStats = field(default_factory=EngineStats)
+    _under_way: Launched | None = None
     _proposed: int = 0
     _number: int = 0
 
     def __post_init__(self) -> None:
         self.table = self.admission.table
+        self.launcher = Launcher(self.admission, self.runner, self.sampler, self.committer)
 
     @property
     def drafts_by_user(self) -> bool:
@@ -48,24 +55,68 @@ class EngineCore:
 
     def step(self, before_pass: Callable[[], None] | None = None) -> Commits:
         """Run one pass, in the state of ``runner.torch_state``; what it committed. before_pass:
-        called once drafts are proposed."""
+        called once drafts are proposed. With ``overlap`` the pass after it is under way then."""
         began = time.perf_counter()
-        self._propose()
+        launched = self._next(before_pass)
+        if launched is None:
+            return self.committer.take()
+        if self.overlap:
+            self._under_way = self._look_ahead(launched)
+        try:
+            results = launched.fetch()
+        except FailedPass as failure:
+            assert isinstance(failure.__cause__, Exception)
+            self._isolate_failure(launched, failure.__cause__)
+        else:
+            self._commit(launched, *results)
+        commits = self.committer.take()
+        self._close(launched.record, commits, time.perf_counter() - began)
+        return commits
+
+    def _next(self, before_pass: Callable[[], None] | None) -> Launched | None:
+        """The pass to be committed next: the one that is under way, or a new one."""
+        if self._under_way is None or not self._under_way.alive.any():
+            self._drop_under_way()
+            self._propose()
         if before_pass is not None:
             before_pass()
+        if self._under_way is not None and self._under_way.alive.any():
+            launched, self._under_way = self._under_way, None
+            return launched
+        self._drop_under_way()
         work_pass = self.scheduler.schedule()
-        if work_pass is None:
-            return self.committer.take()
-        record = self._record(work_pass)
-        try:
-            logits, firsts = self._run(work_pass)
-        except Exception as error:
-            self._isolate_failure(work_pass, error)
-        else:
-            self._commit(work_pass, *self._sample(work_pass, logits, firsts))
-        commits = self.committer.take()
-        self._close(record, commits, time.perf_counter() - began)
-        return commits
+        return None if work_pass is None else self._launch(work_pass)
+
+    def _launch(self, work_pass: Pass, before: Launched | None = None) -> Launched:
+        return self.launcher.launch(work_pass, self._record(work_pass), before)
+
+    def _look_ahead(self, launched: Launched) -> Launched | None:
+        """Launch the pass after ``launched``, whose results are not in, where it can be drawn up
+        without them: what they would change is left out when they are committed."""
+        ahead = isinstance(self.drafter, FastPath) and launched.predictable
+        if not ahead or not launched.alive.all():
+            return None
+        with launched.foresight():
+            if not self.admission.settled:
+                return None
+            work_pass = self.scheduler.schedule()
+            if work_pass is None or is_special(work_pass):
+                return None
+            return self._launch(work_pass, launched)
+
+    def settle(self) -> None:
+        """Wait for a pass that is under way: to call when no request is unfinished, so that its
+        tokens are nobody's."""
+        if self._under_way is not None:
+            with self.runner.torch_state():
+                self._drop_under_way()
+
+    def _drop_under_way(self) -> None:
+        """Wait for a pass whose sequences are gone; what it raised concerns nobody."""
+        launched, self._under_way = self._under_way, None
+        if launched is not None:
+            with suppress(Exception):
+                launched.pending.fetch()
 
     def recover(self) -> Commits:
         """After a step that raised: all running sequences are computed again. Returns what the step
@@ -73,12 +124,16 @@ class EngineCore:
         self.admission.preempt_all()
         return self.committer.take()
 
-    def _isolate_failure(self, work_pass: Pass, error: Exception) -> None:
+    def _isolate_failure(self, launched: Launched, error: Exception) -> None:
         """The pass raised: run its sequences one by one, then without drafts, then with fewer rows;
         the one that raises all the same fails."""
-        sequences = work_pass.sequences
-        if len(sequences) > 1:
+        work_pass = launched.work_pass
+        table, rows = work_pass.table, work_pass.works.rows[launched.alive]
+        sequences: list[Sequence] = [table.sequences[row] for row in rows.tolist()]
+        if len(work_pass.works) > 1:
             self.admission.isolate(sequences)
+        elif not sequences:
+            return
         elif sequences[0].num_drafts:
             sequences[0].forbid_drafts()
             self.admission.isolate(sequences)
@@ -145,106 +200,73 @@ class EngineCore:
         sequence.stats.drafted += len(drafts)
         self._proposed += len(drafts)
 
-    def _run(self, work_pass: Pass) -> tuple[Tensor, Array]:
-        """Run the pass; its logits, and for each work the first row that yields a token."""
-        works = work_pass.works
-        offsets = works.yields.cumsum() - works.yields
-        wanted, ends = offsets, works.counts.cumsum()
-        if not works.single:
-            wanted = spread(ends - works.yields, works.yields)
-        unscored = _unscored(work_pass)
-        fresh = self.admission.pool.take_fresh()
-        if not unscored:
-            return self.runner.run(work_pass, fresh, wanted), offsets
-        # Rows of prompts whose logits give a missing log-probability come first.
-        more = [ends[n] - works.counts[n] + p - works.starts[n] for n, p in unscored]
-        logits = self.runner.run(work_pass, fresh, np.array([*more, *wanted.tolist()]))
-        self._score_prompts(work_pass, unscored, logits)
-        return logits[len(unscored) :], offsets
+    def _commit(
+        self,
+        launched: Launched,
+        found: Sampled,
+        decisions: Array | None,
+        prompt_logprobs: Array | None,
+    ) -> None:
+        """Mark what the works have computed, start the siblings that wait for it, and commit tokens
+        or keep them as drafts, whose errors are left to the verify. What is not alive is left out.
+        """
+        table, works, alive = self.table, launched.works, launched.alive
+        drafts = works.kinds == DRAFT
+        final = alive & ~drafts
+        table.advance(works.rows[final], works.ends[final], launched.work_pass.canonical)
+        if prompt_logprobs is not None:
+            self._keep_prompt_logprobs(launched, alive, prompt_logprobs)
+        rows, firsts, counts = launched.rows, launched.firsts, launched.counts
+        kept = final[launched.work]
+        if launched.leads:
+            rows = self._start_siblings(launched, alive)
+            kept &= rows >= 0
+        if drafts.any():
+            drafting = (alive & drafts)[launched.work]
+            # What follows a draft that ended the drafts was drafted before that was known.
+            drafting &= ~table.draft_ended[rows]
+            table.draft(rows[drafting], found.tokens[firsts[drafting]])
+        if not kept.all():
+            rows, firsts, counts = rows[kept], firsts[kept], counts[kept]
+            decisions = None if decisions is None else decisions[:, kept]
+        if len(rows):
+            self.committer.commit(rows, firsts, counts, found, decisions, self.runner.cache)
 
     @staticmethod
-    def _score_prompts(work_pass: Pass, unscored: list[tuple[int, int]], logits: Tensor) -> None:
-        """Log-probabilities of the prompt tokens after the positions ``unscored``, (work, position)
-        each, from the leading ``logits``."""
-        requests = [sequence.request for sequence in work_pass.sequences]
-        targets = [requests[n].prompt[p + 1] for n, p in unscored]
-        values = chosen_logprobs(logits[: len(unscored)], targets)
-        for (n, position), value in zip(unscored, values, strict=True):
-            requests[n].prompt_logprobs[position + 1] = value
+    def _keep_prompt_logprobs(launched: Launched, alive: Array, values: Array) -> None:
+        table, rows = launched.work_pass.table, launched.works.rows
+        for (n, position), value in zip(launched.unscored, values.tolist(), strict=True):
+            if alive[n]:
+                request = table.sequences[rows[n]].request
+                request.prompt_logprobs[position + 1] = value
 
-    def _advance(self, work_pass: Pass) -> list[tuple[int, Sequence]]:
-        """Mark what the works have computed, and start the siblings that wait for a prompt; returns
-        these, and which work computed it."""
-        works = work_pass.works
-        final = works.take(works.kinds != DRAFT) if work_pass.has_drafts else works
-        self.table.advance(final.rows, final.ends, work_pass.canonical)
-        started = []
-        # Where siblings wait, nothing is drafted.
-        waits = self.table.draft_free[works.rows] & (works.yields > 0)
-        for n in waits.nonzero()[0].tolist():
-            leader = self.table.sequences[works.rows[n]]
+    def _start_siblings(self, launched: Launched, alive: Array) -> Array:
+        """Start the siblings of prompts that are computed, those without a place wait; the rows of
+        ``launched``, siblings' own among them, -1 for those that do not start."""
+        places = {sibling: place for place, sibling in launched.siblings}
+        rows = launched.rows.copy()
+        rows[list(places.values())] = -1
+        works = launched.works
+        waits = alive & self.table.draft_free[works.rows] & (works.yields > 0)
+        for row in works.rows[waits].tolist():
+            leader = self.table.sequences[row]
             while leader.siblings:
                 sibling = leader.siblings.pop(0)
-                if not self.admission.can_fork(leader):
+                if sibling not in places or not self.admission.can_fork(leader):
                     self.admission.add(sibling)
                     continue
                 if (copy := self.admission.fork(leader, sibling)) is not None:
                     self.runner.cache.copy_page(*copy)
-                started.append((n, sibling))
+                rows[places[sibling]] = sibling.row
             leader.forbid_drafts(leader.draft_free)
-        return started
-
-    def _sample(
-        self, work_pass: Pass, logits: Tensor, firsts: Array
-    ) -> tuple[Array, Array, Sampled]:
-        """A token for every row that yields one, and one for each sibling that starts. Returns
-        rows of the sequence table, how many of the tokens are each one's, and the tokens."""
-        works = work_pass.works
-        started = self._advance(work_pass)
-        rows, yields, ends = works.rows, works.yields, works.ends
-        if works.single and not started:
-            return rows, yields, self.sampler.sample(logits, self._batch(rows, firsts, ends))
-        some = yields > 0
-        rows, yields, ends, firsts = (x[some] for x in (rows, yields, ends, firsts))
-        if started:
-            leaders = np.searchsorted(np.flatnonzero(some), [n for n, _ in started])
-            rows = np.append(rows, [sibling.row for _, sibling in started])
-            yields, ends, firsts = (np.append(x, x[leaders]) for x in (yields, ends, firsts))
-        batch = self._batch(
-            rows.repeat(yields), spread(firsts, yields), spread(ends - yields + 1, yields)
-        )
-        return rows, yields, self.sampler.sample(logits, batch)
-
-    def _batch(self, row: Array, logits_row: Array, position: Array) -> SampleBatch:
-        """What the sampler needs to know of the sequences in ``row`` [N] of the table."""
-        table = self.table
-        names = ("key", "temperature", "top_k", "top_p", "min_p")
-        key, temperature, top_k, top_p, min_p = (getattr(table, name)[row] for name in names)
-        wanted = bool(table.places("logprobs_wanted", row))
-        special = {
-            n: _special_row(table.sequences[row[n]], int(position[n]))
-            for n in table.places("special_sampling", row)
-        }
-        return SampleBatch(
-            logits_row, key, position, temperature, top_k, top_p, min_p, wanted, special
-        )
-
-    def _commit(self, work_pass: Pass, rows: Array, counts: Array, found: Sampled) -> None:
-        """Commit tokens; keep drafts, whose errors are left to the verify."""
-        firsts = counts.cumsum() - counts
-        if work_pass.has_drafts:
-            drafting = np.isin(rows, work_pass.works.rows[work_pass.works.kinds == DRAFT])
-            self.table.draft(rows[drafting], found.tokens[firsts[drafting]])
-            rows, firsts, counts = (x[~drafting] for x in (rows, firsts, counts))
-        if len(rows):
-            self.committer.commit(rows, firsts, counts, found, self.runner.cache)
+        return rows
 
     def _record(self, work_pass: Pass) -> PassRecord:
         works, running = work_pass.works, len(self.table)
         rows = np.bincount(works.kinds, works.counts, len(KINDS)).astype(int).tolist()
         sequences = np.bincount(works.kinds, minlength=len(KINDS)).tolist()
         return PassRecord(
-            number=self._number,
+            number=0,
             bucket=work_pass.bucket,
             canonical=work_pass.canonical,
             rows=dict(zip(KINDS, rows, strict=True)),
@@ -257,7 +279,7 @@ class EngineCore:
         )
 
     def _close(self, record: PassRecord, commits: Commits, seconds: float) -> None:
-        record.seconds = seconds
+        record.number, record.seconds = self._number, seconds
         record.drafted = record.sequences.get(KINDS[DRAFT], 0) + self._proposed
         self._proposed = 0
         for name in ("committed", "accepted", "rolled_back", "rollbacks"):
@@ -268,29 +290,3 @@ class EngineCore:
         self.records.append(record)
         self.stats.add(record)
         self.scheduler.acceptance = (self.stats.accepted + 1) / (self.stats.drafted + 2)
-
-
-def _unscored(work_pass: Pass) -> list[tuple[int, int]]:
-    """(work, position) of prompt rows whose logits give a log-probability that is missing."""
-    table, works = work_pass.table, work_pass.works
-    found = []
-    for n in table.places("scores_prompt", works.rows):
-        request: Request = table.sequences[works.rows[n]].request
-        last = min(int(works.ends[n]), request.num_prompt - 1)
-        positions = range(int(works.starts[n]), last)
-        found += [(n, p) for p in positions if request.prompt_logprobs[p + 1] is None]
-    return found
-
-
-def _special_row(sequence: Sequence, position: int) -> SpecialRow:
-    request, params = sequence.request, sequence.params
-    generated = position - request.num_prompt
-    forced = sequence.given_tokens if sequence.teacher_forced else None
-    return SpecialRow(
-        params,
-        generated,
-        sequence.before(position) if params.needs_history else [],
-        -1 if forced is None else forced[generated],
-        request.keeps_scores,
-        request.keeps_logits,
-    )

@@ -94,8 +94,8 @@ class Engine:
         check_parity(self.patched, runner)
         committer = Committer(kernels, admission, self.tokenizer, runner.device)
         records: deque[PassRecord] = deque(maxlen=None if config.trace else RECORDS_KEPT)
-        sampler = Sampler(kernels)
-        self.core = EngineCore(admission, scheduler, runner, sampler, committer, drafter, records)
+        parts = (admission, scheduler, runner, Sampler(kernels), committer, drafter, records)
+        self.core = EngineCore(*parts, overlap=bool(config.overlap))
         self.contract = Contract(self.model, runner, config)
         self._inputs = InputProcessor(self.model, self.tokenizer, config, self.pool)
         self.tracker = RequestTracker(self.core, self.contract, self.tokenizer)
@@ -126,6 +126,7 @@ class Engine:
         if self._closed:
             return
         self.tracker.cancel(list(self.tracker.requests.values()))
+        self.core.settle()
         self.runner.release()
         self.contract.rest()
         self.runner.tiles.unbind()
@@ -182,6 +183,7 @@ class Engine:
     def _refuse_unfinished(self, what: str) -> None:
         if unfinished := len(self.tracker.requests):
             raise refuse(what, f"{unfinished} unfinished requests", "none")
+        self.core.settle()
 
     @property
     def fingerprint(self) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tinyspec.kernels.attention_metadata import AttentionMetadata
+from tinyspec.runner.device_queue import to_device
 from tinyspec.scheduler.passes import Pass, spread
 from tinyspec.scheduler.sequence_table import Array
 
@@ -47,7 +48,7 @@ class Batch:
         page_table = np.ascontiguousarray(table.pages[works.rows, :width])
 
         def tensor(values: Array) -> Tensor:
-            return torch.from_numpy(values).to(device)
+            return to_device(values, device)
 
         ids, positions, slot_mapping = tensor(packed).unbind()
         metadata = AttentionMetadata(

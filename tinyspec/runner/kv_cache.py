@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tinyspec.model.attention_calls import LayerShape
+from tinyspec.runner.device_queue import to_device
 
 
 class KVCache:
@@ -55,7 +57,7 @@ class KVCache:
     def zero(self, pages: list[int]) -> None:
         """Zero whole pages."""
         if pages:
-            index = torch.tensor(pages, dtype=torch.int64, device=self.k[0].device)
+            index = to_device(np.array(pages, np.int64), self.k[0].device)
             for pool in (*self.k, *self.v):
                 pool.index_fill_(0, index, 0)
 

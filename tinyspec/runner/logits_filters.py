@@ -12,11 +12,14 @@ from torch import Tensor
 _ONE = 1 << 40
 
 
-def keep_top_k(logits: Tensor, k: Tensor) -> Tensor:
-    """Exclude (-inf) all but the ``k[n]`` highest of each row [N, V]; k = 0 keeps all."""
+def keep_top_k(logits: Tensor, k: Tensor, most: int | None = None) -> Tensor:
+    """Exclude (-inf) all but the ``k[n]`` highest of each row [N, V]; k = 0 keeps all.
+
+    most: the largest of ``k``, none of which is 0; without it the device is asked, and waited for.
+    """
     vocab = logits.shape[1]
-    k = torch.where(k > 0, k.clamp(max=vocab), vocab)
-    highest = logits.topk(int(k.max())).values
+    k = torch.where(k > 0, k.clamp(max=vocab), vocab).long()
+    highest = logits.topk(int(k.max()) if most is None else min(most, vocab)).values
     threshold = highest.gather(1, k[:, None] - 1)
     above = logits > threshold
     tied = logits == threshold

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -19,11 +19,24 @@ from tinyspec.model.row_tiles import RowTiles
 from tinyspec.model.supported import vocab_size
 from tinyspec.model.torch_state import TorchState
 from tinyspec.runner.batch import Batch
+from tinyspec.runner.device_queue import to_device
 from tinyspec.runner.kv_cache import KVCache
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.passes import Pass
 from tinyspec.scheduler.sequence_table import Array
+
+
+@dataclass
+class PackedPass:
+    """A pass as tensors. keep: rows whose logits are computed, of which the first ``count`` are
+    wanted; None: of all. fresh: pages to be zeroed first."""
+
+    batch: Batch
+    keep: Tensor | None
+    count: int
+    canonical: bool
+    fresh: list[int]
 
 
 class ModelRunner:
@@ -102,14 +115,13 @@ class ModelRunner:
         finally:
             context.k, context.v = before
 
-    def run(self, work_pass: Pass, fresh: list[int], wanted: Array) -> Tensor:
-        """Run a pass and return the logits of its rows ``wanted`` [N] int64: [N, V] fp32.
+    def pack(self, work_pass: Pass, fresh: list[int], wanted: Array) -> PackedPass:
+        """A pass as tensors, whose rows ``wanted`` [N] int64 give logits.
 
         fresh: pages newly allocated for it. The rows are gathered before the unembedding and padded
         to a bucket of their own, which is canonical in a canonical pass.
         """
-        self.cache.zero(fresh)
-        batch = Batch.of(work_pass, self.cache.page_size, self.device)
+        batch = Batch.of(work_pass, self.page_size, self.device)
         count = len(wanted)
         canonical = work_pass.canonical
         fit = self.buckets.fit_canonical if canonical else self.buckets.fit
@@ -119,8 +131,13 @@ class ModelRunner:
         if canonical or bucket < work_pass.bucket or others:
             kept = np.zeros(bucket, np.int64)
             kept[:count] = wanted
-            keep = torch.from_numpy(kept).to(self.device)
-        logits = self.forward(batch, keep, canonical)[:count]
+            keep = to_device(kept, self.device)
+        return PackedPass(batch, keep, count, canonical, fresh)
+
+    def run(self, packed: PackedPass) -> Tensor:
+        """Run a pass and return the logits of its rows ``wanted``: [N, V] fp32."""
+        self.cache.zero(packed.fresh)
+        logits = self.forward(packed.batch, packed.keep, packed.canonical)[: packed.count]
         self.after_pass()
         return logits
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from tinyspec.kernels.backend import Kernels
 from tinyspec.model.torch_state import callers_modes
+from tinyspec.runner.device_queue import to_device
 from tinyspec.runner.logits_filters import keep_min_p, keep_top_k, keep_top_p, penalise_repetition
 from tinyspec.sampling_params import SamplingParams
 from tinyspec.scheduler.sequence_table import Array
@@ -75,9 +77,38 @@ class SpecialResult:
 
 
 @dataclass
+class Sampling:
+    """What was sampled, on the device. tokens [N] int64, -1 where there is none; logprobs [N] fp32
+    if any row asked for its token's. special, errors: rows that need more and what processors
+    raised, by place; raw, scores: the logits that were given and those sampled from, of which
+    ``temperature`` [N] is still to be taken."""
+
+    tokens: Tensor
+    logprobs: Tensor | None = None
+    special: dict[int, SpecialRow] = field(default_factory=dict)
+    errors: dict[int, tuple[str, Exception]] = field(default_factory=dict)
+    raw: Tensor | None = None
+    scores: Tensor | None = None
+    temperature: Array | None = None
+
+    def on_host(self, tokens: Array, logprobs: Array | None) -> Sampled:
+        """The same with what special rows have besides; tokens, logprobs: as fetched."""
+        found = Sampled(tokens, logprobs)
+        for n, row in self.special.items():
+            if n in self.errors:
+                found.special[n] = SpecialResult(error=self.errors[n][0], cause=self.errors[n][1])
+            elif tokens[n] >= 0:
+                assert self.raw is not None and self.scores is not None
+                assert self.temperature is not None
+                temperature = float(self.temperature[n])
+                found.special[n] = _result(row, n, found, self.raw, self.scores, temperature)
+        return found
+
+
+@dataclass
 class Sampled:
-    """tokens [N] int64, -1 where there is none; logprobs [N] fp32 if any row asked for its token's;
-    special: what special rows have besides, by their places."""
+    """What was sampled, on the host. tokens [N] int64, -1 where there is none; logprobs [N] fp32 if
+    any row asked for its token's; special: what special rows have besides, by their places."""
 
     tokens: Array
     logprobs: Array | None = None
@@ -93,14 +124,14 @@ class Sampler:
     def __init__(self, kernels: Kernels):
         self.kernels = kernels
 
-    def sample(self, logits: Tensor, batch: SampleBatch) -> Sampled:
+    def sample(self, logits: Tensor, batch: SampleBatch) -> Sampling:
         """One token for each row of ``batch``; logits [N, V] fp32, left unchanged."""
         if not len(batch):
-            return Sampled(np.zeros(0, np.int64))
+            return Sampling(logits.new_zeros(0, dtype=torch.int64))
         device, count = logits.device, len(batch)
         raw = logits
         if count != len(logits) or np.count_nonzero(batch.logits_row != np.arange(count)):
-            raw = logits.index_select(0, _tensor(batch.logits_row, device))
+            raw = logits.index_select(0, to_device(batch.logits_row, device))
         scores, errors = self._process(raw, batch.special)
         temperature = batch.temperature
         if sampled := np.count_nonzero(temperature) > 0:
@@ -112,21 +143,19 @@ class Sampler:
         if any(row.forced >= 0 for row in batch.special.values()):
             places = np.full(count, -1)
             places[list(batch.special)] = [row.forced for row in batch.special.values()]
-            forced = _tensor(places, device)
+            forced = to_device(places, device)
         noise: tuple[Tensor | None, ...] = (None, None, None)
         if sampled:
             reals = temperature.astype(np.float32)
-            noise = tuple(_tensor(x, device) for x in (reals, batch.key, batch.position))
-        found = Sampled(
-            *_fetch(*self.kernels.sample(scores, *noise, logprobs=batch.logprobs, forced=forced))
+            noise = tuple(to_device(x, device) for x in (reals, batch.key, batch.position))
+        tokens, logprobs = self.kernels.sample(
+            scores, *noise, logprobs=batch.logprobs, forced=forced
         )
-        for n, row in batch.special.items():
-            if n in errors:
-                found.tokens[n] = -1
-                found.special[n] = SpecialResult(error=errors[n][0], cause=errors[n][1])
-            elif found.tokens[n] >= 0:
-                found.special[n] = self._result(row, n, found, raw, scores, float(temperature[n]))
-        return found
+        if errors:
+            tokens[list(errors)] = -1
+        if not batch.special:
+            return Sampling(tokens, logprobs)
+        return Sampling(tokens, logprobs, batch.special, errors, raw, scores, temperature)
 
     @staticmethod
     def _process(
@@ -163,68 +192,53 @@ class Sampler:
         device = scores.device
 
         def column(values: Array) -> Tensor:
-            return _tensor(values.astype(np.float32), device)
+            return to_device(values.astype(np.float32), device)
 
-        place = _tensor(filtered, device)
+        place = to_device(filtered, device)
         part = scores[place] / column(batch.temperature[filtered])[:, None]
         for values, off, keep in (
-            (batch.top_k[filtered], 0, keep_top_k),
+            (batch.top_k[filtered], 0, partial(keep_top_k, most=int(batch.top_k.max()))),
             (batch.top_p[filtered], 1, keep_top_p),
             (batch.min_p[filtered], 0, keep_min_p),
         ):
             some = np.flatnonzero(values != off)
             if len(some):
-                which = _tensor(some, device)
+                which = to_device(some, device)
                 amounts = column(values[some])
-                part[which] = keep(part[which], amounts.long() if keep is keep_top_k else amounts)
+                part[which] = keep(part[which], amounts)
         unsound = scores[place].isnan().any(-1, keepdim=True)
         scores = scores.clone()
         scores[place] = part.masked_fill(unsound, torch.nan)
         return scores
 
-    @staticmethod
-    def _result(
-        row: SpecialRow, n: int, found: Sampled, raw: Tensor, scores: Tensor, temperature: float
-    ) -> SpecialResult:
-        """What place ``n`` has beside its token; its log-probability, where it is the raw one."""
-        result, params = SpecialResult(), row.params
-        is_raw = params.logprobs_mode == "raw" and (params.logprobs or params.top_logprobs > 0)
-        if is_raw or params.top_logprobs:
-            own = raw if is_raw else scores
-            divisor = own.new_tensor([[1.0 if is_raw else temperature or 1.0]])
-            shares = torch.log_softmax(own[n : n + 1] / divisor, dim=-1)[0]
-            if is_raw:
-                assert found.logprobs is not None
-                found.logprobs[n] = float(shares[int(found.tokens[n])])
-            if params.top_logprobs:
-                # By the logits: two that differ may round to one log-probability.
-                best = own[n].sort(descending=True, stable=True).indices[: params.top_logprobs]
-                result.top = list(zip(best.tolist(), shares[best].tolist(), strict=True))
-        if row.keeps_scores:
-            result.scores = scores[n] / (temperature or 1.0)
-        if row.keeps_logits:
-            result.logits = raw[n].clone()
-        return result
-
-
-def _fetch(tokens: Tensor, logprobs: Tensor | None) -> tuple[Array, Array | None]:
-    """Tokens and log-probabilities on the host, by one transfer."""
-    if logprobs is None:
-        return tokens.cpu().numpy(), None
-    if tokens.device.type == "cpu":
-        return tokens.numpy(), logprobs.numpy()
-    both = torch.stack([tokens, logprobs.view(torch.int32).long()]).cpu().numpy()
-    return both[0], both[1].astype(np.int32).view(np.float32)
-
-
-def _tensor(values: Array, device: torch.device) -> Tensor:
-    """``values`` on the device."""
-    return torch.from_numpy(values).to(device)
-
 
 def _integers(values: list[int], device: torch.device) -> Tensor:
     """[n] int64."""
     return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+def _result(
+    row: SpecialRow, n: int, found: Sampled, raw: Tensor, scores: Tensor, temperature: float
+) -> SpecialResult:
+    """What place ``n`` has beside its token; its log-probability, where it is the raw one."""
+    result, params = SpecialResult(), row.params
+    is_raw = params.logprobs_mode == "raw" and (params.logprobs or params.top_logprobs > 0)
+    if is_raw or params.top_logprobs:
+        own = raw if is_raw else scores
+        divisor = own.new_tensor([[1.0 if is_raw else temperature or 1.0]])
+        shares = torch.log_softmax(own[n : n + 1] / divisor, dim=-1)[0]
+        if is_raw:
+            assert found.logprobs is not None
+            found.logprobs[n] = float(shares[int(found.tokens[n])])
+        if params.top_logprobs:
+            # By the logits: two that differ may round to one log-probability.
+            best = own[n].sort(descending=True, stable=True).indices[: params.top_logprobs]
+            result.top = list(zip(best.tolist(), shares[best].tolist(), strict=True))
+    if row.keeps_scores:
+        result.scores = scores[n] / (temperature or 1.0)
+    if row.keeps_logits:
+        result.logits = raw[n].clone()
+    return result
 
 
 def _processed(processor: Callable[..., Tensor], history: Tensor, scores: Tensor) -> Tensor:
@@ -240,7 +254,6 @@ def _processed(processor: Callable[..., Tensor], history: Tensor, scores: Tensor
     return found[0].where(unsound, found[0].clamp(max=torch.finfo(torch.float32).max))
 
 
-def chosen_logprobs(logits: Tensor, tokens: list[int]) -> list[float]:
+def chosen_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
     """Log-probability of ``tokens[n]`` under row n of the raw ``logits`` [N, V]."""
-    index = _integers(tokens, logits.device)[:, None]
-    return torch.log_softmax(logits, dim=-1).gather(1, index).squeeze(1).tolist()
+    return torch.log_softmax(logits, dim=-1).gather(1, tokens[:, None]).squeeze(1)

@@ -78,10 +78,14 @@ class Admission:
         if self.prefix is not None:
             self.prefix.drop(sequence.pages)
 
+    @property
+    def free_places(self) -> int:
+        """How many more sequences may run now."""
+        return 0 if self.suspects else self._max_sequences - len(self.table)
+
     def can_fork(self, leader: Sequence) -> bool:
         """Whether a sibling can run now, and there is a page for its copy of the last one."""
-        has_place = len(self.table) < self._max_sequences and not self.suspects
-        return has_place and self.pool.can_fork(leader.computed)
+        return self.free_places > 0 and self.pool.can_fork(leader.computed)
 
     def fork(self, leader: Sequence, sibling: Sequence) -> tuple[int, int] | None:
         """Start ``sibling`` on the prompt that ``leader`` has computed.
@@ -122,7 +126,11 @@ class Admission:
     def eligible(self) -> Array:
         """Rows of the table that may be in a pass, in order of arrival: all of them, or after a
         failed pass one alone."""
-        return np.array([self.suspects[0][0].row]) if self.suspects else self.table.rows
+        if self.suspects:
+            return np.array([self.suspects[0][0].row])
+        table, rows = self.table, self.table.rows
+        # On foresight there are sequences that have all their tokens and are still here.
+        return rows[table.length[rows] < table.most[rows]] if table.foresees else rows
 
     def admit(self) -> None:
         """Start waiting sequences while pages are likely to last for one token of each."""
@@ -133,19 +141,36 @@ class Admission:
                 self.waiting.remove(suspect)
                 self._start(suspect)
             return
-        while self.waiting and len(self.table) < self._max_sequences:
-            sequence = self.waiting[0]
-            pages, canonical = self.match(sequence)
-            need = self.pool.pages_for(sequence.length + 1) - len(pages)
-            free = self.pool.num_free - self.pool.num_idle(pages)
-            if len(self.table) and free < need + len(self.table):
-                break
-            self._start(self.waiting.pop(0))
-            self.adopt(sequence, pages, canonical)
+        while (shared := self._next()) is not None:
+            sequence = self.waiting.pop(0)
+            self._start(sequence)
+            self.adopt(sequence, *shared)
+
+    def _next(self) -> tuple[list[int], int] | None:
+        """The pages that the next waiting sequence starts from, and how many are canonical; None
+        if none can start."""
+        if not self.waiting or self.free_places <= 0:
+            return None
+        sequence = self.waiting[0]
+        pages, canonical = self.match(sequence)
+        need = self.pool.pages_for(sequence.length + 1) - len(pages)
+        free = self.pool.num_free - self.pool.num_idle(pages)
+        if len(self.table) and free < need + len(self.table):
+            return None
+        return pages, canonical
+
+    @property
+    def settled(self) -> bool:
+        """Whether the running sequences are all that the next pass can be for, and none could start
+        from pages that fill up before it: it would be the same one pass earlier."""
+        if self.suspects or self._next() is not None:
+            return False
+        return self.prefix is None or bool(self.table.computed[self.table.rows].all())
 
     def make_room(self, rows: Array, tokens: Array) -> Array | None:
         """[n] bool: which of ``rows`` [n], by falling priority, have pages for their first
-        ``tokens`` [n]; those of lower priority are preempted if need be. None: all have."""
+        ``tokens`` [n]; those of lower priority are preempted if need be, but not on foresight.
+        None: all have."""
         short = tokens > self.table.num_pages[rows] * self.pool.page_size
         if not np.count_nonzero(short):
             return None
@@ -158,6 +183,8 @@ class Admission:
 
     def _make_room(self, sequence: Sequence, tokens: int) -> bool:
         while not self.pool.can_grow(sequence.pages, tokens):
+            if self.table.foresees:
+                return False
             victim = max(self.running, key=priority)
             if victim is sequence:
                 return False

@@ -88,6 +88,8 @@ class Scheduler:
 
     def schedule(self) -> Pass | None:
         """The next pass, its pages granted; None when nothing can run."""
+        if self.table.foresees:  # the table as it will be: nobody enters or leaves
+            return self._plan()
         self.admission.admit()
         while (planned := self._plan()) is None and len(self.table) > 1:
             # The rows of a pass went to sequences that found no pages.
@@ -227,7 +229,11 @@ class Scheduler:
         order = self.table.by_priority(rows)
         works = Works.of(self.table, rows[order], kinds[order], counts[order])
         granted = self.admission.make_room(works.rows, works.ends)
-        return works if granted is None else works.take(granted)
+        if granted is None or granted.all():
+            return works
+        if self.table.foresees:  # to be planned with preemption
+            granted[:] = False
+        return works.take(granted)
 
     def _without_followers(self, rows: Array) -> Array:
         """Prompts without those whose first page another of them is about to finish computing.

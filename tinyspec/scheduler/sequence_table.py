@@ -6,6 +6,8 @@ or commits a pass reads and writes columns of many rows at once.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,8 @@ class SequenceTable:
     tokens, filled up with -1. sequences: of each row, None where it is free.
 
     The columns, [R] each, of which what a sequence is stays as it is: used: whether the row is.
-    order: of arrival. deterministic. most: tokens at which it ends. window: most drafts that may
+    entry: a number of its own for every stay of a sequence in the table, 0 in a free row. order: of
+    arrival. deterministic. most: tokens at which it ends. window: most drafts that may
     wait. temperature: 0 for greedy. key: of the noise. top_k, top_p, min_p: filters, 0, 1 and 0
     where they are off. logprobs_wanted. special_sampling: the sampler needs its parameters and
     history. special_commit: tokens are committed one by one. given: its continuation is.
@@ -41,6 +44,7 @@ class SequenceTable:
     """
 
     used: Array
+    entry: Array
     order: Array
     deterministic: Array
     most: Array
@@ -84,7 +88,7 @@ class SequenceTable:
     )
     _REALS = ("temperature", "top_p", "min_p")
     _COUNTS = (
-        *("order", "most", "window", "key", "top_k", "length", "computed", "canonical"),
+        *("entry", "order", "most", "window", "key", "top_k", "length", "computed", "canonical"),
         *("frozen", "indexed", "num_pages", "num_drafts"),
     )
     STATS = ("drafted", "accepted", "rolled_back", "rollbacks", "verify_passes")
@@ -94,6 +98,8 @@ class SequenceTable:
         self._free: list[int] = []
         self._rows: Array | None = None
         self._any: dict[str, bool] = {}
+        self._entries = 0
+        self.foresees = False  # in a block of ``foresight``
         self._columns: dict[str, Any] = {
             **dict.fromkeys(self._FLAGS, np.bool_),
             **dict.fromkeys(self._REALS, np.float64),
@@ -141,14 +147,15 @@ class SequenceTable:
         self.sequences[row] = sequence
         for name in self._columns:
             getattr(self, name)[row] = columns.get(name, 0)
-        self.used[row] = True
+        self._entries += 1
+        self.used[row], self.entry[row] = True, self._entries
         self.pages[row] = 0
         self._changed()
         return row
 
     def remove(self, row: int) -> None:
         """Free a row."""
-        self.sequences[row], self.used[row] = None, False
+        self.sequences[row], self.used[row], self.entry[row] = None, False, 0
         self._free.append(row)
         self._changed()
 
@@ -268,6 +275,29 @@ class SequenceTable:
         if canonical:
             whole = self.canonical[rows] >= before
             self.canonical[rows] = np.where(whole, computed, self.canonical[rows])
+
+    @contextmanager
+    def foresight(
+        self, rows: Array, ends: Array, canonical: bool, grown: Array, drafted: Array
+    ) -> Iterator[None]:
+        """A block in which the table is as if a pass were committed that is not: ``rows`` have run
+        (``advance``), ``grown`` have a token and ``drafted`` a draft more, ids not written. No
+        sequence may enter or leave in it."""
+        touched = np.concatenate([rows, drafted])
+        self.make_room(int((self.length[touched] + self.num_drafts[touched]).max(initial=0)) + 1)
+        columns = (self.length, self.computed, self.canonical, self.num_drafts)
+        before = [column[touched] for column in columns]
+        self.foresees = True
+        try:
+            self.advance(rows, ends, canonical)
+            self.length[grown] += 1
+            self.settle(grown)
+            self.num_drafts[drafted] += 1
+            yield
+        finally:
+            self.foresees = False
+            for column, values in zip(columns, before, strict=True):
+                column[touched] = values
 
     def _add_rows(self, more: int) -> None:
         first = len(self.sequences)

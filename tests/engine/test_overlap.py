@@ -1,0 +1,280 @@
+"""Overlap: the next pass is launched before the results of the last are in, on a late device.
+
+Every test compares with engines that do not overlap. Controls: they have no second pass under way,
+reading results too early raises, and surplus rows do run.
+"""
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+
+from tests.engine.test_state_machine import EVENTS, OneEngine
+from tests.support.at_random import use_at_random
+from tests.support.cases import bits_of, drain, greedy, model_of, run, steady, text, whole
+from tests.support.late_device import TooEarly, queue_of
+from tests.support.mixes import bits, crowd, needles
+from tests.support.pages import check_residents
+from tinyspec import Engine, EngineConfig, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("late_device")
+# Twice the same tokens, then siblings, prompt log-probabilities, processed logits.
+REQUESTS = [
+    *([(text(20), greedy(24))] * 2),
+    ([*text(20)[:17], 5], greedy(12, temperature=0.9, seed=4, num_return_sequences=3)),
+    (text(33, seed=2), greedy(16, prompt_logprobs=True)),
+    (text(5, seed=3), greedy(9, repetition_penalty=1.3)),
+    (text(40, seed=4), greedy(20, temperature=1.1, seed=8, top_k=12)),
+]
+
+
+def truth(requests, **settings):
+    """Their bits without overlap."""
+    with steady(model_of("shape-sensitive"), overlap=False, **settings) as engine:
+        outputs = run(engine, requests)
+        assert not engine.config.overlap and queue_of(engine).most == 1
+    return bits_of(outputs), [output.prompt_logprobs for output in outputs]
+
+
+def under_way(engine):
+    return engine.core._under_way
+
+
+def step_until(engine, condition):
+    for _ in range(500):
+        engine.step()
+        if condition():
+            return
+    raise AssertionError("never")
+
+
+class Writes:
+    """Looks where passes write: into their own sequences' pages, which nobody else reads, when they
+    are launched; and when they run, into pages that are still theirs, or are nobody's, or will be
+    zeroed by a later pass that is launched. surplus: writes of rows whose sequences had gone."""
+
+    def __init__(self, engine):
+        self.engine, self.pool, self.surplus = engine, engine.pool, 0
+        self._launched, self._fresh = {}, Counter()
+        self._pack, self._run = engine.runner.pack, engine.runner.run
+        engine.runner.pack, engine.runner.run = self.pack, self.run
+
+    def _rows(self, work_pass, packed):
+        owners = [
+            sequence
+            for sequence, count in zip(
+                work_pass.sequences, work_pass.works.counts.tolist(), strict=True
+            )
+            for _ in range(count)
+        ]
+        slots = packed.batch.slot_mapping.tolist()
+        assert all(slot == -1 for slot in slots[len(owners) :])
+        return [
+            (sequence, slot // self.pool.page_size)
+            for sequence, slot in zip(owners, slots, strict=False)
+            if slot >= 0
+        ]
+
+    def pack(self, work_pass, fresh, wanted):
+        packed = self._pack(work_pass, fresh, wanted)
+        written = self._rows(work_pass, packed)
+        for sequence, page in written:
+            assert page in sequence.pages
+            assert self.pool.owners(page) == 1 and page not in self.pool.cached
+        self._launched[id(packed)] = packed, written
+        self._fresh.update(fresh)
+        return packed
+
+    def run(self, packed):
+        self._fresh.subtract(packed.fresh)
+        for sequence, page in self._launched.pop(id(packed))[1]:
+            assert page not in self.pool.cached
+            if page not in sequence.pages:
+                self.surplus += 1
+                assert self.pool.owners(page) == 0 or self._fresh[page] > 0
+        return self._run(packed)
+
+
+@pytest.mark.crossed(0.8)
+@pytest.mark.parametrize("verify", ["auto", "padded", "always"])
+@pytest.mark.parametrize("pages", [{}, {"page_size": 8, "num_pages": 14}], ids=["ample", "tight"])
+def test_same_bits(verify, pages):
+    requests = [*REQUESTS, *crowd(random.Random(3), 4)]
+    expected, scores = truth(requests, verify=verify, **pages)
+    with steady(model_of("shape-sensitive"), verify=verify, **pages) as engine:
+        Writes(engine)
+        outputs = run(engine, requests)
+        queue = queue_of(engine)
+        assert queue.most == 2 and queue.fetches <= queue.launches <= queue.fetches + 1
+        asked = [n for n, (_, params) in enumerate(requests) if params.deterministic]
+        assert len(asked) > 5
+        for n in asked:
+            assert (bits(outputs[n]), outputs[n].prompt_logprobs) == (expected[n], scores[n])
+        assert bool(engine.stats().preemptions) == bool(pages)
+        assert whole(engine)
+        check_residents(engine)
+
+
+def test_a_step_fetches_once_and_commits_the_oldest_pass():
+    """Passes of plain tokens: the second is launched before the first is fetched."""
+    params = SamplingParams(max_new_tokens=9)
+    with steady(model_of("as is")) as engine:
+        queue = queue_of(engine)
+        engine.add_request(text(6), params)
+        counts = []
+        while engine.has_unfinished():
+            engine.step()
+            counts.append((queue.launches, queue.fetches, engine.records[-1].committed))
+        assert counts == [*((n + 1, n, 1) for n in range(1, 9)), (9, 9, 1)]
+        assert [record.number for record in engine.records] == list(range(9))
+        late = engine.generate([text(6)], params)[0].completions[0].token_ids
+    with steady(model_of("as is"), overlap=False) as engine:
+        assert engine.generate([text(6)], params)[0].completions[0].token_ids == late
+        assert queue_of(engine).most == 1  # control
+
+
+def test_control_reading_too_early_raises(monkeypatch):
+    with steady(model_of("as is")) as engine:
+        queue = queue_of(engine)
+        launch = queue.launch
+        monkeypatch.setattr(queue, "launch", lambda work: launch(work).results)
+        with pytest.raises(TooEarly):
+            engine.generate([text(6)], greedy(4))
+
+
+def test_surplus_rows_touch_nobodys_pages():
+    """Sequences that stop by a token have a row in the pass under way."""
+    stops = {"stop_token_ids": tuple(range(0, 128, 5))}
+    requests = [(text(9 + n % 5, seed=n % 4), greedy(30, seed=n, **stops)) for n in range(12)]
+    requests += [(p, SamplingParams(max_new_tokens=30, **stops)) for p, _ in requests[:6]]
+    expected, _ = truth(requests, page_size=4, num_pages=60, max_sequences=5)
+    with steady(model_of("shape-sensitive"), page_size=4, num_pages=60, max_sequences=5) as engine:
+        writes = Writes(engine)
+        outputs = run(engine, requests)
+        assert bits_of(outputs[:12]) == expected[:12]
+        assert writes.surplus > 0 and engine.stats().cached_prompt_tokens > 0
+        assert {c.finish_reason for o in outputs for c in o.completions} >= {"stop"}
+        engine.core.settle()
+        assert whole(engine)
+
+
+def test_logits_that_are_not_finite():
+    """The row after a token without finite logits is surplus; the others lose nothing."""
+    requests = [REQUESTS[0], (text(7, seed=9), greedy(24)), REQUESTS[5]]
+    expected, _ = truth(requests)
+    others = {t for n in (0, 2) for t in [*requests[n][0], *expected[n][0][0]]}
+    tokens = expected[1][0][0]
+    place = next(n for n, t in enumerate(tokens) if n > 3 and t not in others)
+    found = []
+    for overlap in (False, True):
+        model = model_of("shape-sensitive")
+        with torch.no_grad():
+            model.model.embed_tokens.weight[tokens[place]] = torch.nan
+        with steady(model, overlap=overlap) as engine:
+            found.append(bits_of(run(engine, requests)))
+            assert whole(engine)
+    assert found[0] == found[1] and found[1][0] == expected[0] and found[1][2] == expected[2]
+    assert found[1][1][0][0] == tokens[: place + 1] and found[1][1][0][2] == "abort"
+
+
+def test_abort_with_a_pass_under_way():
+    expected, _ = truth(REQUESTS[:3])
+    with steady(model_of("shape-sensitive"), verify="padded") as engine:
+        ids = [engine.add_request(*request) for request in REQUESTS[:3]]
+        step_until(engine, lambda: under_way(engine) and under_way(engine).alive.all())
+        gone = engine.abort(ids[0]).completions[0]
+        assert gone.token_ids == expected[0][0][0][: len(gone.token_ids)]
+        assert not under_way(engine).alive.all() and under_way(engine).alive.any()
+        check_residents(engine)
+        # Another takes the row, and is not taken for it.
+        ids[0] = engine.add_request(*REQUESTS[0])
+        done = drain(engine)
+        assert [bits(done[request_id]) for request_id in ids] == expected
+        assert whole(engine)
+
+
+def test_a_pass_of_older_weights_is_dropped():
+    """A deterministic request with tokens ends; a plain one goes on with the new weights."""
+    model = model_of("as is")
+    plain = SamplingParams(max_new_tokens=12)
+    with steady(model, overlap=True) as engine:
+        ids = [engine.add_request(text(9), greedy(30)), engine.add_request(text(8), plain)]
+        step_until(engine, lambda: under_way(engine) is not None and engine.admission.running)
+        before = engine.admission.running[1].tokens
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight.mul_(-3.0)
+        done = drain(engine)
+        assert done[ids[0]].completions[0].finish_reason == "abort"
+        tokens = text(8) + done[ids[1]].completions[0].token_ids
+        # Control: the token of the pass that was under way would have been another.
+        assert tokens[: len(before)] == before
+        after = SamplingParams(max_new_tokens=12 - len(before) + 8)
+        follows = engine.generate([before], after)[0].completions[0].token_ids
+        assert tokens[len(before) :] == follows
+        again = run(engine, REQUESTS[:3])
+    with steady(model, overlap=False) as engine:
+        assert bits_of(run(engine, REQUESTS[:3])) == bits_of(again)
+
+
+@pytest.mark.parametrize("leave", ["suspend", "release", "close"])
+def test_nothing_is_under_way_after(leave):
+    """A stop token leaves a pass under way that is nobody's; whoever frees memory waits for it."""
+    model = model_of("as is")
+    with Engine(model, config=EngineConfig(reference_rows=16)) as engine:
+        first = engine.generate([text(9)], greedy(20))[0].completions[0].token_ids
+        until = greedy(20, stop_token_ids=(first[6],), temperature=0.0)
+        stopped = engine.generate([text(9)], until)[0].completions[0]
+        assert stopped.finish_reason == "stop" and under_way(engine) is not None
+        getattr(engine, leave)()
+        assert under_way(engine) is None and not queue_of(engine).waiting
+        if leave == "suspend":
+            assert engine.resume()
+        if leave != "close":
+            assert engine.generate([text(9)], greedy(20))[0].completions[0].token_ids == first
+
+
+def test_the_second_of_two_passes_fails():
+    """The first is committed, then the second is tried again one by one."""
+    expected, _ = truth(REQUESTS[:2])
+    model = model_of("shape-sensitive")
+    with steady(model, verify="padded") as engine:
+        calls = []
+        run_pass = engine.runner.run
+
+        def fails_once(packed):
+            calls.append(len(calls))
+            if len(calls) == 6:
+                raise RuntimeError("out of order")
+            return run_pass(packed)
+
+        engine.runner.run = fails_once
+        assert bits_of(run(engine, REQUESTS[:2])) == expected
+        assert queue_of(engine).most == 2 and len(calls) > 6
+        assert whole(engine)
+
+
+def test_random_use():
+    """The machine of the state tests, against an oracle that does not overlap."""
+    use_at_random(OneEngine, 5, cases=1, steps=20)
+
+
+@pytest.mark.slow("random use", 15, cases=30)
+def test_much_random_use(case_seed):
+    OneEngine.reached.clear()
+    use_at_random(OneEngine, case_seed, cases=4, steps=60)
+    assert set(OneEngine.reached) == set(EVENTS)
+
+
+@pytest.mark.slow("random mixes", 4, cases=30)
+def test_needles_in_crowds(case_seed):
+    rng = random.Random(case_seed)
+    requests = [*needles(), *crowd(rng, 10)]
+    settings = {"page_size": rng.choice((8, 32)), "verify": rng.choice(("auto", "padded"))}
+    expected, _ = truth(requests, **settings)
+    with steady(model_of("shape-sensitive"), **settings) as engine:
+        Writes(engine)
+        outputs = run(engine, requests)
+        for n, (_, params) in enumerate(requests):
+            assert not params.deterministic or bits(outputs[n]) == expected[n]
+        assert queue_of(engine).most == 2
