@@ -147,6 +147,18 @@ def test_drafts_that_are_not_known_yet():
         assert stats.accepted > 15
 
 
+def test_a_new_request_waits_for_one_pass():
+    """That of the tokens under way; the next pass is for it, too."""
+    with steady(model_of("as is")) as engine:
+        engine.add_request(text(6), SamplingParams(max_new_tokens=60))
+        step_until(engine, lambda: under_way(engine) is not None)
+        engine.add_request(text(7), SamplingParams(max_new_tokens=9))
+        engine.step()
+        assert len(engine.admission.running) == 1 and under_way(engine) is None
+        engine.step()
+        assert len(engine.admission.running) == 2 and engine.records[-1].rows["prompt"] == 7
+
+
 def test_prompts_start_from_pages_as_without_overlap():
     """One that could start from a page of the pass under way waits for it."""
     requests = [(text(40), greedy(4 + n)) for n in range(4)]
