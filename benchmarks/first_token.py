@@ -21,30 +21,13 @@ from typing import Any
 
 import torch
 from huggingface_hub import constants
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks import presets
 from benchmarks.environment import environment
 from tinyspec import Engine, SamplingParams
 
-SHAPE = {
-    "vocab_size": 151_936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "tie_word_embeddings": True,
-}
-SMALL = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
 PROMPT = [*range(5, 21)]
 PASSES, TOKENS = 10, 48
-
-
-def build(shape: dict[str, Any]) -> Qwen3ForCausalLM:
-    """Random weights in bf16."""
-    torch.manual_seed(0)
-    return Qwen3ForCausalLM(Qwen3Config(**shape)).to(torch.bfloat16).eval()
 
 
 def timed(call: Callable[[], object]) -> tuple[float, float]:
@@ -100,7 +83,8 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         constants.HF_HOME = folder
-        with Engine(build(SHAPE | (SMALL if options.small else {}))) as engine:
+        model = presets.build("tiny" if options.small else "qwen3-0.6b", torch.bfloat16, "cpu")
+        with Engine(model) as engine:
             found = measure(engine, options.seconds)
     print(json.dumps({"environment": environment(), **found}))
 

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 # What probes find is kept under HF_HOME: the machine's is not used, nor is anything left there.
-os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="tinyspec-tests-")
+# The workers of one run share what they find.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="tinyspec-tests-")
 # No test needs the hub: a missing model is not looked for over the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # NumPy's OpenBLAS is not slot-invariant by default; interpreted kernels multiply through it.
@@ -31,7 +33,8 @@ torch.set_num_threads(1)
 
 
 def pytest_unconfigure() -> None:
-    shutil.rmtree(os.environ["HF_HOME"], ignore_errors=True)
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        shutil.rmtree(os.environ["HF_HOME"], ignore_errors=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -109,11 +112,14 @@ def _fixed_costs() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _everything_known(request, monkeypatch) -> None:
     """What an engine knows is the same in every test: all that can be found, before the first
-    deterministic token, but for more rows of attention. Tests of learning ask for ``learning``."""
+    deterministic token, but for more rows of attention and more passes of the reference bucket.
+    Tests of learning ask for ``learning``."""
     if "learning" not in request.fixturenames:
         from tinyspec.determinism.contract import Contract
         from tinyspec.determinism.learner import Learner
+        from tinyspec.determinism.probes.reference import FIRST_PASSES
 
+        monkeypatch.setattr("tinyspec.determinism.learner.ALL_PASSES", FIRST_PASSES)
         monkeypatch.setattr(Learner.tasks, "__defaults__", (1,))
         prove = Contract.prove
 

@@ -1,7 +1,7 @@
 """What a caller may set in torch: passes have one state, and the caller's settings come back."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from threading import Thread
 
@@ -12,11 +12,13 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.fuzz.ambient import can_round
 from tests.support.cases import bits_of, text
 from tests.support.tiny import tiny
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
 from tinyspec.model import openmp, torch_settings
 from tinyspec.model.torch_state import TorchState
+from tinyspec.runner import sampler
 
 PARAMS = SamplingParams(
     max_new_tokens=4, deterministic=True, logprobs=True, temperature=0.7, seed=1
@@ -235,6 +237,40 @@ def test_code_of_the_user_has_the_callers_modes():
     assert seen == [True] * 6
     engine.generate([[1, 2, 3]], params)
     assert seen == [True] * 6 + [False] * 6
+
+
+UPWARDS = 0x800
+
+
+def bits_beside_a_processor_that_rounds_upwards() -> tuple[list, list]:
+    """Bits of deterministic requests alone, and sampled in one step with a plain one whose
+    processor changes how the process rounds."""
+    engine, alone, _ = served()
+
+    def processor(ids, scores):
+        openmp.set_rounding_mode(UPWARDS)
+        return scores
+
+    plain = SamplingParams(max_new_tokens=4, logits_processors=[processor])
+    outputs = engine.generate([[5], *PROMPTS], [plain, *[PARAMS] * len(PROMPTS)])
+    assert openmp.rounding_mode() == 0
+    return alone, bits_of(outputs[1:])
+
+
+rounds = pytest.mark.skipif(not can_round(), reason="no rounding mode to set")
+
+
+@rounds
+def test_what_code_of_the_user_sets_ends_with_it():
+    alone, beside = bits_beside_a_processor_that_rounds_upwards()
+    assert beside == alone
+
+
+@rounds
+def test_control_settings_of_a_processor_change_bits(monkeypatch):
+    monkeypatch.setattr(sampler, "callers_modes", nullcontext)
+    alone, beside = bits_beside_a_processor_that_rounds_upwards()
+    assert beside != alone
 
 
 def test_workers_that_flush(two_threads):

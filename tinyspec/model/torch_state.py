@@ -49,6 +49,8 @@ class _Modes(local):
     (``torch.set_default_device`` is one) and of ``torch.utils._python_dispatch``."""
 
     aside: tuple[list[Any], list[Any]] | None = None
+    # Of the settings that are pinned in this thread; None while none are.
+    device_type: str | None = None
 
     def any_on(self) -> bool:
         """Whether any mode is on now."""
@@ -75,7 +77,8 @@ _modes = _Modes()
 
 @contextmanager
 def callers_modes() -> Iterator[None]:
-    """For code of the user that a step calls: with the modes that the step has set aside."""
+    """For code of the user that a step calls: with the modes that the step has set aside. Settings
+    that it changes are pinned again, for the rest of the step."""
     if _modes.aside is None:
         yield
         return
@@ -84,6 +87,8 @@ def callers_modes() -> Iterator[None]:
         yield
     finally:
         _modes.take_off()
+        if _modes.device_type is not None:
+            pin_again(_modes.device_type)
 
 
 class TorchState:
@@ -114,12 +119,13 @@ class TorchState:
                 yield
             return
         with pinned(self._device.type), self._on_device(), torch.inference_mode(), without_modes():
+            outer = _modes.device_type
             try:
                 self._evaluate()
-                self._thread = get_ident()
+                self._thread, _modes.device_type = get_ident(), self._device.type
                 yield
             finally:
-                self._thread = None
+                self._thread, _modes.device_type = None, outer
                 for module in self._trained:
                     module.training = True
                 self._trained = []
