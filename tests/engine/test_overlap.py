@@ -116,6 +116,59 @@ def test_same_bits(verify, pages):
         check_residents(engine)
 
 
+ALIKE = [(text(17 + n % 2, seed=n // 2), greedy(24 + n)) for n in range(5)]
+
+
+def counts(requests, **settings):
+    """Their bits, and what the engine counted."""
+    with steady(model_of("shape-sensitive"), **settings) as engine:
+        found = bits_of(run(engine, requests))
+        assert queue_of(engine).most == 1 + engine.config.overlap
+        assert whole(engine)
+        return found, engine.stats()
+
+
+def test_preemption():
+    """Only a step that has fetched preempts."""
+    settings = {"verify": "padded", "page_size": 4, "num_pages": 30}
+    late, stats = counts(ALIKE, **settings)
+    assert late == counts(ALIKE, **settings, overlap=False)[0] and stats.preemptions > 0
+
+
+def test_drafts_that_are_not_known_yet():
+    """A verify is launched before its newest draft is known; it is compared all the same."""
+    settings = {"verify": "always", "draft_window": 5}
+    for request in ALIKE[:1]:
+        late, stats = counts([request], **settings)
+        expected, known = counts([request], **settings, overlap=False)
+        assert late == expected and stats.rows == known.rows
+        for name in ("drafted", "accepted", "rolled_back"):
+            assert getattr(stats, name) == getattr(known, name)
+        assert stats.accepted > 15
+
+
+def test_a_new_request_waits_for_one_pass():
+    """That of the tokens under way; the next pass is for it, too."""
+    with steady(model_of("as is")) as engine:
+        engine.add_request(text(6), SamplingParams(max_new_tokens=60))
+        step_until(engine, lambda: under_way(engine) is not None)
+        engine.add_request(text(7), SamplingParams(max_new_tokens=9))
+        engine.step()
+        assert len(engine.admission.running) == 1 and under_way(engine) is None
+        engine.step()
+        assert len(engine.admission.running) == 2 and engine.records[-1].rows["prompt"] == 7
+
+
+def test_prompts_start_from_pages_as_without_overlap():
+    """One that could start from a page of the pass under way waits for it."""
+    requests = [(text(40), greedy(4 + n)) for n in range(4)]
+    settings = {"page_size": 8, "max_rows": 20, "max_sequences": 3}
+    late, stats = counts(requests, **settings)
+    expected, known = counts(requests, **settings, overlap=False)
+    assert late == expected
+    assert stats.cached_prompt_tokens == known.cached_prompt_tokens >= 3 * 32
+
+
 def test_a_step_fetches_once_and_commits_the_oldest_pass():
     """Passes of plain tokens: the second is launched before the first is fetched."""
     params = SamplingParams(max_new_tokens=9)
@@ -173,7 +226,7 @@ def test_logits_that_are_not_finite():
             model.model.embed_tokens.weight[tokens[place]] = torch.nan
         with steady(model, overlap=overlap) as engine:
             found.append(bits_of(run(engine, requests)))
-            assert whole(engine)
+            assert whole(engine) and engine.stats().preemptions == 0
     assert found[0] == found[1] and found[1][0] == expected[0] and found[1][2] == expected[2]
     assert found[1][1][0][0] == tokens[: place + 1] and found[1][1][0][2] == "abort"
 
@@ -269,7 +322,8 @@ def test_much_random_use(case_seed):
 @pytest.mark.slow("random mixes", 4, cases=30)
 def test_needles_in_crowds(case_seed):
     rng = random.Random(case_seed)
-    requests = [*needles(), *crowd(rng, 10)]
+    # A penalty reads the tokens before it: beside one no second pass is under way.
+    requests = [r for r in needles() if r[1].repetition_penalty == 1] + crowd(rng, 10)
     settings = {"page_size": rng.choice((8, 32)), "verify": rng.choice(("auto", "padded"))}
     expected, _ = truth(requests, **settings)
     with steady(model_of("shape-sensitive"), **settings) as engine:
