@@ -276,10 +276,7 @@ class Engine:
         self.tracker.run(requests, until_abort=True)
 
     def add_request(self, prompt: Any, params: SamplingParams | None = None) -> str:
-        """Queue one prompt; returns the id under which ``step`` will report it.
-
-        Raises as ``generate``.
-        """
+        """Queue one prompt; the id under which ``step`` will report it. Raises as ``generate``."""
         return self.tracker.queue(*self._ready().requests([prompt], params))
 
     def step(self) -> list[RequestOutput]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from tinyspec.runner.device_queue import Pending
 from tinyspec.runner.sampler import Sampled, Sampling
 from tinyspec.scheduler.admission import Admission
+from tinyspec.scheduler.foresight import foresight
 from tinyspec.scheduler.passes import DRAFT, Pass, PassRecord, Works
 from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.sequence_table import Array
@@ -114,7 +115,8 @@ class Launched:
         final = ~drafting
         grown = self.rows[final[self.work]]
         rows, ends = works.rows[final], works.ends[final]
-        return table.foresight(rows, ends, self.work_pass.canonical, grown, works.rows[drafting])
+        drafted = works.rows[drafting]
+        return foresight(table, rows, ends, self.work_pass.canonical, grown, drafted)
 
     def sources(self, rows: Array) -> Array:
         """[n]: where among its tokens the newest one of each of ``rows`` is; -1: elsewhere."""

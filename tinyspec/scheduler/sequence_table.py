@@ -6,8 +6,6 @@ or commits a pass reads and writes columns of many rows at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -28,12 +26,11 @@ class SequenceTable:
 
     The columns, [R] each, of which what a sequence is stays as it is: used: whether the row is.
     entry: a number of its own for every stay of a sequence in the table, 0 in a free row. order: of
-    arrival. deterministic. most: tokens at which it ends. window: most drafts that may
-    wait. temperature: 0 for greedy. key: of the noise. top_k, top_p, min_p: filters, 0, 1 and 0
-    where they are off. logprobs_wanted. special_sampling: the sampler needs its parameters and
-    history. special_commit: tokens are committed one by one. given: its continuation is.
-    has_embeds, scores_prompt: parts of the prompt enter as embeddings, or
-    prompt log-probabilities are wanted.
+    arrival. deterministic. most: tokens at which it ends. window: most drafts that may wait.
+    temperature: 0 for greedy. key: of the noise. top_k, top_p, min_p: filters, 0, 1 and 0 where
+    they are off. logprobs_wanted. special_sampling: the sampler needs its parameters and history.
+    special_commit: tokens are committed one by one. given: its continuation is. has_embeds,
+    scores_prompt: parts of the prompt enter as embeddings, or its log-probabilities are wanted.
 
     And what changes: length: committed tokens. computed: leading positions whose KV is final.
     canonical: those of them whose KV is canonical. frozen: leading positions in shared pages, which
@@ -125,11 +122,10 @@ class SequenceTable:
 
     def any(self, name: str) -> bool:
         """Whether ``name``, a column of what a sequence is, is not 0 for some of them."""
-        found = self._any.get(name)
-        if found is None:
+        if name not in self._any:
             assert name in self._FIXED, name
-            found = self._any[name] = bool(getattr(self, name)[self.rows].any())
-        return found
+            self._any[name] = bool(getattr(self, name)[self.rows].any())
+        return self._any[name]
 
     def places(self, name: str, rows: Array) -> list[int]:
         """Places of those of ``rows`` [n] where the column ``name`` of ``any`` is not 0."""
@@ -144,11 +140,11 @@ class SequenceTable:
         if not self._free:
             self._add_rows(max(FIRST_ROWS, len(self.sequences)))
         row = self._free.pop()
+        self._entries += 1
+        columns |= {"used": True, "entry": self._entries}
         self.sequences[row] = sequence
         for name in self._columns:
             getattr(self, name)[row] = columns.get(name, 0)
-        self._entries += 1
-        self.used[row], self.entry[row] = True, self._entries
         self.pages[row] = 0
         self._changed()
         return row
@@ -236,8 +232,7 @@ class SequenceTable:
     def write_logprobs(self, rows: Array, starts: Array, counts: Array, values: Array) -> None:
         """The first ``counts`` [n] of ``values`` [n, W] for the tokens from ``starts`` [n] on."""
         wanted = self.logprobs_wanted[rows]
-        columns = (x[wanted] for x in (rows, starts, counts, values))
-        _write(self.logprobs, *columns)
+        _write(self.logprobs, *(x[wanted] for x in (rows, starts, counts, values)))
 
     def stops_at(self, rows: Array, tokens: Array) -> Array:
         """[n] bool: which of ``tokens`` [n] end their sequences."""
@@ -275,29 +270,6 @@ class SequenceTable:
         if canonical:
             whole = self.canonical[rows] >= before
             self.canonical[rows] = np.where(whole, computed, self.canonical[rows])
-
-    @contextmanager
-    def foresight(
-        self, rows: Array, ends: Array, canonical: bool, grown: Array, drafted: Array
-    ) -> Iterator[None]:
-        """A block in which the table is as if a pass were committed that is not: ``rows`` have run
-        (``advance``), ``grown`` have a token and ``drafted`` a draft more, ids not written. No
-        sequence may enter or leave in it."""
-        touched = np.concatenate([rows, drafted])
-        self.make_room(int((self.length[touched] + self.num_drafts[touched]).max(initial=0)) + 1)
-        columns = (self.length, self.computed, self.canonical, self.num_drafts)
-        before = [column[touched] for column in columns]
-        self.foresees = True
-        try:
-            self.advance(rows, ends, canonical)
-            self.length[grown] += 1
-            self.settle(grown)
-            self.num_drafts[drafted] += 1
-            yield
-        finally:
-            self.foresees = False
-            for column, values in zip(columns, before, strict=True):
-                column[touched] = values
 
     def _add_rows(self, more: int) -> None:
         first = len(self.sequences)
