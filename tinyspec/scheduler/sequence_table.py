@@ -13,8 +13,7 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 # Rows, tokens, pages and stop tokens that there is room for at first; each doubles when it is full.
-FIRST_ROWS, FIRST_TOKENS, FIRST_PAGES, FIRST_STOPS = 16, 64, 4, 1
-NO_STOP = -1
+FIRST_ROWS, FIRST_TOKENS, FIRST_PAGES, FIRST_STOPS, NO_STOP = 16, 64, 4, 1, -1
 
 
 class SequenceTable:
