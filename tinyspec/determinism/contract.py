@@ -57,7 +57,7 @@ class Contract:
         self.known_fingerprint: str | None = None
         self._learner: Learner | None = None
         self._probed_structure: object = None
-        self._key_on_disk = ""
+        self._on_disk = probe_cache.Growing("")
         self._patched.experts.serve(config.linear)
         repack_weights(self._model, self._model.dtype)
         self.watch = ModelWatch(self._patched, runner.torch_state)
@@ -196,8 +196,11 @@ class Contract:
 
     def _find(self, sizes: list[int] | None, attention_rows: int = 0) -> None:
         assert self._learner is not None
-        with self._runner.torch_state():
-            self._learner.finish(sizes, attention_rows)
+        try:
+            with self._runner.torch_state():
+                self._learner.finish(sizes, attention_rows)
+        finally:
+            self._on_disk.save(self._learner.results)
 
     def learn(self, seconds: float) -> bool:
         """Between passes, which took ``seconds``: go on with what is not known. False where the
@@ -208,19 +211,22 @@ class Contract:
         if not self.watch.changed():  # what changed is looked at before the next pass
             with self._runner.torch_state():
                 learner.learn()
+            self._on_disk.keep(learner.results)
             self.watch.absorb()
         return not learner.results.unsound
 
     def rest(self) -> None:
-        """Free the memory that learning takes."""
+        """Store what is known, and free the memory that learning takes."""
         if self._learner is not None:
+            self._on_disk.save(self._learner.results)
             self._learner.rest()
 
     def _begin(self, fresh: bool) -> Learner:
         """With results from disk or of a proof of the reference bucket."""
         self._ways.restore()
         self.known_fingerprint = None
-        key = self._key_on_disk = self._results_key()
+        key = self._results_key()
+        self._on_disk = probe_cache.Growing(key)
         if fresh:
             probe_cache.forget(key)
         results = None if fresh else probe_cache.load(key)
@@ -262,7 +268,7 @@ class Contract:
         elif self._ways.set(results.tiles, results.direct):
             self.watch.record()
         self._update_buckets(results)
-        probe_cache.store(self._key_on_disk, results)
+        self._on_disk.keep(results)
 
     def _results_key(self) -> str:
         """Of results on disk: all that they depend on, which no value of a weight is."""

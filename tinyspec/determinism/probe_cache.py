@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from tinyspec.determinism.code_digest import file_digest
 from tinyspec.determinism.probe_results import ProbeResults
 
 FORMAT = 3
+# Seconds between two times that results are stored while they grow.
+EVERY = 1.0
 
 
 def folder() -> Path:
@@ -61,3 +64,23 @@ def forget(key: str) -> None:
     """Remove what is stored under ``key``."""
     with suppress(OSError):
         (folder() / f"{key}.json").unlink()
+
+
+class Growing:
+    """Results of one key that grow: stored about once a second, and when they are ``saved``."""
+
+    def __init__(self, key: str):
+        self.key = key
+        self._stored: ProbeResults | None = None
+        self._at = -EVERY
+
+    def keep(self, results: ProbeResults) -> None:
+        """Store ``results`` unless others were stored a moment ago."""
+        if time.monotonic() - self._at >= EVERY:
+            self.save(results)
+
+    def save(self, results: ProbeResults) -> None:
+        """Store ``results``, if they are not stored."""
+        if results is not self._stored:
+            store(self.key, results)
+            self._stored, self._at = results, time.monotonic()
