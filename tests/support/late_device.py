@@ -41,7 +41,9 @@ class LatePending:
         self._queue.fetches += 1
         while self._done is None:
             first = self._queue.waiting.pop(0)
-            first._done = Pending(first._work)
+            work = first._work
+            del first._work  # it holds the pass before, which would hold the one before it
+            first._done = Pending(work)
         return self._done.fetch()
 
 
