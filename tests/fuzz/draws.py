@@ -144,7 +144,8 @@ def draw(seed: str, number: int, classes: Collection[str] = ()) -> RunDraw:
         threads=2 if rng.random() < 0.1 or (influence and influence.environment) else 1,
         needles=_needles(rng, model.flavour == "poisoned", stepping),
         others=_others(rng, stepping),
-        settings=_settings(rng, reference_rows),
+        settings=_settings(rng, reference_rows)
+        | {"overlap": rng_of(seed, number, "overlap").random() < 0.4},
         drafter=rng.choice((None, None, "ngram", "liar", "half a liar")),
         stepping=stepping,
         influence=influence,
