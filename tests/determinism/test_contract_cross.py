@@ -81,7 +81,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("named", first(3, SETTINGS, 1))
+@pytest.mark.parametrize("named", first(2, SETTINGS, 1))
 def test_sizes(subject, named):
     model, alone = subject
     with engine_of(model, **SETTINGS[named], draft_window=5) as engine:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.budget import first
 from tests.support.loading import everything, unlike
 from tests.support.mixes import bits, crowd, needles, solo
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
@@ -320,7 +321,7 @@ def test_learning_leaves_no_trace(monkeypatch):
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("error", first(1, [RuntimeError, KeyboardInterrupt, MemoryError], 2))
 def test_learning_that_fails(error, monkeypatch, caplog):
     """Requests go on after an error; an interrupt is the caller's, and the engine works on."""
     eager(monkeypatch)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import tinyspec
+from tests.support.budget import first
 from tests.support.cases import cost
 from tests.support.drop_in import PAD, SMALL, greedy, own, patched, random_ids
 from tests.support.memory import PROMPTS, generate, needed, page_bytes, pool_of, watched
@@ -55,7 +56,7 @@ def only_new():
 
 @pytest.mark.crossed(0.5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", first(4, FAMILIES, 1))
 def test_no_weight_is_copied(family, dtype, only_new):
     model = tiny(family, dtype)
     weights = {name: p.data_ptr() for name, p in model.named_parameters()}

@@ -11,6 +11,7 @@ from torch import nn
 
 import tinyspec
 from tests.support import walk
+from tests.support.budget import first
 from tests.support.zoo import BUILT, MODEL_TYPES, tiny
 from tests.support.zoo_configs import CANNOT
 from tinyspec import Engine, EngineConfig, SamplingParams, UnsupportedModelError
@@ -28,7 +29,7 @@ def test_the_table_is_complete():
     assert len(SERVED) >= 120
 
 
-@pytest.mark.parametrize("kind", BUILT)
+@pytest.mark.parametrize("kind", first(90, BUILT, 0.1))
 def test_attention_or_refusal(kind, monkeypatch):
     """Nothing is taken as known: each is compared with its own ``generate`` over a few tokens."""
     monkeypatch.setattr(parity_check, "SERVED", frozenset())

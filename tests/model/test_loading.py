@@ -9,6 +9,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from tests.support.budget import first
 from tests.support.cases import DTYPES
 from tests.support.loading import (
     CONFIG,
@@ -76,7 +77,7 @@ def test_control_what_is_left_behind_is_seen(change):
 # Data types and tied weights
 
 
-@pytest.mark.parametrize("how", ["given", "auto"])
+@pytest.mark.parametrize("how", first(1, ["given", "auto"], 1))
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_dtypes(tmp_path, dtype, how):
     folder = saved(tmp_path, tiny(dtype=dtype if how == "auto" else torch.float32))
@@ -109,8 +110,8 @@ def test_tied_embeddings():
 # Attention functions
 
 
-@pytest.mark.parametrize("name", ["sdpa", "eager", "flex_attention"])
-@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("name", first(2, ["sdpa", "eager", "flex_attention"], 1))
+@pytest.mark.parametrize("family", first(1, ["llama", "gpt_neox"], 1))
 def test_attention_implementations(tmp_path, family, name):
     model = load(saved(tmp_path, tiny(family)), attn_implementation=name)
     assert model.config._attn_implementation == name
