@@ -3,6 +3,8 @@ committed half, lost or told twice."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -159,3 +161,33 @@ def test_a_change_after_which_nothing_deterministic_is_served(monkeypatch):
     assert [outputs[n].finish_reason for n in (plain, *asked)] == ["length", "abort", "abort"]
     assert "changed while it was running" in outputs[asked[0]].error
     assert outputs[asked[1]].error == "not served"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("what", ["abort", "weights"])
+def test_a_hook_that_ends_requests(what, overlap):
+    """A hook of the model, called while a pass runs: nobody gets a token that no pass has given."""
+    model = tiny()
+    asked = {"max_new_tokens": 10, "ignore_eos": True}
+    with Engine(model, config=CONFIG) as engine:
+        alone = engine.generate(prompts(2), SamplingParams(**asked))
+    whole = [output.completions[0].token_ids for output in alone]
+    calls = []
+
+    def hook(*_):
+        calls.append(len(calls))
+        if len(calls) == 5:
+            if what == "abort":
+                found[ids[0]] = engine.abort(ids[0]).completions[0]
+            else:
+                engine.weights_changed()
+
+    model.lm_head.register_forward_hook(hook)
+    with Engine(model, config=replace(CONFIG, overlap=overlap)) as engine:
+        calls.clear()
+        found = {}
+        ids = [engine.add_request(prompt, SamplingParams(**asked)) for prompt in prompts(2)]
+        found |= finished(engine)
+    tokens = [found[request_id].token_ids for request_id in ids]
+    assert tokens[1] == whole[1] and tokens[0] == whole[0][: len(tokens[0])]
+    assert (len(tokens[0]) < 10) == (what == "abort") and len(calls) > 5

@@ -4,7 +4,9 @@ Controls: a failure is seen in the bits of plain requests, whose passes have oth
 without the cause nobody fails.
 """
 
+import gc
 import random
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -394,3 +396,29 @@ def test_aborts_and_streams_while_suspects_are_tried():
         assert gone.token_ids == expected[0][0][0][: len(gone.token_ids)]
         assert faulty.raised == 1 and not engine.admission.suspects
         assert whole(engine)
+
+
+def test_what_a_failed_pass_holds_is_freed_before_the_next():
+    """Its activations, without Python's collector of cycles."""
+    alive, seen = [], []
+
+    def forward(*args):
+        seen.append(sum(ref() is not None for ref in alive))
+        activation = torch.empty(8)
+        if len(alive) < 2:
+            alive.append(weakref.ref(activation))
+            raise torch.OutOfMemoryError(ARMED)
+        return inner(*args)
+
+    with steady(model_of("as is")) as engine:
+        ids = [engine.add_request(text(6, seed=n), greedy(8)) for n in range(3)]
+        engine.step()
+        inner, engine.runner.forward = engine.runner.forward, forward
+        gc.collect()
+        gc.disable()
+        try:
+            done = drain(engine)
+        finally:
+            gc.enable()
+        assert len(alive) == 2 and len(seen) > 3 and set(seen) == {0}
+        assert {done[i].completions[0].finish_reason for i in ids} == {"length"}

@@ -159,6 +159,22 @@ def test_a_new_request_waits_for_one_pass():
         assert len(engine.admission.running) == 2 and engine.records[-1].rows["prompt"] == 7
 
 
+def test_who_is_left_out_of_a_pass_comes_next():
+    """A plain request that is never in a pass under way, beside deterministic ones that fill the
+    canonical passes: a plan that is not launched leaves no mark."""
+
+    def steps(overlap):
+        settings = {"reference_rows": 4, "max_rows": 64, "verify": "padded", "linear": "never"}
+        with steady(model_of("shape-sensitive"), overlap=overlap, **settings) as engine:
+            asked = SamplingParams(max_new_tokens=6, logits_processors=[lambda ids, scores: scores])
+            left = engine.add_request(text(5, seed=9), asked)
+            for n in range(4):
+                engine.add_request(text(6, seed=n), greedy(30))
+            return next(n for n in range(80) if left in [o.request_id for o in engine.step()])
+
+    assert steps(True) == steps(False) < 20
+
+
 def test_prompts_start_from_pages_as_without_overlap():
     """One that could start from a page of the pass under way waits for it."""
     requests = [(text(40), greedy(4 + n)) for n in range(4)]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
-from threading import Thread
+from threading import Event, Thread
 
 import pytest
 import torch
@@ -271,6 +271,60 @@ def test_control_settings_of_a_processor_change_bits(monkeypatch):
     monkeypatch.setattr(sampler, "callers_modes", nullcontext)
     alone, beside = bits_beside_a_processor_that_rounds_upwards()
     assert beside != alone
+
+
+class Decoder:
+    """A tokenizer that changes how the process rounds."""
+
+    def decode(self, ids, **_):
+        openmp.set_rounding_mode(UPWARDS)
+        return str(ids)
+
+
+def rounding_in_passes(engine, during=lambda number: None, **settings) -> list[int]:
+    """How the process rounds in the passes of a call; during: called in each."""
+    found: list[int] = []
+    inner = engine.runner.forward
+
+    def forward(*args):
+        found.append(openmp.rounding_mode())
+        during(len(found))
+        return inner(*args)
+
+    engine.runner.forward = forward
+    engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=6, **settings))
+    return found
+
+
+@rounds
+def test_what_a_tokenizer_sets_ends_with_it():
+    try:
+        with Engine(tiny(), Decoder(), CONFIG) as engine:
+            assert rounding_in_passes(engine, stop_strings=["!"]) == [0] * 6
+    finally:  # the last text is made after the call's steps
+        openmp.set_rounding_mode(0)
+
+
+def test_what_a_thread_sets_is_pinned_again_after_its_end():
+    go, passes = Event(), []
+
+    def work():
+        go.wait()
+        torch.set_default_dtype(torch.float64)
+
+    with Engine(tiny(), config=CONFIG) as engine:
+        engine.generate([[1, 2]], SamplingParams(max_new_tokens=2))
+        thread = Thread(target=work)
+        thread.start()
+
+        def during(number):
+            passes.append(torch.get_default_dtype())
+            if number == 3:
+                go.set()
+                thread.join()
+
+        rounding_in_passes(engine, during)
+    assert passes == [torch.float32] * 6
 
 
 def test_workers_that_flush(two_threads):

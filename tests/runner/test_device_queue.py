@@ -62,9 +62,11 @@ def test_errors_wait_for_whoever_asks():
 
     pending = DeviceQueue().launch(fails)
     assert pending.failed
-    for ask in (pending.fetch, lambda: pending.results):
+    for ask in (lambda: pending.results, pending.fetch):
         with pytest.raises(ValueError, match="work"):
             ask()
+    with pytest.raises(RuntimeError, match="has raised"):
+        _ = pending.results
 
 
 def test_arrays_are_not_copied_to_a_cpu():

@@ -269,8 +269,9 @@ class Committer:
             return False
         if params.stop_strings:
             generated = sequence.ids(sequence.request.num_prompt, sequence.length)
-            if ends_in_stop_string(self.tokenizer, generated, params.stop_strings):
-                return True
+            with callers_modes():
+                if ends_in_stop_string(self.tokenizer, generated, params.stop_strings):
+                    return True
         if not params.stopping_criteria:
             return False
         ids = torch.tensor([sequence.history], dtype=torch.int64, device=self.device)

@@ -85,24 +85,24 @@ class EngineCore:
             return launched
         self._drop_under_way()
         work_pass = self.scheduler.schedule()
-        return None if work_pass is None else self._launch(work_pass)
-
-    def _launch(self, work_pass: Pass, before: Launched | None = None) -> Launched:
-        return self.launcher.launch(work_pass, self._record(work_pass), before)
+        if work_pass is None:
+            return None
+        return self.launcher.launch(work_pass, self._record(work_pass))
 
     def _look_ahead(self, launched: Launched) -> Launched | None:
         """Launch the pass after ``launched``, whose results are not in, where it can be drawn up
         without them: what they would change is left out when they are committed."""
         ahead = isinstance(self.drafter, FastPath) and launched.predictable
-        if not ahead or not launched.alive.all():
+        # A plan that is not launched would leave its mark on the next one: nothing that may not
+        # be in the pass is planned.
+        if not ahead or is_special(self.table) or not launched.alive.all():
             return None
         with launched.foresight():
-            if not self.admission.settled:
+            if not self.admission.settled or (work_pass := self.scheduler.schedule()) is None:
                 return None
-            work_pass = self.scheduler.schedule()
-            if work_pass is None or is_special(work_pass):
-                return None
-            return self._launch(work_pass, launched)
+            packed = self.launcher.pack(work_pass, self._record(work_pass), launched)
+        # Code of the user's in the model may end requests: the table is set back by then.
+        return self.launcher.start(*packed)
 
     def settle(self) -> None:
         """Wait for a pass that is under way: to call when no request is unfinished, so that its
@@ -226,6 +226,7 @@ class EngineCore:
             # What follows a draft that ended the drafts was drafted before that was known.
             drafting &= ~table.draft_ended[rows]
             table.draft(rows[drafting], found.tokens[firsts[drafting]])
+            launched.record.drafted = int(drafting.sum())
         if not kept.all():
             rows, firsts, counts = rows[kept], firsts[kept], counts[kept]
             decisions = None if decisions is None else decisions[:, kept]
@@ -280,7 +281,7 @@ class EngineCore:
 
     def _close(self, record: PassRecord, commits: Commits, seconds: float) -> None:
         record.number, record.seconds = self._number, seconds
-        record.drafted = record.sequences.get(KINDS[DRAFT], 0) + self._proposed
+        record.drafted += self._proposed
         self._proposed = 0
         for name in ("committed", "accepted", "rolled_back", "rollbacks"):
             setattr(record, name, getattr(commits, name))

@@ -14,7 +14,7 @@ from tinyspec.scheduler.admission import Admission
 from tinyspec.scheduler.foresight import foresight
 from tinyspec.scheduler.passes import DRAFT, Pass, PassRecord, Works
 from tinyspec.scheduler.request import Sequence
-from tinyspec.scheduler.sequence_table import Array
+from tinyspec.scheduler.sequence_table import Array, SequenceTable
 
 
 @dataclass
@@ -105,7 +105,7 @@ class Launched:
         """Whether all but the ids of its tokens is known: each of its sequences gets one token or
         one draft, and none starts."""
         return not (
-            len(self.verified) or self.leads or self.pending.failed or is_special(self.work_pass)
+            len(self.verified) or self.leads or self.pending.failed or self.pending.elsewhere
         )
 
     def foresight(self) -> AbstractContextManager[None]:
@@ -137,11 +137,11 @@ class Launched:
         return self.pending.results.sampling.on_host(tokens, logprobs), decisions, prompts
 
 
-def is_special(work_pass: Pass) -> bool:
-    """Whether code of the user's, or more than ids, has part in sampling or committing a pass."""
-    table, rows = work_pass.table, work_pass.works.rows
+def is_special(table: SequenceTable) -> bool:
+    """Whether code of the user's, or more than ids, has part in sampling or committing what the
+    running sequences get."""
     names = ("special_sampling", "special_commit", "scores_prompt")
-    return any(table.places(name, rows) for name in names)
+    return any(table.any(name) for name in names)
 
 
 def _siblings(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from torch import Tensor
@@ -20,6 +21,8 @@ from tinyspec.runner.sampler import SampleBatch, Sampler, SpecialRow, chosen_log
 from tinyspec.scheduler.admission import Admission
 from tinyspec.scheduler.passes import Pass, PassRecord, spread
 from tinyspec.scheduler.request import Sequence
+
+Work = Callable[[], Results]
 
 
 class FailedPass(Exception):
@@ -38,10 +41,22 @@ class Launcher:
     def __post_init__(self) -> None:
         self.queue = DeviceQueue()
 
-    def launch(
+    def launch(self, work_pass: Pass, record: PassRecord) -> Launched:
+        """Pack a pass and start it."""
+        return self.start(*self.pack(work_pass, record))
+
+    def start(self, launched: Launched, work: Work) -> Launched:
+        """Hand over what ``pack`` returned."""
+        launched.pending = self.queue.launch(work)
+        return launched
+
+    def pack(
         self, work_pass: Pass, record: PassRecord, before: Launched | None = None
-    ) -> Launched:
-        """before: a pass whose results are not in, as if it were committed (``foresight``)."""
+    ) -> tuple[Launched, Work]:
+        """A pass, and its work for the device, which reads nothing that may change meanwhile.
+
+        before: a pass whose results are not in, as if it were committed (``foresight``).
+        """
         launched = Launched.of(work_pass, record, self.admission)
         forward = self._forward(launched, before)
         batch = self._samples(launched)
@@ -58,8 +73,7 @@ class Launcher:
                 decisions = compare.run(committer.kernels, page_size, sampling.tokens, tokens)
             return Results(sampling, decisions, prompt_logprobs)
 
-        launched.pending = self.queue.launch(work)
-        return launched
+        return launched, work
 
     def _forward(
         self, launched: Launched, before: Launched | None
@@ -70,12 +84,7 @@ class Launcher:
         try:
             forward = self._packed(launched, fresh, before)
         except Exception as error:
-            failure = error
-
-            def fail() -> tuple[Tensor, Tensor | None]:
-                raise FailedPass from failure
-
-            return fail
+            return partial(_fail, error)
 
         def run() -> tuple[Tensor, Tensor | None]:
             try:
@@ -151,6 +160,10 @@ class Launcher:
         firsts, counts = launched.firsts[which], launched.counts[which]
         table, device = self.admission.table, self.runner.device
         return Comparison(table, rows, firsts, counts, unknown, device)
+
+
+def _fail(error: Exception) -> tuple[Tensor, Tensor | None]:
+    raise FailedPass from error
 
 
 def _tokens(launched: Launched) -> Tensor:

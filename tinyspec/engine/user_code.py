@@ -26,6 +26,7 @@ class UserCode:
         self._callbacks: set[str] = set()
         self._shut_out = False
         self._returned = True
+        self._threads = False
 
     def add(self, request_id: str, params: SamplingParams) -> None:
         """A request begins."""
@@ -49,7 +50,8 @@ class UserCode:
     def ran(self) -> bool:
         """Whether some may have run since the last call."""
         returned, self._returned = self._returned or not self._shut_out, False
-        return returned or bool(self._callbacks) or other_threads()
+        before, self._threads = self._threads, other_threads()  # one may have ended meanwhile
+        return returned or bool(self._callbacks) or self._threads or before
 
 
 def other_threads() -> bool:

@@ -41,29 +41,37 @@ class Pending(Generic[R]):
     """Results of work that was handed over; what it raised is raised by whoever asks for them."""
 
     def __init__(self, work: Callable[[], R]):
+        self.failed = False  # whether it is known to have raised
         self._error: Exception | None = None
         try:
             self._results = work()
             self._transfer = Transfer(self._results.tensors())
         except Exception as error:
-            self._error = error
+            self._error, self.failed = error, True
 
     @property
-    def failed(self) -> bool:
-        """Whether it is known to have raised."""
-        return self._error is not None
+    def elsewhere(self) -> bool:
+        """Whether it runs on another CUDA stream than what would be handed over now, which would
+        not come after it."""
+        stream = None if self.failed else self._transfer.stream
+        return stream is not None and stream != torch.cuda.current_stream(stream.device)
 
     @property
     def results(self) -> R:
         """On the device, for work that comes after it."""
-        if self._error is not None:
-            raise self._error
+        if self.failed:
+            raise self._error or RuntimeError("the work has raised, and nobody waits for it")
         return self._results
 
     def fetch(self) -> list[Array | None]:
-        """The tensors of the results on the host; waits for them."""
+        """The tensors of the results on the host; waits for them. An error is raised once, so that
+        its frames, and what they hold on the device, live no longer than whoever handles it."""
         if self._error is not None:
-            raise self._error
+            error, self._error = self._error, None
+            try:
+                raise error
+            finally:
+                del error
         return self._transfer.fetch()
 
 
@@ -81,6 +89,7 @@ class Transfer:
     def __init__(self, tensors: list[Tensor | None]):
         self._tensors = tensors
         self._event: torch.cuda.Event | None = None
+        self.stream: torch.cuda.Stream | None = None
         there = [tensor for tensor in tensors if tensor is not None]
         if there[0].device.type != "cpu":
             packed = pack(there)
@@ -89,8 +98,9 @@ class Transfer:
             self._host = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
             self._host.copy_(packed, non_blocking=pinned)
             if pinned:
+                self.stream = torch.cuda.current_stream(packed.device)
                 self._event = torch.cuda.Event()
-                self._event.record()
+                self._event.record(self.stream)
 
     def fetch(self) -> list[Array | None]:
         """Waits until they have arrived."""
