@@ -83,7 +83,7 @@ class LinearLaunch(NamedTuple):
 _ATTENTION = {
     (2, 16): AttentionLaunch(64, 64, 512, 4, 3, 255),
     (2, 32): AttentionLaunch(64, 64, 512, 4, 3, 255),
-    (2, 64): AttentionLaunch(64, 64, 512, 8, 3, 255),
+    (2, 64): AttentionLaunch(64, 32, 512, 8, 3, 255),
     (2, 80): AttentionLaunch(64, 32, 512, 8, 3, 255),
     (2, 96): AttentionLaunch(64, 32, 512, 8, 3, 255),
     (2, 128): AttentionLaunch(64, 64, 512, 8, 3, 0),
