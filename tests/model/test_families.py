@@ -29,7 +29,7 @@ def test_the_table_is_complete():
     assert len(SERVED) >= 120
 
 
-@pytest.mark.parametrize("kind", first(90, BUILT, 0.1))
+@pytest.mark.parametrize("kind", first(60, BUILT, 0.1))
 def test_attention_or_refusal(kind, monkeypatch):
     """Nothing is taken as known: each is compared with its own ``generate`` over a few tokens."""
     monkeypatch.setattr(parity_check, "SERVED", frozenset())

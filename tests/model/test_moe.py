@@ -145,7 +145,7 @@ def test_row_invariant(kind, dtype):
 
 
 @pytest.mark.crossed(5)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", first(1, DTYPES, 5), ids=str)
 @pytest.mark.parametrize("family", first(1, SERVED, 5))
 def test_the_contract(family, dtype):
     """Every kind of needle alone, and among 1 to 15 others of any kind, by any entry point."""
