@@ -361,8 +361,8 @@ def test_a_failure_outside_the_pass_loses_no_token_of_a_stream():
         stream = engine.stream([prompt], params)
         tokens = list(next(stream).token_ids)
         kept = engine.add_request(*asked()[0])
-        committer = engine.core.committer
-        committer.kernels = AcceptFailsOnce(committer.kernels)
+        sampler = engine.core.sampler
+        sampler.kernels = AcceptFailsOnce(sampler.kernels)
         sequence = stream.requests[0].sequences[0]
         with pytest.raises(RuntimeError, match=ARMED):
             for event in stream:

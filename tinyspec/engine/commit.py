@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from tinyspec.engine.tokenization import ends_in_stop_string
-from tinyspec.kernels.backend import Kernels
 from tinyspec.model.torch_state import callers_modes
 from tinyspec.runner.kv_cache import KVCache
 from tinyspec.runner.sampler import NOT_FINITE, Sampled, SpecialResult
@@ -38,7 +37,6 @@ class Commits:
 class Committer:
     """Adds tokens to sequences, finishes those that stop, truncates those with wrong drafts."""
 
-    kernels: Kernels
     admission: Admission
     tokenizer: Any
     device: torch.device

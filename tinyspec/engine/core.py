@@ -46,7 +46,7 @@ class EngineCore:
 
     def __post_init__(self) -> None:
         self.table = self.admission.table
-        self.launcher = Launcher(self.admission, self.runner, self.sampler, self.committer)
+        self.launcher = Launcher(self.admission, self.runner, self.sampler)
 
     @property
     def drafts_by_user(self) -> bool:
@@ -106,13 +106,13 @@ class EngineCore:
 
     def settle(self) -> None:
         """Wait for a pass that is under way: to call when no request is unfinished, so that its
-        tokens are nobody's."""
+        tokens belong to none."""
         if self._under_way is not None:
             with self.runner.torch_state():
                 self._drop_under_way()
 
     def _drop_under_way(self) -> None:
-        """Wait for a pass whose sequences are gone; what it raised concerns nobody."""
+        """Wait for a pass whose sequences are gone; what it raised concerns no other."""
         launched, self._under_way = self._under_way, None
         if launched is not None:
             with suppress(Exception):

@@ -92,7 +92,7 @@ class Engine:
         scheduler = Scheduler(config, admission, buckets)
         self.runner = runner = ModelRunner(self.model, self.patched, self.pool, kernels, buckets)
         check_parity(self.patched, runner)
-        committer = Committer(kernels, admission, self.tokenizer, runner.device)
+        committer = Committer(admission, self.tokenizer, runner.device)
         records: deque[PassRecord] = deque(maxlen=None if config.trace else RECORDS_KEPT)
         parts = (admission, scheduler, runner, Sampler(kernels), committer, drafter, records)
         self.core = EngineCore(*parts, overlap=bool(config.overlap))

@@ -12,7 +12,6 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from tinyspec.engine.commit import Committer
 from tinyspec.engine.comparison import Comparison
 from tinyspec.engine.launched import Launched, Results
 from tinyspec.runner.device_queue import DeviceQueue, to_device
@@ -36,7 +35,6 @@ class Launcher:
     admission: Admission
     runner: ModelRunner
     sampler: Sampler
-    committer: Committer
 
     def __post_init__(self) -> None:
         self.queue = DeviceQueue()
@@ -61,7 +59,7 @@ class Launcher:
         forward = self._forward(launched, before)
         batch = self._samples(launched)
         compare = self._comparison(launched, before)
-        sampler, committer = self.sampler, self.committer
+        sampler = self.sampler
         page_size = self.admission.pool.page_size
 
         def work() -> Results:
@@ -70,7 +68,7 @@ class Launcher:
             decisions = None
             if compare is not None:
                 tokens = None if before is None else _tokens(before)
-                decisions = compare.run(committer.kernels, page_size, sampling.tokens, tokens)
+                decisions = compare.run(sampler.kernels, page_size, sampling.tokens, tokens)
             return Results(sampling, decisions, prompt_logprobs)
 
         return launched, work

@@ -1,8 +1,8 @@
 """Requests from submission to output: queue them, run steps, hand out outputs.
 
 Holds every unfinished request, and drops what was computed with weights that have changed since.
-What a request has got so far is in its sequences, for whoever queued it. Knows no prompt text and
-no tensor.
+What a request has got so far is in its sequences, for the caller that queued it. Knows no prompt
+text and no tensor.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ R = TypeVar("R", bound=HasTensors)
 
 
 def to_device(values: Array, device: torch.device) -> Tensor:
-    """``values`` on the device, without waiting for what runs there; nobody may write them
+    """``values`` on the device, without waiting for what runs there; they must not be written
     afterwards: on a CPU they are the tensor's memory."""
     tensor = torch.from_numpy(values)
     if device.type == "cpu":
@@ -38,7 +38,7 @@ def to_device(values: Array, device: torch.device) -> Tensor:
 
 
 class Pending(Generic[R]):
-    """Results of work that was handed over; what it raised is raised by whoever asks for them."""
+    """Results of work that was handed over; what it raised is raised where they are asked for."""
 
     def __init__(self, work: Callable[[], R]):
         self.failed = False  # whether it is known to have raised
@@ -60,12 +60,12 @@ class Pending(Generic[R]):
     def results(self) -> R:
         """On the device, for work that comes after it."""
         if self.failed:
-            raise self._error or RuntimeError("the work has raised, and nobody waits for it")
+            raise self._error or RuntimeError("the work has raised, and its error was fetched")
         return self._results
 
     def fetch(self) -> list[Array | None]:
         """The tensors of the results on the host; waits for them. An error is raised once, so that
-        its frames, and what they hold on the device, live no longer than whoever handles it."""
+        its frames, and what they hold on the device, live no longer than the handling of it."""
         if self._error is not None:
             error, self._error = self._error, None
             try:

@@ -88,7 +88,7 @@ class Scheduler:
 
     def schedule(self) -> Pass | None:
         """The next pass, its pages granted; None when nothing can run."""
-        if self.table.foresees:  # the table as it will be: nobody enters or leaves
+        if self.table.foresees:  # the table as it will be: no sequence enters or leaves
             return self._plan()
         self.admission.admit()
         while (planned := self._plan()) is None and len(self.table) > 1:
