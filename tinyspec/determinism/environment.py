@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tinyspec.determinism import cublas
 from tinyspec.model import openmp
 
 _C: Any = torch._C
@@ -45,12 +46,14 @@ def ambient(device: torch.device) -> tuple[object, ...]:
 def environment(device: torch.device) -> dict[str, object]:
     """The parts of the fingerprint that come from process and machine, readable."""
     threads, running, engine, *libraries = ambient(device)
+    of_cublas = {"cublas": cublas.fixed()} if device.type == "cuda" else {}
     return {
         "device": device_parts(device),
         "threads": [threads, running],
         "quantized engine": engine,
         "libraries": libraries,
         "build": _build(),
+        **of_cublas,
     }
 
 

@@ -5,11 +5,12 @@ Which of the two runs is decided once per engine, by ``load``.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
+
+from tinyspec.kernels.variables import interprets_triton
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,10 @@ class Kernels:
 
 
 def refusal(backend: str, device_type: str) -> str | None:
-    """Why ``backend`` cannot run on a device, or None. The one place that reads the environment."""
+    """Why ``backend`` cannot run on a device, or None."""
     if backend == "torch" and device_type != "cpu":
         return "the twins run on a CPU only"
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if backend == "triton" and device_type == "cpu" and not interpreted:
+    if backend == "triton" and device_type == "cpu" and not interprets_triton():
         return "on a CPU Triton runs interpreted only: set TRITON_INTERPRET=1 first"
     return None
 

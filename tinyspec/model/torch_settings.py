@@ -38,6 +38,35 @@ def _precision(backend: str, operator: str) -> Setting:
     return Setting(get, partial(_C._set_fp32_precision_setter, *where), "ieee")
 
 
+def _twofold(get: Callable[[], Any], put: Callable[[Any], Any], off: Any, *where: str) -> Setting:
+    """fp32 products on CUDA in fp32, where torch holds the precision twice: by operator (``where``,
+    "backend operator"), and in an older setting (``get``, ``put``; ``off``: no TF32), which it
+    refuses to read while the two contradict each other. Read and written are (older, *newer)."""
+    newer = [_precision(*operator.split()) for operator in where]
+
+    def older_beside_ieee() -> Any:
+        try:
+            return get()
+        except RuntimeError:  # of the two values that such a setting has, the other
+            return not off
+
+    def read() -> tuple[Any, ...]:
+        values = [setting.get() for setting in newer]
+        try:
+            return get(), *values
+        except RuntimeError:  # the caller has set them apart
+            _apply(tuple(newer))
+            older = older_beside_ieee()
+            _restore(tuple(newer), values)
+            return older, *values
+
+    def write(values: tuple[Any, ...]) -> None:
+        put(values[0])  # sets the newer ones as well
+        _restore(tuple(newer), list(values[1:]))
+
+    return Setting(read, write, (off, *(setting.value for setting in newer)))
+
+
 def _deterministic() -> tuple[bool, bool]:
     return (
         _C._get_deterministic_algorithms(),
@@ -80,13 +109,23 @@ def _of_process(device_type: str) -> Settings:
         )
     return (
         *common,
-        _precision("cuda", "matmul"),
-        _precision("cuda", "conv"),
+        _twofold(
+            _C._get_float32_matmul_precision,
+            _C._set_float32_matmul_precision,
+            "highest",
+            "cuda matmul",
+            "mkldnn matmul",
+        ),
+        _twofold(
+            _C._get_cudnn_allow_tf32, _C._set_cudnn_allow_tf32, False, "cuda conv", "cuda rnn"
+        ),
         _reduction("bf16"),
         _reduction("fp16"),
         Setting(
             _C._get_cublas_allow_fp16_accumulation, _C._set_cublas_allow_fp16_accumulation, False
         ),
+        # Of the multiprocessors, how many products of cuBLASLt leave free.
+        Setting(_C._get_sm_carveout_experimental, _C._set_sm_carveout_experimental, None),
         Setting(_C._get_cudnn_benchmark, _C._set_cudnn_benchmark, False),
     )
 

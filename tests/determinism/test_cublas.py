@@ -1,0 +1,98 @@
+"""What the fingerprint holds of cuBLAS on CUDA, by a stand-in for its libraries."""
+
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tinyspec.determinism import cublas, environment
+from tinyspec.kernels import variables
+
+LINE = "7f00-7f01 r-xp 00000000 08:01 42    {}"
+
+
+@pytest.fixture
+def maps(tmp_path):
+    """Of a process that has loaded both libraries, each in two parts, and others."""
+    names = ["libcublas.so.12", "libcublasLt.so.12", "libtorch_cuda.so"]
+    for name in names:
+        (tmp_path / name).touch()
+    gone = "/nowhere/libcublas.so.11 (deleted)"
+    paths = [*(tmp_path / name for name in names for _ in range(2)), "[heap]", gone]
+    (tmp_path / "maps").write_text("".join(LINE.format(path) + "\n" for path in paths))
+    return tmp_path / "maps"
+
+
+def loader(parts, whole, loaded):
+    """Of libraries with these versions."""
+
+    def get_property(part, value):
+        ctypes.cast(value, ctypes.POINTER(ctypes.c_int))[0] = parts[part]
+        return 0
+
+    def get_version():
+        return whole
+
+    def load(path):
+        loaded.append(path)
+        if "Lt" in path:
+            return SimpleNamespace(cublasLtGetVersion=get_version)
+        return SimpleNamespace(cublasGetProperty=get_property)
+
+    return load
+
+
+def test_versions_of_loaded_libraries(maps):
+    loaded = []
+    found = cublas.versions(maps, loader((12, 9, 1), 120901, loaded))
+    assert found == {"libcublas.so.12": "12.9.1", "libcublasLt.so.12": "120901"}
+    assert len(loaded) == 2
+    assert cublas.versions(maps, loader((12, 9, 2), 120901, [])) != found
+
+
+def test_versions_where_none_can_be_asked(maps, tmp_path):
+    assert cublas.versions(tmp_path / "none") == {}
+    found = cublas.versions(maps, lambda path: SimpleNamespace())
+    assert set(found.values()) == {"-1.-1.-1"}
+
+
+def test_functions_of_a_library_that_is_loaded(tmp_path):
+    """The real loader, on a library of torch's that has neither function."""
+    line = next(line for line in cublas.MAPS.read_text().splitlines() if "libtorch_cpu" in line)
+    path = line.split(maxsplit=5)[-1]
+    assert cublas._version(ctypes.CDLL(path)) == "-1.-1.-1"
+
+
+VARIABLES = {
+    "CUBLAS_EMULATE_SINGLE_PRECISION": "1",
+    "NVIDIA_TF32_OVERRIDE": "1",
+    "CUBLAS_WORKSPACE_CONFIG": ":16:8",
+    "CUBLASLT_WORKSPACE_SIZE": "4096",
+}
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_variables(told, monkeypatch):
+    """Sizes of workspaces where torch does not tell them."""
+    for name, value in {**VARIABLES, "CUBLASLT_LOG_LEVEL": "5", "CUBLAS_LOGINFO_DBG": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(cublas, "_C", SimpleNamespace())
+    if told:
+        cublas._C._cuda_getCublasWorkspaceSize = lambda: 1 << 25
+    left_out = variables.WORKSPACES if told else ()
+    expected = {name: value for name, value in VARIABLES.items() if name not in left_out}
+    assert cublas.settings() == expected
+
+
+def test_it_is_part_of_the_fingerprint(monkeypatch):
+    """On CUDA, and read once."""
+    monkeypatch.setattr(environment, "ambient", lambda device: (1, 1, 0, "cublas", 4096))
+    monkeypatch.setattr(environment, "device_parts", lambda device: ["GPU", "sm_90", "132"])
+    fixed = cublas.fixed.__wrapped__()
+    assert set(fixed) == {"versions", "variables"}
+    gpu = torch.device("cuda")
+    assert environment.environment(gpu)["cublas"] == fixed
+    monkeypatch.setattr(cublas, "fixed", lambda: {"versions": {"libcublas.so.12": "13.0.0"}})
+    assert environment.environment(gpu)["cublas"] != fixed
+    assert "cublas" not in environment.environment(torch.device("cpu"))
