@@ -31,8 +31,6 @@ class LatePending:
     def failed(self) -> bool:
         return self._done is not None and self._done.failed
 
-    elsewhere = False
-
     @property
     def results(self) -> Any:
         if self._done is None:

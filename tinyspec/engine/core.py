@@ -211,6 +211,8 @@ class EngineCore:
         or keep them as drafts, whose errors are left to the verify. What is not alive is left out.
         """
         table, works, alive = self.table, launched.works, launched.alive
+        for result in found.special.values():
+            self.runner.torch_state.stream.hand_out(result.scores, result.logits)
         drafts = works.kinds == DRAFT
         final = alive & ~drafts
         table.advance(works.rows[final], works.ends[final], launched.work_pass.canonical)

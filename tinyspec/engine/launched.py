@@ -104,9 +104,7 @@ class Launched:
     def predictable(self) -> bool:
         """Whether all but the ids of its tokens is known: each of its sequences gets one token or
         one draft, and none starts."""
-        return not (
-            len(self.verified) or self.leads or self.pending.failed or self.pending.elsewhere
-        )
+        return not (len(self.verified) or self.leads or self.pending.failed)
 
     def foresight(self) -> AbstractContextManager[None]:
         """A block in which the sequence table is as if it were committed."""

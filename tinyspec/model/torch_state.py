@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from threading import get_ident, local
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.utils import _python_dispatch as dispatch
 
 from tinyspec.errors import DeterminismError
 from tinyspec.model import openmp
+from tinyspec.model.device_stream import DeviceStream, stream_of
 from tinyspec.model.torch_settings import pin_again, pinned
 
 _C: Any = torch._C
@@ -49,8 +50,8 @@ class _Modes(local):
     (``torch.set_default_device`` is one) and of ``torch.utils._python_dispatch``."""
 
     aside: tuple[list[Any], list[Any]] | None = None
-    # Of the settings that are pinned in this thread; None while none are.
-    device_type: str | None = None
+    # Of the device whose settings are pinned in this thread; None while none are.
+    stream: DeviceStream | None = None
 
     def any_on(self) -> bool:
         """Whether any mode is on now."""
@@ -78,7 +79,7 @@ _modes = _Modes()
 @contextmanager
 def callers_modes() -> Iterator[None]:
     """For code of the user that a step calls: with the modes that the step has set aside. Settings
-    that it changes are pinned again, for the rest of the step."""
+    and the stream that it changes are set again, for the rest of the step."""
     if _modes.aside is None:
         yield
         return
@@ -87,16 +88,18 @@ def callers_modes() -> Iterator[None]:
         yield
     finally:
         _modes.take_off()
-        if _modes.device_type is not None:
-            pin_again(_modes.device_type)
+        if _modes.stream is not None:
+            pin_again(_modes.stream.device.type)
+            _modes.stream.again()
 
 
 class TorchState:
-    """Eval mode, no gradients, no modes, and the settings of ``torch_settings``, for one model."""
+    """Eval mode, no gradients, no modes, the settings of ``torch_settings`` and the stream of
+    ``device_stream``, for one model."""
 
     def __init__(self, model: nn.Module):
         self._model = model
-        self._device = next(model.parameters()).device
+        self.stream = stream_of(next(model.parameters()).device)
         self._thread: int | None = None
         self._trained: list[nn.Module] = []
         self.refresh_modules()
@@ -104,9 +107,6 @@ class TorchState:
     def refresh_modules(self) -> None:
         """List the model's modules again; to walk the tree at every pass would take longer."""
         self._modules = list(self._model.modules())
-
-    def _on_device(self) -> AbstractContextManager[object]:
-        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     @contextmanager
     def __call__(self, again: bool = True) -> Iterator[None]:
@@ -116,19 +116,21 @@ class TorchState:
             if not again:
                 yield
                 return
-            pin_again(self._device.type)
+            pin_again(self.stream.device.type)
+            self.stream.again()
             self._evaluate()
             with without_modes() if _modes.any_on() else nullcontext():
                 yield
             return
-        with pinned(self._device.type), self._on_device(), torch.inference_mode(), without_modes():
-            outer = _modes.device_type
+        kind = self.stream.device.type
+        with pinned(kind), self.stream(), torch.inference_mode(), without_modes():
+            outer = _modes.stream
             try:
                 self._evaluate()
-                self._thread, _modes.device_type = get_ident(), self._device.type
+                self._thread, _modes.stream = get_ident(), self.stream
                 yield
             finally:
-                self._thread, _modes.device_type = None, outer
+                self._thread, _modes.stream = None, outer
                 for module in self._trained:
                     module.training = True
                 self._trained = []

@@ -1,7 +1,7 @@
 """Work for the device: handed over without waiting for it, its results fetched in one transfer.
 
-On CUDA everything runs on one stream, so work is done in the order in which it was handed over. On
-a CPU it is done at once. Knows tensors, not what they mean.
+On CUDA everything runs on one stream (``device_stream``), so work is done in the order in which it
+was handed over. On a CPU it is done at once. Knows tensors, not what they mean.
 """
 
 from __future__ import annotations
@@ -50,13 +50,6 @@ class Pending(Generic[R]):
             self._error, self.failed = error, True
 
     @property
-    def elsewhere(self) -> bool:
-        """Whether it runs on another CUDA stream than what would be handed over now, which would
-        not come after it."""
-        stream = None if self.failed else self._transfer.stream
-        return stream is not None and stream != torch.cuda.current_stream(stream.device)
-
-    @property
     def results(self) -> R:
         """On the device, for work that comes after it."""
         if self.failed:
@@ -89,7 +82,6 @@ class Transfer:
     def __init__(self, tensors: list[Tensor | None]):
         self._tensors = tensors
         self._event: torch.cuda.Event | None = None
-        self.stream: torch.cuda.Stream | None = None
         there = [tensor for tensor in tensors if tensor is not None]
         if there[0].device.type != "cpu":
             packed = pack(there)
@@ -98,9 +90,8 @@ class Transfer:
             self._host = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
             self._host.copy_(packed, non_blocking=pinned)
             if pinned:
-                self.stream = torch.cuda.current_stream(packed.device)
                 self._event = torch.cuda.Event()
-                self._event.record(self.stream)
+                self._event.record(torch.cuda.current_stream(packed.device))
 
     def fetch(self) -> list[Array | None]:
         """Waits until they have arrived."""

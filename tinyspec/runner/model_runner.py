@@ -92,7 +92,8 @@ class ModelRunner:
     def extend(self, num_pages: int) -> None:
         """Grow the KV pool, if it is allocated, to ``num_pages``; no pass may be running."""
         if self._cache is not None:
-            self._cache.extend(num_pages, self._pool.in_use())
+            with self.torch_state.stream():
+                self._cache.extend(num_pages, self._pool.in_use())
 
     @property
     def holds_memory(self) -> bool:
@@ -173,5 +174,6 @@ class ModelRunner:
             return {"input_ids": batch.input_ids[None]}
         embeds = self.model.get_input_embeddings()(batch.input_ids)
         for first, given in batch.embeds:
+            self.torch_state.stream.take(given)
             embeds[first : first + len(given)] = given
         return {"inputs_embeds": embeds[None]}

@@ -1,0 +1,147 @@
+"""Work of an engine is in one order, whichever streams its callers have: by streams that record."""
+
+from dataclasses import replace
+from threading import Thread
+
+import pytest
+import torch
+
+from tests.support import streams
+from tests.support.streams import Stream
+from tests.support.tiny import prompts, tiny
+from tinyspec import Engine, EngineConfig, SamplingParams
+from tinyspec.model import device_stream
+
+CONFIG = EngineConfig(reference_rows=8, page_size=4, max_model_len=64)
+PARAMS = SamplingParams(max_new_tokens=5)
+SAMPLED = replace(PARAMS, temperature=1.0, seed=1, num_return_sequences=3)
+
+
+@pytest.fixture(autouse=True)
+def streams_of_before():
+    yield
+    device_stream.stream_of.cache_clear()
+
+
+def two_callers(recorder) -> list:
+    """Two threads with a stream each, one after the other, and a third caller that steps."""
+    callers = [Stream() for _ in range(3)]
+    with Engine(tiny(), config=CONFIG) as engine:
+
+        def call(stream: Stream) -> None:
+            with recorder.on(stream):
+                recorder.work("before")
+                engine.generate(prompts(3), SAMPLED)
+                recorder.work("after")
+
+        for stream in callers[:2]:
+            thread = Thread(target=call, args=(stream,))
+            thread.start()
+            thread.join()
+        with recorder.on(callers[2]):
+            engine.add_request([1, 2, 3], PARAMS)
+            while engine.has_unfinished():
+                recorder.work("before")
+                engine.step()
+                recorder.work("after")
+        engine.runner.extend(engine.pool.num_pages + 8)
+        engine.pool.extend(8)
+        engine.generate(prompts(2), PARAMS)
+    return callers
+
+
+def test_one_order(monkeypatch):
+    """All that works on the pool; the caller's work before and after a call too."""
+    recorder = streams.record(monkeypatch)
+    callers = two_callers(recorder)
+    pool = recorder.named(*streams.ON_THE_POOL)
+    assert {work.name for work in pool} >= {"forward", "extend", "zero", "copy_page"}
+    (own,) = {work.stream for work in pool}
+    assert own not in (*callers, recorder.current)
+    assert recorder.ordered(pool)
+    # A caller's work comes after the passes of its call and before those of the next.
+    for n, work in enumerate(recorder.works):
+        passes = [m for m, other in enumerate(recorder.works) if other.name == "forward"]
+        if work.name == "after":
+            assert {m for m in passes if m < n} <= work.before
+        elif work.name == "before":
+            assert n in recorder.works[next(m for m in passes if m > n)].before
+
+
+def test_control_the_callers_stream(monkeypatch):
+    """As it was: passes of two callers are in no order."""
+    recorder = streams.record(monkeypatch, streams=False)
+    callers = two_callers(recorder)
+    pool = recorder.named(*streams.ON_THE_POOL)
+    assert {work.stream for work in pool} == {*callers, recorder.current}
+    assert not recorder.ordered(pool)
+
+
+@pytest.mark.parametrize("missing", ["before", "after"])
+def test_control_a_wait_left_out(missing, monkeypatch):
+    """Of the engine's stream for the caller's, or the other way round."""
+    recorder = streams.record(monkeypatch)
+    own, whole = device_stream.stream_of(torch.device("cpu")).own, Stream.wait_stream
+
+    def wait(stream: Stream, other: Stream) -> None:
+        if (stream is own) != (missing == "before"):
+            whole(stream, other)
+
+    monkeypatch.setattr(Stream, "wait_stream", wait)
+    with Engine(tiny(), config=CONFIG) as engine:
+        recorder.work("before")
+        engine.generate(prompts(2), PARAMS)
+        recorder.work("after")
+    works = [recorder.named("before")[0], *recorder.named("forward"), recorder.named("after")[0]]
+    assert recorder.ordered(works[1:-1]) and not recorder.ordered(works)
+    assert recorder.ordered(works[1:] if missing == "before" else works[:-1])
+
+
+def test_code_of_the_user_changes_the_stream(monkeypatch):
+    """For the rest of the step it is the engine's again, after what ran on the other."""
+    recorder, other = streams.record(monkeypatch), Stream()
+
+    def processor(ids, scores):
+        recorder.set_stream(other)
+        recorder.work("processor")
+        return scores
+
+    with Engine(tiny(), config=CONFIG) as engine:
+        caller = recorder.current
+        engine.generate([[1, 2, 3]], replace(PARAMS, logits_processors=[processor]))
+        assert recorder.current is caller
+    passes = recorder.named("forward", "processor")
+    assert [work.name for work in passes] == ["forward", "processor"] * PARAMS.max_new_tokens
+    assert len({work.stream for work in passes}) == 2
+    for processed, after in zip(passes[1::2], passes[2::2], strict=False):
+        assert recorder.works.index(processed) in after.before
+
+
+def test_memory_of_what_is_handed_over(monkeypatch):
+    """Scores that the caller gets, and embeddings that it gives."""
+    recorder = streams.record(monkeypatch)
+    params = replace(PARAMS, max_new_tokens=2)
+    with Engine(tiny(), config=CONFIG) as engine:
+        own, caller = engine.runner.torch_state.stream.own, recorder.current
+        (request,) = engine._ready().requests([[1, 2, 3]], params)
+        request.keeps_scores = request.keeps_logits = True
+        engine.tracker.finish([request])
+        (sequence,) = request.sequences
+        for tensor in (*sequence.scores, *sequence.logits):
+            assert recorder.kept[tensor.data_ptr()] == [caller]
+        assert len(sequence.scores) == len(sequence.logits) == 2
+        given = torch.randn(3, engine.model.config.hidden_size)
+        (request,) = engine._ready().requests([[0, 0, 0]], params)
+        request.embeds = given
+        engine.tracker.finish([request])
+        assert recorder.kept[given.data_ptr()] == [own]
+
+
+def test_a_cpu_has_no_stream():
+    state = device_stream.stream_of(torch.device("cpu"))
+    assert not state.queues
+    with state():
+        state.again()
+        state.take(torch.zeros(1))
+        state.hand_out(torch.zeros(1), None)
+    assert "own" not in vars(state)

@@ -1,0 +1,85 @@
+"""The CUDA stream that all of tinyspec's work on a device runs on, in order with the caller's.
+
+Passes share memory: KV pages, static tables, what the allocator hands out again. On one stream
+each comes after the one before, whichever streams and threads the callers have. On a CPU nothing
+here does anything. Knows neither passes nor models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, cached_property
+from threading import local
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Types of devices whose work is queued on streams.
+WITH_STREAMS = ("cuda",)
+
+
+class _Callers(local):
+    """The stream that was current in this thread before the block that it is in."""
+
+    stream: Any = None
+
+
+class DeviceStream:
+    """The stream of one device; ``stream_of`` makes one for each."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._callers = _Callers()
+
+    @cached_property
+    def own(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.device)
+
+    @property
+    def queues(self) -> bool:
+        """Whether the device has streams."""
+        return self.device.type in WITH_STREAMS
+
+    def __call__(self) -> AbstractContextManager[object]:
+        """Work of the block runs on this stream: after what the caller's current stream has been
+        given so far, and before what that is given afterwards."""
+        return self._block() if self.queues else nullcontext()
+
+    @contextmanager
+    def _block(self) -> Iterator[None]:
+        caller, own = torch.cuda.current_stream(self.device), self.own
+        with torch.cuda.device(self.device), torch.cuda.stream(own):
+            if caller == own:  # within another block
+                yield
+                return
+            self._callers.stream = caller
+            own.wait_stream(caller)
+            try:
+                yield
+            finally:
+                caller.wait_stream(own)
+                self._callers.stream = None
+
+    def again(self) -> None:
+        """Within a block, after code of the user's that may have made another stream current."""
+        if self.queues and (now := torch.cuda.current_stream(self.device)) != self.own:
+            self.own.wait_stream(now)
+            torch.cuda.set_stream(self.own)
+
+    def hand_out(self, *tensors: Tensor | None) -> None:
+        """Within a block: the caller gets ``tensors``. Once it drops one, its memory is not used
+        again before the caller's stream has done what it was given until then."""
+        for tensor in tensors:
+            if tensor is not None and self.queues and self._callers.stream is not None:
+                tensor.record_stream(self._callers.stream)
+
+    def take(self, tensor: Tensor) -> None:
+        """Within a block: work reads ``tensor``, which is the caller's."""
+        if self.queues and tensor.device.type in WITH_STREAMS:
+            tensor.record_stream(self.own)
+
+
+# One for all engines of a device: memory that one has freed, the next can have.
+stream_of = cache(DeviceStream)
