@@ -22,10 +22,9 @@ from tinyspec.determinism.module_ways import ModuleWays
 from tinyspec.determinism.notice import Notice
 from tinyspec.determinism.probe_results import ProbeResults
 from tinyspec.determinism.probes.autocast import refuse_autocast
-from tinyspec.determinism.probes.model import warm_up
 from tinyspec.determinism.probes.reference import ReferenceProof
 from tinyspec.determinism.probes.steps import Steps, finished
-from tinyspec.determinism.probes.workspace import Workspace
+from tinyspec.determinism.probes.workspace import Workspace, warm_up
 from tinyspec.errors import DeterminismError
 from tinyspec.model.install import patched_of
 from tinyspec.model.quantized import repack_weights, unprovable

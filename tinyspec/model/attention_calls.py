@@ -10,12 +10,14 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Heads of one attention layer, and the softcap of its scores (0: none)."""
+    """Heads of one attention layer, the softcap of its scores (0: none), and whether each head has
+    a sink."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     softcap: float = 0.0
+    sinks: bool = False
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,8 @@ class AttentionRecorder:
             reach = Reach()
         rows, heads, width = query.shape[2], query.shape[1], value.shape[-1]
         size = max(query.shape[-1], width)
-        shape = LayerShape(heads, key.shape[1], size, scores.get("softcap") or 0.0)
+        sinks = scores.get("s_aux") is not None
+        shape = LayerShape(heads, key.shape[1], size, scores.get("softcap") or 0.0, sinks)
         self.calls.append(AttentionCall(module, shape, reach, scale))
         self.keys.append(key.clone())
         return query.new_zeros(len(query), rows, heads, width), None

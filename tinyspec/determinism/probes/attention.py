@@ -16,6 +16,7 @@ from torch import Tensor
 from tinyspec.determinism.probe_results import ComparedRows, Unsound
 from tinyspec.determinism.probes.bits import PositionResult, unequal_bits
 from tinyspec.determinism.probes.steps import Steps, finished
+from tinyspec.kernels import launch
 from tinyspec.kernels.attention_metadata import AttentionMetadata
 from tinyspec.kernels.backend import Kernels
 from tinyspec.model.attention_calls import LayerShape, Reach
@@ -25,6 +26,9 @@ from tinyspec.runner.model_runner import ModelRunner
 PAGE_SIZE = 128
 PAGES = 5
 LENGTH = PAGE_SIZE * PAGES - 40
+# Stands in for bounds of this length or more, with what they leave over of it. Tiles of keys and
+# splits have a power of two of them, 512 at most.
+NEAR = 256
 # A difference in one row of 10,000 shows in so many with a probability of 99 %.
 MANY_ROWS = 50_000
 # Of a kind, after its first round: what the proof before a first token takes.
@@ -46,13 +50,25 @@ REMEDY = (
 def probe_attention(
     runner: ModelRunner, rows: int = MANY_ROWS, seconds: float | None = SECONDS
 ) -> list[PositionResult]:
-    """``probe_rows`` of every distinct kind of attention calls of the runner's model, by the
-    kernels that its passes call."""
+    """``probe_rows`` of the kinds of attention calls of the runner's model that a first token waits
+    for, by the kernels that its passes call; of the others no rows yet."""
     dtype, device = runner.model.dtype, runner.device
+    waited_for = {*_kinds(runner, far=_kernels(runner).backend == "triton")}
     return [
         probe_rows(_kernels(runner), shape, dtype, device, reach, rows, seconds)
+        if (shape, reach) in waited_for
+        else _nothing(shape, reach)
         for shape, reach in _kinds(runner)
     ]
+
+
+def longest_split(runner: ModelRunner) -> int:
+    """Most tokens of a context that the runner's kernels sum at once before they merge sums; 0:
+    fewer than the probes' contexts have anyway."""
+    if _kernels(runner).backend != "triton":
+        return 0
+    dtype = runner.model.dtype
+    return max(launch.attention(dtype, layer.head_dim).split for layer in runner.layers)
 
 
 def attention_steps(
@@ -75,10 +91,15 @@ def _kernels(runner: ModelRunner) -> Kernels:
     return kernels
 
 
-def _kinds(runner: ModelRunner) -> list[tuple[LayerShape, Reach]]:
-    """The distinct kinds of attention calls."""
-    reaches = (_within(layer.reach) for layer in patched_of(runner.model).context.layers)
-    return list(dict.fromkeys(zip(runner.layers, reaches, strict=True)))
+def _kinds(runner: ModelRunner, far: bool = True) -> list[tuple[LayerShape, Reach]]:
+    """The distinct kinds of attention calls; first without bounds that no row of the probe comes
+    to, and then (``far``) with nearer ones in their place."""
+    reaches = [layer.reach for layer in patched_of(runner.model).context.layers]
+    layers = list(zip(runner.layers, reaches, strict=True))
+    kinds = [(shape, _within(reach)) for shape, reach in layers]
+    if far:
+        kinds += [(shape, _nearer(reach)) for shape, reach in layers]
+    return list(dict.fromkeys(kinds))
 
 
 def summary(found: list[PositionResult]) -> tuple[list[ComparedRows], list[Unsound]]:
@@ -90,6 +111,12 @@ def summary(found: list[PositionResult]) -> tuple[list[ComparedRows], list[Unsou
 def _within(reach: Reach) -> Reach:
     """``reach`` without bounds that no row of the probe comes to."""
     near = {name: bound for name, bound in vars(reach).items() if bound < LENGTH}
+    return Reach(**near)
+
+
+def _nearer(reach: Reach) -> Reach:
+    """``reach`` with bounds that rows of the probe come to, which cut tiles of keys alike."""
+    near = {name: n if n < LENGTH else NEAR + n % NEAR for name, n in vars(reach).items()}
     return Reach(**near)
 
 
@@ -120,7 +147,7 @@ def probe_rows(
     limit); one at least."""
     begun = time.perf_counter()
     reach = reach or Reach()
-    found = PositionResult(_name(shape, reach), LENGTH, 0, 0, -1, -1)
+    found = _nothing(shape, reach)
     for seed in count():
         found = found.plus(finished(round_steps(kernels, shape, dtype, device, reach, seed)))
         late = seconds is not None and time.perf_counter() - begun > seconds
@@ -138,7 +165,6 @@ def round_steps(
     seed: int,
 ) -> Steps[PositionResult]:
     """Compares the rows of ``_passes`` with the same rows of the whole prompt."""
-    scores = {"scale": shape.head_dim**-0.5, "softcap": shape.softcap, **vars(reach)}
 
     def metadata(spans: list[tuple[int, int]]) -> AttentionMetadata:
         return AttentionMetadata.of(spans, [range(PAGES)] * len(spans), PAGE_SIZE, device)
@@ -151,8 +177,11 @@ def round_steps(
 
     k, v = (draw(PAGES, PAGE_SIZE, shape.num_kv_heads, shape.head_dim) for _ in range(2))
     q = draw(LENGTH, shape.num_heads, shape.head_dim)
+    scores = {"scale": shape.head_dim**-0.5, "softcap": shape.softcap, **vars(reach)}
+    if shape.sinks:
+        scores["sinks"] = draw(shape.num_heads)
     whole = kernels.paged_attention(q, k, v, metadata([(0, LENGTH)]), **scores)
-    found = PositionResult(_name(shape, reach), LENGTH, 0, 0, -1, -1)
+    found = _nothing(shape, reach)
     for spans in _passes():
         index = torch.cat([torch.arange(*span, device=device) for span in spans])
         out = kernels.paged_attention(q[index], k, v, metadata(spans), **scores)
@@ -161,8 +190,14 @@ def round_steps(
     return found
 
 
+def _nothing(shape: LayerShape, reach: Reach) -> PositionResult:
+    """No rows compared."""
+    return PositionResult(_name(shape, reach), LENGTH, 0, 0, -1, -1)
+
+
 def _name(shape: LayerShape, reach: Reach) -> str:
     bounds = [f"{name} {bound}" for name, bound in vars(reach).items() if bound]
     bounds += [f"softcap {shape.softcap:g}"] if shape.softcap else []
+    bounds += ["sinks"] if shape.sinks else []
     heads = f"{shape.num_heads} heads of {shape.head_dim}, {shape.num_kv_heads} KV heads"
     return f"attention ({', '.join([heads, *bounds])})"

@@ -87,31 +87,45 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return not unequal_bits(a, b).any()
 
 
+def cancelled_outputs(features: int) -> int:
+    """How many products of one row with a weight can cancel."""
+    return max(1, min(CANCELLED_OUTPUTS, features // 8))
+
+
 def cancelling_inputs(
-    rows: int, features: int, dtype: torch.dtype, seed: int = 0, weight: Tensor | None = None
+    rows: int,
+    features: int,
+    dtype: torch.dtype,
+    seed: int = 0,
+    weight: Tensor | None = None,
+    sets: int = 1,
 ) -> Tensor:
     """Inputs `[rows, features]`, on the CPU, whose products with `weight` cancel, so that the order
     of additions shows.
 
     A third of the features is random; another cancels its products with up to 64 rows of `weight`
     `[out, features]`; the last, orders of magnitude smaller, cancels what rounding the second to
-    `dtype` left over. Without a weight the plain sum of a row cancels.
+    `dtype` left over. Without a weight the plain sum of a row cancels. sets: of outputs, which rows
+    take in turns, evenly spread together.
     """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, features, generator=generator)
     x = (x * 2.0 ** torch.randint(-3, 4, x.shape, generator=generator)).to(dtype).double()
     weight = torch.ones(1, features) if weight is None else weight.detach()
-    count = max(1, min(CANCELLED_OUTPUTS, features // 8, len(weight)))
-    picks = torch.linspace(0, len(weight) - 1, count).round().long().to(weight.device)
-    chosen = weight[picks].to("cpu", torch.float64).nan_to_num(0, 0, 0)
+    count = min(cancelled_outputs(features), len(weight))
+    sets = max(1, min(sets, rows, len(weight) // count))
+    picks = torch.linspace(0, len(weight) - 1, count * sets).round().long().to(weight.device)
     order = torch.randperm(features, generator=generator)
     third = max(1, features // 3)
     x[:, order[third:]] = 0
-    for part in (order[third : 2 * third], order[2 * third :]):
-        gram = chosen[:, part] @ chosen[:, part].T
-        gram.diagonal().add_(1e-12 * gram.trace() + 1e-30)
-        solved = torch.linalg.solve(gram, -chosen @ x.T)  # [count, rows]
-        x[:, part] = (solved.T @ chosen[:, part]).to(dtype).double()
+    for number in range(sets):
+        chosen = weight[picks[number::sets]].to("cpu", torch.float64).nan_to_num(0, 0, 0)
+        own = x[number::sets]
+        for part in (order[third : 2 * third], order[2 * third :]):
+            gram = chosen[:, part] @ chosen[:, part].T
+            gram.diagonal().add_(1e-12 * gram.trace() + 1e-30)
+            solved = torch.linalg.solve(gram, -chosen @ own.T)  # [count, rows of the set]
+            own[:, part] = (solved.T @ chosen[:, part]).to(dtype).double()
     return x.to(dtype)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tinyspec.config import EngineConfig
 from tinyspec.determinism.checksum import row_checksums
+from tinyspec.determinism.probes.attention import longest_split
 from tinyspec.determinism.probes.bits import same_bits, unequal_bits
 from tinyspec.determinism.probes.segments import segments
 from tinyspec.determinism.probes.steps import Steps
@@ -71,7 +72,8 @@ class ModelProbe:
         self._page_size = page_size
         self._distinct = min(runner.buckets.sizes[-1], -(-DISTINCT_ROWS // reference) * reference)
         self._rows = rows = max(rows, self._distinct)
-        distinct = segments(self._distinct, page_size, config.max_model_len)
+        split = longest_split(runner)
+        distinct = segments(self._distinct, page_size, config.max_model_len, split)
         self._pages = distinct[-1].pages[-1] + 1
         self._copies = -(-rows // self._distinct)
         self.num_pages = self._copies * self._pages
@@ -292,9 +294,3 @@ class ModelProbe:
         )
         chosen = torch.log_softmax(logits, dim=-1).index_select(1, columns)
         return row_checksums(logits)[:, None], chosen
-
-
-def warm_up(runner: ModelRunner, config: EngineConfig) -> None:
-    """Where the results are known: compiles and loads what a first pass needs, before a request."""
-    sizes = runner.buckets.sizes if runner.device.type == "cuda" else [runner.buckets.reference]
-    ModelProbe(runner, config, sizes[-1]).warm_up(sizes)

@@ -15,6 +15,7 @@ from torch import Tensor
 from tinyspec.determinism.probes.bits import (
     PositionResult,
     RowFunction,
+    cancelled_outputs,
     cancelling_inputs,
     class_of,
     in_passes,
@@ -27,6 +28,10 @@ from tinyspec.determinism.probes.steps import Steps, finished
 POOL_ROWS = 64
 # Of 48 needles (the rows that are compared): a prime, so that no tile of rows is a multiple of it.
 NEEDLES = 47
+# Types of devices on which outputs are computed in tiles, each by multiprocessors of its own, and
+# how far cancelled outputs are apart there: no tile is narrower.
+TILED = ("cuda",)
+APART = 64
 # Of the reference bucket, beside those that every bucket gets.
 REFERENCE_PASSES = 8
 QUIET_PASSES = 2
@@ -60,8 +65,17 @@ def probe_pool(
     features: int, dtype: torch.dtype, device: torch.device | str, weight: Tensor | None = None
 ) -> Tensor:
     """[POOL_ROWS, features]: needles (rows whose sums cancel) in every even row, and between them
-    needles that are 1e4 larger, ordinary rows and zeros."""
-    pool = cancelling_inputs(POOL_ROWS, features, dtype, 0, weight)
+    needles that are 1e4 larger, ordinary rows and zeros.
+
+    On a GPU needles cancel different outputs, together about one in ``APART``: tiles of outputs may
+    be summed each in a way of its own there.
+    """
+    sets = 1
+    if weight is not None and torch.device(device).type in TILED:
+        sets = min(-(-len(weight) // (cancelled_outputs(features) * APART)), POOL_ROWS // 2)
+    pool = cancelling_inputs(POOL_ROWS, features, dtype, 0, weight, sets)
+    if sets > 1:  # the even rows get one of each set
+        pool = pool.view(2, -1, features).transpose(0, 1).reshape(POOL_ROWS, features)
     # By a power of two, so that the sums still cancel.
     pool[1::4] *= 2.0**9 if dtype == torch.float16 else 2.0**13
     generator = torch.Generator().manual_seed(features)

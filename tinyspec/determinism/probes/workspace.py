@@ -139,3 +139,9 @@ def _named(ops: list[RowOp]) -> Iterator[tuple[str, RowOp]]:
     for op in ops:
         seen[op.name] = count = seen.get(op.name, 0) + 1
         yield (op.name if count == 1 else f"{op.name} ({count})"), op
+
+
+def warm_up(runner: ModelRunner, config: EngineConfig) -> None:
+    """Where the results are known: compiles and loads what a first pass needs, before a request."""
+    sizes = runner.buckets.sizes if runner.device.type == "cuda" else [runner.buckets.reference]
+    ModelProbe(runner, config, sizes[-1]).warm_up(sizes)
