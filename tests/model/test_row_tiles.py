@@ -16,6 +16,7 @@ from tests.support.mixes import bits, crowd, needles, solo
 from tests.support.tiny import tiny
 from tests.support.tolerances import SHORT_SUM, close
 from tinyspec import Engine, EngineConfig, SamplingParams, doctor
+from tinyspec.determinism.probes import buckets
 from tinyspec.model.cpu import linears
 from tinyspec.model.row_tiles import RowTiles, split_rows
 
@@ -169,3 +170,48 @@ def test_plain_prompts_alone_in_a_canonical_pass(breaks_above):
         assert bits(done[request_id]) == alone
     assert sum(record.left_out == 2 for record in passes) > 3
     assert all(record.way for record in passes if record.canonical and record.bucket > 16)
+
+
+@pytest.fixture
+def breaks_in_parts(breaks_above, monkeypatch):
+    """The same, and yet other partial sums of rows that are a part of a tensor from within."""
+    whole = nn.functional.linear
+
+    def linear(x, weight, bias=None):
+        if x.storage_offset() == 0:
+            return whole(x, weight, bias)
+        few = x.new_zeros(32, x.shape[-1])  # as more rows than 16 are computed
+        rows = x.reshape(-1, x.shape[-1])
+        few[: len(rows)] = rows
+        return whole(few, weight, bias)[: len(rows)].view(*x.shape[:-1], -1)
+
+    monkeypatch.setattr(nn.functional, "linear", linear)
+
+
+def bucket_of_32():
+    """What is found of the bucket, and the linears that would run in tiles."""
+    with Engine(tiny(dtype=torch.bfloat16), config=CONFIG) as engine:
+        engine.contract.ensure()
+        engine.contract._find([32])
+        results = engine.contract.results
+        (found,) = (bucket for bucket in results.buckets if bucket.rows == 32)
+        assert results.tiles and not any(32 in counts for counts in results.tiles.values())
+        return found, set(results.tiles)
+
+
+@pytest.mark.parametrize(
+    "aligned", [pytest.param(64, marks=pytest.mark.slow("crosses", 1)), 1 << 16]
+)
+def test_tiles_that_begin_elsewhere(aligned, breaks_in_parts, monkeypatch):
+    """Linears are probed in their tiles, by themselves, where these begin elsewhere than tensors
+    do; otherwise it is left to passes of the model."""
+    monkeypatch.setitem(buckets.ALIGNED, "cpu", aligned)
+    found, tiled = bucket_of_32()
+    assert set(found.broken_by) == ({"model"} if aligned == 64 else tiled)
+
+
+@pytest.mark.slow("crosses", 1)
+def test_tiles_that_begin_elsewhere_and_agree(breaks_above, monkeypatch):
+    monkeypatch.setitem(buckets.ALIGNED, "cpu", 1 << 16)
+    found, tiled = bucket_of_32()
+    assert found.canonical and set(found.tiled) == tiled

@@ -7,7 +7,9 @@ passes, not requests.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from itertools import accumulate
+from typing import TypeVar
 
 from tinyspec.determinism.probe_results import (
     OTHER,
@@ -19,14 +21,18 @@ from tinyspec.determinism.probe_results import (
 from tinyspec.determinism.probes.model import ModelProbe
 from tinyspec.determinism.probes.reference import MODEL
 from tinyspec.determinism.probes.routing import TOKEN_SETS, OpRecorder, data_dependent
-from tinyspec.determinism.probes.steps import Steps
+from tinyspec.determinism.probes.steps import Steps, within
 from tinyspec.determinism.probes.workspace import Workspace
 from tinyspec.model.cpu.linears import CpuLinear
+from tinyspec.model.linear_kinds import linear_shape
 from tinyspec.model.moe import kernel_in_all_passes
 from tinyspec.model.row_tiles import split_rows
 
+T = TypeVar("T")
 # End-to-end passes of a bucket, compared and timed, and of large ones, which cost most.
 PASSES, LARGE_PASSES = 2, 1
+# Bytes of which new tensors begin at a multiple, as far as libraries look at it.
+ALIGNED = {"cpu": 64, "cuda": 256}
 # Small buckets get passes for about so many rows.
 LEAST_ROWS = 4
 
@@ -84,7 +90,7 @@ def cannot_tile(results: ProbeResults, rows: int) -> tuple[str, ...]:
 def bucket_steps(work: Workspace, results: ProbeResults, rows: int) -> Steps[BucketResult]:
     """The bucket's result, where all functions of rows were probed in it and linears run in tiles
     as ``results`` say."""
-    broken = cannot_tile(results, rows)
+    broken = cannot_tile(results, rows) or (yield from _broken_in_tiles(work, results, rows))
     own_way = _fast_mode_names(work, results, rows)
     tiled = () if broken else (*results.differing(rows), *own_way)
     probe = work.probe(rows)
@@ -101,6 +107,35 @@ def bucket_steps(work: Workspace, results: ProbeResults, rows: int) -> Steps[Buc
     fastest = {canonical: min(found) for canonical, found in times.items()}
     own = fastest.get(True, fastest.get(False, 0.0))
     return BucketResult(rows, not broken, broken, fastest.get(False, own), own, tiled)
+
+
+def _broken_in_tiles(work: Workspace, results: ProbeResults, rows: int) -> Steps[tuple[str, ...]]:
+    """The linears that have other bits in tiles of the bucket than in a pass of the tile's size.
+
+    A tile is a part of a tensor: a library may choose another kernel for one that begins elsewhere
+    than new tensors do. Where none does, the tiles are what was probed.
+    """
+    runner = work.runner
+    aligned = ALIGNED[runner.device.type]
+    broken = []
+
+    def in_tiles(step: Callable[[], list[T]]) -> list[T]:
+        runner.tiles.on = True
+        try:
+            return step()
+        finally:
+            runner.tiles.on = False
+
+    for name in results.differing(rows):
+        shape = linear_shape(runner.model.get_submodule(name))
+        assert shape is not None
+        row = shape[0] * runner.model.dtype.itemsize
+        tiles = split_rows(rows, results.tiles[name])
+        if any(start * row % aligned for start in accumulate(tiles)):
+            found, _ = yield from within(in_tiles, work.function_steps(name, [rows]), 0.0)
+            if not found.canonical(rows):
+                broken.append(name)
+    return tuple(broken)
 
 
 def _is_timed(work: Workspace, rows: int) -> bool:
