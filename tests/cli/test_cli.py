@@ -148,6 +148,7 @@ def test_bad_lines_are_named(capsys, tmp_path, line, complaint):
     assert complaint in err
 
 
+@pytest.mark.slow("installation", 5)
 def test_standard_input():
     """Of a process of its own: the command as it is installed."""
     command = [sys.executable, "-m", "tinyspec", "generate", "--max-new-tokens", "4"]

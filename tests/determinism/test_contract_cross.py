@@ -110,7 +110,7 @@ def test_reference_rows_is_the_one_size_that_counts(reference_rows):
 LENGTHS = (1, 2, 15, 16, 17, 31, 127, 128, 129, 300)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", first(1, DTYPES, 3))
 def test_chunks(dtype):
     """Prompts of every awkward length, in chunks of everything from 16 to 512 rows."""
     requests = [(text(n, seed=n), greedy(5)) for n in LENGTHS]
@@ -126,7 +126,7 @@ def test_chunks(dtype):
 
 @pytest.mark.parametrize(
     "dtype",
-    ["fp32", *(pytest.param(d, marks=pytest.mark.slow("crosses", 8)) for d in ("bf16", "fp16"))],
+    first(1, ["bf16", "fp32", "fp16"], 8),
 )
 def test_a_prompt_of_4000_tokens(dtype):
     """Alone in large chunks, in small ones twice among others, and in a warm cache."""
@@ -179,10 +179,8 @@ def test_ways(subject):
         assert all(taken["auto"][way] > 0 for way in ("direct", "padded", "draft"))
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    ["bf16", *(pytest.param(d, marks=pytest.mark.slow("crosses", 3)) for d in ("fp32", "fp16"))],
-)
+@pytest.mark.slow("crosses", 5)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp16"])
 def test_ways_with_the_linear_kernel(dtype):
     """All buckets are canonical: "direct" is served and verifies nothing, "always" drafts."""
     found, taken = by_way(model_of("as is", dtype), linear="always")

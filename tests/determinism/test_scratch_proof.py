@@ -103,6 +103,7 @@ def replaced(model, name, kind=OtherAtFourRows):
 MORE = [(f, d) for f in ("llama", "qwen2", "gpt2") for d in (torch.float32, torch.bfloat16)][1:]
 
 
+@pytest.mark.slow("crosses", 2)
 def test_the_same_facts_for_all_weights(family="llama", dtype=torch.float32):
     found = [facts_of(tiny(family, dtype), fill) for fill in FILLS]
     assert found[1:] == found[:-1]

@@ -29,6 +29,14 @@ def untouched(engine):
     return quiet and engine.pool.num_held == 0
 
 
+def test_a_config_in_place_of_the_tokenizer():
+    model = tiny()
+    with pytest.raises(ValueError, match=r"tokenizer=EngineConfig.*config="):
+        Engine(model, CONFIG)
+    with Engine(model, config=CONFIG) as engine:  # the model was given back
+        assert engine.generate([[1, 2]], SHORT)[0].completions[0].token_ids
+
+
 BAD_PROMPTS = {
     "none": ([], "prompts="),
     "empty": ([[]], "prompt="),

@@ -15,7 +15,7 @@ from tests.fuzz.draws import draw
 from tests.fuzz.influences import TABLE
 from tests.fuzz.runs import command, run
 from tests.fuzz.tally import ROOT, Tally
-from tests.support.budget import quota
+from tests.support.budget import first, quota
 
 MINUTES = 10
 
@@ -26,7 +26,7 @@ def told(result):
     return f"\n{command(result.draw)}\n{result.draw}\n  {found}"
 
 
-@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("number", first(1, (1, 0), 7))
 def test_a_few_runs(number):
     result = run(draw("smoke", number))
     assert result.findings == [], told(result)

@@ -226,6 +226,22 @@ def test_large_batches_are_cut_without_a_trace(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.parametrize("scores", SCORES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_blocks_in_calls_of_their_own(monkeypatch, dtype, scores):
+    """As in one call with others, and that it makes more calls shows that they were."""
+    calls = []
+    attend = twin.attend_tiles
+    monkeypatch.setattr(twin, "attend_tiles", lambda *a, **k: calls.append(1) or attend(*a, **k))
+    chosen = [(n, length) for n, length in enumerate(LENGTHS)]
+    before = run(dtype, SHAPES[0], chosen, scores, scattered=False)
+    together = len(calls)
+    monkeypatch.setattr(attention_plan, "ALONE_TILES", 2)
+    after = run(dtype, SHAPES[0], chosen, scores, scattered=False)
+    assert len(calls) - together > together
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
 @pytest.mark.parametrize("heads", [(2, 1), (3, 1), (4, 2)], ids=str)
 def test_the_sign_of_zero(heads):
     """Results that underflow to -0.0: the same bits in a call of one tile and in one of several."""

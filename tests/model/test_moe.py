@@ -271,6 +271,7 @@ def test_a_copy_runs_as_the_user_had_it():
         assert torch.equal(found, expected)
 
 
+@pytest.mark.slow("crosses", 3)
 def test_the_fingerprint_and_the_proof_know_how_experts_run():
     params = SamplingParams(max_new_tokens=4, deterministic=True)
     model = tiny_moe()

@@ -221,6 +221,7 @@ def test_fingerprints_of_packed_weights(folder, how):
     assert fingerprint(second) != seen
 
 
+@pytest.mark.slow("crosses", 4)
 def test_other_settings_have_other_fingerprints(folder):
     hows = (int8_weights, int8_groups, int4, lambda: int4("fp4"), int8)
     prints = {fingerprint(load(folder, quantization_config=how())) for how in hows}

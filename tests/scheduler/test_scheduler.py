@@ -384,6 +384,19 @@ def test_seconds_of_buckets_that_were_not_measured():
     assert buckets.seconds(2048) == 2 * 1026
 
 
+def test_rows_that_are_left_over_cost_another_pass():
+    """Two passes of 512 rows are taken for 1024 only where they save more than the pass by which
+    half of the sequences end later."""
+    buckets = Buckets(2048, 32, [*row_counts(512), 1024])
+    chosen = {}
+    for large in (1080, 1120):
+        costs = {rows: 20.0 + rows for rows in buckets.sizes} | {1024: large}
+        assert large > 2 * costs[512]
+        buckets.learn(buckets.sizes, costs)
+        chosen[large] = buckets.cheapest(8, 1024, 0, 0.5)
+    assert chosen == {1080: 1024, 1120: 512}
+
+
 @pytest.mark.parametrize("verify", ["auto", "always", "padded"])
 @pytest.mark.parametrize("canonical", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("seed", range(8))

@@ -67,11 +67,8 @@ def test_chat_template(loaded: Loaded) -> None:
     assert ids == tokenizer(text)["input_ids"]
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [pytest.param(torch.float32, marks=pytest.mark.slow("model types", 4)), torch.bfloat16],
-    ids=str,
-)
+@pytest.mark.slow("model types", 4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_answers_held_out_questions(dtype: torch.dtype) -> None:
     model, tokenizer = scores.load(BUNDLED, dtype)
     questions = stories.held_out_questions(NUM_QUESTIONS, seed=1)

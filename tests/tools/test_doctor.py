@@ -170,6 +170,7 @@ def test_an_elementwise_module_that_breaks_one_bucket():
     assert report and broken_by(report) == {4: ["model.norm"]}
 
 
+@pytest.mark.slow("crosses", 4)
 def test_keys_that_differ_where_no_logit_does():
     """The last layer's attention counts for nothing, so that only its keys can tell."""
     model = sound()
@@ -222,6 +223,7 @@ def test_attention_that_depends_on_the_pass(no_results_on_disk):
         assert not report and "attention" in report.problems[0]
 
 
+@pytest.mark.slow("crosses", 3)
 def test_many_rows_of_attention(monkeypatch):
     """Looked at once, reported, and kept on disk; what they show refuses the model."""
     looks = []
@@ -271,6 +273,7 @@ class Steps(RowByRowLinear):
         return super().forward(x)
 
 
+@pytest.mark.slow("crosses", 6)
 def test_other_reference_rows_are_suggested():
     config = EngineConfig(reference_rows=8, max_rows=40)
     report = doctor(replace_linears(tiny(), Steps), config)

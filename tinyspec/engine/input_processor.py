@@ -30,6 +30,8 @@ class InputProcessor:
     def __init__(
         self, model: PreTrainedModel, tokenizer: Any, config: EngineConfig, pool: PagePool
     ):
+        if isinstance(tokenizer, EngineConfig):
+            raise refuse("tokenizer", tokenizer, "a tokenizer or None; did you mean config=?")
         self._pool = pool
         self._tokenizer = tokenizer
         self._config = config

@@ -106,7 +106,8 @@ class Buckets:
 
     def cheapest(self, least: int, wanted: int, proposed: int, accepted: float) -> int:
         """The canonical bucket for at least ``least`` of ``wanted`` rows that costs least per row;
-        of equal ones the largest.
+        of equal ones the largest. Where rows are left over, their sequences end a pass later: the
+        cost of the smallest bucket is added.
 
         proposed: further rows, of which the share ``accepted`` is useful.
         """
@@ -118,7 +119,8 @@ class Buckets:
 
         def cost(size: int) -> tuple[float, int]:
             useful = min(size, wanted) + accepted * min(max(size - wanted, 0), proposed)
-            return self.canonical_seconds(size) / useful, -size
+            later = self.canonical_seconds(self.canonical[0]) if size < wanted else 0.0
+            return (self.canonical_seconds(size) + later) / useful, -size
 
         return min((size for size in self.canonical if low <= size <= high), key=cost)
 

@@ -23,6 +23,11 @@ TILE = 128
 BLOCK_ROWS = 128
 # Bounds the scratch of one call: tiles * query rows.
 MAX_TILE_ROWS = 1 << 13
+# A block of so many query rows and tiles has a call of its own: it reads the tiles where they are
+# and repeats no query row, while blocks of one sequence in one call gather what they share. 512
+# rows from position 1536 on take 22 ms instead of 33 in fp32, 13 instead of 13.5 in bf16 (8 heads
+# of 64, one thread). With few tiles the calls cost as much as they save.
+ALONE_QUERIES, ALONE_TILES = 64, 8
 # Finite, so that a tile that is masked for a row yields a finite result, which then weighs 0; and
 # larger than any score.
 MASKED = -3e38
@@ -64,7 +69,8 @@ class TileCall:
     ordered by depth, then by block, or, where they are dense in the cache, as they lie there.
 
     queries: query rows of every block in each of the call's heads.
-    owners: [T] block of every tile; None where tiles and blocks are the same in the same order.
+    owners: [T] block of every tile; None where tiles and blocks are the same in the same order, or
+            all tiles are one block's, whose query rows are there once.
     mask:   [T, 1, queries, keys] fp32, 0 or MASKED; None where nothing is masked.
     keys:   how many keys of every tile are attended to.
     tiles:  [T, TILE] slots, or [T] tiles of the cache where pages hold whole tiles.
@@ -148,12 +154,16 @@ def plan_calls(
         size = 0
         for block in blocks:
             cost = block.num_tiles * height
+            if height >= ALONE_QUERIES and block.num_tiles >= ALONE_TILES:
+                yield [block]
+                continue
             if batch and size + cost > MAX_TILE_ROWS:
                 yield batch
                 batch, size = [], 0
             batch.append(block)
             size += cost
-        yield batch
+        if batch:
+            yield batch
 
     ordered = sorted(blocks, key=lambda b: (queries(b), -b.num_tiles))
     return [
@@ -185,7 +195,7 @@ def _plan_call(
         at = dict(zip(index, pairs, strict=True))
         pairs = [at.get(place, pairs[0]) for place in range(span[1] - span[0])]
 
-    owners = tuple(b for b, _ in pairs)
+    owners = tuple(b for b, _ in pairs) if len(blocks) > 1 else (0,)
     places = tuple((block.row, block.rows) for block in blocks)
     layout = layout_of(places, owners, queries, group, parts)
     known = torch.tensor(
@@ -194,7 +204,7 @@ def _plan_call(
     inside = torch.minimum(integers(range(layout.height)), known[:, :1])
     # Of every query row of every tile, counted from the tile's first key.
     first = integers([number for _, number in pairs])[:, None] * TILE
-    position = (known[:, 1:] + inside)[list(owners)]
+    position = (known[:, 1:] + inside)[list(owners)]  # [T, rows], or [1, rows] of one block
     newest, lowest = position - first, causal.lowest_key(position) - first
     # With one tile a block, the keys after those of all rows can be left out.
     keys = TILE if whole or len(counts) > 1 else min(TILE, int(newest.max()) + 1)

@@ -178,7 +178,10 @@ def attend_plainly(
 def _inputs(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TileCall, group: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query rows of every tile [T, parts, queries, D], its keys and its values."""
+    """Query rows of every tile [T, parts, queries, D], its keys and its values.
+
+    The query rows of a single block are repeated without a copy.
+    """
     _, heads, dim = q.shape
     layout = plan.layout
     packed = q.reshape(-1, group * dim)
@@ -187,7 +190,8 @@ def _inputs(
     packed = packed.reshape(-1, heads // group, layout.height * group, dim)
     if packed.shape[2] > plan.queries:
         packed = packed[:, :, : plan.queries]
-    return packed, *_tiles_of(k_cache, v_cache, plan)
+    k, v = _tiles_of(k_cache, v_cache, plan)
+    return packed.expand(len(k), -1, -1, -1), k, v
 
 
 def _outputs(merged: Tensor, q: Tensor, plan: TileCall) -> Tensor:
