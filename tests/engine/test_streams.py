@@ -107,13 +107,21 @@ def test_code_of_the_user_changes_the_stream(monkeypatch):
         return scores
 
     with Engine(tiny(), config=CONFIG) as engine:
-        caller = recorder.current
+        caller, kernels = recorder.current, engine.core.sampler.kernels
+
+        def sample(*args, **kwargs):
+            recorder.work("sample")
+            return kernels.sample(*args, **kwargs)
+
+        engine.core.sampler.kernels = replace(kernels, sample=sample)
         engine.generate([[1, 2, 3]], replace(PARAMS, logits_processors=[processor]))
         assert recorder.current is caller
-    passes = recorder.named("forward", "processor")
-    assert [work.name for work in passes] == ["forward", "processor"] * PARAMS.max_new_tokens
-    assert len({work.stream for work in passes}) == 2
-    for processed, after in zip(passes[1::2], passes[2::2], strict=False):
+        own = engine.runner.torch_state.stream.own
+    works = recorder.named("forward", "processor", "sample")
+    names = ["forward", "processor", "sample"]
+    assert [work.name for work in works] == names * PARAMS.max_new_tokens
+    assert [work.stream for work in works] == [own, other, own] * PARAMS.max_new_tokens
+    for processed, after in zip(works[1::3], works[2::3], strict=True):
         assert recorder.works.index(processed) in after.before
 
 

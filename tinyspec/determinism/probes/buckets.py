@@ -121,7 +121,7 @@ def _broken_in_tiles(work: Workspace, results: ProbeResults, rows: int) -> Steps
     than new tensors do. Where none does, the tiles are what was probed.
     """
     runner = work.runner
-    aligned = ALIGNED[runner.device.type]
+    aligned = ALIGNED.get(runner.device.type, max(ALIGNED.values()))
     broken = []
 
     def in_tiles(step: Callable[[], list[T]]) -> list[T]:
