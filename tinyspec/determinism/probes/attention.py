@@ -50,7 +50,7 @@ def probe_attention(
     kernels that its passes call."""
     dtype, device = runner.model.dtype, runner.device
     return [
-        probe_rows(_kernels(runner), shape, dtype, device, reach, rows, seconds)
+        probe_rows(runner.kernels, shape, dtype, device, reach, rows, seconds)
         for shape, reach in _kinds(runner)
     ]
 
@@ -62,17 +62,11 @@ def attention_steps(
     (kind,) = (kind for kind in _kinds(runner) if _name(*kind) == known.name)
     number = known.checked // sum(end - first for spans in _passes() for first, end in spans)
     found = yield from round_steps(
-        _kernels(runner), kind[0], runner.model.dtype, runner.device, kind[1], number
+        runner.kernels, kind[0], runner.model.dtype, runner.device, kind[1], number
     )
     (compared,), unsound = summary([found])
     checked, differing = known.checked + compared.checked, known.differing + compared.differing
     return ComparedRows(known.name, checked, differing), unsound
-
-
-def _kernels(runner: ModelRunner) -> Kernels:
-    kernels = patched_of(runner.model).context.kernels
-    assert kernels is not None
-    return kernels
 
 
 def _kinds(runner: ModelRunner) -> list[tuple[LayerShape, Reach]]:
