@@ -25,7 +25,7 @@ from tinyspec.kernels.sample_merge import sample_merge_kernel
 
 
 @triton.jit(
-    do_not_specialize=["width", "stride", "num_heated", "num_forced"],
+    do_not_specialize=["width", "stride", "num_temperatures", "num_forced"],
     do_not_specialize_on_alignment=[
         "logit_ptr",
         "temperature_ptr",
@@ -36,15 +36,15 @@ from tinyspec.kernels.sample_merge import sample_merge_kernel
 )
 def sample_kernel(
     logit_ptr,  # [N, V]
-    temperature_ptr,  # [num_heated] fp32
-    key_ptr,  # [num_heated] int64
-    position_ptr,  # [num_heated] int64
+    temperature_ptr,  # [num_temperatures] fp32
+    key_ptr,  # [num_temperatures] int64
+    position_ptr,  # [num_temperatures] int64
     forced_ptr,  # [num_forced] int64
     partial_ptr,  # [3, N, B] fp32: a block's highest x / T + g, highest x / T, sum
     place_ptr,  # [N, B] int32: where the first of the three is
     width,  # V and the row stride in units of VEC elements
     stride,
-    num_heated,  # N, or 0: all rows are greedy
+    num_temperatures,  # N, or 0: all rows are greedy
     num_forced,  # N, or 0: no row is forced
     VEC: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -55,7 +55,7 @@ def sample_kernel(
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64)
     start = program % blocks * BLOCK_V
-    temperature = tl.load(temperature_ptr + row, mask=row < num_heated, other=0.0)
+    temperature = tl.load(temperature_ptr + row, mask=row < num_temperatures, other=0.0)
     sampled = temperature > 0
     free = tl.load(forced_ptr + row, mask=row < num_forced, other=-1) < 0
 
@@ -132,7 +132,7 @@ def sample_rows(
     assert temperature is None or keys is not None or forced is not None
     vec = launch.vector(logits.dtype, vocab_size)
     logits = launch.vector_rows(logits, vec)
-    num_heated = 0 if temperature is None else rows
+    num_temperatures = 0 if temperature is None else rows
     num_forced = 0 if forced is None else rows
 
     entry = launch.sample()
@@ -155,7 +155,7 @@ def sample_rows(
         "place_ptr": places,
         "width": vocab_size // vec,
         "stride": logits.stride(0) // vec,
-        "num_heated": num_heated,
+        "num_temperatures": num_temperatures,
         "num_forced": num_forced,
         "VEC": vec,
         "BLOCK_V": entry.block_v,

@@ -14,12 +14,12 @@ import triton.language as tl
 
 
 @triton.jit(
-    do_not_specialize=["width", "stride", "num_heated", "num_forced"],
+    do_not_specialize=["width", "stride", "num_temperatures", "num_forced"],
     do_not_specialize_on_alignment=["logit_ptr", "temperature_ptr", "forced_ptr"],
 )
 def sample_merge_kernel(
     logit_ptr,  # [N, V]
-    temperature_ptr,  # [num_heated] fp32
+    temperature_ptr,  # [num_temperatures] fp32
     forced_ptr,  # [num_forced] int64
     partial_ptr,  # [3, N, B] fp32: as sample_kernel writes them
     place_ptr,  # [N, B] int32
@@ -28,7 +28,7 @@ def sample_merge_kernel(
     norm_ptr,  # [N] fp32: logsumexp(x / T)
     width,  # V and the row stride in units of VEC elements
     stride,
-    num_heated,  # N, or 0: all rows are greedy
+    num_temperatures,  # N, or 0: all rows are greedy
     num_forced,  # N, or 0: no row is forced
     VEC: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -37,7 +37,7 @@ def sample_merge_kernel(
     vocab_size = width * VEC
     blocks = tl.cdiv(vocab_size, BLOCK_V)
     row = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(temperature_ptr + row, mask=row < num_heated, other=0.0)
+    temperature = tl.load(temperature_ptr + row, mask=row < num_temperatures, other=0.0)
     forced = tl.load(forced_ptr + row, mask=row < num_forced, other=-1)
 
     lane = tl.arange(0, LANES)

@@ -122,10 +122,10 @@ class Sampling:
         temperature = float(self.temperature[n])
         is_raw = params.logprobs_mode == "raw" and (params.logprobs or params.top_logprobs > 0)
         if is_raw or params.top_logprobs:
-            own, heat = raw if is_raw else scores, None
+            own, divisor = raw if is_raw else scores, None
             if temperature and not is_raw:
-                heat = torch.tensor([temperature], dtype=torch.float32, device=raw.device)
-            shares = self.kernels.log_softmax(own, heat)[0]
+                divisor = torch.tensor([temperature], dtype=torch.float32, device=raw.device)
+            shares = self.kernels.log_softmax(own, divisor)[0]
             if is_raw:
                 assert found.logprobs is not None
                 found.logprobs[n] = float(shares[int(found.tokens[n])])
@@ -211,10 +211,11 @@ class Sampler:
         tokens, logprobs = choose(scores.whole, slice(None))
         if scores.apart is not None:
             places = to_device(scores.places, tokens.device)
-            their_tokens, their_logprobs = choose(scores.apart, scores.places)
-            tokens[places] = their_tokens
-            if logprobs is not None and their_logprobs is not None:
-                logprobs[places] = their_logprobs
+            for all_rows, theirs in zip(
+                (tokens, logprobs), choose(scores.apart, scores.places), strict=True
+            ):
+                if all_rows is not None and theirs is not None:
+                    all_rows[places] = theirs
         return tokens, logprobs
 
     def _filter(self, scores: Scores, batch: SampleBatch, filtered: Array) -> None:
