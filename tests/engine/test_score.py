@@ -6,8 +6,10 @@ other log-probabilities than they were generated with. tests/tools/test_audit.py
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.support.cases import (
     DTYPES,
@@ -22,7 +24,7 @@ from tests.support.cases import (
 )
 from tests.support.mixes import crowd, plain
 from tests.support.tiny import VOCAB, tiny
-from tinyspec import Engine, SamplingParams
+from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.tools.demo import BUNDLED
 
 EOS = (5, 40, 41, 42, 90)
@@ -51,6 +53,26 @@ def tokens_of(outputs):
 
 def logprobs_of(outputs):
     return [output.completions[0].logprobs for output in outputs]
+
+
+@pytest.mark.slow("crosses", 75)
+def test_score_by_the_triton_kernels_in_16_bits():
+    """Rows that filters or penalties change are sampled in fp32, the others as they are."""
+    names = ("greedy", "top_p", "penalty", "raw")
+    params = [greedy(2, top_logprobs=1, **STYLES[name]) for name in names]
+    given = [text(9, seed=n) for n in range(len(names))]
+    settings = {"page_size": 16, "max_model_len": 64, "max_rows": 16, "reference_rows": 16}
+    config = EngineConfig(backend="triton", **settings)
+    with Engine(tiny(dtype=torch.float16), config=config) as engine:
+        outputs = engine.generate(given, params)
+        tokens, expected = tokens_of(outputs), logprobs_of(outputs)
+        assert engine.score(given, tokens, params) == expected
+        assert engine.score(given[1:2], tokens[1:2], params[1:2]) == expected[1:2]
+        best = [top[0] for top in outputs[0].completions[0].top_logprobs]
+        assert best == list(zip(tokens[0], expected[0], strict=True))
+        # Control: at another temperature.
+        other = [replace(each, temperature=2.0, seed=1) for each in params]
+        assert engine.score(given, tokens, other) != expected
 
 
 @pytest.mark.crossed(1)

@@ -6,6 +6,7 @@ GPU. Interpreted bf16 is wrong, so bf16 needs a GPU.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -29,6 +30,13 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
     """Standard normal numbers, the same on every device."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
+
+
+def sensitive(rows: int, vocab: int, seed: int = 0) -> Tensor:
+    """Logits with a log-sum-exp near log(2), whose last bits show the order of additions."""
+    logits = normal(rows, vocab, seed=seed) - math.log(vocab) - 0.5
+    logits[:, 0] = 0.0
+    return logits
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import math
 import random
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -22,12 +23,19 @@ from tests.support.tiny import VOCAB, prompts, tiny
 from tests.support.tolerances import FORMULA, LOGPROBS, NOISE, near
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.kernels import backend as kernels
+from tinyspec.kernels.twins.log_softmax import softmax
 from tinyspec.kernels.twins.philox import gumbel, philox
 from tinyspec.kernels.twins.sample import sample
-from tinyspec.runner.logits_filters import keep_min_p, keep_top_k, keep_top_p, penalise_repetition
+from tinyspec.runner import logits_filters
+from tinyspec.runner.logits_filters import keep_top_k, penalise_repetition
 from tinyspec.runner.sampler import Sampler
+from tinyspec.runner.scores import Scores
 from tinyspec.scheduler.noise import noise_key
 
+keep_top_p, keep_min_p = (
+    partial(keep, softmax=softmax)
+    for keep in (logits_filters.keep_top_p, logits_filters.keep_min_p)
+)
 DRAWS = 20_000
 # Upper 1e-4 quantiles of the chi-square distribution, by degrees of freedom.
 CRITICAL = {7: 29.88, 15: 44.26, 35: 73.20}
@@ -238,8 +246,9 @@ def test_combinations_in_order(sampler, style, temperature):
     params = SamplingParams(temperature=temperature, seed=1, logprobs=True, **style)
     rows = [SampleRow(n, params, noise_key(n, 0), n, 0, []) for n in range(10)]
     expected = warpers(None, logits)
-    kept = sampler._filter(logits, batch_of(rows), np.arange(10))
-    assert torch.equal(kept, expected)
+    kept = Scores(logits, np.arange(10))
+    sampler._filter(kept, batch_of(rows), np.arange(10))
+    assert torch.equal(kept.own, expected)
     top = replace(params, top_logprobs=VOCAB)
     for found, scores in zip(
         sample_rows(sampler, logits, [replace(row, params=top) for row in rows]),
@@ -348,6 +357,39 @@ def test_rows_do_not_depend_on_rows(sampler, vocab):
         assert asked(found, [rows[n] for n in some]) == [alone[n] for n in some]
         packed = [replace(rows[n], logits_row=place) for place, n in enumerate(some)]
         assert sample_rows(sampler, logits[some], packed) == found
+    other = [replace(row, key=row.key + 1) for row in rows]
+    assert asked(sample_rows(sampler, logits, other), rows) != alone
+
+
+def test_rows_do_not_depend_on_rows_in_16_bits():
+    """The Triton kernels: rows that are changed are sampled apart, in fp32, the others as they
+    are."""
+    read = []
+    triton = kernels.load("triton")
+
+    def sample(rows, *args, **kwargs):
+        read.append((rows.dtype, len(rows)))
+        return triton.sample(rows, *args, **kwargs)
+
+    sampler = Sampler(replace(triton, sample=sample))
+    rng = random.Random(0)
+    logits = (torch.randn(11, 101) * 2).half()
+    rows = [replace(row, history=[t % 101 for t in row.history]) for row in mixed_rows(rng, 11)]
+    alone = [
+        sample_rows(sampler, logits[n : n + 1], [replace(row, logits_row=0)])[0]
+        for n, row in enumerate(rows)
+    ]
+    alone = asked(alone, rows)
+    changed = sum(dtype == torch.float32 for dtype, _ in read)
+    assert len(read) == 11 and 0 < changed < 11
+    assert asked(sample_rows(sampler, logits, rows), rows) == alone
+    assert read[11:] == [(torch.float16, 11), (torch.float32, changed)]
+    some = [7, 2, 10, 3, 0]
+    found = sample_rows(sampler, logits, [rows[n] for n in some])
+    assert asked(found, [rows[n] for n in some]) == [alone[n] for n in some]
+    # The same numbers in fp32, sampled at once; and a control.
+    assert asked(sample_rows(sampler, logits.float(), rows), rows) == alone
+    assert read[-1] == (torch.float32, 11)
     other = [replace(row, key=row.key + 1) for row in rows]
     assert asked(sample_rows(sampler, logits, other), rows) != alone
 

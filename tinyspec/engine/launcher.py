@@ -16,7 +16,7 @@ from tinyspec.engine.comparison import Comparison
 from tinyspec.engine.launched import Launched, Results
 from tinyspec.runner.device_queue import DeviceQueue, to_device
 from tinyspec.runner.model_runner import ModelRunner
-from tinyspec.runner.sampler import SampleBatch, Sampler, SpecialRow, chosen_logprobs
+from tinyspec.runner.sampler import SampleBatch, Sampler, SpecialRow
 from tinyspec.scheduler.admission import Admission
 from tinyspec.scheduler.passes import Pass, PassRecord, spread
 from tinyspec.scheduler.request import Sequence
@@ -121,7 +121,8 @@ class Launcher:
             logits = runner.run(packed)
             if not first:
                 return logits, None
-            return logits[first:], chosen_logprobs(logits[:first], targets)
+            scores = self.sampler.kernels.chosen_logprobs(logits[:first], targets)
+            return logits[first:], scores
 
         return forward
 

@@ -22,6 +22,9 @@ class Kernels:
     paged_attention: Callable[..., Any]
     accept_truncate: Callable[..., Any]
     sample: Callable[..., Any]
+    log_softmax: Callable[..., Any]
+    softmax: Callable[..., Any]
+    chosen_logprobs: Callable[..., Any]
     linear: Callable[..., Any]
 
 
@@ -47,6 +50,7 @@ def load(backend: str) -> Kernels:
         "paged_attention": "paged_attention",
         "accept_truncate": "accept",
         "sample": "sample",
+        **dict.fromkeys(("log_softmax", "softmax", "chosen_logprobs"), "log_softmax"),
         "linear": "linear",
     }
     kernels = {

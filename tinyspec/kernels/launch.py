@@ -54,7 +54,7 @@ class KvWriteLaunch(NamedTuple):
 
 
 class SampleLaunch(NamedTuple):
-    """block_v vocabulary entries per loop turn."""
+    """block_v vocabulary entries per program."""
 
     block_v: int
     num_warps: int
@@ -117,10 +117,10 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def vector(dtype: torch.dtype, head_dim: int) -> int:
-    """Largest power of two, 16 bytes at most, of which every head of this size begins at a
+def vector(dtype: torch.dtype, size: int) -> int:
+    """Largest power of two, 16 bytes at most, of which every head or row of this size begins at a
     multiple."""
-    return min(VECTOR_BYTES // dtype.itemsize, head_dim & -head_dim)
+    return min(VECTOR_BYTES // dtype.itemsize, size & -size)
 
 
 def aligned(*tensors: Tensor) -> bool:
@@ -133,6 +133,14 @@ def vectorizable(x: Tensor, vec: int) -> Tensor:
     """x itself, or a contiguous copy of it where its layout would need another binary."""
     *strides, last = x.stride()
     if last == 1 and aligned(x) and all(stride % vec == 0 for stride in strides):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def vector_rows(x: Tensor, vec: int) -> Tensor:
+    """x [R, N] itself, or a contiguous copy of it where a row would not begin at a multiple of
+    ``vec`` elements."""
+    if x.stride(1) == 1 and x.stride(0) % vec == 0 and x.data_ptr() % (vec * x.itemsize) == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -158,7 +166,12 @@ def kv_write(head_dim: int) -> KvWriteLaunch:
 
 def sample() -> SampleLaunch:
     """Entry of sample."""
-    return SampleLaunch(block_v=4096, num_warps=8)
+    return SampleLaunch(block_v=4096, num_warps=4)
+
+
+def merge_lanes(blocks: int) -> int:
+    """Lanes of a row's blocks in one tile; one number for vocabularies up to half a million."""
+    return max(128, next_power_of_2(blocks))
 
 
 def accept() -> AcceptLaunch:

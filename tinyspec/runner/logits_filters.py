@@ -6,9 +6,12 @@ to the lowest index; transformers' warpers use an unstable sort and a floating-p
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+Softmax = Callable[[Tensor], Tensor]
 _ONE = 1 << 40
 
 
@@ -28,10 +31,13 @@ def keep_top_k(logits: Tensor, k: Tensor, most: int | None = None) -> Tensor:
     return logits.masked_fill(~keep, -torch.inf)
 
 
-def keep_top_p(logits: Tensor, p: Tensor) -> Tensor:
-    """Exclude the least likely tokens whose probabilities together are at most 1 - p[n]."""
+def keep_top_p(logits: Tensor, p: Tensor, softmax: Softmax) -> Tensor:
+    """Exclude the least likely tokens whose probabilities together are at most 1 - p[n].
+
+    softmax: of rows [N, V], each by itself.
+    """
     ordered, index = logits.sort(dim=-1, descending=True, stable=True)
-    shares = (torch.softmax(ordered, dim=-1).double() * _ONE).round().long()
+    shares = (softmax(ordered).double() * _ONE).round().long()
     before = shares.cumsum(-1) - shares
     # The share from this token down to the least likely one must exceed what may be cut.
     rest = shares.sum(-1, keepdim=True) - before
@@ -41,9 +47,9 @@ def keep_top_p(logits: Tensor, p: Tensor) -> Tensor:
     return logits.masked_fill(~torch.zeros_like(keep).scatter_(1, index, keep), -torch.inf)
 
 
-def keep_min_p(logits: Tensor, p: Tensor) -> Tensor:
-    """Exclude tokens less likely than ``p[n]`` times the likeliest of the row."""
-    shares = torch.softmax(logits, dim=-1)
+def keep_min_p(logits: Tensor, p: Tensor, softmax: Softmax) -> Tensor:
+    """Exclude tokens less likely than ``p[n]`` times the likeliest of the row; softmax as above."""
+    shares = softmax(logits)
     return logits.masked_fill(shares < p[:, None] * shares.amax(-1, keepdim=True), -torch.inf)
 
 

@@ -81,6 +81,12 @@ class ModelRunner:
         return self._cache
 
     @property
+    def kernels(self) -> Kernels:
+        """Those that passes call."""
+        assert self._context.kernels is not None
+        return self._context.kernels
+
+    @property
     def page_size(self) -> int:
         """Tokens of a page."""
         return self._pool.page_size
@@ -136,15 +142,15 @@ class ModelRunner:
         return PackedPass(batch, keep, count, canonical, fresh)
 
     def run(self, packed: PackedPass) -> Tensor:
-        """Run a pass and return the logits of its rows ``wanted``: [N, V] fp32."""
+        """Run a pass and return the logits of its rows ``wanted``: [N, V], as ``forward``."""
         self.cache.zero(packed.fresh)
         logits = self.forward(packed.batch, packed.keep, packed.canonical)[: packed.count]
         self.after_pass()
         return logits
 
     def forward(self, batch: Batch, keep: Tensor | None, canonical: bool) -> Tensor:
-        """One forward of the patched model over packed rows; fp32 logits of the rows ``keep``, or
-        of all.
+        """One forward of the patched model over packed rows; logits of the rows ``keep``, or of
+        all: in fp32 for the twins, as they are for Triton.
 
         canonical: linears run in tiles where the pass would not be canonical without them;
         otherwise everything runs in the fastest way.
@@ -166,7 +172,8 @@ class ModelRunner:
             self.tiles.on = False
             self._fast_mode.on = False
         gathered = keep is None or self._keeps_logits
-        return (logits[0] if gathered else logits[0, keep]).float()
+        logits = logits[0] if gathered else logits[0, keep]
+        return logits if self.kernels.backend == "triton" else logits.float()
 
     def _inputs(self, batch: Batch) -> dict[str, Tensor]:
         """Token ids, or embeddings of all rows if some are given as embeddings."""

@@ -99,4 +99,4 @@ def _logits(runner: ModelRunner, tokens: Tensor, pages: list[int], first: int, l
     slots = padded(place + pages[0] * size, -1)
     batch = Batch(padded(tokens[first:last], 0), padded(place, 0), slots, metadata)
     keep = padded(torch.arange(rows, dtype=torch.int64, device=device), 0)
-    return runner.forward(batch, keep, canonical=True)[:rows]
+    return runner.forward(batch, keep, canonical=True)[:rows].float()

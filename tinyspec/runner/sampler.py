@@ -18,6 +18,7 @@ from tinyspec.kernels.backend import Kernels
 from tinyspec.model.torch_state import callers_modes
 from tinyspec.runner.device_queue import to_device
 from tinyspec.runner.logits_filters import keep_min_p, keep_top_k, keep_top_p, penalise_repetition
+from tinyspec.runner.scores import Scores
 from tinyspec.sampling_params import SamplingParams
 from tinyspec.scheduler.sequence_table import Array
 
@@ -37,6 +38,18 @@ class SpecialRow:
     forced: int = -1
     keeps_scores: bool = False
     keeps_logits: bool = False
+
+    @property
+    def early(self) -> bool:
+        """Whether tokens that would end it are excluded."""
+        params = self.params
+        return self.num_generated < params.min_new_tokens and bool(params.stop_ids)
+
+    @property
+    def processed(self) -> bool:
+        """Whether its logits are changed before temperature and filters."""
+        params = self.params
+        return params.repetition_penalty != 1.0 or self.early or bool(params.logits_processors)
 
 
 @dataclass
@@ -80,16 +93,16 @@ class SpecialResult:
 class Sampling:
     """What was sampled, on the device. tokens [N] int64, -1 where there is none; logprobs [N] fp32
     if any row asked for its token's. special, errors: rows that need more and what processors
-    raised, by place; raw, scores: the logits that were given and those sampled from, of which
-    ``temperature`` [N] is still to be taken."""
+    raised, by place; scores: what ``kernels`` sampled from, of which ``temperature`` [N] is still
+    to be taken."""
 
     tokens: Tensor
     logprobs: Tensor | None = None
     special: dict[int, SpecialRow] = field(default_factory=dict)
     errors: dict[int, tuple[str, Exception]] = field(default_factory=dict)
-    raw: Tensor | None = None
-    scores: Tensor | None = None
+    scores: Scores | None = None
     temperature: Array | None = None
+    kernels: Kernels | None = None
 
     def on_host(self, tokens: Array, logprobs: Array | None) -> Sampled:
         """The same with what special rows have besides; tokens, logprobs: as fetched."""
@@ -98,11 +111,33 @@ class Sampling:
             if n in self.errors:
                 found.special[n] = SpecialResult(error=self.errors[n][0], cause=self.errors[n][1])
             elif tokens[n] >= 0:
-                assert self.raw is not None and self.scores is not None
-                assert self.temperature is not None
-                temperature = float(self.temperature[n])
-                found.special[n] = _result(row, n, found, self.raw, self.scores, temperature)
+                found.special[n] = self._result(row, n, found)
         return found
+
+    def _result(self, row: SpecialRow, n: int, found: Sampled) -> SpecialResult:
+        """What place ``n`` has beside its token; its log-probability, where it is the raw one."""
+        assert self.scores is not None and self.temperature is not None and self.kernels is not None
+        result, params = SpecialResult(), row.params
+        raw, scores = self.scores.raw[n : n + 1], self.scores.row(n)
+        temperature = float(self.temperature[n])
+        is_raw = params.logprobs_mode == "raw" and (params.logprobs or params.top_logprobs > 0)
+        if is_raw or params.top_logprobs:
+            own, divisor = raw if is_raw else scores, None
+            if temperature and not is_raw:
+                divisor = torch.tensor([temperature], dtype=torch.float32, device=raw.device)
+            shares = self.kernels.log_softmax(own, divisor)[0]
+            if is_raw:
+                assert found.logprobs is not None
+                found.logprobs[n] = float(shares[int(found.tokens[n])])
+            if params.top_logprobs:
+                # By the logits: two that differ may round to one log-probability.
+                best = own[0].sort(descending=True, stable=True).indices[: params.top_logprobs]
+                result.top = list(zip(best.tolist(), shares[best].tolist(), strict=True))
+        if row.keeps_scores:
+            result.scores = scores[0].float() / (temperature or 1.0)
+        if row.keeps_logits:
+            result.logits = raw[0].to(torch.float32, copy=True)
+        return result
 
 
 @dataclass
@@ -125,120 +160,117 @@ class Sampler:
         self.kernels = kernels
 
     def sample(self, logits: Tensor, batch: SampleBatch) -> Sampling:
-        """One token for each row of ``batch``; logits [N, V] fp32, left unchanged."""
+        """One token for each row of ``batch``; logits [N, V], left unchanged."""
         if not len(batch):
             return Sampling(logits.new_zeros(0, dtype=torch.int64))
         device, count = logits.device, len(batch)
         raw = logits
         if count != len(logits) or np.count_nonzero(batch.logits_row != np.arange(count)):
             raw = logits.index_select(0, to_device(batch.logits_row, device))
-        scores, errors = self._process(raw, batch.special)
+        filtered = np.zeros(0, np.int64)
+        if np.count_nonzero(batch.temperature):
+            filtered = np.flatnonzero((batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0))
+        processed = [n for n, row in batch.special.items() if row.processed]
+        scores = Scores(raw, np.union1d(filtered, processed) if processed else filtered)
+        errors = _process(scores, batch.special, processed)
         temperature = batch.temperature
-        if sampled := np.count_nonzero(temperature) > 0:
-            filtered = (batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0)
-            if np.count_nonzero(filtered):
-                scores = self._filter(scores, batch, np.flatnonzero(filtered))
-                temperature = np.where(filtered, 1.0, temperature)
-        forced = None
-        if any(row.forced >= 0 for row in batch.special.values()):
-            places = np.full(count, -1)
-            places[list(batch.special)] = [row.forced for row in batch.special.values()]
-            forced = to_device(places, device)
-        noise: tuple[Tensor | None, ...] = (None, None, None)
-        if sampled:
-            reals = temperature.astype(np.float32)
-            noise = tuple(to_device(x, device) for x in (reals, batch.key, batch.position))
-        tokens, logprobs = self.kernels.sample(
-            scores, *noise, logprobs=batch.logprobs, forced=forced
-        )
+        if len(filtered):
+            self._filter(scores, batch, filtered)
+            temperature = temperature.copy()
+            temperature[filtered] = 1.0
+        tokens, logprobs = self._choose(scores, batch, temperature)
         if errors:
             tokens[list(errors)] = -1
         if not batch.special:
             return Sampling(tokens, logprobs)
-        return Sampling(tokens, logprobs, batch.special, errors, raw, scores, temperature)
+        special = batch.special
+        return Sampling(tokens, logprobs, special, errors, scores, temperature, self.kernels)
 
-    @staticmethod
-    def _process(
-        raw: Tensor, special: dict[int, SpecialRow]
-    ) -> tuple[Tensor, dict[int, tuple[str, Exception]]]:
-        """Repetition penalty, minimum length, the user's processors, in transformers' order."""
-        scores = raw
-        errors: dict[int, tuple[str, Exception]] = {}
-        for n, row in special.items():
-            params = row.params
-            early = row.num_generated < params.min_new_tokens and params.stop_ids
-            if params.repetition_penalty == 1.0 and not early and not params.logits_processors:
-                continue
-            if scores is raw:
-                scores = raw.clone()
-            if params.repetition_penalty != 1.0:
-                seen = _integers(sorted(set(row.history)), raw.device)
-                scores[n] = penalise_repetition(scores[n], seen, params.repetition_penalty)
-            if early:
-                scores[n, [t for t in params.stop_ids if t < raw.shape[1]]] = -torch.inf
-            try:
-                for processor in params.logits_processors:
-                    history = _integers(row.history, raw.device)[None]
-                    scores[n] = _processed(processor, history, scores[n])
-            except Exception as error:
-                name = getattr(processor, "__qualname__", type(processor).__qualname__)
-                why = f"logits processor {name} raised {type(error).__name__}: {error}"
-                errors[n] = why, error
-        return scores, errors
+    def _choose(
+        self, scores: Scores, batch: SampleBatch, temperature: Array
+    ) -> tuple[Tensor, Tensor | None]:
+        """Tokens [N] and, if any row asked for its own, log-probabilities [N]."""
+        columns: list[Array | None] = [None, None, None, None]
+        if np.count_nonzero(temperature):
+            columns[:3] = temperature.astype(np.float32), batch.key, batch.position
+        if any(row.forced >= 0 for row in batch.special.values()):
+            forced = np.full(len(batch), -1)
+            forced[list(batch.special)] = [row.forced for row in batch.special.values()]
+            columns[3] = forced
 
-    @staticmethod
-    def _filter(scores: Tensor, batch: SampleBatch, filtered: Array) -> Tensor:
+        def choose(rows: Tensor, places: Array | slice) -> tuple[Tensor, Tensor | None]:
+            *noise, forced = (
+                None if column is None else to_device(column[places], rows.device)
+                for column in columns
+            )
+            found: tuple[Tensor, Tensor | None] = self.kernels.sample(
+                rows, *noise, logprobs=batch.logprobs, forced=forced
+            )
+            return found
+
+        tokens, logprobs = choose(scores.whole, slice(None))
+        if scores.apart is not None:
+            places = to_device(scores.places, tokens.device)
+            for all_rows, theirs in zip(
+                (tokens, logprobs), choose(scores.apart, scores.places), strict=True
+            ):
+                if all_rows is not None and theirs is not None:
+                    all_rows[places] = theirs
+        return tokens, logprobs
+
+    def _filter(self, scores: Scores, batch: SampleBatch, filtered: Array) -> None:
         """Temperature, then top-k, top-p and min-p on the rows ``filtered``."""
-        device = scores.device
+        assert scores.own is not None
+        device, softmax = scores.own.device, self.kernels.softmax
 
         def column(values: Array) -> Tensor:
             return to_device(values.astype(np.float32), device)
 
-        place = to_device(filtered, device)
-        part = scores[place] / column(batch.temperature[filtered])[:, None]
+        place = to_device(scores.index(filtered), device)
+        before = scores.own[place]
+        part = before / column(batch.temperature[filtered])[:, None]
         for values, off, keep in (
             (batch.top_k[filtered], 0, partial(keep_top_k, most=int(batch.top_k.max()))),
-            (batch.top_p[filtered], 1, keep_top_p),
-            (batch.min_p[filtered], 0, keep_min_p),
+            (batch.top_p[filtered], 1, partial(keep_top_p, softmax=softmax)),
+            (batch.min_p[filtered], 0, partial(keep_min_p, softmax=softmax)),
         ):
             some = np.flatnonzero(values != off)
             if len(some):
                 which = to_device(some, device)
                 amounts = column(values[some])
                 part[which] = keep(part[which], amounts)
-        unsound = scores[place].isnan().any(-1, keepdim=True)
-        scores = scores.clone()
-        scores[place] = part.masked_fill(unsound, torch.nan)
-        return scores
+        unsound = before.isnan().any(-1, keepdim=True)
+        scores.own[place] = part.masked_fill(unsound, torch.nan)
+
+
+def _process(
+    scores: Scores, special: dict[int, SpecialRow], processed: list[int]
+) -> dict[int, tuple[str, Exception]]:
+    """Repetition penalty, minimum length, the user's processors, in transformers' order, on the
+    rows at ``processed``. Returns what processors raised, by place."""
+    errors: dict[int, tuple[str, Exception]] = {}
+    for n in processed:
+        row, own = special[n], scores.row(n)[0]
+        params = row.params
+        if params.repetition_penalty != 1.0:
+            seen = _integers(sorted(set(row.history)), own.device)
+            own.copy_(penalise_repetition(own, seen, params.repetition_penalty))
+        if row.early:
+            own[[t for t in params.stop_ids if t < len(own)]] = -torch.inf
+        try:
+            for processor in params.logits_processors:
+                history = _integers(row.history, own.device)[None]
+                own.copy_(_processed(processor, history, own))
+        except Exception as error:
+            name = getattr(processor, "__qualname__", type(processor).__qualname__)
+            why = f"logits processor {name} raised {type(error).__name__}: {error}"
+            errors[n] = why, error
+    return errors
 
 
 def _integers(values: list[int], device: torch.device) -> Tensor:
     """[n] int64."""
     return torch.tensor(values, dtype=torch.int64, device=device)
-
-
-def _result(
-    row: SpecialRow, n: int, found: Sampled, raw: Tensor, scores: Tensor, temperature: float
-) -> SpecialResult:
-    """What place ``n`` has beside its token; its log-probability, where it is the raw one."""
-    result, params = SpecialResult(), row.params
-    is_raw = params.logprobs_mode == "raw" and (params.logprobs or params.top_logprobs > 0)
-    if is_raw or params.top_logprobs:
-        own = raw if is_raw else scores
-        divisor = own.new_tensor([[1.0 if is_raw else temperature or 1.0]])
-        shares = torch.log_softmax(own[n : n + 1] / divisor, dim=-1)[0]
-        if is_raw:
-            assert found.logprobs is not None
-            found.logprobs[n] = float(shares[int(found.tokens[n])])
-        if params.top_logprobs:
-            # By the logits: two that differ may round to one log-probability.
-            best = own[n].sort(descending=True, stable=True).indices[: params.top_logprobs]
-            result.top = list(zip(best.tolist(), shares[best].tolist(), strict=True))
-    if row.keeps_scores:
-        result.scores = scores[n] / (temperature or 1.0)
-    if row.keeps_logits:
-        result.logits = raw[n].clone()
-    return result
 
 
 def _processed(processor: Callable[..., Tensor], history: Tensor, scores: Tensor) -> Tensor:
@@ -252,8 +284,3 @@ def _processed(processor: Callable[..., Tensor], history: Tensor, scores: Tensor
         raise ValueError(f"it returned scores of shape {tuple(found.shape)}")
     unsound = (scores == torch.inf) | (found[0] == torch.inf).all()
     return found[0].where(unsound, found[0].clamp(max=torch.finfo(torch.float32).max))
-
-
-def chosen_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Log-probability of ``tokens[n]`` under row n of the raw ``logits`` [N, V]."""
-    return torch.log_softmax(logits, dim=-1).gather(1, tokens[:, None]).squeeze(1)

@@ -53,9 +53,9 @@ def probe_attention(
     """``probe_rows`` of the kinds of attention calls of the runner's model that a first token waits
     for, by the kernels that its passes call; of the others no rows yet."""
     dtype, device = runner.model.dtype, runner.device
-    waited_for = {*_kinds(runner, far=_kernels(runner).backend == "triton")}
+    waited_for = {*_kinds(runner, far=runner.kernels.backend == "triton")}
     return [
-        probe_rows(_kernels(runner), shape, dtype, device, reach, rows, seconds)
+        probe_rows(runner.kernels, shape, dtype, device, reach, rows, seconds)
         if (shape, reach) in waited_for
         else _nothing(shape, reach)
         for shape, reach in _kinds(runner)
@@ -65,7 +65,7 @@ def probe_attention(
 def longest_split(runner: ModelRunner) -> int:
     """Most tokens of a context that the runner's kernels sum at once before they merge sums; 0:
     fewer than the probes' contexts have anyway."""
-    if _kernels(runner).backend != "triton":
+    if runner.kernels.backend != "triton":
         return 0
     dtype = runner.model.dtype
     return max(launch.attention(dtype, layer.head_dim).split for layer in runner.layers)
@@ -78,17 +78,11 @@ def attention_steps(
     (kind,) = (kind for kind in _kinds(runner) if _name(*kind) == known.name)
     number = known.checked // sum(end - first for spans in _passes() for first, end in spans)
     found = yield from round_steps(
-        _kernels(runner), kind[0], runner.model.dtype, runner.device, kind[1], number
+        runner.kernels, kind[0], runner.model.dtype, runner.device, kind[1], number
     )
     (compared,), unsound = summary([found])
     checked, differing = known.checked + compared.checked, known.differing + compared.differing
     return ComparedRows(known.name, checked, differing), unsound
-
-
-def _kernels(runner: ModelRunner) -> Kernels:
-    kernels = patched_of(runner.model).context.kernels
-    assert kernels is not None
-    return kernels
 
 
 def _kinds(runner: ModelRunner, far: bool = True) -> list[tuple[LayerShape, Reach]]:

@@ -292,5 +292,5 @@ class ModelProbe:
         columns = (
             torch.linspace(0, logits.shape[1] - 1, COLUMNS, device=logits.device).round().long()
         )
-        chosen = torch.log_softmax(logits, dim=-1).index_select(1, columns)
-        return row_checksums(logits)[:, None], chosen
+        chosen = self._runner.kernels.log_softmax(logits).index_select(1, columns)
+        return row_checksums(logits.float())[:, None], chosen
