@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from benchmarks.presets import PRESETS
 from benchmarks.render import table
 
@@ -53,6 +55,11 @@ DEVICES = {
         _device("A100", 2.039, 312, 19.5),  # NVIDIA A100 80GB, SXM
     )
 }
+
+
+def here() -> Device | None:
+    """This machine's GPU, if it is in the table."""
+    return named(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
 
 
 def named(name: str) -> Device | None:
@@ -168,6 +175,16 @@ def decode(config: Any, batch: int, context: int, dtype: str = "bfloat16") -> di
 def floor(works: dict[str, Work], device: Device) -> float:
     """Seconds that a pass takes at least."""
     return sum(work.seconds(device) for work in works.values())
+
+
+def generation(
+    config: Any, batch: int, prompt: int, out: int, device: Device, dtype: str = "bfloat16"
+) -> float:
+    """Seconds that ``batch`` sequences of ``prompt`` tokens and ``out`` more take at least: one
+    pass over all prompts, and one for each token after the first."""
+    passes = [step(config, [(0, prompt)] * batch, dtype)]
+    passes += [decode(config, batch, prompt + n, dtype) for n in range(1, out)]
+    return sum(floor(works, device) for works in passes)
 
 
 def over_floor(seconds: float, work: Work, device: Device | None) -> dict[str, float]:
