@@ -16,6 +16,7 @@ import pytest
 from benchmarks.journal import ERROR_CHARACTERS, Journal, die_with_parent
 
 EVERY_S = 5.0
+OUT_OF_TIME = "out of time"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,6 +32,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_Recorder(config), "journal-recorder")
 
 
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Nothing runs after this test if the time is over; in each process of xdist as well."""
+    if time.time() > item.config.getoption("--deadline"):
+        item.session.shouldstop = OUT_OF_TIME
+
+
 class _Recorder:
     """Counts of the tests so far, by outcome."""
 
@@ -39,10 +46,11 @@ class _Recorder:
         self._section = config.getoption("--section")
         self._counts: Counter[str] = Counter()
         self._written = time.monotonic()
-        self._session: Any = None
 
-    def pytest_sessionstart(self, session: pytest.Session) -> None:
-        self._session = session
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            text = report.longreprtext[-ERROR_CHARACTERS:]
+            self._journal.add(self._section, report.nodeid, result="not collected", error=text)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         ended = report.when == "call" or report.outcome != "passed"
@@ -53,8 +61,6 @@ class _Recorder:
             self._journal.add(self._section, report.nodeid, result="failed", error=text)
         if time.monotonic() - self._written > EVERY_S:
             self._write("so far")
-        if self._journal.left() < 0 and not self._session.shouldstop:
-            self._session.shouldstop = "out of time"
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: Any) -> Any:
@@ -70,7 +76,7 @@ class _Recorder:
             )
 
     def pytest_sessionfinish(self) -> None:
-        self._write("out of time" if self._session.shouldstop else "all")
+        self._write(OUT_OF_TIME if self._journal.left() < 0 else "all")
 
     def _write(self, case: str) -> None:
         self._written = time.monotonic()

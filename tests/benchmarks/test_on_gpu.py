@@ -107,6 +107,29 @@ def test_deadlines_are_told(tmp_path, capsys):
     assert 5 < a < 9 and 15 < b < 30
 
 
+TESTS = """
+import time
+
+def test_passes(): pass
+def test_fails(): assert 1 == 2, "so it says"
+def test_lasts(): time.sleep(max(0, UNTIL + 0.1 - time.time()))
+def test_never_begins(): pass
+"""
+
+
+@pytest.mark.slow("environments", 5)
+def test_tests_end_at_the_deadline(tmp_path, monkeypatch, capsys):
+    """What failed is there, with its reason; nothing begins after the deadline."""
+    file, seconds = tmp_path / "test_some.py", 4
+    file.write_text(f"UNTIL = {time.time() + seconds}\n{TESTS}")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    command = on_gpu.tests("some", str(file), f"--rootdir={tmp_path}", "-c", os.devnull)
+    assert run_steps([Step("some", seconds, command)], tmp_path, 60)["some"] == "out of time"
+    failed, last = (n for n in journal.read(tmp_path / "results.jsonl") if n["section"] == "some")
+    assert failed["case"].endswith("test_fails") and "so it says" in failed["error"]
+    assert (last["case"], last["passed"], last["failed"]) == ("out of time", 2, 1)
+
+
 def test_lists(tmp_path):
     """Names are used once; speed comes before tests; commands name files that exist."""
     for steps in (list(gpu_steps(tmp_path)), list(smoke_steps(tmp_path))):
