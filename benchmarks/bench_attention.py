@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks import roofline
 from benchmarks.workloads import DEVICE, Workload, in_turns, of_shapes
 from tinyspec import Engine, EngineConfig
 
@@ -72,10 +73,13 @@ def serve(engine: Engine, work: Workload) -> list[list[int]]:
 def bench_attention(
     benchmark: Any, family: str, requests: int, dtype: str, smoke: bool, rounds: int
 ) -> None:
-    """``requests`` prompts of 64 tokens, 40 out; same tokens on both sides in fp32."""
+    """``requests`` prompts of 64 tokens, 40 out; same tokens on both sides in fp32.
+
+    over_floor: on a GPU of roofline.py's table, the fused side over the least that it needs.
+    """
     models = [build(family, getattr(torch, dtype), smoke) for _ in range(2)]
-    shapes = [(8, 4) if smoke else (64, 40)] * requests
-    work = of_shapes(family, shapes, models[0].config.vocab_size)
+    prompt, out = (8, 4) if smoke else (64, 40)
+    work = of_shapes(family, [(prompt, out)] * requests, models[0].config.vocab_size)
     own = [attention_modules(model) for model in models]
     config = EngineConfig(prefix_cache=False)
     with (
@@ -90,3 +94,7 @@ def bench_attention(
             benchmark, lambda: serve(fused, work), lambda: serve(interface, work), rounds
         )
     benchmark.extra_info["ratio"] = round(ratio, 3)
+    if benchmark.stats is not None and (device := roofline.here()) is not None:
+        shape = models[0].config
+        least = roofline.generation(shape, requests, prompt, out, device, dtype)
+        benchmark.extra_info["over_floor"] = round(benchmark.stats.stats.median / least, 2)

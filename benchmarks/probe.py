@@ -67,9 +67,9 @@ def main(arguments: list[str] | None = None) -> int:
             started = time.perf_counter()
             report[part] = MEASURES[part](model, config, options)
             print(f"{part}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+            if options.json:  # what is measured stays if the next part is cut
+                Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
     print(render.probe_table(report))
-    if options.json:
-        Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
 

@@ -1,0 +1,278 @@
+"""Models of a named shape on this device: decode steps, doctor, workloads, a profiler's trace.
+
+    python -m benchmarks.measure_models steps doctor --preset llama-3.1-8b --journal FILE [--smoke]
+
+Appends a line a case. Weights are random, so no output means anything; prompts and lengths do not
+depend on them. Knows engines, not kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import quantiles
+from typing import Any
+
+import torch
+
+from benchmarks import journal, presets, roofline
+from benchmarks.bench_generate import by_generate, by_manager, by_tinyspec, patched
+from benchmarks.roofline import Device
+from benchmarks.workloads import DEVICE, Workload, of_shapes, serve, timed
+from tinyspec import Engine, EngineConfig, SamplingParams, doctor
+
+BATCHES = (1, 4, 16, 64)
+CONTEXT, STEPS = 1024, 20
+MODEL_LEN = 4096
+# nano-vllm's bench.py with its seed, tokens a second, TB/s of the device's memory (roofline.py, and
+# the makers' data sheets): what others published, on Qwen3-0.6B.
+PUBLISHED = {
+    "nano-vllm, RTX 4070 laptop": (1434, 0.256),
+    "mini-sglang, A10G": (3038, 0.6),
+    "vLLM, A100": (9530, 2.039),
+}
+
+
+def nano(vocab: int, smoke: bool) -> Workload:
+    """The workload of nano-vllm's bench: 256 prompts of 100 to 1,024 tokens, as many out; the same
+    lengths, and 133,966 tokens out in all."""
+    rng = random.Random(0)
+    count, least, most, ids = (4, 3, 12, vocab - 1) if smoke else (256, 100, 1024, 10000)
+    prompts = tuple(
+        tuple(rng.randint(0, ids) for _ in range(rng.randint(least, most))) for _ in range(count)
+    )
+    lengths = tuple(rng.randint(least, most) for _ in range(count))
+    return Workload("nano-vllm", prompts, lengths, (0,) * count)
+
+
+class Sections:
+    """Measurements of one model. device: where the floor is known, with measured rates or not."""
+
+    def __init__(self, preset: str, lines: journal.Journal, smoke: bool):
+        torch.manual_seed(0)
+        began = time.perf_counter()
+        self.model: Any = presets.build(preset, torch.bfloat16, DEVICE)
+        self.model.generation_config.eos_token_id = None
+        self.preset, self.lines, self.smoke = preset, lines, smoke
+        self.vocab, self.shape = self.model.config.vocab_size, self.model.config
+        self.device = known_device(lines)
+        seconds = time.perf_counter() - began
+        lines.add("models", preset, seconds=round(seconds, 1))
+
+    def engine(self, **settings: Any) -> Engine:
+        length = min(MODEL_LEN, self.shape.max_position_embeddings)
+        return Engine(self.model, config=EngineConfig(max_model_len=length, **settings))
+
+    def steps(self) -> None:
+        """Time of a step that gives each sequence one token, the host's part included."""
+        context = 32 if self.smoke else CONTEXT
+        with self.engine(prefix_cache=False) as engine:
+            for batch in BATCHES[:2] if self.smoke else BATCHES:
+                run = partial(self._steps, engine, batch, context, ())
+                self.lines.run("steps", f"{self.preset}, batch {batch}", run)
+            batch = 2 if self.smoke else 64
+            run = partial(self._steps, engine, batch, context, range(batch))
+            name = f"{self.preset}, batch {batch}, deterministic"
+            self.lines.run("steps", name, run, least=10)
+
+    def _steps(self, engine: Engine, batch: int, context: int, chosen: Any) -> dict[str, Any]:
+        numbers = self._decoding(engine, batch, context, chosen)
+        count = 3 if self.smoke else STEPS
+        before = engine.stats().committed
+        seconds = timed(lambda: [engine.step() for _ in range(count)])
+        tokens = engine.stats().committed - before
+        for number in numbers:
+            engine.abort(number)
+        found = {
+            "ms": round(1e3 * seconds / count, 3),
+            "tokens_per_second": round(tokens / seconds, 1),
+        }
+        if self.device is not None:
+            floor = roofline.floor(roofline.decode(self.shape, batch, context), self.device)
+            # For a token each: where steps draft or verify, they commit another number.
+            over = seconds / max(1, tokens) * batch / floor
+            found |= {"floor_ms": round(1e3 * floor, 3), "over_floor": round(over, 2)}
+        return found
+
+    def _decoding(self, engine: Engine, batch: int, context: int, chosen: Any) -> list[str]:
+        """Requests that all decode, with ``context`` tokens or a few more."""
+        out = context // 2 + 8 * STEPS
+        work = of_shapes("steps", [(context, out)] * batch, self.vocab)
+        asked = zip(work.prompts, work.params(chosen), strict=True)
+        numbers = [engine.add_request(list(prompt), params) for prompt, params in asked]
+        first = engine.stats().committed
+        while engine.stats().committed < first + 4 * batch:
+            assert engine.has_unfinished()
+            engine.step()
+        return numbers
+
+    def doctor(self) -> None:
+        def examine() -> dict[str, Any]:
+            length = min(MODEL_LEN, self.shape.max_position_embeddings)
+            config = EngineConfig(max_model_len=length)
+            found = json.loads(doctor(self.model, config, fresh=True).to_json())
+            buckets = (found["facts"] or {}).get("buckets", [])
+            canonical = sum(bucket["canonical"] for bucket in buckets)
+            shown = {"ok": found["ok"], "canonical": canonical, "buckets": len(buckets)}
+            return shown | {"problems": found["problems"], "report": found}
+
+        self.lines.run("doctor", self.preset, examine, least=10)
+
+    def nano(self) -> None:
+        """nano-vllm's workload with none, all and half of the requests deterministic."""
+        work = nano(self.vocab, self.smoke)
+        with self.engine(prefix_cache=False) as engine:
+            engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4))
+            for share in (0, 100, 50):
+                params = [replace(p, temperature=0.6) for p in work.params(work.chosen(share))]
+                run = partial(self._served, engine, work, params)
+                name = f"{self.preset}, {share} % deterministic"
+                self.lines.run("nano-vllm's workload", name, run, least=10)
+        for name, (rate, terabytes) in PUBLISHED.items():
+            found = {"tokens_per_second": rate, "per_GB": round(rate / terabytes / 1e3, 2)}
+            self.lines.add("nano-vllm's workload", f"published: {name}", **found)
+
+    def _served(
+        self, engine: Engine, work: Workload, params: list[SamplingParams]
+    ) -> dict[str, Any]:
+        served = serve(engine, work, params)
+        rate = work.tokens / served.seconds
+        plain = [s for s, p in zip(served.latencies, params, strict=True) if not p.deterministic]
+        found: dict[str, Any] = {"tokens_per_second": round(rate, 1)}
+        if self.device is not None:
+            found["per_GB"] = round(rate / self.device.bandwidth * 1e9, 2)
+        if len(plain) > 1:
+            found["plain_p99_s"] = round(quantiles(plain, n=100)[-1], 3)
+        return found | {"passes": sum(served.stats.passes.values())}
+
+    def compare(self) -> None:
+        """Ragged greedy requests: a patched ``generate``, transformers' own, ``generate_batch``."""
+        whole = nano(self.vocab, self.smoke)
+        for count in (4,) if self.smoke else (64, 256):
+            work = replace(whole, prompts=whole.prompts[:count], lengths=whole.lengths[:count])
+            seconds: dict[str, float] = {}
+            for name, side in SIDES.items():
+                run = partial(self._side, side, work, seconds, name)
+                case = f"{self.preset}, {count} requests: {name}"
+                self.lines.run("ragged requests", case, run, least=2 if self.smoke else 20)
+
+    def _side(
+        self, side: Callable[..., Any], work: Workload, seconds: dict[str, float], name: str
+    ) -> dict[str, Any]:
+        short = replace(work, prompts=work.prompts[:2], lengths=(4, 4))
+        with side(self.model, short) as warm:
+            warm(short)
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
+        with side(self.model, work) as run:
+            found: list[Any] = []
+            seconds[name] = timed(lambda: found.append(run(work)))
+        assert list(map(len, found[0])) == list(work.lengths)
+        line = {"seconds": round(seconds[name], 3)}
+        line["tokens_per_second"] = round(work.tokens / seconds[name], 1)
+        if "tinyspec" in seconds:
+            line["over_tinyspec"] = round(seconds[name] / seconds["tinyspec"], 2)
+        return line
+
+    def trace(self, folder: Path) -> None:
+        """Where the device's time goes in a few steps, by kernel; traces for a viewer."""
+        context = 32 if self.smoke else CONTEXT
+        with self.engine(prefix_cache=False) as engine:
+            for batch in (1,) if self.smoke else (64, 1):
+                path = folder / f"trace-{self.preset}-{batch}.json.gz"
+                run = partial(self._traced, engine, batch, context, path)
+                self.lines.run("trace", f"{self.preset}, batch {batch}", run, least=5)
+
+    def _traced(self, engine: Engine, batch: int, context: int, path: Path) -> dict[str, Any]:
+        numbers, count = self._decoding(engine, batch, context, ()), 3
+        with torch.profiler.profile() as profile:
+            seconds = timed(lambda: [engine.step() for _ in range(count)])
+        for number in numbers:
+            engine.abort(number)
+        profile.export_chrome_trace(str(path))
+        # An operator has the time of the kernels that it launches as well.
+        kinds = [e for e in profile.key_averages() if e.device_type.name != "CPU"]
+        kinds.sort(key=lambda e: -e.self_device_time_total)
+        busy = sum(e.self_device_time_total for e in kinds)
+        found = {"ms": 1e3 * seconds / count, "busy_ms": busy / 1e3 / count}
+        found["launches"] = sum(e.count for e in kinds) / count
+        kernels = [[e.key[:80], e.count, round(e.self_device_time_total)] for e in kinds[:30]]
+        return {key: round(value, 3) for key, value in found.items()} | {"kernels": kernels}
+
+
+def known_device(lines: journal.Journal) -> Device | None:
+    """This device with the ceilings that the journal has, if roofline.py knows it."""
+    device = roofline.here()
+    if device is None or not lines.path.exists():
+        return device
+    found = {
+        line["case"]: line for line in journal.read(lines.path) if line["section"] == "ceilings"
+    }
+    copy = found.get("copy", {}).get("GB_per_s")
+    matrix = next((f["TFLOP_per_s"] for f in found.values() if "TFLOP_per_s" in f), None)
+    if copy is None or matrix is None:
+        return device
+    return device.with_measured(1e9 * copy, 1e12 * matrix)
+
+
+def _tinyspec(model: Any, work: Workload) -> Any:
+    return _Bound(patched(model, EngineConfig(prefix_cache=False)), by_tinyspec)
+
+
+def _generate(model: Any, work: Workload) -> Any:
+    return _Bound(nullcontext(model), by_generate)
+
+
+class _Bound:
+    """A context whose value is a function of a workload, of a context with a model."""
+
+    def __init__(self, context: Any, function: Callable[..., Any]):
+        self._context, self._function = context, function
+
+    def __enter__(self) -> Callable[..., Any]:
+        return partial(self._function, self._context.__enter__())
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._context.__exit__(*error)
+
+
+class _Manager(_Bound):
+    """transformers' continuous batching; its thread ends with the context."""
+
+    def __init__(self, model: Any, work: Workload):
+        super().__init__(by_manager(model, work), lambda found: found)
+
+    def __enter__(self) -> Callable[..., Any]:
+        run, _ = self._context.__enter__()
+        return run
+
+
+SIDES = {"tinyspec": _tinyspec, "generate": _generate, "generate_batch": _Manager}
+SECTIONS = ("steps", "doctor", "compare", "nano", "trace")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure the sections that are named, in their order."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("sections", nargs="+", choices=SECTIONS)
+    parser.add_argument("--preset", choices=presets.PRESETS, required=True)
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes")
+    journal.add_options(parser)
+    options = parser.parse_args(arguments)
+    lines = journal.Journal.of(options)
+    sections = Sections("tiny" if options.smoke else options.preset, lines, options.smoke)
+    for name in options.sections:
+        more = (options.journal.parent,) if name == "trace" else ()
+        getattr(sections, name)(*more)
+    return int(lines.failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

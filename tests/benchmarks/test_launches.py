@@ -1,0 +1,77 @@
+"""Launches of a pass, recorded without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from benchmarks import launches, roofline
+from benchmarks.launches import Launches, recorded
+from benchmarks.presets import build
+
+
+def test_operators():
+    """Views and allocations launch nothing; casts that change nothing do not either."""
+    x, found = torch.ones(4, 8), Launches()
+    with recorded(found):
+        y = x.view(8, 4).t().float()
+        torch.empty(9)
+        z = y.contiguous()
+        z.to(torch.bfloat16).add_(1)
+    assert found.counts == {"aten.clone": 1, "aten._to_copy": 1, "aten.add_": 1}
+    assert found.bytes == {"aten.clone": 2 * 128, "aten._to_copy": 128 + 64, "aten.add_": 64}
+
+
+@triton.jit
+def copy_kernel(in_ptr, out_ptr, size, BLOCK: tl.constexpr):
+    n = tl.arange(0, BLOCK)
+    tl.store(out_ptr + n, tl.load(in_ptr + n, mask=n < size), mask=n < size)
+
+
+def test_kernels_do_not_run():
+    x, out, found = torch.ones(3, 50), torch.zeros(3, 50), Launches()
+    with recorded(found):
+        copy_kernel[(1,)](x, out, 150, BLOCK=256)
+    assert found.counts == {"copy_kernel": 1} and found.bytes == {"copy_kernel": 2 * 600}
+    assert not out.any()
+
+
+def test_rows_of_a_table():
+    table, rows, found = torch.ones(100, 8), torch.arange(3), Launches()
+    with recorded(found):
+        torch.nn.functional.embedding(rows, table)
+    assert found.bytes == {"aten.embedding": 2 * 3 * 8 * 4}
+
+
+@pytest.fixture(scope="module")
+def passes():
+    """Passes of models of one and two layers, three sequences."""
+    models = [build("tiny", torch.bfloat16, "cpu", layers) for layers in (1, 2)]
+    for model in models:
+        model.generation_config.eos_token_id = None
+    return [launches.decode_pass(model, 3, 40) for model in models]
+
+
+def test_a_layer(passes):
+    """A layer has one KV write, an attention, and seven products at most."""
+    one, two = passes
+    more = {name: count - one.counts[name] for name, count in two.counts.items()}
+    assert more["kv_write_kernel"] == more["attention_kernel"] == 1
+    assert two.counts["sample_kernel"] == 1 and more["sample_kernel"] == 0
+    assert 1 <= more["aten.linear"] <= 7
+    assert one.beside(two, 0).counts == one.counts
+    assert two.beside(one, 3).counts["attention_kernel"] == 5
+
+
+def test_bytes(passes):
+    """All that must move does; a pass moves less than thrice as much."""
+    shape = roofline.preset_config("tiny")
+    least = sum(work.bytes for work in roofline.decode(shape, 3, 40).values())
+    pages = launches.page_bytes(shape, 3, 40)
+    assert pages == 2 * (40 + 1) * 3 * 2 * 2 * 16 * 2
+    moved = passes[1].bytes.total() + pages
+    assert least < moved < 3 * least
+    text = launches.launch_table(passes[1], pages, least)
+    assert f"| all | {passes[1].counts.total()} | {moved / 1e6:.4g} |" in text

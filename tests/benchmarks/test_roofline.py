@@ -1,0 +1,126 @@
+"""Bytes and operations against numbers worked out by hand. Nothing runs here."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import roofline
+from benchmarks.roofline import Device, Heads, Work
+
+# 4.3 TB/s: a copy on an H200.
+COPY = roofline.DEVICES["H200"].with_measured(4.3e12, 788e12)
+LLAMA = roofline.preset_config("llama-3.1-8b")
+QWEN = roofline.preset_config("qwen3-0.6b")
+
+
+@pytest.mark.parametrize(
+    "found, moved, done",
+    [
+        # One row at position 3 of 2 query heads and 1 of keys, of size 4: q and out of 8 numbers
+        # each, keys and values of 4 tokens; 4 keys x 2 heads x 4 numbers x 2 products x 2.
+        (roofline.attention(Heads(2, 1, 4), [(3, 4)]), 2 * (16 + 32), 128),
+        # A prompt of 3: 6 pairs of a row and a key.
+        (roofline.attention(Heads(1, 1, 8), [(0, 3)], "float32"), 4 * (48 + 48), 6 * 32),
+        # 64 x 4,096 tokens, 8 heads of 128, bf16: 1 GiB of keys and values, 1 MiB of q and out.
+        (
+            roofline.attention(Heads(32, 8, 128), [(4095, 4096)] * 64),
+            (1 << 30) + (1 << 20),
+            64 * 4096 * 32 * 128 * 4,
+        ),
+        # The same in an fp8 cache: half of it.
+        (
+            roofline.attention(Heads(32, 8, 128), [(4095, 4096)] * 64, kv_bytes=1),
+            (1 << 29) + (1 << 20),
+            64 * 4096 * 32 * 128 * 4,
+        ),
+        # q 2 x 4, k and v 4 each, in and out; cos and sin 4 each; a slot.
+        (roofline.kv_write(Heads(2, 1, 4), 3), 3 * (2 * (32 + 8) + 8), 0),
+        (roofline.linear(2, 3, 5), 2 * (15 + 6 + 10), 60),
+        (roofline.sample(2, 1000), 2 * (4000 + 32), 0),
+        (roofline.accept(4, 17), 4 * (35 * 8 + 40), 0),
+        (roofline.norm(3, 10), 2 * 130, 0),
+        (roofline.activation(3, 10), 180, 0),
+    ],
+)
+def test_kernels(found, moved, done):
+    assert (found.bytes, found.operations) == (moved, done)
+
+
+def test_the_larger_of_two_times():
+    device = Device("d", 1e3, {"bfloat16": 1e4, "float32": 1e2})
+    assert Work(2000, 1000).seconds(device) == 2.0
+    assert Work(2000, 1000, "float32").seconds(device) == 10.0
+    assert Work(2000, 1000, "float32").times(3).seconds(device) == 30.0
+
+
+def weights(config, tied):
+    """Numbers in the matrices of a decoder with gated MLPs, those of its norms left out."""
+    heads = roofline.heads_of(config)
+    attention = config.hidden_size * heads.dim * (2 * heads.q + 2 * heads.kv)
+    layer = attention + 3 * config.hidden_size * config.intermediate_size
+    return config.num_hidden_layers * layer + (2 - tied) * config.hidden_size * config.vocab_size
+
+
+@pytest.mark.parametrize(
+    "config, tied, billions, kv_bytes",
+    [(QWEN, True, 0.596, 114_688), (LLAMA, False, 8.03, 131_072)],
+    ids=["qwen", "llama"],
+)
+def test_shapes(config, tied, billions, kv_bytes):
+    """The models' published sizes, and bytes of keys and values a token."""
+    assert weights(config, tied) / 1e9 == pytest.approx(billions, rel=2e-3)
+    more, one = (roofline.decode(config, 1, n)["attention"].bytes for n in (11, 10))
+    assert more - one == kv_bytes
+
+
+@pytest.mark.parametrize(
+    "config, tied, batch, milliseconds",
+    # By hand: 2 bytes a weight, but one row of the embedding, and the contexts.
+    [
+        (QWEN, True, 1, 0.305),
+        (QWEN, True, 64, 2.03),
+        (LLAMA, False, 1, 3.52),
+        (LLAMA, False, 64, 5.49),
+    ],
+)
+def test_decode_steps(config, tied, batch, milliseconds):
+    works = roofline.decode(config, batch, 1024)
+    read = 2 * (weights(config, tied) - (1 - tied) * config.hidden_size * config.vocab_size)
+    contexts = batch * 1024 * 2 * 2 * 8 * 128 * config.num_hidden_layers
+    total = sum(work.bytes for work in works.values())
+    assert read + contexts < total < 1.02 * (read + contexts)
+    assert 1e3 * (read + contexts) / 4.3e12 == pytest.approx(milliseconds, rel=5e-3)
+    assert 1e3 * roofline.floor(works, COPY) == pytest.approx(milliseconds, rel=2e-2)
+
+
+def test_a_prompt_is_bound_by_operations():
+    works = roofline.step(LLAMA, [(0, 4096)])
+    assert works["gate, up"].seconds(COPY) == pytest.approx(2 * 4096 * 4096 * 28672 * 32 / 788e12)
+    assert works["unembedding"].operations == 2 * 4096 * 128256, "of the last row alone"
+
+
+def test_a_generation():
+    """Three tokens for each of two prompts of five: a pass of ten rows, then two of two."""
+    passes = [roofline.step(QWEN, [(0, 5)] * 2)]
+    passes += [roofline.step(QWEN, [(n - 1, n)] * 2) for n in (6, 7)]
+    expected = sum(roofline.floor(works, COPY) for works in passes)
+    assert roofline.generation(QWEN, 2, 5, 3, COPY) == pytest.approx(expected)
+
+
+def test_names():
+    assert roofline.named("NVIDIA H200") is roofline.DEVICES["H200"]
+    assert roofline.named("NVIDIA H100 80GB HBM3") is roofline.DEVICES["H100"]
+    assert roofline.named("some other card") is None
+
+
+def test_beside_a_time():
+    work = Work(4_300_000)
+    found = roofline.over_floor(2e-6, work, COPY)
+    assert found == {"GB_per_s": 2150.0, "floor_us": 1.0, "over_floor": 2.0}
+    assert roofline.over_floor(2e-6, work, None) == {"GB_per_s": 2150.0}
+
+
+def test_command(capsys):
+    assert roofline.main(["--preset", "qwen3-0.6b", "--batch", "64", "--bandwidth", "4300"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("| all"))
+    assert line.split("|")[2:5] == [" 8862 ", " 91.32 ", " 2061 "]
