@@ -42,7 +42,7 @@ PASSES = (
     (5, 8, 8, 16, 0, 1, 900),
     (2, 2, 1, 16, 0, 8192, 9000),
 )
-HEAD_DIMS = [16, 32, 64, 80, 96, 128, 256]
+HEAD_DIMS = [16, 32, 64, 80, 96, 128, 256, 512]
 # (K, N) of some layers per binary: all that it knows of them is how far they divide.
 LAYERS = {"even": ((64, 4096), (11008, 128)), "odd": ((3, 997), (63, 50257))}
 Call = Callable[[], object]

@@ -20,6 +20,8 @@ OPTIONS = {"enable_fp_fusion": False}
 # tl.dot wants at least 16 columns.
 MIN_DOT = 16
 VECTOR_BYTES = 16
+# The largest head that attention's table has an entry for: of Gemma 4's global layers.
+MAX_HEAD_DIM = 512
 IS_HIP = torch.version.hip is not None
 
 
@@ -79,7 +81,8 @@ class LinearLaunch(NamedTuple):
 
 # (bytes per element, head size); other head sizes use the entry of the next power of two. 64 query
 # rows of 16-bit numbers are one wgmma on sm_90; two accumulators of 256 columns would spill, so
-# there 32. fp32 goes through scalar multiply-adds ("ieee"), where a tall tile would only spill.
+# there 32, and of 512 columns 16. fp32 goes through scalar multiply-adds ("ieee"), where a tall
+# tile would only spill.
 _ATTENTION = {
     (2, 16): AttentionLaunch(64, 64, 512, 4, 3, 255),
     (2, 32): AttentionLaunch(64, 64, 512, 4, 3, 255),
@@ -88,11 +91,13 @@ _ATTENTION = {
     (2, 96): AttentionLaunch(64, 32, 512, 8, 3, 255),
     (2, 128): AttentionLaunch(64, 64, 512, 8, 3, 0),
     (2, 256): AttentionLaunch(32, 32, 512, 8, 3, 255),
+    (2, 512): AttentionLaunch(16, 16, 512, 8, 3, 255),
     (4, 16): AttentionLaunch(16, 32, 512, 8, 1, 255),
     (4, 32): AttentionLaunch(16, 32, 512, 8, 1, 255),
     (4, 64): AttentionLaunch(16, 32, 512, 8, 1, 255),
     (4, 128): AttentionLaunch(16, 32, 512, 8, 1, 255),
     (4, 256): AttentionLaunch(16, 16, 512, 8, 1, 255),
+    (4, 512): AttentionLaunch(16, 16, 512, 8, 1, 255),
 }
 
 # By bytes per element. 64 rows of 16-bit numbers are one wgmma on sm_90; fp32 is scalar again.
@@ -138,7 +143,7 @@ def vectorizable(x: Tensor, vec: int) -> Tensor:
 
 
 def attention(dtype: torch.dtype, head_dim: int) -> AttentionLaunch:
-    """Entry of paged attention; head_dim up to 256."""
+    """Entry of paged attention; head_dim up to MAX_HEAD_DIM."""
     entry = _ATTENTION.get((dtype.itemsize, head_dim))
     return _ATTENTION[dtype.itemsize, padded(head_dim)] if entry is None else entry
 
