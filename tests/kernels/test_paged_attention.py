@@ -1,8 +1,8 @@
 """Paged attention against dense attention over the gathered keys, in fp64 and in the kernel's
 dtype.
 
-Splits are shortened to a few tiles, so that short sequences cross them; both launch modes (a
-program walks all splits, or one program per split) run everything.
+Splits are shortened to a few tiles, so that short sequences cross them; everything runs with one
+program, which merges all splits as it goes, and with many, whose splits are merged afterwards.
 """
 
 from __future__ import annotations
@@ -28,21 +28,23 @@ from tinyspec.kernels.attention_metadata import AttentionMetadata
 from tinyspec.kernels.paged_attention import paged_attention
 
 SPLIT = 64
+# One that walks through everything; so many that they cut nearly everywhere.
+PROGRAMS = {"walk": 1, "spread": 24}
 NAN = float("nan")
 
 
 @contextmanager
 def launched(mode: str | None = None, split: int | None = SPLIT, **entry: int) -> Iterator[None]:
-    """The launch table with another split, and one of the two modes."""
+    """The launch table with another split, and a number of programs."""
     with pytest.MonkeyPatch.context() as patch:
         table = launch.attention
         if split is not None:
             entry["split"] = split
         patch.setattr(launch, "attention", lambda *key: table(*key)._replace(**entry))
         if mode is not None:
-            patch.setattr(
-                launch, "split_programs", lambda _, splits, __: splits if mode == "spread" else 1
-            )
+            patch.setattr(launch, "programs", lambda _: PROGRAMS[mode])
+            merging = launch.merge
+            patch.setattr(launch, "merge", lambda dim: merging(dim)._replace(programs=1))
         yield
 
 
