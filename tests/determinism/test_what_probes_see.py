@@ -105,7 +105,7 @@ def test_far_bounds_are_learnt_on_a_cpu(no_results_on_disk):
 
 def test_contexts_beyond_a_split():
     """The model probe's, on a GPU."""
-    split = launch.attention(torch.float32, 16).split
+    split = launch.attention(torch.float32, 16, torch.device("cpu")).split
     assert max(s.position + s.end - s.first for s in segments(96, 16, 4096)) < split
     found = segments(96, 16, 4096, split)
     beyond = [s for s in found if s.position >= split]
@@ -117,7 +117,7 @@ def test_contexts_beyond_a_split():
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_a_difference_beyond_a_split(backend):
     """In the passes end to end that a first token waits for."""
-    split = launch.attention(torch.float32, 16).split
+    split = launch.attention(torch.float32, 16, torch.device("cpu")).split
     config = EngineConfig(reference_rows=8, max_model_len=1024)
     shape = config_of("llama")
     shape.update({"max_position_embeddings": 1024})

@@ -1,8 +1,8 @@
 """Paged attention against dense attention over the gathered keys, in fp64 and in the kernel's
 dtype.
 
-Splits are shortened to a few tiles, so that short sequences cross them; both launch modes (a
-program walks all splits, or one program per split) run everything.
+Splits are shortened to a few tiles, so that short sequences cross them; everything runs with one
+program, which merges all splits as it goes, and with many, whose splits are merged afterwards.
 """
 
 from __future__ import annotations
@@ -28,21 +28,23 @@ from tinyspec.kernels.attention_metadata import AttentionMetadata
 from tinyspec.kernels.paged_attention import paged_attention
 
 SPLIT = 64
+# One that walks through everything; so many that they cut nearly everywhere.
+PROGRAMS = {"walk": 1, "spread": 24}
 NAN = float("nan")
 
 
 @contextmanager
 def launched(mode: str | None = None, split: int | None = SPLIT, **entry: int) -> Iterator[None]:
-    """The launch table with another split, and one of the two modes."""
+    """The launch table with another split, and a number of programs."""
     with pytest.MonkeyPatch.context() as patch:
         table = launch.attention
         if split is not None:
             entry["split"] = split
         patch.setattr(launch, "attention", lambda *key: table(*key)._replace(**entry))
         if mode is not None:
-            patch.setattr(
-                launch, "split_programs", lambda _, splits, __: splits if mode == "spread" else 1
-            )
+            patch.setattr(launch, "programs", lambda _: PROGRAMS[mode])
+            merging = launch.merge
+            patch.setattr(launch, "merge", lambda dim: merging(dim)._replace(programs=1))
         yield
 
 
@@ -148,6 +150,7 @@ CASES = {
     "mha-128": (3, 3, 128, 128, [(61, 66), (0, 4)], {}),
     "padded-group-96": (6, 2, 96, 16, [(126, 131)], {}),
     "wide-256": (2, 1, 256, 16, [(64, 67), (9, 10)], {}),
+    "widest-512": (2, 1, 512, 16, [(64, 67), (9, 10)], {}),
     "many-pages": (2, 1, 32, 16, [(395, 400), (0, 20)], {}),
     "group-over-tile": (70, 1, 32, 16, [(70, 71)], {}),
     "tiny-head-8": (4, 2, 8, 16, [(0, 9)], {}),

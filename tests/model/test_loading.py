@@ -1,6 +1,7 @@
 """Ways to load a model: served as transformers would, or refused by name; closed, as it was."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from tests.support.loading import (
 )
 from tests.support.tiny import config_of, hf_greedy, prompts, tiny
 from tinyspec import Engine, SamplingParams, UnsupportedModelError, doctor
+from tinyspec.kernels.launch import MAX_HEAD_DIM
 from tinyspec.model.cpu.linears import OneDnnLinear
 
 
@@ -41,11 +43,11 @@ def folder(tmp_path):
     return saved(tmp_path)
 
 
-def refused(model, message):
+def refused(model, message, config=CONFIG):
     """An engine is refused with ``message``, and the model is as it was."""
     before = everything(model)
     with pytest.raises(UnsupportedModelError, match=message):
-        Engine(model, config=CONFIG)
+        Engine(model, config=config)
     assert unlike(before, everything(model)) == []
 
 
@@ -75,6 +77,15 @@ def test_control_what_is_left_behind_is_seen(change):
 
 
 # Data types and tied weights
+
+
+def test_heads_that_no_kernel_takes():
+    """Refused where Triton serves; the twins take any size."""
+    config = config_of("qwen3")
+    config.head_dim = MAX_HEAD_DIM + 16
+    model = type(tiny("qwen3"))(config).eval()
+    refused(model, "heads of 528 numbers", replace(CONFIG, backend="triton"))
+    Engine(model, config=replace(CONFIG, backend="torch")).close()
 
 
 @pytest.mark.parametrize("how", first(1, ["given", "auto"], 1))

@@ -1,4 +1,4 @@
-"""Helpers of both paged-attention kernels, and the second kernel, which merges splits.
+"""Helpers of both paged-attention kernels, and the second kernel, which merges cut tiles.
 
 A row's state is (highest score, sum, weighted values); ``merge`` joins it with that of the next
 split, wherever the split was computed, so there is one order of additions. Scores are in units of
@@ -17,18 +17,13 @@ from torch import Tensor
 
 from tinyspec.kernels import launch
 from tinyspec.kernels.attention_metadata import AttentionMetadata
+from tinyspec.kernels.attention_work import FIELDS
 
 LOG2E = math.log2(math.e)
-# A window or chunk that masks nothing.
-UNBOUNDED = 2**31 - 1
 # Pointers whose alignment must not make another binary.
 POINTERS = ["page_table_ptr", "cu_seqlens_ptr", "seq_lens_ptr", "sink_ptr"]
-
-
-@triton.jit
-def lowest_key(position, window, chunk):
-    """First key that a row at ``position`` attends to: that of its window or chunk."""
-    return tl.maximum(position - window + 1, position // chunk * chunk)
+# Splits whose partial results are loaded before they are merged.
+AHEAD = tl.constexpr(4)
 
 
 @triton.jit
@@ -72,100 +67,107 @@ def sink_logits(sink_ptr, head, mask, SINKS: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "q_heads", "window", "chunk"],
+    do_not_specialize=["num_rows", "num_segments", "kv_heads", "group", "group_shift", "heads"],
     do_not_specialize_on_alignment=POINTERS,
 )
 def merge_kernel(
-    part_acc_ptr,  # [splits, R, Hq, D] fp32
-    part_highest_ptr,  # [splits, R, Hq] fp32
-    part_total_ptr,  # [splits, R, Hq] fp32
+    part_acc_ptr,  # [entries, D_PAD] fp32
+    part_highest_ptr,  # [entries] fp32
+    part_total_ptr,  # [entries] fp32
     sink_ptr,  # [Hq]
     cu_seqlens_ptr,  # [S + 1] int32
-    seq_lens_ptr,  # [S] int32
+    tile_ptr,  # [tiles, FIELDS] int32
+    start_ptr,  # [programs + 1, 3] int32
     out_ptr,  # [R, Hq, D]
     num_rows,
-    q_heads,
-    window,
-    chunk,
+    num_segments,
+    kv_heads,
+    group,
+    group_shift,  # log2 of the heads of one row in a tile
+    heads,  # of a tile
     SINKS: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
-    SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):
-    s = tl.program_id(1)
-    seg_start = tl.load(cu_seqlens_ptr + s)
-    seg_rows = tl.load(cu_seqlens_ptr + s + 1) - seg_start
-    row = tl.program_id(0)
-    if row >= seg_rows:
-        return
-    position = tl.load(seq_lens_ptr + s) - seg_rows + row
-
-    # One row of one head, as a tile of height 1.
-    head = tl.program_id(2) + tl.arange(0, 1)
-    entry = (seg_start + row).to(tl.int64) * q_heads + head
+    p = tl.program_id(0)
+    q_heads = kv_heads * group
     d = tl.arange(0, D_PAD)[None, :]
-    highest = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    acc = tl.zeros([1, D_PAD], tl.float32)
-    part_stride = num_rows.to(tl.int64) * q_heads
-    for split in range(lowest_key(position, window, chunk) // SPLIT, position // SPLIT + 1):
-        part = entry + split * part_stride
-        part_highest = tl.load(part_highest_ptr + part)
-        part_total = tl.load(part_total_ptr + part)
-        part_acc = tl.load(part_acc_ptr + part[:, None] * D + d, mask=d < D, other=0.0)
-        highest, total, acc = merge(highest, total, acc, part_highest, part_total, part_acc)
+    r = tl.arange(0, BLOCK_R)
 
-    out = finish(highest, total, acc, sink_logits(sink_ptr, head, head < q_heads, SINKS))
-    out_ptrs = out_ptr + entry[:, None] * D + d
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=d < D)
+    # Padding rows are 0.
+    row_end = tl.load(cu_seqlens_ptr + num_segments).to(tl.int64) * q_heads
+    stride = tl.num_programs(0) * tl.num_programs(1) * BLOCK_R
+    begin = row_end + (p * tl.num_programs(1) + tl.program_id(1)) * BLOCK_R
+    for entry in range(begin, num_rows.to(tl.int64) * q_heads, stride):
+        entries = entry + r[:, None]
+        zero = tl.zeros([BLOCK_R, D_PAD], out_ptr.dtype.element_ty)
+        mask = (entries < num_rows.to(tl.int64) * q_heads) & (d < D)
+        tl.store(out_ptr + entries * D + d, zero, mask=mask)
+
+    # The first cut of an item merges all of it.
+    start = start_ptr + 3 * p
+    item = tl.load(start)
+    if tl.load(start + 1) == 0:
+        return
+    if (tl.load(start - 3) == item) & (tl.load(start - 2) > 0):
+        return
+    record = tile_ptr + item // heads * FIELDS
+    first_row = tl.load(cu_seqlens_ptr + tl.load(record)) + tl.load(record + 1)
+    tile_size = tl.load(record + 2)
+    splits = tl.load(record + 4)
+    tile_heads = tile_size << group_shift
+    first_entry = (tl.load(record + 5) + item % heads * splits * tile_heads).to(tl.int64)
+    head_blocks = heads // kv_heads
+    kv_head = item % heads // head_blocks
+    head_block = item % heads % head_blocks
+
+    for first in range(tl.program_id(1) * BLOCK_R, tile_heads, tl.num_programs(1) * BLOCK_R):
+        m = first + r
+        row = m >> group_shift
+        head = head_block * BLOCK_M + (m & ((1 << group_shift) - 1))
+        valid = (row < tile_size) & (head < group)
+        mask = valid[:, None] & (d < D)
+        highest = tl.full([BLOCK_R], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_R], tl.float32)
+        acc = tl.zeros([BLOCK_R, D_PAD], tl.float32)
+        for split in tl.range(0, splits, num_stages=AHEAD):
+            part = first_entry + split * tile_heads + m
+            part_highest = tl.load(part_highest_ptr + part, mask=valid, other=float("-inf"))
+            part_total = tl.load(part_total_ptr + part, mask=valid, other=0.0)
+            part_acc = tl.load(part_acc_ptr + part[:, None] * D_PAD + d, mask=mask, other=0.0)
+            highest, total, acc = merge(highest, total, acc, part_highest, part_total, part_acc)
+
+        sink = sink_logits(sink_ptr + kv_head * group, head, valid, SINKS)
+        out = finish(highest, total, acc, sink)
+        out_row = (first_row.to(tl.int64) + row) * q_heads + kv_head * group + head
+        tl.store(out_ptr + out_row[:, None] * D + d, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-class Partials(NamedTuple):
-    """Workspace for a partial state per split, R rows and Hq heads each."""
+class Workspace(NamedTuple):
+    """Results of splits: an entry for a row and query head, and a tile for every program."""
 
-    acc: Tensor  # [splits, R, Hq, D] fp32
-    highest: Tensor  # [splits, R, Hq] fp32
-    total: Tensor  # [splits, R, Hq] fp32
+    acc: Tensor  # [entries, D_PAD] fp32
+    highest: Tensor  # [entries] fp32
+    total: Tensor  # [entries] fp32
+    state: Tensor  # [programs, 2, BLOCK_M, D_PAD] fp32
 
     @classmethod
-    def empty(cls, splits: int, like: Tensor) -> Partials:
-        """For the rows, heads and head size of ``like``; unused where splits is 1: one element
-        each."""
-        rows, heads, dim = like.shape
-        shape = (splits, rows, heads) if splits > 1 else (1, 1, 1)
-        sizes = ((*shape, dim), shape, shape)
-        return cls(*(torch.empty(s, dtype=torch.float32, device=like.device) for s in sizes))
-
-
-def merge_partials(
-    partials: Partials,
-    out: Tensor,
-    metadata: AttentionMetadata,
-    *,
-    window: int,
-    chunk: int,
-    sinks: Tensor | None,
-    split: int,
-) -> None:
-    """Merge the partials of every row's splits, ``split`` tokens each, into out [R, Hq, D]."""
-    num_rows, q_heads, dim = out.shape
-    grid = (metadata.max_seqlen_q, metadata.seq_lens.shape[0], q_heads)
-    merge_kernel[grid](
-        part_acc_ptr=partials.acc,
-        part_highest_ptr=partials.highest,
-        part_total_ptr=partials.total,
-        sink_ptr=out if sinks is None else sinks,
-        cu_seqlens_ptr=metadata.cu_seqlens_q,
-        seq_lens_ptr=metadata.seq_lens,
-        out_ptr=out,
-        num_rows=num_rows,
-        q_heads=q_heads,
-        window=window,
-        chunk=chunk,
-        SINKS=sinks is not None,
-        D=dim,
-        D_PAD=launch.padded(dim),
-        SPLIT=split,
-        num_warps=1,
-        **launch.OPTIONS,
-    )
+    def of(
+        cls,
+        metadata: AttentionMetadata,
+        entries: int,
+        programs: int,
+        block_m: int,
+        like: Tensor,
+    ) -> Workspace:
+        """For heads as wide as those of ``like``; the layers of a pass share it."""
+        dim = launch.padded(like.shape[-1])
+        shapes = ((entries, dim), (entries,), (entries,), (programs, 2, block_m, dim))
+        key = "attention workspace", shapes
+        if key not in metadata.derived:
+            metadata.derived[key] = cls(
+                *(torch.empty(s, dtype=torch.float32, device=like.device) for s in shapes)
+            )
+        return metadata.derived[key]

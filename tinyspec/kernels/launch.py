@@ -1,15 +1,16 @@
 """The launch table: every tile size, warp count and stage count of the Triton kernels.
 
-What a result depends on (tiles, splits, warps) is keyed by dtype and head size alone, never by the
-number of rows, sequences, pages or heads, and nothing here is tuned at run time. The numbers fit
-the shared memory of sm_80, sm_90, sm_100 and gfx942 and spill no register of the first three
-(tests/kernels/test_compile.py); none of them has been timed on a GPU yet.
+What a result depends on (tiles, splits, warps) is keyed by device, dtype and head size alone, never
+by the number of rows, sequences, pages or heads, and nothing here is tuned at run time. The numbers
+fit the shared memory of every architecture from sm_80 on and of gfx942 and spill no register of the
+former (tests/kernels/test_compile.py); none of them has been timed on a GPU yet.
 
 Knows dtypes and head sizes; imports neither triton nor the kernels.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,8 @@ OPTIONS = {"enable_fp_fusion": False}
 # tl.dot wants at least 16 columns.
 MIN_DOT = 16
 VECTOR_BYTES = 16
+# The largest head that attention's table has an entry for: of Gemma 4's global layers.
+MAX_HEAD_DIM = 512
 IS_HIP = torch.version.hip is not None
 
 
@@ -44,6 +47,14 @@ class AttentionLaunch(NamedTuple):
         if self.max_registers and not IS_HIP:
             options["maxnreg"] = self.max_registers
         return options
+
+
+class MergeLaunch(NamedTuple):
+    """block_r rows of one head at a time; an item is shared by so many programs."""
+
+    block_r: int
+    num_warps: int
+    programs: int
 
 
 class KvWriteLaunch(NamedTuple):
@@ -77,22 +88,39 @@ class LinearLaunch(NamedTuple):
     num_stages: int
 
 
-# (bytes per element, head size); other head sizes use the entry of the next power of two. 64 query
-# rows of 16-bit numbers are one wgmma on sm_90; two accumulators of 256 columns would spill, so
-# there 32. fp32 goes through scalar multiply-adds ("ieee"), where a tall tile would only spill.
+# (bytes per element, head size); other head sizes use the entry of the next power of two. These fit
+# every architecture from sm_80 on and gfx942. 64 query rows of 16-bit numbers are one wgmma on
+# sm_90, and 4 warps share them without computing a score twice; the accumulator of 256 columns
+# leaves room for 32 rows, that of 512 for 16. fp32 goes through scalar multiply-adds ("ieee"),
+# where a tall tile would only spill. 3 stages: while a tile of keys is computed, those of the next
+# are copied; fp32 heads of 512 have no room for that.
 _ATTENTION = {
     (2, 16): AttentionLaunch(64, 64, 512, 4, 3, 255),
     (2, 32): AttentionLaunch(64, 64, 512, 4, 3, 255),
-    (2, 64): AttentionLaunch(64, 32, 512, 8, 3, 255),
-    (2, 80): AttentionLaunch(64, 32, 512, 8, 3, 255),
-    (2, 96): AttentionLaunch(64, 32, 512, 8, 3, 255),
-    (2, 128): AttentionLaunch(64, 64, 512, 8, 3, 0),
+    (2, 64): AttentionLaunch(64, 32, 512, 4, 3, 255),
+    (2, 80): AttentionLaunch(64, 32, 512, 4, 3, 255),
+    (2, 96): AttentionLaunch(64, 32, 512, 4, 3, 255),
+    (2, 128): AttentionLaunch(64, 32, 512, 4, 3, 255),
     (2, 256): AttentionLaunch(32, 32, 512, 8, 3, 255),
-    (4, 16): AttentionLaunch(16, 32, 512, 8, 1, 255),
-    (4, 32): AttentionLaunch(16, 32, 512, 8, 1, 255),
-    (4, 64): AttentionLaunch(16, 32, 512, 8, 1, 255),
-    (4, 128): AttentionLaunch(16, 32, 512, 8, 1, 255),
-    (4, 256): AttentionLaunch(16, 16, 512, 8, 1, 255),
+    (2, 512): AttentionLaunch(16, 16, 512, 4, 3, 255),
+    (4, 16): AttentionLaunch(16, 32, 512, 8, 3, 255),
+    (4, 32): AttentionLaunch(16, 32, 512, 8, 3, 255),
+    (4, 64): AttentionLaunch(16, 32, 512, 8, 3, 255),
+    (4, 128): AttentionLaunch(16, 32, 512, 8, 3, 255),
+    (4, 256): AttentionLaunch(16, 16, 512, 8, 3, 255),
+    (4, 512): AttentionLaunch(16, 16, 512, 8, 1, 255),
+}
+# By compute capability, where another entry is better: two programs an SM have room there. On sm_90
+# 64 keys a tile halve the turns (they spill elsewhere, and for heads of 80 and 96 with 64 rows).
+_ATTENTION_OF = {
+    90: {
+        (2, 64): AttentionLaunch(64, 64, 512, 4, 3, 255),
+        (2, 80): AttentionLaunch(32, 64, 512, 4, 3, 255),
+        (2, 96): AttentionLaunch(32, 64, 512, 4, 3, 255),
+        (2, 128): AttentionLaunch(64, 64, 512, 4, 3, 0),
+        (2, 256): AttentionLaunch(32, 32, 512, 4, 3, 255),
+    },
+    100: {(2, 256): AttentionLaunch(32, 32, 512, 4, 3, 255)},
 }
 
 # By bytes per element. 64 rows of 16-bit numbers are one wgmma on sm_90; fp32 is scalar again.
@@ -101,9 +129,9 @@ _LINEAR = {
     4: LinearLaunch(32, 64, 32, 8, 3),
 }
 
-# Below this many programs a grid leaves SMs idle, so long contexts get a program per split. Bits
-# are the same either way, so only this may depend on the batch.
-FULL_GRID = 128
+# Attention's programs are as many as a device runs at a time; who computes what changes no bit.
+PROGRAMS_PER_SM = 2
+PROGRAMS_INTERPRETED = 4
 MAX_WORKSPACE_BYTES = 256 << 20
 
 
@@ -145,18 +173,38 @@ def vector_rows(x: Tensor, vec: int) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def attention(dtype: torch.dtype, head_dim: int) -> AttentionLaunch:
-    """Entry of paged attention; head_dim up to 256."""
-    entry = _ATTENTION.get((dtype.itemsize, head_dim))
-    return _ATTENTION[dtype.itemsize, padded(head_dim)] if entry is None else entry
+@cache
+def capability(device: torch.device) -> int:
+    """Compute capability of an NVIDIA GPU, 90 for 9.0; of others 0."""
+    if device.type != "cuda" or IS_HIP:
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
-def split_programs(programs: int, splits: int, workspace_bytes: int) -> int:
-    """Programs per tile of rows: 1 (it walks all its splits) or one per split, merged
-    afterwards."""
-    if programs >= FULL_GRID or workspace_bytes > MAX_WORKSPACE_BYTES:
-        return 1
-    return splits
+def attention(dtype: torch.dtype, head_dim: int, device: torch.device) -> AttentionLaunch:
+    """Entry of paged attention; head_dim up to MAX_HEAD_DIM."""
+    table = _ATTENTION | _ATTENTION_OF.get(capability(device), {})
+    entry = table.get((dtype.itemsize, head_dim))
+    return table[dtype.itemsize, padded(head_dim)] if entry is None else entry
+
+
+@cache
+def programs(device: torch.device) -> int:
+    """How many programs share the work of attention on ``device``."""
+    if device.type != "cuda":
+        return PROGRAMS_INTERPRETED
+    return PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def workspace_entries(wanted: int, head_dim: int) -> int:
+    """Of ``wanted`` partial results, those for which there is memory."""
+    return min(wanted, MAX_WORKSPACE_BYTES // (4 * (padded(head_dim) + 2)))
+
+
+def merge(head_dim: int) -> MergeLaunch:
+    """Entry of the kernel that merges splits."""
+    return MergeLaunch(block_r=4, num_warps=1 if padded(head_dim) <= 128 else 4, programs=8)
 
 
 def kv_write(head_dim: int) -> KvWriteLaunch:

@@ -34,6 +34,7 @@ from tinyspec.model.positions import GivenPositions, RopeTable
 from tinyspec.model.quantized import repack_weights
 from tinyspec.model.supported import (
     LEAST_POSITIONS,
+    head_refusal,
     length_refusal,
     loading_refusal,
     max_positions,
@@ -132,6 +133,8 @@ def install(
         # Tables and stand-ins are made under the settings of passes.
         with pinned(model.device.type), without_modes():
             _install(model, patched, config.max_model_len, linear)
+        if config.backend == "triton" and (reason := head_refusal(patched.layers)) is not None:
+            raise unsupported(model, reason)
     except BaseException:
         uninstall(model)
         raise

@@ -6,13 +6,15 @@ transformers token by token; a model of another type is compared at load (``pari
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AttentionInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
 
+from tinyspec.kernels.launch import MAX_HEAD_DIM
+from tinyspec.model.attention_calls import LayerShape
 from tinyspec.model.private_names import missing_names
 from tinyspec.model.wrappers import has_hooks, own_forward
 
@@ -87,6 +89,14 @@ def length_refusal(model: PreTrainedModel, max_model_len: int, max_rows: int) ->
                 f"pass; set {name}={scale - 1}"
             )
     return None
+
+
+def head_refusal(layers: Iterable[LayerShape]) -> str | None:
+    """Why the Triton kernels cannot serve a model whose attention has such heads, or None."""
+    widest = max((layer.head_dim for layer in layers), default=0)
+    if widest <= MAX_HEAD_DIM:
+        return None
+    return f"its attention has heads of {widest} numbers; the GPU's kernels take {MAX_HEAD_DIM}"
 
 
 def max_positions(model: PreTrainedModel) -> int:

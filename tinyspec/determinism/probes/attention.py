@@ -67,8 +67,8 @@ def longest_split(runner: ModelRunner) -> int:
     fewer than the probes' contexts have anyway."""
     if runner.kernels.backend != "triton":
         return 0
-    dtype = runner.model.dtype
-    return max(launch.attention(dtype, layer.head_dim).split for layer in runner.layers)
+    dtype, device = runner.model.dtype, runner.device
+    return max(launch.attention(dtype, layer.head_dim, device).split for layer in runner.layers)
 
 
 def attention_steps(

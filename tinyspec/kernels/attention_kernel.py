@@ -1,0 +1,211 @@
+"""The kernel of paged attention: one reduction for decode, prompt and verify rows.
+
+    out = sum_j exp(s_j) v_j / (sum_j exp(s_j) + exp(sink))        s_j = cap(scale * q . k_j)
+
+q [R, Hq, D], caches [N, page_size, Hkv, D]. The query heads that share a kv head are packed, row by
+row, into tiles of BLOCK_M. A program owns the units that the work list gives it, each a split of
+SPLIT keys of one tile and kv head, and walks their keys in tiles of BLOCK_N.
+
+Order of reduction, for every row: tiles from position 0 within a split (online softmax, fp32), the
+partial (max, sum, acc) closed at every split boundary, partials merged in order by ``merge``. A
+tile or split that is all masked for a row does not change its state by a bit: the maximum stays,
+the correction is exp2(0) = 1, what is added is 0. So a row's bits depend on its own sequence alone,
+not on the rows, segments or pages around it, nor on who computes what. Tiles that no row of the
+program attends to are skipped.
+
+Where one program has all splits of a tile and head, it merges them as it goes and stores the
+result; otherwise every split's partial goes to the workspace, and ``merge_kernel`` merges them in
+the same order. One binary serves both. Scores are kept in units of log2(e), for exp2.
+
+A masked key weighs 0, but 0 * NaN is NaN: values that are not finite are multiplied as 0, and the
+scores of the rows that attend to them are NaN instead. So they reach these rows and no others.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tinyspec.kernels.attention_merge import POINTERS, finish, merge, sink_logits, tanh
+from tinyspec.kernels.attention_work import FIELDS, lowest_key
+
+
+@triton.jit
+def rows_and_heads(m, log_heads, head_block, tile_size, group):
+    """Row within its tile and head within its group of every query row, and whether it exists."""
+    row = m >> log_heads
+    head = (head_block << log_heads) + (m & ((1 << log_heads) - 1))
+    return row, head, (row < tile_size) & (head < group)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "kv_heads",
+        "group",
+        "heads",
+        "page_size",
+        "window",
+        "chunk",
+        "stride_qr",
+        "stride_qh",
+        "stride_table",
+        "score_scale",
+        "cap",
+    ],
+    do_not_specialize_on_alignment=POINTERS,
+)
+def attention_kernel(
+    q_ptr,  # [R, Hq, D]
+    k_ptr,  # [N * page_size, Hkv, D]
+    v_ptr,  # [N * page_size, Hkv, D]
+    sink_ptr,  # [Hq]
+    page_table_ptr,  # [S, P] int32
+    cu_seqlens_ptr,  # [S + 1] int32
+    seq_lens_ptr,  # [S] int32
+    tile_ptr,  # [tiles, FIELDS] int32
+    start_ptr,  # [programs + 1, 3] int32
+    out_ptr,  # [R, Hq, D]
+    part_acc_ptr,  # [entries, D_PAD] fp32
+    part_highest_ptr,  # [entries] fp32
+    part_total_ptr,  # [entries] fp32
+    state_ptr,  # [programs, 2, BLOCK_M, D_PAD] fp32
+    kv_heads,
+    group,
+    heads,  # of a tile: KV heads, times the tiles that the query heads of one fill
+    page_size,
+    window,  # UNBOUNDED: none
+    chunk,  # likewise
+    stride_qr,  # strides of q in units of VEC elements
+    stride_qh,
+    stride_table,
+    score_scale,
+    cap,
+    CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    start = start_ptr + 3 * tl.program_id(0)
+    first_item = tl.load(start)
+    first_split = tl.load(start + 1)
+    last_item = tl.load(start + 3)
+    q_heads = kv_heads * group
+    head_blocks = heads // kv_heads
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, D_PAD)
+    d_mask = d < D
+    size = page_size.to(tl.uint32)
+
+    item = first_item
+    split = first_split
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for _ in range(tl.load(start + 2), tl.load(start + 5)):
+        record = tile_ptr + item // heads * FIELDS
+        s = tl.load(record)
+        first_row = tl.load(record + 1)
+        tile_size = tl.load(record + 2)
+        splits = tl.load(record + 4)
+        split_start = (tl.load(record + 3) + split) * SPLIT
+        head_block = item % heads % head_blocks
+        kv_head = item % heads // head_blocks
+        seg_start = tl.load(cu_seqlens_ptr + s)
+        seg_end = tl.load(cu_seqlens_ptr + s + 1)
+        first_position = tl.load(seq_lens_ptr + s) - (seg_end - seg_start) + first_row
+        # Keys that any row of the tile attends to: lowest..end - 1.
+        end = first_position + tile_size
+        lowest = lowest_key(first_position, window, chunk)
+
+        # Loaded, here and below, so that what follows from it is not held in registers throughout.
+        log_heads = tl.load(record + 6)
+        row, head, valid = rows_and_heads(m, log_heads, head_block, tile_size, group)
+        position = first_position + row
+        row_lowest = lowest_key(position, window, chunk)
+        pass_row = (seg_start + first_row).to(tl.int64)
+        table_ptr = page_table_ptr + s.to(tl.int64) * stride_table
+        q_tile = q_ptr + (pass_row * stride_qr + kv_head.to(tl.int64) * group * stride_qh) * VEC
+        # Within a tile 32 bits are enough and take half the registers.
+        in_tile = (row * stride_qr + head * stride_qh)[:, None] * VEC + d[None, :]
+        q = tl.load(q_tile + in_tile, mask=valid[:, None] & d_mask[None, :], other=0.0)
+
+        split_highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        split_total = tl.zeros([BLOCK_M], tl.float32)
+        split_acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+        first_key = tl.maximum(split_start, lowest // BLOCK_N * BLOCK_N)
+        end_key = tl.minimum(end, split_start + SPLIT)
+        # The pages of a tile of keys are looked up a turn earlier: so no copy of K or V waits for
+        # them, and those of several tiles are under way at a time.
+        next_key = first_key + tl.arange(0, BLOCK_N)
+        # Unsigned division takes fewer instructions.
+        page = tl.load(table_ptr + next_key.to(tl.uint32) // size, mask=next_key < end, other=0)
+        for start_key in range(first_key, end_key, BLOCK_N):
+            key = start_key + tl.arange(0, BLOCK_N)
+            live = (key >= lowest) & (key < end)
+            slot = (page.to(tl.int64) - key.to(tl.uint32) // size) * page_size + key
+            kv_offset = ((slot * kv_heads + kv_head) * D)[:, None] + d[None, :]
+            kv_mask = live[:, None] & d_mask[None, :]
+            next_key = key + BLOCK_N
+            page = tl.load(table_ptr + next_key.to(tl.uint32) // size, mask=next_key < end, other=0)
+
+            k = tl.load(k_ptr + kv_offset, mask=kv_mask, other=0.0)
+            v = tl.load(v_ptr + kv_offset, mask=kv_mask, other=0.0)
+            # 0, or NaN where something is not finite.
+            nothing = v * 0.0
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale
+            if CAPPED:
+                scores = cap * tanh(scores)
+            scores += tl.sum(nothing, axis=1)[None, :]
+            seen = (key[None, :] <= position[:, None]) & (key[None, :] >= row_lowest[:, None])
+            scores = tl.where(seen, scores, float("-inf"))
+
+            top = tl.maximum(split_highest, tl.max(scores, axis=1))
+            # A row without a key so far keeps (-inf, 0, 0).
+            shift = tl.where(top == float("-inf"), 0.0, top)
+            decay = tl.exp2(split_highest - shift)
+            p = tl.exp2(scores - shift[:, None])
+            split_total = split_total * decay + tl.sum(p, axis=1)
+            split_highest = top
+
+            v = tl.where(nothing == 0.0, v, 0.0)
+            split_acc = tl.dot(p.to(v.dtype), v, split_acc * decay[:, None], input_precision="ieee")
+
+        used = m < tile_size << tl.load(record + 6)
+        if (item < last_item) & ((item > first_item) | (first_split == 0)):
+            # All splits of the item are this program's. What they add up to so far waits in
+            # memory, which takes half the registers: read from one tile, written to the other.
+            state = state_ptr + 2 * tl.program_id(0).to(tl.int64) * (BLOCK_M * D_PAD)
+            earlier = state + (1 - split % 2) * (BLOCK_M * D_PAD)
+            held = m < tl.where(split > 0, tile_size << tl.load(record + 6), 0)
+            acc = tl.load(
+                (earlier + m[:, None] * D_PAD) + d[None, :], mask=held[:, None], other=0.0
+            )
+            highest = tl.where(split > 0, highest, float("-inf"))
+            total = tl.where(split > 0, total, 0.0)
+            highest, total, acc = merge(highest, total, acc, split_highest, split_total, split_acc)
+            if split + 1 < splits:
+                later = state + split % 2 * (BLOCK_M * D_PAD)
+                tl.store((later + m[:, None] * D_PAD) + d[None, :], acc, mask=used[:, None])
+                # Threads do not load what they have stored themselves.
+                tl.debug_barrier()
+            else:
+                log_heads = tl.load(record + 6)
+                row, head, valid = rows_and_heads(m, log_heads, head_block, tile_size, group)
+                sink = sink_logits(sink_ptr + kv_head * group, head, valid, SINKS)
+                out = finish(highest, total, acc, sink).to(out_ptr.dtype.element_ty)
+                out_tile = out_ptr + (pass_row * q_heads + kv_head * group) * D
+                in_tile = (row * q_heads + head)[:, None] * D + d[None, :]
+                tl.store(out_tile + in_tile, out, mask=valid[:, None] & d_mask[None, :])
+        else:
+            entry = (item % heads * splits + split) * (tile_size << tl.load(record + 6))
+            entry = (tl.load(record + 5) + entry).to(tl.int64)
+            tl.store(part_highest_ptr + entry + m, split_highest, mask=used)
+            tl.store(part_total_ptr + entry + m, split_total, mask=used)
+            part = part_acc_ptr + entry * D_PAD
+            tl.store((part + m[:, None] * D_PAD) + d[None, :], split_acc, mask=used[:, None])
+        split += 1
+        item = tl.where(split == splits, item + 1, item)
+        split = tl.where(split == splits, 0, split)
