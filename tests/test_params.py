@@ -122,7 +122,7 @@ def test_defaults_by_device():
     cpu = EngineConfig().resolve(device_type="cpu", model_positions=64)
     gpu = EngineConfig().resolve(device_type="cuda", model_positions=64)
     assert (cpu.reference_rows, cpu.page_size, cpu.backend) == (32, 128, "torch")
-    assert (gpu.reference_rows, gpu.page_size, gpu.backend) == (128, 16, "triton")
+    assert (gpu.reference_rows, gpu.page_size, gpu.backend) == (128, 64, "triton")
     assert cpu.max_model_len == gpu.max_model_len == 64
     assert cpu.resolve(device_type="cpu", model_positions=64) == cpu
 

@@ -29,7 +29,7 @@ class EngineConfig:
         reference_rows or max_sequences. max_sequences: most sequences running; never more than
         max_rows.
     max_model_len: longest prompt plus output (the model's positions).
-    page_size: tokens per page, a power of two (CPU 128, GPU 16).
+    page_size: tokens per page, a power of two (CPU 128, GPU 64).
     num_pages | memory_fraction: size of the page pool, or the share of free memory it may take.
     draft_window: drafts that wait before a verify.
     verify: how canonical tokens are computed. "auto" takes the cheapest way at every step; "direct"
@@ -138,7 +138,7 @@ class EngineConfig:
             max_rows=rows,
             max_sequences=min(self.max_sequences, rows),
             max_model_len=length,
-            page_size=self.page_size or (128 if cpu else 16),
+            page_size=self.page_size or (128 if cpu else 64),
             backend=backend,
             overlap=not cpu if self.overlap is None else self.overlap,
         )

@@ -31,9 +31,9 @@ from tinyspec.model.row_tiles import split_rows
 T = TypeVar("T")
 # End-to-end passes of a bucket that are compared, and of large ones, which cost most.
 PASSES, LARGE_PASSES = 2, 1
-# Passes of a bucket are timed as often, and more often, up to MOST_TIMED, until they have taken so
-# many seconds: the fastest of a few is what an idle machine takes.
-TIMED_SECONDS, MOST_TIMED = 0.1, 6
+# They are timed as well; those of small buckets more often, up to MOST_TIMED times, until they have
+# taken so many seconds: the fastest of a few is what an idle machine takes.
+TIMED_SECONDS, MOST_TIMED = 0.1, 4
 # Bytes of which new tensors begin at a multiple, as far as libraries look at it.
 ALIGNED = {"cpu": 64, "cuda": 256}
 # Small buckets get passes for about so many rows.
@@ -103,7 +103,8 @@ def bucket_steps(work: Workspace, results: ProbeResults, rows: int) -> Steps[Buc
     passes = PASSES if rows <= work.reference else LARGE_PASSES
     times: dict[bool, list[float]] = {}
     # Fast mode and the own way in turns: a busy moment of the machine does not slow down one.
-    for number in range(MOST_TIMED if _is_timed(work, rows) else 0):
+    most = passes if rows > work.reference else MOST_TIMED
+    for number in range(most if _is_timed(work, rows) else 0):
         if number >= passes and sum(map(sum, times.values())) > TIMED_SECONDS:
             break
         for canonical in (False, True) if tiled else (not own_way,):
