@@ -14,8 +14,11 @@ LINE = "7f00-7f01 r-xp 00000000 08:01 42    {}"
 
 @pytest.fixture
 def maps(tmp_path):
-    """Of a process that has loaded both libraries, each in two parts, and others."""
+    """Of a process that has loaded both libraries, each in two parts, and others: one more of the
+    same name, and files in a folder of a like name."""
     names = ["libcublas.so.12", "libcublasLt.so.12", "libtorch_cuda.so"]
+    names += ["libcublas-12/libcublas.so.12", "libcublas-12/table.bin"]
+    (tmp_path / "libcublas-12").mkdir()
     for name in names:
         (tmp_path / name).touch()
     gone = "/nowhere/libcublas.so.11 (deleted)"
@@ -36,9 +39,9 @@ def loader(parts, whole, loaded):
 
     def load(path):
         loaded.append(path)
-        if "Lt" in path:
-            return SimpleNamespace(cublasLtGetVersion=get_version)
-        return SimpleNamespace(cublasGetProperty=get_property)
+        # A symbol is also looked up in the libraries that a library depends on.
+        own = {} if "Lt" in path else {"cublasGetProperty": get_property}
+        return SimpleNamespace(cublasLtGetVersion=get_version, **own)
 
     return load
 
@@ -46,22 +49,23 @@ def loader(parts, whole, loaded):
 def test_versions_of_loaded_libraries(maps):
     loaded = []
     found = cublas.versions(maps, loader((12, 9, 1), 120901, loaded))
-    assert found == {"libcublas.so.12": "12.9.1", "libcublasLt.so.12": "120901"}
-    assert len(loaded) == 2
+    twice = ["libcublas.so.12", "12.9.1"]
+    assert found == [twice, twice, ["libcublasLt.so.12", "120901"]]
+    assert len(loaded) == 3
     assert cublas.versions(maps, loader((12, 9, 2), 120901, [])) != found
 
 
 def test_versions_where_none_can_be_asked(maps, tmp_path):
-    assert cublas.versions(tmp_path / "none") == {}
+    assert cublas.versions(tmp_path / "none") == []
     found = cublas.versions(maps, lambda path: SimpleNamespace())
-    assert set(found.values()) == {"-1.-1.-1"}
+    assert {version for _, version in found} == {""}
 
 
 def test_functions_of_a_library_that_is_loaded(tmp_path):
     """The real loader, on a library of torch's that has neither function."""
     line = next(line for line in cublas.MAPS.read_text().splitlines() if "libtorch_cpu" in line)
     path = line.split(maxsplit=5)[-1]
-    assert cublas._version(ctypes.CDLL(path)) == "-1.-1.-1"
+    assert cublas._version(ctypes.CDLL(path)) == ""
 
 
 VARIABLES = {

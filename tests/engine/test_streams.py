@@ -20,7 +20,7 @@ SAMPLED = replace(PARAMS, temperature=1.0, seed=1, num_return_sequences=3)
 @pytest.fixture(autouse=True)
 def streams_of_before():
     yield
-    device_stream.stream_of.cache_clear()
+    device_stream._streams.clear()
 
 
 def two_callers(recorder) -> list:

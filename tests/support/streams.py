@@ -117,5 +117,5 @@ def record(patches: pytest.MonkeyPatch, streams: bool = True) -> Recorder:
     patches.setattr(torch.cuda, "current_stream", lambda device: found.current)
     patches.setattr(torch.Tensor, "record_stream", keep, raising=False)
     patches.setattr(device_stream, "WITH_STREAMS", ("cpu",) if streams else ())
-    device_stream.stream_of.cache_clear()
+    device_stream._streams.clear()
     return found

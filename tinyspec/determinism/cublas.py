@@ -15,6 +15,7 @@ from tinyspec.kernels import variables
 _C: Any = torch._C
 # Of this process, a line for every part of a file that is mapped; it ends with the path.
 MAPS = Path("/proc/self/maps")
+LIBRARY = "libcublas"
 # Major, minor and patch number, as cublasGetProperty counts them.
 PARTS = range(3)
 
@@ -26,23 +27,26 @@ def fixed() -> dict[str, object]:
     return {"versions": versions(), "variables": settings()}
 
 
-def versions(maps: Path = MAPS, loader: Callable[[str], Any] = ctypes.CDLL) -> dict[str, str]:
-    """By the name of the library; empty where none is loaded or the system does not tell."""
+def versions(maps: Path = MAPS, loader: Callable[[str], Any] = ctypes.CDLL) -> list[list[str]]:
+    """(name, version) of every library; empty where none is loaded or the system does not tell."""
     lines = maps.read_text().splitlines() if maps.exists() else []
-    paths = {Path(line.split(maxsplit=5)[-1]) for line in lines if "libcublas" in line}
-    return {path.name: _version(loader(str(path))) for path in sorted(paths) if path.exists()}
+    mapped = {Path(line.split(maxsplit=5)[-1]) for line in lines if LIBRARY in line}
+    paths = sorted(path for path in mapped if path.name.startswith(LIBRARY) and path.exists())
+    return sorted([path.name, _version(loader(str(path)))] for path in paths)
 
 
 def _version(library: Any) -> str:
-    """Of cuBLASLt by its own function, of cuBLAS by parts; neither needs a handle or a device."""
+    """Of cuBLAS by parts, of cuBLASLt by its own function; neither needs a handle or a device. That
+    of cuBLASLt is found in cuBLAS as well, which depends on it."""
+    if (ask := getattr(library, "cublasGetProperty", None)) is not None:
+        found = [ctypes.c_int(-1) for _ in PARTS]
+        for part, value in zip(PARTS, found, strict=True):
+            ask(part, ctypes.byref(value))
+        return ".".join(str(value.value) for value in found)
     if (asked := getattr(library, "cublasLtGetVersion", None)) is not None:
         asked.restype = ctypes.c_size_t
         return str(asked())
-    found = [ctypes.c_int(-1) for _ in PARTS]
-    if (ask := getattr(library, "cublasGetProperty", None)) is not None:
-        for part, value in zip(PARTS, found, strict=True):
-            ask(part, ctypes.byref(value))
-    return ".".join(str(value.value) for value in found)
+    return ""
 
 
 def settings() -> dict[str, str]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, cached_property
-from threading import local
+from threading import Lock, local
 from typing import Any
 
 import torch
@@ -18,6 +17,8 @@ from torch import Tensor
 
 # Types of devices whose work is queued on streams.
 WITH_STREAMS = ("cuda",)
+_streams: dict[torch.device, DeviceStream] = {}
+_making = Lock()
 
 
 class _Callers(local):
@@ -27,20 +28,26 @@ class _Callers(local):
 
 
 class DeviceStream:
-    """The stream of one device; ``stream_of`` makes one for each."""
+    """The stream of one device; ``stream_of`` makes one for each.
+
+    queues: whether the device has streams.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
+        self.queues = device.type in WITH_STREAMS
         self._callers = _Callers()
-
-    @cached_property
-    def own(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self.device)
+        self._own: torch.cuda.Stream | None = None
 
     @property
-    def queues(self) -> bool:
-        """Whether the device has streams."""
-        return self.device.type in WITH_STREAMS
+    def own(self) -> torch.cuda.Stream:
+        if self._own is None:
+            with _making:
+                self._own = self._own or torch.cuda.Stream(self.device)
+        return self._own
+
+    def __reduce__(self) -> tuple[object, tuple[torch.device]]:
+        return stream_of, (self.device,)  # of an engine that is copied
 
     def __call__(self) -> AbstractContextManager[object]:
         """Work of the block runs on this stream: after what the caller's current stream has been
@@ -54,13 +61,14 @@ class DeviceStream:
             if caller == own:  # within another block
                 yield
                 return
-            self._callers.stream = caller
+            outer = self._callers.stream
             own.wait_stream(caller)
+            self._callers.stream = caller
             try:
                 yield
             finally:
+                self._callers.stream = outer
                 caller.wait_stream(own)
-                self._callers.stream = None
 
     def again(self) -> None:
         """Within a block, after code of the user's that may have made another stream current."""
@@ -81,5 +89,7 @@ class DeviceStream:
             tensor.record_stream(self.own)
 
 
-# One for all engines of a device: memory that one has freed, the next can have.
-stream_of = cache(DeviceStream)
+def stream_of(device: torch.device) -> DeviceStream:
+    """One for all engines of a device: memory that one has freed, the next can have."""
+    with _making:
+        return _streams.setdefault(device, DeviceStream(device))
