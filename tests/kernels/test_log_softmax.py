@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.cases import DEVICE, DTYPES, normal, sensitive
-from tests.support.tolerances import assert_as_good_as_torch
+from tests.support.tolerances import assert_as_good_as_torch, within_units
 from tinyspec.kernels import log_softmax as kernel
 from tinyspec.kernels.sample import sample
 from tinyspec.kernels.twins import log_softmax as twin
@@ -50,6 +50,29 @@ def by_address(function: Callable, row: Tensor) -> set[tuple]:
         wide[offset : offset + vocab] = row
         found.add(tuple(function(wide[None, offset : offset + vocab])[0].tolist()))
     return found
+
+
+@both
+def test_a_likely_token_among_large_logits(module: ModuleType) -> None:
+    """Its log-probability is small, and must not be rounded at the size of the logits."""
+    logits = 3 * normal(8, 5003, seed=1)
+    logits[:, 5] = logits.max() + 14
+    logits += 100
+    tokens = torch.full((8,), 5, device=DEVICE)
+    exact = torch.log_softmax(logits.double(), dim=-1)
+    torchs = torch.log_softmax(logits, dim=-1)
+    found = module.chosen_logprobs(logits, tokens)
+    assert (exact[:, 5] > -1e-4).all() and (found < 0).all()
+    assert within_units(found, exact[:, 5], 3)
+    assert torch.equal(module.log_softmax(logits)[:, 5], found)
+    assert_as_good_as_torch(module.log_softmax(logits), torchs, exact)
+
+
+def test_a_token_beyond_the_logits() -> None:
+    """Another row's memory is not read."""
+    logits = torch.tensor([[0.0, 1, 2, 3], [100, 5, 5, 5]], device=DEVICE)
+    tokens = torch.tensor([4, 0], device=DEVICE)
+    assert kernel.chosen_logprobs(logits, tokens).tolist() == [NEG, 0.0]
 
 
 @both

@@ -1,6 +1,6 @@
 """Log-probabilities of whole rows, from the log-sum-exp that ``sample`` computes.
 
-    logprob_v = x_v / T - logsumexp(x / T)
+    logprob_v = (x_v / T - highest) - rest        logsumexp(x / T) = highest + rest
 
 Where V is no multiple of 4, torch's own softmax on CUDA adds in an order that depends on a row's
 address. Here the log-sum-exp of a row depends on the row alone (``sample``), and what follows is
@@ -26,14 +26,13 @@ def log_softmax(logits: Tensor, temperature: Tensor | None = None) -> Tensor:
     if temperature is not None:  # a row that is forced needs no noise
         forced = torch.zeros_like(temperature, dtype=torch.int64)
         scaled = scaled / torch.where(temperature > 0, temperature, 1.0)[:, None]
-    norms = sample_rows(logits, temperature, forced=forced)[2]
-    return scaled - norms[:, None]
+    highest, rest = sample_rows(logits, temperature, forced=forced)[2]
+    return (scaled - highest[:, None]) - rest[:, None]
 
 
 def softmax(logits: Tensor) -> Tensor:
     """Probabilities [N, V] fp32; logits as for ``log_softmax``."""
-    # Of logits whose maximum is 0 the log-sum-exp is small, and so is its rounding.
-    return log_softmax(logits - logits.amax(dim=-1, keepdim=True)).exp_()
+    return log_softmax(logits).exp_()
 
 
 def chosen_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:

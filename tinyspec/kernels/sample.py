@@ -103,8 +103,8 @@ def sample(
     softmax(logits / T) (T = 0: softmax(logits)). Where all rows are greedy the three may be None.
     The token is argmax(logits / T + noise), the lowest index on ties; a row without a finite
     maximum (NaN, +inf, or nothing left) yields token -1 and log-probability NaN.
-    forced [N] int64, below V: where it is not negative, the token that the row yields instead; its
-    log-probability has the bits of a free choice of it (-inf if it is excluded).
+    forced [N] int64: where it is not negative, the token that the row yields instead; its
+    log-probability has the bits of a free choice of it (-inf if it is excluded, or not below V).
     """
     assert (temperature is None) == (keys is None) == (positions is None)
     tokens, chosen, _ = sample_rows(logits, temperature, keys, positions, forced)
@@ -118,7 +118,8 @@ def sample_rows(
     positions: Tensor | None = None,
     forced: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``sample``, and logsumexp(logits / T) [N] fp32, NaN where a row yields no token.
+    """As ``sample``, and two parts [2, N] fp32 of logsumexp(logits / T): the maximum, and what is
+    added to it, NaN where a row yields no token.
 
     keys and positions may be None as well where every row that has a temperature is forced.
     """
@@ -139,7 +140,8 @@ def sample_rows(
     blocks = triton.cdiv(vocab_size, entry.block_v)
     device = logits.device
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
-    chosen, norms = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
+    chosen = torch.empty(rows, dtype=torch.float32, device=device)
+    norms = torch.empty(2, rows, dtype=torch.float32, device=device)
     partials = torch.empty(3, rows, blocks, dtype=torch.float32, device=device)
     places = torch.empty(rows, blocks, dtype=torch.int32, device=device)
     if rows == 0:

@@ -1,6 +1,9 @@
 """Second half of sample: of the blocks of a row, its token, log-probability and log-sum-exp.
 
-    highest = max_b highest_b        norm = highest + log(sum_b total_b * exp(highest_b - highest))
+    highest = max_b highest_b        rest = log(sum_b total_b * exp(highest_b - highest))
+    logprob = (x_token / T - highest) - rest
+
+The log-sum-exp stays in two parts: their sum would be rounded at the size of the logits.
 
 A program owns one row. Its blocks are lanes of one tile, whose width follows from V alone, so their
 sums are added in one order. Ties go to the lowest index. A row that holds NaN or +inf has a NaN
@@ -25,7 +28,7 @@ def sample_merge_kernel(
     place_ptr,  # [N, B] int32
     token_ptr,  # [N] int64
     logprob_ptr,  # [N] fp32
-    norm_ptr,  # [N] fp32: logsumexp(x / T)
+    norm_ptr,  # [2, N] fp32: highest, rest
     width,  # V and the row stride in units of VEC elements
     stride,
     num_temperatures,  # N, or 0: all rows are greedy
@@ -54,11 +57,15 @@ def sample_merge_kernel(
     token = tl.where(forced < 0, token, forced)
     row_max = tl.max(highest, axis=0)
     shift = tl.where(row_max == float("-inf"), 0.0, row_max)
-    norm = shift + tl.log(tl.sum(total * tl.exp(highest - shift), axis=0))
-    sound = (norm == norm) & (row_max > float("-inf"))
+    rest = tl.log(tl.sum(total * tl.exp(highest - shift), axis=0))
+    sound = (rest == rest) & (row_max > float("-inf"))
+    rest = tl.where(sound, rest, float("nan"))
 
-    x = tl.load(logit_ptr + row * stride * VEC + token, mask=sound, other=0.0).to(tl.float32)
+    inside = token < vocab_size  # a forced token may not be
+    x_ptr = logit_ptr + row * stride * VEC + token
+    x = tl.load(x_ptr, mask=inside, other=float("-inf")).to(tl.float32)
     x = tl.div_rn(x, tl.where(temperature > 0, temperature, 1.0))
     tl.store(token_ptr + row, tl.where(sound, token, -1))
-    tl.store(logprob_ptr + row, tl.where(sound, x - norm, float("nan")))
-    tl.store(norm_ptr + row, tl.where(sound, norm, float("nan")))
+    tl.store(logprob_ptr + row, (x - shift) - rest)
+    tl.store(norm_ptr + row, shift)
+    tl.store(norm_ptr + tl.num_programs(0) + row, rest)

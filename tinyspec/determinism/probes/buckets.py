@@ -137,7 +137,7 @@ def _broken_in_tiles(work: Workspace, results: ProbeResults, rows: int) -> Steps
         assert shape is not None
         row = shape[0] * runner.model.dtype.itemsize
         tiles = split_rows(rows, results.tiles[name])
-        if any(start * row % aligned for start in accumulate(tiles)):
+        if any(start * row % aligned for start in accumulate(tiles[:-1])):
             found, _ = yield from within(in_tiles, work.function_steps(name, [rows]), 0.0)
             if not found.canonical(rows):
                 broken.append(name)

@@ -33,6 +33,8 @@ def segments(rows: int, page_size: int, max_model_len: int, split: int = 0) -> l
         cycle, kind = divmod(len(found), len(kinds))
         count, position = kinds[kind]
         count = min(count, max_model_len, rows - first)
+        if position == split < max_model_len:  # shorter rather than elsewhere
+            count = min(count, max_model_len - split)
         position = (position + 5 * cycle) % (max_model_len - count + 1)
         pages = -(-(position + count) // page_size)
         found.append(Segment(first, first + count, position, list(range(page, page + pages))))
