@@ -3,8 +3,9 @@
 Both sides of a ratio run in turns in one process, and the ratio is that of their medians. Before
 anything is timed in fp32, both must give the same tokens. Everything is included on both sides:
 prompts, planning, sampling, lists in and lists out; neither caches a prompt for the next round.
-What ``deterministic=True`` costs is measured by ``bench_share.py``. What one workload leaves on the
-heap changes another's times by up to a half, so each has a process of its own:
+What ``deterministic=True`` costs is measured by ``bench_share.py`` and ``bench_promise.py``. What
+one workload leaves on the heap changes another's times by up to a half, so each has a process of
+its own:
 
     for run in equal-{1,4,16,64}:9 long:7 ragged:2; do
         pytest benchmarks/bench_generate.py -k "${run%:*}-" --rounds "${run#*:}" \\
@@ -143,11 +144,15 @@ def by_transformers(
         yield lambda work: by_generate(model, work), nothing
 
 
-def by_tinyspec(model: Any, work: Workload) -> list[list[int]]:
+def by_tinyspec(model: Any, work: Workload, deterministic: bool = False) -> list[list[int]]:
     """``generate`` of a patched model: prompts as they are, every one with its own length."""
     prompts = [list(prompt) for prompt in work.prompts]
     out = model.generate(
-        prompts, max_new_tokens=list(work.lengths), do_sample=False, pad_token_id=0
+        prompts,
+        max_new_tokens=list(work.lengths),
+        do_sample=False,
+        pad_token_id=0,
+        deterministic=deterministic,
     )
     rows = out[:, max(map(len, prompts)) :].tolist()
     return [row[:length] for row, length in zip(rows, work.lengths, strict=True)]

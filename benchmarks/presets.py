@@ -78,12 +78,22 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def build(
-    preset: str, dtype: torch.dtype, device: str, layers: int | None = None, seed: int = 0
+    preset: str,
+    dtype: torch.dtype,
+    device: str,
+    layers: int | None = None,
+    seed: int = 0,
+    positions: int | None = None,
 ) -> nn.Module:
-    """A model of the preset's shape, in eval mode, its weights drawn on `device`."""
+    """A model of the preset's shape, in eval mode, its weights drawn on `device`.
+
+    layers, positions: instead of the preset's, at most and at least.
+    """
     shape = dict(PRESETS[preset])
     if layers is not None:
         shape["num_hidden_layers"] = min(layers, shape["num_hidden_layers"])
+    if positions is not None:
+        shape["max_position_embeddings"] = max(positions, shape.get("max_position_embeddings", 0))
     config = AutoConfig.for_model(
         shape.pop("model_type"), initializer_range=WEIGHT_STD, bos_token_id=1, **shape
     )

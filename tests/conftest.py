@@ -120,6 +120,7 @@ def _everything_known(request, monkeypatch) -> None:
         from tinyspec.determinism.probes.reference import FIRST_PASSES
 
         monkeypatch.setattr("tinyspec.determinism.learner.ALL_PASSES", FIRST_PASSES)
+        monkeypatch.setattr("tinyspec.determinism.learner.TIMES_AGAIN", 0)
         monkeypatch.setattr(Learner.tasks, "__defaults__", (1,))
         prove = Contract.prove
 

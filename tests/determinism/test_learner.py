@@ -210,7 +210,7 @@ def test_what_a_first_token_waits_for(monkeypatch):
 
 def test_the_wanted_bucket_comes_first(monkeypatch):
     """One request decodes a row a pass; four of them four rows."""
-    pace(monkeypatch, 0.5)
+    slices(monkeypatch, 4)
     for number, bucket in ((1, 1), (4, 4)):
         config = replace(CONFIG, max_rows=24 + number)  # each has facts of its own
         with Engine(tiny(dtype=torch.bfloat16), config=config) as engine:
@@ -372,6 +372,24 @@ def test_a_reference_bucket_that_turns_out_unsound(monkeypatch):
         with pytest.raises(DeterminismError, match=wrong):
             engine.generate(prompts(1), DETERMINISTIC)
         assert engine.generate(prompts(1), plain)[0].completions[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("again", [0, 2])
+def test_costs_of_a_busy_moment_do_not_last(again, monkeypatch):
+    """Control: without another look they do."""
+    monkeypatch.setattr(learner, "TIMES_AGAIN", again)
+    eager(monkeypatch)
+    with Engine(tiny(), config=CONFIG) as engine:
+        engine.contract.probe()
+        own = engine.contract._learner
+        busy = [
+            replace(b, seconds=9.0, canonical_seconds=9.0, timed=1) for b in own.results.buckets
+        ]
+        own._keep(buckets=tuple(busy))
+        engine.generate(prompts(1), DETERMINISTIC)
+        costs = [bucket.canonical_seconds for bucket in own.results.buckets]
+        assert all(c < 9.0 for c in costs) if again else costs == [9.0] * len(busy)
+        assert {b.timed for b in own.results.buckets} == {again + 1} and not own.tasks()
 
 
 def test_memory_is_given_back(monkeypatch):

@@ -152,6 +152,14 @@ def test_facts_as_json():
     assert probe_cache.load("key") == facts and probe_cache.load("another") is None
 
 
+def test_costs_measured_more_often_are_kept():
+    once, twice = (
+        ProbeResults(8, (BucketResult(8, True, (), seconds, seconds, timed=times),))
+        for times, seconds in ((1, 0.3), (2, 0.1))
+    )
+    assert once.merged(twice).buckets == twice.merged(once).buckets == twice.buckets
+
+
 # The linear kernel
 
 

@@ -19,7 +19,12 @@ from tqdm import tqdm
 from tinyspec.config import EngineConfig
 from tinyspec.determinism.probe_results import ProbeResults, Unsound
 from tinyspec.determinism.probes.attention import MANY_ROWS, attention_steps
-from tinyspec.determinism.probes.buckets import bucket_steps, label_steps, routing_steps
+from tinyspec.determinism.probes.buckets import (
+    bucket_steps,
+    label_steps,
+    routing_steps,
+    timing_steps,
+)
 from tinyspec.determinism.probes.linears import tile_counts
 from tinyspec.determinism.probes.reference import ALL_PASSES, compare_steps
 from tinyspec.determinism.probes.steps import Steps, finished
@@ -47,6 +52,8 @@ class Task:
 
 
 BUCKET, COSTS, REFERENCE, ATTENTION = "bucket", "costs", "passes", "attention"
+# Costs are measured at so many other moments: those of a busy moment would last for ever.
+AGAIN, TIMES_AGAIN = "costs again", 2
 
 
 class Learner:
@@ -79,7 +86,8 @@ class Learner:
 
     def tasks(self, attention_rows: int = MANY_ROWS) -> list[Task]:
         """What is open, in order: the bucket that requests would use next, costs of the reference
-        bucket, other buckets from the smallest on, more rows for what is sound so far."""
+        bucket, other buckets from the smallest on, more rows for what is sound so far, costs again.
+        """
         wanted = self._wanted()
         found = [Task(BUCKET, rows) for rows in wanted]
         found += [Task(COSTS)] if not self.results.costs else []
@@ -90,6 +98,8 @@ class Learner:
             for kind in self.results.attention
             if kind.checked < attention_rows
         ]
+        timed = sorted((bucket.timed, bucket.rows) for bucket in self.results.buckets)
+        found += [Task(AGAIN, rows) for times, rows in timed if 0 < times <= TIMES_AGAIN]
         return [task for task in found if task not in self._given_up]
 
     def _unknown(self) -> list[int]:
@@ -225,6 +235,10 @@ class Learner:
             wrong = yield from compare_steps(work, work.probe(), numbers)
             self._keep(compared=ALL_PASSES)
             self._doubt([wrong] if wrong else [])
+        elif task.kind == AGAIN:
+            (bucket,) = (b for b in self.results.buckets if b.rows == task.about)
+            bucket = yield from timing_steps(work, bucket)
+            self._keep(buckets=self.results.with_bucket(bucket).buckets)
         else:
             yield from self._attention(task.about)
 

@@ -20,7 +20,7 @@ class BucketResult:
     broken_by: the modules (one for all of their kind) whose rows differ there; "model" where only
     the model end to end does. tiled: linears that a canonical pass runs in another way than fast
     mode does, in tiles of rows for example. canonical_seconds: of such a pass. Seconds are 0 where
-    none were measured.
+    none were measured. timed: at how many moments they were.
     """
 
     rows: int
@@ -29,6 +29,7 @@ class BucketResult:
     seconds: float
     canonical_seconds: float
     tiled: tuple[str, ...] = ()
+    timed: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class ProbeResults:
     transposed linears, and the buckets of the direct product. attention: how many rows of each kind
     were compared. labels: by function of rows (linear or element-wise module) and bucket. compared:
     passes of the reference bucket that were compared end to end. routed: most rows of a pass whose
-    matmuls were found not to depend on values. costs: whether the reference bucket's are final.
+    matmuls were found not to depend on values. costs: whether the reference bucket's are measured.
     """
 
     reference: int
@@ -180,7 +181,8 @@ class ProbeResults:
         return replace(self, attention=tuple(attention)).with_unsound(unsound)
 
     def merged(self, other: ProbeResults) -> ProbeResults:
-        """Both, where another process has found something since; of what both know, this."""
+        """Both, where another process has found something since; of what both know, this, but of
+        costs what was measured more often."""
         if self.unsound or other.unsound or self.labels.keys() != other.labels.keys():
             return self
         found = self
@@ -188,8 +190,10 @@ class ProbeResults:
             new = {rows: label for rows, label in labels.items() if not self.known(name, rows)}
             direct = [rows for rows in other.direct.get(name, ()) if rows in new]
             found = found.with_labels(name, new, direct)
+        timed = {bucket.rows: bucket.timed for bucket in self.buckets}
         for bucket in other.buckets:
-            found = found if bucket.rows in self.sizes else found.with_bucket(bucket)
+            if bucket.timed > timed.get(bucket.rows, -1):
+                found = found.with_bucket(bucket)
         more = {kind.name: kind for kind in other.attention}
         attention = (max(kind, more[kind.name], key=_checked) for kind in self.attention)
         return replace(

@@ -8,6 +8,7 @@ passes, not requests.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from itertools import accumulate
 from typing import TypeVar
 
@@ -94,25 +95,40 @@ def bucket_steps(work: Workspace, results: ProbeResults, rows: int) -> Steps[Buc
     """The bucket's result, where all functions of rows were probed in it and linears run in tiles
     as ``results`` say."""
     broken = cannot_tile(results, rows) or (yield from _broken_in_tiles(work, results, rows))
-    own_way = _fast_mode_names(work, results, rows)
+    own_way = _fast_mode_names(work, rows)
     tiled = () if broken else (*results.differing(rows), *own_way)
-    probe = work.probe(rows)
     if not broken and rows != work.reference:
-        wrong = yield from _compare_steps(work, probe, rows)
+        wrong = yield from _compare_steps(work, work.probe(rows), rows)
         broken = (MODEL,) if wrong else ()
     passes = PASSES if rows <= work.reference else LARGE_PASSES
-    times: dict[bool, list[float]] = {}
-    # Fast mode and the own way in turns: a busy moment of the machine does not slow down one.
     most = passes if rows > work.reference else MOST_TIMED
-    for number in range(most if _is_timed(work, rows) else 0):
-        if number >= passes and sum(map(sum, times.values())) > TIMED_SECONDS:
+    bucket = BucketResult(rows, not broken, broken, 0.0, 0.0, tiled)
+    if _is_timed(work, rows):
+        bucket = yield from timing_steps(work, bucket, passes, most)
+    return bucket
+
+
+def timing_steps(
+    work: Workspace, bucket: BucketResult, least: int = 1, most: int = 1
+) -> Steps[BucketResult]:
+    """``bucket`` with the seconds of ``least`` to ``most`` more passes, or fewer if it had fewer:
+    what else a machine does only makes passes slower."""
+    probe = work.probe(bucket.rows)
+    own_way = bucket.tiled or _fast_mode_names(work, bucket.rows)
+    # Fast mode and the own way in turns: a busy moment of the machine does not slow down one.
+    ways = (False, True) if bucket.tiled else (not own_way,)
+    times: dict[bool, list[float]] = {canonical: [] for canonical in ways}
+    for number in range(most):
+        if number >= least and sum(map(sum, times.values())) > TIMED_SECONDS:
             break
-        for canonical in (False, True) if tiled else (not own_way,):
-            times.setdefault(canonical, []).append(probe.seconds(rows, number, canonical))
+        for canonical in ways:
+            times[canonical].append(probe.seconds(bucket.rows, number, canonical))
             yield
-    fastest = {canonical: min(found) for canonical, found in times.items()}
+    before = {False: bucket.seconds, True: bucket.canonical_seconds}
+    fastest = {way: min(filter(None, (*found, before[way]))) for way, found in times.items()}
     own = fastest.get(True, fastest.get(False, 0.0))
-    return BucketResult(rows, not broken, broken, fastest.get(False, own), own, tiled)
+    seconds = fastest.get(False, own)
+    return replace(bucket, seconds=seconds, canonical_seconds=own, timed=bucket.timed + 1)
 
 
 def _broken_in_tiles(work: Workspace, results: ProbeResults, rows: int) -> Steps[tuple[str, ...]]:
@@ -165,7 +181,7 @@ def _compare_steps(work: Workspace, probe: ModelProbe, rows: int) -> Steps[bool]
     return (yield from work.on_scratch(passes()))
 
 
-def _fast_mode_names(work: Workspace, results: ProbeResults, rows: int) -> tuple[str, ...]:
+def _fast_mode_names(work: Workspace, rows: int) -> tuple[str, ...]:
     """The linears, and one expert for all, that run another way in fast mode."""
     experts = [name for name, module in work.experts.items() if not kernel_in_all_passes(module)]
     modules = {name: work.runner.model.get_submodule(name) for name in work.linears}
