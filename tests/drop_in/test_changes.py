@@ -18,7 +18,7 @@ from tests.support.budget import first
 from tests.support.changes import FOLLOWED, REFUSED, model_for, threads
 from tests.support.drop_in import SMALL, greedy, own, patched, random_ids
 from tests.support.tiny import FAMILIES, tiny
-from tinyspec import EngineConfig, UnsupportedModelError
+from tinyspec import EngineConfig
 
 PROMPT = random_ids(11)
 
@@ -81,8 +81,7 @@ def test_control_the_hook_matters():
     assert greedy(twin, PROMPT, 12) != greedy(own(), PROMPT, 12)
 
 
-def test_a_hook_on_attention_is_called_or_refused():
-    """Never passed over in silence."""
+def test_a_hook_on_attention_is_called():
     model, twin = tiny(), tiny()
     with patched(model):
         greedy(model, PROMPT)
@@ -93,11 +92,8 @@ def test_a_hook_on_attention_is_called_or_refused():
             )
         expected = greedy(twin, PROMPT)
         counts.calls = 0
-        try:
-            assert greedy(model, PROMPT) == expected
-            assert counts.calls >= 8
-        except UnsupportedModelError as error:
-            assert "hook" in str(error)
+        assert greedy(model, PROMPT) == expected
+        assert counts.calls >= 8
         handle.remove()
 
 
@@ -241,7 +237,7 @@ def test_a_change_that_cannot_be_served_and_back():
         for layer in model.model.layers:
             layer.self_attn = nn.Identity()
         for _ in range(2):
-            with pytest.raises(UnsupportedModelError):
+            with pytest.raises(TypeError):  # of its own generate
                 greedy(model, PROMPT)
         for layer, attention in zip(model.model.layers, before, strict=True):
             layer.self_attn = attention

@@ -17,6 +17,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from tinyspec.drop_in import prepare, served
 from tinyspec.drop_in.prepare import Generate
 from tinyspec.drop_in.prompts import Prompt, Prompts, append, stack_steps
+from tinyspec.drop_in.seeds import Defaults, RowSeeds, check_base
 from tinyspec.drop_in.served import ADDED_ARGUMENTS, CALL_ARGUMENTS, PROMPT_ARGUMENTS
 from tinyspec.drop_in.settings import PreparedRequest
 from tinyspec.drop_in.streamers import Streamers
@@ -38,14 +39,23 @@ _OPTIONAL = {
 class Call:
     """The arguments of one call, taken apart.
 
-    arguments: by name. original: the model's own ``generate``.
+    arguments: by name. original: the model's own ``generate``. defaults, row_seeds: for what the
+    arguments do not say.
     prompts, params: one of each per prompt. unserved: what only ``original`` serves; where there is
     any, neither is set. transformers_arguments: those for ``original``. Raises what ``original``
     raises for bad arguments, and ValueError.
     """
 
-    def __init__(self, model: PreTrainedModel, original: Generate, arguments: dict[str, Any]):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        original: Generate,
+        arguments: dict[str, Any],
+        defaults: Defaults,
+        row_seeds: RowSeeds,
+    ):
         self._model, self._original = model, original
+        self._defaults, self._row_seeds = defaults, row_seeds
         not_given = [n for n, value in arguments.items() if value is None and n in _OPTIONAL]
         self._arguments = _without(arguments, not_given)
         self.transformers_arguments = _without(self._arguments, ADDED_ARGUMENTS)
@@ -60,14 +70,25 @@ class Call:
 
     @property
     def tinyspec_only(self) -> str | None:
-        """An argument that transformers does not have, if there is one."""
-        for name in ADDED_ARGUMENTS:
-            value = self._arguments.get(name)
-            if value is not None and value is not False:
-                return f"{name}={value!r}"
+        """What the call asks for that transformers does not have, if there is such a thing."""
+        given = self._arguments.get("generation_config")
+        for config in given if isinstance(given, (list, tuple)) else (given,):
+            settings = {**self._arguments, "generation_config": config}
+            for name in ADDED_ARGUMENTS:
+                value = self._asked(name, settings)
+                if value is not None and value is not False:
+                    return f"{name}={value!r}"
+        if self._arguments.get("deterministic") is None and self._defaults.deterministic:
+            return "patch(..., deterministic=True)"
         if any(prepare.is_per_request(name, value) for name, value in self._arguments.items()):
             return "a value for each request"
         return None
+
+    def _asked(self, name: str, settings: dict[str, Any]) -> Any:
+        """``seed`` or ``deterministic`` as an argument or a config gives it; None: neither does."""
+        configs = (settings.get("generation_config"), self._model.generation_config)
+        values = (settings.get(name), *(getattr(config, name, None) for config in configs))
+        return next((value for value in values if value is not None), None)
 
     def _prepare(self) -> None:
         """Let transformers prepare every request alone."""
@@ -138,10 +159,13 @@ class Call:
     def _set_params(self) -> None:
         """SamplingParams of every request; seeds from torch's generator where none are given."""
         positions, vocabulary = max_positions(self._model), vocab_size(self._model)
-        each = zip(self.prompts, self._settings, self._prepared, strict=True)
-        for prompt, settings, prepared in each:
-            deterministic = settings.get("deterministic", False)
-            params = prepared.params(settings.get("seed"), deterministic, vocabulary)
+        seeds = self._seeds()
+        each = zip(self.prompts, self._settings, self._prepared, seeds, strict=True)
+        for prompt, settings, prepared, seed in each:
+            deterministic = self._asked("deterministic", settings)
+            if deterministic is None:
+                deterministic = self._defaults.deterministic
+            params = prepared.params(seed, deterministic, vocabulary)
             if len(prompt) + params.max_new_tokens > positions:
                 self.unserved.append(f"a length beyond the model's {positions} positions")
             self.params.append(params)
@@ -154,12 +178,33 @@ class Call:
                 seed = noise_key(base, index) & (2**63 - 1)
                 self.params[index] = params.resolve(seed=seed)
 
+    def _seeds(self) -> list[int | None]:
+        """Of each request: as an argument gives it, or from the base of a config or of ``patch``.
+        None: neither."""
+        given = [settings.get("seed") for settings in self._settings]
+        bases: list[int | None] = []
+        for settings, seed in zip(self._settings, given, strict=True):
+            base = self._asked("seed", settings) if seed is None else None
+            bases.append(self._defaults.seed if base is None and seed is None else base)
+            if base is not None:
+                check_base(base)
+        if all(base is None for base in bases):
+            return given
+        mixed = self._row_seeds.of(bases, (prompt.key for prompt in self.prompts))
+        return [m if seed is None else seed for seed, m in zip(given, mixed, strict=True)]
+
     @property
     def keeps(self) -> tuple[bool, bool]:
         """Whether scores, and logits, are part of the result."""
         config = self._config
         is_dict = bool(config.return_dict_in_generate)
         return is_dict and bool(config.output_scores), is_dict and bool(config.output_logits)
+
+    @property
+    def seeds(self) -> list[int | None]:
+        """The seed of every row of the result; with the row's number among the completions of its
+        prompt it gives the row's noise."""
+        return [p.seed for p in self.params for _ in range(p.num_return_sequences)]
 
     @property
     def pad(self) -> int:
@@ -202,7 +247,9 @@ class Call:
             steps["scores"] = stack_steps([s.scores for s in sequences], self.pad)
         if logits:
             steps["logits"] = stack_steps([s.logits for s in sequences], self.pad)
-        return GenerateDecoderOnlyOutput(sequences=cast(torch.LongTensor, ids), **steps)
+        output = GenerateDecoderOnlyOutput(sequences=cast(torch.LongTensor, ids), **steps)
+        setattr(output, "seeds", self.seeds)  # noqa: B010 not one of its keys
+        return output
 
 
 def _without(arguments: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:

@@ -18,11 +18,13 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from tinyspec.config import EngineConfig
 from tinyspec.drop_in.call import Call
+from tinyspec.drop_in.seeds import Defaults, RowSeeds
 from tinyspec.drop_in.served import ADDED_ARGUMENTS
 from tinyspec.drop_in.streamers import Streamers
 from tinyspec.engine.drafter import make_drafter
 from tinyspec.engine.engine import Engine
 from tinyspec.engine.stream import EventStream
+from tinyspec.errors import UnsupportedModelError
 from tinyspec.scheduler.passes import EngineStats
 from tinyspec.scheduler.request import Request, Sequence
 
@@ -33,6 +35,7 @@ class PatchedGenerate:
     """``model.generate`` of a patched model.
 
     custom_generate: the public function of this name, which means no other ``generate`` than this.
+    defaults: of calls that do not say otherwise. ``seeds``: of the rows of the latest call.
 
     Raises RuntimeError where transformers' ``generate`` lacks what tinyspec uses of it.
     """
@@ -42,6 +45,7 @@ class PatchedGenerate:
         model: PreTrainedModel,
         config: EngineConfig | None = None,
         custom_generate: Callable[..., Any] | None = None,
+        defaults: Defaults | None = None,
     ):
         # Of the class, with self: what the arguments by position are called.
         self._parameters = inspect.signature(GenerationMixin.generate)
@@ -53,6 +57,8 @@ class PatchedGenerate:
         self._model = model
         self._custom_generate = custom_generate
         self._config = config or EngineConfig()
+        self._defaults, self._row_seeds = defaults or Defaults(), RowSeeds()
+        self.seeds: list[int | None] = []
         self._before = vars(model).get("generate")
         self._original: Callable[..., Any] = getattr(model, "generate")  # noqa: B009
         self._lock = threading.RLock()
@@ -149,12 +155,17 @@ class PatchedGenerate:
 
     def serve(self, arguments: dict[str, Any]) -> Any:
         """The result of ``generate`` for arguments by name."""
-        call = Call(self._model, self._original, arguments)
+        call = Call(self._model, self._original, arguments, self._defaults, self._row_seeds)
         if call.unserved:
             return self._call_original(call)
-        with self._resumed() as engine:
-            requests = self._requests(engine, call)
-            self._run(engine, requests, call)
+        try:
+            with self._resumed() as engine:
+                requests = self._requests(engine, call)
+                self._run(engine, requests, call)
+        except UnsupportedModelError as error:  # the model has changed since the last call
+            call.unserved.append(f"the model as it is now ({error})")
+            return self._call_original(call)
+        self.seeds = call.seeds
         return call.output([sequence for request in requests for sequence in request.sequences])
 
     def _call_original(self, call: Call) -> Any:

@@ -19,11 +19,18 @@ from tinyspec.config import EngineConfig
 from tinyspec.drop_in.patched_generate import PatchedGenerate, original_generate
 from tinyspec.drop_in.prepare import prepare, user_processors
 from tinyspec.drop_in.prompts import Prompt
+from tinyspec.drop_in.seeds import Defaults
 from tinyspec.drop_in.served import PROMPT_ARGUMENTS
 from tinyspec.model.wrappers import unwrap
 
 
-def patch(model: PreTrainedModel, config: EngineConfig | None = None) -> None:
+def patch(
+    model: PreTrainedModel,
+    config: EngineConfig | None = None,
+    *,
+    deterministic: bool = False,
+    seed: int | None = None,
+) -> None:
     """Let tinyspec serve ``model.generate``; everything else of the model stays as it is.
 
     model: as for an Engine; in a wrapper, the model inside is patched, and its ``generate`` is the
@@ -31,17 +38,27 @@ def patch(model: PreTrainedModel, config: EngineConfig | None = None) -> None:
 
     ``generate`` keeps its arguments, defaults, results and errors. Besides, every sampling
     parameter may be a list of one value per prompt, prompts may be lists of different lengths, and
-    there are ``seed`` and ``deterministic`` (scalars or lists). A call that tinyspec does not serve
-    goes to the model's own ``generate``, with a line in the log; together with what only tinyspec
-    has it raises NotImplementedError.
+    there are ``seed`` and ``deterministic`` (scalars or lists), which may also stand in a
+    ``GenerationConfig``, the call's or the model's. A call that tinyspec does not serve goes to the
+    model's own ``generate``, with a line in the log; together with what only tinyspec has it raises
+    NotImplementedError.
 
-    ``model.generate`` also has ``release()``, ``stats()``, ``weights_changed()`` and
-    ``fingerprint``. Raises UnsupportedModelError naming what is in the way, ValueError if the model
-    is patched already or served by an Engine, and RuntimeError if transformers' ``generate`` has no
-    ``custom_generate``.
+    deterministic, seed: of calls that do not say otherwise. A seed that is an argument of
+    ``generate`` is every row's; one that stands here or in a config is a base: a row's own is mixed
+    from it, how often its prompt stood earlier in the call, and the number of calls before since
+    ``patch`` or since another base. So equal prompts have different samples, which repeat when the
+    script is run again.
+
+    ``model.generate`` also has ``release()``, ``stats()``, ``weights_changed()``, ``fingerprint``
+    and ``seeds``, those of the rows of the latest call, which a returned dict has as an attribute.
+    Raises UnsupportedModelError naming what is in the way, ValueError naming a bad value or if the
+    model is patched already or served by an Engine, and RuntimeError if transformers' ``generate``
+    has no ``custom_generate``.
     """
     inside = unwrap(model)
-    inside.__dict__["generate"] = PatchedGenerate(inside, config, custom_generate=generate)
+    inside.__dict__["generate"] = PatchedGenerate(
+        inside, config, custom_generate=generate, defaults=Defaults(deterministic, seed)
+    )
 
 
 def unpatch(model: PreTrainedModel) -> None:
@@ -58,7 +75,7 @@ def generate(
     stopping_criteria: list[Any],
     generation_config: GenerationConfig,
     seed: Any = None,
-    deterministic: Any = False,
+    deterministic: Any = None,
     **model_kwargs: Any,
 ) -> Any:
     """For ``model.generate(..., custom_generate=tinyspec.generate)``, patched or not.

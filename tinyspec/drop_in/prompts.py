@@ -5,7 +5,7 @@ Knows tensors and their shapes, and neither models nor parameters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import compress, zip_longest
 from typing import Any
@@ -25,6 +25,14 @@ class Prompt:
 
     def __len__(self) -> int:
         return len(self.ids) if self.embeds is None else len(self.embeds)
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for equal prompts."""
+        if self.embeds is None:
+            return tuple(self.ids)
+        bits = self.embeds.detach().cpu().contiguous().view(torch.uint8)
+        return tuple(self.ids), bits.numpy().tobytes()
 
 
 class Prompts:

@@ -124,7 +124,8 @@ def unserved_settings(config: GenerationConfig, assistant: Any = None) -> Iterat
         yield f"prompt_lookup_num_tokens={config.prompt_lookup_num_tokens}"
     allowed = SERVED_FIELDS | INERT_FIELDS | (set() if config.do_sample else SAMPLING_FIELDS)
     for name, value in config.to_dict().items():
-        if name.startswith("_") or name in allowed or value is None or value is False:
+        known = name in allowed or name in ADDED_ARGUMENTS
+        if name.startswith("_") or known or value is None or value is False:
             continue
         if name not in OFF or value != OFF[name]:
             yield f"{name}={value!r}"
