@@ -177,6 +177,7 @@ EMBEDS = {
     "alone": lambda e, ids: {"inputs_embeds": e},
     "with-mask": lambda e, ids: {"inputs_embeds": e, "attention_mask": torch.ones(e.shape[:2])},
     "with-ids": lambda e, ids: {"inputs_embeds": e, "input_ids": ids},
+    "with-inputs": lambda e, ids: {"inputs_embeds": e, "inputs": ids},
     "max-length": lambda e, ids: {"inputs_embeds": e, "max_length": 20, "max_new_tokens": None},
     "max-length-ids": lambda e, ids: {
         "inputs_embeds": e,

@@ -58,6 +58,11 @@ SAMPLING: dict[str, tuple[Any, ...]] = {
     "top_k": (0, 1, 6, 50, 500),
     "top_p": (0.2, 0.85, 1.0),
     "min_p": (0.02, 0.3),
+    "typical_p": (0.3, 0.9),
+    "epsilon_cutoff": (0.002, 0.02),
+    "eta_cutoff": (0.002, 0.02),
+    "top_h": (0.3, 0.8),
+    "renormalize_logits": (True,),
 }
 # These make sense only beside a stop token.
 WITH_STOPS = ("exponential_decay_length_penalty", "min_length", "min_new_tokens")
@@ -259,10 +264,23 @@ def test_many_calls(check, case_seed):
     check_at_random(check, case_seed, 40, **CHECKS[check])
 
 
-@pytest.mark.parametrize("other", [{"top_k": 7}, {"top_p": 0.4}, {"temperature": 0.8}])
-def test_control_other_filters_are_seen(other):
+@pytest.mark.parametrize(
+    "own_filters, other",
+    [
+        ({}, {"top_k": 7}),
+        ({}, {"top_p": 0.4}),
+        ({}, {"temperature": 0.8}),
+        ({"typical_p": 0.8}, {"typical_p": 0.5}),
+        ({"eta_cutoff": 0.02}, {"eta_cutoff": 0.4}),
+        ({"epsilon_cutoff": 0.02}, {"epsilon_cutoff": 0.15}),
+        ({"top_h": 0.8}, {"top_h": 0.3}),
+        ({"renormalize_logits": True}, {"renormalize_logits": False}),
+    ],
+    ids=str,
+)
+def test_control_other_filters_are_seen(own_filters, other):
     prompt = random_ids(12)
-    asked = {"temperature": 0.9, "top_k": 6, "top_p": 0.95, "max_new_tokens": 6}
+    asked = {"temperature": 0.9, "top_k": 6, "top_p": 0.95, "max_new_tokens": 6, **own_filters}
     found = ours("llama").generate(
         [prompt],
         do_sample=True,

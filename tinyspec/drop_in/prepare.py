@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 from transformers.generation import StopStringCriteria
 
 from tinyspec.drop_in.prompts import Prompt
-from tinyspec.drop_in.served import ADDED_ARGUMENTS, SAMPLING_FIELDS, SERVED_FIELDS
+from tinyspec.drop_in.served import ADDED_ARGUMENTS, SERVED_FIELDS
 from tinyspec.drop_in.settings import PreparedRequest
 from tinyspec.errors import refuse
 
@@ -33,7 +33,7 @@ _LISTS = {
 }
 _LIST_DEPTHS = dict.fromkeys(_LISTS, 1) | {"bad_words_ids": 2, "sequence_bias": 3}
 SHARED_FIELDS = {"output_scores", "output_logits", "return_dict_in_generate", "pad_token_id"}
-_PER_REQUEST = SERVED_FIELDS | SAMPLING_FIELDS | set(_LIST_DEPTHS) | set(ADDED_ARGUMENTS)
+_PER_REQUEST = SERVED_FIELDS | set(_LIST_DEPTHS) | set(ADDED_ARGUMENTS)
 _PER_REQUEST |= {"generation_config", "prefix_allowed_tokens_fn"}
 
 

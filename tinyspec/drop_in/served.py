@@ -42,22 +42,28 @@ SERVED_FIELDS = {
     *("bad_words_ids", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values"),
     *("exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens"),
     *("sequence_bias", "num_return_sequences", "output_scores", "output_logits"),
+    *("top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "renormalize_logits"),
     *("return_dict_in_generate", "pad_token_id", "bos_token_id", "eos_token_id"),
     "prompt_lookup_num_tokens",
 }
-# Fields without effect in the modes served: of beams, encoder-decoders, compilation and the pace of
-# drafts; use_cache, as the KV cache is always used.
+# Fields without effect in the modes served: of beams, encoder-decoders, compilation, the pace of
+# prompts and of drafts; use_cache, as the KV cache is always used.
 INERT_FIELDS = {
     *("num_beams", "num_beam_groups", "early_stopping", "length_penalty", "diversity_penalty"),
-    *("decoder_start_token_id", "use_cache", "disable_compile"),
+    *("decoder_start_token_id", "use_cache", "disable_compile", "compile_config"),
+    *("low_memory", "prefill_chunk_size"),
     *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
     *("max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind"),
     "transformers_version",
 }
-# Fields without effect in greedy decoding.
-SAMPLING_FIELDS = {"top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
+# Fields without effect where no dict is returned, and the values of which this holds; None: all.
+DICT_FIELDS: dict[str, tuple[str, ...] | None] = {
+    "output_attentions": None,
+    "output_hidden_states": None,
+    "cache_implementation": ("dynamic", "static"),
+}
 # Values that switch a field off; None and False do so for every field.
-OFF = {"guidance_scale": 1, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0}
+OFF = {"guidance_scale": 1}
 SERVED_MODES = (
     GenerationMode.GREEDY_SEARCH,
     GenerationMode.SAMPLE,
@@ -83,7 +89,8 @@ def unserved_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> Ite
         if size != expected:
             yield f"an assistant_model with a vocabulary of {size} tokens, not {expected}"
     known = {*model.generation_config.to_dict(), "kwargs"}
-    known |= {*PROMPT_ARGUMENTS, *CALL_ARGUMENTS, *ADDED_ARGUMENTS}
+    # logits_to_keep: of a prompt the last position's are kept, as they are by default.
+    known |= {*PROMPT_ARGUMENTS, *CALL_ARGUMENTS, *ADDED_ARGUMENTS, "logits_to_keep"}
     for name in inspect.signature(model.forward).parameters:
         if name not in known and arguments.get(name) is not None:
             yield f"{name} (an argument of the model's forward)"
@@ -96,9 +103,12 @@ def _unserved_prompts(arguments: dict[str, Any]) -> Iterator[str]:
     prompts = {"inputs", "input_ids", "inputs_embeds"} & arguments.keys()
     if mask is not None and not prompts:
         yield "an attention_mask without input_ids"
-    if "inputs" in prompts and len(prompts) > 1:
-        yield "inputs beside input_ids or inputs_embeds"
-    ids, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
+    if {"inputs", "input_ids"} <= prompts:
+        yield "inputs beside input_ids"
+    ids, embeds = (
+        arguments.get("inputs", arguments.get("input_ids")),
+        arguments.get("inputs_embeds"),
+    )
     if ids is not None and embeds is not None and ids.shape[:2] != embeds.shape[:2]:
         yield "input_ids beside inputs_embeds of another length"
     if "position_ids" in arguments and not _default_positions(arguments["position_ids"], mask):
@@ -122,10 +132,11 @@ def unserved_settings(config: GenerationConfig, assistant: Any = None) -> Iterat
         yield f"generation mode {mode.value} (num_beams={config.num_beams})"
     if config.prompt_lookup_num_tokens is not None and config.prompt_lookup_num_tokens < 1:
         yield f"prompt_lookup_num_tokens={config.prompt_lookup_num_tokens}"
-    allowed = SERVED_FIELDS | INERT_FIELDS | (set() if config.do_sample else SAMPLING_FIELDS)
+    known = {*SERVED_FIELDS, *INERT_FIELDS, *ADDED_ARGUMENTS}
     for name, value in config.to_dict().items():
-        known = name in allowed or name in ADDED_ARGUMENTS
-        if name.startswith("_") or known or value is None or value is False:
+        if name.startswith("_") or name in known or value is None or value is False:
             continue
-        if name not in OFF or value != OFF[name]:
+        values = DICT_FIELDS.get(name, ())
+        inert = not config.return_dict_in_generate and (values is None or value in values)
+        if not inert and (name not in OFF or value != OFF[name]):
             yield f"{name}={value!r}"

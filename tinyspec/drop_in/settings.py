@@ -23,14 +23,26 @@ from transformers.generation import (
 from tinyspec.errors import refuse
 from tinyspec.sampling_params import SamplingParams
 
+_LENGTHS = (
+    logits_process.MinLengthLogitsProcessor,
+    logits_process.MinNewTokensLengthLogitsProcessor,
+)
 # These become parameters where transformers made them; all others are called as they are.
 _PARAMETERS = (
     logits_process.TemperatureLogitsWarper,
     logits_process.TopKLogitsWarper,
     logits_process.TopPLogitsWarper,
     logits_process.MinPLogitsWarper,
-    logits_process.MinLengthLogitsProcessor,
-    logits_process.MinNewTokensLengthLogitsProcessor,
+    *_LENGTHS,
+)
+# Where transformers made one of these, the order of all counts, and all that change or leave out
+# logits are called.
+_ORDERED = (
+    logits_process.TopHLogitsWarper,
+    logits_process.TypicalLogitsWarper,
+    logits_process.EpsilonLogitsWarper,
+    logits_process.EtaLogitsWarper,
+    logits_process.LogitNormalization,
 )
 _PENALTY = logits_process.RepetitionPenaltyLogitsProcessor
 # Of transformers' own processors these keep state from call to call.
@@ -102,7 +114,9 @@ class PreparedRequest:
         if deterministic and any(type(c) is MaxTimeCriteria for c in self.criteria):
             raise refuse("max_time", config.max_time, "None with deterministic=True")
         settings: dict[str, Any] = {}
-        if config.do_sample:
+        if config.do_sample and self._ordered:
+            settings = {"temperature": 1.0}
+        elif config.do_sample:
             temperature, top_p, top_k = float(config.temperature or 1), config.top_p, config.top_k
             settings = {
                 "temperature": min(max(temperature, _MIN_TEMPERATURE), _MAX_TEMPERATURE),
@@ -129,14 +143,23 @@ class PreparedRequest:
             **settings,
         )
 
+    @property
+    def _ordered(self) -> bool:
+        """Whether the warpers are called, one behind the other."""
+        return any(isinstance(p, _ORDERED) and not self._is_users(p) for p in self.processors)
+
+    def _is_users(self, processor: Any) -> bool:
+        return any(processor is user for user in self.user_processors)
+
     def _called_processors(self) -> tuple[float, list[Callable[..., Any]]]:
         """The repetition penalty, where it comes first, and the processors that are called."""
         penalty = 1.0
         called: list[Callable[..., Any]] = []
+        parameters = _LENGTHS if self._ordered else _PARAMETERS
         for processor in self.processors:
             kind = type(processor)
-            if not any(processor is user for user in self.user_processors):
-                if kind in _PARAMETERS:
+            if not self._is_users(processor):
+                if kind in parameters:
                     continue
                 if kind is _PENALTY and not called:
                     penalty = processor.penalty
