@@ -1,10 +1,13 @@
 """Prompts in every form that ``model.generate`` of a patched model takes."""
 
+import copy
+import logging
 import re
 
 import pytest
 import torch
 
+import tinyspec
 from tests.support.judge import (
     FAMILIES,
     NEW,
@@ -251,16 +254,60 @@ def test_embeddings_of_tokens_are_the_tokens():
 
 
 def test_lines_for_a_batch_come_once():
-    """Rows are prepared one by one, and what transformers says of each is said once for all. Right
-    padding is worth a warning to it; here it is served as it should be."""
+    """Rows are prepared one by one, and what transformers says of each is said once for all."""
     settings = {"max_new_tokens": None, "pad_token_id": PAD, "eos_token_id": greedy()[0][4]}
     ours, theirs = (
         listen(model.generate, RIGHT, attention_mask=RIGHT_MASK, **settings) for model in pair()
     )
     assert any("right-padding" in line for line in theirs.lines)
     kinds = [re.sub(r"\d+", "#", line) for line in ours.lines]
-    assert not any("right-padding" in line for line in kinds)
+    assert [line for line in kinds if "right-padding" in line] == [
+        line for line in theirs.lines if "right-padding" in line
+    ]
     assert kinds and len(kinds) == len(set(kinds))
+
+
+PADS_BEHIND = {
+    "mask": lambda: {"input_ids": RIGHT, "attention_mask": RIGHT_MASK},
+    "no-mask": lambda: {"inputs": RIGHT},
+    "embeddings": lambda: {
+        "inputs_embeds": pair()[1].get_input_embeddings()(RIGHT).detach(),
+        "attention_mask": RIGHT_MASK,
+    },
+}
+
+
+@pytest.mark.parametrize("served", [True, False], ids=["served", "handed back"])
+@pytest.mark.parametrize("given", PADS_BEHIND.values(), ids=PADS_BEHIND)
+def test_pads_behind_a_row_are_left_out_whoever_serves(served, given, caplog):
+    """One answer, with transformers' warning and a line in the log. Control: transformers' own
+    answer is another."""
+    own = pair()[1]
+    model = copy.deepcopy(own)
+    tinyspec.patch(model)
+    with caplog.at_level(logging.INFO, logger="tinyspec"):
+        settings = BASE | ({} if served else {"num_beams": 2, "num_return_sequences": 2})
+        ours, again, theirs = (
+            listen(m.generate, **given(), **settings) for m in (model, model, own)
+        )
+    prompts = RIGHT.repeat_interleave(1 if served else 2, dim=0)
+    behind = 0 if "inputs_embeds" in given() else RIGHT.shape[1]
+    assert torch.equal(ours.result[:, :behind], prompts[:, :behind])
+    judged = own.generate(LEFT, attention_mask=LEFT_MASK, **settings)[:, LEFT.shape[1] :]
+    assert torch.equal(ours.result[:, behind:], judged)
+    assert not torch.equal(theirs.result, ours.result)
+    warned = [[line for line in heard.lines if "right-padding" in line] for heard in (ours, theirs)]
+    assert warned[0] == warned[1]
+    lines = [r.getMessage() for r in caplog.records if r.name == "tinyspec"]
+    assert len([line for line in lines if "end in pads" in line]) == 1
+    assert torch.equal(again.result, ours.result)
+
+
+def test_pads_behind_rows_that_cannot_be_moved():
+    positions = (RIGHT_MASK.cumsum(-1) - 1).clamp(min=0)
+    given = {"input_ids": RIGHT, "attention_mask": RIGHT_MASK, "position_ids": positions}
+    with pytest.raises(ValueError, match="position_ids"):
+        pair()[0].generate(**given, **BASE, num_beams=2)
 
 
 @pytest.mark.parametrize("other", [[4], [4, 5, 6, 7, 8, 9]])

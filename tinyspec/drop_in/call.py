@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from tinyspec.drop_in import prepare, served
+from tinyspec.drop_in import padding, prepare, served
 from tinyspec.drop_in.prepare import Generate
 from tinyspec.drop_in.prompts import Prompt, Prompts, append, stack_steps
 from tinyspec.drop_in.seeds import Defaults, RowSeeds, check_base
@@ -62,11 +62,32 @@ class Call:
         self._prepared: list[PreparedRequest] = []
         self._shared: dict[tuple[object, ...], PreparedRequest] = {}
         self.params: list[SamplingParams] = []
+        self._mask = padding.mask_of(self._arguments, model.generation_config)
         self.unserved = list(served.unserved_arguments(model, self._arguments))
+        if self.ends_in_pads:
+            of_all = (n for n, v in self._arguments.items() if not prepare.is_per_request(n, v))
+            prepare.warn_of_pads(
+                original, {n: self._arguments[n] for n in of_all if n not in ADDED_ARGUMENTS}
+            )
         if not self.unserved:
             self._prepare()
         if not self.unserved:
             self._set_params()
+
+    @property
+    def ends_in_pads(self) -> bool:
+        """Whether a row ends in pads; False for paged calls and those of a custom ``generate``."""
+        theirs = "custom_generate" in self._arguments
+        paged = self._arguments.get("cache_implementation") == "paged"
+        return padding.ends_in_pads(self._mask) and not (theirs or paged)
+
+    def by_transformers(self) -> Any:
+        """The result of the model's own ``generate``."""
+        if not self.ends_in_pads:
+            return self._original(**self.transformers_arguments)
+        assert self._mask is not None
+        in_front = padding.PadsInFront(self.transformers_arguments, self._mask)
+        return in_front.restore(self._original(**in_front.arguments))
 
     @property
     def tinyspec_only(self) -> str | None:

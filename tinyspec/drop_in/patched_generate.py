@@ -156,6 +156,11 @@ class PatchedGenerate:
     def serve(self, arguments: dict[str, Any]) -> Any:
         """The result of ``generate`` for arguments by name."""
         call = Call(self._model, self._original, arguments, self._defaults, self._row_seeds)
+        if call.ends_in_pads:
+            self._log_once(
+                "generate: rows end in pads, which tinyspec leaves out; transformers would go on "
+                "behind them. Pad on the left"
+            )
         if call.unserved:
             return self._call_original(call)
         try:
@@ -178,17 +183,21 @@ class PatchedGenerate:
             )
         with self._locked(engine=False):
             # Calls that transformers makes in turn are not logged.
-            if unserved not in self._logged and not self._in_original:
-                self._logged.add(unserved)
-                logger.warning(
-                    "generate: %s is not served by tinyspec; transformers' own generate runs",
-                    unserved,
+            if not self._in_original:
+                self._log_once(
+                    f"generate: {unserved} is not served by tinyspec; transformers' own generate "
+                    "runs"
                 )
             outer, self._in_original = self._in_original, True
             try:
-                return self._original(**call.transformers_arguments)
+                return call.by_transformers()
             finally:
                 self._in_original = outer
+
+    def _log_once(self, line: str) -> None:
+        if line not in self._logged:
+            self._logged.add(line)
+            logger.warning(line)
 
     @staticmethod
     def _requests(engine: Engine, call: Call) -> list[Request]:
