@@ -106,6 +106,33 @@ def test_gradient_checkpointing(reentrant):
     assert greedy(model, PROMPT) == greedy(unpatched, PROMPT)
 
 
+def test_hooks_of_trainers_keep_the_engine():
+    """A fresh one each step only marks embeddings for gradients. Control: one that does more."""
+    model = tiny()
+    tinyspec.patch(model, SMALL, deterministic=True)
+    first = greedy(model, PROMPT)
+    engine, fingerprint = model.generate._engine, model.generate.fingerprint
+    embeddings = model.get_input_embeddings()
+
+    def by_trl(module, given, output):
+        output.requires_grad_(True)
+
+    def doubled(module, given, output):
+        return output.requires_grad_(True) * 2
+
+    for enable in (model.enable_input_require_grads, model.gradient_checkpointing_enable):
+        enable()
+        handle = embeddings.register_forward_hook(by_trl)
+        assert greedy(model, PROMPT) == first
+        model.disable_input_require_grads()
+        handle.remove()
+        assert greedy(model, PROMPT) == first
+    assert model.generate._engine is engine and model.generate.fingerprint == fingerprint
+    embeddings.register_forward_hook(doubled)
+    assert greedy(model, PROMPT) != first and model.generate._engine is not engine
+    tinyspec.unpatch(model)
+
+
 def test_modes_stay_module_by_module():
     with patched(tiny("gpt2")) as model:
         for rate in (module for module in model.modules() if isinstance(module, nn.Dropout)):

@@ -90,11 +90,29 @@ def _wrapped(forward: Any) -> Any:
 def hooks_of(module: nn.Module) -> list[Any]:
     """Forward and forward-pre hooks of a module.
 
-    Without those that transformers leaves on every module once hidden states were asked for: they
-    do nothing in other calls.
+    Without those that transformers leaves on every module once hidden states were asked for, which
+    do nothing in other calls, and those that only mark an output for gradients, which trainers put
+    on and take off around every call.
     """
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return [hook for hook in hooks if getattr(hook, "__module__", None) != CAPTURING]
+    return [hook for hook in hooks if not _changes_nothing(hook)]
+
+
+def _marks_for_gradients(module: nn.Module, args: Any, output: Any) -> None:
+    output.requires_grad_(True)
+
+
+def _steps(function: Any) -> tuple[Any, ...]:
+    """What a function computes: equal where only names of variables differ."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return ()
+    return code.co_argcount, code.co_code, code.co_names, code.co_consts, code.co_freevars
+
+
+def _changes_nothing(hook: Any) -> bool:
+    capturing = getattr(hook, "__module__", None) == CAPTURING
+    return capturing or _steps(hook) == _steps(_marks_for_gradients)
 
 
 def has_hooks(module: nn.Module) -> bool:
