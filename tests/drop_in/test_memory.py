@@ -98,6 +98,18 @@ def test_patching_takes_no_pages():
     assert watch.live == 0
 
 
+@pytest.mark.parametrize("release", [True, False])
+def test_pages_are_given_back_after_each_call(release):
+    """Control: without the option they are kept."""
+    model = tiny()
+    tinyspec.patch(model, SMALL, release=release)
+    first = generate(model, deterministic=True)
+    kept = pool_of(model)[1]
+    assert kept == 0 if release else kept > 0
+    assert torch.equal(generate(model, deterministic=True), first)
+    tinyspec.unpatch(model)
+
+
 @pytest.mark.parametrize("rows, deterministic", [(64, False), (256, True)])
 def test_the_peak_of_a_call(rows, deterministic):
     """The pages that its requests need and one pass, and 10 % of that: nothing is there twice,

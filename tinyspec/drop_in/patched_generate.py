@@ -35,7 +35,8 @@ class PatchedGenerate:
     """``model.generate`` of a patched model.
 
     custom_generate: the public function of this name, which means no other ``generate`` than this.
-    defaults: of calls that do not say otherwise. ``seeds``: of the rows of the latest call.
+    defaults: of calls that do not say otherwise. releases: whether to free pages after each.
+    ``seeds``: of the rows of the latest call.
 
     Raises RuntimeError where transformers' ``generate`` lacks what tinyspec uses of it.
     """
@@ -46,6 +47,7 @@ class PatchedGenerate:
         config: EngineConfig | None = None,
         custom_generate: Callable[..., Any] | None = None,
         defaults: Defaults | None = None,
+        releases: bool = False,
     ):
         # Of the class, with self: what the arguments by position are called.
         self._parameters = inspect.signature(GenerationMixin.generate)
@@ -58,6 +60,7 @@ class PatchedGenerate:
         self._custom_generate = custom_generate
         self._config = config or EngineConfig()
         self._defaults, self._row_seeds = defaults or Defaults(), RowSeeds()
+        self._releases = releases
         self.seeds: list[int | None] = []
         self._before = vars(model).get("generate")
         self._original: Callable[..., Any] = getattr(model, "generate")  # noqa: B009
@@ -126,6 +129,8 @@ class PatchedGenerate:
                 if self._engine.has_unfinished():  # after an interrupt between two steps
                     self._close_engine()
                 else:
+                    if self._releases:
+                        self._engine.release()
                     self._engine.suspend()
 
     @contextmanager

@@ -30,6 +30,7 @@ def patch(
     *,
     deterministic: bool = False,
     seed: int | None = None,
+    release: bool = False,
 ) -> None:
     """Let tinyspec serve ``model.generate``; everything else of the model stays as it is.
 
@@ -49,6 +50,9 @@ def patch(
     ``patch`` or since another base. So equal prompts have different samples, which repeat when the
     script is run again.
 
+    release: free the page pool's memory after each call, for a trainer that needs it; the next call
+    allocates it anew, and no prompt is found in the prefix cache.
+
     ``model.generate`` also has ``release()``, ``stats()``, ``weights_changed()``, ``fingerprint``
     and ``seeds``, those of the rows of the latest call, which a returned dict has as an attribute.
     Raises UnsupportedModelError naming what is in the way, ValueError naming a bad value or if the
@@ -57,7 +61,11 @@ def patch(
     """
     inside = unwrap(model)
     inside.__dict__["generate"] = PatchedGenerate(
-        inside, config, custom_generate=generate, defaults=Defaults(deterministic, seed)
+        inside,
+        config,
+        custom_generate=generate,
+        defaults=Defaults(deterministic, seed),
+        releases=release,
     )
 
 
