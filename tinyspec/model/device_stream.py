@@ -92,4 +92,6 @@ class DeviceStream:
 def stream_of(device: torch.device) -> DeviceStream:
     """One for all engines of a device: memory that one has freed, the next can have."""
     with _making:
-        return _streams.setdefault(device, DeviceStream(device))
+        if device not in _streams:
+            _streams[device] = DeviceStream(device)
+        return _streams[device]
