@@ -62,13 +62,14 @@ class Sections:
         self.model.generation_config.eos_token_id = None
         self.preset, self.lines, self.smoke = preset, lines, smoke
         self.vocab, self.shape = self.model.config.vocab_size, self.model.config
+        length = min(MODEL_LEN, self.shape.max_position_embeddings)
+        self.config = EngineConfig(max_model_len=length)
         self.device = known_device(lines)
         seconds = time.perf_counter() - began
         lines.add("models", preset, seconds=round(seconds, 1))
 
     def engine(self, **settings: Any) -> Engine:
-        length = min(MODEL_LEN, self.shape.max_position_embeddings)
-        return Engine(self.model, config=EngineConfig(max_model_len=length, **settings))
+        return Engine(self.model, config=replace(self.config, **settings))
 
     def steps(self) -> None:
         """Time of a step that gives each sequence one token, the host's part included."""
@@ -115,9 +116,7 @@ class Sections:
 
     def doctor(self) -> None:
         def examine() -> dict[str, Any]:
-            length = min(MODEL_LEN, self.shape.max_position_embeddings)
-            config = EngineConfig(max_model_len=length)
-            found = json.loads(doctor(self.model, config, fresh=True).to_json())
+            found = json.loads(doctor(self.model, self.config, fresh=True).to_json())
             buckets = (found["facts"] or {}).get("buckets", [])
             canonical = sum(bucket["canonical"] for bucket in buckets)
             shown = {"ok": found["ok"], "canonical": canonical, "buckets": len(buckets)}

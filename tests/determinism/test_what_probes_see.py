@@ -73,8 +73,7 @@ def test_far_bounds(name, bound):
         context = engine.patched.context
         layers = [layer._replace(reach=Reach(**{name: bound})) for layer in context.layers]
         context.layers[:] = layers
-        near = 256 + bound % 256
-        assert near < LENGTH
+        near = {LENGTH: 88, 8192 + 100: 100}[bound]
         for given in (bad, replace(bad, backend="torch")):
             context.kernels = given
             unbounded, bounded = probe_attention(engine.runner)
@@ -86,6 +85,33 @@ def test_far_bounds(name, bound):
             attention.attention_steps(engine.runner, replace(later, checked=0, differing=0))
         )
         assert [later.name] == [wrong.name for wrong in unsound]
+
+
+FAR = [*range(LENGTH, LENGTH + 3 * 512, 7)]
+FAR += [2**n + d for n in range(10, 18) for d in (0, 1, 37)]
+
+
+def ends(bound: int, rows: range) -> set[tuple[int, int]]:
+    """Where in a split the rows' windows of this length begin and end."""
+    return {((row - bound + 1) % 512, row % 512) for row in rows if row >= bound}
+
+
+def test_near_bounds_meet_the_same_boundaries():
+    """Whole windows that the probe sees are whole windows of the far bound, in every launch's
+    splits; of chunks as well."""
+    splits = {entry.split for entry in launch._ATTENTION.values()}
+    splits |= {e.split for table in launch._ATTENTION_OF.values() for e in table.values()}
+    assert all(attention.SPLIT % split == 0 for split in splits)
+    for bound in FAR:
+        near = attention._nearer(Reach(window=bound)).window
+        assert attention._nearer(Reach(chunk=bound)).chunk == near < LENGTH - 20
+        assert near >= 64 and near % 512 == bound % 512
+    for bound in (1000, 4096, 4096 + 37, 131072 + 1):
+        near = attention._nearer(Reach(window=bound)).window
+        seen = ends(near, range(LENGTH))
+        assert seen and seen <= ends(bound, range(bound, bound + 512))
+    # As it was, for half of all bounds.
+    assert not ends(256 + 4096 % 256, range(LENGTH)) & ends(4096, range(4096, 4608))
 
 
 @pytest.mark.slow("crosses", 3)

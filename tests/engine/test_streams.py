@@ -145,6 +145,25 @@ def test_memory_of_what_is_handed_over(monkeypatch):
         assert recorder.kept[given.data_ptr()] == [own]
 
 
+@pytest.mark.parametrize("queues", [True, False])
+def test_memory_goes_back(queues, monkeypatch):
+    """That of the pool, to the device, once it is free: by ``release`` and ``close``."""
+    recorder = streams.record(monkeypatch, streams=queues)
+    empty = torch.cuda.empty_cache
+
+    def checked():
+        assert not engine.runner.holds_memory
+        empty()
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", checked)
+    with Engine(tiny(), config=CONFIG) as engine:
+        engine.generate(prompts(1), PARAMS)
+        assert not recorder.named("empty_cache")
+        engine.release()
+        assert len(recorder.named("empty_cache")) == queues
+    assert len(recorder.named("empty_cache")) == 2 * queues
+
+
 def test_a_cpu_has_no_stream():
     state = device_stream.stream_of(torch.device("cpu"))
     assert not state.queues

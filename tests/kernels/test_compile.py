@@ -2,8 +2,9 @@
 
 Run as a script (in a process without ``TRITON_INTERPRET``) this file reads lines of a target and an
 entry, compiles what the wrappers would launch and answers with one JSON line: a record per binary.
-The tests ask it. The wrappers themselves are called, with a launcher that compiles instead of
-running, so what is checked is what runs.
+The tests ask it; with ``--record`` it asks itself and writes down what every entry compiles to
+(``compiled.py``), to be compared with from then on. The wrappers themselves are called, with a
+launcher that compiles instead of running, so what is checked is what runs.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -23,6 +25,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+
+from tests.kernels import compiled
 
 ROOT = Path(__file__).parents[2]
 # (backend, architecture, lanes per warp): shared memory of one program in bytes.
@@ -173,18 +177,20 @@ def linear_call(dtype: torch.dtype, stored: str, layer: tuple, rows: int, bias: 
 
 
 def answer() -> None:
-    """For every line [target, entry] of stdin a line of stdout: a record of each kernel."""
+    """For every line [target, entry, changes] of stdin a line of stdout: a record of each kernel;
+    ``changes`` to attention's entries of the launch table."""
     from triton.backends.compiler import GPUTarget
 
     from tinyspec.kernels import launch
 
-    known = entries()
+    known, attention = entries(), launch.attention
     for line in sys.stdin:
-        name, entry = json.loads(line)
+        name, entry, changes = json.loads(line)
         target = GPUTarget(*TARGETS[name][0])
         launch.IS_HIP = target.backend == "hip"
         number = 0 if launch.IS_HIP else target.arch
         launch.capability = lambda _, number=number: number
+        launch.attention = lambda *args, new=changes: attention(*args)._replace(**new)
         print(json.dumps(records_of(known[entry](), target)), flush=True)
 
 
@@ -213,14 +219,14 @@ def records_of(calls: list[Call], target: Any) -> list[dict]:
     for kernel, binaries in pending.items():
         fn, options, signature, constexprs, attrs = next(iter(binaries.values()))
         source = ASTSource(fn, signature, constexprs, attrs)
-        compiled = compile(source, target=target, options=options.__dict__)
+        binary = compile(source, target=target, options=options.__dict__)
         record = {
             "kernel": kernel,
             "binaries": len(binaries),
-            "shared": compiled.metadata.shared,
-            "fusion": compiled.metadata.enable_fp_fusion,
+            "shared": binary.metadata.shared,
+            "fusion": binary.metadata.enable_fp_fusion,
         }
-        records.append(record | inspect(compiled.asm))
+        records.append(record | inspect(binary.asm))
     return records
 
 
@@ -262,25 +268,43 @@ def inspect_amdgcn(asm: dict) -> dict:
     }
 
 
-Compiler = Callable[[str, str], list[dict]]
+Compiler = Callable[..., list[dict]]
 
 
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[Compiler]:
+@contextmanager
+def compiling() -> Iterator[Compiler]:
     """Records of an entry for a target, by a process in which triton compiles."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, __file__], env=env, cwd=ROOT, **pipes) as child:
 
-        def ask(target: str, entry: str) -> list[dict]:
-            print(json.dumps([target, entry]), file=child.stdin, flush=True)
+        def ask(target: str, entry: str, **changes: int) -> list[dict]:
+            print(json.dumps([target, entry, changes]), file=child.stdin, flush=True)
             line = child.stdout.readline()
             assert line, "the process that compiles has ended"
             return json.loads(line)
 
         yield ask
         child.stdin.close()
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[Compiler]:
+    with compiling() as ask:
+        yield ask
+
+
+def record() -> None:
+    """Compile every entry for the targets of the table, and write it down."""
+    table: compiled.Table = {}
+    with compiling() as ask:
+        for entry, target in product(entries(), compiled.TARGETS):
+            for found in ask(target, entry):
+                row = table.setdefault(compiled.key_of(entry, found), {})
+                row[target] = compiled.figures(found)
+    compiled.write(table)
+    compiled.write_readme()
 
 
 # What the dots of 64 rows must become on sm_90: fp32 in pieces, without tf32.
@@ -320,7 +344,7 @@ GRID = [
 def test_entry(compiler: Compiler, target: str, entry: str) -> None:
     """One binary whatever the rows, heads, pages, windows, strides and lengths; it fits shared
     memory, spills nothing (gfx942 does, a little, where scores are capped), and has no atomics,
-    no fused multiply-add, no tf32."""
+    no fused multiply-add, no tf32. It takes no more of an SM than what is written down."""
     records = compiler(target, entry)
     kernels = {kernel_of(entry), *SECOND_KERNELS.get(kernel_of(entry), ())}
     assert {record["kernel"] for record in records} == kernels
@@ -333,6 +357,8 @@ def test_entry(compiler: Compiler, target: str, entry: str) -> None:
         # Keys and values of a tile are copied while those of another are waited for.
         if record["kernel"] == "attention_kernel" and overlaps(target, entry):
             assert max(record["in_flight"]) >= 2, record
+    if target in compiled.TARGETS and (table := compiled.versions().get(compiled.installed())):
+        assert not compiled.worse(table, target, entry, records)
     if target == "sm_90" and entry in DOTS:
         (dots,) = (r["dots"] for r in records if r["kernel"] == kernel_of(entry))
         assert dots == DOTS[entry]
@@ -361,6 +387,58 @@ def test_essential_entries_exist() -> None:
     assert {target for target, _ in ESSENTIAL} == set(TARGETS) - {"sm_89", "sm_120"}
 
 
+def table_of_this_triton() -> compiled.Table:
+    table = compiled.versions().get(compiled.installed())
+    if table is None:
+        pytest.skip(f"no table for triton {compiled.installed()}: run this file with --record")
+    return table
+
+
+def test_every_entry_is_written_down() -> None:
+    """On every target of the table, with the kernels behind it, and nothing else; the README's
+    table says the same."""
+    expected = {
+        f"{entry} {kernel}"
+        for entry in entries()
+        for kernel in (kernel_of(entry), *SECOND_KERNELS.get(kernel_of(entry), ()))
+    }
+    for table in compiled.versions().values():
+        assert table.keys() == expected
+        assert all(row.keys() == compiled.TARGETS.keys() for row in table.values())
+    assert compiled.readme_parts()[1] == compiled.readme_table()
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({}, []),
+        ({"registers": 219}, []),
+        ({"registers": 220}, ["attention_kernel: 220 registers, 200 before"]),
+        ({"shared": 1100}, ["attention_kernel: 1100 bytes of shared memory, 1000 before"]),
+        ({"in_flight": [3, 0]}, []),
+        ({"in_flight": [1, 0]}, ["attention_kernel: 1 copies in flight, 2 before"]),
+        ({"in_flight": []}, ["attention_kernel: 0 copies in flight, 2 before"]),
+    ],
+)
+def test_what_is_worse(change: dict, said: list[str]) -> None:
+    before = {"kernel": "attention_kernel", "registers": 200, "shared": 1000, "in_flight": [2, 0]}
+    table = {"attention attention_kernel": {"sm_90": compiled.figures(before)}}
+    assert compiled.worse(table, "sm_90", "attention", [before | change]) == said
+
+
+@pytest.mark.slow("compile grid", 2)
+@pytest.mark.parametrize(
+    "dim, change, what",
+    [(128, {"num_stages": 2}, "copies in flight"), (16, {"block_m": 128}, "registers")],
+)
+def test_control_a_worse_entry(compiler: Compiler, dim: int, change: dict, what: str) -> None:
+    """A stage less, and a tile of twice the rows."""
+    table, entry = table_of_this_triton(), f"attention torch.bfloat16 {dim} extras=False"
+    assert not compiled.worse(table, "sm_90", entry, compiler("sm_90", entry))
+    found = compiled.worse(table, "sm_90", entry, compiler("sm_90", entry, **change))
+    assert any(f" {what}," in line for line in found), found
+
+
 @pytest.mark.gpu
 def test_one_binary_when_run() -> None:
     """On the device itself: many shapes, one compiled kernel in triton's cache."""
@@ -379,4 +457,4 @@ def test_one_binary_when_run() -> None:
 
 
 if __name__ == "__main__":
-    answer()
+    record() if "--record" in sys.argv else answer()

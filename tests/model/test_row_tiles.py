@@ -6,6 +6,7 @@ some matrix libraries do; fp64 partial sums, so that nothing else decides the bi
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests.support.tiny import tiny
 from tests.support.tolerances import SHORT_SUM, close
 from tinyspec import Engine, EngineConfig, SamplingParams, doctor
 from tinyspec.determinism.probes import buckets
+from tinyspec.determinism.probes.steps import finished
 from tinyspec.model.cpu import linears
 from tinyspec.model.row_tiles import RowTiles, split_rows
 
@@ -208,6 +210,28 @@ def test_tiles_that_begin_elsewhere(aligned, breaks_in_parts, monkeypatch):
     monkeypatch.setitem(buckets.ALIGNED, "cpu", aligned)
     found, tiled = bucket_of_32()
     assert set(found.broken_by) == ({"model"} if aligned == 64 else tiled)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_tiles_of_a_linear_with_a_dtype_of_its_own(dtype):
+    """Of a model in fp32: the second of two rows begins 32 or 64 bytes behind the first, and new
+    tensors at multiples of 64."""
+    model = nn.Module()
+    model.linear, model.dtype = nn.Linear(16, 8, dtype=dtype), torch.float32
+    runner = SimpleNamespace(model=model, device=torch.device("cpu"), tiles=RowTiles())
+    probed = []
+
+    def steps(name, sizes):
+        probed.append((name, sizes, runner.tiles.on))
+        yield
+        return SimpleNamespace(canonical=lambda rows: False), ()
+
+    work = SimpleNamespace(runner=runner, function_steps=steps)
+    results = SimpleNamespace(differing=lambda rows: ["linear"], tiles={"linear": [1]})
+    broken = finished(buckets._broken_in_tiles(work, results, 2))
+    expected = dtype == torch.bfloat16
+    assert broken == ("linear",) * expected
+    assert probed == [("linear", [2], True)] * expected
 
 
 @pytest.mark.slow("crosses", 1)

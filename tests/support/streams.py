@@ -114,6 +114,7 @@ def record(patches: pytest.MonkeyPatch, streams: bool = True) -> Recorder:
     patches.setattr(torch.cuda, "stream", found.on)
     patches.setattr(torch.cuda, "device", on_device)
     patches.setattr(torch.cuda, "set_stream", found.set_stream)
+    patches.setattr(torch.cuda, "empty_cache", lambda: found.work("empty_cache"))
     patches.setattr(torch.cuda, "current_stream", lambda device: found.current)
     patches.setattr(torch.Tensor, "record_stream", keep, raising=False)
     patches.setattr(device_stream, "WITH_STREAMS", ("cpu",) if streams else ())

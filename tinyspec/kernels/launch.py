@@ -157,18 +157,12 @@ def aligned(*tensors: Tensor) -> bool:
     return all(t.data_ptr() % VECTOR_BYTES == 0 for t in tensors)
 
 
-def vectorizable(x: Tensor, vec: int) -> Tensor:
-    """x itself, or a contiguous copy of it where its layout would need another binary."""
+def vectorizable(x: Tensor, vec: int, start: int = VECTOR_BYTES) -> Tensor:
+    """x itself, or a contiguous copy of it where its layout would need another binary: where a row
+    would not begin at a multiple of ``vec`` elements, or x not at one of ``start`` bytes."""
     *strides, last = x.stride()
-    if last == 1 and aligned(x) and all(stride % vec == 0 for stride in strides):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def vector_rows(x: Tensor, vec: int) -> Tensor:
-    """x [R, N] itself, or a contiguous copy of it where a row would not begin at a multiple of
-    ``vec`` elements."""
-    if x.stride(1) == 1 and x.stride(0) % vec == 0 and x.data_ptr() % (vec * x.itemsize) == 0:
+    begins = x.data_ptr() % start == 0
+    if last == 1 and begins and all(stride % vec == 0 for stride in strides):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -184,9 +178,9 @@ def capability(device: torch.device) -> int:
 
 def attention(dtype: torch.dtype, head_dim: int, device: torch.device) -> AttentionLaunch:
     """Entry of paged attention; head_dim up to MAX_HEAD_DIM."""
-    table = _ATTENTION | _ATTENTION_OF.get(capability(device), {})
-    entry = table.get((dtype.itemsize, head_dim))
-    return table[dtype.itemsize, padded(head_dim)] if entry is None else entry
+    here = _ATTENTION_OF.get(capability(device), {})
+    own, next_one = ((dtype.itemsize, size) for size in (head_dim, padded(head_dim)))
+    return here.get(own) or _ATTENTION.get(own) or here.get(next_one) or _ATTENTION[next_one]
 
 
 @cache

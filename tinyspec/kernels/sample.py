@@ -132,7 +132,7 @@ def sample_rows(
         assert each is None or (each.shape == (rows,) and each.is_contiguous())
     assert temperature is None or keys is not None or forced is not None
     vec = launch.vector(logits.dtype, vocab_size)
-    logits = launch.vector_rows(logits, vec)
+    logits = launch.vectorizable(logits, vec, vec * logits.itemsize)
     num_temperatures = 0 if temperature is None else rows
     num_forced = 0 if forced is None else rows
 

@@ -88,8 +88,16 @@ class DeviceStream:
         if self.queues and tensor.device.type in WITH_STREAMS:
             tensor.record_stream(self.own)
 
+    def give_back(self) -> None:
+        """Memory that was freed goes back to the device: torch's allocator keeps it for the stream
+        that used it, and gives it to others only when there is no more."""
+        if self.queues:
+            torch.cuda.empty_cache()
+
 
 def stream_of(device: torch.device) -> DeviceStream:
     """One for all engines of a device: memory that one has freed, the next can have."""
     with _making:
-        return _streams.setdefault(device, DeviceStream(device))
+        if device not in _streams:
+            _streams[device] = DeviceStream(device)
+        return _streams[device]

@@ -7,6 +7,7 @@ neither models nor passes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -21,8 +22,13 @@ _C: Any = torch._C
 
 
 class Setting(NamedTuple):
-    """How a setting is read and written, and a value for it."""
+    """How a setting is read and written, and a value for it.
 
+    name: equal for two of which writing one can change the other. Kinds of devices want the same
+    of those that they share, so neither of two has to wait for the other.
+    """
+
+    name: str
     get: Callable[[], Any]
     set: Callable[[Any], Any]
     value: Any
@@ -35,10 +41,12 @@ def _precision(backend: str, operator: str) -> Setting:
     """fp32 products and sums in fp32: no TF32, no bf16."""
     where = backend, operator
     get = partial(_C._get_fp32_precision_getter, *where)
-    return Setting(get, partial(_C._set_fp32_precision_setter, *where), "ieee")
+    return Setting(operator, get, partial(_C._set_fp32_precision_setter, *where), "ieee")
 
 
-def _twofold(get: Callable[[], Any], put: Callable[[Any], Any], off: Any, *where: str) -> Setting:
+def _twofold(
+    name: str, get: Callable[[], Any], put: Callable[[Any], Any], off: Any, *where: str
+) -> Setting:
     """fp32 products on CUDA in fp32, where torch holds the precision twice: by operator (``where``,
     "backend operator"), and in an older setting (``get``, ``put``; ``off``: no TF32), which it
     refuses to read while the two contradict each other. Read and written are (older, *newer)."""
@@ -64,7 +72,7 @@ def _twofold(get: Callable[[], Any], put: Callable[[Any], Any], off: Any, *where
         put(values[0])  # sets the newer ones as well
         _restore(tuple(newer), list(values[1:]))
 
-    return Setting(read, write, (off, *(setting.value for setting in newer)))
+    return Setting(name, read, write, (off, *(setting.value for setting in newer)))
 
 
 def _deterministic() -> tuple[bool, bool]:
@@ -87,46 +95,47 @@ def _reduction(kind: str) -> Setting:
     def put(value: bool | tuple[bool, bool]) -> None:
         whole(*value) if isinstance(value, tuple) else whole(value)
 
-    return Setting(get, put, (False, True) if isinstance(get(), tuple) else False)
+    value = (False, True) if isinstance(get(), tuple) else False
+    return Setting(f"{kind} reduction", get, put, value)
+
+
+@cache
+def _common() -> Settings:
+    """Of those, the ones that passes on every device look at."""
+    einsum: Any = torch.backends.opt_einsum
+    return (
+        Setting("dtype", torch.get_default_dtype, torch.set_default_dtype, torch.float32),
+        Setting("deterministic algorithms", _deterministic, _set_deterministic, (False, False)),
+        Setting("einsum", einsum._get_enabled, einsum._set_enabled, False),
+    )
 
 
 @cache
 def _of_process(device_type: str) -> Settings:
     """Settings that all threads share."""
-    einsum: Any = torch.backends.opt_einsum
-    common = (
-        Setting(torch.get_default_dtype, torch.set_default_dtype, torch.float32),
-        Setting(_deterministic, _set_deterministic, (False, False)),
-        Setting(einsum._get_enabled, einsum._set_enabled, False),
-    )
     if device_type != "cuda":
+        deterministic = _C._get_mkldnn_deterministic, _C._set_mkldnn_deterministic
         return (
-            *common,
+            *_common(),
             _precision("mkldnn", "matmul"),
             _precision("mkldnn", "conv"),
-            Setting(_C._get_mkldnn_enabled, _C._set_mkldnn_enabled, True),
-            Setting(_C._get_mkldnn_deterministic, _C._set_mkldnn_deterministic, False),
+            Setting("mkldnn", _C._get_mkldnn_enabled, _C._set_mkldnn_enabled, True),
+            Setting("mkldnn deterministic", *deterministic, False),
         )
+    matmul = _C._get_float32_matmul_precision, _C._set_float32_matmul_precision
+    tf32 = _C._get_cudnn_allow_tf32, _C._set_cudnn_allow_tf32
+    fp16 = _C._get_cublas_allow_fp16_accumulation, _C._set_cublas_allow_fp16_accumulation
+    carveout = _C._get_sm_carveout_experimental, _C._set_sm_carveout_experimental
     return (
-        *common,
-        _twofold(
-            _C._get_float32_matmul_precision,
-            _C._set_float32_matmul_precision,
-            "highest",
-            "cuda matmul",
-            "mkldnn matmul",
-        ),
-        _twofold(
-            _C._get_cudnn_allow_tf32, _C._set_cudnn_allow_tf32, False, "cuda conv", "cuda rnn"
-        ),
+        *_common(),
+        _twofold("matmul", *matmul, "highest", "cuda matmul", "mkldnn matmul"),
+        _twofold("cudnn", *tf32, False, "cuda conv", "cuda rnn"),
         _reduction("bf16"),
         _reduction("fp16"),
-        Setting(
-            _C._get_cublas_allow_fp16_accumulation, _C._set_cublas_allow_fp16_accumulation, False
-        ),
+        Setting("fp16 accumulation", *fp16, False),
         # Of the multiprocessors, how many products of cuBLASLt leave free.
-        Setting(_C._get_sm_carveout_experimental, _C._set_sm_carveout_experimental, None),
-        Setting(_C._get_cudnn_benchmark, _C._set_cudnn_benchmark, False),
+        Setting("multiprocessors", *carveout, None),
+        Setting("cudnn benchmark", _C._get_cudnn_benchmark, _C._set_cudnn_benchmark, False),
     )
 
 
@@ -135,54 +144,63 @@ def _of_thread(device_type: str) -> Settings:
     """Settings that every thread has for itself."""
     return (
         Setting(
+            "autocast",
             partial(torch.is_autocast_enabled, device_type),
             partial(torch.set_autocast_enabled, device_type),
             False,
         ),
-        Setting(openmp.flushes, torch.set_flush_denormal, False),
-        Setting(openmp.rounding_mode, openmp.set_rounding_mode, 0),
-        Setting(openmp.is_dynamic, openmp.set_dynamic, False),
+        Setting("subnormal numbers", openmp.flushes, torch.set_flush_denormal, False),
+        Setting("rounding", openmp.rounding_mode, openmp.set_rounding_mode, 0),
+        Setting("OpenMP dynamic", openmp.is_dynamic, openmp.set_dynamic, False),
     )
 
 
 def _apply(settings: Settings) -> None:
     """Set what has another value."""
-    for get, put, value in settings:
+    for _, get, put, value in settings:
         if get() != value:
             put(value)
 
 
 def _restore(settings: Settings, values: list[Any]) -> None:
     """Set what has another value than in ``values``."""
-    for (get, put, _), value in zip(settings, values, strict=True):
+    for (_, get, put, _), value in zip(settings, values, strict=True):
         if get() != value:
             put(value)
 
 
 class _Shared:
-    """The settings of the process for one kind of device, pinned while any thread asks for it; when
-    the last one ends they are as before."""
+    """The settings of the process, each pinned while any thread on any kind of device asks for it;
+    when the last one ends it is as before the first."""
 
-    def __init__(self, device_type: str):
-        self._wanted = _of_process(device_type)
-        self._before: list[Any] = []
-        self._holders = 0
+    def __init__(self) -> None:
+        self._threads: Counter[str] = Counter()  # by kind of device
+        self._before: list[tuple[Setting, Any]] = []  # in the order in which they were pinned
         self._lock = Lock()
 
-    def acquire(self) -> None:
+    def acquire(self, device_type: str) -> None:
         with self._lock:
-            if self._holders == 0:
-                self._before = [get() for get, _, _ in self._wanted]
-            self._holders += 1
+            if not self._threads[device_type]:
+                known = [setting for setting, _ in self._before]
+                fresh = [s for s in _of_process(device_type) if s not in known]
+                self._before += [(setting, setting.get()) for setting in fresh]
+            self._threads[device_type] += 1
 
-    def release(self) -> None:
+    def release(self, device_type: str) -> None:
         with self._lock:
-            self._holders -= 1
-            if self._holders == 0:
-                _restore(self._wanted, self._before)
+            self._threads[device_type] -= 1
+            if self._threads[device_type]:
+                return
+            del self._threads[device_type]
+            asked = {s.name for kind in self._threads for s in _of_process(kind)}
+            # The last first: of two with one name the first has what was there before both.
+            for setting, value in reversed(self._before):
+                if setting.name not in asked and setting.get() != value:
+                    setting.set(value)
+            self._before = [pair for pair in self._before if pair[0].name in asked]
 
 
-_shared = cache(_Shared)
+_shared = _Shared()
 
 
 class _Workers(local):
@@ -206,13 +224,13 @@ def pin_again(device_type: str) -> None:
 @contextmanager
 def pinned(device_type: str) -> Iterator[None]:
     """The values that passes have, while the block runs."""
-    shared = _shared(device_type)
-    shared.acquire()
+    shared = _shared
+    shared.acquire(device_type)
     own = _of_thread(device_type)
-    before = [get() for get, _, _ in own]
+    before = [setting.get() for setting in own]
     try:
         pin_again(device_type)
         yield
     finally:
         _restore(own, before)
-        shared.release()
+        shared.release(device_type)

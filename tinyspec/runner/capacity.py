@@ -15,14 +15,19 @@ from tinyspec.runner.kv_cache import KVCache
 
 # Shares of the free memory: a CPU's is shared with every other process.
 DEFAULT_FRACTION = {"cuda": 0.8, "cpu": 0.4}
+# Statistics of torch's allocator: all of its memory, and what of that no other segment can be.
+SEGMENTS = ("reserved", "allocated", "inactive_split")
 
 
 def _free_memory(device: torch.device) -> int:
     """Bytes free on the device."""
     if device.type == "cuda":
-        # What torch's allocator keeps of freed memory is free for a pool as well.
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + kept
+        # What torch's allocator keeps of freed memory is free for a pool as well: on whichever
+        # stream it was used, it goes back to the device before an allocation fails. Not so the
+        # rest of segments of which a part is in use.
+        stats = torch.cuda.memory_stats(device)
+        kept, *taken = (stats.get(f"{name}_bytes.all.current", 0) for name in SEGMENTS)
+        return torch.cuda.mem_get_info(device)[0] + kept - sum(taken)
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

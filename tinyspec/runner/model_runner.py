@@ -110,6 +110,7 @@ class ModelRunner:
         """Free the pool's memory; no pass may be running."""
         self._cache = None
         self._context.k, self._context.v = [], []
+        self.torch_state.stream.give_back()
 
     @contextmanager
     def on_pages(self, cache: KVCache) -> Iterator[KVCache]:

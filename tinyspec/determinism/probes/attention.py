@@ -26,9 +26,10 @@ from tinyspec.runner.model_runner import ModelRunner
 PAGE_SIZE = 128
 PAGES = 5
 LENGTH = PAGE_SIZE * PAGES - 40
-# Stands in for bounds of this length or more, with what they leave over of it. Tiles of keys and
-# splits have a power of two of them, 512 at most.
-NEAR = 256
+# Kernels sum tiles of keys and splits of this length, or of a part of it. For bounds that no row of
+# the probe comes to stand those that leave as much over of it: rows begin and end at the same
+# places of tiles and splits. They are at least LEAST_BOUND long, and less than both together.
+SPLIT, LEAST_BOUND = 512, 64
 # A difference in one row of 10,000 shows in so many with a probability of 99 %.
 MANY_ROWS = 50_000
 # Of a kind, after its first round: what the proof before a first token takes.
@@ -109,9 +110,13 @@ def _within(reach: Reach) -> Reach:
 
 
 def _nearer(reach: Reach) -> Reach:
-    """``reach`` with bounds that rows of the probe come to, which cut tiles of keys alike."""
-    near = {name: n if n < LENGTH else NEAR + n % NEAR for name, n in vars(reach).items()}
-    return Reach(**near)
+    """``reach`` with bounds that rows of the probe come to, which cut tiles and splits alike."""
+    return Reach(**{name: n if n < LENGTH else _near(n) for name, n in vars(reach).items()})
+
+
+def _near(bound: int) -> int:
+    rest = bound % SPLIT
+    return rest if rest >= LEAST_BOUND else rest + SPLIT
 
 
 def _passes() -> Iterator[list[tuple[int, int]]]:

@@ -12,6 +12,8 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import TypeVar
 
+from torch import Tensor
+
 from tinyspec.determinism.probe_results import (
     OTHER,
     BucketResult,
@@ -149,9 +151,12 @@ def _broken_in_tiles(work: Workspace, results: ProbeResults, rows: int) -> Steps
             runner.tiles.on = False
 
     for name in results.differing(rows):
-        shape = linear_shape(runner.model.get_submodule(name))
+        module = runner.model.get_submodule(name)
+        shape, weight = linear_shape(module), getattr(module, "weight", None)
         assert shape is not None
-        row = shape[0] * runner.model.dtype.itemsize
+        # Rows have the weight's dtype, where it is one of theirs.
+        own = isinstance(weight, Tensor) and weight.is_floating_point()
+        row = shape[0] * (weight if own else runner.model).dtype.itemsize
         tiles = split_rows(rows, results.tiles[name])
         if any(start * row % aligned for start in accumulate(tiles[:-1])):
             found, _ = yield from within(in_tiles, work.function_steps(name, [rows]), 0.0)
