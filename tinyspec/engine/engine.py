@@ -18,6 +18,7 @@ from tinyspec.engine.drafter import Drafter, make_drafter
 from tinyspec.engine.input_processor import InputProcessor
 from tinyspec.engine.request_tracker import RequestTracker
 from tinyspec.engine.stream import EventStream
+from tinyspec.engine.turns import in_turns
 from tinyspec.errors import refuse
 from tinyspec.kernels import backend
 from tinyspec.kernels.backend import Kernels
@@ -41,12 +42,16 @@ RECORDS_KEPT = 1000
 Params = SamplingParams | list[SamplingParams] | None
 
 
+@in_turns("close", "suspend", "resume", "reserve", "release", "step", "weights_changed")
 class Engine:
     """Generates from a loaded causal LM, whose attention it patches until ``close``.
 
     model: a transformers causal LM on one device; of PEFT's or torch.compile's wrapper the model
     inside is served. tokenizer: for text prompts, stop strings and text outputs. grows: start with
     one page, ``reserve`` adds more (not where ``config`` sets ``num_pages``). A context manager.
+
+    Threads may share one: requests of all, and the user's code in them, run in the same passes in
+    any thread that waits, and any thread's ``step`` returns what ``add_request`` of all gave.
 
     For tests and tools to look at, and free to change: ``core`` (one step), ``admission`` (waiting
     and running sequences), ``pool`` (pages), ``runner`` (one pass), ``patched`` (the changes to the
@@ -97,9 +102,9 @@ class Engine:
         parts = (admission, scheduler, runner, Sampler(kernels), committer, drafter, records)
         self.core = EngineCore(*parts, overlap=bool(config.overlap))
         self.contract = Contract(self.model, runner, config)
-        self._inputs = InputProcessor(self.model, self.tokenizer, config, self.pool)
         self.tracker = RequestTracker(self.core, self.contract, self.tokenizer)
-        self._closed = False
+        self.turns = turns = self.tracker.turns
+        self._inputs = InputProcessor(self.model, self.tokenizer, config, self.pool, turns)
 
     @classmethod
     def from_pretrained(
@@ -123,15 +128,14 @@ class Engine:
 
     def close(self) -> None:
         """Abort what is unfinished, give the memory back and the model its own attention."""
-        if self._closed:
+        if self.tracker.closed:
             return
-        self.tracker.cancel(list(self.tracker.requests.values()))
+        self.tracker.close()
         self.core.settle()
         self.runner.release()
         self.contract.rest()
         self.runner.tiles.unbind()
         uninstall(self.model)
-        self._closed = True
 
     def suspend(self) -> None:
         """Give the model its own attention back until ``resume``. The prefix cache keeps only
@@ -188,14 +192,11 @@ class Engine:
     @property
     def fingerprint(self) -> str:
         """Digest of everything that bits depend on; outputs with equal digests are comparable."""
-        self.tracker.check_model()
-        return self.contract.fingerprint
+        return self.tracker.fingerprint()
 
     def check_model(self) -> None:
         """Compare weights, modules and threads with those of the last call; after a change, drop
         what was computed before. Raises ValueError for a closed engine."""
-        if self._closed:
-            raise refuse("engine", "closed", "an engine that is open")
         self.tracker.check_model()
 
     def weights_changed(self) -> None:
