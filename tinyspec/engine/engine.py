@@ -42,7 +42,7 @@ RECORDS_KEPT = 1000
 Params = SamplingParams | list[SamplingParams] | None
 
 
-@in_turns("close", "suspend", "resume", "reserve", "release", "step", "weights_changed")
+@in_turns("close", "suspend", "resume", "reserve", "release", "step", "weights_changed", "_ready")
 class Engine:
     """Generates from a loaded causal LM, whose attention it patches until ``close``.
 
@@ -52,7 +52,6 @@ class Engine:
 
     Threads may share one: requests of all, and the user's code in them, run in the same passes in
     any thread that waits, and any thread's ``step`` returns what ``add_request`` of all gave.
-
     For tests and tools to look at, and free to change: ``core`` (one step), ``admission`` (waiting
     and running sequences), ``pool`` (pages), ``runner`` (one pass), ``patched`` (the changes to the
     model), ``tracker`` (unfinished requests), ``contract`` (fingerprint and proof).
@@ -165,9 +164,8 @@ class Engine:
         there = self.pool.num_pages
         if num_pages > there and self.config.num_pages is None:
             self._refuse_unfinished("reserve")
-            held = there if self.runner.holds_memory else 0
-            most = most_pages(self.config, self.patched.layers, self.model, held)
-            more = min(num_pages, most) - there
+            layers, taken = self.patched.layers, self.runner.pages_taken
+            more = min(num_pages, most_pages(self.config, layers, self.model, taken)) - there
             if more > 0:
                 self.runner.extend(there + more)
                 self.pool.extend(more)
@@ -295,6 +293,8 @@ class Engine:
         return self.tracker.has_unfinished()
 
     def _ready(self) -> InputProcessor:
-        """The maker of requests, after a check of engine and weights."""
+        """The maker of requests, after a check of engine, weights and memory."""
         self.check_model()
+        if not (self._grows or self.runner.holds_memory or self.tracker.requests):
+            self.pool.resize(most_pages(self.config, self.patched.layers, self.model))
         return self._inputs
