@@ -16,6 +16,7 @@ from tinyspec.engine.async_worker import AsyncWorker, Call
 from tinyspec.engine.engine import Engine, Params
 from tinyspec.errors import refuse
 from tinyspec.outputs import RequestOutput, StreamEvent
+from tinyspec.scalars import plain
 
 
 class AsyncEngine:
@@ -39,6 +40,7 @@ class AsyncEngine:
         *,
         max_requests: int = 1024,
     ):
+        max_requests = plain(max_requests)
         if not isinstance(max_requests, int) or max_requests < 1:
             raise refuse("max_requests", max_requests, "an integer of at least 1")
         given = isinstance(model, Engine)

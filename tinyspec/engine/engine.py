@@ -216,8 +216,8 @@ class Engine:
     ) -> list[RequestOutput]:
         """Outputs for ``prompts``, in their order.
 
-        prompts: a str, a list of str, a list of token-id lists, or chat messages. params: one for
-        all, or as many as there are prompts. progress: show a bar of finished completions.
+        prompts: text, token ids (tensors or what a tokenizer returns, too), chat messages; lists.
+        params: one for all, or one a prompt. progress: show a bar of finished completions.
 
         Raises ValueError naming the field, and DeterminismError, before anything runs.
         """
