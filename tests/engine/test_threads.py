@@ -1,6 +1,8 @@
 """One engine, many threads: requests of all share passes, and nobody's trouble is another's."""
 
+import copy
 import os
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Barrier, Event, Thread
@@ -12,16 +14,16 @@ from tests.support.cases import bits_of, engine_of, greedy, model_of, one_by_one
 from tests.support.mixes import bits
 from tests.support.patience import PATIENCE
 from tests.support.tiny import tiny
-from tinyspec import SamplingParams
+from tinyspec import AsyncEngine, SamplingParams
 from tinyspec.engine.turns import Turns
 
-THREADS = 6
+THREADS = 4
 SETTINGS = {"page_size": 8, "num_pages": 120}
 # Two prompts a thread: one deterministic, one sampled and deterministic.
 REQUESTS = [
     [
-        (text(3 + 5 * n, seed=n), greedy(10)),
-        (text(20 - n, seed=n), greedy(14, temperature=1.0, seed=n)),
+        (text(3 + 5 * n, seed=n), greedy(6)),
+        (text(20 - n, seed=n), greedy(8, temperature=1.0, seed=n)),
     ]
     for n in range(THREADS)
 ]
@@ -109,15 +111,14 @@ def test_nobody_is_aborted_but_who_is_asked_for(engine, expected):
     def work(n):
         if n == 1:
             return engine.abort(engine.add_request(*REQUESTS[n][0])).completions[0].finish_reason
-        if n in (3, 5):
+        if n in (2, 3):
             stream = engine.stream([p for p, _ in REQUESTS[n]], REQUESTS[n][0][1])
             next(stream)
             return stream.close() if n == 3 else None
         return bits_of(run(engine, REQUESTS[n]))
 
     found = together(work)
-    assert [found[n] for n in (0, 2, 4)] == [expected[n] for n in (0, 2, 4)]
-    assert [found[n] for n in (1, 3, 5)] == ["abort", None, None]
+    assert found == [expected[0], "abort", None, None]
 
 
 @pytest.mark.parametrize("error", [ValueError, SystemExit])
@@ -193,6 +194,14 @@ def test_a_forked_process_is_told(engine):
     assert engine.generate([[1, 2]], greedy(2))[0].completions[0].token_ids
 
 
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_spawned_process_is_told(engine, copied):
+    """Where its arguments are pickled."""
+    for given in (engine, AsyncEngine(engine)):
+        with pytest.raises(TypeError, match="Engine cannot be copied or pickled"):
+            copied(given)
+
+
 def test_closing_ends_the_calls_of_others():
     engine, begun = engine_of(tiny(), **SETTINGS), Event()
 
@@ -246,7 +255,7 @@ def test_those_that_are_ready_come_first():
 def test_ctrl_c_at_any_call_leaves_no_turn_held(waits, sigint):
     """Another thread always gets the turn afterwards."""
     turns = Turns(lambda: None)
-    for number in range(1, 40):
+    for number in range(1, 26):
         other = Event()
         with ThreadPoolExecutor(1) as pool:
             entered, leave = Event(), Event()

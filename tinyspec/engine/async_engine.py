@@ -14,18 +14,19 @@ import torch
 from tinyspec.config import EngineConfig
 from tinyspec.engine.async_worker import AsyncWorker, Call
 from tinyspec.engine.engine import Engine, Params
+from tinyspec.engine.turns import HasTurns
 from tinyspec.errors import refuse
 from tinyspec.outputs import RequestOutput, StreamEvent
 from tinyspec.scalars import plain
 
 
-class AsyncEngine:
+class AsyncEngine(HasTurns):
     """Generates for any number of asyncio tasks, whose requests share the passes of one Engine.
 
     Passes run in a thread of their own, and so does the user's code in requests. Cancelling a task
     aborts its requests. model, tokenizer, config: as for ``Engine``, or an Engine as ``model``,
-    which others may go on using. max_requests: calls begin, in order, while fewer requests than
-    this are unfinished; the others wait. An asynchronous context manager.
+    which others may use as well, and which stays open. max_requests: calls begin, in order, while
+    fewer requests than this are unfinished; the others wait. An asynchronous context manager.
 
     engine: the Engine, for its other methods, which wait for no event loop but for a pass.
 
@@ -47,7 +48,8 @@ class AsyncEngine:
         if given and (tokenizer, config) != (None, None):
             raise refuse("tokenizer, config", (tokenizer, config), "None with an Engine")
         self.engine: Engine = model if given else Engine(model, tokenizer, config)
-        self._worker = AsyncWorker(self.engine, max_requests)
+        self.turns = self.engine.turns
+        self._worker = AsyncWorker(self.engine, max_requests, closes=not given)
         # Also when this is collected, and when the interpreter ends.
         self._stop = weakref.finalize(self, self._worker.stop)
 
@@ -63,7 +65,9 @@ class AsyncEngine:
     ) -> AsyncEngine:
         """As ``Engine.from_pretrained``; returns when the model is loaded."""
         engine = Engine.from_pretrained(name_or_path, dtype, device, config)
-        return cls(engine, max_requests=max_requests)
+        served = cls(engine, max_requests=max_requests)
+        served._worker.closes = True
+        return served
 
     async def __aenter__(self) -> AsyncEngine:
         return self
@@ -72,7 +76,8 @@ class AsyncEngine:
         await self.close()
 
     async def close(self) -> None:
-        """Close the engine; calls that are unfinished raise ValueError."""
+        """End the thread, and close the engine unless it was given; unfinished calls raise
+        ValueError."""
         await asyncio.get_running_loop().run_in_executor(None, self._stop)
 
     async def generate(self, prompts: Any, params: Params = None) -> list[RequestOutput]:

@@ -64,11 +64,12 @@ class Call:
 class AsyncWorker:
     """Steps ``engine`` in one thread while calls are unfinished.
 
-    Calls begin in order, while fewer than ``max_requests`` requests are unfinished.
+    Calls begin in order, while fewer than ``max_requests`` requests are unfinished. closes: whether
+    ``stop`` closes the engine.
     """
 
-    def __init__(self, engine: Engine, max_requests: int):
-        self._engine = engine
+    def __init__(self, engine: Engine, max_requests: int, closes: bool):
+        self._engine, self.closes = engine, closes
         self._max_requests = max_requests
         self._lock = Lock()
         self._wake = Event()
@@ -99,7 +100,7 @@ class AsyncWorker:
         self._wake.set()
 
     def stop(self) -> None:
-        """Fail the calls that are unfinished, end the thread and close the engine."""
+        """Fail the calls that are unfinished, and end the thread."""
         if self._engine.turns.forked:
             return
         self._stopping = True
@@ -129,7 +130,8 @@ class AsyncWorker:
         closed = refuse("engine", "closed", "an engine that is open")
         self._fail([*self._waiting, *self._running], closed)
         self._send()
-        self._engine.close()
+        if self.closes:
+            self._engine.close()
 
     def _take(self) -> None:
         while self._told:

@@ -18,7 +18,7 @@ from tinyspec.engine.drafter import Drafter, make_drafter
 from tinyspec.engine.input_processor import InputProcessor
 from tinyspec.engine.request_tracker import RequestTracker
 from tinyspec.engine.stream import EventStream
-from tinyspec.engine.turns import in_turns
+from tinyspec.engine.turns import HasTurns, in_turns
 from tinyspec.errors import refuse
 from tinyspec.kernels import backend
 from tinyspec.kernels.backend import Kernels
@@ -43,7 +43,7 @@ Params = SamplingParams | list[SamplingParams] | None
 
 
 @in_turns("close", "suspend", "resume", "reserve", "release", "step", "weights_changed", "_ready")
-class Engine:
+class Engine(HasTurns):
     """Generates from a loaded causal LM, whose attention it patches until ``close``.
 
     model: a transformers causal LM on one device; of PEFT's or torch.compile's wrapper the model

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from tinyspec.config import EngineConfig
 from tinyspec.engine.tokenization import as_prompts, continuation_ids, to_token_ids
-from tinyspec.engine.turns import Turns, in_turn
+from tinyspec.engine.turns import HasTurns, Turns, in_turn
 from tinyspec.errors import refuse
 from tinyspec.model.supported import vocab_size
 from tinyspec.outputs import RequestOutput
@@ -25,7 +25,7 @@ from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.request import Request
 
 
-class InputProcessor:
+class InputProcessor(HasTurns):
     """Checks prompts and parameters against one model and one pool, and numbers the requests."""
 
     def __init__(

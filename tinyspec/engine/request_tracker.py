@@ -21,14 +21,14 @@ from tinyspec.engine.commit import Commits
 from tinyspec.engine.core import EngineCore
 from tinyspec.engine.interrupts import between_steps, deferred_interrupt
 from tinyspec.engine.results import output_of
-from tinyspec.engine.turns import Turns, in_turn
+from tinyspec.engine.turns import HasTurns, Turns, in_turn
 from tinyspec.engine.user_code import UserCode
 from tinyspec.errors import DeterminismError, refuse
 from tinyspec.outputs import RequestOutput
 from tinyspec.scheduler.request import Request, Sequence
 
 
-class RequestTracker:
+class RequestTracker(HasTurns):
     """Unfinished requests of one engine by id, and those of ``queue`` that have finished and were
     not taken. Threads take turns; requests of all run in the same passes."""
 

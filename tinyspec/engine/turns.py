@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from threading import Lock, get_ident
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from tinyspec.engine.interrupts import between_steps, flush, in_main_thread
 from tinyspec.errors import refuse
@@ -142,10 +142,16 @@ class Turns:
             self._current.gate.release()
 
 
-class HasTurns(Protocol):
-    """Whose methods may be called by several threads."""
+class HasTurns:
+    """Whose methods may be called by several threads of one process."""
 
     turns: Turns
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled: it belongs to one model and one "
+            "process; make another where it is needed"
+        )
 
 
 S = TypeVar("S", bound=HasTurns)
