@@ -3,7 +3,9 @@
 import json
 from dataclasses import FrozenInstanceError, fields
 
+import numpy as np
 import pytest
+import torch
 
 from tinyspec import EngineConfig, SamplingParams
 
@@ -88,6 +90,54 @@ def test_unknown_field(kind):
         kind(4)
     with pytest.raises(FrozenInstanceError):
         kind().seed = 5
+
+
+@pytest.mark.parametrize(
+    "name, own",
+    [
+        ("max_tokens", "max_new_tokens"),
+        ("min_tokens", "min_new_tokens"),
+        ("n", "num_return_sequences"),
+        ("stop", "stop_strings"),
+    ],
+)
+def test_names_that_others_have(name, own):
+    with pytest.raises(ValueError, match=f"{name}=2 .*called {own}"):
+        SamplingParams(**{name: 2})
+    SamplingParams(**{own: "2" if own == "stop_strings" else 2})
+
+
+NUMBERS = {
+    "numpy": (np.int64, np.float64, np.bool_, lambda *values: np.array(values)),
+    "numpy's small": (np.uint8, np.float32, np.bool_, lambda *values: np.array(values, np.int16)),
+    "torch": (torch.tensor, torch.tensor, torch.tensor, lambda *values: torch.tensor(values)),
+}
+
+
+@pytest.mark.parametrize("integer, real, truth, several", NUMBERS.values(), ids=NUMBERS)
+def test_numbers_of_numpy_and_torch(integer, real, truth, several):
+    """Wherever Python's are; and they are Python's afterwards."""
+    given = {
+        **dict.fromkeys(("max_new_tokens", "seed", "top_k", "num_return_sequences"), integer(5)),
+        **dict.fromkeys(("min_new_tokens", "top_logprobs"), integer(2)),
+        **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), real(0.5)),
+        **dict.fromkeys(
+            ("deterministic", "ignore_eos", "logprobs", "prompt_logprobs"), truth(True)
+        ),
+    }
+    params = SamplingParams(**given, eos_token_id=integer(3), stop_token_ids=several(4, 5))
+    plain = {name: value.item() for name, value in given.items()}
+    assert params == SamplingParams(**plain, eos_token_id=3, stop_token_ids=[4, 5])
+    values = [getattr(params, field.name) for field in fields(params)]
+    values += [*params.eos_token_id, *params.stop_token_ids]
+    assert {type(value) for value in values} <= {int, float, bool, str, tuple}
+    assert SamplingParams(stop_token_ids=[integer(4), 5]).stop_token_ids == (4, 5)
+    for bad in ({"max_new_tokens": real(5.5)}, {"seed": truth(True)}, {"temperature": several(1)}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            SamplingParams(**bad)
+    config = {"max_rows": integer(64), "draft_window": integer(3), "memory_fraction": real(0.5)}
+    same = EngineConfig(max_rows=64, draft_window=3, memory_fraction=0.5, prefix_cache=False)
+    assert EngineConfig(**config, prefix_cache=truth(False)) == same
 
 
 def test_settings_that_do_not_fit_together():

@@ -29,7 +29,7 @@ WINGS = (
     ("kernels",),
 )
 # In order: each imports only what stands before it.
-SHARED = ("errors", "config", "sampling_params", "outputs")
+SHARED = ("errors", "scalars", "config", "sampling_params", "outputs")
 # Beside the wings: the public surface.
 SURFACE = ("tinyspec", "__main__")
 NOT_ON_HOST = {"torch", "triton", "transformers", "tokenizers"}

@@ -2,6 +2,7 @@
 
 from tinyspec.config import EngineConfig
 from tinyspec.drop_in.patching import generate, patch, unpatch
+from tinyspec.engine.async_engine import AsyncEngine
 from tinyspec.engine.drafter import Drafter
 from tinyspec.engine.engine import Engine
 from tinyspec.errors import DeterminismError, TinyspecError, UnsupportedModelError
@@ -11,6 +12,7 @@ from tinyspec.tools.audit import AuditReport, audit
 from tinyspec.tools.doctor import DoctorReport, doctor
 
 __all__ = [
+    "AsyncEngine",
     "AuditReport",
     "Completion",
     "DeterminismError",

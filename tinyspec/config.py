@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from tinyspec.errors import refuse
+from tinyspec.scalars import plain
 
 VERIFY = ("auto", "direct", "padded", "always")
 LINEAR = ("auto", "always", "never")
@@ -48,7 +49,8 @@ class EngineConfig:
         its results; changes no bit of a deterministic request (None: on a GPU, not on a CPU).
     kv_dtype, cuda_graphs: "auto" and False in this version.
 
-    Raises ValueError naming the field, its value and what is allowed.
+    Numbers may be numpy's, or tensors without dimensions. Raises ValueError naming the field, its
+    value and what is allowed.
     """
 
     reference_rows: int | None = None
@@ -72,6 +74,11 @@ class EngineConfig:
     overlap: bool | None = None
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "drafter" and (own := plain(value)) is not value:
+                object.__setattr__(self, field.name, own)
+
         def at_least(field: str, least: int) -> None:
             value = getattr(self, field)
             if value is None and field not in ("max_sequences", "draft_window"):

@@ -13,8 +13,16 @@ from functools import cached_property
 from typing import Any
 
 from tinyspec.errors import refuse
+from tinyspec.scalars import plain, plain_list
 
 LOGPROBS_MODES = ("processed", "raw")
+# Names that others have for fields, vLLM and OpenAI among them.
+OTHER_NAMES = {
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "n": "num_return_sequences",
+    "stop": "stop_strings",
+}
 
 
 def _is_int(value: object) -> bool:
@@ -23,7 +31,8 @@ def _is_int(value: object) -> bool:
 
 def _token_ids(field: str, value: Any) -> tuple[int, ...]:
     """One id or several, as a tuple."""
-    ids = (value,) if _is_int(value) else tuple(value) if isinstance(value, Iterable) else (None,)
+    several = isinstance(value, Iterable)
+    ids = (value,) if _is_int(value) else tuple(plain_list(value)) if several else (None,)
     if not all(_is_int(i) and i >= 0 for i in ids):
         raise refuse(field, value, "token ids, integers of at least 0")
     return ids
@@ -50,7 +59,8 @@ class SamplingParams:
         position, in order; one that declares ``stateless = True`` may be called for drafts too.
     stopping_criteria: called as ``f(input_ids [1, L], None)`` after every committed token.
 
-    Raises ValueError naming the field, its value and what is allowed.
+    Numbers may be numpy's, or tensors without dimensions. Raises ValueError naming the field, its
+    value and what is allowed.
     """
 
     max_new_tokens: int = 128
@@ -74,7 +84,16 @@ class SamplingParams:
     logits_processors: Sequence[Callable[..., Any]] = ()
     stopping_criteria: Sequence[Callable[..., Any]] = ()
 
+    def __new__(cls, **given: Any) -> SamplingParams:
+        for name in OTHER_NAMES.keys() & given.keys():
+            raise refuse(name, given[name], f"it is called {OTHER_NAMES[name]} here")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if (own := plain(value)) is not value:
+                self._set(field.name, own)
         self._check_numbers()
         self._check_choices()
         self._check_lists()

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -95,7 +96,7 @@ def test_settings_that_only_steer_share_facts(probed):
         [
             lambda text: text[: len(text) // 2],
             lambda text: "7",
-            lambda text: text.replace('"format": 3', '"format": 1'),
+            lambda text: text.replace('"format": 4', '"format": 1'),
             lambda text: text.replace('"reference"', '"preference"'),
             lambda text: "",
             lambda text: "[]",
@@ -125,9 +126,8 @@ def test_a_home_that_cannot_be_written(home, probed):
 def test_fresh_facts_replace_those_on_disk(home, probed):
     proven(tiny())
     (file,) = home.iterdir()
-    entry = json.loads(file.read_text())
-    entry["results"]["buckets"][0]["seconds"] = 12345.0
-    file.write_text(json.dumps(entry))
+    known = probe_cache.load(file.stem)
+    probe_cache.store(file.stem, known.with_bucket(replace(known.buckets[0], seconds=12345.0)))
     assert proven(tiny())[0].buckets[0].seconds == 12345.0
     with Engine(tiny(), config=EngineConfig(**CONFIG)) as engine:
         assert engine.contract.probe(fresh=True).buckets[0].seconds != 12345.0

@@ -1,11 +1,138 @@
-"""Memory that a pool may have on a GPU: from what torch's allocator says of it, without one."""
+"""The page pool takes what is asked for or is refused with the bytes; never more than its share."""
 
 import pytest
 import torch
 
-from tinyspec.runner.capacity import _free_memory
+from tests.support.tiny import prompts, tiny
+from tinyspec import Engine, EngineConfig, SamplingParams
+from tinyspec.model.supported import max_positions
+from tinyspec.runner import capacity
+from tinyspec.runner.kv_cache import KVCache
 
+# Of a page of 16 tokens: two layers of k and v, two heads of 16, in fp32.
+PAGE = 2 * 2 * 2 * 16 * 16 * 4
+SHORT = SamplingParams(max_new_tokens=3)
 GPU = torch.device("cuda", 0)
+
+
+def free(monkeypatch, pages: float) -> None:
+    """Memory for so many pages."""
+    monkeypatch.setattr(capacity, "_free_memory", lambda device: int(pages * PAGE))
+    monkeypatch.setattr(capacity, "_available", lambda device: int(pages * PAGE))
+
+
+def engine_of(**settings) -> Engine:
+    grows = settings.pop("grows", False)
+    return Engine(tiny(), config=EngineConfig(page_size=16, **settings), grows=grows)
+
+
+def bytes_of(engine: Engine) -> int:
+    """What the pool's tensors take."""
+    cache = engine.runner.cache
+    return sum(tensor.nbytes for tensor in (*cache.k, *cache.v))
+
+
+def test_a_pool_that_does_not_fit_is_refused_with_the_bytes():
+    model = tiny()
+    config = EngineConfig(page_size=16, num_pages=10**9)
+    with pytest.raises(ValueError, match=rf"num_pages=10+ .* {10**9 * PAGE} bytes, and \d+ are"):
+        Engine(model, config=config)
+    Engine(model).close()  # it was left alone
+
+
+@pytest.mark.parametrize("pages, fits", [(40, True), (39.9, False)])
+def test_what_just_fits(monkeypatch, pages, fits):
+    free(monkeypatch, pages)
+    if not fits:
+        with pytest.raises(ValueError, match=f"{40 * PAGE} bytes, .*enough for 39"):
+            engine_of(num_pages=40)
+        return
+    with engine_of(num_pages=40) as engine:
+        assert bytes_of(engine) == 40 * PAGE
+        engine.generate(prompts(2), SHORT)
+        engine.release()
+        free(monkeypatch, 20)  # another has taken the rest
+        with pytest.raises(ValueError, match="num_pages=40"):
+            engine.generate(prompts(2), SHORT)
+
+
+def test_a_share_of_what_is_free_when_it_is_taken(monkeypatch):
+    """Not of what was free when the engine was made, or before ``release``."""
+    free(monkeypatch, 80)
+    with engine_of(memory_fraction=0.5) as engine:
+        assert engine.pool.num_pages == 40
+        free(monkeypatch, 60)
+        engine.generate(prompts(2), SHORT)
+        assert engine.pool.num_pages == 30 and bytes_of(engine) == 30 * PAGE
+        free(monkeypatch, 2)
+        engine.generate(prompts(2), SHORT)
+        assert engine.pool.num_pages == 30, "while it is held"
+        for pages in (26, 100):
+            engine.release()
+            free(monkeypatch, pages)
+            engine.generate(prompts(1), SHORT)
+            assert engine.pool.num_pages == pages // 2 and bytes_of(engine) == pages // 2 * PAGE
+
+
+def test_a_pool_that_grows_takes_a_share_too(monkeypatch):
+    """On a CPU pages that were never written have taken nothing yet."""
+    free(monkeypatch, 80)
+    with engine_of(memory_fraction=0.5, grows=True) as engine:
+        engine.reserve(30)
+        engine.generate([[1] * 50], SHORT)
+        written = engine.runner.pages_taken
+        assert 4 <= written < 10
+        free(monkeypatch, 80 - written)
+        engine.reserve(100)
+        assert engine.pool.num_pages == 40
+        engine.reserve(200)
+        assert engine.pool.num_pages == 40
+        engine.generate(prompts(2), SHORT)
+
+
+def test_page_bytes(monkeypatch):
+    """The size that these tests reckon with."""
+    with engine_of(num_pages=1) as engine:
+        assert KVCache.page_bytes(engine.patched.layers, 16, engine.model.dtype) == PAGE
+        assert max_positions(engine.model) == 512
+
+
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+V2 = ("memory.max", "memory.current", "inactive_file")
+
+
+def group(folder, names, limit, used, files) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 1\n{names[2]} {files}\nfile 2\n")
+
+
+@pytest.mark.parametrize(
+    "lines, root, names",
+    [("0::/a/b\n", "", V2), ("5:cpu:/a\n4:memory:/a/b\n0::/\n", "memory", V1)],
+    ids=["version 2", "version 1"],
+)
+def test_control_groups(tmp_path, lines, root, names):
+    """Each one around the process that has a limit."""
+    assert capacity.group_memory(tmp_path) == []
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(lines)
+    assert capacity.group_memory(tmp_path) == []
+    folder = tmp_path / "sys/fs/cgroup" / root
+    group(folder / "a/b", names, "max", 10, 0)
+    group(folder / "a", names, 1000, 700, 50)
+    group(folder, names, 5000, 6000, 1)
+    assert capacity.group_memory(tmp_path) == [350, 0]
+
+
+def test_memory_of_a_group_is_memory_of_the_machine(monkeypatch):
+    monkeypatch.setattr(capacity, "group_memory", lambda: [10**12, 12345])
+    for free_memory in (capacity._free_memory, capacity._available):
+        assert free_memory(tiny().device) == 12345
+
+
+# On a GPU, from what torch's allocator says
 
 
 @pytest.mark.parametrize(
@@ -19,11 +146,11 @@ GPU = torch.device("cuda", 0)
     ],
     ids=str,
 )
-def test_what_the_allocator_keeps(counts, free, monkeypatch):
+def test_what_the_allocator_of_a_gpu_keeps(counts, free, monkeypatch):
     stats = {f"{name}_bytes.all.current": count for name, count in counts.items()}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
-    assert _free_memory(GPU) == free
+    assert capacity._free_memory(GPU) == free
 
 
 def test_names_of_the_allocators_counts():

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from tinyspec.determinism.typed import typed
 from tinyspec.scheduler.buckets import between
 
 
@@ -65,7 +66,7 @@ class Alternative:
 
 # Of a bucket: 0 as the reference bucket, None where a row's place or neighbours change its bits.
 # Others are equal where rows have the same bits, but for OTHER, which tells only that 0 is wrong.
-Labels = dict[int, "int | None"]
+Labels = dict[int, int | None]
 OTHER = -1
 
 
@@ -206,36 +207,14 @@ class ProbeResults:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON can hold it."""
-        return {**asdict(self), "alternatives": [asdict(a) for a in self.alternatives]}
+        return asdict(self)
 
     @classmethod
-    def from_dict(cls, found: dict[str, Any]) -> ProbeResults:
-        """The inverse of ``to_dict``; raises KeyError or TypeError on anything else."""
-        found = _tuples(found)
-        return cls(
-            reference=found["reference"],
-            buckets=tuple(BucketResult(**entry) for entry in found["buckets"]),
-            unsound=tuple(Unsound(**entry) for entry in found["unsound"]),
-            kernel_linears=found["kernel_linears"],
-            tiles=found["tiles"],
-            direct=found["direct"],
-            attention=tuple(ComparedRows(**entry) for entry in found["attention"]),
-            labels={
-                name: {int(rows): label for rows, label in own.items()}
-                for name, own in found["labels"].items()
-            },
-            compared=found["compared"],
-            routed=found["routed"],
-            costs=found["costs"],
-        )
+    def from_dict(cls, found: Any) -> ProbeResults:
+        """From what JSON held of ``to_dict``; raises TypeError on anything else."""
+        results: ProbeResults = typed(cls, found)
+        return results
 
 
 def _checked(kind: ComparedRows) -> int:
     return kind.checked
-
-
-def _tuples(value: Any) -> Any:
-    """``value`` with tuples for lists: JSON has no tuples."""
-    if isinstance(value, dict):
-        return {name: _tuples(entry) for name, entry in value.items()}
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value

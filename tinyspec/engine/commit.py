@@ -275,7 +275,7 @@ class Committer:
         ids = torch.tensor([sequence.history], dtype=torch.int64, device=self.device)
         scores = tuple(row[None] for row in sequence.scores) or None
         # Criteria may keep state, so each is called for every token.
-        with callers_modes():
+        with callers_modes(sequence.request.thread):
             answers = [f(ids, scores) for f in params.stopping_criteria]
         return any(bool(torch.as_tensor(answer).all()) for answer in answers)
 

@@ -18,6 +18,7 @@ from tinyspec.engine.drafter import Drafter, make_drafter
 from tinyspec.engine.input_processor import InputProcessor
 from tinyspec.engine.request_tracker import RequestTracker
 from tinyspec.engine.stream import EventStream
+from tinyspec.engine.turns import HasTurns, in_turns
 from tinyspec.errors import refuse
 from tinyspec.kernels import backend
 from tinyspec.kernels.backend import Kernels
@@ -41,13 +42,16 @@ RECORDS_KEPT = 1000
 Params = SamplingParams | list[SamplingParams] | None
 
 
-class Engine:
+@in_turns("close", "suspend", "resume", "reserve", "release", "step", "weights_changed", "_ready")
+class Engine(HasTurns):
     """Generates from a loaded causal LM, whose attention it patches until ``close``.
 
     model: a transformers causal LM on one device; of PEFT's or torch.compile's wrapper the model
     inside is served. tokenizer: for text prompts, stop strings and text outputs. grows: start with
     one page, ``reserve`` adds more (not where ``config`` sets ``num_pages``). A context manager.
 
+    Threads may share one: requests of all, and the user's code in them, run in the same passes in
+    any thread that waits, and any thread's ``step`` returns what ``add_request`` of all gave.
     For tests and tools to look at, and free to change: ``core`` (one step), ``admission`` (waiting
     and running sequences), ``pool`` (pages), ``runner`` (one pass), ``patched`` (the changes to the
     model), ``tracker`` (unfinished requests), ``contract`` (fingerprint and proof).
@@ -97,9 +101,9 @@ class Engine:
         parts = (admission, scheduler, runner, Sampler(kernels), committer, drafter, records)
         self.core = EngineCore(*parts, overlap=bool(config.overlap))
         self.contract = Contract(self.model, runner, config)
-        self._inputs = InputProcessor(self.model, self.tokenizer, config, self.pool)
         self.tracker = RequestTracker(self.core, self.contract, self.tokenizer)
-        self._closed = False
+        self.turns = turns = self.tracker.turns
+        self._inputs = InputProcessor(self.model, self.tokenizer, config, self.pool, turns)
 
     @classmethod
     def from_pretrained(
@@ -123,15 +127,14 @@ class Engine:
 
     def close(self) -> None:
         """Abort what is unfinished, give the memory back and the model its own attention."""
-        if self._closed:
+        if self.tracker.closed:
             return
-        self.tracker.cancel(list(self.tracker.requests.values()))
+        self.tracker.close()
         self.core.settle()
         self.runner.release()
         self.contract.rest()
         self.runner.tiles.unbind()
         uninstall(self.model)
-        self._closed = True
 
     def suspend(self) -> None:
         """Give the model its own attention back until ``resume``. The prefix cache keeps only
@@ -161,9 +164,8 @@ class Engine:
         there = self.pool.num_pages
         if num_pages > there and self.config.num_pages is None:
             self._refuse_unfinished("reserve")
-            held = there if self.runner.holds_memory else 0
-            most = most_pages(self.config, self.patched.layers, self.model, held)
-            more = min(num_pages, most) - there
+            layers, taken = self.patched.layers, self.runner.pages_taken
+            more = min(num_pages, most_pages(self.config, layers, self.model, taken)) - there
             if more > 0:
                 self.runner.extend(there + more)
                 self.pool.extend(more)
@@ -188,14 +190,11 @@ class Engine:
     @property
     def fingerprint(self) -> str:
         """Digest of everything that bits depend on; outputs with equal digests are comparable."""
-        self.tracker.check_model()
-        return self.contract.fingerprint
+        return self.tracker.fingerprint()
 
     def check_model(self) -> None:
         """Compare weights, modules and threads with those of the last call; after a change, drop
         what was computed before. Raises ValueError for a closed engine."""
-        if self._closed:
-            raise refuse("engine", "closed", "an engine that is open")
         self.tracker.check_model()
 
     def weights_changed(self) -> None:
@@ -217,8 +216,8 @@ class Engine:
     ) -> list[RequestOutput]:
         """Outputs for ``prompts``, in their order.
 
-        prompts: a str, a list of str, a list of token-id lists, or chat messages. params: one for
-        all, or as many as there are prompts. progress: show a bar of finished completions.
+        prompts: text, token ids (tensors or what a tokenizer returns, too), chat messages; lists.
+        params: one for all, or one a prompt. progress: show a bar of finished completions.
 
         Raises ValueError naming the field, and DeterminismError, before anything runs.
         """
@@ -294,6 +293,8 @@ class Engine:
         return self.tracker.has_unfinished()
 
     def _ready(self) -> InputProcessor:
-        """The maker of requests, after a check of engine and weights."""
+        """The maker of requests, after a check of engine, weights and memory."""
         self.check_model()
+        if not (self._grows or self.runner.holds_memory or self.tracker.requests):
+            self.pool.resize(most_pages(self.config, self.patched.layers, self.model))
         return self._inputs

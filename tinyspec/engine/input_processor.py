@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from tinyspec.config import EngineConfig
 from tinyspec.engine.tokenization import as_prompts, continuation_ids, to_token_ids
+from tinyspec.engine.turns import HasTurns, Turns, in_turn
 from tinyspec.errors import refuse
 from tinyspec.model.supported import vocab_size
 from tinyspec.outputs import RequestOutput
@@ -24,14 +25,20 @@ from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.request import Request
 
 
-class InputProcessor:
+class InputProcessor(HasTurns):
     """Checks prompts and parameters against one model and one pool, and numbers the requests."""
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: Any, config: EngineConfig, pool: PagePool
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        config: EngineConfig,
+        pool: PagePool,
+        turns: Turns,
     ):
         if isinstance(tokenizer, EngineConfig):
             raise refuse("tokenizer", tokenizer, "a tokenizer or None; did you mean config=?")
+        self.turns = turns  # tokenizers serve one thread at a time
         self._pool = pool
         self._tokenizer = tokenizer
         self._config = config
@@ -41,6 +48,7 @@ class InputProcessor:
         self._seeds = torch.Generator()
         self._seeds.manual_seed(secrets.randbits(63) if config.seed is None else config.seed)
 
+    @in_turn
     def requests(self, prompts: Any, params: Any) -> list[Request]:
         """One request per prompt; ``params`` is one for all, or a list of as many.
 
@@ -55,6 +63,7 @@ class InputProcessor:
             self._check(prompt, wanted)
         return [self._request(p, wanted) for p, wanted in zip(ids, each, strict=True)]
 
+    @in_turn
     def scored(self, prompts: Any, continuations: Any, params: Any) -> list[Request]:
         """Requests for the log-probabilities of given continuations."""
         given, follow = as_prompts(prompts), as_prompts(continuations)
@@ -79,6 +88,7 @@ class InputProcessor:
             request.sequences[0].teacher_forced = True
         return requests
 
+    @in_turn
     def replayed(self, outputs: Many[RequestOutput]) -> list[Request]:
         """Finished requests once more, with their tokens given; no cached page is used."""
         params = [replace(output.params, deterministic=True) for output in outputs]

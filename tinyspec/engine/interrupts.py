@@ -43,15 +43,22 @@ class _Guard:
 _guards: list[_Guard] = []
 
 
-def _in_main_thread() -> bool:
+def in_main_thread() -> bool:
+    """Whether signals are handled in the calling thread."""
     return threading.current_thread() is threading.main_thread()
+
+
+def flush() -> None:
+    """Within ``between_steps``, where the thread waits: a signal that came takes effect now."""
+    if _guards and not _guards[0].in_step and in_main_thread():
+        _guards[0].flush()
 
 
 @contextmanager
 def between_steps() -> Iterator[None]:
     """Set the handler once for several blocks of ``deferred_interrupt``. A signal between two of
     them waits for the end of the next."""
-    if not _in_main_thread() or _guards:
+    if not in_main_thread() or _guards:
         yield
         return
     guard = _Guard()
@@ -66,7 +73,7 @@ def between_steps() -> Iterator[None]:
 @contextmanager
 def deferred_interrupt() -> Iterator[None]:
     """Delay SIGINT until the block has ended."""
-    if not _in_main_thread() or (_guards and _guards[0].in_step):
+    if not in_main_thread() or (_guards and _guards[0].in_step):
         yield
         return
     with between_steps():

@@ -181,4 +181,5 @@ def _special_row(sequence: Sequence, position: int) -> SpecialRow:
         -1 if forced is None else forced[generated],
         request.keeps_scores,
         request.keeps_logits,
+        request.thread,
     )

@@ -1,4 +1,4 @@
-"""Requests from submission to output: queue them, run steps, hand out outputs.
+"""Requests from submission to output: queue them, run steps, hand out outputs, to any thread.
 
 Holds every unfinished request, and drops what was computed with weights that have changed since.
 What a request has got so far is in its sequences, for the caller that queued it. Knows no prompt
@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 from tqdm import tqdm
@@ -20,15 +21,16 @@ from tinyspec.engine.commit import Commits
 from tinyspec.engine.core import EngineCore
 from tinyspec.engine.interrupts import between_steps, deferred_interrupt
 from tinyspec.engine.results import output_of
+from tinyspec.engine.turns import HasTurns, Turns, in_turn
 from tinyspec.engine.user_code import UserCode
 from tinyspec.errors import DeterminismError, refuse
 from tinyspec.outputs import RequestOutput
-from tinyspec.scheduler.request import Request
+from tinyspec.scheduler.request import Request, Sequence
 
 
-class RequestTracker:
+class RequestTracker(HasTurns):
     """Unfinished requests of one engine by id, and those of ``queue`` that have finished and were
-    not taken."""
+    not taken. Threads take turns; requests of all run in the same passes."""
 
     def __init__(self, core: EngineCore, contract: Contract, tokenizer: Any):
         self.requests: dict[str, Request] = {}
@@ -39,20 +41,36 @@ class RequestTracker:
         self._queued: set[str] = set()
         self._finished: deque[Request] = deque()
         self._outputs: list[RequestOutput] = []
+        self._dropped: list[Request] = []
+        self.closed = False
+        self.turns = Turns(self._cancel_dropped)
 
+    @in_turn
     def check_model(self) -> None:
         """Compare the model with what it was at the last call.
 
-        Raises ValueError where it changed in a way that takes a new engine.
+        Raises ValueError where it changed in a way that takes a new engine, and for a closed one.
         """
+        self._refuse_closed()
         self._refresh(digest=True)
         if self._contract.stale is not None:
             raise ValueError(_not_followed(self._contract.stale))
+
+    @in_turn
+    def fingerprint(self) -> str:
+        """Of the model as it is. Raises as ``check_model``."""
+        self.check_model()
+        return self._contract.fingerprint
+
+    def _refuse_closed(self) -> None:
+        if self.closed:
+            raise refuse("engine", "closed", "an engine that is open")
 
     def _refresh(self, digest: bool) -> None:
         if changes := self._contract.refresh(digest):
             self.on_change(self._contract.summary(changes))
 
+    @in_turn
     def on_change(self, what: str = "the weights") -> None:
         """Drop everything computed with the model as it was; ``what`` changed.
 
@@ -100,22 +118,25 @@ class RequestTracker:
 
     def _abort_all(self, requests: list[Request], error: str) -> None:
         for request in requests:
-            if self.requests.get(request.request_id) is request:
+            if self._unfinished(request):
                 self._abort(request, error)
                 self._forget(request)
 
+    @in_turn
     def add(self, requests: list[Request]) -> None:
         """Begin requests; DeterminismError if the contract cannot be kept."""
+        self._refuse_closed()  # since they were prepared
         fingerprint = self._contract.known_fingerprint
         if any(request.params.deterministic for request in requests):
             self._contract.ensure()
             fingerprint = self._contract.fingerprint
         for request in requests:
-            request.fingerprint = fingerprint
+            request.fingerprint, request.thread = fingerprint, get_ident()
             self.requests[request.request_id] = request
             self._user_code.add(request.request_id, request.params)
             self._core.admission.add(request.sequences[0])
 
+    @in_turn
     def queue(self, request: Request) -> str:
         """Begin a request whose output ``take_finished`` returns; its id."""
         self.add([request])
@@ -131,21 +152,34 @@ class RequestTracker:
         self, requests: list[Request], progress: bool = False, until_abort: bool = False
     ) -> None:
         """Run ``requests`` to their end, or ``until_abort`` of one, which ends the others."""
-        self.add(requests)
         left = [sequence for request in requests for sequence in request.sequences]
-        bar = tqdm(total=len(left), unit="completion", disable=not progress)
-        with bar, self.hold_state():
+        enough = any if until_abort else all
+
+        def ready() -> bool:
+            return enough(sequence.finished for sequence in left)
+
+        with tqdm(total=len(left), unit="completion", disable=not progress) as bar:
             try:
+                self.add(requests)
                 while left:
-                    self.advance()
-                    ended = [sequence for sequence in left if sequence.finished]
-                    if until_abort and any(s.finish_reason == "abort" for s in ended):
-                        break
-                    if ended:
-                        left = [sequence for sequence in left if not sequence.finished]
-                        bar.update(len(ended))
+                    with self.turns.turn(ready), self.hold_state():
+                        left = self._drive(left, bar, until_abort)
             finally:
                 self.cancel(requests)
+
+    def _drive(self, left: list[Sequence], bar: Any, until_abort: bool) -> list[Sequence]:
+        """Run steps until all of ``left`` have finished, one was aborted if that ends all, or
+        another thread wants the turn; those that are to be waited for."""
+        while True:
+            ended = [sequence for sequence in left if sequence.finished]
+            if until_abort and any(s.finish_reason == "abort" for s in ended):
+                return []
+            if ended:
+                left = [sequence for sequence in left if not sequence.finished]
+                bar.update(len(ended))
+            if not left or self.turns.wanted:
+                return left
+            self.advance()
 
     @contextmanager
     def hold_state(self) -> Iterator[None]:
@@ -154,8 +188,10 @@ class RequestTracker:
         with between_steps(), self._core.runner.torch_state(), self._user_code.shut_out():
             yield
 
+    @in_turn
     def advance(self) -> None:
         """Run one step, and forget the requests that it finished."""
+        self._cancel_dropped()
         called, by_user = self._users_code_ran(), self._core.drafts_by_user
         with self._core.runner.torch_state(again=called):
             if not by_user:  # where drafters may change the model, the check comes later
@@ -188,7 +224,7 @@ class RequestTracker:
         """Forget the requests that a step finished."""
         for sequence in commits.ended:
             request = sequence.request
-            if request.finished and self.requests.get(request.request_id) is request:
+            if request.finished and self._unfinished(request):
                 self._forget(request)
 
     def _forget(self, request: Request) -> None:
@@ -199,6 +235,7 @@ class RequestTracker:
             self._queued.remove(request.request_id)
             self._finished.append(request)
 
+    @in_turn
     def take_finished(self) -> list[RequestOutput]:
         """Outputs that became ready since the last call."""
         while self._finished:  # what a tokenizer raises leaves the rest for the next call
@@ -210,6 +247,7 @@ class RequestTracker:
         """Whether requests are unfinished or outputs not taken."""
         return bool(self.requests or self._finished or self._outputs)
 
+    @in_turn
     def abort(self, request_id: str) -> RequestOutput:
         """End one request; ValueError if none of that id is unfinished."""
         request = self.requests.get(request_id)
@@ -220,11 +258,33 @@ class RequestTracker:
 
     def cancel(self, requests: list[Request]) -> None:
         """Abort those of ``requests`` that are unfinished; nothing else reports them."""
-        for request in requests:
-            if self.requests.get(request.request_id) is request:
+        if not any(map(self._unfinished, requests)):
+            return
+        with self.turns.turn():
+            for request in filter(self._unfinished, requests):
                 self._queued.discard(request.request_id)
                 self._abort(request)
                 self._forget(request)
+
+    def drop(self, requests: list[Request]) -> None:
+        """As ``cancel``, at any line of any thread: at once, or by the thread that has the turn."""
+        self._dropped += filter(self._unfinished, requests)
+        if self._dropped:
+            self.turns.try_turn()
+
+    @in_turn
+    def close(self) -> None:
+        """Abort all; no request can be added any more."""
+        self.closed = True
+        self._queued.clear()
+        self._abort_all(list(self.requests.values()), "the engine was closed")
+
+    def _cancel_dropped(self) -> None:
+        while self._dropped:
+            self.cancel([self._dropped.pop()])
+
+    def _unfinished(self, request: Request) -> bool:
+        return self.requests.get(request.request_id) is request
 
     def _abort(self, request: Request, error: str | None = None) -> None:
         """End its sequences that are unfinished."""

@@ -17,8 +17,9 @@ class EventStream(Iterator[StreamEvent]):
     """Events of some requests that ``tracker`` has begun, each sequence's in order; runs the engine
     where there is none yet.
 
-    Several streams and calls of ``generate`` may be under way in one engine. ``close`` (or leaving
-    the ``with`` block, or deleting the stream) aborts what is unfinished.
+    Several streams and calls of ``generate`` may be under way in one engine, in one thread or many;
+    each stream is read by one thread at a time. ``close`` (or leaving the ``with`` block, or
+    deleting the stream) aborts what is unfinished.
     """
 
     def __init__(self, requests: list[Request], tokenizer: Any, tracker: RequestTracker):
@@ -32,12 +33,20 @@ class EventStream(Iterator[StreamEvent]):
 
     def __next__(self) -> StreamEvent:
         while not self._events:
-            self._look()  # first of all, as others may have run the engine
-            if not self._events:
-                if not self._open:
-                    raise StopIteration
-                self._tracker.advance()
+            with self._tracker.turns.turn(self._ready):
+                self._look()  # first of all, as others may have run the engine
+                if not self._events:
+                    if not self._open:
+                        raise StopIteration
+                    self._tracker.advance()
+                    self._look()
         return self._events.popleft()
+
+    def _ready(self) -> bool:
+        """Whether there is something to tell."""
+        return not self._open or any(
+            sequence.length > told or sequence.finished for sequence, told in self._open.items()
+        )
 
     def _look(self) -> None:
         """An event of each sequence that has got tokens since the last call, or has ended."""
@@ -49,6 +58,15 @@ class EventStream(Iterator[StreamEvent]):
                 self._events.append(event)
             if sequence.finished:
                 del self._open[sequence]
+
+    def take(self) -> list[StreamEvent] | None:
+        """What there is now, without running the engine: None where there is nothing yet, an empty
+        list where nothing will come."""
+        with self._tracker.turns.turn():
+            self._look()
+        events = list(self._events)
+        self._events.clear()
+        return None if not events and self._open else events
 
     def close(self) -> None:
         """Abort what is unfinished and forget what was not read."""
@@ -63,4 +81,4 @@ class EventStream(Iterator[StreamEvent]):
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        self._tracker.drop(self.requests)

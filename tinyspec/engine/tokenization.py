@@ -2,33 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tinyspec.errors import refuse
+from tinyspec.scalars import is_array, plain, plain_list
 
 Prompt = str | list[int] | list[dict[str, Any]]
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
-    """A list of prompts, from one prompt or several: a str, token ids, or chat messages."""
+    """A list of prompts, from one prompt or several: a str, token ids, chat messages, or what a
+    tokenizer returned; token ids may be tensors or arrays, one prompt a row."""
     if isinstance(prompts, str):
         return [prompts]
+    if (rows := _rows(prompts)) is not None:
+        return rows
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise refuse("prompts", prompts, "a str, token ids, chat messages, or a list of these")
-    if prompts and isinstance(prompts[0], (int, dict)):
+    if prompts and (isinstance(plain(prompts[0]), int) or _is_message(prompts[0])):
         return [list(prompts)]
     return list(prompts)
 
 
-def to_token_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
+def _is_message(value: Any) -> bool:
+    """Whether it is a message of a chat."""
+    return isinstance(value, dict) and "input_ids" not in value
+
+
+def _rows(prompts: Any) -> list[Prompt] | None:
+    """Token ids of each prompt of a tensor, an array or what a tokenizer returned, without padding;
+    None for anything else."""
+    if not isinstance(prompts, Mapping):
+        return _lists("prompts", prompts) if is_array(prompts) else None
+    if "input_ids" not in prompts:
+        raise refuse("prompts", prompts, "input_ids, as a tokenizer returns them")
+    rows = _lists("input_ids", prompts["input_ids"])
+    if (mask := prompts.get("attention_mask")) is None:
+        return rows
+    masks = _lists("attention_mask", mask)
+    if [len(row) for row in rows] != [len(row) for row in masks]:
+        raise refuse("attention_mask", mask, "of the shape of input_ids")
+    return [_unpadded(row, own) for row, own in zip(rows, masks, strict=True)]
+
+
+def _lists(field: str, values: Any) -> list[Any]:
+    """A list for each row of ``values``, one row or several."""
+    rows = plain_list(values)
+    if rows and isinstance(rows[0], Iterable):
+        rows = [plain_list(row) for row in rows]
+        if not any(row and isinstance(row[0], list) for row in rows):
+            return rows
+        raise refuse(field, values, "one or two dimensions")
+    return [rows]
+
+
+def _unpadded(row: list[int], mask: list[int]) -> list[int]:
+    """The tokens of ``row`` whose ``mask`` is not 0, which are side by side."""
+    there = [place for place, kept in enumerate(mask) if kept]
+    if there and there[-1] - there[0] != len(there) - 1:
+        raise refuse("attention_mask", mask, "0 before and after the prompt alone")
+    return [row[place] for place in there]
+
+
+def to_token_ids(prompt: Any, tokenizer: Any) -> list[int]:
     """Token ids of one prompt. Raises ValueError where that needs a tokenizer and there is none."""
+    if (rows := None if isinstance(prompt, str) else _rows(prompt)) is not None:
+        if len(rows) != 1:
+            raise refuse("prompt", prompt, "one prompt")
+        return rows[0]  # type: ignore[return-value]
     if not isinstance(prompt, (str, Sequence)) or isinstance(prompt, bytes):
         raise refuse("prompt", prompt, "a str, token ids, or chat messages")
     text = isinstance(prompt, str)
     if not text and not (prompt and isinstance(prompt[0], dict)):
-        return list(prompt)  # type: ignore[arg-type]
+        return plain_list(prompt)
     if tokenizer is None:
         raise refuse("prompt", prompt, "token ids, as the engine has no tokenizer")
     if text:

@@ -77,15 +77,22 @@ _modes = _Modes()
 
 
 @contextmanager
-def callers_modes() -> Iterator[None]:
+def callers_modes(thread: int | None = None) -> Iterator[None]:
     """For code of the user that a step calls: with the modes that the step has set aside. Settings
-    and the stream that it changes are set again, for the rest of the step."""
+    and the stream that it changes are set again, for the rest of the step.
+
+    thread: whose code it is; in any other one an exit or an interrupt that it raises is an error.
+    """
     if _modes.aside is None:
         yield
         return
     _modes.put_on()
     try:
         yield
+    except BaseException as error:
+        if isinstance(error, Exception) or thread in (None, get_ident()):
+            raise
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
     finally:
         _modes.take_off()
         if _modes.stream is not None:

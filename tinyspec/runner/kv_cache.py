@@ -14,7 +14,7 @@ class KVCache:
     """Per layer k and v [num_pages, page_size, num_kv_heads, head_dim].
 
     Every page is zeroed when it is handed out: masked keys may hold anything, but attention takes
-    longer where they are not finite.
+    longer where they are not finite. written: pages up to the last one that was.
     """
 
     def __init__(
@@ -32,6 +32,7 @@ class KVCache:
         self.k = [pool(layer) for layer in layers]
         self.v = [pool(layer) for layer in layers]
         self.page_size = page_size
+        self.written = 0
         # The probes read the first page without owning it.
         self.zero([0])
 
@@ -57,6 +58,7 @@ class KVCache:
     def zero(self, pages: list[int]) -> None:
         """Zero whole pages."""
         if pages:
+            self.written = max(self.written, max(pages) + 1)
             index = to_device(np.array(pages, np.int64), self.k[0].device)
             for pool in (*self.k, *self.v):
                 pool.index_fill_(0, index, 0)

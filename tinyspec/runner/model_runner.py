@@ -106,6 +106,13 @@ class ModelRunner:
         """Whether the KV pool is allocated."""
         return self._cache is not None
 
+    @property
+    def pages_taken(self) -> int:
+        """How many pages' memory the KV pool has taken; a CPU's is taken when it is written."""
+        if self._cache is None:
+            return 0
+        return self._cache.written if self.device.type == "cpu" else self._pool.num_pages
+
     def release(self) -> None:
         """Free the pool's memory; no pass may be running."""
         self._cache = None

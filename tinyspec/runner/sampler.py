@@ -29,7 +29,8 @@ class SpecialRow:
 
     num_generated: generated tokens before it. history: the sequence before it, if
     ``params.needs_history``. forced: the token to take regardless of the logits; -1: none.
-    keeps_scores, keeps_logits: return the processed and the raw logits as well.
+    keeps_scores, keeps_logits: return the processed and the raw logits as well. thread: of its
+    caller.
     """
 
     params: SamplingParams
@@ -38,6 +39,7 @@ class SpecialRow:
     forced: int = -1
     keeps_scores: bool = False
     keeps_logits: bool = False
+    thread: int | None = None
 
     @property
     def early(self) -> bool:
@@ -260,7 +262,7 @@ def _process(
         try:
             for processor in params.logits_processors:
                 history = _integers(row.history, own.device)[None]
-                own.copy_(_processed(processor, history, own))
+                own.copy_(_processed(processor, history, own, row.thread))
         except Exception as error:
             name = getattr(processor, "__qualname__", type(processor).__qualname__)
             why = f"logits processor {name} raised {type(error).__name__}: {error}"
@@ -273,10 +275,12 @@ def _integers(values: list[int], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int64, device=device)
 
 
-def _processed(processor: Callable[..., Tensor], history: Tensor, scores: Tensor) -> Tensor:
+def _processed(
+    processor: Callable[..., Tensor], history: Tensor, scores: Tensor, thread: int | None
+) -> Tensor:
     """``scores`` [V] after a processor; +inf that it sets, unless everywhere, selects that token
     and becomes the largest finite number."""
-    with callers_modes():
+    with callers_modes(thread):
         found = processor(history, scores[None].clone())
     if not isinstance(found, Tensor):
         raise TypeError(f"it returned {type(found).__name__} instead of a tensor of scores")

@@ -42,6 +42,12 @@ class PagePool:
         self._owners += [0] * more
         self.num_pages += more
 
+    def resize(self, num_pages: int) -> None:
+        """Have ``num_pages``; none may be owned or cached where that is fewer."""
+        if num_pages < self.num_pages:
+            self.shrink(num_pages)
+        self.extend(num_pages - self.num_pages)
+
     def shrink(self, num_pages: int) -> None:
         """Keep the first ``num_pages``; none may be owned or cached."""
         assert not self.cached and not any(self._owners)

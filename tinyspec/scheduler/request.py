@@ -259,6 +259,7 @@ class Request:
     use no cached page. embeds: the model's input in place of the prompt's tokens, [num_prompt,
     hidden]. num_hidden: leading prompt tokens that are placeholders then. keeps_scores,
     keeps_logits: every completion keeps them, token by token. fingerprint: that it runs under.
+    thread: whose code its processors and criteria are; 0: none that steps.
     """
 
     request_id: str
@@ -273,6 +274,7 @@ class Request:
     keeps_scores: bool = False
     keeps_logits: bool = False
     fingerprint: str | None = None
+    thread: int = 0
 
     def __post_init__(self) -> None:
         assert self.params.seed is not None or self.params.temperature == 0

@@ -1,0 +1,285 @@
+"""AsyncEngine: any number of tasks, one batch, one thread that steps."""
+
+import asyncio
+import gc
+import os
+import threading
+import weakref
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+
+from tests.support.budget import first
+from tests.support.cases import (
+    REFERENCE,
+    bits_of,
+    engine_of,
+    greedy,
+    model_of,
+    one_by_one,
+    text,
+    whole,
+)
+from tests.support.mixes import bits
+from tests.support.patience import PATIENCE
+from tests.support.tiny import tiny
+from tinyspec import AsyncEngine, Engine, EngineConfig, SamplingParams
+from tinyspec.engine.stream import EventStream
+
+SETTINGS = {"page_size": 8, "num_pages": 120}
+REQUESTS = [(text(3 + 7 * n, seed=n), greedy(9, temperature=n % 2, seed=n)) for n in range(5)]
+LONG = SamplingParams(max_new_tokens=450)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    with engine_of(model_of("shape-sensitive"), **SETTINGS) as engine:
+        return one_by_one(engine, REQUESTS)
+
+
+@pytest.fixture
+def served():
+    """An AsyncEngine, which must be left as it was."""
+    with engine_of(model_of("shape-sensitive"), **SETTINGS) as engine:
+        yield (served := AsyncEngine(engine))
+        run(settled(served))
+        run(served.close())
+        assert not engine.tracker.closed, "it was given"
+
+
+def run(main):
+    """With an end, so that what hangs fails."""
+    return asyncio.run(asyncio.wait_for(main, PATIENCE))
+
+
+async def settled(served):
+    """Until nothing is unfinished and no page is held."""
+    while served.engine.has_unfinished() or not whole(served.engine):
+        await asyncio.sleep(0.001)
+
+
+async def one(served, prompt, params):
+    return (await served.generate([prompt], params))[0]
+
+
+async def read(served, prompt, params):
+    """The bits of a request, put together from its events."""
+    tokens, logprobs, reason = [], [], None
+    async for event in served.stream([prompt], params):
+        assert reason is None
+        tokens, logprobs = tokens + event.token_ids, logprobs + event.logprobs
+        reason = event.finish_reason
+    return [(tokens, logprobs, reason)]
+
+
+def test_tasks_share_passes(served, expected):
+    async def main():
+        streams = (read(served, *request) for request in REQUESTS)
+        outputs = (one(served, *request) for request in REQUESTS)
+        return await asyncio.gather(asyncio.gather(*streams), asyncio.gather(*outputs))
+
+    streamed, outputs = run(main())
+    assert streamed == expected and bits_of(outputs) == expected
+    assert max(record.running for record in served.engine.records) > 5
+
+
+@pytest.mark.parametrize("count", first(1, [100, 1000], 2))
+def test_a_thousand_tasks_at_once(count):
+    """Few of them in the engine at a time, and each gets its own."""
+    config = EngineConfig(reference_rows=REFERENCE, **SETTINGS)
+    served = AsyncEngine(tiny(), config=config, max_requests=count // 3)
+    prompts, engine = [[n % 128, n // 128] for n in range(count)], served.engine
+
+    async def ask(prompt):
+        return await one(served, prompt, SamplingParams(max_new_tokens=1, deterministic=True))
+
+    async def main():
+        async with served:
+            outputs = await asyncio.gather(*map(ask, prompts))
+            again = await served.generate(prompts[::50], SamplingParams(max_new_tokens=1))
+        return outputs, again
+
+    outputs, again = run(main())
+    assert [output.prompt_token_ids for output in outputs] == prompts
+    assert [o.completions[0].token_ids for o in outputs[::50]] == [
+        o.completions[0].token_ids for o in again
+    ]
+    most = max(record.running + record.waiting for record in engine.records)
+    assert 1 < most <= count // 3 and engine.tracker.closed
+
+
+def test_cancelling_aborts(served, expected):
+    """A task that waits for outputs, one that reads, one whose call has not begun; others go on."""
+
+    async def first_event(reader):
+        async with aclosing(served.stream([[4, 5]], LONG)) as events:
+            async for _ in events:
+                reader.set()
+
+    async def main():
+        reading = asyncio.Event()
+        tasks = [asyncio.create_task(one(served, [1, 2, 3], LONG))]
+        tasks.append(asyncio.create_task(first_event(reading)))
+        other = asyncio.create_task(one(served, *REQUESTS[0]))
+        await reading.wait()
+        tasks.append(asyncio.create_task(one(served, [6], LONG)))
+        await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        await settled(served)
+        return ended, bits(await other)
+
+    ended, found = run(main())
+    assert all(isinstance(error, asyncio.CancelledError) for error in ended) and len(ended) == 3
+    assert found == expected[0]
+
+
+def test_leaving_a_stream_aborts(served):
+    async def main():
+        async for event in served.stream([[4, 5]], LONG):
+            assert event.token_ids
+            break
+        await settled(served)
+
+    run(main())
+
+
+def test_who_reads_slowly_gets_more_at_a_time(served, expected):
+    """Nothing piles up, and nobody waits."""
+
+    async def main():
+        sizes = []
+        async for event in served.stream([REQUESTS[0][0]], REQUESTS[0][1]):
+            sizes.append(len(event.token_ids))
+            if len(sizes) == 1:
+                await settled(served)
+        return sizes
+
+    sizes = run(main())
+    assert len(sizes) == 2 and sum(sizes) == len(expected[0][0][0])
+
+
+def test_what_is_refused_is_its_callers(served, expected):
+    async def main():
+        bad = [one(served, [1, 500], None), read(served, [1] * 600, LONG)]
+        return await asyncio.gather(*bad, one(served, *REQUESTS[1]), return_exceptions=True)
+
+    first, second, good = run(main())
+    assert isinstance(first, ValueError) and "token id=500" in str(first)
+    assert isinstance(second, ValueError) and "max_new_tokens=450" in str(second)
+    assert bits(good) == expected[1]
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+def test_what_the_users_code_raises_ends_its_request(served, expected, error):
+    def broken(ids, scores):
+        raise error("broken")
+
+    async def main():
+        bad = replace(REQUESTS[0][1], logits_processors=[broken])
+        return await asyncio.gather(one(served, [1, 2], bad), one(served, *REQUESTS[1]))
+
+    failed, good = run(main())
+    assert "broken" in failed.completions[0].error and bits(good) == expected[1]
+
+
+def test_a_step_that_raises_fails_its_calls_and_no_later_one(served, expected, monkeypatch):
+    step = served.engine.core.step
+
+    def fails(check):
+        monkeypatch.setattr(served.engine.core, "step", step)
+        raise MemoryError("no memory")
+
+    async def main():
+        async with aclosing(served.stream([[1, 2]], LONG)) as events:
+            await anext(events)
+            monkeypatch.setattr(served.engine.core, "step", fails)
+            with pytest.raises(MemoryError):
+                async for _ in events:
+                    await asyncio.sleep(0)
+        return bits(await one(served, *REQUESTS[1]))
+
+    assert run(main()) == expected[1]
+
+
+def test_threads_beside_tasks(served, expected):
+    async def main():
+        there = asyncio.to_thread(served.engine.generate, [REQUESTS[2][0]], REQUESTS[2][1])
+        here = [one(served, *request) for request in REQUESTS[:2]]
+        return await asyncio.gather(*here, there)
+
+    *here, (there,) = run(main())
+    assert bits_of([*here, there]) == expected[:3]
+
+
+def test_one_engine_and_one_loop_after_the_other(served, expected):
+    for prompt, params in REQUESTS[:2]:
+        assert bits(run(one(served, prompt, params))) in expected
+
+
+def test_a_loop_that_ends_leaves_nothing(served):
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(one(served, [1, 2], replace(LONG, max_new_tokens=60)))
+    loop.call_later(0.01, loop.stop)
+    loop.run_forever()
+    loop.close()
+    run(settled(served))
+    assert not task.done()
+    task._log_destroy_pending = False
+
+
+def test_closing_fails_what_is_unfinished(served):
+    async def main():
+        calls = [asyncio.create_task(one(served, [n], LONG)) for n in range(3)]
+        calls.append(asyncio.create_task(read(served, [7], replace(LONG, logprobs=True))))
+        await asyncio.sleep(0.01)
+        await served.close()
+        ended = await asyncio.gather(*calls, return_exceptions=True)
+        with pytest.raises(ValueError, match="engine='closed'"):
+            await one(served, [1], LONG)
+        return ended
+
+    assert all("engine='closed'" in str(error) for error in run(main()))
+
+
+def test_one_that_is_dropped_gives_the_model_back():
+    model = tiny()
+    served = AsyncEngine(model)
+    run(one(served, [1, 2], SamplingParams(max_new_tokens=2)))
+    gone, engine = weakref.ref(served), served.engine
+    del served
+    gc.collect()
+    assert gone() is None and engine.tracker.closed
+    assert not any(thread.name == "tinyspec" for thread in threading.enumerate())
+    Engine(model).close()
+
+
+def test_a_forked_process_is_told(served):
+    run(one(served, [1, 2], SamplingParams(max_new_tokens=2)))
+    child = os.fork()
+    if child == 0:
+        told = 1
+        try:
+            asyncio.run(one(served, [1, 2], None))
+        except ValueError as error:
+            told = 0 if "forked process" in str(error) else 2
+        os._exit(told)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("most", [0, 1.5, None])
+def test_max_requests(most):
+    with pytest.raises(ValueError, match=f"max_requests={most}"):
+        AsyncEngine(tiny(), max_requests=most)
+
+
+def test_streams_are_taken_without_steps():
+    """What the worker reads, it does not run."""
+    with Engine(tiny()) as engine:
+        stream = engine.stream([[1, 2]], SamplingParams(max_new_tokens=1, eos_token_id=0))
+        assert isinstance(stream, EventStream) and stream.take() is None
+        engine.step()
+        assert [event.finish_reason for event in stream.take()] == ["length"]
+        assert stream.take() == []

@@ -1,0 +1,92 @@
+"""Prompts in every form: lists, tensors and arrays, and what a tokenizer returns."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import BatchEncoding
+
+from tests.support.tiny import tiny
+from tinyspec import Engine, EngineConfig, SamplingParams
+
+SHORT = SamplingParams(max_new_tokens=2)
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [12, 1, 2, 3]]
+EQUAL = [row[:3] for row in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with Engine(tiny(), config=EngineConfig(reference_rows=16, page_size=16, num_pages=12)) as own:
+        yield own
+
+
+def encoded(rows, left=True, **changes):
+    """As a tokenizer returns rows that it has padded."""
+    width = max(map(len, rows))
+    ids, mask = [], []
+    for row in rows:
+        pad, own = [0] * (width - len(row)), [1] * len(row)
+        ids.append(pad + row if left else row + pad)
+        mask.append(pad + own if left else own + pad)
+    data = {"input_ids": ids, "attention_mask": mask, "token_type_ids": mask, **changes}
+    return BatchEncoding({name: value for name, value in data.items() if value is not None})
+
+
+def tensors(encoding):
+    return encoding.convert_to_tensors("pt")
+
+
+FORMS = {
+    "tensor": (torch.tensor(EQUAL), EQUAL),
+    "array": (np.array(EQUAL), EQUAL),
+    "one tensor": (torch.tensor(PROMPTS[0]), PROMPTS[:1]),
+    "one array": (np.array(PROMPTS[0], np.uint8), PROMPTS[:1]),
+    "tensors": ([torch.tensor(row) for row in PROMPTS], PROMPTS),
+    "tensors of one row": ([torch.tensor([row]) for row in PROMPTS], PROMPTS),
+    "numbers": ([np.int64(5), torch.tensor(6), 7], PROMPTS[:1]),
+    "lists of numbers": ([list(map(np.int32, row)) for row in PROMPTS], PROMPTS),
+    "padded on the left": (encoded(PROMPTS), PROMPTS),
+    "padded on the right": (encoded(PROMPTS, left=False), PROMPTS),
+    "padded tensors": (tensors(encoded(PROMPTS)), PROMPTS),
+    "without a mask": (encoded(PROMPTS, attention_mask=None, input_ids=PROMPTS), PROMPTS),
+    "one text": (BatchEncoding({"input_ids": PROMPTS[0], "attention_mask": [1] * 3}), PROMPTS[:1]),
+    "a dict": ({"input_ids": EQUAL}, EQUAL),
+    "several of one text": ([encoded([row]) for row in PROMPTS], PROMPTS),
+    "several dicts": ([{"input_ids": row} for row in PROMPTS], PROMPTS),
+}
+
+
+@pytest.mark.parametrize("prompts, expected", FORMS.values(), ids=FORMS)
+def test_forms(engine, prompts, expected):
+    outputs = engine.generate(prompts, SHORT)
+    assert [output.prompt_token_ids for output in outputs] == expected
+    plain = engine.generate(expected, SHORT)
+    assert [o.completions[0].token_ids for o in outputs] == [
+        o.completions[0].token_ids for o in plain
+    ]
+
+
+@pytest.mark.parametrize("prompt", [FORMS["one tensor"][0], encoded(PROMPTS[:1]), PROMPTS[0]])
+def test_one_prompt(engine, prompt):
+    engine.abort(engine.add_request(prompt, SHORT))
+    scores = engine.score(prompt, torch.tensor([PROMPTS[1]]))
+    assert scores == engine.score([PROMPTS[0]], [PROMPTS[1]])
+
+
+BAD = {
+    "floats": (torch.ones(2, 3), "1.0.*integers"),
+    "no dimension": (torch.tensor(3), "prompts="),
+    "three": (torch.ones(1, 2, 3, dtype=torch.int64), "prompts=.*one or two dimensions"),
+    "no ids": ({"inputs_embeds": 1}, "prompts=.*input_ids"),
+    "mask of another shape": (encoded(PROMPTS, attention_mask=[[1]] * 3), "attention_mask=.*shape"),
+    "a hole": ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, r"mask=\[1, 0, 1\]"),
+    "nothing left": ({"input_ids": [1, 2], "attention_mask": [0, 0]}, "at least one token"),
+    "several in one": ([torch.tensor(EQUAL)], "prompt=.*one prompt"),
+    "outside": (np.array([[1, 128]]), "128 .*0 to 127"),
+}
+
+
+@pytest.mark.parametrize("prompts, message", BAD.values(), ids=BAD)
+def test_what_is_refused(engine, prompts, message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        engine.generate(prompts, SHORT)
+    assert not engine.has_unfinished()

@@ -1,0 +1,304 @@
+"""One engine, many threads: requests of all share passes, and nobody's trouble is another's."""
+
+import copy
+import os
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from threading import Barrier, Event, Thread
+
+import pytest
+
+from tests.support import signals
+from tests.support.cases import bits_of, engine_of, greedy, model_of, one_by_one, run, text, whole
+from tests.support.mixes import bits
+from tests.support.patience import PATIENCE
+from tests.support.tiny import tiny
+from tinyspec import AsyncEngine, SamplingParams
+from tinyspec.engine.turns import Turns
+
+THREADS = 4
+SETTINGS = {"page_size": 8, "num_pages": 120}
+# Two prompts a thread: one deterministic, one sampled and deterministic.
+REQUESTS = [
+    [
+        (text(3 + 5 * n, seed=n), greedy(6)),
+        (text(20 - n, seed=n), greedy(8, temperature=1.0, seed=n)),
+    ]
+    for n in range(THREADS)
+]
+ALL = [request for own in REQUESTS for request in own]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Bits of each request alone, by thread."""
+    with engine_of(model_of("shape-sensitive"), **SETTINGS) as engine:
+        alone = one_by_one(engine, ALL)
+    return [alone[2 * n : 2 * n + 2] for n in range(THREADS)]
+
+
+@pytest.fixture
+def engine():
+    with engine_of(model_of("shape-sensitive"), **SETTINGS) as engine:
+        yield engine
+        assert not engine.has_unfinished() and whole(engine)
+        assert not engine.turns._waiting and engine.turns._current is None
+
+
+def together(work, count=THREADS) -> list:
+    """What ``work(n)`` returns in as many threads, begun at once."""
+    barrier = Barrier(count)
+
+    def begin(n):
+        barrier.wait(PATIENCE)
+        return work(n)
+
+    with ThreadPoolExecutor(count) as pool:
+        return [future.result(PATIENCE) for future in [pool.submit(begin, n) for n in range(count)]]
+
+
+def streamed(engine, requests) -> list:
+    """The bits of ``requests``, put together from events."""
+    found = {}
+    events = engine.stream([p for p, _ in requests], [s for _, s in requests])
+    for event in events:
+        tokens, logprobs, reason = found.setdefault(event.request_id, ([], [], []))
+        tokens += event.token_ids
+        logprobs += event.logprobs
+        reason.append(event.finish_reason)
+    each = [found[request.request_id] for request in events.requests]
+    return [[(tokens, logprobs, reason[-1])] for tokens, logprobs, reason in each]
+
+
+def test_requests_of_all_share_passes(engine, expected):
+    def work(n):
+        return streamed(engine, REQUESTS[n]) if n % 2 else bits_of(run(engine, REQUESTS[n]))
+
+    assert together(work) == expected
+    assert max(record.running for record in engine.records) > 2, "more than one thread's"
+
+
+def test_control_plain_requests_depend_on_each_other(engine):
+    """The comparison can fail: without the flag, in a crowd."""
+    plain = [[(p, replace(s, deterministic=False)) for p, s in own] for own in REQUESTS]
+    alone = [one_by_one(engine, own) for own in plain]
+    found = together(lambda n: bits_of(run(engine, plain[n])))
+    assert found != alone
+
+
+def test_one_thread_steps_for_others_that_add(engine, expected):
+    """And all are taken by whoever steps."""
+    added, done, ended = {}, {}, Event()
+
+    def step():
+        while not (ended.is_set() and not engine.has_unfinished()):
+            done.update({output.request_id: output for output in engine.step()})
+
+    stepping = Thread(target=step)
+    stepping.start()
+    try:
+        together(lambda n: added.update({n: [engine.add_request(*r) for r in REQUESTS[n]]}))
+    finally:
+        ended.set()
+        stepping.join(PATIENCE)
+    assert [[bits(done[rid]) for rid in added[n]] for n in range(THREADS)] == expected
+
+
+def test_nobody_is_aborted_but_who_is_asked_for(engine, expected):
+    """By ``abort``, by a stream that is closed, and by one that is dropped."""
+
+    def work(n):
+        if n == 1:
+            return engine.abort(engine.add_request(*REQUESTS[n][0])).completions[0].finish_reason
+        if n in (2, 3):
+            stream = engine.stream([p for p, _ in REQUESTS[n]], REQUESTS[n][0][1])
+            next(stream)
+            return stream.close() if n == 3 else None
+        return bits_of(run(engine, REQUESTS[n]))
+
+    found = together(work)
+    assert found == [expected[0], "abort", None, None]
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+def test_what_one_threads_code_raises_is_its_own(engine, expected, error):
+    """Whichever thread runs it."""
+
+    def broken(ids, scores):
+        raise error("broken")
+
+    def work(n):
+        if n != 2:
+            return bits_of(run(engine, REQUESTS[n]))
+        bad = replace(REQUESTS[n][0][1], stopping_criteria=[broken])
+        try:
+            return engine.generate([REQUESTS[n][0][0]], bad)[0].completions[0].error
+        except SystemExit as raised:
+            return f"raised {raised}"
+
+    found = together(work)
+    assert "broken" in found.pop(2)
+    assert found == [*expected[:2], *expected[3:]]
+
+
+@pytest.mark.parametrize("leads", [True, False], ids=["runs the steps", "waits"])
+def test_ctrl_c_ends_the_main_threads_requests_alone(engine, expected, leads, sigint):
+    begun, ended = Event(), Event()
+
+    def interrupt(ids, scores):
+        """A criterion that stands for the user, called in whichever thread steps."""
+        begun.set()
+        if not leads:
+            ended.wait(0.001)  # others step meanwhile
+        if ids.shape[1] == 8:
+            signals.interrupt()
+        return False
+
+    def others(n):
+        if leads:
+            begun.wait(PATIENCE)
+        return bits_of(run(engine, REQUESTS[n]))
+
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(others, n) for n in range(2)]
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(
+                [[1, 2, 3]], SamplingParams(max_new_tokens=100, stopping_criteria=[interrupt])
+            )
+        ended.set()
+        assert [future.result(PATIENCE) for future in futures] == expected[:2]
+
+
+def test_a_forked_process_is_told(engine):
+    """At once, whatever the parent's threads hold."""
+    engine.generate([[1, 2]], greedy(2))
+    calls = (
+        lambda: engine.generate([[1, 2]]),
+        lambda: next(engine.stream([[1, 2]])),
+        lambda: engine.add_request([1, 2]),
+        engine.step,
+        engine.close,
+    )
+    with engine.turns.turn():
+        child = os.fork()
+        if child == 0:
+            told = 0
+            for call in calls:
+                try:
+                    call()
+                except ValueError as error:
+                    told += "forked process" in str(error)
+            os._exit(told)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == len(calls)
+    assert engine.generate([[1, 2]], greedy(2))[0].completions[0].token_ids
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_spawned_process_is_told(engine, copied):
+    """Where its arguments are pickled."""
+    for given in (engine, AsyncEngine(engine)):
+        with pytest.raises(TypeError, match="Engine cannot be copied or pickled"):
+            copied(given)
+
+
+def test_closing_ends_the_calls_of_others():
+    engine, begun = engine_of(tiny(), **SETTINGS), Event()
+
+    def slow(ids, scores):
+        begun.set()
+        return False
+
+    with ThreadPoolExecutor(1) as pool:
+        params = SamplingParams(max_new_tokens=400, stopping_criteria=[slow])
+        future = pool.submit(engine.generate, [[1, 2, 3]], params)
+        begun.wait(PATIENCE)
+        engine.close()
+        (completion,) = future.result(PATIENCE)[0].completions
+    assert completion.finish_reason == "abort" and "closed" in completion.error
+    with pytest.raises(ValueError, match="engine='closed'"):
+        engine.add_request([1, 2])
+
+
+# Turns
+
+
+def test_those_that_are_ready_come_first():
+    """In the order in which they came; then those that would step."""
+    turns, order, ready = Turns(lambda: None), [], {"late": False}
+
+    def take(name, condition):
+        with turns.turn(condition):
+            order.append(name)
+            ready["late"] = True
+
+    def queue(name, condition):
+        thread, before = Thread(target=take, args=(name, condition)), len(turns._waiting)
+        thread.start()
+        while len(turns._waiting) == before:
+            Event().wait(0.001)
+        return thread
+
+    with turns.turn():
+        threads = [queue("steps", lambda: False), queue("late", lambda: ready["late"])]
+        assert not turns.wanted
+        threads += [queue("first", lambda: True), queue("second", lambda: True)]
+        assert turns.wanted
+        with turns.turn():
+            order.append("within")
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert order == ["within", "first", "late", "second", "steps"]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_ctrl_c_at_any_call_leaves_no_turn_held(waits, sigint):
+    """Another thread always gets the turn afterwards."""
+    turns = Turns(lambda: None)
+    for number in range(1, 26):
+        other = Event()
+        with ThreadPoolExecutor(1) as pool:
+            entered, leave = Event(), Event()
+
+            def hold(entered=entered, leave=leave):
+                with turns.turn():
+                    entered.set()
+                    leave.wait(0.02)
+
+            held = pool.submit(hold) if waits else None
+            if waits:
+                entered.wait(PATIENCE)
+            try:
+                with signals.interrupt_at_call(number), turns.turn():
+                    other.set()
+            except KeyboardInterrupt:
+                pass
+            leave.set()
+            if held is not None:
+                held.result(PATIENCE)
+            pool.submit(hold).result(PATIENCE)
+        assert turns._current is None and not turns._waiting
+
+
+def test_what_ends_a_turn_may_raise():
+    def fails():
+        raise OSError
+
+    turns = Turns(fails)
+    for _ in range(2):
+        with pytest.raises(OSError), turns.turn():
+            pass
+
+
+def test_a_finalizer_waits_for_nobody():
+    """In the thread that has the turn, and in another."""
+    ends = []
+    turns = Turns(lambda: ends.append(0))
+    with turns.turn():
+        turns.try_turn()
+        thread = Thread(target=turns.try_turn)
+        thread.start()
+        thread.join(PATIENCE)
+        assert ends == []
+    turns.try_turn()
+    assert len(ends) == 2
