@@ -43,6 +43,13 @@ def early(monkeypatch):
     monkeypatch.setattr(graphs, "EAGER_PASSES", 1)
 
 
+def eager(requests, **settings):
+    """Their bits by an engine that captures nothing, with the same fingerprint."""
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(graphs, "EAGER_PASSES", 10**9)
+        return served(requests, **settings)
+
+
 def served(requests=REQUESTS, use=run, **settings):
     """Their bits by a new engine."""
     model = replace_linears(tiny(), ShapeSensitiveLinear)
@@ -57,7 +64,7 @@ def served(requests=REQUESTS, use=run, **settings):
 
 def test_same_bits_of_two(monkeypatch):
     log = with_graphs(monkeypatch)
-    expected = served(TWO, cuda_graphs=False)
+    expected = eager(TWO)
     assert log.captures == 0
     assert served(TWO) == expected
     assert 1 < log.captures < log.replays
@@ -72,9 +79,9 @@ def test_same_bits(verify, pages, overlap, late_device, monkeypatch):
     log = with_graphs(monkeypatch)
     requests = [*REQUESTS, *crowd(random.Random(3), 4)]
     asked = {"verify": verify, "overlap": overlap, **pages}
-    eager = served(requests, cuda_graphs=False, **asked)
+    expected = eager(requests, **asked)
     assert log.captures == 0
-    assert served(requests, **asked) == eager
+    assert served(requests, **asked) == expected
     assert 1 < log.captures < log.replays
     assert all(len(addresses) == 1 for addresses in log.results.values())
 
@@ -95,7 +102,7 @@ def test_control_stale_inputs(section, monkeypatch):
         return run(engine, requests)
 
     with_graphs(monkeypatch, stale)
-    expected = served(TWO, cuda_graphs=False)
+    expected = eager(TWO)
     with pytest.raises(AssertionError):
         assert served(TWO, use=noted) == expected
 
@@ -122,7 +129,7 @@ def leave(engine, how):
 @pytest.mark.parametrize("how", ["release", "extend", "suspend", "weights", "ways"])
 def test_dropped(how, monkeypatch):
     log = with_graphs(monkeypatch)
-    expected = served(TWO, cuda_graphs=False)
+    expected = eager(TWO)
 
     def use(engine, requests):
         assert bits_of(run(engine, requests)) == expected and len(engine.runner.graphs) > 0
@@ -176,7 +183,7 @@ def test_control_stale_addresses(monkeypatch):
 def test_probes_run_beside_graphs(monkeypatch):
     """On pages of their own, between passes that are replayed."""
     log = with_graphs(monkeypatch)
-    expected = served(TWO, cuda_graphs=False)
+    expected = eager(TWO)
 
     def use(engine, requests):
         run(engine, requests)
@@ -211,7 +218,7 @@ def test_code_of_the_user_is_not_left_out(monkeypatch):
 def test_a_capture_that_fails(monkeypatch, caplog):
     """Is not tried again; the pass runs eagerly."""
     log = with_graphs(monkeypatch)
-    expected = served(TWO, cuda_graphs=False)
+    expected = eager(TWO)
 
     def fail(self, work):
         log.captures += 1

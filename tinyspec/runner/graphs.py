@@ -102,9 +102,15 @@ class PassGraphs:
         """Whether a pass of this kind was looked at."""
         return canonical in self._checked
 
+    def refusal(self, canonical: bool) -> str | None:
+        """Why passes of this kind are not captured, as far as is known; None if they are."""
+        if self.runs_user_code():
+            return "modules or hooks of no known library run in them"
+        return self.refusals.get(canonical)
+
     @contextmanager
     def looking(self, canonical: bool) -> Iterator[None]:
-        """Around every forward at fixed shapes: looks at the first of each kind."""
+        """Around every forward: looks at the first of each kind."""
         if canonical in self._checked:
             yield
             return
@@ -122,7 +128,7 @@ class PassGraphs:
     ) -> Tensor:
         """The result of ``forward``, whose work follows from ``shape`` and reads and writes memory
         at ``addresses``."""
-        if not self._on or canonical in self.refusals or self.runs_user_code():
+        if not self._on or self.refusal(canonical) is not None:
             return forward()
         captured = self._captured.get(shape)
         if captured is not None and captured.addresses != addresses:

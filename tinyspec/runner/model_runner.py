@@ -197,10 +197,9 @@ class ModelRunner:
 
     def _forward_fixed(self, shape: PassShape, embeds: list[tuple[int, Tensor]]) -> Tensor:
         """The forward of the pass that was sent."""
-        with nullcontext() if embeds else self.graphs.looking(shape.canonical):
-            batch, keep = self._fixed.batch(shape)
-            batch.embeds = embeds
-            return self.forward(batch, keep, shape.canonical)
+        batch, keep = self._fixed.batch(shape)
+        batch.embeds = embeds
+        return self.forward(batch, keep, shape.canonical)
 
     def forget_pages(self) -> None:
         """A pass that was packed may not run: what it was to tell the device is told again."""
@@ -223,8 +222,10 @@ class ModelRunner:
             more["position_ids"] = batch.positions[None]
         if self._keeps_logits:
             more["logits_to_keep"] = 0 if keep is None else keep
+        look = self.kernels.backend == "triton" and not batch.embeds
         try:
-            logits = self.model(**self._inputs(batch), **more, **self._always).logits
+            with self.graphs.looking(canonical) if look else nullcontext():
+                logits = self.model(**self._inputs(batch), **more, **self._always).logits
             context.check()
         finally:
             context.end()
