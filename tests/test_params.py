@@ -49,7 +49,7 @@ BAD_CONFIG = {
     "verify_weights": (3, None),
     "seed": (-1, 1.5, 2**64),
     "kv_dtype": ("fp8", None),
-    "cuda_graphs": (True, None),
+    "cuda_graphs": (1, "yes"),
     "linear": ("sometimes", None),
     "overlap": (1, "yes"),
 }

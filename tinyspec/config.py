@@ -15,6 +15,8 @@ VERIFY = ("auto", "direct", "padded", "always")
 LINEAR = ("auto", "always", "never")
 BACKENDS = ("auto", "triton", "torch")
 MAX_PAGE_SIZE = 1024
+# Types of devices that have graphs.
+WITH_GRAPHS = ("cuda",)
 
 
 def _power_of_two(value: object) -> bool:
@@ -47,7 +49,9 @@ class EngineConfig:
         canonical then), "never" none.
     overlap: draw up and launch the next pass while the device runs one, where it does not depend on
         its results; changes no bit of a deterministic request (None: on a GPU, not on a CPU).
-    kv_dtype, cuda_graphs: "auto" and False in this version.
+    cuda_graphs: capture passes that come again as graphs, one for each shape; only where the device
+        has them (None: there). Models whose forward cannot be captured run eagerly all the same.
+    kv_dtype: "auto" in this version.
 
     Numbers may be numpy's, or tensors without dimensions. Raises ValueError naming the field, its
     value and what is allowed.
@@ -69,7 +73,7 @@ class EngineConfig:
     seed: int | None = None
     kv_dtype: str = "auto"
     prefix_cache: bool = True
-    cuda_graphs: bool = False
+    cuda_graphs: bool | None = None
     linear: str = "auto"
     overlap: bool | None = None
 
@@ -118,7 +122,7 @@ class EngineConfig:
         one_of("verify", VERIFY)
         one_of("backend", BACKENDS)
         one_of("kv_dtype", ("auto",))
-        one_of("cuda_graphs", (False,))
+        one_of("cuda_graphs", (None, False, True))
         one_of("linear", LINEAR)
         if isinstance(self.drafter, str) and self.drafter != "ngram":
             raise refuse("drafter", self.drafter, 'None, "ngram", a model or a Drafter')
@@ -139,6 +143,9 @@ class EngineConfig:
         backend = self.backend
         if backend == "auto":
             backend = "torch" if cpu else "triton"
+        graphs = device_type in WITH_GRAPHS and backend == "triton"
+        if self.cuda_graphs and not graphs:
+            raise refuse("cuda_graphs", True, f"None or False with {backend} on {device_type}")
         return replace(
             self,
             reference_rows=reference,
@@ -148,4 +155,5 @@ class EngineConfig:
             page_size=self.page_size or (128 if cpu else 64),
             backend=backend,
             overlap=not cpu if self.overlap is None else self.overlap,
+            cuda_graphs=graphs if self.cuda_graphs is None else self.cuda_graphs,
         )

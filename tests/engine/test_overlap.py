@@ -76,8 +76,8 @@ class Writes:
             if slot >= 0
         ]
 
-    def pack(self, work_pass, fresh, wanted):
-        packed = self._pack(work_pass, fresh, wanted)
+    def pack(self, work_pass, fresh, wanted, newest):
+        packed = self._pack(work_pass, fresh, wanted, newest)
         written = self._rows(work_pass, packed)
         for sequence, page in written:
             assert page in sequence.pages
@@ -86,14 +86,14 @@ class Writes:
         self._fresh.update(fresh)
         return packed
 
-    def run(self, packed):
+    def run(self, packed, tokens):
         self._fresh.subtract(packed.fresh)
         for sequence, page in self._launched.pop(id(packed))[1]:
             assert page not in self.pool.cached
             if page not in sequence.pages:
                 self.surplus += 1
                 assert self.pool.owners(page) == 0 or self._fresh[page] > 0
-        return self._run(packed)
+        return self._run(packed, tokens)
 
 
 @pytest.mark.crossed(0.8)
@@ -311,11 +311,11 @@ def test_the_second_of_two_passes_fails():
         calls = []
         run_pass = engine.runner.run
 
-        def fails_once(packed):
+        def fails_once(packed, tokens):
             calls.append(len(calls))
             if len(calls) == 6:
                 raise RuntimeError("out of order")
-            return run_pass(packed)
+            return run_pass(packed, tokens)
 
         engine.runner.run = fails_once
         assert bits_of(run(engine, REQUESTS[:2])) == expected

@@ -62,7 +62,7 @@ class Contract:
         self.watch = ModelWatch(self._patched, runner.torch_state)
         self._taken_over = self.watch.taken_over
         self.stale: str | None = None
-        runner.after_pass = self.watch.absorb
+        runner.follow(self.watch.absorb, lambda: self.watch.runs_user_code)
 
     @property
     def results(self) -> ProbeResults | None:
@@ -215,7 +215,8 @@ class Contract:
         return not learner.results.unsound
 
     def rest(self) -> None:
-        """Store what is known, and free the memory that learning takes."""
+        """Store what is known, and free the memory that learning and graphs take."""
+        self._runner.graphs.clear()
         if self._learner is not None:
             self._on_disk.save(self._learner.results)
             self._learner.rest()

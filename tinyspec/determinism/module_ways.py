@@ -44,7 +44,7 @@ class ModuleWays:
         linear = backend.load(self._config.backend).linear
         for parent, name, module in kernel_stand_ins(model, linear, only=names):
             self._patched.swap(parent, name, module)
-        self._runner.torch_state.refresh_modules()
+        self._changed()
         return tuple(n for n in names if model.get_submodule(n) is not before[n])
 
     def set(self, tiles: Counts, direct: Counts) -> bool:
@@ -55,6 +55,7 @@ class ModuleWays:
         set_tiles(self._runner, tiles)
         set_direct(self._runner, direct)
         self._set = tiles, direct
+        self._runner.graphs.clear()
         return True
 
     def restore(self) -> None:
@@ -63,4 +64,8 @@ class ModuleWays:
         self._patched.undo(self._num_swapped)
         set_direct(self._runner, {})
         self._set = ({}, {})
+        self._changed()
+
+    def _changed(self) -> None:
         self._runner.torch_state.refresh_modules()
+        self._runner.graphs.clear()

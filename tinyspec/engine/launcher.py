@@ -64,7 +64,9 @@ class Launcher:
 
         def work() -> Results:
             logits, prompt_logprobs = forward()
-            sampling = sampler.sample(logits, batch)
+            # By Triton logits of padding follow: sampled as well, a launch depends on shapes alone.
+            padded = batch.padded(len(logits)) if sampler.kernels.backend == "triton" else batch
+            sampling = sampler.sample(logits, padded)
             decisions = None
             if compare is not None:
                 tokens = None if before is None else _tokens(before)
@@ -82,6 +84,7 @@ class Launcher:
         try:
             forward = self._packed(launched, fresh, before)
         except Exception as error:
+            self.runner.forget_pages()
             return partial(_fail, error)
 
         def run() -> tuple[Tensor, Tensor | None]:
@@ -105,20 +108,17 @@ class Launcher:
             requests = [sequence.request for sequence in launched.work_pass.sequences]
             prompts = np.array([requests[n].prompt[p + 1] for n, p in unscored])
             targets = to_device(prompts, runner.device)
-        packed = runner.pack(launched.work_pass, fresh, wanted)
-        taken = None
+        newest = None
         if before is not None:
             table, rows = self.admission.table, works.rows
             sources = before.sources(rows)
-            newest = works.ends == table.length[rows] + table.num_drafts[rows]
-            some = np.flatnonzero((sources >= 0) & newest)
-            taken = to_device(np.stack([ends[some] - 1, sources[some]]), runner.device)
+            drawn = works.ends == table.length[rows] + table.num_drafts[rows]
+            some = np.flatnonzero((sources >= 0) & drawn)
+            newest = np.stack([ends[some] - 1, sources[some]])
+        packed = runner.pack(launched.work_pass, fresh, wanted, newest)
 
         def forward() -> tuple[Tensor, Tensor | None]:
-            if before is not None and taken is not None:
-                # A row of a sequence that has no token is dropped later.
-                packed.batch.input_ids[taken[0]] = _tokens(before)[taken[1]].clamp(min=0)
-            logits = runner.run(packed)
+            logits = runner.run(packed, None if before is None else _tokens(before))
             if not first:
                 return logits, None
             scores = self.sampler.kernels.chosen_logprobs(logits[:first], targets)

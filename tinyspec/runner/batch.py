@@ -32,18 +32,9 @@ class Batch:
     def of(cls, work_pass: Pass, page_size: int, device: torch.device) -> Batch:
         """Pack the works of ``work_pass`` one after the other."""
         table, works = work_pass.table, work_pass.works
-        row, position, counts, total = works.rows, works.starts, works.counts, works.num_rows
-        first_rows = np.zeros(len(works) + 1, np.int32)
-        counts.cumsum(out=first_rows[1:], dtype=np.int32)
-        if total > len(works):
-            row, position = row.repeat(counts), spread(position, counts)
-        page, offset = np.divmod(position, page_size)
-        slots = table.pages[row, page] * np.int64(page_size) + offset
-        # Rows on shared pages run for their logits only.
-        slots[position < table.frozen[row]] = -1
         packed = np.zeros((3, work_pass.bucket), np.int64)
-        packed[0, :total], packed[1, :total] = table.ids[row, position], position
-        packed[2, :total], packed[2, total:] = slots, -1
+        first_rows = np.zeros(len(works) + 1, np.int32)
+        pack_rows(work_pass, page_size, packed, first_rows)
         width = int(table.num_pages[works.rows].max())
         page_table = np.ascontiguousarray(table.pages[works.rows, :width])
 
@@ -56,16 +47,34 @@ class Batch:
             cu_seqlens_q=tensor(first_rows),
             seq_lens=tensor(works.ends.astype(np.int32)),
             page_size=page_size,
-            max_seqlen_q=int(counts.max()),
+            max_seqlen_q=int(works.counts.max()),
             max_seqlen_k=int(works.ends.max()),
         )
-        embeds = _embeddings(work_pass) if table.places("has_embeds", works.rows) else []
-        return cls(ids, positions, slot_mapping, metadata, embeds)
+        return cls(ids, positions, slot_mapping, metadata, embeddings(work_pass))
 
 
-def _embeddings(work_pass: Pass) -> list[tuple[int, Tensor]]:
+def pack_rows(work_pass: Pass, page_size: int, packed: Array, first_rows: Array) -> None:
+    """Write token, position and slot of every row to ``packed`` [3, bucket], which is 0, and the
+    first row of every work, then how many rows there are, to ``first_rows`` [works + 1]."""
+    table, works = work_pass.table, work_pass.works
+    row, position, counts, total = works.rows, works.starts, works.counts, works.num_rows
+    first_rows[0] = 0
+    counts.cumsum(out=first_rows[1:], dtype=np.int32)
+    if total > len(works):
+        row, position = row.repeat(counts), spread(position, counts)
+    page, offset = np.divmod(position, page_size)
+    slots = table.pages[row, page] * np.int64(page_size) + offset
+    # Rows on shared pages run for their logits only.
+    slots[position < table.frozen[row]] = -1
+    packed[0, :total], packed[1, :total] = table.ids[row, position], position
+    packed[2, :total], packed[2, total:] = slots, -1
+
+
+def embeddings(work_pass: Pass) -> list[tuple[int, Tensor]]:
     """(first row, embeddings) of the works that are given as such, or begin so."""
     works = work_pass.works
+    if not work_pass.table.places("has_embeds", works.rows):
+        return []
     firsts = works.counts.cumsum() - works.counts
     spans = zip(firsts.tolist(), works.starts.tolist(), works.ends.tolist(), strict=True)
     return [

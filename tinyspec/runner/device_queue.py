@@ -37,6 +37,14 @@ def to_device(values: Array, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+def overwrite(target: Tensor, values: Array) -> None:
+    """Write ``values`` to ``target`` on the device, as ``to_device`` sends them."""
+    tensor = torch.from_numpy(values)
+    if target.device.type == "cuda":
+        tensor = tensor.pin_memory()
+    target.copy_(tensor, non_blocking=True)
+
+
 class Pending(Generic[R]):
     """Results of work that was handed over; what it raised is raised where they are asked for."""
 

@@ -13,8 +13,8 @@ from tinyspec.runner.device_queue import to_device
 class KVCache:
     """Per layer k and v [num_pages, page_size, num_kv_heads, head_dim].
 
-    Every page is zeroed when it is handed out: masked keys may hold anything, but attention takes
-    longer where they are not finite. written: pages up to the last one that was.
+    For the twins every page is zeroed when it is handed out: masked keys may hold anything, but
+    their attention takes longer where they are not finite. written: pages up to the last that was.
     """
 
     def __init__(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tinyspec.config import EngineConfig
 from tinyspec.kernels.backend import Kernels
 from tinyspec.model.cpu.heap import keep_freed_memory
 from tinyspec.model.introspection import accepted
@@ -20,6 +22,8 @@ from tinyspec.model.supported import vocab_size
 from tinyspec.model.torch_state import TorchState
 from tinyspec.runner.batch import Batch
 from tinyspec.runner.device_queue import to_device
+from tinyspec.runner.fixed_batches import FixedBatches, FixedPass, PassShape
+from tinyspec.runner.graphs import PassGraphs
 from tinyspec.runner.kv_cache import KVCache
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.scheduler.page_pool import PagePool
@@ -29,20 +33,22 @@ from tinyspec.scheduler.sequence_table import Array
 
 @dataclass
 class PackedPass:
-    """A pass as tensors. keep: rows whose logits are computed, of which the first ``count`` are
-    wanted; None: of all. fresh: pages to be zeroed first."""
+    """A pass as tensors, for the twins. keep: rows whose logits are computed, of which the first
+    ``count`` are wanted; None: of all. fresh: pages to be zeroed first. newest: as in ``pack``."""
 
     batch: Batch
     keep: Tensor | None
     count: int
     canonical: bool
     fresh: list[int]
+    newest: Tensor | None
 
 
 class ModelRunner:
     """The model, its KV pool and the state of the pass that is running.
 
-    after_pass: called after every pass of ``run``.
+    after_pass: called after every pass of ``run``. graphs: of passes by the Triton kernels, which
+    run at fixed addresses.
     """
 
     def __init__(
@@ -52,6 +58,7 @@ class ModelRunner:
         pool: PagePool,
         kernels: Kernels,
         buckets: Buckets,
+        config: EngineConfig,
     ):
         self.model = model
         self.torch_state = TorchState(model)
@@ -71,6 +78,13 @@ class ModelRunner:
         self.tiles = RowTiles()
         self._fast_mode = patched.fast_mode
         self.after_pass: Callable[[], None] = lambda: None
+        self.graphs = PassGraphs(self.torch_state.stream, bool(config.cuda_graphs))
+        self._fixed = FixedBatches(config, buckets.fit, buckets.fit_canonical, self.device)
+
+    def follow(self, after_pass: Callable[[], None], runs_user_code: Callable[[], bool]) -> None:
+        """Call ``after_pass``, and ask before a pass whether it runs code of the user's, which the
+        replay of a graph would leave out."""
+        self.after_pass, self.graphs.runs_user_code = after_pass, runs_user_code
 
     @property
     def cache(self) -> KVCache:
@@ -98,6 +112,7 @@ class ModelRunner:
     def extend(self, num_pages: int) -> None:
         """Grow the KV pool, if it is allocated, to ``num_pages``; no pass may be running."""
         if self._cache is not None:
+            self.graphs.clear()
             with self.torch_state.stream():
                 self._cache.extend(num_pages, self._pool.in_use())
 
@@ -115,6 +130,7 @@ class ModelRunner:
 
     def release(self) -> None:
         """Free the pool's memory; no pass may be running."""
+        self.graphs.clear()
         self._cache = None
         self._context.k, self._context.v = [], []
         self.torch_state.stream.give_back()
@@ -130,15 +146,20 @@ class ModelRunner:
         finally:
             context.k, context.v = before
 
-    def pack(self, work_pass: Pass, fresh: list[int], wanted: Array) -> PackedPass:
-        """A pass as tensors, whose rows ``wanted`` [N] int64 give logits.
+    def pack(
+        self, work_pass: Pass, fresh: list[int], wanted: Array, newest: Array | None = None
+    ) -> PackedPass | FixedPass:
+        """A pass for ``run``, whose rows ``wanted`` [N] int64 give logits.
 
         fresh: pages newly allocated for it. The rows are gathered before the unembedding and padded
-        to a bucket of their own, which is canonical in a canonical pass.
+        to a bucket of their own, which is canonical in a canonical pass. newest [2, n]: rows whose
+        tokens are among those of the pass before, and where.
         """
+        canonical = work_pass.canonical
+        if self.kernels.backend == "triton":
+            return self._fixed.pack(work_pass, wanted, newest, canonical)
         batch = Batch.of(work_pass, self.page_size, self.device)
         count = len(wanted)
-        canonical = work_pass.canonical
         fit = self.buckets.fit_canonical if canonical else self.buckets.fit
         bucket = fit(max(count, 1))
         keep = None
@@ -147,14 +168,51 @@ class ModelRunner:
             kept = np.zeros(bucket, np.int64)
             kept[:count] = wanted
             keep = to_device(kept, self.device)
-        return PackedPass(batch, keep, count, canonical, fresh)
+        taken = None if newest is None else to_device(newest, self.device)
+        return PackedPass(batch, keep, count, canonical, fresh, taken)
 
-    def run(self, packed: PackedPass) -> Tensor:
-        """Run a pass and return the logits of its rows ``wanted``: [N, V], as ``forward``."""
-        self.cache.zero(packed.fresh)
-        logits = self.forward(packed.batch, packed.keep, packed.canonical)[: packed.count]
+    def run(self, packed: PackedPass | FixedPass, tokens: Tensor | None = None) -> Tensor:
+        """Run a pass and return logits [N, V], as ``forward``; by Triton those of padding follow.
+
+        tokens [n]: of the pass before, for the rows ``newest``.
+        """
+        if isinstance(packed, FixedPass):
+            logits = self._run_fixed(packed, tokens)
+        else:
+            if packed.newest is not None:
+                assert tokens is not None
+                # A row of a sequence that has no token is dropped later.
+                rows, sources = packed.newest
+                packed.batch.input_ids[rows] = tokens[sources].clamp(min=0)
+            self.cache.zero(packed.fresh)
+            logits = self.forward(packed.batch, packed.keep, packed.canonical)[: packed.count]
         self.after_pass()
         return logits
+
+    def _run_fixed(self, packed: FixedPass, tokens: Tensor | None) -> Tensor:
+        """As ``run``, by a graph where there is one."""
+        shape, pools = packed.shape, (*self.cache.k, *self.cache.v)
+        try:
+            self._fixed.send(packed, tokens)
+            forward = partial(self._forward_fixed, shape, packed.embeds)
+            if packed.embeds:
+                return forward()
+            addresses = (*self._fixed.addresses, *(pool.data_ptr() for pool in pools))
+            return self.graphs.run(shape, shape.canonical, addresses, forward)
+        except BaseException:
+            self._fixed.tables.forget()
+            raise
+
+    def _forward_fixed(self, shape: PassShape, embeds: list[tuple[int, Tensor]]) -> Tensor:
+        """The forward of the pass that was sent."""
+        batch, keep = self._fixed.batch(shape)
+        batch.embeds = embeds
+        return self.forward(batch, keep, shape.canonical)
+
+    def forget_pages(self) -> None:
+        """A pass that was packed may not run: what it was to tell the device is told again."""
+        if self.kernels.backend == "triton":
+            self._fixed.tables.forget()
 
     def forward(self, batch: Batch, keep: Tensor | None, canonical: bool) -> Tensor:
         """One forward of the patched model over packed rows; logits of the rows ``keep``, or of
@@ -172,8 +230,10 @@ class ModelRunner:
             more["position_ids"] = batch.positions[None]
         if self._keeps_logits:
             more["logits_to_keep"] = 0 if keep is None else keep
+        look = self.kernels.backend == "triton" and not batch.embeds
         try:
-            logits = self.model(**self._inputs(batch), **more, **self._always).logits
+            with self.graphs.looking(canonical) if look else nullcontext():
+                logits = self.model(**self._inputs(batch), **more, **self._always).logits
             context.check()
         finally:
             context.end()

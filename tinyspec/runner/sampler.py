@@ -7,7 +7,7 @@ number. Knows a row's own history and parameters, not its place in a pass.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -76,6 +76,18 @@ class SampleBatch:
 
     def __len__(self) -> int:
         return len(self.logits_row)
+
+    def padded(self, rows: int) -> SampleBatch:
+        """Greedy ones behind it whose tokens nobody takes, ``rows`` in all; itself where they are
+        not those of the first rows, one each."""
+        own, more = len(self), rows - len(self)
+        if own == 0 or more <= 0 or np.count_nonzero(self.logits_row != np.arange(own)):
+            return self
+        off = {"logits_row": np.arange(own, rows), "top_p": np.ones(more)}
+        names = ("logits_row", "key", "position", "temperature", "top_k", "top_p", "min_p")
+        columns = {name: (getattr(self, name), off.get(name, np.zeros(more))) for name in names}
+        longer = {name: np.concatenate(c).astype(c[0].dtype) for name, c in columns.items()}
+        return replace(self, **longer)
 
 
 @dataclass

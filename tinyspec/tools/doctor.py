@@ -17,6 +17,7 @@ from tinyspec.config import EngineConfig
 from tinyspec.determinism.environment import device_parts
 from tinyspec.determinism.probe_results import ProbeResults
 from tinyspec.determinism.probes.attention import MANY_ROWS
+from tinyspec.determinism.probes.graphs import graph_refusals
 from tinyspec.engine.engine import Engine
 from tinyspec.errors import DeterminismError, UnsupportedModelError, refuse
 from tinyspec.scheduler.buckets import Buckets
@@ -33,6 +34,7 @@ class DoctorReport:
 
     problems: why they cannot, with the module or setting. facts: the probe results, None if nothing
     could be probed. plans: bucket -> how deterministic requests decode in a step of so many rows.
+    eager: why passes of a kind are not captured as graphs, where the kernels are Triton's.
     fingerprint: of the engine's deterministic outputs. seconds: how long it took.
     """
 
@@ -42,6 +44,7 @@ class DoctorReport:
     problems: tuple[str, ...] = ()
     facts: ProbeResults | None = None
     plans: dict[int, str] = field(default_factory=dict)
+    eager: dict[str, str] = field(default_factory=dict)
     fingerprint: str | None = None
     seconds: float = 0.0
 
@@ -93,6 +96,7 @@ class DoctorReport:
             notes.append(f"{kind.name}: {rows}")
         if results.kernel_linears:
             notes.append(f"served by the linear kernel: {', '.join(results.kernel_linears)}")
+        notes += [f"{kind} passes run without graphs: {why}" for kind, why in self.eager.items()]
         if self.fingerprint is not None:
             notes.append(f"fingerprint {self.fingerprint}")
         return notes
@@ -142,9 +146,11 @@ def _examine(engine: Engine, fresh: bool, begun: float) -> DoctorReport:
     if engine.has_unfinished() and (fresh or contract.results is None):
         raise refuse("engine", "busy", "an engine without unfinished requests")
     problems: tuple[str, ...] = ()
+    eager: dict[str, str] = {}
     try:
         if not engine.has_unfinished():
             contract.probe(fresh, ATTENTION_ROWS)
+            eager = graph_refusals(engine.runner, config)
         contract.ensure()
     except DeterminismError as error:
         problems = (str(error),)
@@ -157,6 +163,7 @@ def _examine(engine: Engine, fresh: bool, begun: float) -> DoctorReport:
         problems=problems,
         facts=contract.results and contract.results.filled(),
         plans=plans,
+        eager=eager,
         fingerprint=None if problems else contract.fingerprint,
     )
 

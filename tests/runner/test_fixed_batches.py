@@ -1,0 +1,190 @@
+"""Passes of one shape launch the same, whatever they hold: recorded with the Triton kernels.
+
+The engines compute with the twins, so that their sequences go on; what the Triton kernels would be
+launched with is recorded before each pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.support.budget import first
+from tests.support.cases import bits_of, cost, greedy, run, text
+from tests.support.moe import tiny_moe
+from tests.support.recorded import as_on_a_gpu, record_passes, recording
+from tests.support.tiny import FAMILIES, tiny
+from tinyspec import Engine, EngineConfig, SamplingParams, doctor
+from tinyspec.determinism.probes.graphs import graph_refusals
+from tinyspec.runner.fixed_batches import FixedBatches
+from tinyspec.runner.graph_safety import GraphSafety
+from tinyspec.runner.kv_cache import KVCache
+
+CONFIG = EngineConfig(
+    reference_rows=8,
+    page_size=8,
+    max_model_len=128,
+    max_rows=16,
+    max_sequences=8,
+    backend="triton",
+)
+REQUESTS = [
+    (text(length, seed=n), SamplingParams(max_new_tokens=new, deterministic=n % 2 == 0))
+    for n, (length, new) in enumerate([(1, 5), (7, 6), (11, 4), (3, 7), (19, 4)])
+]
+
+
+ORDER = ["llama", "gemma2", *(name for name in FAMILIES if name not in ("llama", "gemma2"))]
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Those that are recorded."""
+    return as_on_a_gpu(monkeypatch)
+
+
+def recorded(model, kernels, requests=REQUESTS, **settings):
+    """All that was recorded while ``requests`` ran, and why graphs cannot hold passes."""
+    with Engine(model, config=replace(CONFIG, **settings)) as engine:
+        cost(engine)
+        engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2))  # allocates what lasts
+        found = record_passes(engine, kernels)
+        outputs = engine.generate([p for p, _ in requests], [s for _, s in requests])
+        assert not any(c.error for output in outputs for c in output.completions)
+        return found
+
+
+def check(found):
+    """Passes of a shape have recorded the same; how many held something else than the first."""
+    others = 0
+    for key, passes in found.items():
+        sent, first = passes[0]
+        for now, calls in passes[1:]:
+            assert [call[0] for call in calls.calls] == [call[0] for call in first.calls], key
+            for mine, theirs in zip(calls.calls, first.calls, strict=True):
+                assert mine == theirs, key
+            assert calls.addresses == first.addresses, key
+            others += now != sent
+    return others
+
+
+@pytest.mark.parametrize("family", first(1, ORDER, 2))
+def test_same_launches(family, kernels):
+    found = recorded(tiny(family), kernels)
+    assert check(found) >= 6
+    shapes = {key[0] for key in found} - {"sample"}
+    assert {shape.canonical for shape in shapes} == {False, True}
+    every = [call[0] for passes in found.values() for _, calls in passes for call in calls.calls]
+    assert {"attention_kernel", "kv_write_kernel", "sample_kernel", "work_kernel"} <= {*every}
+
+
+def test_control_an_argument_that_depends_on_lengths(kernels, monkeypatch):
+    batch = FixedBatches.batch
+
+    def planted(self, shape):
+        found, keep = batch(self, shape)
+        found.metadata.max_seqlen_k = int(found.metadata.seq_lens.max())
+        return found, keep
+
+    def attend(q, k, v, metadata, **scores):
+        return kernels.paged_attention(q * metadata.max_seqlen_k, k, v, metadata, **scores)
+
+    monkeypatch.setattr(FixedBatches, "batch", planted)
+    with pytest.raises(AssertionError):
+        check(recorded(tiny(), replace(kernels, paged_attention=attend)))
+
+
+@pytest.mark.slow("crosses", 1)
+def test_control_memory_of_another_address(kernels, monkeypatch):
+    batch, kept = FixedBatches.batch, []
+
+    def moved(self, shape):
+        found, keep = batch(self, shape)
+        found.metadata.seq_lens = found.metadata.seq_lens.clone()
+        kept.append(found.metadata.seq_lens)
+        return found, keep
+
+    monkeypatch.setattr(FixedBatches, "batch", moved)
+    with pytest.raises(AssertionError):
+        check(recorded(tiny(), kernels))
+
+
+@pytest.mark.slow("crosses", 1)
+def test_control_experts(kernels, monkeypatch):
+    """How many rows an expert gets shows in what is launched."""
+    monkeypatch.setattr(KVCache, "zero", lambda *_: None)
+    with pytest.raises(AssertionError):
+        check(recorded(tiny_moe("qwen3_moe"), kernels))
+
+
+def refusals(model):
+    """What is found by passes whose kernels do not run."""
+    with recording(), Engine(model, config=CONFIG) as engine:
+        return graph_refusals(engine.runner, engine.config)
+
+
+def test_what_graphs_cannot_hold():
+    assert refusals(tiny()) == {}
+    model = tiny_moe("qwen3_moe")
+    found = refusals(model)
+    assert {*found} == {"canonical"}  # transformers' own way has fixed shapes
+    assert "aten.bincount" in found["canonical"] and "Qwen3MoeExperts" in found["canonical"]
+    model.set_experts_implementation("eager")
+    found = refusals(model)
+    assert {*found} == {"canonical", "other"} and "Qwen3MoeExperts" in found["other"]
+
+
+@pytest.mark.slow("crosses", 4)
+def test_doctor_names_it(monkeypatch):
+    """The twins read what they have computed, so nothing of theirs is captured."""
+    as_on_a_gpu(monkeypatch)
+    report = doctor(tiny(), config=CONFIG)
+    assert "reads what the device has computed in PagedAttention" in report.eager["canonical"]
+    assert f"canonical passes run without graphs: {report.eager['canonical']}" in str(report)
+    assert doctor(tiny(), config=replace(CONFIG, backend="torch")).eager == {}
+
+
+X = torch.arange(6.0)
+
+
+@pytest.mark.parametrize(
+    ("refused", "work"),
+    [
+        (False, lambda: X[torch.tensor([1, 2])]),
+        (True, lambda: X[X > 2]),
+        (True, lambda: X.clone().masked_fill_(X > 2, 0)[:3].nonzero()),
+        (False, lambda: X.clone().masked_fill_(X > 2, 0)),
+        (True, lambda: X.max().item()),
+        (True, lambda: bool(X.any())),
+        (True, lambda: X.clone().__setitem__(X > 2, torch.ones(3))),
+        (False, lambda: X.clone().__setitem__(torch.tensor([1]), 5.0)),
+        (True, lambda: X.to("meta")),
+        (True, lambda: torch.repeat_interleave(X, torch.ones(6, dtype=torch.int64))),
+    ],
+)
+def test_operators(refused, work):
+    with GraphSafety() as found:
+        work()
+    assert (found.refusal is not None) == refused
+
+
+@pytest.mark.slow("crosses", 20)
+def test_pages_need_not_be_zeroed(monkeypatch):
+    """By the Triton kernels; the twins do not stand huge numbers in pages."""
+    pages = KVCache.__init__
+    requests = [(text(5, seed=1), greedy(2)), (text(9, seed=2), greedy(2, temperature=1.0, seed=3))]
+
+    def bits(value):
+        def filled(cache, *args):
+            pages(cache, *args)
+            for pool in (*cache.k, *cache.v):
+                pool.fill_(value)
+
+        monkeypatch.setattr(KVCache, "__init__", filled)
+        with Engine(tiny(), config=CONFIG) as engine:
+            cost(engine)
+            return bits_of(run(engine, requests))
+
+    assert bits(float("nan")) == bits(3e38) == bits(0.0)

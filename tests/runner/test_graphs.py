@@ -1,0 +1,247 @@
+"""Replayed passes have the bits of eager ones: by graphs of a CPU, which call captured work again.
+
+Controls: graphs that replay the lengths, tokens or page tables of their capture are found.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.support.budget import first
+from tests.support.cases import bits_of, cost, greedy, run, text, whole
+from tests.support.graphs import StandIn, with_graphs
+from tests.support.mixes import crowd
+from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
+from tests.support.tiny import tiny
+from tinyspec import Engine, EngineConfig, SamplingParams
+from tinyspec.determinism import model_state, model_tables
+from tinyspec.runner import graphs
+from tinyspec.runner.graphs import PassGraphs
+
+CONFIG = EngineConfig(
+    reference_rows=8, page_size=8, max_rows=16, max_sequences=8, max_model_len=128, backend="triton"
+)
+REQUESTS = [
+    (text(20), greedy(24)),
+    ([*text(20)[:17], 5], greedy(12, temperature=0.9, seed=4, num_return_sequences=3)),
+    (text(33, seed=2), greedy(16, prompt_logprobs=True)),
+    (text(5, seed=3), greedy(9, repetition_penalty=1.3)),
+    (text(40, seed=4), greedy(20, temperature=1.1, seed=8, top_k=12)),
+    (text(9, seed=5), SamplingParams(max_new_tokens=25, logprobs=True)),
+]
+TWO = [(text(9), greedy(7)), (text(4, seed=1), greedy(9, temperature=0.9, seed=4))]
+LASTS = pytest.mark.slow("crosses", 2)
+
+
+@pytest.fixture(autouse=True)
+def early(monkeypatch):
+    monkeypatch.setattr(graphs, "EAGER_PASSES", 1)
+
+
+def eager(requests, **settings):
+    """Their bits by an engine that captures nothing, with the same fingerprint."""
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(graphs, "EAGER_PASSES", 10**9)
+        return served(requests, **settings)
+
+
+def served(requests=REQUESTS, use=run, **settings):
+    """Their bits by a new engine."""
+    model = replace_linears(tiny(), ShapeSensitiveLinear)
+    with Engine(model, config=replace(CONFIG, **settings)) as engine:
+        cost(engine)
+        outputs = use(engine, requests)
+        assert not any(c.error for output in outputs for c in output.completions)
+        found = bits_of(outputs)
+        assert whole(engine)
+        return found
+
+
+def test_same_bits_of_two(monkeypatch):
+    log = with_graphs(monkeypatch)
+    expected = eager(TWO)
+    assert log.captures == 0
+    assert served(TWO) == expected
+    assert 1 < log.captures < log.replays
+    assert all(len(addresses) == 1 for addresses in log.results.values())
+
+
+@pytest.mark.slow("crosses", 8)
+@pytest.mark.parametrize("verify", ["auto", "padded", "always"])
+@pytest.mark.parametrize("pages", [{}, {"num_pages": 24}], ids=["ample", "tight"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["alone", "overlap"])
+def test_same_bits(verify, pages, overlap, late_device, monkeypatch):
+    log = with_graphs(monkeypatch)
+    requests = [*REQUESTS, *crowd(random.Random(3), 4)]
+    asked = {"verify": verify, "overlap": overlap, **pages}
+    expected = eager(requests, **asked)
+    assert log.captures == 0
+    assert served(requests, **asked) == expected
+    assert 1 < log.captures < log.replays
+    assert all(len(addresses) == 1 for addresses in log.results.values())
+
+
+@pytest.mark.parametrize("section", first(1, ("lengths", "tokens", "positions", "slots"), 2))
+def test_control_stale_inputs(section, monkeypatch):
+    """Each part of a pass as it was when its graph was first replayed."""
+    kept, engines = {}, []
+
+    def stale(graph):
+        (shape, _), batches = graph.work.args, engines[0].runner._fixed
+        layout, sent = batches._layouts[shape.bucket], batches._memory[batches._rows :]
+        part = getattr(layout, section).of_tensor(sent)
+        part.copy_(kept.setdefault(shape, part.clone()))
+
+    def noted(engine, requests):
+        engines[:] = [engine]
+        return run(engine, requests)
+
+    with_graphs(monkeypatch, stale)
+    expected = eager(TWO)
+    with pytest.raises(AssertionError):
+        assert served(TWO, use=noted) == expected
+
+
+def leave(engine, how):
+    """What swaps memory or modules under graphs, and brings the engine back."""
+    if how == "release":
+        engine.release()
+    elif how == "extend":
+        engine.runner.extend(engine.pool.num_pages + 8)
+        engine.pool.extend(8)
+    elif how == "suspend":
+        engine.suspend()
+        assert engine.resume()
+    elif how == "weights":
+        with torch.no_grad():
+            next(engine.model.parameters()).mul_(1)
+        engine.check_model()
+    else:
+        engine.contract._ways.set({}, {"lm_head": ()})
+
+
+@LASTS
+@pytest.mark.parametrize("how", ["release", "extend", "suspend", "weights", "ways"])
+def test_dropped(how, monkeypatch):
+    log = with_graphs(monkeypatch)
+    expected = eager(TWO)
+
+    def use(engine, requests):
+        assert bits_of(run(engine, requests)) == expected and len(engine.runner.graphs) > 0
+        leave(engine, how)
+        assert len(engine.runner.graphs) == 0
+        captures = log.captures
+        found = run(engine, requests)
+        assert log.captures > captures
+        return found
+
+    assert served(TWO, use=use, prefix_cache=False) == expected
+
+
+def replayed_after_a_swap(log):
+    """Numbers of the graphs that are replayed before and after memory is swapped behind the
+    engine's back."""
+    known = []
+
+    def use(engine, requests):
+        expected = bits_of(run(engine, requests))
+        known.append({*log.results})
+        engine.admission.forget_pages()
+        engine.runner._cache = None
+        log.results.clear()
+        assert bits_of(run(engine, requests)) == expected
+        known.append({*log.results})
+        return run(engine, requests)
+
+    served(TWO, use=use)
+    return known[0] & known[1]
+
+
+@LASTS
+def test_never_at_stale_addresses(monkeypatch):
+    assert not replayed_after_a_swap(with_graphs(monkeypatch))
+
+
+@LASTS
+def test_control_stale_addresses(monkeypatch):
+    """Without addresses graphs would go on."""
+    log, whole_run = with_graphs(monkeypatch), PassGraphs.run
+
+    def blind(self, shape, canonical, addresses, forward):
+        return whole_run(self, shape, canonical, (), forward)
+
+    monkeypatch.setattr(PassGraphs, "run", blind)
+    assert replayed_after_a_swap(log)
+
+
+@LASTS
+def test_probes_run_beside_graphs(monkeypatch):
+    """On pages of their own, between passes that are replayed."""
+    log = with_graphs(monkeypatch)
+    expected = eager(TWO)
+
+    def use(engine, requests):
+        run(engine, requests)
+        replays = log.replays
+        engine.contract.probe(fresh=True)
+        assert log.replays == replays
+        cost(engine)
+        return run(engine, requests)
+
+    assert served(TWO, use=use) == expected
+
+
+@LASTS
+def test_code_of_the_user_is_not_left_out(monkeypatch):
+    """Passes run eagerly while there are hooks."""
+    log = with_graphs(monkeypatch)
+    monkeypatch.setattr(model_tables, "LIBRARIES", model_state.LIBRARIES)
+    calls = []
+    with Engine(tiny(), config=CONFIG) as engine:
+        run(engine, TWO)
+        replays = log.replays
+        assert replays > 0
+        handle = engine.model.lm_head.register_forward_hook(lambda *_: calls.append(1))
+        run(engine, TWO)
+        assert log.replays == replays and len(calls) >= 9
+        handle.remove()
+        run(engine, TWO)
+        assert log.replays > replays
+
+
+@LASTS
+def test_a_capture_that_fails(monkeypatch, caplog):
+    """Is not tried again; the pass runs eagerly."""
+    log = with_graphs(monkeypatch)
+    expected = eager(TWO)
+
+    def fail(self, work):
+        log.captures += 1
+        raise RuntimeError("no graph today")
+
+    monkeypatch.setattr(StandIn, "capture", fail)
+    assert served(TWO) == expected
+    assert log.captures == 2 and log.replays == 0  # canonical passes and others
+    assert "no graph today" in caplog.text
+
+
+@LASTS
+def test_log(monkeypatch, caplog):
+    with_graphs(monkeypatch)
+    with caplog.at_level(logging.INFO, "tinyspec"):
+        served(TWO)
+    assert "captured graph 1: PassShape(bucket=" in caplog.text
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "torch"), ("cpu", "triton")])
+def test_refused_where_there_are_none(device, backend):
+    config = EngineConfig(cuda_graphs=True, backend=backend)
+    with pytest.raises(ValueError, match="cuda_graphs"):
+        config.resolve(device_type=device, model_positions=64)
+    assert not EngineConfig().resolve(device_type=device, model_positions=64).cuda_graphs
+    assert EngineConfig().resolve(device_type="cuda", model_positions=64).cuda_graphs

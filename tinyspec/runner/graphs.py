@@ -1,0 +1,173 @@
+"""Passes captured as graphs: a pass that comes again is one launch instead of hundreds.
+
+What is captured is the work of a whole pass at fixed addresses, one graph for every shape of pass;
+first passes of a shape, and passes that cannot be captured, run eagerly beside it. A graph is never
+replayed when any memory that it knows has another address. Knows shapes and addresses, no rows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tinyspec.model.device_stream import DeviceStream
+from tinyspec.runner.graph_safety import GraphSafety
+
+logger = logging.getLogger("tinyspec")
+# Eager passes of a shape before it is captured: they compile and load what it launches, and a shape
+# that does not come again is not worth a capture, which takes as long as several passes.
+EAGER_PASSES = 4
+Forward = Callable[[], Tensor]
+
+
+class Graph(Protocol):
+    """Captured work."""
+
+    def capture(self, work: Forward) -> Tensor:
+        """Record ``work``, which may not run; where its result will lie."""
+        ...
+
+    def replay(self) -> None:
+        """Run what was captured on what now lies at the same addresses."""
+        ...
+
+
+class CudaGraphs:
+    """Makes graphs of one device, which share a private pool: they never run at the same time."""
+
+    def __init__(self, stream: DeviceStream):
+        self._stream = stream
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self) -> Graph:
+        return CudaGraph(self._stream, self._pool)
+
+
+class CudaGraph:
+    """Work on the engine's own stream, which is current when it is captured and replayed."""
+
+    def __init__(self, stream: DeviceStream, pool: tuple[int, int]):
+        self._stream, self._pool = stream, pool
+        self._graph = torch.cuda.CUDAGraph()
+
+    def capture(self, work: Forward) -> Tensor:
+        # Other threads may use the device meanwhile.
+        mode = {"stream": self._stream.own, "capture_error_mode": "thread_local"}
+        with torch.cuda.graph(self._graph, pool=self._pool, **mode):
+            return work()
+
+    def replay(self) -> None:
+        assert torch.cuda.current_stream(self._stream.device) == self._stream.own
+        self._graph.replay()
+
+
+# By type of device. On other devices every pass runs eagerly.
+MAKERS: dict[str, Callable[[DeviceStream], Callable[[], Graph]]] = {"cuda": CudaGraphs}
+
+
+@dataclass
+class _Captured:
+    graph: Graph
+    result: Tensor
+    addresses: tuple[int, ...]
+
+
+class PassGraphs:
+    """The graphs of one engine. on: whether passes are to be captured.
+
+    refusals: why passes cannot be, by whether they are canonical; known after the first pass of
+    each kind. runs_user_code: whether passes run code that a replay would leave out.
+    """
+
+    def __init__(self, stream: DeviceStream, on: bool):
+        self._stream, self._on = stream, on
+        self._make: Callable[[], Graph] | None = None
+        self._captured: dict[Hashable, _Captured] = {}
+        self._eager: Counter[Hashable] = Counter()
+        self._checked: set[bool] = set()
+        self.refusals: dict[bool, str] = {}
+        self.runs_user_code: Callable[[], bool] = lambda: False
+
+    def __len__(self) -> int:
+        return len(self._captured)
+
+    def knows(self, canonical: bool) -> bool:
+        """Whether a pass of this kind was looked at."""
+        return canonical in self._checked
+
+    def refusal(self, canonical: bool) -> str | None:
+        """Why passes of this kind are not captured, as far as is known; None if they are."""
+        if self.runs_user_code():
+            return "modules or hooks of no known library run in them"
+        return self.refusals.get(canonical)
+
+    @contextmanager
+    def looking(self, canonical: bool) -> Iterator[None]:
+        """Around every forward: looks at the first of each kind."""
+        if canonical in self._checked:
+            yield
+            return
+        with GraphSafety() as found:
+            yield
+        self._checked.add(canonical)
+        if found.refusal is not None:
+            self.refusals[canonical] = found.refusal
+            if self._on:
+                kind = "canonical" if canonical else "other"
+                logger.info("%s passes are not captured as graphs: %s", kind, found.refusal)
+
+    def run(
+        self, shape: Hashable, canonical: bool, addresses: tuple[int, ...], forward: Forward
+    ) -> Tensor:
+        """The result of ``forward``, whose work follows from ``shape`` and reads and writes memory
+        at ``addresses``."""
+        if not self._on or self.refusal(canonical) is not None:
+            return forward()
+        captured = self._captured.get(shape)
+        if captured is not None and captured.addresses != addresses:
+            self.clear()
+            captured = None
+        if captured is None:
+            if not self.knows(canonical) or self._eager[shape] < EAGER_PASSES:
+                self._eager[shape] += 1
+                return forward()
+            captured = self._capture(shape, canonical, addresses, forward)
+            if captured is None:
+                return forward()
+        assert captured.addresses == addresses
+        captured.graph.replay()
+        return captured.result
+
+    def _capture(
+        self, shape: Hashable, canonical: bool, addresses: tuple[int, ...], forward: Forward
+    ) -> _Captured | None:
+        """A graph of ``forward``; None where that failed, which is not tried again."""
+        if self._make is None:
+            self._make = MAKERS[self._stream.device.type](self._stream)
+        graph = self._make()
+        try:
+            result = graph.capture(forward)
+        except Exception as error:
+            self.refusals[canonical] = f"capturing {shape} raised {type(error).__name__}: {error}"
+            logger.warning("passes run without graphs: %s", self.refusals[canonical])
+            return None
+        self._captured[shape] = found = _Captured(graph, result, addresses)
+        logger.info("captured graph %d: %s", len(self), shape)
+        return found
+
+    def clear(self) -> None:
+        """Drop all graphs: what they hold may have changed. No pass may be running."""
+        if self._captured and self._stream.queues:
+            self._stream.own.synchronize()
+        self._captured.clear()
+        self._eager.clear()
+        self._checked.clear()
+        self.refusals.clear()
+        self._make = None
