@@ -79,8 +79,7 @@ class Engine(HasTurns):
         linear = kernels.linear if config.linear == "always" else None
         self.patched = install(model, config, linear)
         try:
-            self.config = config
-            self._grows = grows and config.num_pages is None
+            self.config, self._grows = config, grows and config.num_pages is None
             most = 1 if self._grows else most_pages(config, self.patched.layers, self.model)
             self._build(drafter, kernels, most)
         except BaseException:

@@ -78,16 +78,14 @@ class SampleBatch:
         return len(self.logits_row)
 
     def padded(self, rows: int) -> SampleBatch:
-        """Greedy ones behind it whose tokens nobody takes, ``rows`` in all; itself where they are
-        not those of the first rows, one each."""
+        """With greedy ones behind it that nobody takes, ``rows`` in all, if it is of the first."""
         own, more = len(self), rows - len(self)
         if own == 0 or more <= 0 or np.count_nonzero(self.logits_row != np.arange(own)):
             return self
         off = {"logits_row": np.arange(own, rows), "top_p": np.ones(more)}
         names = ("logits_row", "key", "position", "temperature", "top_k", "top_p", "min_p")
-        columns = {name: (getattr(self, name), off.get(name, np.zeros(more))) for name in names}
-        longer = {name: np.concatenate(c).astype(c[0].dtype) for name, c in columns.items()}
-        return replace(self, **longer)
+        both = {name: (getattr(self, name), off.get(name, np.zeros(more))) for name in names}
+        return replace(self, **{n: np.concatenate(b).astype(b[0].dtype) for n, b in both.items()})
 
 
 @dataclass
