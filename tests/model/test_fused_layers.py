@@ -262,16 +262,20 @@ def test_hooks_on_parts_that_are_called(forced):
         assert len(calls) == 3
 
 
-@pytest.mark.parametrize("place", ["behind", "before"])
-def test_a_hook_of_later_may_write_to_the_hidden_states(place, forced):
-    """The norm that a layer computes ahead would be that of other hidden states."""
+@pytest.mark.parametrize(
+    "family, place", [("llama", "behind"), ("llama", "before"), ("dots1", "before")]
+)
+def test_a_hook_of_later_may_write_to_the_hidden_states(family, place, forced):
+    """The norm that a layer computes ahead would be that of other hidden states. Of dots1 the
+    second layer is a mixture of experts, whose first norm is fused alone."""
 
     def added(x):
         return x + 1
 
     def hooked(add):
-        model = tiny()
+        model = zoo.tiny(family)
         with Engine(model, config=CONFIG) as engine:
+            assert fused_in(model, FusedLayer)["model.layers.0"].tinyspec_next is not None
             if add and place == "behind":
                 model.model.layers[0].register_forward_hook(lambda *args: add(args[-1]))
             elif add:

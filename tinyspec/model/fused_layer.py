@@ -61,7 +61,8 @@ class FusedLayer(FusedModule):
     """A decoder layer whose norms are ``FusedNorm``.
 
     tinyspec_next: what is called with the hidden states that this layer returns: another
-    ``FusedLayer``, a ``FusedNorm``, or None where that is not known.
+    ``FusedLayer``, a ``FusedNorm``, or None where that is not known. tinyspec_between: the modules
+    whose hooks see them before, beside this one.
     """
 
     input_layernorm: FusedNorm
@@ -69,6 +70,7 @@ class FusedLayer(FusedModule):
     self_attn: nn.Module
     mlp: nn.Module
     tinyspec_next: FusedLayer | FusedNorm | None
+    tinyspec_between: tuple[nn.Module, ...]
 
     def bypassed(self) -> tuple[nn.Module, ...]:
         return tuple(getattr(self, name) for name in NORMS)
@@ -84,7 +86,8 @@ class FusedLayer(FusedModule):
     def _norm_ahead(self) -> FusedNorm | None:
         """The norm that is called next, unless a hook might change the hidden states before."""
         following = self.tinyspec_next
-        if following is None or has_hooks(self) or has_hooks(following) or global_hooks():
+        hooked = has_hooks(self) or any(map(has_hooks, self.tinyspec_between)) or global_hooks()
+        if following is None or hooked:
             return None
         return following if isinstance(following, FusedNorm) else following.input_layernorm
 
@@ -100,7 +103,7 @@ def fused_parts(layer: nn.Module, stream: ResidualStream, form: Form) -> dict[st
 
 def fused_layer(layer: nn.Module) -> FusedLayer:
     """The stand-in of a layer, which shares its children: those of ``fused_parts`` go there."""
-    return standing_in(layer, FusedLayer, tinyspec_next=None)
+    return standing_in(layer, FusedLayer, tinyspec_next=None, tinyspec_between=())
 
 
 def fused_functions(model: PreTrainedModel) -> list[RowFunction]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -224,13 +225,23 @@ def _swap_layers(patched: PatchedModel, forms: list[tuple[LayerCall, Any]]) -> N
     for call, offset in forms:
         if id(call.module) in behind and id(call.module) not in made:
             made[id(call.module)] = fused_norm(call.module, stream, offset)
-    for call, _ in layers:
-        if len(call.following) == 1:
-            following = made.get(id(call.following[0]))
-            vars(made[id(call.module)])["tinyspec_next"] = following
     for parent, name, module in children(patched.model):
         if id(module) in made:
             patched.swap(parent, name, made[id(module)])
+    for call, _ in layers:
+        if len(call.following) == 1 and id(call.following[0]) in made:
+            layer, following = (made[id(part)] for part in (call.module, call.following[0]))
+            between = _between(patched.model, layer, following)
+            vars(layer).update(tinyspec_next=following, tinyspec_between=between)
+
+
+def _between(model: nn.Module, first: nn.Module, second: nn.Module) -> tuple[nn.Module, ...]:
+    """The modules that a forward leaves and enters from ``first`` to ``second``, without the
+    former."""
+    names = _names(model)
+    inside = (set(accumulate(names[id(m)].split("."), "{}.{}".format)) for m in (first, second))
+    passed = sorted(set.symmetric_difference(*inside) - {names[id(first)]})
+    return tuple(map(model.get_submodule, passed))
 
 
 def patched_of(model: PreTrainedModel) -> PatchedModel:

@@ -129,7 +129,7 @@ class LayerTrial:
         if form is not None:
             parts |= fused_parts(layer, self._stream, form)
             layer = fused_layer(layer)
-            vars(layer)["tinyspec_next"] = parts[NORMS[0]]
+            vars(layer).update(tinyspec_next=parts[NORMS[0]])
         args, kwargs = self._given.of(self._rows(drawn)[None].to(dtype))
         with _casts_of(dtype):
             out = layer(*args, **kwargs)
@@ -222,5 +222,5 @@ def _may_have_one(module: nn.Module, given: ModuleCall) -> bool:
         logger.info("%s keeps its own forward: it or a part has hooks or another forward", name)
         return False
     one = isinstance(hidden, Tensor) and hidden.dim() == 3 and len(hidden) == 1
-    norms = [part.weight for part in parts if is_norm(part)]
+    norms: list[Any] = [part.weight for part in parts if is_norm(part)]
     return one and all(n.dtype == hidden.dtype and len(n) <= MAX_NORM for n in norms)
