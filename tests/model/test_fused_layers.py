@@ -16,6 +16,7 @@ from tests.support import zoo
 from tests.support.drop_in import SMALL, greedy, portrait, random_ids
 from tests.support.mixes import bits, needles, plain, solo
 from tests.support.tiny import tiny
+from tests.support.tolerances import LOGPROBS, close
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
 from tinyspec.model import install, merged_linears
 from tinyspec.model.equivalence import SIZES, as_close
@@ -436,3 +437,21 @@ def counting(function, calls):
         return function(*args, **kwargs)
 
     return call
+
+
+@pytest.mark.slow("crosses", 6)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the model and the twins are on a CPU")
+@pytest.mark.parametrize("linear", ["auto", "always"])
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+def test_layers_by_interpreted_kernels(family, linear):
+    """A Triton engine fuses its layers unasked, and gives the tokens of the layers' own forward."""
+    model, found = zoo.tiny(family), []
+    for backend in ("triton", "torch"):
+        config = replace(SMALL_CONFIG, backend=backend, linear=linear)
+        with Engine(model, config=config) as engine:
+            assert bool(fused_in(model)) == (backend == "triton")
+            params = SamplingParams(max_new_tokens=4, logprobs=True)
+            found.append(engine.generate([PROMPT[:5]], params)[0].completions[0])
+    assert found[0].token_ids == found[1].token_ids
+    logprobs = (torch.tensor(one.logprobs, dtype=torch.float64) for one in found)
+    assert close(*logprobs, LOGPROBS)
