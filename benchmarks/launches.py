@@ -32,6 +32,8 @@ from benchmarks.workloads import of_shapes
 from tinyspec import Engine, EngineConfig
 from tinyspec.kernels import backend
 from tinyspec.model import install
+from tinyspec.model.linears import KernelLinear
+from tinyspec.runner.device_queue import Transfer
 
 PAGE = 128
 # Read as many rows of their first argument as they return.
@@ -41,7 +43,8 @@ ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_s
 
 @dataclass
 class Launches:
-    """counts, bytes: launches, and bytes of all tensors that they read or write, by name.
+    """counts, bytes: launches, and bytes of all tensors that they read or write, by name. fetches:
+    how often the host waits for results.
 
     outside: storages that count nothing here, of the pages: a kernel is given all of them and reads
     some.
@@ -49,6 +52,7 @@ class Launches:
 
     counts: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
+    fetches: int = 0
     outside: frozenset[int] = frozenset()
 
     def add(self, name: str, values: Any, times: int = 1) -> None:
@@ -63,7 +67,7 @@ class Launches:
 
     def beside(self, fewer: Launches, times: int) -> Launches:
         """What a pass with ``times`` more of the layers that ``fewer`` lacks launches."""
-        more = Launches(Counter(self.counts), Counter(self.bytes))
+        more = Launches(Counter(self.counts), Counter(self.bytes), self.fetches)
         for mine, theirs in ((more.counts, fewer.counts), (more.bytes, fewer.bytes)):
             for name in mine:
                 mine[name] += times * (mine[name] - theirs[name])
@@ -108,17 +112,27 @@ def recorded(found: Launches) -> Iterator[None]:
         yield
 
 
-def decode_pass(model: Any, batch: int, context: int) -> Launches:
+@contextmanager
+def _as_on_a_gpu() -> Iterator[None]:
+    """Engines that are made here have the modules of a GPU's."""
+    with (
+        patch.object(install, "cpu_stand_ins", lambda *_: ()),
+        patch.object(install, "fuses_layers", lambda _: True),
+    ):
+        yield
+
+
+def decode_pass(model: Any, batch: int, context: int, linear: str = "auto") -> Launches:
     """What one pass launches that gives each of ``batch`` sequences one token, and its sampling.
 
-    Prompts are not computed: the model's forward is stubbed until the pass. Tokens are 0.
+    Prompts are not computed: the model's forward is stubbed until the pass. Tokens are 0. linear:
+    as in ``EngineConfig``.
     """
     out = 4 + batch * context // 1000  # the first still decode when the last prompt is done
     pages = batch * -(-(context + out) // PAGE)
-    config = EngineConfig(
-        page_size=PAGE, num_pages=pages, max_sequences=batch, overlap=False, prefix_cache=False
-    )
-    with patch.object(install, "cpu_stand_ins", lambda *_: ()), Engine(model, config=config) as one:
+    sizes: dict[str, Any] = {"page_size": PAGE, "num_pages": pages, "max_sequences": batch}
+    config = EngineConfig(overlap=False, prefix_cache=False, linear=linear, **sizes)
+    with _as_on_a_gpu(), Engine(model, config=config) as one:
         vocab, runner = model.config.vocab_size, one.runner
         found = Launches(outside=_storages([runner.cache.k, runner.cache.v]))
         runner.model = lambda **asked: SimpleNamespace(logits=_zeros(asked, vocab))
@@ -171,18 +185,27 @@ def _by_triton(engine: Engine, found: Launches) -> Iterator[None]:
         return call
 
     engine.patched.context.kernels = kernels
+    for module in engine.model.modules():
+        if isinstance(module, KernelLinear):
+            module._linear = kernels.linear
     sampler.kernels = replace(kernels, sample=_sample_zero(watched(kernels.sample)))
-    with patch.object(runner, "run", watched(run)):
+    fetch = Transfer.fetch
+
+    def counted(transfer: Transfer) -> Any:
+        found.fetches += 1
+        return fetch(transfer)
+
+    with patch.object(runner, "run", watched(run)), patch.object(Transfer, "fetch", counted):
         yield
 
 
-def of_preset(preset: str, batch: int, context: int, layers: int) -> Launches:
+def of_preset(preset: str, batch: int, context: int, layers: int, linear: str = "auto") -> Launches:
     """Launches of a pass of a preset's whole model, from passes of ``layers`` and of one more."""
     passes = []
     for count in (layers, layers + 1):
         model: Any = presets.build(preset, torch.bfloat16, "cpu", count)
         model.generation_config.eos_token_id = None
-        passes.append(decode_pass(model, batch, context))
+        passes.append(decode_pass(model, batch, context, linear))
     whole = presets.PRESETS[preset]["num_hidden_layers"]
     return passes[1].beside(passes[0], whole - layers - 1)
 
@@ -216,11 +239,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=1, help="of the smaller of two models")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--linear", choices=("auto", "always"), default="auto")
     options = parser.parse_args(arguments)
     for batch in options.batch:
         print(f"### {options.preset}, batch {batch}, context {options.context}\n")
         asked = batch, options.context
-        found = of_preset(options.preset, *asked, options.layers)
+        found = of_preset(options.preset, *asked, options.layers, options.linear)
         shape = roofline.preset_config(options.preset)
         least = sum(work.bytes for work in roofline.decode(shape, *asked).values())
         print(launch_table(found, page_bytes(shape, *asked), least))

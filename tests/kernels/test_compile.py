@@ -52,6 +52,9 @@ PASSES = (
 HEAD_DIMS = [16, 32, 64, 80, 96, 128, 256, 512]
 # (K, N) of some layers per binary: all that it knows of them is how far they divide.
 LAYERS = {"even": ((64, 4096), (11008, 128)), "odd": ((3, 997), (63, 50257))}
+# Widths of hidden states: a binary each. Those of MLPs share one as far as they divide.
+WIDTHS = [64, 1024, 4096, 5120, 16384]
+INNER = {"even": (3072, 14336), "odd": (63, 11009)}
 # Sizes of vocabularies per binary, by how far they divide.
 VOCABULARIES = {"even": (4096, 128256, 151936), "odd": (1, 50257)}
 Call = Callable[[], object]
@@ -74,6 +77,13 @@ def entries() -> dict[str, Callable[[], list[Call]]]:
         found[f"attention {dtype} {dim} extras={extras}"] = partial(
             attention_calls, dtype, dim, extras
         )
+    for dtype, width, offset in product(dtypes, WIDTHS, (False, True)):
+        calls = partial(add_rms_norm_calls, dtype, width, offset)
+        found[f"add_rms_norm {dtype} {width} offset={offset}"] = calls
+    for dtype, kind, activation in product(dtypes, INNER, ("silu", "gelu", "gelu_tanh")):
+        found[f"gated {dtype} {kind} {activation}"] = partial(gated_calls, dtype, kind, activation)
+    for dtype, kind in product(dtypes, LAYERS):
+        found[f"merged_linear {dtype} {kind}"] = partial(merged_linear_calls, dtype, kind)
     for dtype, kind, stored in product(dtypes, LAYERS, ("nk", "kn")):
         found[f"linear {dtype} {kind} {stored}"] = partial(linear_calls, dtype, kind, stored)
     return found
@@ -100,6 +110,20 @@ def attention_calls(dtype: torch.dtype, dim: int, extras: bool) -> list[Call]:
 def linear_calls(dtype: torch.dtype, kind: str, stored: str) -> list[Call]:
     shapes = product(LAYERS[kind], (1, 16, 777), (True, False))
     return [linear_call(dtype, stored, *shape) for shape in shapes]
+
+
+def add_rms_norm_calls(dtype: torch.dtype, width: int, offset: bool) -> list[Call]:
+    return [add_rms_norm_call(dtype, width, offset, rows) for rows in (1, 16, 777)]
+
+
+def gated_calls(dtype: torch.dtype, kind: str, activation: str) -> list[Call]:
+    shapes = product(INNER[kind], (1, 16, 777))
+    return [gated_call(dtype, activation, *shape) for shape in shapes]
+
+
+def merged_linear_calls(dtype: torch.dtype, kind: str) -> list[Call]:
+    cases = product(LAYERS[kind], (1, 16, 777), (2, 3), (True, False))
+    return [merged_linear_call(dtype, *case) for case in cases]
 
 
 def accept_call(requests: int, width: int, stops: int, page_size: int) -> Call:
@@ -174,6 +198,32 @@ def linear_call(dtype: torch.dtype, stored: str, layer: tuple, rows: int, bias: 
         weight = weight.T.contiguous().T
     shift = torch.zeros(outputs + 1, dtype=dtype)[1:] if bias else None
     return lambda: linear(x, weight, shift)
+
+
+def add_rms_norm_call(dtype: torch.dtype, width: int, offset: bool, rows: int) -> Call:
+    from tinyspec.kernels.rms_norm import add_rms_norm
+
+    # A residual cut out of a wider one, a weight at any address.
+    x, residual = torch.zeros(rows, width, dtype=dtype), torch.zeros(rows, 2 * width, dtype=dtype)
+    weight = torch.zeros(width + 1, dtype=dtype)[1:]
+    return lambda: add_rms_norm(x, residual[:, :width], weight, 1e-6, unit_offset=offset)
+
+
+def gated_call(dtype: torch.dtype, activation: str, width: int, rows: int) -> Call:
+    from tinyspec.kernels.gated import gated
+
+    both = torch.zeros(rows, 2 * width, dtype=dtype)
+    return lambda: gated(both[:, :width], both[:, width:], activation)
+
+
+def merged_linear_call(dtype: torch.dtype, layer: tuple, rows: int, count: int, bias: bool) -> Call:
+    from tinyspec.kernels.merged_linear import merged_linear
+
+    width, outputs = layer
+    x = torch.zeros(rows, 3 * width, dtype=dtype)[:, :width]
+    weights = [torch.zeros(outputs * (1 + n), width, dtype=dtype) for n in range(count)]
+    shifts = [torch.zeros(len(w) + 1, dtype=dtype)[1:] if bias else None for w in weights]
+    return lambda: merged_linear(x, weights, shifts)
 
 
 def answer() -> None:
@@ -329,6 +379,9 @@ ESSENTIAL = {
     ("sm_100", "attention torch.bfloat16 256 extras=True"),
     ("gfx942", "attention torch.bfloat16 64 extras=False"),
     ("gfx942", "linear torch.bfloat16 odd kn"),
+    ("sm_90", "add_rms_norm torch.bfloat16 4096 offset=False"),
+    ("sm_90", "gated torch.bfloat16 even silu"),
+    ("sm_90", "merged_linear torch.bfloat16 even"),
 }
 GRID = [
     pytest.param(

@@ -32,7 +32,7 @@ from tinyspec.model.quantized import extra_parts, is_packed, packing_format, par
 from tinyspec.model.torch_state import without_modes
 
 # One more with every change that gives canonical passes other bits.
-REVISION = 5
+REVISION = 6
 
 
 def asking_for_gradients(model: nn.Module) -> list[str]:

@@ -26,6 +26,9 @@ class Kernels:
     softmax: Callable[..., Any]
     chosen_logprobs: Callable[..., Any]
     linear: Callable[..., Any]
+    merged_linear: Callable[..., Any]
+    add_rms_norm: Callable[..., Any]
+    gated: Callable[..., Any]
 
 
 def refusal(backend: str, device_type: str) -> str | None:
@@ -52,6 +55,9 @@ def load(backend: str) -> Kernels:
         "sample": "sample",
         **dict.fromkeys(("log_softmax", "softmax", "chosen_logprobs"), "log_softmax"),
         "linear": "linear",
+        "merged_linear": "merged_linear",
+        "add_rms_norm": "rms_norm",
+        "gated": "gated",
     }
     kernels = {
         name: getattr(import_module(f"{package}.{module}"), name)

@@ -23,6 +23,8 @@ MIN_DOT = 16
 VECTOR_BYTES = 16
 # The largest head that attention's table has an entry for: of Gemma 4's global layers.
 MAX_HEAD_DIM = 512
+# The widest hidden states whose norm one program takes.
+MAX_NORM = 32768
 IS_HIP = torch.version.hip is not None
 
 
@@ -68,6 +70,13 @@ class SampleLaunch(NamedTuple):
     """block_v vocabulary entries per program."""
 
     block_v: int
+    num_warps: int
+
+
+class RowLaunch(NamedTuple):
+    """``block`` numbers of one row per program."""
+
+    block: int
     num_warps: int
 
 
@@ -214,6 +223,17 @@ def sample() -> SampleLaunch:
 def merge_lanes(blocks: int) -> int:
     """Lanes of a row's blocks in one tile; one number for vocabularies up to half a million."""
     return max(128, next_power_of_2(blocks))
+
+
+def rms_norm(size: int) -> RowLaunch:
+    """Entry of add_rms_norm: a whole row; size up to MAX_NORM."""
+    block = next_power_of_2(size)
+    return RowLaunch(block, num_warps=min(16, max(1, block // 512)))
+
+
+def gated() -> RowLaunch:
+    """Entry of gated."""
+    return RowLaunch(block=1024, num_warps=4)
 
 
 def accept() -> AcceptLaunch:

@@ -20,6 +20,7 @@ from tinyspec.kernels.backend import Kernels
 from tinyspec.model.attention_calls import Layer
 from tinyspec.model.equivalence import eps_name
 from tinyspec.model.introspection import AttentionRecorder
+from tinyspec.model.merged_linears import products
 
 # The name of paged attention in transformers' registries. No mask function has this name, so models
 # build no masks: causality comes from the segments.
@@ -218,10 +219,9 @@ class PagedAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """hidden_states [1, R, hidden]; position_embeddings cos and sin [1, R, rot]."""
-        rows = hidden_states.shape[1]
-        q = self.q_proj(hidden_states).view(rows, -1, self.head_dim)
-        k = self.k_proj(hidden_states).view(rows, -1, self.head_dim)
-        v = self.v_proj(hidden_states).view(rows, -1, self.head_dim)
+        rows, linears = hidden_states.shape[1], (self.q_proj, self.k_proj, self.v_proj)
+        made = products(hidden_states, linears, self.context.kernels)
+        q, k, v = (part.view(rows, -1, self.head_dim) for part in made)
         rope = self.context.angles(position_embeddings)
         out = self.context.attend(self, q, k, v, rope, self._norm(), **self.scores)
         return self.o_proj(out.view(1, rows, -1)), None

@@ -13,7 +13,6 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from tinyspec.model.equivalence import (
 )
 from tinyspec.model.fused_rope import FORMS, DeferredRope, Rope, deferred, rewired, rotate_of
 from tinyspec.model.scratch_weights import with_scratch_weights
-from tinyspec.model.wrappers import own_forward
+from tinyspec.model.wrappers import own_forward, runs_class_forward
 
 Make = Callable[[nn.Module, AttentionContext], nn.Module]
 
@@ -172,7 +171,4 @@ def stand_ins(
 
 def _may_have_one(module: nn.Module, given: ModuleCall) -> bool:
     """Whether a module runs its class's forward, a plain function, on hidden states."""
-    forward = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
-    own = own_forward(module, forward) is not None
-    plain = isinstance(type(module).forward, FunctionType)
-    return plain and not own and isinstance(given.hidden, Tensor)
+    return runs_class_forward(module) and isinstance(given.hidden, Tensor)

@@ -1,4 +1,4 @@
-"""Comparing a module with its stand-in bit for bit: inputs, equality, kinds of modules.
+"""Comparing a module with its stand-in: inputs, equality of bits or of errors, kinds of modules.
 
 Weights are scratch weights: a model's own that are all zero or one could hide a difference. Knows
 modules; neither attention nor norms.
@@ -13,6 +13,10 @@ import torch
 from torch import Tensor, nn
 
 ROWS = 64
+# Of so many sizes are the rows, one after the other.
+SIZES = 4
+# Of a result, at most.
+ROUNDINGS = 8
 # Attributes in which modules of one kind may differ; children are listed by themselves.
 APART = ("layer_idx", "training", "_modules")
 
@@ -36,14 +40,35 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return same and bool(a.min() != a.max())
 
 
+def as_close(found: Tensor, own: Tensor, exact: Tensor) -> bool:
+    """Whether ``found`` [1, ROWS, N] errs at most twice as much as ``own`` of the same dtype, among
+    the probe rows of each size (2-norm). False as well where more than rounding tells ``own`` from
+    ``exact``: that would prove nothing."""
+    if found.shape != own.shape or found.dtype != own.dtype:
+        return False
+
+    def sizes(x: Tensor) -> Tensor:
+        return x.double().view(ROWS // SIZES, SIZES, -1).norm(dim=(0, 2))
+
+    kind, error = torch.finfo(own.dtype), sizes(own - exact)
+    # Below ``tiny`` numbers are as far apart as there.
+    bound = ROUNDINGS * kind.eps * (sizes(exact) + kind.tiny * (own.numel() / SIZES) ** 0.5)
+    return bool((error <= bound).all() and (sizes(found - exact) <= 2 * error).all())
+
+
 def kind_of(module: nn.Module) -> Hashable:
     """Classes, settings and shapes of a module and its children: equal for modules that differ only
     in ``layer_idx`` and in the values of their weights."""
     found: list[Hashable] = []
     for name, part in module.named_modules():
-        settings = {k: v for k, v in vars(part).items() if k not in APART}
-        found.append((name, type(part), described(settings)))
+        found.append((name, own_kind(part)))
     return tuple(found)
+
+
+def own_kind(module: nn.Module) -> Hashable:
+    """Class, settings and shapes of a module without its children."""
+    settings = {k: v for k, v in vars(module).items() if k not in APART}
+    return type(module), described(settings)
 
 
 def described(value: Any) -> Hashable:

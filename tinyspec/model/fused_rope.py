@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tinyspec.model.attention import AttentionContext, PendingRope
+from tinyspec.model.stand_in import standing_in
 
 # How transformers' modeling files call the function that rotates q and k.
 ROTATE = "apply_rotary_pos_emb"
@@ -92,11 +92,6 @@ class _Rewired(nn.Module):
         return self.tinyspec_forward(self, *args, **kwargs)  # type: ignore[operator]
 
 
-@cache
-def _class(original: type) -> type[nn.Module]:
-    return type(original.__name__, (_Rewired, original), {})
-
-
 def rewired(module: nn.Module, context: AttentionContext, rotate: Any) -> nn.Module:
     """A module that shares everything with ``module`` and runs its forward with ``rotate`` in place
     of ``apply_rotary_pos_emb``, and with another context."""
@@ -105,13 +100,8 @@ def rewired(module: nn.Module, context: AttentionContext, rotate: Any) -> nn.Mod
     code, name = forward.__code__, forward.__name__
     run = FunctionType(code, scope, name, forward.__defaults__, forward.__closure__)
     run.__kwdefaults__ = forward.__kwdefaults__
-    kind: Any = type(module)
-    stand_in = object.__new__(_class(kind))
-    vars(stand_in).update(vars(module), tinyspec_context=context)
-    vars(stand_in).update(tinyspec_forward=run, tinyspec_rope=rotate)
-    for call in ("forward", "_compiled_call_impl"):
-        vars(stand_in).pop(call, None)
-    return stand_in
+    own = {"tinyspec_context": context, "tinyspec_forward": run, "tinyspec_rope": rotate}
+    return standing_in(module, _Rewired, **own)
 
 
 def deferred(module: nn.Module, context: AttentionContext, rope: Rope, whole: bool) -> nn.Module:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,7 +27,11 @@ from tinyspec.model.attention import (
 from tinyspec.model.attention_calls import Layer
 from tinyspec.model.attention_trial import WAYS, stand_ins
 from tinyspec.model.cpu.linears import cpu_stand_ins
+from tinyspec.model.fused_layer import Form, FusedLayer, fused_layer, fused_parts
+from tinyspec.model.fused_norm import FusedNorm, ResidualStream, fused_norm
 from tinyspec.model.introspection import attention_calls, module_calls
+from tinyspec.model.layer_calls import LayerCall, layer_calls
+from tinyspec.model.layer_trial import chosen_forms
 from tinyspec.model.linears import LinearFunction, kernel_stand_ins
 from tinyspec.model.modules import children
 from tinyspec.model.patched_model import PatchedModel
@@ -132,7 +137,7 @@ def install(
     try:
         # Tables and stand-ins are made under the settings of passes.
         with pinned(model.device.type), without_modes():
-            _install(model, patched, config.max_model_len, linear)
+            _install(model, patched, config, linear)
         if config.backend == "triton" and (reason := head_refusal(patched.layers)) is not None:
             raise unsupported(model, reason)
     except BaseException:
@@ -141,13 +146,19 @@ def install(
     return patched
 
 
+def fuses_layers(config: EngineConfig) -> bool:
+    """Whether decoder layers run by fused kernels where these agree with them: a CPU has none."""
+    return config.backend == "triton"
+
+
 def _install(
     model: PreTrainedModel,
     patched: PatchedModel,
-    positions: int,
+    config: EngineConfig,
     linear: LinearFunction | None,
 ) -> None:
-    context = patched.context
+    context, positions = patched.context, config.max_model_len
+    assert positions
     for parent, name, module in compiled_modules(model):
         patched.swap(parent, name, module)
     patched.wrapped.set_aside()
@@ -160,7 +171,15 @@ def _install(
         elif _is_rotary(module):
             table = RopeTable(module, max(positions, LEAST_POSITIONS), like)
             patched.swap(parent, name, table)
-    _swap_attention(patched, positions)
+    repack_weights(model, model.dtype)  # before a forward in inference mode does
+    last = max(positions, min(LEAST_POSITIONS, max_positions(model))) - 1
+    # Recorded before there are modules that run in passes only.
+    forms: list[tuple[LayerCall, Any]] = []
+    if fuses_layers(config):
+        with TorchState(model)():
+            forms = chosen_forms(layer_calls(model, context.record, last))
+    _swap_attention(patched, last)
+    _swap_layers(patched, forms)
     if linear is not None:
         for parent, name, served in kernel_stand_ins(model, linear):
             patched.swap(parent, name, served)
@@ -168,14 +187,12 @@ def _install(
         patched.swap(parent, name, quicker)
 
 
-def _swap_attention(patched: PatchedModel, positions: int) -> None:
+def _swap_attention(patched: PatchedModel, last: int) -> None:
     """Record the attention calls of the model, and replace the modules that have stand-ins."""
     model, context = patched.model, patched.context
-    repack_weights(model, model.dtype)  # before a forward in inference mode does
     with TorchState(model)():
         calls, keeps_logits = attention_calls(model, IMPLEMENTATION, context.record)
         modules = {id(call.module): call.module for call in calls}
-        last = max(positions, min(LEAST_POSITIONS, max_positions(model))) - 1
         arguments = module_calls(model, context.record, modules, last)
         made = stand_ins(calls, arguments, context, WAYS)
     swapped = [modules[key] for key in made]
@@ -193,6 +210,38 @@ def _swap_attention(patched: PatchedModel, positions: int) -> None:
     for call in calls:
         module = made.get(id(call.module), call.module)
         context.layers.append(Layer(names[id(call.module)], id(module), call.reach))
+
+
+def _swap_layers(patched: PatchedModel, forms: list[tuple[LayerCall, Any]]) -> None:
+    """Replace the layers that have a form, their norms and MLPs, and the norm behind the last."""
+    stream = ResidualStream(patched.context)
+    made: dict[int, FusedLayer | FusedNorm] = {}
+    layers = [(call, form) for call, form in forms if isinstance(form, Form)]
+    behind = {id(module) for call, _ in layers for module in call.following}
+    for call, form in layers:
+        made[id(call.module)] = fused_layer(call.module)
+        for name, part in fused_parts(call.module, stream, form).items():
+            patched.swap(call.module, name, part)
+    for call, offset in forms:
+        if id(call.module) in behind and id(call.module) not in made:
+            made[id(call.module)] = fused_norm(call.module, stream, offset)
+    for parent, name, module in children(patched.model):
+        if id(module) in made:
+            patched.swap(parent, name, made[id(module)])
+    for call, _ in layers:
+        if len(call.following) == 1 and id(call.following[0]) in made:
+            layer, following = (made[id(part)] for part in (call.module, call.following[0]))
+            between = _between(patched.model, layer, following)
+            vars(layer).update(tinyspec_next=following, tinyspec_between=between)
+
+
+def _between(model: nn.Module, first: nn.Module, second: nn.Module) -> tuple[nn.Module, ...]:
+    """The modules that a forward leaves and enters from ``first`` to ``second``, without the
+    former."""
+    names = _names(model)
+    inside = (set(accumulate(names[id(m)].split("."), "{}.{}".format)) for m in (first, second))
+    passed = sorted(set.symmetric_difference(*inside) - {names[id(first)]})
+    return tuple(map(model.get_submodule, passed))
 
 
 def patched_of(model: PreTrainedModel) -> PatchedModel:

@@ -167,11 +167,17 @@ def attention_calls(
     return first.calls, keeps_logits
 
 
+def probe_forward(model: PreTrainedModel, record: Record, last: int) -> None:
+    """A forward of ``PROBE_ROWS`` rows at positions from 0 to ``last``, with attention recorded."""
+    positions = torch.linspace(0, last, PROBE_ROWS, dtype=torch.float32, device="cpu").long()
+    rows = torch.arange(PROBE_ROWS, device="cpu")
+    _forward(model, record, AttentionRecorder(Masks()), rows, positions)
+
+
 def module_calls(
     model: PreTrainedModel, record: Record, modules: dict[int, nn.Module], last: int
 ) -> dict[int, list[ModuleCall]]:
-    """By the id of each of ``modules``: the arguments of its calls in a forward of ``PROBE_ROWS``
-    rows at positions from 0 to ``last``."""
+    """By the id of each of ``modules``: the arguments of its calls in a ``probe_forward``."""
     found: dict[int, list[ModuleCall]] = {key: [] for key in modules}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -181,10 +187,7 @@ def module_calls(
         module.register_forward_pre_hook(note, with_kwargs=True) for module in modules.values()
     ]
     try:
-        positions = torch.linspace(0, last, PROBE_ROWS, dtype=torch.float32, device="cpu").long()
-        recorder = AttentionRecorder(Masks())
-        rows = torch.arange(PROBE_ROWS, device="cpu")
-        _forward(model, record, recorder, rows, positions)
+        probe_forward(model, record, last)
     finally:
         for hook in hooks:
             hook.remove()

@@ -5,7 +5,7 @@ Knows which module replaced which, not how they are chosen.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ from tinyspec.model.moe import Experts
 from tinyspec.model.positions import GivenPositions, RopeTable
 from tinyspec.model.private_names import ATTENTION_CHOICE
 from tinyspec.model.quantized import trace
+from tinyspec.model.stand_in import FusedModule
 from tinyspec.model.wrappers import WrappedCalls, hooks_of, own_forward
 
 # Settings of a config that users change from call to call and no stand-in depends on.
@@ -131,12 +132,13 @@ class PatchedModel:
         return found
 
     def _taken_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Attention modules, rotary and position tables and what these were made of, by name."""
+        """Attention and fused modules, rotary and position tables and what these were made of, by
+        name."""
         names = {id(module): name for name, module in self.model.named_modules()}
         called = {layer.module_id for layer in self.context.layers}
         for module in self.model.modules():
             name = names[id(module)]
-            if id(module) in called:
+            if id(module) in called or isinstance(module, FusedModule):
                 yield name, module
             if isinstance(module, (GivenPositions, RopeTable)):
                 yield name, module
@@ -146,8 +148,8 @@ class PatchedModel:
         """By name, what the engine and its stand-ins took from the model when they were made:
         passes follow no change of it.
 
-        Configs, dtype and device, attributes of attention modules, rotary and position tables, and
-        which modules these are.
+        Configs, dtype and device, attributes of attention and fused modules, rotary and position
+        tables, and which modules these are, and their parts that are not called.
         """
         found = self._settings_of_configs()
         found |= {"dtype": self.model.dtype, "device": self.model.device}
@@ -157,10 +159,8 @@ class PatchedModel:
             found[f"the module {layer.name}"] = same
         for name, module in modules.items():
             found |= {f"{name}.{key}": value for key, value in _settings(module).items()}
-            if isinstance(module, PagedAttention) and module.has_norm:
-                for norm in (module.q_norm, module.k_norm):
-                    calls = norm, hooks_of(norm), own_forward(norm)
-                    found[f"a norm of {name} {len(found)}"] = calls
+            for number, part in enumerate(_bypassed(module)):
+                found[f"part {number} of {name}"] = part, hooks_of(part), own_forward(part)
         return found
 
     def taken_buffers(self) -> dict[str, object]:
@@ -183,6 +183,15 @@ class PatchedModel:
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of a patched model, in memory or on disk, is not patched."""
         return type(None), ()
+
+
+def _bypassed(module: nn.Module) -> Iterable[nn.Module]:
+    """The parts of a stand-in whose weights are used and whose forward is not called."""
+    if isinstance(module, FusedModule):
+        return module.bypassed()
+    if isinstance(module, PagedAttention) and module.has_norm:
+        return module.q_norm, module.k_norm
+    return ()
 
 
 def _settings(module: nn.Module) -> dict[str, object]:

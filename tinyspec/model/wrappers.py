@@ -70,6 +70,16 @@ def own_forward(module: nn.Module, attribute: str = "forward") -> Any:
     return None
 
 
+def runs_class_forward(module: nn.Module) -> bool:
+    """Whether a module runs its class's forward, a plain function.
+
+    Accelerate's forward only moves inputs to the module's device, and keeps the one before.
+    """
+    attribute = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
+    plain = isinstance(type(module).forward, FunctionType)
+    return plain and own_forward(module, attribute) is None
+
+
 def is_wrapped(module: nn.Module) -> bool:
     """Whether calls of a module are compiled or turn autocast on, by a wrapper that is its own."""
     compiled = module._compiled_call_impl is not None

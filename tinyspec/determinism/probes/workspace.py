@@ -19,6 +19,7 @@ from tinyspec.determinism.probes.model import ModelProbe, ReferenceRows
 from tinyspec.determinism.probes.routing import TOKEN_SETS, OpRecorder, RowOp
 from tinyspec.determinism.probes.row_functions import BucketInvariance, probe_pool
 from tinyspec.determinism.probes.steps import Steps, within
+from tinyspec.model.fused_layer import fused_functions
 from tinyspec.model.install import patched_of
 from tinyspec.model.linear_kinds import linear_kinds
 from tinyspec.model.moe import kernel_experts, row_functions
@@ -79,11 +80,10 @@ class Workspace:
 
     def record(self, recorder: OpRecorder) -> None:
         """Take the functions of rows from a pass on scratch weights: those in the model, and what
-        experts compute between their matmuls."""
-        of_experts = [
-            RowOp(name, dtype, shape, fn) for name, fn, shape, dtype in row_functions(self.experts)
-        ]
-        self.ops = dict(_named([*recorder.row_ops, *of_experts]))
+        experts and fused modules compute between their matmuls."""
+        hidden = (*row_functions(self.experts), *fused_functions(self.runner.model))
+        ops = [RowOp(name, dtype, shape, fn) for name, fn, shape, dtype in hidden]
+        self.ops = dict(_named([*recorder.row_ops, *ops]))
 
     def prepare(self) -> Steps[None]:
         """The functions of rows and the reference rows, where they are not known."""

@@ -1,0 +1,457 @@
+"""Decoder layers by fused kernels, forced on a CPU, where the twins serve them."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+import tinyspec
+from tests.support import zoo
+from tests.support.drop_in import SMALL, greedy, portrait, random_ids
+from tests.support.mixes import bits, needles, plain, solo
+from tests.support.tiny import tiny
+from tests.support.tolerances import LOGPROBS, close
+from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
+from tinyspec.model import install, merged_linears
+from tinyspec.model.equivalence import SIZES, as_close
+from tinyspec.model.fused_layer import Form, FusedLayer, GatedMlp, fused_functions
+from tinyspec.model.fused_norm import FusedNorm
+from tinyspec.model.stand_in import FusedModule
+
+CONFIG = EngineConfig(reference_rows=16, max_model_len=256)
+SILU = Form(unit_offset=False, activation="silu")
+FORMS = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "ministral", "smollm3"), SILU),
+    "gemma": Form(unit_offset=True, activation="gelu_tanh"),
+}
+# Of another structure, and of this one but not its function.
+OTHERS = ("gpt2", "phi3", "gemma2", "olmo2", "qwen3_moe")
+SCALED = ("granite",)
+PROMPT = random_ids(23)
+
+
+@pytest.fixture
+def forced(monkeypatch):
+    monkeypatch.setattr(install, "fuses_layers", lambda config: True)
+
+
+@contextmanager
+def engine_of(model, config=CONFIG, fused=True):
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(install, "fuses_layers", lambda config: fused)
+        with Engine(model, config=config) as engine:
+            yield engine
+
+
+def fused_in(model, kind=FusedModule):
+    return {name: m for name, m in model.named_modules() if isinstance(m, kind)}
+
+
+def prompt_logprobs(engine, prompt=PROMPT):
+    """Of a plain request, of all tokens but the first."""
+    params = SamplingParams(max_new_tokens=1, prompt_logprobs=True)
+    found = engine.generate([prompt], params)[0].prompt_logprobs
+    return torch.tensor(found[1:], dtype=torch.float64)
+
+
+@pytest.mark.crossed(0.1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", FORMS)
+def test_which_layers(family, dtype, forced):
+    model = zoo.tiny(family).to(dtype)
+    with Engine(model, config=CONFIG):
+        layers = fused_in(model, FusedLayer).values()
+        assert len(layers) == model.config.num_hidden_layers
+        for layer in layers:
+            norm, mlp = layer.post_attention_layernorm, layer.mlp
+            assert isinstance(norm, FusedNorm) and isinstance(mlp, GatedMlp)
+            found = Form(norm.tinyspec_unit_offset, mlp.tinyspec_activation)
+            assert found == FORMS[family]
+        # Every layer computes the next one's first norm, the last one the norm behind it.
+        following = [*layers, model.base_model.norm][1:]
+        assert [layer.tinyspec_next for layer in layers] == following
+
+
+@pytest.mark.parametrize("family", [*OTHERS, *SCALED])
+def test_others_are_left_alone(family, forced, caplog):
+    model = zoo.tiny(family)
+    with caplog.at_level(logging.INFO, "tinyspec"), Engine(model, config=CONFIG):
+        assert not fused_in(model)
+    told = [r.getMessage() for r in caplog.records if "keeps its own forward" in r.getMessage()]
+    assert len(told) == (family in SCALED)
+    assert all("DecoderLayer" in message for message in told)
+
+
+def test_a_cpu_keeps_its_layers():
+    model = tiny()
+    with Engine(model, config=CONFIG):
+        assert not fused_in(model)
+    assert install.fuses_layers(replace(CONFIG, backend="triton"))
+
+
+@pytest.mark.crossed(0.1)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_outputs_are_as_close(family, dtype):
+    """Error against fp64 (2-norm) at most twice that of the layers' own forward."""
+    model = zoo.tiny(family).to(dtype)
+    found = []
+    for fused in (False, True):
+        with engine_of(model, fused=fused) as engine:
+            found.append(prompt_logprobs(engine))
+    ids = torch.tensor([PROMPT])
+    with torch.no_grad():
+        exact = model.double()(ids).logits[0, :-1].log_softmax(-1)
+    own, fused = (found_by - exact.gather(1, ids[0, 1:, None])[:, 0] for found_by in found)
+    assert 0 < fused.norm() <= 2 * own.norm()
+
+
+def slower(layer, hidden_states, **kwargs):
+    """A layer's own forward, written again."""
+    residual = hidden_states
+    x, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
+    x = residual + x
+    return x + layer.mlp(layer.post_attention_layernorm(x))
+
+
+def scaled(layer, hidden_states, **kwargs):
+    return hidden_states + 1.02 * (slower(layer, hidden_states, **kwargs) - hidden_states)
+
+
+def post_norm(layer, hidden_states, **kwargs):
+    x, _ = layer.self_attn(hidden_states=hidden_states, **kwargs)
+    x = layer.input_layernorm(hidden_states + x)
+    return layer.post_attention_layernorm(x + layer.mlp(x))
+
+
+def parallel(layer, hidden_states, **kwargs):
+    x, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
+    return hidden_states + x + layer.mlp(layer.post_attention_layernorm(hidden_states))
+
+
+def without_positions(layer, hidden_states, position_ids=None, **kwargs):
+    return slower(layer, hidden_states, **kwargs)
+
+
+def other_epsilon(layer, hidden_states, **kwargs):
+    norm = layer.post_attention_layernorm
+    norm.variance_epsilon, before = 2e-6, norm.variance_epsilon
+    try:
+        return slower(layer, hidden_states, **kwargs)
+    finally:
+        norm.variance_epsilon = before
+
+
+def gate_for_up(mlp, x):
+    return mlp.down_proj(mlp.act_fn(mlp.up_proj(x)) * mlp.gate_proj(x))
+
+
+def squared(mlp, x):
+    return mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x) ** 2)
+
+
+def biased(norm, x):
+    return LlamaRMSNorm.forward(norm, x) + 0.01
+
+
+def centred(norm, x):
+    return LlamaRMSNorm.forward(norm, x - x.mean(-1, keepdim=True))
+
+
+ALTERED = {
+    "": (scaled, post_norm, parallel, without_positions, other_epsilon),
+    "mlp": (gate_for_up, squared),
+    "input_layernorm": (biased, centred),
+    "post_attention_layernorm": (biased, centred),
+}
+
+
+@pytest.mark.crossed(0.1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("part", "forward"),
+    [(part, forward) for part, forwards in ALTERED.items() for forward in forwards],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_layer_that_computes_another_is_left_alone(part, forward, dtype, forced, caplog):
+    """Only the altered one, whose neighbours add by themselves around it."""
+    model = tiny("llama", dtype)
+    alter(model.model.layers[0].get_submodule(part), forward)
+    with caplog.at_level(logging.INFO, "tinyspec"), Engine(model, config=CONFIG):
+        assert list(fused_in(model, FusedLayer)) == ["model.layers.1"]
+    assert "keeps its own forward" in caplog.text
+
+
+def test_control_a_forward_written_again(forced):
+    model = tiny()
+    alter(model.model.layers[0], slower)
+    with Engine(model, config=CONFIG):
+        assert len(fused_in(model, FusedLayer)) == 2
+
+
+def alter(module, forward):
+    """Give a module a class with this forward."""
+    module.__class__ = type(type(module).__name__, (type(module),), {"forward": forward})
+
+
+def test_unpatching_restores_every_module(forced):
+    model = tiny("qwen3")
+    before = portrait(model)
+    with Engine(model, config=CONFIG) as engine:
+        assert fused_in(model) and portrait(model) != before
+        names = [name for name, _ in model.named_modules()]
+        assert list(model.state_dict()) == list(tiny("qwen3").state_dict())
+        engine.suspend()
+        assert portrait(model).keys() - before.keys() == {"._tinyspec"}
+        assert engine.resume() and fused_in(model)
+        assert [name for name, _ in model.named_modules()] == names
+    assert portrait(model) == before
+
+
+def test_a_patched_model(forced):
+    model, own = tiny(), tiny()
+    modules = list(model.modules())
+    tinyspec.patch(model, SMALL)
+    assert greedy(model, PROMPT) == greedy(own, PROMPT)
+    assert list(map(id, model.modules())) == list(map(id, modules))
+    with torch.no_grad():  # the stand-ins follow
+        for one in (model, own):
+            one.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+            one.model.norm.weight = nn.Parameter(torch.linspace(0.5, 1.5, 64))
+    assert greedy(model, PROMPT) == greedy(own, PROMPT)
+    tinyspec.unpatch(model)
+    assert list(map(id, model.modules())) == list(map(id, modules))
+
+
+HOOKED = ("", "input_layernorm", "post_attention_layernorm", "mlp", "mlp.act_fn")
+
+
+@pytest.mark.crossed(0.1)
+@pytest.mark.parametrize("part", HOOKED)
+@pytest.mark.parametrize("how", ["hook", "forward"])
+def test_a_layer_with_code_of_the_user_is_left_alone(part, how, forced, caplog):
+    model, calls = tiny(), []
+    module = model.model.layers[1].get_submodule(part)
+    if how == "hook":
+        module.register_forward_hook(lambda *_: calls.append(1))
+    else:
+        own = module.forward
+        module.forward = lambda *args, **kwargs: (calls.append(1), own(*args, **kwargs))[1]
+    with caplog.at_level(logging.INFO, "tinyspec"), Engine(model, config=CONFIG) as engine:
+        assert list(fused_in(model, FusedLayer)) == ["model.layers.0"]
+        del calls[:]
+        prompt_logprobs(engine)
+        assert calls
+    assert "has hooks or another forward" in caplog.text
+
+
+def test_hooks_on_parts_that_are_called(forced):
+    """Attention and linears run theirs."""
+    model, calls = tiny(), []
+    for name in ("mlp.gate_proj", "mlp.down_proj", "self_attn.o_proj"):
+        model.model.layers[1].get_submodule(name).register_forward_hook(lambda *_: calls.append(1))
+    with Engine(model, config=CONFIG) as engine:
+        assert len(fused_in(model, FusedLayer)) == 2
+        del calls[:]
+        prompt_logprobs(engine)
+        assert len(calls) == 3
+
+
+@pytest.mark.parametrize(
+    "family, place", [("llama", "behind"), ("llama", "before"), ("dots1", "before")]
+)
+def test_a_hook_of_later_may_write_to_the_hidden_states(family, place, forced):
+    """The norm that a layer computes ahead would be that of other hidden states. Of dots1 the
+    second layer is a mixture of experts, whose first norm is fused alone."""
+
+    def added(x):
+        return x + 1
+
+    def hooked(add):
+        model = zoo.tiny(family)
+        with Engine(model, config=CONFIG) as engine:
+            assert fused_in(model, FusedLayer)["model.layers.0"].tinyspec_next is not None
+            if add and place == "behind":
+                model.model.layers[0].register_forward_hook(lambda *args: add(args[-1]))
+            elif add:
+                later = model.model.layers[1]
+                later.register_forward_pre_hook(lambda _, args: (add(args[0]), *args[1:]))
+            return prompt_logprobs(engine)
+
+    found = [hooked(add) for add in (None, added, lambda x: x.add_(1))]
+    assert torch.equal(found[1], found[2]) and not torch.equal(found[0], found[1])
+
+
+@pytest.mark.crossed(0.1)
+@pytest.mark.parametrize("part", ["model.norm", "model.layers.0.input_layernorm"])
+@pytest.mark.parametrize("change", ["epsilon", "hook", "module"])
+def test_changes_that_stand_ins_do_not_follow(part, change, forced):
+    model = tiny()
+    with Engine(model, config=CONFIG) as engine:
+        prompt_logprobs(engine)
+        norm = model.get_submodule(part)
+        if change == "epsilon":
+            norm.variance_epsilon *= 2
+        elif change == "hook":
+            norm.register_forward_hook(lambda *_: None)
+        else:
+            parent, _, name = part.rpartition(".")
+            setattr(model.get_submodule(parent), name, LlamaRMSNorm(64))
+        with pytest.raises(ValueError, match="change it back"):
+            prompt_logprobs(engine)
+
+
+def rows_matter(kernels, name, where):
+    """The kernels, one of which gives rows other bits ``where(rows)`` says."""
+    whole = getattr(kernels, name)
+
+    def kernel(x, *args, **kwargs):
+        out = whole(x, *args, **kwargs)
+        first = out[0] if isinstance(out, tuple) else out
+        rows = torch.arange(first.shape[-2])
+        first = first * (1 + 2**-10 * where(rows)[:, None])
+        return (first, *out[1:]) if isinstance(out, tuple) else first
+
+    return replace(kernels, **{name: kernel})
+
+
+NAMES = {"add_rms_norm": "norm", "gated": "mlp, activation"}
+SLOW = pytest.mark.slow("crosses", 1)
+SMALL_CONFIG = EngineConfig(reference_rows=8, max_rows=8, max_model_len=64)
+
+
+@pytest.mark.parametrize("name", ["gated", pytest.param("add_rms_norm", marks=SLOW)])
+def test_probes_see_fused_functions(name, forced, no_results_on_disk):
+    """Where a row's place in the reference bucket shows."""
+    with Engine(tiny(), config=SMALL_CONFIG) as engine:
+        context = engine.patched.context
+        context.kernels = rows_matter(context.kernels, name, lambda rows: rows == 5)
+        with pytest.raises(DeterminismError, match=NAMES[name]):
+            engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4, deterministic=True))
+
+
+@pytest.mark.slow("crosses", 1)
+@pytest.mark.parametrize("name", NAMES)
+def test_probes_see_buckets_of_fused_functions(name, forced, no_results_on_disk):
+    """Where the number of rows shows."""
+    with Engine(tiny(), config=SMALL_CONFIG) as engine:
+        context = engine.patched.context
+        context.kernels = rows_matter(context.kernels, name, lambda rows: rows < 3 - len(rows))
+        broken = {fact.rows: fact.broken_by for fact in engine.contract.probe().buckets}
+        assert any(NAMES[name] in which for which in broken[2])
+        assert not any(NAMES[name] in which for which in broken[4])
+
+
+def test_probes_name_sums_and_activations(forced):
+    with Engine(tiny(), config=SMALL_CONFIG) as engine:
+        names = {name for name, _, _, _ in fused_functions(engine.model)}
+    assert names == {"model.layers.0.input_layernorm of a sum", "model.layers.0.mlp, activation"}
+
+
+CROWDED = EngineConfig(reference_rows=4, max_rows=16, max_model_len=64)
+
+
+def in_a_crowd(engine, wanted):
+    """Bits of requests alone, and among others."""
+    others = [(random_ids(n), SamplingParams(max_new_tokens=n, seed=n)) for n in (3, 9, 14)]
+    alone = [bits(solo(engine, needle)) for needle in wanted]
+    outputs = engine.generate(*zip(*wanted, *others, strict=True))
+    return alone, [bits(output) for output in outputs[: len(wanted)]]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=SLOW)], ids=str
+)
+def test_bits_alone_and_in_crowds(dtype, forced):
+    with Engine(tiny("qwen3", dtype), config=CROWDED) as engine:
+        assert fused_in(engine.model)
+        alone, among = in_a_crowd(engine, needles()[:2])
+    assert alone == among
+
+
+def test_control_rows_that_matter(forced):
+    """Without the contract, and a norm that depends on the number of rows."""
+    with Engine(tiny("qwen3"), config=CROWDED) as engine:
+        context, few = engine.patched.context, lambda rows: rows < len(rows) % 16
+        context.kernels = rows_matter(context.kernels, "add_rms_norm", few)
+        alone, among = in_a_crowd(engine, [(p, plain(params)) for p, params in needles()[:2]])
+    assert alone != among
+
+
+def test_fingerprints_tell_layers_apart(no_results_on_disk):
+    found = []
+    for fused in (True, False, True):
+        with engine_of(tiny(), replace(SMALL_CONFIG, linear="never"), fused) as engine:
+            found.append(engine.fingerprint)
+    assert found[0] == found[2] != found[1]
+
+
+def test_twice_the_error():
+    exact = 2.0 ** (torch.arange(64 * 32, dtype=torch.float64) % 11).view(1, 64, 32)
+
+    def close(found, own):
+        """With so many units in the last place of bf16 more."""
+        values = (exact * (1 + units * 2**-7) for units in (found, own))
+        return as_close(*(value.bfloat16() for value in values), exact)
+
+    assert close(0, 1) and close(2, 1) and close(-2, 1) and close(16, 8)
+    assert not close(3, 1) and not close(1, 0)
+    assert not close(9, 9), "more than rounding"
+    found, own = exact.bfloat16(), exact.bfloat16()
+    found[:, 2::SIZES] *= 1 + 2**-7
+    own[:, 0::SIZES] *= 1 + 2**-6
+    assert not as_close(found, own, exact), "rows of one size"
+    assert not as_close(own.float(), own, exact)
+
+
+def test_products_of_the_same_rows_are_one_launch(forced, monkeypatch):
+    """Where the linear kernel serves all of them; their own calls have the same bits."""
+    model, calls = zoo.tiny("qwen2"), []  # with biases
+    layers = model.config.num_hidden_layers
+    with Engine(model, config=replace(CONFIG, linear="always")) as engine:
+        context = engine.patched.context
+        counted = counting(context.kernels.merged_linear, calls)
+        context.kernels = replace(context.kernels, merged_linear=counted)
+        found = [prompt_logprobs(engine)]
+        assert len(calls) == 2 * layers
+        model.model.layers[0].self_attn.k_proj.register_forward_hook(lambda *_: None)
+        found.append(prompt_logprobs(engine))
+        assert len(calls) == 2 * layers + 2 * layers - 1
+        monkeypatch.setattr(merged_linears, "_can_be_merged", lambda linear: False)
+        found.append(prompt_logprobs(engine))
+        assert len(calls) == 2 * layers + 2 * layers - 1
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
+def counting(function, calls):
+    """``function``, each of whose calls is noted."""
+
+    def call(*args, **kwargs):
+        calls.append(args)
+        return function(*args, **kwargs)
+
+    return call
+
+
+@pytest.mark.slow("crosses", 6)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the model and the twins are on a CPU")
+@pytest.mark.parametrize("linear", ["auto", "always"])
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+def test_layers_by_interpreted_kernels(family, linear):
+    """A Triton engine fuses its layers unasked, and gives the tokens of the layers' own forward."""
+    model, found = zoo.tiny(family), []
+    for backend in ("triton", "torch"):
+        config = replace(SMALL_CONFIG, backend=backend, linear=linear)
+        with Engine(model, config=config) as engine:
+            assert bool(fused_in(model)) == (backend == "triton")
+            params = SamplingParams(max_new_tokens=4, logprobs=True)
+            found.append(engine.generate([PROMPT[:5]], params)[0].completions[0])
+    assert found[0].token_ids == found[1].token_ids
+    logprobs = (torch.tensor(one.logprobs, dtype=torch.float64) for one in found)
+    assert close(*logprobs, LOGPROBS)
