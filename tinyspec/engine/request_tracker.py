@@ -104,6 +104,7 @@ class RequestTracker:
                 self._abort(request, error)
                 self._forget(request)
 
+    @between_steps()
     def add(self, requests: list[Request]) -> None:
         """Begin requests; DeterminismError if the contract cannot be kept."""
         fingerprint = self._contract.known_fingerprint
@@ -116,17 +117,20 @@ class RequestTracker:
             self._user_code.add(request.request_id, request.params)
             self._core.admission.add(request.sequences[0])
 
+    @between_steps()
     def queue(self, request: Request) -> str:
         """Begin a request whose output ``take_finished`` returns; its id."""
         self.add([request])
         self._queued.add(request.request_id)
         return request.request_id
 
+    @between_steps()
     def finish(self, requests: list[Request], progress: bool = False) -> list[RequestOutput]:
         """Run ``requests`` to their end; their outputs, in their order."""
         self.run(requests, progress)
         return [output_of(request, self._tokenizer) for request in requests]
 
+    @between_steps()
     def run(
         self, requests: list[Request], progress: bool = False, until_abort: bool = False
     ) -> None:
@@ -154,6 +158,7 @@ class RequestTracker:
         with between_steps(), self._core.runner.torch_state(), self._user_code.shut_out():
             yield
 
+    @between_steps()
     def advance(self) -> None:
         """Run one step, and forget the requests that it finished."""
         called, by_user = self._users_code_ran(), self._core.drafts_by_user
@@ -210,6 +215,7 @@ class RequestTracker:
         """Whether requests are unfinished or outputs not taken."""
         return bool(self.requests or self._finished or self._outputs)
 
+    @between_steps()
     def abort(self, request_id: str) -> RequestOutput:
         """End one request; ValueError if none of that id is unfinished."""
         request = self.requests.get(request_id)
@@ -218,6 +224,7 @@ class RequestTracker:
         self.cancel([request])
         return output_of(request, self._tokenizer)
 
+    @between_steps()
     def cancel(self, requests: list[Request]) -> None:
         """Abort those of ``requests`` that are unfinished; nothing else reports them."""
         for request in requests:

@@ -19,6 +19,8 @@ from tinyspec.determinism.probe_results import ProbeResults
 from tinyspec.determinism.probes.attention import MANY_ROWS
 from tinyspec.engine.engine import Engine
 from tinyspec.errors import DeterminismError, UnsupportedModelError, refuse
+from tinyspec.model.install import refuse_served
+from tinyspec.model.wrappers import unwrap
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.tools.table import table
 
@@ -127,6 +129,7 @@ def doctor(
             raise refuse("config", config, "None for an engine, which has its own config")
         return _examine(model_or_engine, fresh, begun)
     try:
+        refuse_served(unwrap(model_or_engine))
         engine = Engine(model_or_engine, config=config)
     except UnsupportedModelError as error:
         if not isinstance(model_or_engine, nn.Module):
