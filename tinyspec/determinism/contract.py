@@ -7,6 +7,7 @@ modules, shapes and device, not on the values of weights, and is kept on disk.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
@@ -42,7 +43,7 @@ class Contract:
     buckets: of the engine; canonical ones are marked as they become known. known_fingerprint: None
     before it is first needed and after the model changed. watch: the model as it was at the last
     ``refresh``. stale: what of the model changed that the engine took from it when it was made, or
-    None.
+    None. pause: called between the steps of a proof.
     """
 
     def __init__(self, model: PreTrainedModel, runner: ModelRunner, config: EngineConfig):
@@ -57,11 +58,11 @@ class Contract:
         self._learner: Learner | None = None
         self._probed_structure: object = None
         self._on_disk = probe_cache.Growing("")
-        self._patched.experts.serve(config.linear)
         repack_weights(self._model, self._model.dtype)
         self.watch = ModelWatch(self._patched, runner.torch_state)
         self._taken_over = self.watch.taken_over
         self.stale: str | None = None
+        self.pause: Callable[[], None] = lambda: None
         runner.follow(self.watch.absorb, lambda: self.watch.runs_user_code)
 
     @property
@@ -246,7 +247,7 @@ class Contract:
         return Learner(self._runner, self._config, results, self._use, work)
 
     def _prove_reference(self, work: Workspace) -> ProbeResults:
-        notice = Notice(WAITING)
+        notice = Notice(WAITING, self.pause)
 
         def run(steps: Steps[T]) -> T:
             with self._runner.torch_state():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Callable
 
 logger = logging.getLogger("tinyspec")
 # Seconds that a call waits without a word.
@@ -12,14 +13,16 @@ PATIENCE = 2.0
 
 
 class Notice:
-    """To be called again and again while a call waits; time counts from when it is made."""
+    """To be called again and again while a call waits; time counts from when it is made. pause:
+    called every time."""
 
-    def __init__(self, text: str):
-        self._text = text
+    def __init__(self, text: str, pause: Callable[[], None] = lambda: None):
+        self._text, self._pause = text, pause
         self._begun = time.perf_counter()
         self._said = False
 
     def __call__(self) -> None:
+        self._pause()
         if self._said or time.perf_counter() - self._begun <= PATIENCE:
             return
         self._said = True

@@ -23,12 +23,17 @@ from tinyspec.drop_in.served import ADDED_ARGUMENTS
 from tinyspec.drop_in.streamers import Streamers
 from tinyspec.engine.drafter import make_drafter
 from tinyspec.engine.engine import Engine
+from tinyspec.engine.interrupts import at_once, between_steps, flush
 from tinyspec.engine.stream import EventStream
 from tinyspec.errors import UnsupportedModelError
+from tinyspec.model.exchange import ABSENT, write
+from tinyspec.model.install import refuse_served
 from tinyspec.scheduler.passes import EngineStats
 from tinyspec.scheduler.request import Request, Sequence
 
 logger = logging.getLogger("tinyspec")
+# How often a call that waits for another thread's looks whether Ctrl-C came.
+SECONDS_PER_LOOK = 0.1
 
 
 class PatchedGenerate:
@@ -69,7 +74,8 @@ class PatchedGenerate:
         self._logged: set[str] = set()
         self._closed = self._in_original = False
         self._drafter = make_drafter(self._config.drafter, model)
-        self._engine: Engine | None = Engine(model, config=self._config, grows=True)
+        refuse_served(model)
+        self._engine: Engine | None = self._new_engine()
         self._engine.suspend()
         self.__doc__ = self._original.__doc__
         self.__name__ = "generate"
@@ -80,14 +86,19 @@ class PatchedGenerate:
         return original_generate, (self._model, self._before)
 
     def close(self) -> None:
-        """Close the engine and give the model its own ``generate`` back."""
+        """Close the engine and give the model its own ``generate`` back; again, what is left to do
+        where that was cut off."""
         with self._locked():
             if vars(self._model).get("generate") is self:
-                del self._model.__dict__["generate"]
-                if self._before is not None:
-                    self._model.__dict__["generate"] = self._before
+                own = ABSENT if self._before is None else self._before
+                write(vars(self._model), "generate", own)
             self._close_engine()
             self._closed = True
+
+    def _new_engine(self) -> Engine:
+        engine = Engine(self._model, config=self._config, grows=True)
+        engine.exclusive = True
+        return engine
 
     def _close_engine(self) -> None:
         if self._engine is not None:
@@ -118,37 +129,42 @@ class PatchedGenerate:
     def _resumed(self) -> Iterator[Engine]:
         """The engine, in the model while the block runs; a new one where the old does not fit."""
         with self._locked():
-            if self._closed:
+            engine = self._engine
+            if self._closed or (engine is not None and engine.closed is not None):
                 raise RuntimeError("this model was unpatched; call tinyspec.patch(model) again")
-            if self._engine is None or not self._engine.resume():
+            if engine is None or not engine.resume():
                 self._close_engine()
-                self._engine = Engine(self._model, config=self._config, grows=True)
+                engine = self._engine = self._new_engine()
             try:
-                yield self._engine
+                yield engine
             finally:
-                if self._engine.has_unfinished():  # after an interrupt between two steps
+                if engine.has_unfinished():  # after an interrupt between two steps
                     self._close_engine()
                 else:
                     if self._releases:
-                        self._engine.release()
-                    self._engine.suspend()
+                        engine.release()
+                    engine.suspend()
 
     @contextmanager
     def _locked(self, engine: bool = True) -> Iterator[None]:
-        """Keeps other threads' calls waiting, and refuses calls from within the engine's own.
-        Without ``engine`` transformers runs, and may call ``generate`` again."""
+        """Keeps other threads' calls waiting and Ctrl-C until a step has ended, and refuses calls
+        from within the engine's own. Without ``engine`` transformers runs, and may call
+        ``generate`` again."""
         thread = threading.get_ident()
         if self._engine_thread == thread:
             raise RuntimeError(
                 "generate or unpatch was called from within itself (by a logits processor, "
                 "criterion or streamer of the same model); use another model there"
             )
-        with self._lock:
-            self._engine_thread = thread if engine else None
+        with between_steps():
+            while not self._lock.acquire(timeout=SECONDS_PER_LOOK):
+                flush()
             try:
+                self._engine_thread = thread if engine else None
                 yield
             finally:
                 self._engine_thread = None
+                self._lock.release()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         bound = self._parameters.bind(self._model, *args, **kwargs)
@@ -195,7 +211,8 @@ class PatchedGenerate:
                 )
             outer, self._in_original = self._in_original, True
             try:
-                return call.by_transformers()
+                with at_once():
+                    return call.by_transformers()
             finally:
                 self._in_original = outer
 

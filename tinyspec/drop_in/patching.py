@@ -21,9 +21,13 @@ from tinyspec.drop_in.prepare import prepare, user_processors
 from tinyspec.drop_in.prompts import Prompt
 from tinyspec.drop_in.seeds import Defaults
 from tinyspec.drop_in.served import PROMPT_ARGUMENTS
+from tinyspec.engine.interrupts import between_steps, flush
+from tinyspec.engine.lifetime import restore
+from tinyspec.model.exchange import write
 from tinyspec.model.wrappers import unwrap
 
 
+@between_steps()
 def patch(
     model: PreTrainedModel,
     config: EngineConfig | None = None,
@@ -60,20 +64,31 @@ def patch(
     has no ``custom_generate``.
     """
     inside = unwrap(model)
-    inside.__dict__["generate"] = PatchedGenerate(
+    patched_generate = PatchedGenerate(
         inside,
         config,
         custom_generate=generate,
         defaults=Defaults(deterministic, seed),
         releases=release,
     )
+    try:
+        write(vars(inside), "generate", patched_generate)
+        flush()
+    except BaseException:
+        patched_generate.close()
+        raise
 
 
+@between_steps()
 def unpatch(model: PreTrainedModel) -> None:
-    """Give ``model`` its own ``generate`` back; a model that is not patched is left alone."""
-    patched_generate = vars(unwrap(model)).get("generate")
+    """Give ``model`` back to itself, whoever serves it: its own ``generate``, and its own attention
+    where an Engine is open, which is closed; what was cut off is finished. A model that nobody
+    serves is left alone."""
+    inside = unwrap(model)
+    patched_generate = vars(inside).get("generate")
     if isinstance(patched_generate, PatchedGenerate):
         patched_generate.close()
+    restore(inside)
 
 
 def generate(

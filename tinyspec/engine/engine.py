@@ -16,9 +16,11 @@ from tinyspec.engine.commit import Committer
 from tinyspec.engine.core import EngineCore
 from tinyspec.engine.drafter import Drafter, make_drafter
 from tinyspec.engine.input_processor import InputProcessor
+from tinyspec.engine.interrupts import flush
+from tinyspec.engine.lifetime import Lifetime, take_over
 from tinyspec.engine.request_tracker import RequestTracker
 from tinyspec.engine.stream import EventStream
-from tinyspec.engine.turns import HasTurns, in_turns
+from tinyspec.engine.turns import in_turns
 from tinyspec.errors import refuse
 from tinyspec.kernels import backend
 from tinyspec.kernels.backend import Kernels
@@ -42,8 +44,8 @@ RECORDS_KEPT = 1000
 Params = SamplingParams | list[SamplingParams] | None
 
 
-@in_turns("close", "suspend", "resume", "reserve", "release", "step", "weights_changed", "_ready")
-class Engine(HasTurns):
+@in_turns("suspend", "resume", "reserve", "release", "step", "weights_changed", "_ready")
+class Engine(Lifetime):
     """Generates from a loaded causal LM, whose attention it patches until ``close``.
 
     model: a transformers causal LM on one device; of PEFT's or torch.compile's wrapper the model
@@ -56,8 +58,12 @@ class Engine(HasTurns):
     and running sequences), ``pool`` (pages), ``runner`` (one pass), ``patched`` (the changes to the
     model), ``tracker`` (unfinished requests), ``contract`` (fingerprint and proof).
 
-    Raises UnsupportedModelError, or ValueError for a setting that does not fit and for a model that
-    another engine serves.
+    An engine that served the model so far and has no unfinished requests is closed, with a line in
+    the log. One that is dropped gives the model back when it is collected. Beside an open engine
+    the model can be run by itself, saved and copied while no step runs.
+
+    Raises UnsupportedModelError, or ValueError for a setting that does not fit, for a patched model
+    and for one whose engine has unfinished requests.
     """
 
     def __init__(
@@ -75,16 +81,20 @@ class Engine(HasTurns):
             raise refuse("backend", config.backend, reason)
         drafter = make_drafter(config.drafter, model)
         self.model, self.tokenizer = model, tokenizer
+        self.config = config
+        self._grows = grows and config.num_pages is None
         kernels = backend.load(config.backend)
         linear = kernels.linear if config.linear == "always" else None
-        self.patched = install(model, config, linear)
+        take_over(model)
+        self._keep(install(model, config, linear, owner=self))
         try:
-            self.config, self._grows = config, grows and config.num_pages is None
             most = 1 if self._grows else most_pages(config, self.patched.layers, self.model)
             self._build(drafter, kernels, most)
+            flush()
         except BaseException:
-            uninstall(model)
+            uninstall(model, self.patched)
             raise
+        self.closed = None
 
     def _build(self, drafter: Drafter, kernels: Kernels, num_pages: int) -> None:
         config = self.config
@@ -104,6 +114,7 @@ class Engine(HasTurns):
         self.tracker = RequestTracker(self.core, self.contract, self.tokenizer)
         self.turns = turns = self.tracker.turns
         self._inputs = InputProcessor(self.model, self.tokenizer, config, self.pool, turns)
+        self.contract.pause = flush
 
     @classmethod
     def from_pretrained(
@@ -119,23 +130,6 @@ class Engine(HasTurns):
         model: Any = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype)
         return cls(model.to(device), AutoTokenizer.from_pretrained(name_or_path), config)
 
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Abort what is unfinished, give the memory back and the model its own attention."""
-        if self.tracker.closed:
-            return
-        self.tracker.close()
-        self.core.settle()
-        self.runner.release()
-        self.contract.rest()
-        self.runner.tiles.unbind()
-        uninstall(self.model)
-
     def suspend(self) -> None:
         """Give the model its own attention back until ``resume``. The prefix cache keeps only
         pages of deterministic requests: plain outputs must not depend on earlier plain requests.
@@ -145,15 +139,16 @@ class Engine(HasTurns):
         self._refuse_unfinished("suspend")
         self.contract.rest()
         self.admission.forget_plain()
-        self.runner.tiles.suspend()
         self.patched.suspend()
+        self.suspended = True
 
     def resume(self) -> bool:
         """Patch the model's attention again; False if modules, hooks, config, dtype or device have
         changed, which takes a new engine."""
+        self._refuse_closed()
         if self.contract.stale is not None or not self.patched.resume():
             return False
-        self.runner.tiles.resume()
+        self.suspended = False
         return True
 
     def reserve(self, num_pages: int) -> None:
@@ -161,6 +156,7 @@ class Engine(HasTurns):
 
         Raises ValueError while requests are unfinished.
         """
+        self._refuse_closed()
         there = self.pool.num_pages
         if num_pages > there and self.config.num_pages is None:
             self._refuse_unfinished("reserve")
@@ -182,19 +178,16 @@ class Engine(HasTurns):
         if self._grows:
             self.pool.shrink(1)
 
-    def _refuse_unfinished(self, what: str) -> None:
-        if unfinished := len(self.tracker.requests):
-            raise refuse(what, f"{unfinished} unfinished requests", "none")
-        self.core.settle()
-
     @property
     def fingerprint(self) -> str:
         """Digest of everything that bits depend on; outputs with equal digests are comparable."""
+        self._refuse_idle()
         return self.tracker.fingerprint()
 
     def check_model(self) -> None:
         """Compare weights, modules and threads with those of the last call; after a change, drop
-        what was computed before. Raises ValueError for a closed engine."""
+        what was computed before. Raises ValueError for a closed or suspended engine."""
+        self._refuse_idle()
         self.tracker.check_model()
 
     def weights_changed(self) -> None:
@@ -265,7 +258,7 @@ class Engine(HasTurns):
         if drafter is not None:
             self.core.drafter = drafter
         self.tracker.add(requests)
-        return EventStream(requests, self.tokenizer, self.tracker)
+        return EventStream(requests, self.tokenizer, self.tracker, self)
 
     def run(self, requests: list[Request], drafter: Drafter | None = None) -> None:
         """Run what ``prepare`` made to its end, or to the first abort, which ends all; what they
@@ -280,6 +273,7 @@ class Engine(HasTurns):
 
     def step(self) -> list[RequestOutput]:
         """Run one pass; the outputs of requests that finished since the last call."""
+        self._refuse_closed()
         self.tracker.advance()
         return self.tracker.take_finished()
 

@@ -25,8 +25,7 @@ class _Guard:
 
     def end(self) -> None:
         """Restore the previous handler and pass on the signal, if it came."""
-        # None stands for a handler not set from Python, which cannot be restored.
-        signal.signal(signal.SIGINT, signal.SIG_DFL if self._previous is None else self._previous)
+        signal.signal(signal.SIGINT, self._previous)
         if self._pending:
             self._pending = False
             signal.raise_signal(signal.SIGINT)
@@ -48,6 +47,11 @@ def in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
+def _can_delay() -> bool:
+    # A handler that was not set from Python (None) could not be restored.
+    return in_main_thread() and signal.getsignal(signal.SIGINT) is not None
+
+
 def flush() -> None:
     """Within ``between_steps``, where the thread waits: a signal that came takes effect now."""
     if _guards and not _guards[0].in_step and in_main_thread():
@@ -56,9 +60,9 @@ def flush() -> None:
 
 @contextmanager
 def between_steps() -> Iterator[None]:
-    """Set the handler once for several blocks of ``deferred_interrupt``. A signal between two of
-    them waits for the end of the next."""
-    if not in_main_thread() or _guards:
+    """Delay SIGINT to the end of the block, or of the next ``deferred_interrupt`` in it: the
+    handler is set once for several of them."""
+    if _guards or not _can_delay():
         yield
         return
     guard = _Guard()
@@ -67,17 +71,34 @@ def between_steps() -> Iterator[None]:
     try:
         yield
     finally:
-        _guards.pop().end()
+        if guard in _guards:
+            _guards.remove(guard)
+            guard.end()
+
+
+@contextmanager
+def at_once() -> Iterator[None]:
+    """Within ``between_steps``: a block in which SIGINT takes effect at once."""
+    if not _guards or _guards[0].in_step or not in_main_thread():
+        yield
+        return
+    guard = _guards.pop()
+    try:
+        guard.end()
+        yield
+    finally:
+        guard.begin()
+        _guards.append(guard)
 
 
 @contextmanager
 def deferred_interrupt() -> Iterator[None]:
     """Delay SIGINT until the block has ended."""
-    if not in_main_thread() or (_guards and _guards[0].in_step):
-        yield
-        return
     with between_steps():
-        guard = _guards[0]
+        guard = _guards[0] if _guards and in_main_thread() else None
+        if guard is None or guard.in_step:
+            yield
+            return
         guard.in_step = True
         try:
             yield

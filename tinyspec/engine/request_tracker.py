@@ -42,7 +42,7 @@ class RequestTracker(HasTurns):
         self._finished: deque[Request] = deque()
         self._outputs: list[RequestOutput] = []
         self._dropped: list[Request] = []
-        self.closed = False
+        self.closed: str | None = None
         self.turns = Turns(self._cancel_dropped)
 
     @in_turn
@@ -63,8 +63,8 @@ class RequestTracker(HasTurns):
         return self._contract.fingerprint
 
     def _refuse_closed(self) -> None:
-        if self.closed:
-            raise refuse("engine", "closed", "an engine that is open")
+        if self.closed is not None:
+            raise refuse("engine", self.closed, "an engine that is open")
 
     def _refresh(self, digest: bool) -> None:
         if changes := self._contract.refresh(digest):
@@ -143,11 +143,13 @@ class RequestTracker(HasTurns):
         self._queued.add(request.request_id)
         return request.request_id
 
+    @between_steps()
     def finish(self, requests: list[Request], progress: bool = False) -> list[RequestOutput]:
         """Run ``requests`` to their end; their outputs, in their order."""
         self.run(requests, progress)
         return [output_of(request, self._tokenizer) for request in requests]
 
+    @between_steps()
     def run(
         self, requests: list[Request], progress: bool = False, until_abort: bool = False
     ) -> None:
@@ -273,9 +275,9 @@ class RequestTracker(HasTurns):
             self.turns.try_turn()
 
     @in_turn
-    def close(self) -> None:
-        """Abort all; no request can be added any more."""
-        self.closed = True
+    def close(self, why: str) -> None:
+        """Abort all; no request can be added any more, which is refused with ``why``."""
+        self.closed = why
         self._queued.clear()
         self._abort_all(list(self.requests.values()), "the engine was closed")
 

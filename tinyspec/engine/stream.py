@@ -22,8 +22,11 @@ class EventStream(Iterator[StreamEvent]):
     deleting the stream) aborts what is unfinished.
     """
 
-    def __init__(self, requests: list[Request], tokenizer: Any, tracker: RequestTracker):
+    def __init__(
+        self, requests: list[Request], tokenizer: Any, tracker: RequestTracker, engine: object
+    ):
         self.requests = requests
+        self._engine = engine  # which is not collected before the stream
         self._tracker = tracker
         self._events: deque[StreamEvent] = deque()
         sequences = [sequence for request in requests for sequence in request.sequences]

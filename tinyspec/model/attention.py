@@ -25,6 +25,10 @@ from tinyspec.model.merged_linears import products
 # The name of paged attention in transformers' registries. No mask function has this name, so models
 # build no masks: causality comes from the segments.
 IMPLEMENTATION = "tinyspec"
+TAKEN = (
+    "this model's attention is served by tinyspec: generate through its Engine, or close that to "
+    "use the model by itself"
+)
 
 
 class PendingRope(NamedTuple):
@@ -86,6 +90,11 @@ class AttentionContext:
     def end(self) -> None:
         """The pass has ended or failed."""
         self.metadata = self.slot_mapping = self.positions = self._pending = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a pass is running, in any thread, or attention calls are recorded."""
+        return self.metadata is not None or self.recorder is not None
 
     def serves(self) -> bool:
         """Whether this thread's pass is running."""
@@ -157,10 +166,7 @@ class AttentionContext:
         v may have another width than q and k: heads of the cache have the larger.
         """
         if not self.serves() or self.kernels is None or self.metadata is None:
-            raise RuntimeError(
-                "this model's attention is served by tinyspec: generate through its Engine, or "
-                "close that to use the model by itself"
-            )
+            raise RuntimeError(TAKEN)
         number, layer = self._calls, self._next(module)
         cos, sin = rope or (None, None)
         k_cache, v_cache = self.k[number], self.v[number]

@@ -13,17 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from tinyspec.config import EngineConfig
 from tinyspec.errors import unsupported
 from tinyspec.model import openmp
-from tinyspec.model.attention import (
-    IMPLEMENTATION,
-    AttentionContext,
-    PagedAttention,
-    paged_attention_function,
-)
+from tinyspec.model.attention import IMPLEMENTATION, PagedAttention, paged_attention_function
 from tinyspec.model.attention_calls import Layer
 from tinyspec.model.attention_trial import WAYS, stand_ins
 from tinyspec.model.cpu.linears import cpu_stand_ins
@@ -33,7 +28,7 @@ from tinyspec.model.introspection import attention_calls, module_calls
 from tinyspec.model.layer_calls import LayerCall, layer_calls
 from tinyspec.model.layer_trial import chosen_forms
 from tinyspec.model.linears import LinearFunction, kernel_stand_ins
-from tinyspec.model.modules import children
+from tinyspec.model.modules import calls_interface, children
 from tinyspec.model.patched_model import PatchedModel
 from tinyspec.model.positions import GivenPositions, RopeTable
 from tinyspec.model.quantized import repack_weights
@@ -48,13 +43,7 @@ from tinyspec.model.supported import (
 )
 from tinyspec.model.torch_settings import pinned
 from tinyspec.model.torch_state import TorchState, without_modes
-from tinyspec.model.wrappers import WrappedCalls, compiled_modules, has_hooks
-
-
-def calls_interface(module: nn.Module) -> bool:
-    """Whether a module's forward looks its attention up in transformers' registry."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+from tinyspec.model.wrappers import compiled_modules, has_hooks
 
 
 @cache
@@ -81,13 +70,18 @@ def _always_swapped(model: nn.Module) -> list[nn.Module]:
     return found + [wrapper for wrapper in wrappers if has_hooks(wrapper)]
 
 
-def refuse_unsupported(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError with the reason, or ValueError if the model is patched."""
-    if getattr(model, "_tinyspec", None) is not None:
+def refuse_served(model: PreTrainedModel) -> None:
+    """Raise ValueError if the model is served."""
+    if record_of(model) is not None:
         raise ValueError(
             "model is not allowed: it is served by another Engine, or patched; close that Engine, "
             "or call tinyspec.unpatch(model), first"
         )
+
+
+def refuse_unsupported(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError with the reason, or ValueError if the model is patched."""
+    refuse_served(model)
     reason = openmp.shortage() if model.device.type == "cpu" else None
     reason = reason or (
         refusal(model) or loading_refusal(model) or _swap_refusal(model, _always_swapped(model))
@@ -108,31 +102,28 @@ def _swap_refusal(model: nn.Module, swapped: Iterable[nn.Module]) -> str | None:
     return next(filter(None, (swap_refusal(names[id(m)], m) for m in swapped)), None)
 
 
-def _configs(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str | None]]:
-    """The configs that name the attention implementation, and the one that each names now."""
-    holders = [m for m in model.modules() if isinstance(m, PreTrainedModel) or calls_interface(m)]
-    found = {id(config): config for m in holders if (config := getattr(m, "config", None))}
-    return [(config, config._attn_implementation) for config in found.values()]
-
-
 def install(
     model: PreTrainedModel,
     config: EngineConfig,
     linear: LinearFunction | None = None,
+    owner: object | None = None,
 ) -> PatchedModel:
     """Replace the attention of ``model`` by paged attention; weights are shared, never copied.
 
-    config: resolved. linear: the kernel that is to serve all plain linears.
+    config: resolved. linear: the kernel that is to serve all plain linears. owner: who will serve
+    the model, and undoes this; what an owner left behind that is no more is undone here.
 
     Raises UnsupportedModelError with the reason, ValueError if the model is patched already.
     """
     assert config.max_model_len and config.max_rows
+    if (record := record_of(model)) is not None and record.abandoned:
+        uninstall(model)
     refuse_unsupported(model)
     reason = length_refusal(model, config.max_model_len, config.max_rows)
     if reason is not None:
         raise unsupported(model, reason)
     AttentionInterface.register(IMPLEMENTATION, paged_attention_function)
-    patched = PatchedModel(model, AttentionContext(), _configs(model), WrappedCalls(model))
+    patched = PatchedModel(model, config.linear, owner)
     model.__dict__["_tinyspec"] = patched
     try:
         # Tables and stand-ins are made under the settings of passes.
@@ -141,7 +132,7 @@ def install(
         if config.backend == "triton" and (reason := head_refusal(patched.layers)) is not None:
             raise unsupported(model, reason)
     except BaseException:
-        uninstall(model)
+        uninstall(model, patched)
         raise
     return patched
 
@@ -161,9 +152,7 @@ def _install(
     assert positions
     for parent, name, module in compiled_modules(model):
         patched.swap(parent, name, module)
-    patched.wrapped.set_aside()
-    patched.bound += [module for module in model.modules() if calls_interface(module)]
-    patched.bind()
+    patched.hold()
     like = torch.empty(0, dtype=model.dtype, device=model.device)
     for parent, name, module in children(model):
         if _counts_positions(module):
@@ -185,6 +174,7 @@ def _install(
             patched.swap(parent, name, served)
     for parent, name, quicker in cpu_stand_ins(model, patched.fast_mode):
         patched.swap(parent, name, quicker)
+    patched.left = False
 
 
 def _swap_attention(patched: PatchedModel, last: int) -> None:
@@ -249,10 +239,18 @@ def patched_of(model: PreTrainedModel) -> PatchedModel:
     return model.__dict__["_tinyspec"]
 
 
-def uninstall(model: PreTrainedModel) -> None:
-    """Undo ``install``; a model that is not patched is left as it is."""
-    patched: PatchedModel | None = model.__dict__.pop("_tinyspec", None)
-    if patched is None:
+def record_of(model: PreTrainedModel) -> PatchedModel | None:
+    """``patched_of`` where anything was done and not undone."""
+    return model.__dict__.get("_tinyspec")
+
+
+def uninstall(model: PreTrainedModel, patched: PatchedModel | None = None) -> None:
+    """Undo ``install``, or what is left of it where that was cut off; a model that is not patched
+    is left as it is. patched: undo this one alone."""
+    record = record_of(model)
+    if patched is not None and patched is not record:
         return
-    if not patched.left:
-        patched.take_out()
+    if record is not None:
+        record.take_out()
+        record.tiles.unbind()
+    model.__dict__.pop("_tinyspec", None)

@@ -1,6 +1,8 @@
-"""Walking over the modules of a model, and putting one module in the place of another."""
+"""Walking over the modules of a model, and what a module's forward calls."""
 
 from __future__ import annotations
+
+import inspect
 
 from torch import nn
 
@@ -17,12 +19,7 @@ def children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
     ]
 
 
-def replace_child(parent: nn.Module, name: str, before: nn.Module, after: nn.Module) -> None:
-    """Make ``after`` the child ``name`` of ``parent``.
-
-    It takes over the parameters and the training mode that ``before`` has now.
-    """
-    for own in before._parameters.keys() & after._parameters.keys():
-        after._parameters[own] = before._parameters[own]
-    after.training = before.training
-    parent._modules[name] = after
+def calls_interface(module: nn.Module) -> bool:
+    """Whether a module's forward looks its attention up in transformers' registry."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from tinyspec.errors import unsupported
 from tinyspec.model.attention import AttentionContext
+from tinyspec.model.exchange import ABSENT, Place
 from tinyspec.model.linears import KERNEL_DTYPES, LinearFunction
 from tinyspec.model.private_names import EXPERTS_CHOICE, private_name
 from tinyspec.model.quantized import is_packed
@@ -227,48 +228,29 @@ def _of_pairs(fn: Callable[[Tensor], Tensor], slots: int, width: int, x: Tensor)
 
 
 class Experts:
-    """The experts of one model: hands them to ``experts_function``, and gives them back."""
+    """The experts of one model that can be served.
 
-    def __init__(self, model: nn.Module, context: AttentionContext):
-        self._model = model
-        self._context = context
-        self._linear = "auto"
-        # Each config, its implementation before, and its modules.
-        self._taken: list[tuple[Any, str | None, list[Any]]] = []
+    linear: as in ``EngineConfig``: "always" serves all passes, "never" none.
+    """
 
-    def serve(self, linear: str) -> None:
-        """linear: as in ``EngineConfig``: "always" serves all passes, "never" none."""
-        self.take_out()
-        self._linear = linear
-        self.put_in()
+    def __init__(self, model: nn.Module, context: AttentionContext, linear: str):
+        self._model, self._context, self._linear = model, context, linear
 
-    def put_in(self) -> None:
-        """Serve all experts that can be; those that share a config together or not at all.
+    def served(self) -> list[tuple[Any, list[Any]]]:
+        """Each config whose experts can all be served, and its modules.
 
         Raises UnsupportedModelError where transformers' decorator sets other attributes.
         """
         if self._linear == "never":
-            return
+            return []
         modules = [module for _, module in _experts(self._model)]
-        configs = {id(config): config for config in map(_config, modules)}
-        for config in configs.values():
-            members = [module for module in modules if _config(module) is config]
-            if not all(map(_servable, members)):
-                continue
-            before = getattr(config, EXPERTS_CHOICE)
-            if before == IMPLEMENTATION:  # a copy of a patched model
-                states = [vars(m)[STATE] for m in members if STATE in vars(m)]
-                before = states[0].implementation if states else None
-            self._taken.append((config, before, members))
-            setattr(config, EXPERTS_CHOICE, IMPLEMENTATION)
-            for module in members:
-                state = ExpertsState(self._context, before, always=self._linear == "always")
-                vars(module)[STATE] = state
+        configs = {id(config): config for config in map(_config, modules)}.values()
+        each = [(c, [module for module in modules if _config(module) is c]) for c in configs]
+        return [(config, members) for config, members in each if all(map(_servable, members))]
 
-    def take_out(self) -> None:
-        """Restore the implementation of every config, and every module."""
-        for config, before, members in self._taken:
-            setattr(config, EXPERTS_CHOICE, before)
-            for module in members:
-                vars(module).pop(STATE, None)
-        self._taken = []
+    def places(self, config: Any, members: list[Any]) -> Iterator[Place]:
+        """What ``experts_function`` needs to know of the modules ``members`` of ``config``."""
+        before = getattr(config, EXPERTS_CHOICE)
+        for module in members:
+            state = ExpertsState(self._context, before, always=self._linear == "always")
+            yield Place(vars(module), STATE, ABSENT, state)

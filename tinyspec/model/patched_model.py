@@ -7,25 +7,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from copy import copy
-from dataclasses import dataclass, field
+from threading import RLock
 from typing import Any
+from weakref import ref
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from tinyspec.model.attention import IMPLEMENTATION, AttentionContext, PagedAttention
+from tinyspec.errors import refuse
+from tinyspec.model.attention import IMPLEMENTATION, TAKEN, AttentionContext, PagedAttention
 from tinyspec.model.attention_calls import LayerShape
+from tinyspec.model.config_views import ConfigViews
 from tinyspec.model.cpu.fast_mode import FastMode
-from tinyspec.model.modules import replace_child
+from tinyspec.model.exchange import ABSENT, Place
+from tinyspec.model.lending import Lending
+from tinyspec.model.modules import calls_interface
+from tinyspec.model.moe import IMPLEMENTATION as EXPERTS
 from tinyspec.model.moe import Experts
 from tinyspec.model.positions import GivenPositions, RopeTable
-from tinyspec.model.private_names import ATTENTION_CHOICE
+from tinyspec.model.private_names import ATTENTION_CHOICE, EXPERTS_CHOICE
 from tinyspec.model.quantized import trace
+from tinyspec.model.row_tiles import RowTiles
 from tinyspec.model.stand_in import FusedModule
-from tinyspec.model.wrappers import WrappedCalls, hooks_of, own_forward
+from tinyspec.model.torch_state import TorchState
+from tinyspec.model.wrappers import hooks_of, own_forward, wrapped_calls
 
-# Settings of a config that users change from call to call and no stand-in depends on.
+# Settings of a config that users change from call to call, or ``save_pretrained`` does, and no
+# stand-in depends on.
 CALL_SETTINGS = {
+    "architectures",
     *("use_cache", "dtype", "return_dict", "output_hidden_states", "output_attentions"),
     *("pad_token_id", "bos_token_id", "eos_token_id"),
 }
@@ -34,65 +44,102 @@ CALL_SETTINGS = {
 _KEPT = {*vars(nn.Module()), "forward", "gradient_checkpointing", "_compiled_call_impl"}
 
 
-@dataclass
 class PatchedModel:
-    """What ``install`` did to a model, kept on it as ``_tinyspec``.
+    """What ``install`` does to a model, kept on it as ``_tinyspec`` until all of it is undone.
 
-    configs: those that choose the attention, and what they chose. layers: heads of every attention
-    call of a forward, in order. swapped: (parent, name, the model's own module, its stand-in), in
-    the order of swapping. bound: modules that call the attention interface.
+    configs: those that choose the attention. layers: heads of every attention call of a forward, in
+    order. swapped: children of modules and their stand-ins, in the order of swapping. bound:
+    modules that call the attention interface. tiles: linears that run in tiles of rows. left:
+    whether the model is its own; None while an exchange runs or after it was cut off: the next one
+    then begins by undoing it. owner: the engine, referred to weakly, so that a model keeps none.
     """
 
-    model: PreTrainedModel
-    context: AttentionContext
-    configs: list[tuple[PreTrainedConfig, str | None]]
-    wrapped: WrappedCalls
-    layers: list[LayerShape] = field(default_factory=list)
-    keeps_logits: bool = True
-    swapped: list[tuple[nn.Module, str, nn.Module, nn.Module]] = field(default_factory=list)
-    bound: list[nn.Module] = field(default_factory=list)
-    fast_mode: FastMode = field(default_factory=FastMode)
-    # The modules that stand-ins were made of, and the outline of the model, when ``suspend`` first
-    # left it; whether it has.
-    taken: list[nn.Module] = field(default_factory=list)
-    outline: list[object] | None = None
-    left: bool = False
+    def __init__(self, model: PreTrainedModel, linear: str = "auto", owner: object | None = None):
+        self.model, self.context = model, AttentionContext()
+        self.owner = None if owner is None else ref(owner)
+        models = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+        self.bound = [module for module in model.modules() if calls_interface(module)]
+        holders = [m for m in (*models, *self.bound) if getattr(m, "config", None)]
+        self.configs: list[Any] = list({id(m.config): m.config for m in holders}.values())
+        self.layers: list[LayerShape] = []
+        self.keeps_logits = True
+        self.swapped: list[Place] = []
+        self.fast_mode, self.tiles = FastMode(), RowTiles()
+        self.torch_state: TorchState | None = None
+        self.left: bool | None = None
+        self._lent = False
+        # The modules that stand-ins were made of, and the outline of the model, when ``suspend``
+        # first left it.
+        self.taken: list[nn.Module] = []
+        self.outline: list[object] | None = None
+        self._views = ConfigViews(vars(m).get("config") for m in model.modules())
+        self._experts = Experts(model, self.context, linear)
+        self._lendings = [Lending(m, self.context, self.lend) for m in models]
+        self._held: list[Place] = []
+        self._lock = RLock()
 
-    def __post_init__(self) -> None:
-        self.experts = Experts(self.model, self.context)
+    @property
+    def abandoned(self) -> bool:
+        """Whether the owner is no more."""
+        return self.owner is not None and self.owner() is None
 
     def swap(self, parent: nn.Module, name: str, module: nn.Module) -> None:
         """Replace ``parent``'s child ``name`` by ``module``."""
-        before: nn.Module = parent._modules[name]  # type: ignore[assignment]
-        self.swapped.append((parent, name, before, module))
-        replace_child(parent, name, before, module)
+        place = Place(parent._modules, name, parent._modules[name], module)
+        self.swapped.append(place)
+        place.put_in()
 
     def undo(self, kept: int = 0) -> None:
         """Undo all swaps but the first ``kept``."""
         while len(self.swapped) > kept:
-            parent, name, before, module = self.swapped.pop()
-            replace_child(parent, name, module, before)
+            self.swapped[-1].take_out()
+            self.swapped.pop()
+
+    def hold(self) -> None:
+        """Put in all but stand-ins: what modules that call the attention interface and experts need
+        to know, views of configs, calls without wrappers. They fit the model as it is now."""
+        self._held = self._found()
+        for place in self._held:
+            place.put_in()
+
+    def _found(self) -> list[Place]:
+        # What lends comes first, and is taken out last: it finishes what was cut off.
+        found = [place for lending in self._lendings for place in lending.places()]
+        lent = [place.table for place in found]
+        wrapped = wrapped_calls(self.model)
+        found += [p for p in wrapped if p.key != "forward" or not any(p.table is t for t in lent)]
+        found += [Place(vars(m), "tinyspec_context", ABSENT, self.context) for m in self.bound]
+        for config in self.configs:
+            self._views.choose(config, ATTENTION_CHOICE, IMPLEMENTATION)
+        for config, members in self._experts.served():
+            self._views.choose(config, EXPERTS_CHOICE, EXPERTS)
+            found += self._experts.places(config, members)
+        for table in map(vars, self.model.modules()):
+            config = table.get("config")
+            if (view := self._views.of(config)) is not config:
+                found.append(Place(table, "config", config, view))
+        return found
 
     def take_out(self) -> None:
-        """Restore the model."""
-        for parent, name, before, module in reversed(self.swapped):
-            replace_child(parent, name, module, before)
-        for bound in self.bound:
-            bound.__dict__.pop("tinyspec_context", None)
-        self.experts.take_out()
-        self.wrapped.put_back()
-        # Not by set_attn_implementation, which refuses what it could not load here.
-        for config, implementation in self.configs:
-            setattr(config, ATTENTION_CHOICE, implementation)
+        """Restore the model; what is left of it where that was cut off."""
+        with self._lock:
+            if self.left:
+                return
+            self.left = None
+            self.tiles.suspend()
+            for place in reversed([*self._held, *self.swapped]):
+                place.take_out()
+            self.left = True
 
     def suspend(self) -> None:
         """Restore the model until ``resume``."""
-        self.take_out()
-        self.left = True
-        # The first one: what changed while the stand-ins were in may not have reached them.
-        if self.outline is None:
-            self.taken = [*(before for _, _, before, _ in self.swapped), *self.bound]
-            self.outline = self._outline()
+        with self._lock:
+            self._lent = False
+            self.take_out()
+            # The first one: what changed while the stand-ins were in may not have reached them.
+            if self.outline is None:
+                self.taken = [*(place.own for place in self.swapped), *self.bound]
+                self.outline = self._outline()
 
     def resume(self) -> bool:
         """Put the stand-ins in again.
@@ -100,15 +147,38 @@ class PatchedModel:
         False, and nothing done, where they no longer fit: modules, hooks, settings, dtype or device
         have changed.
         """
-        if self.left:
-            if self._outline() != self.outline:
-                return False
-            for parent, name, before, module in self.swapped:
-                replace_child(parent, name, before, module)
-            self.bind()
-            self.wrapped.set_aside()
-            self.left = False
-        return True
+        with self._lock:
+            if self.left is not False:
+                self.suspend()
+                if self._outline() != self.outline:
+                    return False
+                self.left = None
+                self.hold()
+                for place in self.swapped:
+                    place.put_in()
+                self.tiles.resume()
+                self.left = False
+            return True
+
+    def lend(self) -> None:
+        """Restore the model until ``take_back``, for a forward of its own or a copy.
+
+        Raises RuntimeError while the engine runs.
+        """
+        with self._lock:
+            if self.torch_state is not None and self.torch_state.entered:
+                raise RuntimeError(TAKEN)
+            self.suspend()
+            self._lent = True
+
+    def take_back(self) -> None:
+        """``resume`` after ``lend``, or after that was cut off. Raises ValueError where the
+        stand-ins no longer fit."""
+        with self._lock:
+            if (self._lent or self.left is None) and not self.resume():
+                self._lent = True
+                allowed = "change it back, or close the engine and make a new one"
+                raise refuse("model", "changed in modules, hooks or settings", allowed)
 
     def _outline(self) -> list[object]:
         """What stand-ins depend on: every module, its hooks, whether it has a forward of its own,
@@ -124,7 +194,7 @@ class PatchedModel:
 
     def _settings_of_configs(self) -> dict[str, object]:
         found: dict[str, object] = {}
-        for config, _ in self.configs:
+        for config in self.configs:
             settings = {"_attn_implementation": config._attn_implementation, **config.to_dict()}
             for name, value in settings.items():
                 if name not in CALL_SETTINGS and "experts_implementation" not in name:
@@ -170,15 +240,6 @@ class PatchedModel:
             for name, module in self._taken_modules()
             for key, value in _buffers(module).items()
         }
-
-    def bind(self) -> None:
-        """Make the modules that call the attention interface call paged attention; hand them and
-        the experts the context of the pass."""
-        for config, _ in self.configs:
-            setattr(config, ATTENTION_CHOICE, IMPLEMENTATION)
-        for module in self.bound:
-            module.__dict__["tinyspec_context"] = self.context
-        self.experts.put_in()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of a patched model, in memory or on disk, is not patched."""

@@ -13,6 +13,8 @@ from functools import cache, partial
 import torch
 from torch import Tensor, nn
 
+from tinyspec.model.exchange import ABSENT, write
+
 
 class RowTiles:
     """The layers of one model that run in tiles while ``on``."""
@@ -40,13 +42,13 @@ class RowTiles:
         """Remove the tiled forwards until ``resume``."""
         for module, tiled in self._bound:
             if vars(module).get("forward") is tiled:
-                del module.__dict__["forward"]
+                write(vars(module), "forward", ABSENT)
 
     def resume(self) -> None:
         """Set the tiled forwards again."""
         for module, tiled in self._bound:
             # On the instance: modules, parameters and their names stay what they are.
-            module.__dict__["forward"] = tiled
+            write(vars(module), "forward", tiled)
 
     def _tiled(
         self, forward: Callable[[Tensor], Tensor], counts: Collection[int]

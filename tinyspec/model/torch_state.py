@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from threading import get_ident, local
 from typing import Any
@@ -102,14 +102,28 @@ def callers_modes(thread: int | None = None) -> Iterator[None]:
 
 class TorchState:
     """Eval mode, no gradients, no modes, the settings of ``torch_settings`` and the stream of
-    ``device_stream``, for one model."""
+    ``device_stream``, for one model.
+
+    prepare: called whenever the state begins.
+    """
 
     def __init__(self, model: nn.Module):
         self._model = model
         self.stream = stream_of(next(model.parameters()).device)
         self._thread: int | None = None
         self._trained: list[nn.Module] = []
+        self.prepare: Callable[[], object] = lambda: None
         self.refresh_modules()
+
+    @property
+    def entered(self) -> bool:
+        """Whether the state has begun, in any thread."""
+        return self._thread is not None
+
+    @property
+    def entered_here(self) -> bool:
+        """Whether the state has begun in this thread."""
+        return self._thread == get_ident()
 
     def refresh_modules(self) -> None:
         """List the model's modules again; to walk the tree at every pass would take longer."""
@@ -119,7 +133,7 @@ class TorchState:
     def __call__(self, again: bool = True) -> Iterator[None]:
         """The state while the block runs. A block within a block of the same thread only sets again
         what was changed in between; without ``again`` nothing was."""
-        if self._thread == get_ident():
+        if self.entered_here:
             if not again:
                 yield
                 return
@@ -133,8 +147,9 @@ class TorchState:
         with pinned(kind), self.stream(), torch.inference_mode(), without_modes():
             outer = _modes.stream
             try:
-                self._evaluate()
                 self._thread, _modes.stream = get_ident(), self.stream
+                self.prepare()
+                self._evaluate()
                 yield
             finally:
                 self._thread, _modes.stream = None, outer

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tinyspec.errors import UnsupportedModelError, unsupported
+from tinyspec.model.exchange import ABSENT, Place
 from tinyspec.model.modules import children
 
 CAPTURING = "transformers.utils.output_capturing"
@@ -57,7 +58,8 @@ def is_compiled(module: Any) -> bool:
 def own_forward(module: nn.Module, attribute: str = "forward") -> Any:
     """The forward set on a module itself, as it was before it was compiled or told to run under
     autocast; None where the module has its class's forward."""
-    own = forward = vars(module).get(attribute)
+    own = vars(module).get(attribute)
+    own = forward = getattr(own, "tinyspec_own", own)  # of ``Lending``
     classes = type(module).forward
     while classes not in (forward, getattr(forward, "__func__", None)):
         inside = _wrapped(forward)
@@ -166,37 +168,18 @@ def compiled_modules(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Modu
             yield parent, name, child
 
 
-class WrappedCalls:
-    """Calls of the modules of one model that were compiled, by ``module.compile()`` and by
+def wrapped_calls(model: nn.Module) -> Iterator[Place]:
+    """Calls of the modules of ``model`` that were compiled, by ``module.compile()`` and by
     ``module.forward = torch.compile(module.forward)``, or turn autocast on, as accelerate's mixed
-    precision lets them do.
+    precision lets them do; what serves are the calls before.
 
-    Passes have many shapes, and each would compile again; and they run without autocast. While
-    wrapped calls are set aside, modules run as they did before.
+    Passes have many shapes, and each would compile again; and they run without autocast.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._calls: list[tuple[nn.Module, str, object]] = []
-
-    def set_aside(self) -> None:
-        """Remove the wrappers until ``put_back``."""
-        for module in self._model.modules():
-            attributes = vars(module)
-            if attributes.get("_compiled_call_impl") is not None:
-                self._keep(module, "_compiled_call_impl")
-            if _wrapped(attributes.get("forward")) is not None and not is_compiled(module):
-                # What was wrapped may be a forward that the user had set.
-                before = own_forward(module)
-                self._keep(module, "forward")
-                if before is not None:
-                    attributes["forward"] = before
-
-    def _keep(self, module: nn.Module, name: str) -> None:
-        self._calls.append((module, name, vars(module).pop(name)))
-
-    def put_back(self) -> None:
-        """Restore all wrapped calls."""
-        while self._calls:
-            module, name, call = self._calls.pop()
-            vars(module)[name] = call
+    for module in model.modules():
+        table = vars(module)
+        if (call := table.get("_compiled_call_impl")) is not None:
+            yield Place(table, "_compiled_call_impl", call, ABSENT)
+        if _wrapped(call := table.get("forward")) is not None and not is_compiled(module):
+            # What was wrapped may be a forward that the user had set.
+            before = own_forward(module)
+            yield Place(table, "forward", call, ABSENT if before is None else before)

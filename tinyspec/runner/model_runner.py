@@ -17,7 +17,6 @@ from tinyspec.kernels.backend import Kernels
 from tinyspec.model.cpu.heap import keep_freed_memory
 from tinyspec.model.introspection import accepted
 from tinyspec.model.patched_model import PatchedModel
-from tinyspec.model.row_tiles import RowTiles
 from tinyspec.model.supported import vocab_size
 from tinyspec.model.torch_state import TorchState
 from tinyspec.runner.batch import Batch
@@ -62,6 +61,8 @@ class ModelRunner:
     ):
         self.model = model
         self.torch_state = TorchState(model)
+        self.torch_state.prepare = patched.take_back
+        patched.torch_state = self.torch_state
         self.buckets = buckets
         self.device = model.device
         if self.device.type == "cpu":
@@ -75,7 +76,7 @@ class ModelRunner:
         self._context = patched.context
         self._context.kernels = kernels
         self._cache: KVCache | None = None
-        self.tiles = RowTiles()
+        self.tiles = patched.tiles
         self._fast_mode = patched.fast_mode
         self.after_pass: Callable[[], None] = lambda: None
         self.graphs = PassGraphs(self.torch_state.stream, bool(config.cuda_graphs))

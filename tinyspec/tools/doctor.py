@@ -20,6 +20,8 @@ from tinyspec.determinism.probes.attention import MANY_ROWS
 from tinyspec.determinism.probes.graphs import graph_refusals
 from tinyspec.engine.engine import Engine
 from tinyspec.errors import DeterminismError, UnsupportedModelError, refuse
+from tinyspec.model.install import refuse_served
+from tinyspec.model.wrappers import unwrap
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.tools.table import table
 
@@ -131,6 +133,7 @@ def doctor(
             raise refuse("config", config, "None for an engine, which has its own config")
         return _examine(model_or_engine, fresh, begun)
     try:
+        refuse_served(unwrap(model_or_engine))
         engine = Engine(model_or_engine, config=config)
     except UnsupportedModelError as error:
         if not isinstance(model_or_engine, nn.Module):

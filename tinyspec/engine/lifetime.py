@@ -1,0 +1,133 @@
+"""How long an engine has its model: until it is closed, taken over or collected.
+
+The model keeps a record of what was done to it (``PatchedModel``), which outlives an engine that
+was dropped or whose closing was cut off; from it the model is restored. Knows no request but how
+many are unfinished.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Self
+from weakref import finalize, ref
+
+from transformers import PreTrainedModel
+
+from tinyspec.determinism.contract import Contract
+from tinyspec.engine.core import EngineCore
+from tinyspec.engine.request_tracker import RequestTracker
+from tinyspec.engine.turns import HasTurns, in_turn
+from tinyspec.errors import refuse
+from tinyspec.model.install import record_of, refuse_served, uninstall
+from tinyspec.model.patched_model import PatchedModel
+from tinyspec.runner.model_runner import ModelRunner
+
+logger = logging.getLogger("tinyspec")
+
+
+class Lifetime(HasTurns):
+    """Base of an engine.
+
+    closed: why the engine is no more, None while it is open. suspended: the model is its own until
+    ``resume``. exclusive: no other engine takes the model over.
+    """
+
+    model: PreTrainedModel
+    patched: PatchedModel
+    runner: ModelRunner
+    contract: Contract
+    core: EngineCore
+    tracker: RequestTracker
+    closed: str | None = "not finished"
+    suspended = exclusive = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Abort what is unfinished, give the memory back and the model its own attention. Where it
+        was cut off, another call, ``unpatch`` or another Engine does the rest.
+
+        Raises RuntimeError where code of the user's that a step calls asks for it.
+        """
+        self._end("closed")
+
+    def _keep(self, patched: PatchedModel) -> None:
+        """Give the model back when the engine is collected."""
+        self.patched = patched
+        # Only what the model keeps anyway may be kept by this.
+        finalize(self, _give_back, ref(patched)).atexit = False
+
+    @in_turn
+    def _end(self, why: str) -> None:
+        if self.closed is not None:
+            return
+        if self.runner.torch_state.entered_here:
+            raise RuntimeError(
+                "the engine was closed from within itself (by a logits processor, criterion or "
+                "hook of a request that it runs); close it after the call"
+            )
+        try:
+            self.tracker.close(why)
+            self.core.settle()
+            self.runner.release()
+            self.contract.rest()
+        finally:
+            uninstall(self.model, self.patched)
+            self.closed = why
+
+    def _refuse_closed(self) -> None:
+        if self.closed is not None:
+            raise refuse("engine", self.closed, "an engine that is open")
+
+    def _refuse_unfinished(self, what: str) -> None:
+        self._refuse_closed()
+        if unfinished := len(self.tracker.requests):
+            raise refuse(what, f"{unfinished} unfinished requests", "none")
+        self.core.settle()
+
+    def _refuse_idle(self) -> None:
+        """Raise ValueError for an engine that cannot run anything."""
+        self._refuse_closed()
+        if self.suspended:
+            raise refuse("engine", "suspended", "an engine that is resumed")
+
+
+def _give_back(record: ref[PatchedModel]) -> None:
+    if (patched := record()) is not None:
+        uninstall(patched.model, patched)
+
+
+def take_over(model: PreTrainedModel) -> None:
+    """Close the engine that serves ``model``, if there is one, or undo what is left of it.
+
+    Raises ValueError where it has unfinished requests, and for a patched model.
+    """
+    record = record_of(model)
+    owner: Any = None if record is None or record.owner is None else record.owner()
+    if owner is None:  # ``install`` undoes or refuses what there is
+        return
+    if owner.exclusive:
+        refuse_served(model)
+    if owner.closed is not None:  # it was interrupted while it was made, or closed
+        uninstall(model, record)
+        return
+    if unfinished := len(owner.tracker.requests):
+        raise ValueError(
+            f"model is not allowed: another Engine serves it and has {unfinished} unfinished "
+            "requests; finish them, or call tinyspec.unpatch(model), first"
+        )
+    logger.warning("another Engine takes over %s; the one before is closed", type(model).__name__)
+    owner._end("closed: another Engine took over its model")
+
+
+def restore(model: PreTrainedModel) -> None:
+    """Close whichever engine serves ``model``; undo what is left where there is none."""
+    record = record_of(model)
+    owner: Any = None if record is None or record.owner is None else record.owner()
+    if owner is not None and owner.closed is None:
+        owner._end("closed: its model was unpatched")
+    uninstall(model)
