@@ -55,10 +55,11 @@ def _same(config: Any) -> Any:
 def _view(config: Any, names: Iterable[str]) -> Any:
     kind, table, values = type(config), vars(config), dict[str, Any]()
     shadows: dict[str, Any] = {name: _Shadow(name, values, table) for name in names}
-    kept = {"tinyspec_values": values, "tinyspec_config": [config]}
+    kept: dict[str, Any] = {"tinyspec_values": values, "tinyspec_config": [config]}
     # What a config asks of its class is asked of the config's own.
     kept |= {"__class__": property(lambda self: kind), "__module__": kind.__module__}
-    view: Any = object.__new__(type(kind)(kind.__name__, (_View, kind), {**shadows, **kept}))
+    made: Any = type(kind)
+    view: Any = object.__new__(made(kind.__name__, (_View, kind), {**shadows, **kept}))
     object.__setattr__(view, "__dict__", table)
     return view
 

@@ -43,20 +43,20 @@ class Section(NamedTuple):
     """Where numbers lie in a buffer of int64, and whether they are int32."""
 
     first: int
-    count: int
+    length: int
     narrow: bool = False
 
     @property
     def end(self) -> int:
-        return self.first + (-(-self.count // 2) if self.narrow else self.count)
+        return self.first + (-(-self.length // 2) if self.narrow else self.length)
 
     def of(self, values: Array) -> Array:
         found = values[self.first : self.end]
-        return found.view(np.int32)[: self.count] if self.narrow else found
+        return found.view(np.int32)[: self.length] if self.narrow else found
 
     def of_tensor(self, values: Tensor) -> Tensor:
         found = values[self.first : self.end]
-        return found.view(torch.int32)[: self.count] if self.narrow else found
+        return found.view(torch.int32)[: self.length] if self.narrow else found
 
 
 class Layout:
@@ -183,7 +183,7 @@ class FixedBatches:
             sources[newest[0]] = newest[1]
         # Last: what is returned counts as written.
         places, pages = self.tables.differences(work_pass.table, works.rows)
-        room = layout.places.count
+        room = layout.places.length
         layout.places.of(values)[:] = self.tables.nowhere
         layout.places.of(values)[: len(places)] = places[:room]
         layout.pages.of(values)[: len(places)] = pages[:room]

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -53,14 +53,15 @@ class CudaGraphs:
 class CudaGraph:
     """Work on the engine's own stream, which is current when it is captured and replayed."""
 
-    def __init__(self, stream: DeviceStream, pool: tuple[int, int]):
+    def __init__(self, stream: DeviceStream, pool: Any):
         self._stream, self._pool = stream, pool
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, work: Forward) -> Tensor:
         # Other threads may use the device meanwhile.
-        mode = {"stream": self._stream.own, "capture_error_mode": "thread_local"}
-        with torch.cuda.graph(self._graph, pool=self._pool, **mode):
+        mode = "thread_local"
+        stream = self._stream.own
+        with torch.cuda.graph(self._graph, self._pool, stream, capture_error_mode=mode):
             return work()
 
     def replay(self) -> None:

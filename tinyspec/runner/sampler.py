@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,8 +85,9 @@ class SampleBatch:
             return self
         off = {"logits_row": np.arange(own, rows), "top_p": np.ones(more)}
         names = ("logits_row", "key", "position", "temperature", "top_k", "top_p", "min_p")
-        both = {name: (getattr(self, name), off.get(name, np.zeros(more))) for name in names}
-        return replace(self, **{n: np.concatenate(b).astype(b[0].dtype) for n, b in both.items()})
+        both = {n: (getattr(self, n), off.get(n, np.zeros(more))) for n in names}
+        new: Any = {n: np.concatenate(b).astype(b[0].dtype) for n, b in both.items()}
+        return replace(self, **new)
 
 
 @dataclass

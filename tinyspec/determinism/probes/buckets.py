@@ -156,7 +156,8 @@ def _broken_in_tiles(work: Workspace, results: ProbeResults, rows: int) -> Steps
         assert shape is not None
         # Rows have the weight's dtype, where it is one of theirs.
         own = isinstance(weight, Tensor) and weight.is_floating_point()
-        row = shape[0] * (weight if own else runner.model).dtype.itemsize
+        dtype = weight.dtype if own and weight is not None else runner.model.dtype
+        row = shape[0] * dtype.itemsize
         tiles = split_rows(rows, results.tiles[name])
         if any(start * row % aligned for start in accumulate(tiles[:-1])):
             found, _ = yield from within(in_tiles, work.function_steps(name, [rows]), 0.0)
