@@ -49,3 +49,16 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
         return tensor.fill_(float("nan") if tensor.is_floating_point() else -77)
 
     monkeypatch.setattr(torch, "empty", poison)
+
+
+def assert_row_invariant(run: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """Every row of x alone, in every row count, at every index, beside every other."""
+    alone = torch.cat([run(x[r : r + 1]) for r in range(len(x))])
+    for rows in range(1, len(x) + 1):
+        assert torch.equal(run(x[:rows]), alone[:rows]), rows
+        assert torch.equal(run(x.roll(rows, 0)), alone.roll(rows, 0)), rows
+    for fill in (0.0, 6e4, math.inf, math.nan):
+        for kept in (slice(0, None, 2), slice(1, None, 2)):
+            crowd = torch.full_like(x, fill)
+            crowd[kept] = x[kept]
+            assert torch.equal(run(crowd)[kept], alone[kept]), fill

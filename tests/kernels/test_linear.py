@@ -17,6 +17,7 @@ from torch import Tensor
 from tests.kernels.cases import (
     DEVICE,
     DTYPES,
+    assert_row_invariant,
     normal,
     poisoned,  # noqa: F401 - a fixture
 )
@@ -26,7 +27,7 @@ from tinyspec.kernels import launch
 from tinyspec.kernels.linear import linear
 from tinyspec.kernels.twins import linear as twins
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
 ROWS = 70
 Linear = Callable[..., Tensor]
 
@@ -113,19 +114,6 @@ def test_exact_moves(fn: Linear, dtype: torch.dtype) -> None:
     weight = torch.eye(130, dtype=dtype)[order].to(layer(fn, 1, 1, dtype)[0].device)
     x = normal(33, 130, dtype=dtype).to(weight.device)
     assert torch.equal(fn(x, weight), x[:, order.to(x.device)])
-
-
-def assert_row_invariant(run: Callable[[Tensor], Tensor], x: Tensor) -> None:
-    """Every row of x [ROWS, K] alone, in every row count, at every index, beside every other."""
-    alone = torch.cat([run(x[r : r + 1]) for r in range(ROWS)])
-    for rows in range(1, ROWS + 1):
-        assert torch.equal(run(x[:rows]), alone[:rows]), rows
-        assert torch.equal(run(x.roll(rows, 0)), alone.roll(rows, 0)), rows
-    for fill in (0.0, 6e4, INF, NAN):
-        for kept in (slice(0, None, 2), slice(1, None, 2)):
-            crowd = torch.full_like(x, fill)
-            crowd[kept] = x[kept]
-            assert torch.equal(run(crowd)[kept], alone[kept]), fill
 
 
 # The first for the interpreter; oneDNN and MKL have paths of their own for many others.
