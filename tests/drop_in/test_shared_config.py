@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tinyspec
+from tests.support.budget import first
 from tests.support.drop_in import SMALL, greedy, patched, portrait, random_ids
 from tests.support.moe import tiny_moe
 from tests.support.patience import PATIENCE
@@ -47,7 +48,7 @@ def plain(model):
     return logits
 
 
-@pytest.mark.parametrize("make", [tiny, tiny_moe])
+@pytest.mark.parametrize("make", first(1, (tiny, tiny_moe), 0.5))
 def test_an_engine_beside_another_model(make):
     a, b = pair(make)
     before, expected = portrait(b), plain(b)

@@ -77,7 +77,7 @@ def test_a_stream_keeps_its_engine(collect):
     assert [event.token_ids for event in stream] == expected
 
 
-@pytest.mark.parametrize("served", [False, True])
+@pytest.mark.parametrize("served", first(1, (False, True), 0.3))
 def test_a_model_that_is_dropped_is_freed(served, collect):
     """Patched, or with the engine that serves it."""
     model = tiny()
@@ -189,7 +189,7 @@ def test_a_processor_that_closes_the_engine(close):
         assert answer(engine) == expected
 
 
-@pytest.mark.parametrize("family", first(2, ("llama", "qwen3", *FAMILIES[1:3], "gpt2"), 0.5))
+@pytest.mark.parametrize("family", first(1, FAMILIES, 0.5))
 def test_a_forward_beside_an_open_engine(family):
     """Of the model and of the one inside of it, with gradients, between steps."""
     model, other = tiny(family), tiny(family)
@@ -238,8 +238,8 @@ def by_torch(model):
 MODELS = {family: tiny for family in FAMILIES} | {"qwen3_moe": tiny_moe, "mixtral": tiny_moe}
 
 
-@pytest.mark.parametrize("family", first(2, ("llama", "qwen3_moe", *list(MODELS)[1:8]), 0.5))
-@pytest.mark.parametrize("make", [copy.deepcopy, by_pickle, by_torch])
+@pytest.mark.parametrize("family", first(1, MODELS, 0.5))
+@pytest.mark.parametrize("make", first(2, (copy.deepcopy, by_pickle, by_torch), 0.5))
 def test_a_copy_is_a_plain_model(family, make):
     """While the engine is open, and after it is closed."""
     model, other = MODELS[family](family), MODELS[family](family)
@@ -259,7 +259,7 @@ def test_a_copy_is_a_plain_model(family, make):
         answer(engine)
 
 
-@pytest.mark.parametrize("family", first(2, ("qwen3", "qwen3_moe", *list(MODELS)[:3]), 0.5))
+@pytest.mark.parametrize("family", first(1, ("qwen3", "qwen3_moe", "llama", "gpt2"), 0.5))
 def test_weights_beside_an_open_engine_are_the_plain_models(family, tmp_path):
     model, other = MODELS[family](family), MODELS[family](family)
     with Engine(model, config=EngineConfig(reference_rows=16, linear="always")) as engine:

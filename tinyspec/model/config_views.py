@@ -54,12 +54,12 @@ def _same(config: Any) -> Any:
 
 def _view(config: Any, names: Iterable[str]) -> Any:
     kind, table, values = type(config), vars(config), dict[str, Any]()
-    shadows: dict[str, Any] = {name: _Shadow(name, values, table) for name in names}
-    kept: dict[str, Any] = {"tinyspec_values": values, "tinyspec_config": [config]}
+    content: dict[str, Any] = {name: _Shadow(name, values, table) for name in names}
+    content |= {"tinyspec_values": values, "tinyspec_config": [config]}
     # What a config asks of its class is asked of the config's own.
-    kept |= {"__class__": property(lambda self: kind), "__module__": kind.__module__}
-    made: Any = type(kind)
-    view: Any = object.__new__(made(kind.__name__, (_View, kind), {**shadows, **kept}))
+    content |= {"__class__": property(lambda self: kind), "__module__": kind.__module__}
+    make: Any = type(kind)
+    view: Any = object.__new__(make(kind.__name__, (_View, kind), content))
     object.__setattr__(view, "__dict__", table)
     return view
 
