@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
@@ -43,6 +44,33 @@ def test_two_threads():
 
         found = threads_run(*(lambda p=prompt: several(p) for prompt in prompts))
     assert found == expected
+
+
+def test_a_forked_process_is_told():
+    """At once, also where another thread holds the model at that moment."""
+    with patched(tiny()) as model:
+        held, done = threading.Event(), threading.Event()
+
+        def hold():
+            with model.generate._locked():
+                held.set()
+                done.wait(PATIENCE)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait(PATIENCE)
+        child = os.fork()
+        if child == 0:
+            told = 0
+            for call in (lambda: greedy(model, random_ids(4), 2), lambda: tinyspec.unpatch(model)):
+                try:
+                    call()
+                except ValueError as error:
+                    told += "forked process" in str(error)
+            os._exit(told)
+        done.set()
+        thread.join(PATIENCE)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
 
 
 def test_a_thread_whose_call_transformers_serves():

@@ -150,6 +150,8 @@ class PatchedGenerate:
         """Keeps other threads' calls waiting and Ctrl-C until a step has ended, and refuses calls
         from within the engine's own. Without ``engine`` transformers runs, and may call
         ``generate`` again."""
+        if self._engine is not None:  # where the lock is held by a thread that is not here
+            self._engine.turns.check_process()
         thread = threading.get_ident()
         if self._engine_thread == thread:
             raise RuntimeError(
