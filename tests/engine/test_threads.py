@@ -8,6 +8,7 @@ from dataclasses import replace
 from threading import Barrier, Event, Thread
 
 import pytest
+import torch
 
 from tests.support import signals
 from tests.support.cases import bits_of, engine_of, greedy, model_of, one_by_one, run, text, whole
@@ -192,6 +193,28 @@ def test_a_forked_process_is_told(engine):
             os._exit(told)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == len(calls)
     assert engine.generate([[1, 2]], greedy(2))[0].completions[0].token_ids
+
+
+def test_a_thread_with_another_number_of_torchs_threads_is_told(engine, expected):
+    """Instead of ending the requests of others, whose bits depend on that number."""
+    refused = []
+
+    def other():
+        torch.set_num_threads(2)
+        for call in (lambda: engine.generate([[1, 2]]), engine.step):
+            with pytest.raises(ValueError, match="torch computes with 2 threads") as refusal:
+                call()
+            refused.append(refusal)
+
+    first, second = REQUESTS[0]
+    with engine.stream(*map(list, zip(first, second, strict=True))) as events:
+        next(events)
+        thread = Thread(target=other)
+        thread.start()
+        thread.join(PATIENCE)
+        torch.set_num_threads(1)  # of threads to come, too
+        assert all(event.finish_reason != "abort" for event in events)
+    assert len(refused) == 2 and bits_of(run(engine, REQUESTS[0])) == expected[0]
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])

@@ -20,6 +20,7 @@ from tinyspec.determinism.contract import Contract
 from tinyspec.engine.commit import Commits
 from tinyspec.engine.core import EngineCore
 from tinyspec.engine.interrupts import between_steps, deferred_interrupt
+from tinyspec.engine.refusals import not_followed, refuse_other_number
 from tinyspec.engine.results import output_of
 from tinyspec.engine.turns import HasTurns, Turns, in_turn
 from tinyspec.engine.user_code import UserCode
@@ -52,9 +53,10 @@ class RequestTracker(HasTurns):
         Raises ValueError where it changed in a way that takes a new engine, and for a closed one.
         """
         self._refuse_closed()
+        self._refuse_other_number()
         self._refresh(digest=True)
         if self._contract.stale is not None:
-            raise ValueError(_not_followed(self._contract.stale))
+            raise ValueError(not_followed(self._contract.stale))
 
     @in_turn
     def fingerprint(self) -> str:
@@ -65,6 +67,10 @@ class RequestTracker(HasTurns):
     def _refuse_closed(self) -> None:
         if self.closed is not None:
             raise refuse("engine", self.closed, "an engine that is open")
+
+    def _refuse_other_number(self) -> None:
+        if self.requests and self._contract.watch.threads_changed:
+            refuse_other_number(self.requests.values())
 
     def _refresh(self, digest: bool) -> None:
         if changes := self._contract.refresh(digest):
@@ -81,7 +87,7 @@ class RequestTracker(HasTurns):
         contract = self._contract
         self._core.admission.forget_pages()
         if contract.stale is not None:
-            self._abort_all(list(self.requests.values()), _not_followed(contract.stale))
+            self._abort_all(list(self.requests.values()), not_followed(contract.stale))
             return
         asking = [request for request in self.requests.values() if request.params.deterministic]
         begun = [r for r in asking if any(s.num_generated for s in r.sequences)]
@@ -194,6 +200,7 @@ class RequestTracker(HasTurns):
     def advance(self) -> None:
         """Run one step, and forget the requests that it finished."""
         self._cancel_dropped()
+        self._refuse_other_number()
         called, by_user = self._users_code_ran(), self._core.drafts_by_user
         with self._core.runner.torch_state(again=called):
             if not by_user:  # where drafters may change the model, the check comes later
@@ -293,10 +300,3 @@ class RequestTracker(HasTurns):
         for sequence in [s for s in request.sequences if not s.finished]:
             sequence.finish_reason, sequence.error = "abort", error
             self._core.admission.remove(sequence)
-
-
-def _not_followed(what: str) -> str:
-    return (
-        f"{what} of the model changed, which the engine took from it when it was made: change it "
-        "back, or close the engine and make a new one"
-    )

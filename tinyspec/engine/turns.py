@@ -69,7 +69,7 @@ class Turns:
     @property
     def mine(self) -> bool:
         """Whether the calling thread has the turn."""
-        return self._thread == get_ident()
+        return self._thread == get_ident() and not self.forked
 
     @property
     def wanted(self) -> bool:
@@ -87,10 +87,10 @@ class Turns:
         ready: whether there is something for the block but to step; while it answers False, and
         others step, it waits. Called by other threads. Raises ValueError in a forked process.
         """
-        self.check_process()
         if self.mine:
             yield
             return
+        self.check_process()
         with between_steps():
             caller = _Caller(ready)
             try:
@@ -164,6 +164,8 @@ def in_turn(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P
 
     @wraps(method)
     def run(self: S, *args: Any, **kwargs: Any) -> T:
+        if self.turns.mine:
+            return method(self, *args, **kwargs)
         with self.turns.turn():
             return method(self, *args, **kwargs)
 
