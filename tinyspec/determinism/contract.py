@@ -47,9 +47,7 @@ class Contract:
     """
 
     def __init__(self, model: PreTrainedModel, runner: ModelRunner, config: EngineConfig):
-        self._model = model
-        self._runner = runner
-        self._config = config
+        self._model, self._runner, self._config = model, runner, config
         self._patched = patched_of(model)
         self.buckets: Buckets = runner.buckets
         self._ways = ModuleWays(self._patched, runner, config)

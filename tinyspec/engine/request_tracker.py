@@ -35,9 +35,7 @@ class RequestTracker(HasTurns):
 
     def __init__(self, core: EngineCore, contract: Contract, tokenizer: Any):
         self.requests: dict[str, Request] = {}
-        self._core = core
-        self._contract = contract
-        self._tokenizer = tokenizer
+        self._core, self._contract, self._tokenizer = core, contract, tokenizer
         self._user_code = UserCode()
         self._queued: set[str] = set()
         self._finished: deque[Request] = deque()

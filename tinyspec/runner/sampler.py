@@ -277,13 +277,11 @@ def _process(
                 own.copy_(_processed(processor, history, own, row.thread))
         except Exception as error:
             name = getattr(processor, "__qualname__", type(processor).__qualname__)
-            why = f"logits processor {name} raised {type(error).__name__}: {error}"
-            errors[n] = why, error
+            errors[n] = f"logits processor {name} raised {type(error).__name__}: {error}", error
     return errors
 
 
 def _integers(values: list[int], device: torch.device) -> Tensor:
-    """[n] int64."""
     return torch.tensor(values, dtype=torch.int64, device=device)
 
 
