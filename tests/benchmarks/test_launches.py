@@ -75,14 +75,14 @@ PRODUCTS = {"auto": {"aten.linear": 7}, "always": {"linear_kernel": 2, "merged_l
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 @pytest.mark.parametrize("linear", ["auto", "always"])
 def test_launches_of_a_pass(kind, linear):
-    """13 a layer, 10 where one kernel multiplies by q, k and v, and one by gate and up; 8 more."""
+    """13 a layer, 10 where one kernel multiplies by q, k and v, and one by gate and up; 12 more."""
     one, two = of_layers(kind, linear)
     assert one.fetches == two.fetches == 1
     assert a_layer(one, two) == {**PARTS, **PRODUCTS[linear]}
     assert sum(a_layer(one, two).values()) == (13 if linear == "auto" else 10)
     rest = one.counts - Counter(a_layer(one, two))
-    # Behind a GPU's pass the results for the host are joined by one more.
-    assert rest.total() == 8 < 12
+    # Log-probabilities are joined with the tokens for the host by one more.
+    assert rest.total() == 12
     assert rest["sample_kernel"] == rest["sample_merge_kernel"] == 1
 
 

@@ -26,7 +26,10 @@ BEGIN, END = "<!-- by python -m tests.kernels.compiled -->\n", "<!-- end -->\n"
 WHAT = "registers", "bytes of shared memory", "copies in flight"
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256, 512)
 KINDS = {"16-bit": torch.bfloat16, "fp32": torch.float32}
-OTHERS = ("sample", "sample_merge", "linear", "kv_write", "accept", "work", "merge")
+OTHERS = (
+    *("sample", "sample_merge", "linear", "merged_linear", "add_rms_norm", "gated"),
+    *("kv_write", "accept", "work", "merge"),
+)
 
 
 def versions() -> dict[str, Table]:

@@ -16,7 +16,7 @@ from tinyspec.engine.commit import Committer
 from tinyspec.engine.core import EngineCore
 from tinyspec.engine.drafter import Drafter, make_drafter
 from tinyspec.engine.input_processor import InputProcessor
-from tinyspec.engine.interrupts import flush
+from tinyspec.engine.interrupts import between_steps, flush
 from tinyspec.engine.lifetime import Lifetime, take_over
 from tinyspec.engine.request_tracker import RequestTracker
 from tinyspec.engine.stream import EventStream
@@ -44,7 +44,7 @@ RECORDS_KEPT = 1000
 Params = SamplingParams | list[SamplingParams] | None
 
 
-@in_turns("suspend", "resume", "reserve", "release", "step", "weights_changed", "_ready")
+@in_turns("suspend", "resume", "reserve", "release", "step", "weights_changed", "_ready", "follow")
 class Engine(Lifetime):
     """Generates from a loaded causal LM, whose attention it patches until ``close``.
 
@@ -66,6 +66,7 @@ class Engine(Lifetime):
     and for one whose engine has unfinished requests.
     """
 
+    @between_steps()
     def __init__(
         self,
         model: PreTrainedModel,

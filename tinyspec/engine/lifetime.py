@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from tinyspec.determinism.contract import Contract
 from tinyspec.engine.core import EngineCore
+from tinyspec.engine.interrupts import between_steps
 from tinyspec.engine.request_tracker import RequestTracker
-from tinyspec.engine.turns import HasTurns, in_turn
+from tinyspec.engine.turns import HasTurns
 from tinyspec.errors import refuse
 from tinyspec.model.install import record_of, refuse_served, uninstall
 from tinyspec.model.patched_model import PatchedModel
@@ -61,9 +62,14 @@ class Lifetime(HasTurns):
         # Only what the model keeps anyway may be kept by this.
         finalize(self, _give_back, ref(patched)).atexit = False
 
-    @in_turn
+    @between_steps()
     def _end(self, why: str) -> None:
-        if self.closed is not None:
+        if self.closed is None:
+            with self.turns.turn():
+                self._end_in_turn(why)
+
+    def _end_in_turn(self, why: str) -> None:
+        if self.closed is not None:  # by another thread
             return
         if self.runner.torch_state.entered_here:
             raise RuntimeError(

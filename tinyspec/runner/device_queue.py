@@ -115,7 +115,8 @@ _NUMPY = {torch.int64: "int64", torch.int32: "int32", torch.float32: "float32"}
 
 def pack(tensors: list[Tensor]) -> Tensor:
     """The bytes of ``tensors``, one after the other: [n] uint8."""
-    return torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
+    parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def unpack(packed: Array, tensors: list[Tensor | None]) -> list[Array | None]:

@@ -193,7 +193,8 @@ class FixedBatches:
         """Send a pass to the device. tokens [n]: of the pass before, where ``newest`` asks for
         them."""
         if tokens is not None:
-            self._memory[: len(tokens)].copy_(tokens)
+            # A row of a sequence that has no token is dropped later.
+            torch.clamp(tokens, min=0, out=self._memory[: len(tokens)])
         self.tables.write_from_host(*packed.more)
         overwrite(self._memory[self._rows :][: len(packed.values)], packed.values)
 
@@ -202,9 +203,8 @@ class FixedBatches:
         layout, bucket = self._layouts[shape.bucket], shape.bucket
         sent = self._memory[self._rows :]
         ids, page_table = self._input_ids[:bucket], self._page_table[: layout.segments]
-        # A row of a sequence that has no token is dropped later.
         source = layout.sources.of_tensor(sent)
-        torch.index_select(self._memory[: self._rows + bucket], 0, source, out=ids).clamp_(min=0)
+        torch.index_select(self._memory[: self._rows + bucket], 0, source, out=ids)
         self.tables.write(layout.places.of_tensor(sent), layout.pages.of_tensor(sent))
         rows = layout.table_rows.of_tensor(sent)
         torch.index_select(self.tables.on_device, 0, rows, out=page_table)
