@@ -94,7 +94,7 @@ class Scene:
         model = self.model
         assert torch.equal(model(IDS).logits, self.logits), "served or not, a forward works"
         assert not torch.is_inference_mode_enabled() and not interrupts._guards
-        assert torch_settings._shared("cpu")._holders == 0
+        assert not torch_settings._shared._threads
         if "generate" in vars(model):
             assert self.generated() == self.expected
             assert not self.others(self._locked)

@@ -79,13 +79,6 @@ def test_unpatch_leaves_no_trace(family):
         assert torch.equal(model(ids).logits, logits)
 
 
-def test_a_model_that_an_engine_serves_says_what_to_do():
-    model = tiny()
-    with Engine(model), pytest.raises(RuntimeError, match="Engine"):
-        model(torch.tensor([[1, 2, 3]]))
-    assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
-
-
 def test_state_dict_is_the_same_while_patched():
     model = tiny("qwen3")
     names = set(model.state_dict())

@@ -15,6 +15,7 @@ from tests.support.budget import first
 from tests.support.zoo import BUILT, MODEL_TYPES, tiny
 from tests.support.zoo_configs import CANNOT
 from tinyspec import Engine, EngineConfig, SamplingParams, UnsupportedModelError
+from tinyspec.engine import engine
 from tinyspec.model.supported import SERVED
 from tinyspec.runner import parity_check
 
@@ -88,10 +89,10 @@ def test_control_a_wrong_attention_shows_in_the_rehearsal(known, monkeypatch):
     if not known:
         monkeypatch.setattr(parity_check, "SERVED", frozenset())
     model = tiny("gpt2")
-    paged = Engine.__init__.__globals__["install"]
+    paged = engine.install
 
-    def spoilt(*args):
-        patched = paged(*args)
+    def spoilt(*args, **owner):
+        patched = paged(*args, **owner)
         attend = patched.context.attend
 
         def halved(*rows, scale, **scores):
@@ -100,7 +101,7 @@ def test_control_a_wrong_attention_shows_in_the_rehearsal(known, monkeypatch):
         patched.context.attend = halved
         return patched
 
-    monkeypatch.setitem(Engine.__init__.__globals__, "install", spoilt)
+    monkeypatch.setattr(engine, "install", spoilt)
     if known:
         Engine(model).close()
     else:

@@ -77,7 +77,8 @@ def group_memory(root: Path = Path("/")) -> list[int]:
     for folder, most, used, files in _groups(root):
         try:
             limit, taken = (int((folder / name).read_text()) for name in (most, used))
-            counts = dict(line.split() for line in (folder / "memory.stat").open())
+            lines = (folder / "memory.stat").read_text().splitlines()
+            counts = dict(line.split() for line in lines)
         except (OSError, ValueError):  # none, or "max"
             continue
         found.append(max(0, limit - taken + int(counts.get(files, 0))))
