@@ -158,6 +158,9 @@ def test_costs_measured_more_often_are_kept():
         for times, seconds in ((1, 0.3), (2, 0.1))
     )
     assert once.merged(twice).buckets == twice.merged(once).buckets == twice.buckets
+    broken = replace(once, buckets=(replace(once.buckets[0], canonical=False),))
+    (found,) = broken.merged(twice).buckets
+    assert not found.canonical and found.seconds == 0.1, "of the rest its own counts"
 
 
 # The linear kernel

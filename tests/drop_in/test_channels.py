@@ -141,13 +141,17 @@ def test_what_is_asked_for_is_never_lost(way, asked):
 
 
 def test_what_patch_promises_is_never_lost():
-    beams = {"inputs": torch.tensor([PROMPT]), "num_beams": 2, "max_new_tokens": 3}
+    beams_config = {"num_beams": 2, "max_new_tokens": 3}
+    beams = {"inputs": torch.tensor([PROMPT]), **beams_config}
     with patched(tiny()) as model:
         tinyspec.unpatch(model)
         tinyspec.patch(model, SMALL, deterministic=True)
         with pytest.raises(NotImplementedError, match=r"beam.*deterministic=True"):
             model.generate(**beams)
         assert model.generate(deterministic=False, **beams).shape == (1, 12)
+        plain = GenerationConfig(deterministic=False, pad_token_id=PAD, **beams_config)
+        given = beams["inputs"]
+        assert model.generate(given, generation_config=plain).shape == (1, 12)
         tinyspec.unpatch(model)
         tinyspec.patch(model, SMALL, seed=5)  # a base for calls that sample by tinyspec
         assert model.generate(**beams).shape == (1, 12)

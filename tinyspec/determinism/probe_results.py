@@ -191,10 +191,13 @@ class ProbeResults:
             new = {rows: label for rows, label in labels.items() if not self.known(name, rows)}
             direct = [rows for rows in other.direct.get(name, ()) if rows in new]
             found = found.with_labels(name, new, direct)
-        timed = {bucket.rows: bucket.timed for bucket in self.buckets}
+        mine = {bucket.rows: bucket for bucket in self.buckets}
         for bucket in other.buckets:
-            if bucket.timed > timed.get(bucket.rows, -1):
-                found = found.with_bucket(bucket)
+            own = mine.get(bucket.rows, bucket)
+            if bucket.timed > own.timed:
+                costs = ("seconds", "canonical_seconds", "timed")
+                own = replace(own, **{name: getattr(bucket, name) for name in costs})
+            found = found.with_bucket(own)
         more = {kind.name: kind for kind in other.attention}
         attention = (max(kind, more[kind.name], key=_checked) for kind in self.attention)
         return replace(

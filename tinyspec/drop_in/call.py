@@ -99,8 +99,8 @@ class Call:
                 value = self._asked(name, settings)
                 if value is not None and value is not False:
                     return f"{name}={value!r}"
-        if self._arguments.get("deterministic") is None and self._defaults.deterministic:
-            return "patch(..., deterministic=True)"
+                if value is None and name == "deterministic" and self._defaults.deterministic:
+                    return "patch(..., deterministic=True)"
         if any(prepare.is_per_request(name, value) for name, value in self._arguments.items()):
             return "a value for each request"
         return None

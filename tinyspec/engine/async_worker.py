@@ -100,15 +100,29 @@ class AsyncWorker:
         self._wake.set()
 
     def stop(self) -> None:
-        """Fail the calls that are unfinished, and end the thread."""
+        """Fail the calls that are unfinished, and end the thread; within a turn of the calling
+        thread, which the worker may wait for, it ends later."""
         if self._engine.turns.forked:
             return
         self._stopping = True
         self._wake.set()
-        if current_thread() is not self._thread:
+        if current_thread() is not self._thread and not self._engine.turns.mine:
             self._thread.join()
 
     def _work(self) -> None:
+        try:
+            self._serve()
+        finally:  # whatever a tokenizer raised, nobody waits for ever
+            with self._lock:
+                self._stopped = True
+            self._take()
+            closed = refuse("engine", "closed", "an engine that is open")
+            self._fail([*self._waiting, *self._running], closed)
+            self._send()
+            if self.closes:
+                self._engine.close()
+
+    def _serve(self) -> None:
         while not self._stopping:
             self._wake.clear()
             self._take()
@@ -124,14 +138,6 @@ class AsyncWorker:
             if not unfinished and not self._told:
                 # Other threads may be using the engine, and calls wait for them.
                 self._wake.wait(LOOK if self._waiting else None)
-        with self._lock:
-            self._stopped = True
-        self._take()
-        closed = refuse("engine", "closed", "an engine that is open")
-        self._fail([*self._waiting, *self._running], closed)
-        self._send()
-        if self.closes:
-            self._engine.close()
 
     def _take(self) -> None:
         while self._told:

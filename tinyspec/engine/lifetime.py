@@ -67,6 +67,8 @@ class Lifetime(HasTurns):
         if self.closed is None:
             with self.turns.turn():
                 self._end_in_turn(why)
+        elif record_of(self.model) is self.patched:  # it was cut off
+            uninstall(self.model, self.patched)
 
     def _end_in_turn(self, why: str) -> None:
         if self.closed is not None:  # by another thread
@@ -82,8 +84,8 @@ class Lifetime(HasTurns):
             self.runner.release()
             self.contract.rest()
         finally:
-            uninstall(self.model, self.patched)
             self.closed = why
+            uninstall(self.model, self.patched)
 
     def _refuse_closed(self) -> None:
         if self.closed is not None:

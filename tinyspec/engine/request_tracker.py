@@ -1,8 +1,7 @@
 """Requests from submission to output: queue them, run steps, hand out outputs, to any thread.
 
 Holds every unfinished request, and drops what was computed with weights that have changed since.
-What a request has got so far is in its sequences, for the caller that queued it. Knows no prompt
-text and no tensor.
+What a request has got so far is in its sequences. Knows no prompt text and no tensor.
 """
 
 from __future__ import annotations
@@ -151,7 +150,8 @@ class RequestTracker(HasTurns):
     def finish(self, requests: list[Request], progress: bool = False) -> list[RequestOutput]:
         """Run ``requests`` to their end; their outputs, in their order."""
         self.run(requests, progress)
-        return [output_of(request, self._tokenizer) for request in requests]
+        with self.turns.turn():  # a tokenizer serves one thread at a time
+            return [output_of(request, self._tokenizer) for request in requests]
 
     @between_steps()
     def run(

@@ -102,14 +102,17 @@ class Turns:
     def try_turn(self) -> None:
         """A turn with nothing but ``before_end``, if nobody has one now. Waits for nothing, and may
         be called at any line of any thread, as finalizers are."""
-        if self.forked or not self._lock.acquire(blocking=False):
+        if self.forked:
             return
-        caller = _Caller(_always)
-        if free := self._current is None:
-            self._current, self._thread = caller, get_ident()
-        self._lock.release()
-        if free:
-            self._end(caller)
+        with between_steps():
+            if not self._lock.acquire(blocking=False):
+                return
+            caller = _Caller(_always)
+            if free := self._current is None:
+                self._current, self._thread = caller, get_ident()
+            self._lock.release()
+            if free:
+                self._end(caller)
 
     def _begin(self, caller: _Caller) -> None:
         with self._lock:
@@ -125,6 +128,7 @@ class Turns:
         """Give the turn to the next one; or stop waiting for it."""
         try:
             if self._current is caller:
+                self._thread = get_ident()  # it may have got the turn while it waited no more
                 self._before_end()
         finally:
             with self._lock:

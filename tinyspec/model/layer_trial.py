@@ -103,10 +103,9 @@ class LayerTrial:
 
         def close(form: T) -> bool:
             try:
-                found = [run(dtype, dtype, form) for dtype in dtypes]
-            except Exception:
+                return all(map(_agree, [run(dtype, dtype, form) for dtype in dtypes], own, exact))
+            except Exception:  # also of results that cannot be compared
                 return False
-            return all(map(_agree, found, own, exact))
 
         return next(filter(close, forms), None)
 

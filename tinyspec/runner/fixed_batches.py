@@ -88,12 +88,14 @@ class Layout:
 @dataclass
 class FixedPass:
     """A pass as numbers on the host. values: as ``Layout`` says. more: differences of page tables
-    that have no place there. embeds: as in ``Batch``."""
+    that have no place there. embeds: as in ``Batch``. follows: whether tokens of the pass before
+    are among its own."""
 
     shape: PassShape
     values: Array
     more: tuple[Array, Array]
     embeds: list[tuple[int, Tensor]]
+    follows: bool
 
 
 class FixedBatches:
@@ -187,12 +189,14 @@ class FixedBatches:
         layout.places.of(values)[:] = self.tables.nowhere
         layout.places.of(values)[: len(places)] = places[:room]
         layout.pages.of(values)[: len(places)] = pages[:room]
-        return FixedPass(shape, values, (places[room:], pages[room:]), embeddings(work_pass))
+        more = places[room:], pages[room:]
+        return FixedPass(shape, values, more, embeddings(work_pass), newest is not None)
 
     def send(self, packed: FixedPass, tokens: Tensor | None) -> None:
         """Send a pass to the device. tokens [n]: of the pass before, where ``newest`` asks for
         them."""
-        if tokens is not None:
+        if packed.follows:
+            assert tokens is not None and len(tokens) <= self._rows
             # A row of a sequence that has no token is dropped later.
             torch.clamp(tokens, min=0, out=self._memory[: len(tokens)])
         self.tables.write_from_host(*packed.more)

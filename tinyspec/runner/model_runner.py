@@ -193,6 +193,7 @@ class ModelRunner:
     def _run_fixed(self, packed: FixedPass, tokens: Tensor | None) -> Tensor:
         """As ``run``, by a graph where there is one."""
         shape, pools = packed.shape, (*self.cache.k, *self.cache.v)
+        assert self._context.k is self.cache.k, "passes of probes know no fixed addresses"
         try:
             self._fixed.send(packed, tokens)
             forward = partial(self._forward_fixed, shape, packed.embeds)
