@@ -46,13 +46,22 @@ def main() -> int:
 
 
 def run(options: argparse.Namespace, record: Path, *more: str) -> Tests:
-    """Run the tests in a process of their own. Raises RuntimeError if it recorded nothing."""
+    """Run the tests in a process of their own. Raises RuntimeError if none ran."""
     record.unlink(missing_ok=True)
     paths = [f"tests/models/{m}/test_modeling_{m}.py" for m in options.models]
     paths += patched_everywhere.FILES
     plugin = Path(patched_everywhere.__file__)
     command = [sys.executable, "-m", "pytest", "-p", plugin.stem, f"--record={record}", "-q"]
-    command += ["-p", "no:cacheprovider", "-p", "no:randomly", "--tb=no", "-n", options.n]
+    command += [
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:randomly",
+        "--tb=line",
+        "-n",
+        options.n,
+        "--continue-on-collection-errors",
+    ]
     command += ["-k", options.k, *more]
     command += [path for path in paths if (options.sources / path).exists()]
     # Both checkouts have a package ``tests``; the plugin is found beside it.
@@ -61,7 +70,10 @@ def run(options: argparse.Namespace, record: Path, *more: str) -> Tests:
     subprocess.run(command, cwd=options.sources, env=environment, check=False)
     if not record.exists():
         raise RuntimeError(f"pytest wrote no {record}; what it printed stands above")
-    return json.loads(record.read_text())
+    tests: Tests = json.loads(record.read_text())
+    if not tests:
+        raise RuntimeError("no test could be run; why stands above")
+    return tests
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def test_calls_are_summed_by_reason():
     assert "| all | 8 |" in table
 
 
-SOURCES = '''
+SOURCES = """
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -52,7 +52,7 @@ def test_breaks():
     served = model()
     served.generate(torch.tensor([[5, 6]]), max_new_tokens=3)
     assert "generate" not in vars(served)
-'''
+"""
 
 
 @pytest.mark.slow("environments", 60)
@@ -69,4 +69,4 @@ def test_the_command_tells_what_breaks(tmp_path):
     assert "| generation/test_some | 3 | 3 | 1 |" in ran.stdout
     assert "::test_breaks: " in ran.stdout
     assert "| served by tinyspec | 2 |" in ran.stdout
-    assert "num_beams=2 | 1 |" in ran.stdout
+    assert "(num_beams=2) | 1 |" in ran.stdout
