@@ -17,6 +17,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from tinyspec.drop_in import padding, prepare, served
 from tinyspec.drop_in.prepare import Generate
 from tinyspec.drop_in.prompts import Prompt, Prompts, append, stack_steps
+from tinyspec.drop_in.returned_cache import filled_cache
 from tinyspec.drop_in.seeds import Defaults, RowSeeds, check_base
 from tinyspec.drop_in.served import ADDED_ARGUMENTS, CALL_ARGUMENTS, PROMPT_ARGUMENTS
 from tinyspec.drop_in.settings import PreparedRequest
@@ -215,11 +216,13 @@ class Call:
         return [m if seed is None else seed for seed, m in zip(given, mixed, strict=True)]
 
     @property
-    def keeps(self) -> tuple[bool, bool]:
-        """Whether scores, and logits, are part of the result."""
+    def keeps(self) -> tuple[bool, bool, bool]:
+        """Whether scores, logits, and keys and values are part of the result."""
         config = self._config
-        is_dict = bool(config.return_dict_in_generate)
-        return is_dict and bool(config.output_scores), is_dict and bool(config.output_logits)
+        if not config.return_dict_in_generate:
+            return False, False, False
+        uses_cache = config.use_cache is not False
+        return bool(config.output_scores), bool(config.output_logits), uses_cache
 
     @property
     def seeds(self) -> list[int | None]:
@@ -256,18 +259,26 @@ class Call:
         prompts = [prompt.ids for prompt, p in pairs for _ in range(p.num_return_sequences)]
         return Streamers(self._arguments.get("streamer"), self._padded_prompts(), prompts)
 
-    def output(self, sequences: list[Sequence]) -> Tensor | GenerateDecoderOnlyOutput:
-        """What ``generate`` returns for finished ``sequences``."""
+    def output(
+        self, sequences: list[Sequence], with_cache: bool
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """What ``generate`` returns for finished ``sequences``; a dict has the cache they leave
+        where it is kept, and ``with_cache``."""
         generated = [s.tokens[s.request.num_prompt :] for s in sequences]
         ids = append(self._padded_prompts(), generated, self.pad)
         if not self._config.return_dict_in_generate:
             return ids
-        scores, logits = self.keeps
+        scores, logits, _ = self.keeps
         steps: dict[str, Any] = {}
         if scores:
             steps["scores"] = stack_steps([s.scores for s in sequences], self.pad)
         if logits:
             steps["logits"] = stack_steps([s.logits for s in sequences], self.pad)
+        if with_cache:
+            counts = [params.num_return_sequences for params in self.params]
+            steps["past_key_values"] = filled_cache(
+                self._model, self._prompts, counts, [s.kv for s in sequences]
+            )
         output = GenerateDecoderOnlyOutput(sequences=cast(torch.LongTensor, ids), **steps)
         setattr(output, "seeds", self.seeds)  # noqa: B010 not one of its keys
         return output

@@ -18,6 +18,8 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from tinyspec.config import EngineConfig
 from tinyspec.drop_in.call import Call
+from tinyspec.drop_in.prompts import Prompt
+from tinyspec.drop_in.returned_cache import keeps_alike
 from tinyspec.drop_in.seeds import Defaults, RowSeeds
 from tinyspec.drop_in.served import ADDED_ARGUMENTS
 from tinyspec.drop_in.streamers import Streamers
@@ -73,6 +75,7 @@ class PatchedGenerate:
         self._engine_thread: int | None = None
         self._logged: set[str] = set()
         self._closed = self._in_original = False
+        self._alike: bool | None = None
         self._drafter = make_drafter(self._config.drafter, model)
         refuse_served(model)
         self._engine: Engine | None = self._new_engine()
@@ -194,7 +197,21 @@ class PatchedGenerate:
             call.unserved.append(f"the model as it is now ({error})")
             return self._call_original(call)
         self.seeds = call.seeds
-        return call.output([sequence for request in requests for sequence in request.sequences])
+        sequences = [sequence for request in requests for sequence in request.sequences]
+        with_cache = call.keeps[2] and self._keeps_alike(call.prompts[0], sequences[0])
+        return call.output(sequences, with_cache)
+
+    def _keeps_alike(self, prompt: Prompt, sequence: Sequence) -> bool:
+        """Whether the model's own cache holds what a sequence keeps; found once."""
+        if self._alike is None:
+            with self._locked(engine=False):
+                self._alike = keeps_alike(self._model, self._original, prompt, sequence.kv)
+            if not self._alike:
+                self._log_once(
+                    "generate: the model's own cache has another form than keys and values, so "
+                    "past_key_values of returned dicts are None"
+                )
+        return self._alike
 
     def _call_original(self, call: Call) -> Any:
         """The model's own ``generate`` serves the call, if it can."""
@@ -236,7 +253,7 @@ class PatchedGenerate:
         requests = engine.prepare([p.ids or [0] * len(p) for p in call.prompts], call.params)
         for request, prompt in zip(requests, call.prompts, strict=True):
             request.embeds, request.num_hidden = prompt.embeds, len(prompt) - len(prompt.ids)
-            request.keeps_scores, request.keeps_logits = call.keeps
+            request.keeps_scores, request.keeps_logits, request.keeps_kv = call.keeps
         return requests
 
     def _run(self, engine: Engine, requests: list[Request], call: Call) -> None:

@@ -8,6 +8,7 @@ their ids, or that keep more than ids and log-probabilities.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 
 from tinyspec.engine.tokenization import ends_in_stop_string
 from tinyspec.model.torch_state import callers_modes
-from tinyspec.runner.kv_cache import KVCache
+from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.sampler import NOT_FINITE, Sampled, SpecialResult
 from tinyspec.scheduler.admission import Admission
 from tinyspec.scheduler.request import Sequence
@@ -39,7 +40,7 @@ class Committer:
 
     admission: Admission
     tokenizer: Any
-    device: torch.device
+    runner: ModelRunner
     _commits: Commits = field(default_factory=Commits)
     _raised: BaseException | None = None
 
@@ -58,7 +59,6 @@ class Committer:
         counts: Array,
         found: Sampled,
         decisions: Array | None,
-        cache: KVCache,
     ) -> None:
         """Commit ``counts`` [n] of the tokens ``found``, from places ``firsts`` [n] on, to each of
         the sequences in ``rows`` [n]. decisions [5, n]: of ``accept_truncate`` for those with
@@ -67,19 +67,13 @@ class Committer:
         if decisions is None:
             self._commit_newest(rows, firsts, found)
         else:
-            self._commit_verified(rows, firsts, counts, found, decisions, cache)
+            self._commit_verified(rows, firsts, counts, found, decisions)
         if self._raised is not None:
             error, self._raised = self._raised, None
             raise error
 
     def _commit_verified(
-        self,
-        rows: Array,
-        firsts: Array,
-        counts: Array,
-        found: Sampled,
-        decisions: Array,
-        cache: KVCache,
+        self, rows: Array, firsts: Array, counts: Array, found: Sampled, decisions: Array
     ) -> None:
         """As ``commit``, where some have drafts."""
         drafted = decisions[0] > 0
@@ -99,7 +93,7 @@ class Committer:
             self._verify(rows[some], places[some], targets[some], decided, found)
         for sequence in broken:
             if not sequence.finished:
-                self._retry_without_drafts(sequence, cache)
+                self._retry_without_drafts(sequence)
 
     def _commit_newest(self, rows: Array, places: Array, found: Sampled) -> None:
         """One token for each of ``rows``, which have no drafts."""
@@ -122,7 +116,7 @@ class Committer:
         )
         self._finish(rows, counts, tokens[:, None], stopped)
 
-    def _retry_without_drafts(self, sequence: Sequence, cache: KVCache) -> None:
+    def _retry_without_drafts(self, sequence: Sequence) -> None:
         """A row's logits were not finite, perhaps by the values of a wrong draft in its tile: drop
         the drafts and their values, and run the newest token alone."""
         sequence.drop_drafts()
@@ -130,7 +124,7 @@ class Committer:
         self.table.settle(np.array([sequence.row]))
         kept = max(sequence.computed, sequence.frozen)
         self.admission.truncate(sequence, kept)
-        cache.zero_tail(sequence.pages, kept)
+        self.runner.cache.zero_tail(sequence.pages, kept)
 
     def _verify(
         self, rows: Array, places: Array, targets: Array, decisions: Array, found: Sampled
@@ -216,6 +210,9 @@ class Committer:
     def _end(self, sequence: Sequence, reason: str) -> None:
         """A sequence leaves; ``reason`` unless it has one."""
         sequence.finish_reason = sequence.finish_reason or reason
+        if sequence.request.keeps_kv and sequence.running:
+            sequence.kv = self.runner.cache.read_all(sequence.pages, sequence.length - 1)
+            self.runner.torch_state.stream.hand_out(*chain(*sequence.kv))
         self._commits.ended.append(sequence)
         self.admission.remove(sequence)
 
@@ -272,7 +269,7 @@ class Committer:
                     return True
         if not params.stopping_criteria:
             return False
-        ids = torch.tensor([sequence.history], dtype=torch.int64, device=self.device)
+        ids = torch.tensor([sequence.history], dtype=torch.int64, device=self.runner.device)
         scores = tuple(row[None] for row in sequence.scores) or None
         # Criteria may keep state, so each is called for every token.
         with callers_modes(sequence.request.thread):

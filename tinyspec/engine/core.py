@@ -233,7 +233,7 @@ class EngineCore:
             rows, firsts, counts = rows[kept], firsts[kept], counts[kept]
             decisions = None if decisions is None else decisions[:, kept]
         if len(rows):
-            self.committer.commit(rows, firsts, counts, found, decisions, self.runner.cache)
+            self.committer.commit(rows, firsts, counts, found, decisions)
 
     @staticmethod
     def _keep_prompt_logprobs(launched: Launched, alive: Array, values: Array) -> None:

@@ -107,7 +107,7 @@ class Engine(Lifetime):
         given = (self.patched, self.pool, kernels, buckets, config)
         self.runner = runner = ModelRunner(self.model, *given)
         check_parity(self.patched, runner)
-        committer = Committer(admission, self.tokenizer, runner.device)
+        committer = Committer(admission, self.tokenizer, runner)
         records: deque[PassRecord] = deque(maxlen=None if config.trace else RECORDS_KEPT)
         parts = (admission, scheduler, runner, Sampler(kernels), committer, drafter, records)
         self.core = EngineCore(*parts, overlap=bool(config.overlap))

@@ -80,3 +80,7 @@ class KVCache:
         """The first ``tokens`` keys and values of a sequence, [tokens, num_kv_heads, head_dim]."""
         k, v = self.k[layer][pages], self.v[layer][pages]
         return k.flatten(0, 1)[:tokens], v.flatten(0, 1)[:tokens]
+
+    def read_all(self, pages: list[int], tokens: int) -> list[tuple[Tensor, Tensor]]:
+        """As ``read``, of every layer."""
+        return [self.read(layer, pages, tokens) for layer in range(len(self.k))]

@@ -39,9 +39,10 @@ class Sequence:
     pages: page table. digests: of full pages, one each. draft_free: verify the next token without
     drafts. given_tokens: the expected continuation (replay, scoring), used as drafts; the sequence
     ends where the canonical tokens diverge from it. teacher_forced: commit it whatever the logits
-    say. error: why it ended early. cause: the exception behind that, if there was one. scores,
-    logits: per committed token [V] fp32, processed and raw, where the request keeps them. siblings:
-    completions that start from this one's prompt as soon as it is computed.
+    say. error: why it ended early. cause: the exception behind it. scores, logits: per committed
+    token [V] fp32, processed and raw; kv: per layer keys and values of all tokens but the newest,
+    [length - 1, heads, dim]; where the request keeps them. siblings: completions that start from
+    this one's prompt as soon as it is computed.
     """
 
     request: Request
@@ -60,6 +61,7 @@ class Sequence:
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     scores: list[Any] = field(default_factory=list)
     logits: list[Any] = field(default_factory=list)
+    kv: list[tuple[Any, Any]] = field(default_factory=list)
     key: int = 0
     siblings: list[Sequence] = field(default_factory=list)
     _logprobs: list[float] = field(default_factory=list)
@@ -204,9 +206,8 @@ class Sequence:
 
     def _window(self, window: int) -> int:
         """Most drafts that may wait: all of the tokens that are given."""
-        if not self.params.draftable:
-            return 0
-        return window if self.given_tokens is None else self.params.max_new_tokens
+        most = window if self.given_tokens is None else self.params.max_new_tokens
+        return most if self.params.draftable else 0
 
     def enter(self, table: SequenceTable, window: int) -> None:
         """Take a row of ``table``: it runs, and nothing is computed yet. window: most drafts that
@@ -257,9 +258,9 @@ class Request:
 
     arrival: number in order of arrival. prompt_logprobs: filled in as prompt rows run. recompute:
     use no cached page. embeds: the model's input in place of the prompt's tokens, [num_prompt,
-    hidden]. num_hidden: leading prompt tokens that are placeholders then. keeps_scores,
-    keeps_logits: every completion keeps them, token by token. fingerprint: that it runs under.
-    thread: whose code its processors and criteria are; 0: none that steps.
+    hidden]. num_hidden: leading prompt tokens that are placeholders then. keeps_...: what every
+    completion keeps. fingerprint: that it runs under. thread: whose code its processors and
+    criteria are; 0: none that steps.
     """
 
     request_id: str
@@ -273,6 +274,7 @@ class Request:
     num_hidden: int = 0
     keeps_scores: bool = False
     keeps_logits: bool = False
+    keeps_kv: bool = False
     fingerprint: str | None = None
     thread: int = 0
 
@@ -283,11 +285,10 @@ class Request:
             for index in range(self.params.num_return_sequences)
         ]
         self.sequences[0].siblings = self.sequences[1:]
-        if self.params.prompt_logprobs:
-            self.prompt_logprobs = [None] * len(self.prompt)
+        self.prompt_logprobs = [None] * (len(self.prompt) if self.params.prompt_logprobs else 0)
 
     def forget_prompt_logprobs(self) -> None:
-        """The model changed: those of the prompt are computed again."""
+        """The model changed."""
         self.prompt_logprobs = [None] * len(self.prompt_logprobs)
 
     @property
