@@ -18,10 +18,10 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from tinyspec.config import EngineConfig
 from tinyspec.drop_in.call import Call
+from tinyspec.drop_in.original import original_generate, served_signature
 from tinyspec.drop_in.prompts import Prompt
 from tinyspec.drop_in.returned_cache import keeps_alike
 from tinyspec.drop_in.seeds import Defaults, RowSeeds
-from tinyspec.drop_in.served import ADDED_ARGUMENTS
 from tinyspec.drop_in.streamers import Streamers
 from tinyspec.engine.drafter import make_drafter
 from tinyspec.engine.engine import Engine
@@ -82,7 +82,7 @@ class PatchedGenerate:
         self._engine.suspend()
         self.__doc__ = self._original.__doc__
         self.__name__ = "generate"
-        self.__signature__ = _signature(self._original)
+        self.__signature__ = served_signature(self._original)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of a patched model, in memory or on disk, is not patched."""
@@ -282,20 +282,3 @@ class PatchedGenerate:
                     return
                 index = indices[event.request_id, event.index]
                 streamers.put(index, event.token_ids, event.finish_reason is not None, pad)
-
-
-def original_generate(
-    model: PreTrainedModel, before: Callable[..., Any] | None = None
-) -> Callable[..., Any]:
-    """The ``generate`` of an unpatched model: ``before``, set on the model, or its class's."""
-    return before or type(model).generate.__get__(model)  # type: ignore[attr-defined]
-
-
-def _signature(original: Callable[..., Any]) -> inspect.Signature:
-    """The signature of ``original`` and the arguments that tinyspec adds."""
-    signature = inspect.signature(original)
-    kind = inspect.Parameter.KEYWORD_ONLY
-    parameters = list(signature.parameters.values())
-    parameters += [inspect.Parameter(name, kind, default=None) for name in ADDED_ARGUMENTS]
-    # **kwargs come last; sorted keeps the order of all others.
-    return signature.replace(parameters=sorted(parameters, key=lambda p: p.kind))

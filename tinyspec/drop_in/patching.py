@@ -16,7 +16,8 @@ from transformers.generation import (
 )
 
 from tinyspec.config import EngineConfig
-from tinyspec.drop_in.patched_generate import PatchedGenerate, original_generate
+from tinyspec.drop_in.original import original_generate
+from tinyspec.drop_in.patched_generate import PatchedGenerate
 from tinyspec.drop_in.prepare import prepare, user_processors
 from tinyspec.drop_in.prompts import Prompt
 from tinyspec.drop_in.seeds import Defaults
