@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from tinyspec.drop_in import padding, prepare, served
+from tinyspec.drop_in.batch_wide import lock_step
 from tinyspec.drop_in.prepare import Generate
 from tinyspec.drop_in.prompts import Prompt, Prompts, append, stack_steps
 from tinyspec.drop_in.returned_cache import filled_cache
@@ -26,6 +27,7 @@ from tinyspec.engine.drafter import Drafter, NgramDrafter, make_drafter
 from tinyspec.errors import refuse
 from tinyspec.model.supported import max_positions, vocab_size
 from tinyspec.sampling_params import SamplingParams
+from tinyspec.scheduler.lock_step import LockStep
 from tinyspec.scheduler.noise import noise_key
 from tinyspec.scheduler.request import Sequence
 
@@ -42,9 +44,9 @@ class Call:
 
     arguments: by name. original: the model's own ``generate``. defaults, row_seeds: for what the
     arguments do not say.
-    prompts, params: one of each per prompt. unserved: what only ``original`` serves; where there is
-    any, neither is set. transformers_arguments: those for ``original``. Raises what ``original``
-    raises for bad arguments, and ValueError.
+    prompts, params: one of each per prompt. lock_step: where rows advance together. unserved: what
+    only ``original`` serves; where there is any, none is set. transformers_arguments: those for
+    ``original``. Raises what ``original`` raises for bad arguments, and ValueError.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Call:
         self._prepared: list[PreparedRequest] = []
         self._shared: dict[tuple[object, ...], PreparedRequest] = {}
         self.params: list[SamplingParams] = []
+        self.lock_step: LockStep | None = None
         self._mask = padding.mask_of(self._arguments, model.generation_config)
         self.unserved = list(served.unserved_arguments(model, self._arguments))
         if self.ends_in_pads:
@@ -191,6 +194,9 @@ class Call:
             if len(prompt) + params.max_new_tokens > positions:
                 self.unserved.append(f"a length beyond the model's {positions} positions")
             self.params.append(params)
+        padded, spare = self._padded_prompts(), self._prompts.width - max(map(len, self.prompts))
+        given = (self._arguments, self._prepared, self.params, padded.tolist(), spare)
+        self.lock_step = lock_step(*given)
         needs_seed = [p.temperature > 0 and p.seed is None for p in self.params]
         if self.unserved or not any(needs_seed):
             return

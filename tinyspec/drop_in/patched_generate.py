@@ -192,9 +192,11 @@ class PatchedGenerate:
         try:
             with self._resumed() as engine:
                 requests = self._requests(engine, call)
-                self._run(engine, requests, call)
+                if not call.unserved:
+                    self._run(engine, requests, call)
         except UnsupportedModelError as error:  # the model has changed since the last call
             call.unserved.append(f"the model as it is now ({error})")
+        if call.unserved:
             return self._call_original(call)
         self.seeds = call.seeds
         sequences = [sequence for request in requests for sequence in request.sequences]
@@ -247,13 +249,25 @@ class PatchedGenerate:
         pages = []
         for prompt, params in zip(call.prompts, call.params, strict=True):
             first = -(-(len(prompt) + params.max_new_tokens) // size)
-            further = first - len(prompt) // size  # completions share the prompt's full pages
+            # Completions share the prompt's full pages, unless each computes them.
+            further = first - (len(prompt) // size if call.lock_step is None else 0)
             pages += [first] + [further] * (params.num_return_sequences - 1)
-        engine.reserve(sum(sorted(pages)[-engine.config.max_sequences :]))
+        most = engine.config.max_sequences
+        needed = sum(sorted(pages)[-most:])
+        if call.lock_step is not None:
+            needed += len(pages)  # that admission may ask for one more of each
+        engine.reserve(needed)
+        if call.lock_step is not None and (len(pages) > most or needed > engine.pool.num_pages):
+            call.unserved.append(
+                f"user code for {len(pages)} rows at once, where {most} sequences and "
+                f"{engine.pool.num_pages} pages can run (they need {needed})"
+            )
         requests = engine.prepare([p.ids or [0] * len(p) for p in call.prompts], call.params)
         for request, prompt in zip(requests, call.prompts, strict=True):
             request.embeds, request.num_hidden = prompt.embeds, len(prompt) - len(prompt.ids)
             request.keeps_scores, request.keeps_logits, request.keeps_kv = call.keeps
+        if call.lock_step is not None:
+            call.lock_step.own(requests)
         return requests
 
     def _run(self, engine: Engine, requests: list[Request], call: Call) -> None:

@@ -114,7 +114,7 @@ class Committer:
         counts, stopped = self._append(
             rows, counts, tokens[:, None], places[:, None], stopped, found
         )
-        self._finish(rows, counts, tokens[:, None], stopped)
+        self.finish(rows, counts, tokens[:, None], stopped)
 
     def _retry_without_drafts(self, sequence: Sequence) -> None:
         """A row's logits were not finite, perhaps by the values of a wrong draft in its tile: drop
@@ -135,7 +135,7 @@ class Committer:
         counts, ended = self._append(rows, committed, targets, places, stopped > 0, found)
         dropped = np.where(agreed < np.minimum(committed, drafts), drafts - agreed, 0)
         self._count(rows, np.minimum(agreed, counts), dropped)
-        self._finish(rows, counts, targets, ended)
+        self.finish(rows, counts, targets, ended)
         unfinished = table.used[rows]
         # The newest draft was not known to be none when the decision was made.
         left = np.minimum(left, np.maximum(drafts - committed, 0))
@@ -187,7 +187,7 @@ class Committer:
             table.write_logprobs(rows, starts, counts, found.logprobs[places])
         return counts, stopped
 
-    def _finish(self, rows: Array, counts: Array, tokens: Array, stopped: Array) -> None:
+    def finish(self, rows: Array, counts: Array, tokens: Array, stopped: Array) -> None:
         """After ``counts`` [n] of ``tokens`` [n, W] were added: KV before the newest is final, full
         pages can be shared, and sequences that ``stopped`` leave."""
         table = self.table
@@ -230,14 +230,9 @@ class Committer:
             self.table.commit(row, np.ones(1, np.int64), tokens[None, n : n + 1])
             result = special.get(places[n])
             if result is not None:
-                if sequence.params.top_logprobs:
-                    sequence.top_logprobs.append(result.top)
-                if result.scores is not None:
-                    sequence.scores.append(result.scores)
-                if result.logits is not None:
-                    sequence.logits.append(result.logits)
+                self.keep(sequence, result)
             try:
-                stopped = bool((stops == token).any()) or self._stops(sequence)
+                stopped = bool((stops == token).any()) or self.stops(sequence)
             except Exception as error:
                 sequence.error = f"a stopping criterion raised {type(error).__name__}: {error}"
                 sequence.cause = error
@@ -257,7 +252,17 @@ class Committer:
                 return n + 1
         return len(tokens)
 
-    def _stops(self, sequence: Sequence) -> bool:
+    @staticmethod
+    def keep(sequence: Sequence, result: SpecialResult) -> None:
+        """What is kept of its newest token."""
+        if sequence.params.top_logprobs:
+            sequence.top_logprobs.append(result.top)
+        if result.scores is not None:
+            sequence.scores.append(result.scores)
+        if result.logits is not None:
+            sequence.logits.append(result.logits)
+
+    def stops(self, sequence: Sequence) -> bool:
         """Whether stop strings or the user's criteria end it; they see committed tokens only."""
         params = sequence.params
         if sequence.teacher_forced:

@@ -78,8 +78,7 @@ class RequestTracker(HasTurns):
         """Drop everything computed with the model as it was; ``what`` changed.
 
         Plain requests and those without tokens continue with the model as it is. A deterministic
-        request that has tokens is aborted: its output would belong to neither. All are aborted
-        where the model cannot be served any more.
+        one that has tokens is aborted, and all are where the model cannot be served any more.
         """
         contract = self._contract
         self._core.admission.forget_pages()
@@ -136,8 +135,9 @@ class RequestTracker(HasTurns):
         for request in requests:
             request.fingerprint, request.thread = fingerprint, get_ident()
             self.requests[request.request_id] = request
-            self._user_code.add(request.request_id, request.params)
-            self._core.admission.add(request.sequences[0])
+            self._user_code.add(request)
+            for sequence in {*request.sequences} - {*request.sequences[0].siblings}:
+                self._core.admission.add(sequence)
 
     @in_turn
     def queue(self, request: Request) -> str:

@@ -33,8 +33,8 @@ def _column(name: str) -> Any:
 
 @dataclass(eq=False)
 class Sequence:
-    """One completion of a request. What passes need of it while it runs is in a row of ``table``,
-    where the other properties are explained; table, row: None and -1 while it does not run.
+    """One completion of a request. While it runs, a row of ``table`` holds what passes need of it
+    and explains the other properties; table, row: None and -1 while it does not run.
 
     pages: page table. digests: of full pages, one each. draft_free: verify the next token without
     drafts. given_tokens: the expected continuation (replay, scoring), used as drafts; the sequence
@@ -207,17 +207,16 @@ class Sequence:
     def _window(self, window: int) -> int:
         """Most drafts that may wait: all of the tokens that are given."""
         most = window if self.given_tokens is None else self.params.max_new_tokens
-        return most if self.params.draftable else 0
+        return most if self.params.draftable and self.request.lock_step is None else 0
 
     def enter(self, table: SequenceTable, window: int) -> None:
-        """Take a row of ``table``: it runs, and nothing is computed yet. window: most drafts that
-        may wait, where nothing forbids it drafts."""
+        """Take a row of ``table``; nothing is computed yet. window: most drafts that may wait."""
         request, params = self.request, self.params
         prompt = request.num_prompt
         raw = params.logprobs and params.logprobs_mode == "raw"
         early = params.min_new_tokens > 0 and bool(params.stop_ids)
         special = params.needs_history or early or raw or params.top_logprobs > 0
-        kept = request.keeps_scores or request.keeps_logits
+        kept = request.keeps_scores or request.keeps_logits or request.lock_step is not None
         row = table.add(
             self,
             order=request.arrival << INDEX_BITS | self.index,
@@ -259,8 +258,8 @@ class Request:
     arrival: number in order of arrival. prompt_logprobs: filled in as prompt rows run. recompute:
     use no cached page. embeds: the model's input in place of the prompt's tokens, [num_prompt,
     hidden]. num_hidden: leading prompt tokens that are placeholders then. keeps_...: what every
-    completion keeps. fingerprint: that it runs under. thread: whose code its processors and
-    criteria are; 0: none that steps.
+    completion keeps. lock_step: the LockStep whose rows its completions are. fingerprint: that it
+    runs under. thread: whose code its processors and criteria are; 0: none that steps.
     """
 
     request_id: str
@@ -275,6 +274,7 @@ class Request:
     keeps_scores: bool = False
     keeps_logits: bool = False
     keeps_kv: bool = False
+    lock_step: Any = None
     fingerprint: str | None = None
     thread: int = 0
 
