@@ -56,8 +56,8 @@ def keeps_alike(model: PreTrainedModel, generate: Generate, prompt: Prompt, kept
     mask = torch.ones(1, count, dtype=torch.long, device=model.device)
     config = GenerationConfig(max_new_tokens=1, num_beams=1, do_sample=False, pad_token_id=0)
     generate(**given, attention_mask=mask, generation_config=config, past_key_values=cache)
-    layers = cache.layers
-    if len(layers) != len(kept) or any(type(own) not in LAYERS for own in layers):
+    layers = [own for own in cache.layers if isinstance(own, DynamicLayer)]
+    if len(cache.layers) != len(kept) or any(type(own) not in LAYERS for own in cache.layers):
         return False
     pairs = (
         (theirs, mine[:count].transpose(0, 1)[None])
@@ -65,7 +65,8 @@ def keeps_alike(model: PreTrainedModel, generate: Generate, prompt: Prompt, kept
         for theirs, mine in zip((layer.keys, layer.values), both, strict=True)
     )
     return all(
-        theirs.shape == mine.shape
+        theirs is not None
+        and theirs.shape == mine.shape
         and torch.allclose(theirs, mine, rtol=0, atol=CLOSE * float(theirs.abs().max()))
         for theirs, mine in pairs
     )
