@@ -57,11 +57,18 @@ class Together:
             )
             for n, sequence in enumerate(lock.sequences)
         }
-        names = ("key", "temperature", "top_k", "top_p", "min_p")
-        key, *filters = (getattr(table, name)[rows] for name in names)
         wanted = bool(table.places("logprobs_wanted", rows))
         batch = SampleBatch(
-            np.arange(len(rows)), key, position, *filters, wanted, special, lock.ids()
+            np.arange(len(rows)),
+            table.key[rows],
+            position,
+            table.temperature[rows],
+            table.top_k[rows],
+            table.top_p[rows],
+            table.min_p[rows],
+            wanted,
+            special,
+            lock.ids(),
         )
         logits = torch.stack([lock.logits[n] for n in range(len(rows))])
         lock.logits.clear()
