@@ -21,7 +21,7 @@ from tinyspec.model.config_views import ConfigViews
 from tinyspec.model.cpu.fast_mode import FastMode
 from tinyspec.model.exchange import ABSENT, Place
 from tinyspec.model.lending import Lending
-from tinyspec.model.modules import calls_interface
+from tinyspec.model.modules import calls_interface, children
 from tinyspec.model.moe import IMPLEMENTATION as EXPERTS
 from tinyspec.model.moe import Experts
 from tinyspec.model.positions import GivenPositions, RopeTable
@@ -30,7 +30,7 @@ from tinyspec.model.quantized import trace
 from tinyspec.model.row_tiles import RowTiles
 from tinyspec.model.stand_in import FusedModule
 from tinyspec.model.torch_state import TorchState
-from tinyspec.model.wrappers import hooks_of, own_forward, wrapped_calls
+from tinyspec.model.wrappers import hooks_of, is_compiled, own_forward, wrapped_calls
 
 # Settings of a config that users change from call to call, or ``save_pretrained`` does, and no
 # stand-in depends on.
@@ -129,7 +129,18 @@ class PatchedModel:
             self.tiles.suspend()
             for place in reversed([*self._held, *self.swapped]):
                 place.take_out()
+            if any(place.table.get(place.key) is not place.own for place in self.swapped):
+                self._take_out_moved()
             self.left = True
+
+    def _take_out_moved(self) -> None:
+        """As ``take_out``, of stand-ins that are elsewhere in the model now: in a wrapper that
+        somebody has put in their place."""
+        own = {id(p.served): p.own for p in self.swapped if not is_compiled(p.own)}
+        for parent, name, child in children(self.model):
+            while id(child) in own:
+                Place(parent._modules, name, own[id(child)], child).take_out()
+                child = own[id(child)]
 
     def suspend(self) -> None:
         """Restore the model until ``resume``."""
