@@ -52,6 +52,7 @@ class PatchedModel:
     modules that call the attention interface. tiles: linears that run in tiles of rows. left:
     whether the model is its own; None while an exchange runs or after it was cut off: the next one
     then begins by undoing it. owner: the engine, referred to weakly, so that a model keeps none.
+    lock: held during an exchange.
     """
 
     def __init__(self, model: PreTrainedModel, linear: str = "auto", owner: object | None = None):
@@ -76,7 +77,7 @@ class PatchedModel:
         self._experts = Experts(model, self.context, linear)
         self._lendings = [Lending(m, self.context, self.lend) for m in models]
         self._held: list[Place] = []
-        self._lock = RLock()
+        self.lock = RLock()
 
     @property
     def abandoned(self) -> bool:
@@ -122,7 +123,7 @@ class PatchedModel:
 
     def take_out(self) -> None:
         """Restore the model; what is left of it where that was cut off."""
-        with self._lock:
+        with self.lock:
             if self.left:
                 return
             self.left = None
@@ -144,7 +145,7 @@ class PatchedModel:
 
     def suspend(self) -> None:
         """Restore the model until ``resume``."""
-        with self._lock:
+        with self.lock:
             self._lent = False
             self.take_out()
             # The first one: what changed while the stand-ins were in may not have reached them.
@@ -158,7 +159,7 @@ class PatchedModel:
         False, and nothing done, where they no longer fit: modules, hooks, settings, dtype or device
         have changed.
         """
-        with self._lock:
+        with self.lock:
             if self.left is not False:
                 self.suspend()
                 if self._outline() != self.outline:
@@ -176,7 +177,7 @@ class PatchedModel:
 
         Raises RuntimeError while the engine runs.
         """
-        with self._lock:
+        with self.lock:
             if self.torch_state is not None and self.torch_state.entered:
                 raise RuntimeError(TAKEN)
             self.suspend()
@@ -185,7 +186,7 @@ class PatchedModel:
     def take_back(self) -> None:
         """``resume`` after ``lend``, or after that was cut off. Raises ValueError where the
         stand-ins no longer fit."""
-        with self._lock:
+        with self.lock:
             if (self._lent or self.left is None) and not self.resume():
                 self._lent = True
                 allowed = "change it back, or close the engine and make a new one"
