@@ -176,6 +176,18 @@ def test_a_suspended_engine_runs_nothing():
         assert engine.resume() and answer(engine) == expected
 
 
+@pytest.mark.parametrize("end", [Engine.suspend, Engine.close])
+def test_requests_that_were_prepared_before_an_engine_stopped(end):
+    """As another thread may stop it at any moment of a call."""
+    with Engine(tiny(), config=SMALL) as engine:
+        requests = engine.prepare([PROMPT], PARAMS)
+        end(engine)
+        for begin in (engine.run, engine.follow):
+            with pytest.raises(ValueError, match=r"suspended|closed"):
+                begin(requests)
+        assert not engine.has_unfinished()
+
+
 @pytest.mark.parametrize("close", [Engine.close, lambda engine: tinyspec.unpatch(engine.model)])
 def test_a_processor_that_closes_the_engine(close):
     def closes(ids, scores):

@@ -141,7 +141,7 @@ class Engine(Lifetime):
         self.contract.rest()
         self.admission.forget_plain()
         self.patched.suspend()
-        self.suspended = True
+        self.tracker.suspended = True
 
     def resume(self) -> bool:
         """Patch the model's attention again; False if modules, hooks, config, dtype or device have
@@ -149,7 +149,7 @@ class Engine(Lifetime):
         self._refuse_closed()
         if self.contract.stale is not None or not self.patched.resume():
             return False
-        self.suspended = False
+        self.tracker.suspended = False
         return True
 
     def reserve(self, num_pages: int) -> None:
@@ -182,13 +182,11 @@ class Engine(Lifetime):
     @property
     def fingerprint(self) -> str:
         """Digest of everything that bits depend on; outputs with equal digests are comparable."""
-        self._refuse_idle()
         return self.tracker.fingerprint()
 
     def check_model(self) -> None:
         """Compare weights, modules and threads with those of the last call; after a change, drop
         what was computed before. Raises ValueError for a closed or suspended engine."""
-        self._refuse_idle()
         self.tracker.check_model()
 
     def weights_changed(self) -> None:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from tinyspec.determinism.contract import Contract
 from tinyspec.engine.core import EngineCore
 from tinyspec.engine.interrupts import between_steps
+from tinyspec.engine.refusals import refuse_idle
 from tinyspec.engine.request_tracker import RequestTracker
 from tinyspec.engine.turns import HasTurns
 from tinyspec.errors import refuse
@@ -40,13 +41,17 @@ class Lifetime(HasTurns):
     core: EngineCore
     tracker: RequestTracker
     closed: str | None = "not finished"
-    suspended = exclusive = False
+    exclusive = False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def suspended(self) -> bool:
+        return self.tracker.suspended
 
     def close(self) -> None:
         """Abort what is unfinished, give the memory back and the model its own attention. Where it
@@ -88,20 +93,13 @@ class Lifetime(HasTurns):
             uninstall(self.model, self.patched)
 
     def _refuse_closed(self) -> None:
-        if self.closed is not None:
-            raise refuse("engine", self.closed, "an engine that is open")
+        refuse_idle(self.closed)
 
     def _refuse_unfinished(self, what: str) -> None:
         self._refuse_closed()
         if unfinished := len(self.tracker.requests):
             raise refuse(what, f"{unfinished} unfinished requests", "none")
         self.core.settle()
-
-    def _refuse_idle(self) -> None:
-        """Raise ValueError for an engine that cannot run anything."""
-        self._refuse_closed()
-        if self.suspended:
-            raise refuse("engine", "suspended", "an engine that is resumed")
 
 
 def _give_back(record: ref[PatchedModel]) -> None:
