@@ -122,6 +122,22 @@ def test_another_engine_takes_over(caplog):
     assert portrait(model) == before
 
 
+def test_another_engine_that_cannot_be_made(caplog):
+    """What cannot be known before the model is free."""
+    model = tiny()
+    before = portrait(model)
+    old = Engine(model, config=SMALL)
+    with pytest.raises(ValueError, match="num_pages"):
+        Engine(model, config=EngineConfig(num_pages=10**9))
+    with pytest.raises(ValueError, match="closed for another Engine, which could not be made"):
+        old.generate([PROMPT])
+    assert caplog.records[-1].message == "no other Engine could be made: none serves " + (
+        "LlamaForCausalLM"
+    )
+    assert portrait(model) == before
+    Engine(model, config=SMALL).close()
+
+
 def test_an_engine_with_unfinished_requests_is_not_taken_over():
     model = tiny()
     with Engine(model, config=SMALL) as engine:

@@ -17,7 +17,7 @@ from tinyspec.engine.core import EngineCore
 from tinyspec.engine.drafter import Drafter, make_drafter
 from tinyspec.engine.input_processor import InputProcessor
 from tinyspec.engine.interrupts import between_steps, flush
-from tinyspec.engine.lifetime import Lifetime, take_over
+from tinyspec.engine.lifetime import Lifetime, taken_over
 from tinyspec.engine.request_tracker import RequestTracker
 from tinyspec.engine.stream import EventStream
 from tinyspec.engine.turns import in_turns
@@ -86,15 +86,15 @@ class Engine(Lifetime):
         self._grows = grows and config.num_pages is None
         kernels = backend.load(config.backend)
         linear = kernels.linear if config.linear == "always" else None
-        take_over(model)
-        self._keep(install(model, config, linear, owner=self))
-        try:
-            most = 1 if self._grows else most_pages(config, self.patched.layers, self.model)
-            self._build(drafter, kernels, most)
-            flush()
-        except BaseException:
-            uninstall(model, self.patched)
-            raise
+        with taken_over(model):
+            self._keep(install(model, config, linear, owner=self))
+            try:
+                most = 1 if self._grows else most_pages(config, self.patched.layers, self.model)
+                self._build(drafter, kernels, most)
+                flush()
+            except BaseException:
+                uninstall(model, self.patched)
+                raise
         self.closed = None
 
     def _build(self, drafter: Drafter, kernels: Kernels, num_pages: int) -> None:

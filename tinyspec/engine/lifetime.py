@@ -8,6 +8,8 @@ many are unfinished.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 from weakref import finalize, ref
 
@@ -107,27 +109,45 @@ def _give_back(record: ref[PatchedModel]) -> None:
         uninstall(patched.model, patched)
 
 
-def take_over(model: PreTrainedModel) -> None:
-    """Close the engine that serves ``model``, if there is one, or undo what is left of it.
+@contextmanager
+def taken_over(model: PreTrainedModel) -> Iterator[None]:
+    """Close the engine that serves ``model``, if there is one, or undo what is left of it, before
+    the block, which makes another one. Where that fails, the one that is closed says so.
 
     Raises ValueError where it has unfinished requests, and for a patched model.
     """
+    before = _take_over(model)
+    try:
+        yield
+    except BaseException:
+        if before is not None:
+            why = "closed for another Engine, which could not be made"
+            before.closed = before.tracker.closed = why
+            logger.warning("no other Engine could be made: none serves %s", type(model).__name__)
+        raise
+
+
+def _take_over(model: PreTrainedModel) -> Lifetime | None:
+    """The engine that was closed."""
     record = record_of(model)
     owner: Any = None if record is None or record.owner is None else record.owner()
     if owner is None:  # ``install`` undoes or refuses what there is
-        return
+        return None
     if owner.exclusive:
         refuse_served(model)
     if owner.closed is not None:  # it was interrupted while it was made, or closed
         uninstall(model, record)
-        return
-    if unfinished := len(owner.tracker.requests):
-        raise ValueError(
-            f"model is not allowed: another Engine serves it and has {unfinished} unfinished "
-            "requests; finish them, or call tinyspec.unpatch(model), first"
-        )
-    logger.warning("another Engine takes over %s; the one before is closed", type(model).__name__)
-    owner._end("closed: another Engine took over its model")
+        return None
+    with owner.turns.turn():
+        if unfinished := len(owner.tracker.requests):
+            raise ValueError(
+                f"model is not allowed: another Engine serves it and has {unfinished} unfinished "
+                "requests; finish them, or call tinyspec.unpatch(model), first"
+            )
+        name = type(model).__name__
+        logger.warning("another Engine takes over %s; the one before is closed", name)
+        owner._end("closed: another Engine took over its model")
+    return owner  # type: ignore[no-any-return]
 
 
 def restore(model: PreTrainedModel) -> None:
