@@ -6,6 +6,8 @@ breaks on purpose.
 
 import dataclasses
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from transformers import AutoModelForCausalLM, BloomConfig
 
 from tests.support.budget import first
 from tests.support.mixes import bits
+from tests.support.patience import PATIENCE
 from tests.support.sensitive import (
     PositionSensitiveLinear,
     RowByRowLinear,
@@ -353,6 +356,25 @@ def test_an_engine_keeps_its_pool_and_its_requests():
         assert [bits(o) for o in engine.generate(prompts(4), DETERMINISTIC)] == [
             bits(output) for output in alone
         ]
+
+
+def test_requests_of_other_threads_wait(monkeypatch):
+    """A pass between those of a probe would be taken for one of them."""
+    with ThreadPoolExecutor(1) as pool, Engine(tiny(), config=CONFIG) as engine:
+        given = [[1, 2, 3]], SamplingParams(logprobs=True)
+        (expected,) = engine.generate(*given)
+        futures = []
+
+        def probes(*_):
+            futures.append(pool.submit(engine.generate, *given))
+            while not (engine.turns._waiting or futures[0].done()):
+                time.sleep(0.001)
+            assert not futures[0].done()
+            raise DeterminismError("enough")
+
+        monkeypatch.setattr(engine.contract, "probe", probes)
+        assert doctor(engine).problems == ("enough",)
+        assert bits(futures[0].result(PATIENCE)[0]) == bits(expected)
 
 
 def test_bad_arguments():

@@ -17,7 +17,7 @@ from tinyspec.engine.core import EngineCore
 from tinyspec.engine.drafter import Drafter, make_drafter
 from tinyspec.engine.input_processor import InputProcessor
 from tinyspec.engine.interrupts import between_steps, flush
-from tinyspec.engine.lifetime import Lifetime, take_over
+from tinyspec.engine.lifetime import Lifetime, taken_over
 from tinyspec.engine.request_tracker import RequestTracker
 from tinyspec.engine.stream import EventStream
 from tinyspec.engine.turns import in_turns
@@ -86,15 +86,15 @@ class Engine(Lifetime):
         self._grows = grows and config.num_pages is None
         kernels = backend.load(config.backend)
         linear = kernels.linear if config.linear == "always" else None
-        take_over(model)
-        self._keep(install(model, config, linear, owner=self))
-        try:
-            most = 1 if self._grows else most_pages(config, self.patched.layers, self.model)
-            self._build(drafter, kernels, most)
-            flush()
-        except BaseException:
-            uninstall(model, self.patched)
-            raise
+        with taken_over(model):
+            self._keep(install(model, config, linear, owner=self))
+            try:
+                most = 1 if self._grows else most_pages(config, self.patched.layers, self.model)
+                self._build(drafter, kernels, most)
+                flush()
+            except BaseException:
+                uninstall(model, self.patched)
+                raise
         self.closed = None
 
     def _build(self, drafter: Drafter, kernels: Kernels, num_pages: int) -> None:
@@ -141,7 +141,7 @@ class Engine(Lifetime):
         self.contract.rest()
         self.admission.forget_plain()
         self.patched.suspend()
-        self.suspended = True
+        self.tracker.suspended = True
 
     def resume(self) -> bool:
         """Patch the model's attention again; False if modules, hooks, config, dtype or device have
@@ -149,7 +149,7 @@ class Engine(Lifetime):
         self._refuse_closed()
         if self.contract.stale is not None or not self.patched.resume():
             return False
-        self.suspended = False
+        self.tracker.suspended = False
         return True
 
     def reserve(self, num_pages: int) -> None:
@@ -182,13 +182,11 @@ class Engine(Lifetime):
     @property
     def fingerprint(self) -> str:
         """Digest of everything that bits depend on; outputs with equal digests are comparable."""
-        self._refuse_idle()
         return self.tracker.fingerprint()
 
     def check_model(self) -> None:
         """Compare weights, modules and threads with those of the last call; after a change, drop
         what was computed before. Raises ValueError for a closed or suspended engine."""
-        self._refuse_idle()
         self.tracker.check_model()
 
     def weights_changed(self) -> None:

@@ -19,7 +19,7 @@ from tinyspec.determinism.contract import Contract
 from tinyspec.engine.commit import Commits
 from tinyspec.engine.core import EngineCore
 from tinyspec.engine.interrupts import between_steps, deferred_interrupt
-from tinyspec.engine.refusals import not_followed, refuse_other_number
+from tinyspec.engine.refusals import not_followed, refuse_idle, refuse_other_number
 from tinyspec.engine.results import output_of
 from tinyspec.engine.turns import HasTurns, Turns, in_turn
 from tinyspec.engine.user_code import UserCode
@@ -41,15 +41,16 @@ class RequestTracker(HasTurns):
         self._outputs: list[RequestOutput] = []
         self._dropped: list[Request] = []
         self.closed: str | None = None
-        self.turns = Turns(self._cancel_dropped)
+        self.suspended = False
+        self.turns = Turns(self._cancel_dropped, lambda: bool(self._dropped))
 
     @in_turn
     def check_model(self) -> None:
         """Compare the model with what it was at the last call.
 
-        Raises ValueError where it changed in a way that takes a new engine, and for a closed one.
+        Raises ValueError where that takes a new engine, and for one that is closed or suspended.
         """
-        self._refuse_closed()
+        self._refuse_idle()
         self._refuse_other_number()
         self._refresh(digest=True)
         if self._contract.stale is not None:
@@ -61,9 +62,8 @@ class RequestTracker(HasTurns):
         self.check_model()
         return self._contract.fingerprint
 
-    def _refuse_closed(self) -> None:
-        if self.closed is not None:
-            raise refuse("engine", self.closed, "an engine that is open")
+    def _refuse_idle(self) -> None:
+        refuse_idle(self.closed, self.suspended)
 
     def _refuse_other_number(self) -> None:
         if self.requests and self._contract.watch.threads_changed:
@@ -127,7 +127,7 @@ class RequestTracker(HasTurns):
     @in_turn
     def add(self, requests: list[Request]) -> None:
         """Begin requests; DeterminismError if the contract cannot be kept."""
-        self._refuse_closed()  # since they were prepared
+        self._refuse_idle()  # since they were prepared
         fingerprint = self._contract.known_fingerprint
         if any(request.params.deterministic for request in requests):
             self._contract.ensure()

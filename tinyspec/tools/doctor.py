@@ -19,6 +19,7 @@ from tinyspec.determinism.probe_results import ProbeResults
 from tinyspec.determinism.probes.attention import MANY_ROWS
 from tinyspec.determinism.probes.graphs import graph_refusals
 from tinyspec.engine.engine import Engine
+from tinyspec.engine.interrupts import at_once
 from tinyspec.errors import DeterminismError, UnsupportedModelError, refuse
 from tinyspec.model.install import refuse_served
 from tinyspec.model.wrappers import unwrap
@@ -125,13 +126,14 @@ def doctor(
 
     Raises UnsupportedModelError for an object that is no module, ValueError for a ``config`` beside
     an engine or one that does not fit the model, and for an engine that is closed or has unfinished
-    requests.
+    requests. Those of other threads that begin meanwhile wait.
     """
     begun = time.perf_counter()
     if isinstance(model_or_engine, Engine):
         if config is not None:
             raise refuse("config", config, "None for an engine, which has its own config")
-        return _examine(model_or_engine, fresh, begun)
+        with model_or_engine.turns.turn(), at_once():
+            return _examine(model_or_engine, fresh, begun)
     try:
         refuse_served(unwrap(model_or_engine))
         engine = Engine(model_or_engine, config=config)
