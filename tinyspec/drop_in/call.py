@@ -27,6 +27,7 @@ from tinyspec.engine.drafter import Drafter, NgramDrafter, make_drafter
 from tinyspec.errors import refuse
 from tinyspec.model.supported import max_positions, vocab_size
 from tinyspec.sampling_params import SamplingParams
+from tinyspec.scalars import plain
 from tinyspec.scheduler.lock_step import LockStep
 from tinyspec.scheduler.noise import noise_key
 from tinyspec.scheduler.request import Sequence
@@ -113,7 +114,7 @@ class Call:
         """``seed`` or ``deterministic`` as an argument or a config gives it; None: neither does."""
         configs = (settings.get("generation_config"), self._model.generation_config)
         values = (settings.get(name), *(getattr(config, name, None) for config in configs))
-        return next((value for value in values if value is not None), None)
+        return plain(next((value for value in values if value is not None), None))
 
     def _prepare(self) -> None:
         """Let transformers prepare every request alone."""
