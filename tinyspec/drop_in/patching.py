@@ -16,14 +16,14 @@ from transformers.generation import (
 )
 
 from tinyspec.config import EngineConfig
-from tinyspec.drop_in.patched_generate import PatchedGenerate, original_generate
+from tinyspec.drop_in.continuous import own_method
+from tinyspec.drop_in.patched_generate import PatchedGenerate
 from tinyspec.drop_in.prepare import prepare, user_processors
 from tinyspec.drop_in.prompts import Prompt
 from tinyspec.drop_in.seeds import Defaults
 from tinyspec.drop_in.served import PROMPT_ARGUMENTS
 from tinyspec.engine.interrupts import between_steps, flush
 from tinyspec.engine.lifetime import restore
-from tinyspec.model.exchange import write
 from tinyspec.model.wrappers import unwrap
 
 
@@ -72,7 +72,7 @@ def patch(
         releases=release,
     )
     try:
-        write(vars(inside), "generate", patched_generate)
+        patched_generate.put_in()
         flush()
     except BaseException:
         patched_generate.close()
@@ -117,7 +117,7 @@ def generate(
         )
     config = _new_token_limits(generation_config, input_ids.shape[1])
     # What transformers makes of the config a second time is left out of the arguments.
-    original, settings = original_generate(model), {"generation_config": config}
+    original, settings = own_method(model, "generate"), {"generation_config": config}
     made = prepare(original, Prompt([0]), model.device, settings)
 
     def is_made(criterion: Any) -> bool:

@@ -6,7 +6,7 @@ Knows names and values, and nothing of engines.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -140,3 +140,13 @@ def unserved_settings(config: GenerationConfig, assistant: Any = None) -> Iterat
         inert = not config.return_dict_in_generate and (values is None or value in values)
         if not inert and (name not in OFF or value != OFF[name]):
             yield f"{name}={value!r}"
+
+
+def signature(original: Callable[..., Any]) -> inspect.Signature:
+    """The signature of ``original`` and the arguments that tinyspec adds."""
+    signature = inspect.signature(original)
+    kind = inspect.Parameter.KEYWORD_ONLY
+    parameters = list(signature.parameters.values())
+    parameters += [inspect.Parameter(name, kind, default=None) for name in ADDED_ARGUMENTS]
+    # **kwargs come last; sorted keeps the order of all others.
+    return signature.replace(parameters=sorted(parameters, key=lambda p: p.kind))
