@@ -12,6 +12,7 @@ import copy
 import logging
 import pickle
 import queue
+import sys
 import threading
 import time
 from dataclasses import fields
@@ -413,6 +414,15 @@ def test_generate_with_a_paged_cache(served, caplog):
         found = served.generate(ids, cache_implementation="paged", max_new_tokens=4)
     assert torch.equal(found[0, :, :5], ids) and not caplog.records
     assert found[0, :, 5:].tolist() == [greedy(own(), row, 4) for row in ids.tolist()]
+
+
+def test_another_transformers_is_named(served, monkeypatch):
+    """One whose continuous batching lies elsewhere."""
+    monkeypatch.delattr("tinyspec.drop_in.batches", raising=False)
+    monkeypatch.setitem(sys.modules, "tinyspec.drop_in.batches", None)
+    for call in (lambda: served.generate_batch(PROMPTS), served.init_continuous_batching):
+        with pytest.raises(RuntimeError, match=r"transformers 5.*model\.generate"):
+            call()
 
 
 def test_unpatched_all_is_transformers_own():

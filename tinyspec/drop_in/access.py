@@ -66,8 +66,10 @@ class Access:
                 arguments[name],
                 "prompts are lists of token ids, and streaming=True of add_request streams",
             )
+        if isinstance(generation_config, GenerationConfig):
+            generation_config = _merged(generation_config, arguments)
         if generation_config is not None:
-            arguments["generation_config"] = _merged(generation_config, arguments)
+            arguments["generation_config"] = generation_config
         arguments["input_ids"] = prompts
         call = self.taken_apart(arguments, getattr(config, "seed", None))
         if call.unserved:

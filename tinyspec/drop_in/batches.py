@@ -34,7 +34,7 @@ def run(
     batch = Batch(call, prompts, ids, record_timestamps=record_timestamps)
     bar = tqdm(total=len(batch.rows), unit="request", disable=not progress_bar)
     with bar, access.resumed() as engine:
-        session = Session(engine, access, config)
+        session = Session(engine, access)
         try:
             session.begin(batch)
             while session.rows:

@@ -89,7 +89,7 @@ class Continuous:
         """A manager, not started; the one that was kept, where there is one."""
         batches = _batches()
         kept = vars(self._access.model).get(KEPT_AS)
-        if kept in self._managers:
+        if kept is not None and kept in self._managers:
             kept.configure(generation_config)
             return kept
         manager = batches.Manager(self._access, generation_config, continuous_batching_config)

@@ -29,8 +29,8 @@ class Manager(ContinuousBatchingManager):
     """Requests in, outputs out, run by a thread between ``start`` and ``stop``.
 
     generation_config: of requests that do not say otherwise; None: the model's. Of ``config`` count
-    max_queue_size, max_requests_per_batch, return_logprobs and seed (a base, as one in a generation
-    config); what else stands in it belongs to transformers' own engine.
+    max_queue_size (batches), return_logprobs and seed (a base, as one in a generation config); what
+    else stands in it belongs to transformers' own engine.
 
     Methods are transformers'. What differs: ``add_request`` and ``add_requests`` take the settings
     that ``generate`` takes (lists: one value a request) and check them, ``get_result`` of one
@@ -46,7 +46,8 @@ class Manager(ContinuousBatchingManager):
         generation_config: GenerationConfig | None = None,
         config: ContinuousBatchingConfig | None = None,
     ):
-        self._access, self.model = access, access.model
+        self._access = access
+        self.model: Any = access.model
         self.continuous_batching_config = config or ContinuousBatchingConfig()
         self.configure(generation_config)
         self._worker = Worker(access, self.continuous_batching_config)

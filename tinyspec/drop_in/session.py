@@ -6,7 +6,6 @@ Further batches may begin while others run. Knows one thread.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
@@ -17,15 +16,11 @@ from tinyspec.scheduler.request import Request
 
 
 class Session:
-    """Runs rows in ``engine``, which is in the model meanwhile.
+    """Runs rows in ``engine``, which is in the model meanwhile."""
 
-    config: a ContinuousBatchingConfig or None, of which counts how many rows may run at once.
-    """
-
-    def __init__(self, engine: Engine, access: Access, config: Any = None):
+    def __init__(self, engine: Engine, access: Access):
         self._engine, self._access = engine, access
-        most = engine.config.max_sequences
-        self._most = min(most, getattr(config, "max_requests_per_batch", None) or most)
+        self._most = engine.config.max_sequences
         self.rows: list[Row] = []
         engine.core.drafter = access.drafter
 

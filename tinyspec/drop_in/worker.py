@@ -34,7 +34,7 @@ class Worker:
     """Runs batches of one model. ``mail``: their outputs; ``why`` it ends, where it is to."""
 
     def __init__(self, access: Access, config: ContinuousBatchingConfig):
-        self._access, self._config = access, config
+        self._access = access
         self.mail = Mailbox()
         self._queue: queue.Queue[Batch] = queue.Queue(config.max_queue_size)
         # By id, those of which the end was not told.
@@ -115,7 +115,7 @@ class Worker:
             while self._more():
                 try:
                     with self._access.resumed() as engine:
-                        self._serve(Session(engine, self._access, self._config))
+                        self._serve(Session(engine, self._access))
                 except Exception as error:  # of no request: the engine's own, or the model changed
                     logger.exception("continuous batching failed")
                     self._fail(f"{type(error).__name__}: {error}")
@@ -135,7 +135,9 @@ class Worker:
     def _serve(self, session: Session) -> None:
         """Run what is queued, and what comes meanwhile, to its end or to a hard one."""
         queued = self._queue.queue
-        session.reserve(list(queued))
+        with self._queue.mutex:
+            batches = list(queued)
+        session.reserve(batches)
         self._begin(session)
         try:
             while session.rows and self._ending != HARD:
