@@ -1,4 +1,4 @@
-"""The ``generate`` that a model has when tinyspec does not serve it. Knows no engine."""
+"""The methods that a model has when tinyspec does not serve it. Knows no engine."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from transformers import PreTrainedModel
 from tinyspec.drop_in.served import ADDED_ARGUMENTS
 
 
-def original_generate(
-    model: PreTrainedModel, before: Callable[..., Any] | None = None
+def own_method(
+    model: PreTrainedModel, name: str, before: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """The ``generate`` of an unpatched model: ``before``, set on the model, or its class's."""
-    return before or type(model).generate.__get__(model)  # type: ignore[attr-defined]
+    """A method of an unpatched model: ``before``, set on the model, or its class's."""
+    own: Callable[..., Any] = before or getattr(type(model), name).__get__(model)
+    return own
 
 
 def served_signature(original: Callable[..., Any]) -> inspect.Signature:

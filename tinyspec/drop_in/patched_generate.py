@@ -11,14 +11,18 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import transformers
 from transformers import GenerationMixin, PreTrainedModel
 
 from tinyspec.config import EngineConfig
+from tinyspec.drop_in.access import Access
 from tinyspec.drop_in.call import Call
-from tinyspec.drop_in.original import original_generate, served_signature
+from tinyspec.drop_in.continuous import Continuous
+from tinyspec.drop_in.original import own_method, served_signature
 from tinyspec.drop_in.prompts import Prompt
 from tinyspec.drop_in.returned_cache import keeps_alike
 from tinyspec.drop_in.seeds import Defaults, RowSeeds
@@ -28,7 +32,7 @@ from tinyspec.engine.engine import Engine
 from tinyspec.engine.interrupts import at_once, between_steps, flush
 from tinyspec.engine.stream import EventStream
 from tinyspec.errors import UnsupportedModelError
-from tinyspec.model.exchange import ABSENT, write
+from tinyspec.model.exchange import ABSENT, Place
 from tinyspec.model.install import refuse_served
 from tinyspec.scheduler.passes import EngineStats
 from tinyspec.scheduler.request import Request, Sequence
@@ -73,6 +77,7 @@ class PatchedGenerate:
         self._original: Callable[..., Any] = getattr(model, "generate")  # noqa: B009
         self._lock = threading.RLock()
         self._engine_thread: int | None = None
+        self._waiting: set[int] = set()
         self._logged: set[str] = set()
         self._closed = self._in_original = False
         self._alike: bool | None = None
@@ -80,21 +85,43 @@ class PatchedGenerate:
         refuse_served(model)
         self._engine: Engine | None = self._new_engine()
         self._engine.suspend()
+        self._place = Place(vars(model), "generate", vars(model).get("generate", ABSENT), self)
+        self._continuous = Continuous(self._access())
         self.__doc__ = self._original.__doc__
         self.__name__ = "generate"
         self.__signature__ = served_signature(self._original)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of a patched model, in memory or on disk, is not patched."""
-        return original_generate, (self._model, self._before)
+        return own_method, (self._model, "generate", self._before)
+
+    def _access(self) -> Access:
+        def call(arguments: dict[str, Any], seed: int | None) -> Call:
+            defaults = self._defaults if seed is None else replace(self._defaults, seed=seed)
+            return Call(self._model, self._original, arguments, defaults, self._row_seeds)
+
+        return Access(
+            model=self._model,
+            taken_apart=call,
+            resumed=self._resumed,
+            locked=partial(self._locked, engine=False),
+            requests=self._requests,
+            wanted=lambda: bool(self._waiting),
+            drafter=self._drafter,
+        )
+
+    def put_in(self) -> None:
+        """Let the model's methods be these."""
+        for place in (self._place, *self._continuous.places):
+            place.put_in()
 
     def close(self) -> None:
-        """Close the engine and give the model its own ``generate`` back; again, what is left to do
+        """Close the engine and give the model its own methods back; again, what is left to do
         where that was cut off."""
+        self._continuous.halt()
         with self._locked():
-            if vars(self._model).get("generate") is self:
-                own = ABSENT if self._before is None else self._before
-                write(vars(self._model), "generate", own)
+            self._continuous.close()
+            self._place.take_out()  # the last, as the others are found through it
             self._close_engine()
             self._closed = True
 
@@ -162,8 +189,12 @@ class PatchedGenerate:
                 "criterion or streamer of the same model); use another model there"
             )
         with between_steps():
-            while not self._lock.acquire(timeout=SECONDS_PER_LOOK):
-                flush()
+            self._waiting.add(thread)
+            try:
+                while not self._lock.acquire(timeout=SECONDS_PER_LOOK):
+                    flush()
+            finally:
+                self._waiting.discard(thread)
             try:
                 self._engine_thread = thread if engine else None
                 yield
@@ -244,7 +275,8 @@ class PatchedGenerate:
 
     @staticmethod
     def _requests(engine: Engine, call: Call) -> list[Request]:
-        """The engine's requests, with pages reserved for all that may run at once."""
+        """The engine's requests, with pages reserved for all that may run at once, where none
+        runs yet."""
         size = engine.config.page_size or 1
         pages = []
         for prompt, params in zip(call.prompts, call.params, strict=True):
@@ -256,7 +288,8 @@ class PatchedGenerate:
         needed = sum(sorted(pages)[-most:])
         if call.lock_step is not None:
             needed += len(pages)  # that admission may ask for one more of each
-        engine.reserve(needed)
+        if not engine.has_unfinished():
+            engine.reserve(needed)
         if call.lock_step is not None and (len(pages) > most or needed > engine.pool.num_pages):
             call.unserved.append(
                 f"user code for {len(pages)} rows at once, where {most} sequences and "
