@@ -416,6 +416,24 @@ def test_generate_with_a_paged_cache(served, caplog):
     assert found[0, :, 5:].tolist() == [greedy(own(), row, 4) for row in ids.tolist()]
 
 
+def test_processors_are_called_for_each_row_alone(served):
+    seen = []
+
+    def odd(ids, scores):
+        seen.append(ids.tolist())
+        scores[:, ids.shape[1] % 2 :: 2] = -torch.inf
+        return scores
+
+    given = {"generation_config": config(), "logits_processor": [odd]}
+    found = tokens(served.generate_batch(PROMPTS, **given).values())
+    assert {len(ids) for ids in seen} == {1} and {len(ids[0]) for ids in seen} >= {5, 12, 8}
+    assert found == rows(served, **given | {"logits_processor": [[odd]] * 3})
+    # Control: for all rows at once it sees pads, and lengths with them.
+    seen.clear()
+    assert found != rows(served, **given)
+    assert {len(ids) for ids in seen} == {3} and {len(ids[0]) for ids in seen} == set(range(12, 20))
+
+
 def test_another_transformers_is_named(served, monkeypatch):
     """One whose continuous batching lies elsewhere."""
     monkeypatch.delattr("tinyspec.drop_in.batches", raising=False)

@@ -24,6 +24,7 @@ from tinyspec.scheduler.request import Request
 
 # The name under which transformers keeps a manager on a model.
 KEPT_AS = "_cached_continuous_batching_manager"
+USER_CODE = {"logits_processor", "stopping_criteria"}
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ class Access:
         config: Any,
         settings: dict[str, Any],
     ) -> Call:
-        """The call of ``generate`` with the same rows.
+        """The call of ``generate`` with the same rows; the user's processors and criteria are
+        called for each row alone.
 
         config: a ContinuousBatchingConfig or None. Raises what ``generate`` raises for settings,
         ValueError for those that it has and this has not, NotImplementedError for those that only
@@ -71,8 +73,15 @@ class Access:
         if generation_config is not None:
             arguments["generation_config"] = generation_config
         arguments["input_ids"] = prompts
+        for name in USER_CODE & arguments.keys():  # rows come and go by themselves
+            if not is_per_request(name, arguments[name]):
+                arguments[name] = [list(arguments[name])] * len(prompts)
         call = self.taken_apart(arguments, getattr(config, "seed", None))
-        refuse_unserved(call)
+        if call.unserved:
+            unserved = ", ".join(dict.fromkeys(call.unserved))
+            raise NotImplementedError(
+                f"{unserved} is not served by tinyspec's continuous batching; call model.generate"
+            )
         if getattr(config, "return_logprobs", False):
             call.params = [params.resolve(logprobs=True) for params in call.params]
         return call
@@ -89,15 +98,6 @@ class Access:
     def token_ids(self, name: str, ids: Any) -> list[int]:
         """One prompt. Raises ValueError as ``token_lists``."""
         return _token_ids(name, ids, vocab_size(self.model))
-
-
-def refuse_unserved(call: Call) -> None:
-    """Raise NotImplementedError naming what only transformers' own ``generate`` serves."""
-    if call.unserved:
-        unserved = ", ".join(dict.fromkeys(call.unserved))
-        raise NotImplementedError(
-            f"{unserved} is not served by tinyspec's continuous batching; call model.generate"
-        )
 
 
 def _merged(given: GenerationConfig, arguments: dict[str, Any]) -> GenerationConfig:

@@ -18,13 +18,11 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from tinyspec.drop_in.access import KEPT_AS, Access
-from tinyspec.drop_in.prepare import is_per_request
 from tinyspec.drop_in.rows import Batch
 from tinyspec.drop_in.worker import FLUSH, HARD, Worker
 from tinyspec.engine.interrupts import at_once
 
 logger = logging.getLogger("tinyspec")
-USER_CODE = {"logits_processor", "stopping_criteria"}
 
 
 class Manager(ContinuousBatchingManager):
@@ -159,8 +157,7 @@ class Manager(ContinuousBatchingManager):
         record_timestamps: bool = False,
         **settings: Any,
     ) -> list[str]:
-        """Queue prompts, whose rows are those of one call of ``generate``, but that processors and
-        criteria are called for each row alone; as ``add_request``."""
+        """Queue prompts, whose rows are those of one call of ``generate``; as ``add_request``."""
         settings["max_new_tokens"] = max_new_tokens
         told = {"streaming": streaming, "record_timestamps": record_timestamps}
         return self._add(self._access.token_lists("inputs", inputs), None, settings, **told)
@@ -174,9 +171,6 @@ class Manager(ContinuousBatchingManager):
     ) -> list[str]:
         if not prompts:
             return []
-        for name in USER_CODE & settings.keys():  # a manager runs rows as they come
-            if settings[name] is not None and not is_per_request(name, settings[name]):
-                settings[name] = [list(settings[name])] * len(prompts)
         given = self.generation_config
         given = None if given is self.model.generation_config else given
         call = self._access.call(prompts, given, self.continuous_batching_config, settings)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
-from tinyspec.drop_in.access import Access, refuse_unserved
+from tinyspec.drop_in.access import Access
 from tinyspec.drop_in.rows import Batch, Row
 from tinyspec.engine.engine import Engine
 from tinyspec.scheduler.request import Request
@@ -40,7 +40,6 @@ class Session:
     def begin(self, batch: Batch) -> None:
         """Queue its rows. Raises what is wrong with the requests."""
         requests = self._access.requests(self._engine, batch.call)
-        refuse_unserved(batch.call)
         if (drafter := batch.call.drafter()) is not None:
             self._engine.core.drafter = drafter
         self._engine.tracker.add(requests)
