@@ -23,6 +23,7 @@ from tinyspec.determinism.probes.bits import same_bits, unequal_bits
 from tinyspec.determinism.probes.segments import segments
 from tinyspec.determinism.probes.steps import Steps
 from tinyspec.kernels.attention_metadata import AttentionMetadata
+from tinyspec.kernels.twins.e4m3 import stored, values
 from tinyspec.runner.batch import Batch
 from tinyspec.runner.model_runner import ModelRunner
 
@@ -135,7 +136,8 @@ class ModelProbe:
         written = [pool.index_select(0, own) for pool in self._pools]
         # A NaN in keys or values reaches other rows of its sequence, and which ones depends on the
         # order of passes: such sequences are not compared.
-        finite = torch.stack([rows.isfinite().all(dim=1) for rows in written]).all(dim=0)
+        numbers = (values(rows, self._runner.model.dtype) for rows in written)
+        finite = torch.stack([rows.isfinite().all(dim=1) for rows in numbers]).all(dim=0)
         sound = torch.cat(
             [
                 finite[p.first : p.end].all().expand(p.end - p.first)
@@ -227,9 +229,11 @@ class ModelProbe:
         """Finite noise, different on every page of the distinct rows."""
         generator = torch.Generator().manual_seed(1)
         scale = torch.rand(self._pages, 1, 1, 1, generator=generator) + 0.5
+        dtype = self._runner.model.dtype
         for pool in (*self._cache.k, *self._cache.v):
             noise = torch.randn(pool.shape[1:], generator=generator)
-            torch.mul(noise.to(pool), scale.to(pool), out=pool[: self._pages])
+            filled = noise.to(pool.device, dtype) * scale.to(pool.device, dtype)
+            pool[: self._pages] = stored(filled, pool.dtype)
 
     def _copy_pages(self) -> None:
         """Copy the pages of the distinct rows to those of the rows that repeat them."""
