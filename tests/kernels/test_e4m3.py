@@ -1,5 +1,5 @@
-"""Codes of the KV cache: of every number and of what they mean, by the kernels and the twins, against
-the definition and torch's own type; what is written to a cache of codes, and attention over one.
+"""Codes of the KV cache: of every number and of what they mean, by the kernels and the twins, as
+the definition and torch's own type have them; what is written as codes, and attention over them.
 
 bf16 goes through the interpreter as fp32, which holds all its numbers.
 """
@@ -18,6 +18,7 @@ from torch import Tensor
 from tests.kernels.cases import DEVICE, DTYPES, normal
 from tests.kernels.test_kv_write import TURNS, angles, slots
 from tests.kernels.test_paged_attention import Sequence, dense, launched, lay_out
+from tests.support.budget import first
 from tinyspec.determinism.probes.bits import same_bits
 from tinyspec.kernels import e4m3, kv_write
 from tinyspec.kernels import paged_attention as attention
@@ -25,8 +26,7 @@ from tinyspec.kernels.twins import e4m3 as twin
 from tinyspec.kernels.twins import kv_write as twin_write
 from tinyspec.kernels.twins import paged_attention as twin_attention
 
-CODES = twin.CODES
-NAN = 0x7F
+CODES, NAN = twin.CODES, twin.NAN
 BLOCK = tl.constexpr(4096)
 
 
@@ -53,8 +53,8 @@ def nearest(x: Tensor) -> Tensor:
     below = (above - 1).clamp(min=0)
     under, over = size - numbers[below], numbers[above] - size
     take = (over < under) | ((over == under) & (above % 2 == 0))
-    code = torch.where(take, above, below).masked_fill(x.isnan(), NAN)
-    return (code + 128 * x.signbit()).to(CODES)
+    code = torch.where(take, above, below) + 128 * x.signbit()
+    return code.masked_fill(x.isnan(), NAN).to(CODES)
 
 
 @cache
@@ -102,10 +102,11 @@ def test_every_number_has_its_code(kind: str) -> None:
     given = (x.float() if kind == "bf16" else x).to(DEVICE)
     encode_kernel[(triton.cdiv(len(x), BLOCK.value),)](given, found, len(x))
     assert torch.equal(found.cpu(), expected)
-    # torch's own type, where it does not make NaN of a number.
-    inside = ~(x.abs() > 448)
-    assert torch.equal(x.to(torch.float8_e4m3fn).view(CODES)[inside], expected[inside])
-    assert (expected & 0x7F == NAN).sum() == x.isnan().sum() > 0
+    # torch's own type; beyond 448 it may make NaN of a number.
+    own, inside = x.to(torch.float8_e4m3fn).view(CODES), x.abs() <= 448
+    assert torch.equal(own[inside], expected[inside]) and not inside.all()
+    assert torch.equal(own & 0x7F == NAN, ~inside) or torch.equal(own & 0x7F == NAN, x.isnan())
+    assert torch.equal(expected & 0x7F == NAN, x.isnan()) and x.isnan().any()
 
 
 def test_every_code_has_its_number() -> None:
@@ -128,7 +129,8 @@ def test_every_code_has_its_number() -> None:
 def test_a_number_that_came_from_a_code_goes_back_to_it(kind: str) -> None:
     codes = torch.arange(256, dtype=torch.int32).to(CODES)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[kind]
-    assert torch.equal(twin.stored(twin.values(codes, dtype), CODES), codes)
+    expected = codes.where(codes != NAN | 0x80, NAN)
+    assert torch.equal(twin.stored(twin.values(codes, dtype), CODES), expected)
 
 
 def written(module: object, cast: torch.dtype | None, **inputs: Tensor | None) -> list[Tensor]:
@@ -146,12 +148,13 @@ def written(module: object, cast: torch.dtype | None, **inputs: Tensor | None) -
 @pytest.mark.crossed(0.2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("turn", TURNS)
-@pytest.mark.parametrize("dim, rot", [(64, 64), (80, 20), (32, 0)])
+@pytest.mark.parametrize("size", first(1, [(80, 20), (64, 64), (32, 0)], 0.2), ids=str)
 @pytest.mark.parametrize("module", [kv_write, twin_write], ids=["kernel", "twin"])
 def test_codes_of_what_is_written_otherwise(
-    module: object, dim: int, rot: int, turn: bool, dtype: torch.dtype
+    module: object, size: tuple[int, int], turn: bool, dtype: torch.dtype
 ) -> None:
     """After norm and rotation, in the dtype of the model; other slots stay as they are."""
+    dim, rot = size
     q, k, v = (normal(4, heads, dim, seed=heads, dtype=dtype) for heads in (6, 2, 2))
     k[2, 1, 3], v[2, 1, 5], v[0, 0, 0], v[0, 0, 1] = math.nan, math.nan, math.inf, -1e4
     cos, sin = angles(4, rot, dtype) if rot else (None, None)
@@ -174,22 +177,23 @@ def test_codes_of_what_is_written_otherwise(
 
 # Name: q heads, KV heads, head size, options.
 ATTENTION = {
-    "gqa-64": (4, 2, 64, {}),
+    "gqa-32": (4, 2, 32, {}),
     "mqa-80 in a window": (3, 1, 80, {"window": 23}),
-    "all of 96": (4, 2, 96, {"window": 70, "softcap": 4.0, "sinks": True}),
+    "all of 96": (2, 1, 96, {"window": 40, "softcap": 4.0, "sinks": True}),
     "256 in chunks": (2, 1, 256, {"chunk": 29}),
 }
-SPANS = ((0, 5), (66, 67), (120, 131))
+LENGTH = 67
+SPANS = ((0, 3), (34, 35), (60, LENGTH))
 
 
 def runs(name: str, dtype: torch.dtype) -> list:
     """A pass over codes, the same over what they mean, and its options."""
     heads, kv_heads, dim, options = ATTENTION[name]
-    sequence = Sequence.make(131, heads, kv_heads, dim, dtype)
+    sequence = Sequence.make(LENGTH, heads, kv_heads, dim, dtype)
     sequence.k, sequence.v = (twin.stored(3 * x, CODES) for x in (sequence.k, sequence.v))
     # Keys and values that only some rows attend to.
-    sequence.k[68, 0, 1] = NAN
-    sequence.v[122, 0, 7] = NAN | 0x80
+    sequence.k[36, 0, 1] = NAN
+    sequence.v[62, 0, 7] = NAN | 0x80
     meant = Sequence(sequence.q, *(twin.values(x, dtype) for x in (sequence.k, sequence.v)))
     more = {"sinks": normal(heads, seed=99, dtype=dtype)} if options.get("sinks") else {}
     work = [lay_out([(s, *span) for span in SPANS], padding=2) for s in (sequence, meant)]
@@ -199,7 +203,7 @@ def runs(name: str, dtype: torch.dtype) -> list:
 @pytest.mark.crossed(0.5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", ["walk", "spread"])
-@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize("name", first(1, ATTENTION, 0.5))
 def test_attention_is_that_of_the_numbers(name: str, mode: str, dtype: torch.dtype) -> None:
     """By one entry of the launch table: the same bits, NaN where a row attends to one."""
     codes, meant, scale, options = runs(name, dtype)
@@ -253,6 +257,7 @@ def test_error_against_the_model_s_own_cache(module: object) -> None:
     assert error.pow(2).mean().sqrt() < 2.0**-4 * exact.pow(2).mean().sqrt()
 
 
+@pytest.mark.slow("crosses", 3)
 @pytest.mark.parametrize("mode", ["walk", "spread"])
 def test_row_invariant(mode: str) -> None:
     """The table's own entry for codes: a row alone, in a verify, on other pages, among others."""

@@ -21,16 +21,15 @@ LARGEST = tl.constexpr(448.0)
 @triton.jit
 def encode(x):
     """Codes of x in any float dtype, uint8: round to nearest, ties to even; beyond 448 and infinite
-    the code of 448, of NaN that of NaN."""
+    the code of 448, of every NaN 0x7f."""
     bits = x.to(tl.float32).to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     kept = tl.minimum(magnitude, 0x43E00000)  # 448
     code = ((kept + 0x7FFFF + ((kept >> 20) & 1)) >> 20) - (120 << 3)
     # Codes below 2^-6 are 2^-9 apart, as fp32 numbers are from 2^14 on.
     small = (kept.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    code = tl.where(magnitude < 0x3C800000, small, code)
-    code = tl.where(magnitude > 0x7F800000, 0x7F, code)
-    return (((bits >> 24) & 0x80) | code).to(tl.uint8)
+    code = tl.where(magnitude < 0x3C800000, small, code) | ((bits >> 24) & 0x80)
+    return tl.where(magnitude > 0x7F800000, 0x7F, code).to(tl.uint8)
 
 
 @triton.jit

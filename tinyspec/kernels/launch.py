@@ -131,10 +131,13 @@ _ATTENTION_OF = {
     },
     100: {(2, 256): AttentionLaunch(32, 32, 512, 4, 3, 255)},
 }
-# Over caches of e4m3 codes, where the general entry has no room for decoding: it would spill on
-# NVIDIA's (fp32) or on gfx942 (16-bit).
+# Over caches of e4m3 codes, where the general entry does not fit, as what is decoded takes
+# registers. 16-bit heads of 256 would spill 396 bytes on gfx942; fp32 heads of 128 144 to 216 on
+# NVIDIA's; those of 256 as much, with 16 warps or 2 stages too: there one tile is loaded at a time.
+# Of fp32 heads of 16, 8 warps would copy 2 bytes a lane: copies that overlap are of 4 at least.
 _ATTENTION_OF_CODES = {
     (2, 256): AttentionLaunch(32, 16, 512, 8, 3, 255),
+    (4, 16): AttentionLaunch(16, 32, 512, 4, 3, 255),
     (4, 128): AttentionLaunch(16, 16, 512, 8, 3, 255),
     (4, 256): AttentionLaunch(16, 16, 512, 8, 1, 255),
 }

@@ -19,7 +19,7 @@ from tinyspec.determinism.probes.steps import Steps, finished
 from tinyspec.kernels import launch
 from tinyspec.kernels.attention_metadata import AttentionMetadata
 from tinyspec.kernels.backend import Kernels
-from tinyspec.kernels.twins.e4m3 import stored
+from tinyspec.kernels.twins.e4m3 import CODES, stored
 from tinyspec.model.attention_calls import LayerShape, Reach
 from tinyspec.model.install import patched_of
 from tinyspec.runner.model_runner import ModelRunner
@@ -69,8 +69,9 @@ def longest_split(runner: ModelRunner) -> int:
     fewer than the probes' contexts have anyway."""
     if runner.kernels.backend != "triton":
         return 0
-    dtype, device = runner.model.dtype, runner.device
-    return max(launch.attention(dtype, layer.head_dim, device).split for layer in runner.layers)
+    dtype, device, codes = runner.model.dtype, runner.device, runner.kv_dtype == CODES
+    dims = {layer.head_dim for layer in runner.layers}
+    return max(launch.attention(dtype, dim, device, codes).split for dim in dims)
 
 
 def attention_steps(

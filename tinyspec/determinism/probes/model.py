@@ -155,8 +155,7 @@ class ModelProbe:
         return self._distinct
 
     def run_tokens(self, rows: int, tokens: Callable[[int, int], Tensor]) -> None:
-        """A pass of the first ``rows`` distinct rows with the tokens
-        ``tokens(vocab_size, rows)``."""
+        """A pass of the first ``rows`` distinct rows with ``tokens(vocab_size, rows)``."""
         assert rows <= self._distinct
         own = self._packed[0].clone()
         self._packed[0, :rows] = tokens(self._runner.vocab_size, rows).to(own)
@@ -229,11 +228,12 @@ class ModelProbe:
         """Finite noise, different on every page of the distinct rows."""
         generator = torch.Generator().manual_seed(1)
         scale = torch.rand(self._pages, 1, 1, 1, generator=generator) + 0.5
-        dtype = self._runner.model.dtype
+        scale = scale.to(self._runner.device, self._runner.model.dtype)
         for pool in (*self._cache.k, *self._cache.v):
-            noise = torch.randn(pool.shape[1:], generator=generator)
-            filled = noise.to(pool.device, dtype) * scale.to(pool.device, dtype)
-            pool[: self._pages] = stored(filled, pool.dtype)
+            noise = torch.randn(pool.shape[1:], generator=generator).to(scale)
+            own = pool[: self._pages]
+            filled = torch.mul(noise, scale, out=own if own.dtype == noise.dtype else None)
+            own.copy_(stored(filled, own.dtype))
 
     def _copy_pages(self) -> None:
         """Copy the pages of the distinct rows to those of the rows that repeat them."""

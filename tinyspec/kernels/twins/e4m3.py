@@ -9,15 +9,17 @@ import torch
 from torch import Tensor
 
 CODES = torch.uint8
+NAN = 0x7F
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 def stored(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x as a cache of ``dtype`` holds it: as it is, or its codes, which are those of 448 beyond it
-    and NaN's of NaN."""
+    """x as a cache of ``dtype`` holds it: as it is, or its codes: of 448 beyond it, NAN of NaN,
+    whose sign depends on how torch gets to an element."""
     if dtype != CODES:
         return x
-    return x.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(CODES)
+    codes = x.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(CODES)
+    return codes.masked_fill_(x.isnan(), NAN)
 
 
 def values(cache: Tensor, dtype: torch.dtype) -> Tensor:
