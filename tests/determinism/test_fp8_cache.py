@@ -67,6 +67,20 @@ def test_every_family(family, dtype):
     assert found == [alone, alone]
 
 
+@pytest.mark.slow("crosses", 60)
+def test_by_the_triton_kernels():
+    """Interpreted; they and the twins say the same."""
+    small = {"max_model_len": 64, "max_rows": 16, "page_size": 16, "prefix_cache": False}
+    requests = [(text(9, seed=n), greedy(3)) for n in range(3)]
+    tokens = []
+    for name in ("torch", "triton"):
+        with coded(tiny(), backend=name, **small) as engine:
+            alone = bits(solo(engine, requests[0]))
+            assert bits_of(run(engine, requests))[0] == alone
+            tokens.append(alone[0][0])
+    assert tokens[0] == tokens[1]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_the_cache_holds(dtype):
     """Codes of the keys and values of the model's own cache, and later layers follow from them."""
