@@ -7,6 +7,8 @@ from transformers import DynamicCache
 from tests.support import zoo
 from tests.support.budget import first
 from tests.support.drop_in import patched
+from tinyspec import EngineConfig
+from tinyspec.kernels.twins.e4m3 import CODES, stored, values
 from tinyspec.model.supported import SERVED
 from tinyspec.runner.kv_cache import KVCache
 
@@ -79,6 +81,19 @@ def test_cache_of_every_family(kind):
         for out in (own, served)
     ]
     assert torch.equal(*again)
+
+
+def test_codes_of_8_bits_are_returned_as_numbers():
+    """Those of the first layer are the model's own, rounded; another sum may round another way."""
+    model, given = zoo.tiny("llama"), {"input_ids": torch.tensor(ROWS[1:2])}
+    own = generate(model, given, max_new_tokens=1)
+    with patched(model, EngineConfig(kv_cache_dtype="fp8_e4m3")):
+        served = generate(model, given, max_new_tokens=1)
+    mask = torch.ones(1, len(ROWS[1]))
+    assert 1e-3 < differences(served.past_key_values, own.past_key_values, mask) < 0.25
+    theirs, mine = (out.past_key_values.layers[0].keys for out in (own, served))
+    rounded = values(stored(theirs, CODES), torch.float32)
+    assert (mine == rounded).float().mean() > 0.99 and not torch.equal(mine, theirs)
 
 
 ROWS_TWICE = [row for row in ROWS for _ in range(2)]

@@ -312,6 +312,14 @@ def test_the_table():
     assert "model.layers.0.self_attn.q_proj" in str(report) and report.fingerprint in str(report)
 
 
+def test_a_cache_of_8_bits():
+    report = doctor(sound(), dataclasses.replace(CONFIG, kv_cache_dtype="fp8_e4m3"))
+    assert report and report.facts.canonical == SIZES
+    assert str(report).startswith("LlamaForCausalLM, float32, KV cache of fp8_e4m3, cpu (")
+    auto = dataclasses.replace(report, kv_cache_dtype="auto")
+    assert str(auto).startswith("LlamaForCausalLM, float32, cpu (")
+
+
 def test_json():
     report = doctor(sound(), CONFIG)
     found = json.loads(report.to_json())
@@ -402,8 +410,9 @@ def test_command_line(capsys):
     assert main(arguments) == 0
     table = capsys.readouterr().out
     assert "*8" in table and "deterministic=True can be served" in table
-    assert main([*arguments, "--json", "--fresh"]) == 0
-    assert json.loads(capsys.readouterr().out)["facts"]["reference"] == 8
+    assert main([*arguments, "--json", "--fresh", "--kv-cache-dtype", "fp8_e4m3"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["facts"]["reference"] == 8 and found["kv_cache_dtype"] == "fp8_e4m3"
     assert main(["doctor", "--reference-rows", "8", "--max-rows", "4"]) == 2
     assert "max_rows=4" in capsys.readouterr().err
 

@@ -15,8 +15,8 @@ from tinyspec.drop_in.prompts import Prompt, Prompts
 LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 # Tokens: no more than a window holds.
 FEW = 4
-# Of a layer's largest value; another form differs by much more, rounding to bf16 by less.
-CLOSE = 0.05
+# Of a layer's largest value; another form differs by much more, rounding to 8 bits by less.
+CLOSE = 0.25
 # Keys and values of one sequence, per layer [tokens, heads, dim].
 Kept = list[tuple[Tensor, Tensor]]
 

@@ -211,7 +211,8 @@ class Committer:
         """A sequence leaves; ``reason`` unless it has one."""
         sequence.finish_reason = sequence.finish_reason or reason
         if sequence.request.keeps_kv and sequence.running:
-            sequence.kv = self.runner.cache.read_all(sequence.pages, sequence.length - 1)
+            given = sequence.pages, sequence.length - 1, self.runner.model.dtype
+            sequence.kv = self.runner.cache.read_all(*given)
             self.runner.torch_state.stream.hand_out(*chain(*sequence.kv))
         self._commits.ended.append(sequence)
         self.admission.remove(sequence)
