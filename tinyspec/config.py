@@ -14,7 +14,7 @@ from tinyspec.scalars import plain
 VERIFY = ("auto", "direct", "padded", "always")
 LINEAR = ("auto", "always", "never")
 BACKENDS = ("auto", "triton", "torch")
-KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
+KV_DTYPES = ("auto", "fp8_e4m3")
 MAX_PAGE_SIZE = 1024
 # Types of devices that have graphs.
 WITH_GRAPHS = ("cuda",)
@@ -52,7 +52,7 @@ class EngineConfig:
         its results; changes no bit of a deterministic request (None: on a GPU, not on a CPU).
     cuda_graphs: capture passes that come again as graphs, one for each shape; only where the device
         has them (None: there). Models whose forward cannot be captured run eagerly all the same.
-    kv_cache_dtype: of keys and values in the cache. "auto": the model's; "fp8_e4m3": a byte each,
+    kv_dtype: of keys and values in the cache. "auto": the model's; "fp8_e4m3": a byte each,
         rounded to nearest with a constant scale of 1, saturating at 448: a cache of as much memory
         holds twice the tokens (in fp32 four times), and results are other ones than with "auto".
 
@@ -74,7 +74,7 @@ class EngineConfig:
     trace: bool = False
     verify_weights: bool = False
     seed: int | None = None
-    kv_cache_dtype: str = "auto"
+    kv_dtype: str = "auto"
     prefix_cache: bool = True
     cuda_graphs: bool | None = None
     linear: str = "auto"
@@ -124,7 +124,7 @@ class EngineConfig:
         one_of("overlap", (None, False, True))
         one_of("verify", VERIFY)
         one_of("backend", BACKENDS)
-        one_of("kv_cache_dtype", KV_CACHE_DTYPES)
+        one_of("kv_dtype", KV_DTYPES)
         one_of("cuda_graphs", (None, False, True))
         one_of("linear", LINEAR)
         if isinstance(self.drafter, str) and self.drafter != "ngram":

@@ -19,7 +19,7 @@ from tinyspec.kernels import backend
 from tinyspec.kernels.twins.e4m3 import CODES, stored
 from tinyspec.model.attention_calls import LayerShape
 
-coded = partial(engine_of, kv_cache_dtype="fp8_e4m3")
+coded = partial(engine_of, kv_dtype="fp8_e4m3")
 
 REQUESTS = [(text(21, seed=n), greedy(9, temperature=n * 0.8, seed=n)) for n in range(2)]
 

@@ -87,7 +87,7 @@ def test_codes_of_8_bits_are_returned_as_numbers():
     """Those of the first layer are the model's own, rounded; another sum may round another way."""
     model, given = zoo.tiny("llama"), {"input_ids": torch.tensor(ROWS[1:2])}
     own = generate(model, given, max_new_tokens=1)
-    with patched(model, EngineConfig(kv_cache_dtype="fp8_e4m3")):
+    with patched(model, EngineConfig(kv_dtype="fp8_e4m3")):
         served = generate(model, given, max_new_tokens=1)
     mask = torch.ones(1, len(ROWS[1]))
     assert 1e-3 < differences(served.past_key_values, own.past_key_values, mask) < 0.25

@@ -42,11 +42,11 @@ def test_a_pool_that_does_not_fit_is_refused_with_the_bytes():
 
 def test_codes_of_8_bits_take_a_quarter_of_fp32(monkeypatch):
     free(monkeypatch, 10)
-    with engine_of(num_pages=40, kv_cache_dtype="fp8_e4m3") as engine:
+    with engine_of(num_pages=40, kv_dtype="fp8_e4m3") as engine:
         assert bytes_of(engine) == 40 * PAGE // 4
         engine.generate(prompts(2), SHORT)
     with pytest.raises(ValueError, match=f"{41 * PAGE // 4} bytes, .*enough for 40"):
-        engine_of(num_pages=41, kv_cache_dtype="fp8_e4m3")
+        engine_of(num_pages=41, kv_dtype="fp8_e4m3")
     with pytest.raises(ValueError, match=f"{40 * PAGE} bytes, .*enough for 10"):
         engine_of(num_pages=40)
 

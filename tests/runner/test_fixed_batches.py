@@ -82,7 +82,7 @@ def test_same_launches(family, kernels):
 
 @pytest.mark.slow("crosses", 2)
 def test_same_launches_over_codes(kernels):
-    found = recorded(tiny(), kernels, kv_cache_dtype="fp8_e4m3")
+    found = recorded(tiny(), kernels, kv_dtype="fp8_e4m3")
     assert check(found) >= 6
     calls = [call for passes in found.values() for _, calls in passes for call in calls.calls]
     mine = [call for call in calls if call[0] in ("attention_kernel", "kv_write_kernel")]

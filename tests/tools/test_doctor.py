@@ -313,10 +313,10 @@ def test_the_table():
 
 
 def test_a_cache_of_8_bits():
-    report = doctor(sound(), dataclasses.replace(CONFIG, kv_cache_dtype="fp8_e4m3"))
+    report = doctor(sound(), dataclasses.replace(CONFIG, kv_dtype="fp8_e4m3"))
     assert report and report.facts.canonical == SIZES
     assert str(report).startswith("LlamaForCausalLM, float32, KV cache of fp8_e4m3, cpu (")
-    auto = dataclasses.replace(report, kv_cache_dtype="auto")
+    auto = dataclasses.replace(report, kv_dtype="auto")
     assert str(auto).startswith("LlamaForCausalLM, float32, cpu (")
 
 
@@ -410,9 +410,9 @@ def test_command_line(capsys):
     assert main(arguments) == 0
     table = capsys.readouterr().out
     assert "*8" in table and "deterministic=True can be served" in table
-    assert main([*arguments, "--json", "--fresh", "--kv-cache-dtype", "fp8_e4m3"]) == 0
+    assert main([*arguments, "--json", "--fresh", "--kv-dtype", "fp8_e4m3"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["facts"]["reference"] == 8 and found["kv_cache_dtype"] == "fp8_e4m3"
+    assert found["facts"]["reference"] == 8 and found["kv_dtype"] == "fp8_e4m3"
     assert main(["doctor", "--reference-rows", "8", "--max-rows", "4"]) == 2
     assert "max_rows=4" in capsys.readouterr().err
 

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from tinyspec.cli.common import add_model, add_report, make_engine
-from tinyspec.config import KV_CACHE_DTYPES, EngineConfig
+from tinyspec.config import KV_DTYPES, EngineConfig
 from tinyspec.errors import UnsupportedModelError
 from tinyspec.tools.doctor import DoctorReport, doctor
 
@@ -20,7 +20,7 @@ def add_command(commands: Any) -> None:
     )
     add_model(parser, dtype="auto")
     parser.add_argument("--max-rows", type=int, help="default: 2048")
-    parser.add_argument("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES)
+    parser.add_argument("--kv-dtype", default="auto", choices=KV_DTYPES)
     parser.add_argument(
         "--fresh", action="store_true", help="probe again, without the results on disk"
     )
@@ -32,7 +32,7 @@ def _doctor(options: argparse.Namespace) -> int:
     config = EngineConfig(
         reference_rows=options.reference_rows,
         max_rows=options.max_rows,
-        kv_cache_dtype=options.kv_cache_dtype,
+        kv_dtype=options.kv_dtype,
     )
     try:
         with make_engine(options, config) as engine:

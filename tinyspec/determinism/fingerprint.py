@@ -143,7 +143,7 @@ def fingerprint(
         "libraries": _libraries(model),
         "reference_rows": config.reference_rows,
         "backend": config.backend,
-        "kv_cache_dtype": config.kv_cache_dtype,
+        "kv_dtype": config.kv_dtype,
         "max_model_len": config.max_model_len,
         "cuda_graphs": config.cuda_graphs,
         "linears": sorted({type(m).__name__ for m in model.modules() if linear_shape(m)}),

@@ -237,7 +237,8 @@ class PatchedGenerate:
         """Whether the model's own cache holds what a sequence keeps; found once."""
         if self._alike is None:
             with self._locked(engine=False):
-                self._alike = keeps_alike(self._model, self._original, prompt, sequence.kv)
+                given = prompt, sequence.kv, self._config.kv_dtype
+                self._alike = keeps_alike(self._model, self._original, *given)
             if not self._alike:
                 self._log_once(
                     "generate: the model's own cache has another form than keys and values, so "

@@ -15,8 +15,9 @@ from tinyspec.drop_in.prompts import Prompt, Prompts
 LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 # Tokens: no more than a window holds.
 FEW = 4
-# Of a layer's largest value; another form differs by much more, rounding to 8 bits by less.
-CLOSE = 0.25
+# Of a layer's largest value, by ``EngineConfig.kv_dtype``; another form differs by much more,
+# rounding to bf16 and to 8 bits by less.
+CLOSE = {"auto": 0.05, "fp8_e4m3": 0.25}
 # Keys and values of one sequence, per layer [tokens, heads, dim].
 Kept = list[tuple[Tensor, Tensor]]
 
@@ -43,7 +44,9 @@ def filled_cache(
     return cache
 
 
-def keeps_alike(model: PreTrainedModel, generate: Generate, prompt: Prompt, kept: Kept) -> bool:
+def keeps_alike(
+    model: PreTrainedModel, generate: Generate, prompt: Prompt, kept: Kept, kv_dtype: str
+) -> bool:
     """Whether the model's own ``generate``, which runs here for the first tokens of ``prompt``,
     keeps for each layer what attention was given, ``kept``: some models keep what keys and values
     are made from, or share them."""
@@ -67,7 +70,7 @@ def keeps_alike(model: PreTrainedModel, generate: Generate, prompt: Prompt, kept
     return all(
         theirs is not None
         and theirs.shape == mine.shape
-        and torch.allclose(theirs, mine, rtol=0, atol=CLOSE * float(theirs.abs().max()))
+        and torch.allclose(theirs, mine, rtol=0, atol=CLOSE[kv_dtype] * float(theirs.abs().max()))
         for theirs, mine in pairs
     )
 

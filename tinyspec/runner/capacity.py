@@ -45,7 +45,7 @@ def most_pages(
     page fits, or not as many as configured.
     """
     assert config.page_size and config.max_model_len
-    dtype = dtype_of(config.kv_cache_dtype, model.dtype)
+    dtype = dtype_of(config.kv_dtype, model.dtype)
     page = KVCache.page_bytes(layers, config.page_size, dtype)
     if config.num_pages is not None:
         there = _available(model.device)

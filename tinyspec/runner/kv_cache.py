@@ -11,9 +11,9 @@ from tinyspec.model.attention_calls import LayerShape
 from tinyspec.runner.device_queue import to_device
 
 
-def dtype_of(kv_cache_dtype: str, model_dtype: torch.dtype) -> torch.dtype:
-    """The type of a cache's numbers by ``EngineConfig.kv_cache_dtype``."""
-    return model_dtype if kv_cache_dtype == "auto" else CODES
+def dtype_of(kv_dtype: str, model_dtype: torch.dtype) -> torch.dtype:
+    """The type of a cache's numbers by ``EngineConfig.kv_dtype``."""
+    return model_dtype if kv_dtype == "auto" else CODES
 
 
 class KVCache:

@@ -77,7 +77,7 @@ class ModelRunner:
         self._context = patched.context
         self._context.kernels = kernels
         self._cache: KVCache | None = None
-        self.kv_dtype = dtype_of(config.kv_cache_dtype, model.dtype)
+        self.kv_dtype = dtype_of(config.kv_dtype, model.dtype)
         self.tiles = patched.tiles
         self._fast_mode = patched.fast_mode
         self.after_pass: Callable[[], None] = lambda: None

@@ -38,7 +38,7 @@ class DoctorReport:
     problems: why they cannot, with the module or setting. facts: the probe results, None if nothing
     could be probed. plans: bucket -> how deterministic requests decode in a step of so many rows.
     eager: why passes of a kind are not captured as graphs, where the kernels are Triton's.
-    fingerprint: of the engine's deterministic outputs. seconds: how long it took. kv_cache_dtype:
+    fingerprint: of the engine's deterministic outputs. seconds: how long it took. kv_dtype:
     as in the engine's config.
     """
 
@@ -51,13 +51,13 @@ class DoctorReport:
     eager: dict[str, str] = field(default_factory=dict)
     fingerprint: str | None = None
     seconds: float = 0.0
-    kv_cache_dtype: str = "auto"
+    kv_dtype: str = "auto"
 
     def __bool__(self) -> bool:
         return not self.problems
 
     def __str__(self) -> str:
-        cache = "" if self.kv_cache_dtype == "auto" else f", KV cache of {self.kv_cache_dtype}"
+        cache = "" if self.kv_dtype == "auto" else f", KV cache of {self.kv_dtype}"
         lines = [f"{self.model}, {self.dtype}{cache}, {self.device}"]
         lines += [f"problem: {problem}" for problem in self.problems]
         if self.facts is not None:
@@ -173,7 +173,7 @@ def _examine(engine: Engine, fresh: bool, begun: float) -> DoctorReport:
         plans=plans,
         eager=eager,
         fingerprint=None if problems else contract.fingerprint,
-        kv_cache_dtype=config.kv_cache_dtype,
+        kv_dtype=config.kv_dtype,
     )
 
 
