@@ -95,6 +95,14 @@ def parameter_written(model: Any) -> None:
         model.lm_head.weight.mul_(1.5)
 
 
+def fused_step(model: Any) -> None:
+    """torch's version counters miss it."""
+    weight = model.lm_head.weight
+    weight.grad = weight.detach().clone()
+    torch.optim.SGD([weight], lr=0.5, maximize=True, fused=True).step()
+    weight.grad = None
+
+
 def parameter_replaced(model: Any) -> None:
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() * 1.5)
 
@@ -200,7 +208,7 @@ def frequencies(model: Any) -> None:
 
 Change = Callable[[Any], None]
 OF_LLAMA: tuple[Change, ...] = (
-    *(parameter_written, parameter_replaced, data_replaced, data_seen_otherwise),
+    *(parameter_written, fused_step, parameter_replaced, data_replaced, data_seen_otherwise),
     *(number, number_of_the_users, function, enclosed_number, module, module_taken_out),
     *(hook, hook_removed, number_of_a_hook, own_forward, adapter, adapter_rescaled, threads),
 )

@@ -30,13 +30,14 @@ from tinyspec.determinism.model_state import (
     weight_state,
 )
 from tinyspec.determinism.model_tables import ModelTables
+from tinyspec.determinism.optimizer_steps import OptimizerSteps
 from tinyspec.model.patched_model import PatchedModel
 from tinyspec.model.quantized import is_packed, repack_weights, trace
 from tinyspec.model.torch_state import TorchState
 
 logger = logging.getLogger("tinyspec")
 THREADS, PROCESS = "the number of threads", "the state of the process"
-OBJECT = "the object "
+OBJECT, STEPS = "the object ", "steps of optimizers"
 _ADDRESS, _VERSION, _FORM = Tensor.data_ptr, attrgetter("_version"), attrgetter("shape")
 _ASKS_FOR_GRADIENTS = attrgetter("requires_grad")
 _ABSENT = object()
@@ -45,8 +46,8 @@ _ABSENT = object()
 class ModelWatch:
     """One model, as it was when ``update`` was last called.
 
-    weights: address and version of every tensor, by name. counters: names of attributes that passes
-    change, which are no settings.
+    weights: address and version of every tensor, by name, and steps of optimizers. counters: names
+    of attributes that passes change, which are no settings.
     """
 
     def __init__(self, patched: PatchedModel, torch_state: TorchState):
@@ -54,6 +55,7 @@ class ModelWatch:
         self._model = patched.model
         self._torch_state = torch_state
         self.counters: set[str] = set()
+        self._steps = OptimizerSteps()
         self._warned = False
         self.record()
 
@@ -81,6 +83,7 @@ class ModelWatch:
             len(held) == len(self._held)
             and all(map(is_, held, self._held))
             and self._traces == self._trace()
+            and self.weights[STEPS] == self._steps.count
             # An address is the same tensor's only as long as its memory was not freed.
             and not any(map(torch.UntypedStorage._expired, self._storages))
             and self._bits == list(map(checksum, self._uncounted))
@@ -153,7 +156,7 @@ class ModelWatch:
 
     def _record_tensors(self) -> None:
         repack_weights(self._model, self._model.dtype)
-        self.weights = weight_state(self._model, self.counters)
+        self.weights = {**weight_state(self._model, self.counters), STEPS: self._steps.count}
         self._layouts = layouts(self._model)
         self._taken_buffers = self._patched.taken_buffers()
         self._held = list(chain.from_iterable(map(dict.values, self._tensor_tables)))
@@ -162,6 +165,7 @@ class ModelWatch:
         self._packed = [tensor for tensor in every if is_packed(tensor)]
         known = {id(tensor) for tensor in (*self._uncounted, *self._packed)}
         self._counted = [tensor for tensor in every if id(tensor) not in known]
+        self._steps.follow(self._counted)
         self._storage_refs = [StorageWeakRef(tensor.untyped_storage()) for tensor in self._counted]
         self._storages = list({ref.cdata for ref in self._storage_refs})
         self._traces = self._trace()

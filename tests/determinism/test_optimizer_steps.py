@@ -1,0 +1,71 @@
+"""Steps of optimizers are seen, those of fused ones too, of which torch's counters know nothing."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.drop_in import PAD, patched, random_ids
+from tests.support.tiny import tiny
+from tinyspec.determinism.optimizer_steps import OptimizerSteps
+
+PROMPT = random_ids(40)
+KINDS = pytest.mark.parametrize("kind", [{"fused": True}, {"foreach": True}, {}], ids=str)
+
+
+def step(*parameters, **kind):
+    """One step of AdamW, with gradients that are the parameters."""
+    for parameter in parameters:
+        parameter.grad = parameter.detach().clone()
+    torch.optim.AdamW(parameters, lr=0.3, **kind).step()
+
+
+@KINDS
+def test_steps_are_counted_by_memory(kind):
+    steps, other = OptimizerSteps(), OptimizerSteps()
+    parameter, neighbour = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
+    steps.follow([parameter])
+    other.follow([neighbour])
+    before = parameter._version
+    step(parameter, **kind)
+    assert (parameter._version == before) == ("fused" in kind), "why steps are counted"
+    assert (steps.count, other.count) == (1, 0)
+    step(nn.Parameter(parameter.detach()[2:4]), **kind)
+    step(neighbour, **kind)
+    assert (steps.count, other.count) == (2, 1)
+
+
+def test_who_is_gone_is_not_told():
+    steps = OptimizerSteps()
+    before = len(OptimizerSteps._all)
+    del steps
+    gc.collect()
+    assert len(OptimizerSteps._all) < before
+
+
+@KINDS
+def test_a_trained_model_gives_what_its_weights_give_anew(kind):
+    """No page of before is used, and the fingerprint is another one."""
+    asked = {"max_new_tokens": 8, "pad_token_id": PAD, "do_sample": False, "deterministic": True}
+    asked |= {"return_dict_in_generate": True, "output_logits": True}
+
+    def answer(model):
+        found = model.generate([PROMPT], **asked)
+        return torch.stack(found.logits), model.generate.fingerprint
+
+    seen = []
+    with patched(tiny()) as model:
+        for _ in range(2):
+            seen.append(answer(model))
+            step(*model.parameters(), **kind)
+        logits, fingerprint = answer(model)
+        assert fingerprint not in [before for _, before in seen]
+        twin = tiny()
+        twin.load_state_dict(model.state_dict())
+    with patched(twin):
+        expected, its = answer(twin)
+    assert torch.equal(logits, expected) and fingerprint == its
+    assert not torch.equal(logits, seen[0][0])
