@@ -56,7 +56,7 @@ class Completion:
     @classmethod
     def from_json(cls, line: str) -> Completion:
         """The inverse of ``to_json``."""
-        return _completion(json.loads(line, object_pairs_hook=_once))
+        return _completion(json.loads(line, object_pairs_hook=no_name_twice))
 
 
 @dataclass
@@ -85,13 +85,13 @@ class RequestOutput:
     @classmethod
     def from_json(cls, line: str) -> RequestOutput:
         """The inverse of ``to_json``."""
-        data: dict[str, Any] = json.loads(line, object_pairs_hook=_once)
+        data: dict[str, Any] = json.loads(line, object_pairs_hook=no_name_twice)
         data["params"] = SamplingParams.from_dict(data["params"])
         data["completions"] = [_completion(c) for c in data["completions"]]
         return cls(**data)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object whose names are all different: of two values, readers take one or the other."""
     data = dict(pairs)
     if len(data) < len(pairs):
