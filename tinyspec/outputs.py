@@ -66,6 +66,8 @@ class RequestOutput:
     fingerprint: of the engine, if it has been computed (always for deterministic requests). Outputs
     can be compared bit for bit if their fingerprints are equal.
     prompt_logprobs: one per prompt token, None for the first, if asked for.
+    fingerprint_parts: what the fingerprint is the digest of, by name (device, versions, threads,
+    weights, ...), long ones as digests; 2 KB of JSON at most.
     """
 
     request_id: str
@@ -74,6 +76,7 @@ class RequestOutput:
     completions: list[Completion]
     fingerprint: str | None = None
     prompt_logprobs: list[float | None] | None = None
+    fingerprint_parts: dict[str, str | int | bool | None] | None = None
 
     def to_json(self) -> str:
         """One line of JSON; ``from_json`` restores every bit."""

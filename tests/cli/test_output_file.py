@@ -7,6 +7,7 @@ import pytest
 
 from tinyspec import RequestOutput
 from tinyspec.cli.output_file import OutputFile
+from tinyspec.determinism.fingerprint_parts import digest_of
 
 PROMPTS = ["One day", "Once", "What is 1 + 2?"]
 OPTIONS = ("--max-new-tokens", 3, "--deterministic", "--logprobs")
@@ -95,11 +96,13 @@ def test_other_input_is_refused(generate, files):
 def test_another_fingerprint_is_refused(generate, files):
     generate()
     lines = [RequestOutput.from_json(line) for line in files[1].read_text().splitlines()]
-    lines = [replace(output, fingerprint="0" * 32) for output in lines]
+    parts = {**lines[0].fingerprint_parts, "threads": 99}
+    print_of_others = {"fingerprint": digest_of(parts), "fingerprint_parts": parts}
+    lines = [replace(output, **print_of_others) for output in lines]
     files[1].write_text("".join(output.to_json() + "\n" for output in lines[:2]))
     before = files[1].read_bytes()
     status, _, err = generate("--resume")
-    assert status == 2 and "it has outputs of 000000" in err
+    assert status == 2 and f"some of {digest_of(parts)}: threads 99 -> " in err
     assert files[1].read_bytes() == before
 
 

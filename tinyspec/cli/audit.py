@@ -7,11 +7,10 @@ import sys
 from typing import Any
 
 from tinyspec.cli.common import add_model, add_report, make_engine
-from tinyspec.cli.inputs import read_lines
+from tinyspec.cli.inputs import read_outputs
 from tinyspec.cli.parser import add_command
 from tinyspec.config import EngineConfig
 from tinyspec.errors import refuse
-from tinyspec.outputs import RequestOutput
 
 NOTES = (
     "Exit status 0 if every completion is the same; 1 if one differs, is verified in part (it was "
@@ -49,15 +48,3 @@ def _audit(options: argparse.Namespace) -> int:
     if complaints:
         return 2
     return 0 if report else 1
-
-
-def read_outputs(path: str) -> tuple[list[RequestOutput], list[str]]:
-    """The outputs in a file, and what is wrong with each line that is none."""
-    outputs, complaints = [], []
-    for line in read_lines(path):
-        try:
-            outputs.append(RequestOutput.from_json(line.text))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-            complaints.append(f"{line.place} is not an output of tinyspec: {reason}")
-    return outputs, complaints

@@ -87,10 +87,15 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
 
 
 def _check_fingerprint(engine: Engine, file: OutputFile, name: str) -> None:
-    if (others := file.fingerprints) and others != {engine.fingerprint}:
-        theirs = next(iter(others - {engine.fingerprint}))
-        allowed = f"a file of this engine, {engine.fingerprint}; it has outputs of {theirs}"
-        raise refuse("--output", name, allowed)
+    from tinyspec.determinism.fingerprint_parts import explained
+
+    written = [output for output in file.kept.values() if output.fingerprint is not None]
+    own = engine.fingerprint if written else ""
+    other = next((output for output in written if output.fingerprint != own), None)
+    if other is not None:
+        allowed = f"outputs of this engine, {own}; it has some of {other.fingerprint}"
+        why = explained(other.fingerprint_parts, engine.contract.fingerprint.parts)
+        raise refuse("--output", name, f"{allowed}: {why}" if why else allowed)
 
 
 def _into_file(engine: Engine, jobs: list[Job], file: OutputFile, name: str) -> bool:

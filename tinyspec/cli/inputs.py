@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from tinyspec.errors import refuse
-from tinyspec.outputs import no_name_twice
+from tinyspec.outputs import RequestOutput, no_name_twice
 
 STANDARD_INPUT = "-"
 JSON_LINES = (".jsonl", ".ndjson")
+# What reading a line that is no output may raise.
+NO_OUTPUT = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -90,3 +92,15 @@ def check_prompt(field: str, value: Any) -> None:
     if isinstance(value, str) or (isinstance(value, list) and value):
         return
     raise refuse(field, value, "text, a list of token ids, or a list of chat messages")
+
+
+def read_outputs(path: str) -> tuple[list[RequestOutput], list[str]]:
+    """The outputs in a file, and what is wrong with each line that is none."""
+    outputs, complaints = [], []
+    for line in read_lines(path):
+        try:
+            outputs.append(RequestOutput.from_json(line.text))
+        except NO_OUTPUT as error:
+            reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+            complaints.append(f"{line.place} is not an output of tinyspec: {reason}")
+    return outputs, complaints

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tinyspec.cli.inputs import NO_OUTPUT
 from tinyspec.cli.jobs import Job
 from tinyspec.errors import refuse
 from tinyspec.outputs import RequestOutput
@@ -37,7 +38,7 @@ class OutputFile:
             try:
                 output = RequestOutput.from_json(line.decode())
                 name = str(output.request_id)
-            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            except NO_OUTPUT as error:
                 raise ValueError(f"{place} is not an output of tinyspec: {error}") from error
             job = by_place.get(name.rpartition("-")[0])
             if job is None:
@@ -48,11 +49,6 @@ class OutputFile:
             if name in self.kept:
                 raise ValueError(f"{place}: {job.place} stands twice in this file")
             self.kept[name] = output
-
-    @property
-    def fingerprints(self) -> set[str]:
-        """Of the outputs that are there; plain ones may have none."""
-        return {o.fingerprint for o in self.kept.values() if o.fingerprint is not None}
 
     def open(self) -> None:
         """Drop a last line that was cut off; from now on ``write`` appends."""

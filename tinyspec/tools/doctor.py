@@ -167,7 +167,7 @@ def _examine(engine: Engine, fresh: bool, begun: float) -> DoctorReport:
         facts=contract.results and contract.results.filled(),
         plans=plans,
         eager=eager,
-        fingerprint=None if problems else contract.fingerprint,
+        fingerprint=None if problems else contract.fingerprint.digest,
     )
 
 
