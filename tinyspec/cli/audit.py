@@ -41,7 +41,7 @@ def _audit(options: argparse.Namespace) -> int:
         allowed = "; ".join(complaints) or "a file with at least one output"
         raise refuse("file", options.file, allowed)
     with make_engine(options, EngineConfig(reference_rows=options.reference_rows)) as engine:
-        report = audit(engine, outputs)
+        report = audit(engine, outputs, progress=sys.stderr.isatty())
     print(report.to_json() if options.json else report)
     for complaint in complaints:
         print(f"tinyspec: {complaint}", file=sys.stderr)

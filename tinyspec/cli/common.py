@@ -31,6 +31,9 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 
 def make_engine(options: argparse.Namespace, config: EngineConfig) -> Engine:
     """The engine that the options ask for; bars of what is loaded are for terminals only."""
+    name = options.model or "the bundled model"
+    if sys.stderr.isatty():
+        print(f"tinyspec: loading {name}", file=sys.stderr)
     from transformers.utils import logging
 
     from tinyspec.engine.engine import Engine

@@ -13,6 +13,7 @@ from tinyspec.cli.inputs import STANDARD_INPUT, are_json, read_lines
 from tinyspec.cli.jobs import Job, jobs_of_arguments, jobs_of_lines, prepare
 from tinyspec.cli.output_file import OutputFile
 from tinyspec.cli.parser import add_command
+from tinyspec.cli.progress import Progress
 from tinyspec.cli.sampling import add_sampling, given
 from tinyspec.cli.text_writer import TextWriter
 from tinyspec.config import EngineConfig
@@ -124,11 +125,14 @@ def _run(
     of = {request.request_id: (request, job) for request, job in zip(requests, jobs, strict=True)}
     unfinished = {request.request_id: len(request.sequences) for request in requests}
     keys = [(request.request_id, s.index) for request in requests for s in request.sequences]
-    text = TextWriter(keys, sys.stdout, live=sys.stdout.isatty())
+    terminal = sys.stdout.isatty()
+    text = TextWriter(keys, sys.stdout, live=terminal)
+    progress = Progress(engine, len(keys), sys.stderr, live=as_json or not terminal)
     aborted = False
     # The command changes no model between the steps.
     with between_steps(), engine.follow(requests) as events, engine.tracker.hold_state():
         for event in events:
+            progress.event(event)
             if not as_json:
                 text.event(event)
             unfinished[event.request_id] -= event.finish_reason is not None
@@ -136,6 +140,7 @@ def _run(
                 continue
             request, job = of[event.request_id]
             output = output_of(request, engine.tokenizer)
+            progress.clear()
             if as_json:
                 write(replace(output, request_id=job.job_id))
             else:
@@ -144,4 +149,5 @@ def _run(
                 if completion.finish_reason == "abort":
                     aborted = True
                     print(f"tinyspec: {job.place}: aborted: {completion.error}", file=sys.stderr)
+    progress.end()
     return aborted

@@ -233,13 +233,15 @@ class Engine(Lifetime):
                 raise RuntimeError(f"no score: {completion.error}")
         return [completion.logprobs or [] for completion in completions]
 
-    def replay(self, outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
+    def replay(
+        self, outputs: Sequence[RequestOutput], progress: bool = False
+    ) -> list[RequestOutput]:
         """Finished requests computed again, with their tokens as drafts.
 
         A completion ends with the first token that differs from the given output's, with
-        finish_reason "abort". ``tinyspec.audit`` compares the two.
+        finish_reason "abort". ``tinyspec.audit`` compares the two. progress: as for ``generate``.
         """
-        return self.tracker.finish(self._ready().replayed(outputs))
+        return self.tracker.finish(self._ready().replayed(outputs), progress)
 
     def stream(self, prompts: Any, params: Params = None) -> EventStream:
         """Committed tokens of ``prompts`` as they come; arguments and errors as ``generate``.

@@ -36,13 +36,13 @@ from tinyspec.tools.comparison import (
 )
 
 
-def audit(engine: Engine, outputs: Iterable[RequestOutput]) -> AuditReport:
+def audit(engine: Engine, outputs: Iterable[RequestOutput], progress: bool = False) -> AuditReport:
     """Replay finished ``outputs``, sampling included, and compare everything that they say.
 
     Compared in type and in every bit: tokens, the log-probabilities that the parameters ask for
     (missing and surplus ones differ), finish reasons, errors, the number of completions and, where
     the engine has a tokenizer, texts. Never compared, as they are no functions of the request:
-    ``request_id`` and ``stats``.
+    ``request_id`` and ``stats``. progress: show a bar of replayed completions.
 
     Malformed outputs differ, and so do parts that do not give their fingerprint. Plain outputs,
     those of another fingerprint, with functions that JSON did not keep, or that this engine refuses
@@ -60,7 +60,7 @@ def audit(engine: Engine, outputs: Iterable[RequestOutput]) -> AuditReport:
     refusals = iter(_refusals(engine, clear))
     obstacles = [next(refusals) if obstacle is None else obstacle for obstacle in obstacles]
     sound = [o for o, obstacle in zip(outputs, obstacles, strict=True) if obstacle is None]
-    replayed = iter(engine.replay(list(map(_replayable, sound))) if sound else [])
+    replayed = iter(engine.replay(list(map(_replayable, sound)), progress) if sound else [])
     entries: list[AuditEntry] = []
     for output, obstacle in zip(outputs, obstacles, strict=True):
         again = next(replayed) if obstacle is None else None
