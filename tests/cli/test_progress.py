@@ -25,9 +25,11 @@ def impatient(monkeypatch):
 def run(engine, file, live=True):
     """Two prompts, one of them twice."""
     params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in (3, 5, 5)]
-    progress = Progress(engine, 3, file, live)
-    for event in engine.stream(["Once", "One day", "One day"], params):
-        progress.event(event)
+    with engine.stream(["Once", "One day", "One day"], params) as events:
+        most = {(r.request_id, 0): r.params.max_new_tokens for r in events.requests}
+        progress = Progress(engine, most, file, live)
+        for event in events:
+            progress.event(event)
     progress.end()
     return progress
 
@@ -41,12 +43,12 @@ def test_a_line_that_changes_and_one_that_stays(bundled, impatient):
     assert last.startswith("tinyspec: 3 completions, 13 tokens in ") and last.endswith("\n")
     assert "prompt tokens cached" in last and "passes canonical" in last
     lines = [line.strip() for line in changing if line.strip()]
-    assert lines[0].startswith("0 of 3 completions, ") and " left" not in lines[0]
-    assert lines[-1].startswith("3 of 3 completions, ") and lines[-1].endswith("about 0:00 left")
+    assert lines[0].startswith("0 of 3 completions, ")
+    assert lines[-1].startswith("3 of 3 completions, ") and lines[-1].endswith("at most 0:00 left")
     assert all(f" of {bundled.pool.num_pages} pages" in line for line in lines)
     assert len(changing[-1]) == len(changing[-2].rstrip("\r")), "it is written over"
-    progress._done = 1
-    assert progress.line(30.0).endswith("about 1:00 left")
+    progress._most["another", 0] = 26
+    assert progress.line(60.0).endswith("at most 2:00 left"), "by tokens: twice as many"
 
 
 def test_drafts_and_the_cache_are_told():
@@ -54,7 +56,7 @@ def test_drafts_and_the_cache_are_told():
     params = SamplingParams(max_new_tokens=12, deterministic=True, ignore_eos=True)
     with Engine.from_pretrained(BUNDLED, device="cpu", config=config) as engine:
         engine.generate("What is the last item: drum, coin, hat?", params)
-        progress = Progress(engine, 1, Terminal(), True)
+        progress = Progress(engine, {("request-1", 0): 12}, Terminal(), True)
         assert "drafts" not in progress.line(1.0), "of this run, not of those before"
         (output,) = engine.generate("What is the last item: drum, coin, hat?", params)
     stats = output.completions[0].stats

@@ -124,10 +124,14 @@ def _run(
     requests = prepare(engine, jobs)
     of = {request.request_id: (request, job) for request, job in zip(requests, jobs, strict=True)}
     unfinished = {request.request_id: len(request.sequences) for request in requests}
-    keys = [(request.request_id, s.index) for request in requests for s in request.sequences]
+    most = {
+        (request.request_id, sequence.index): request.params.max_new_tokens
+        for request in requests
+        for sequence in request.sequences
+    }
     terminal = sys.stdout.isatty()
-    text = TextWriter(keys, sys.stdout, live=terminal)
-    progress = Progress(engine, len(keys), sys.stderr, live=as_json or not terminal)
+    text = TextWriter(most, sys.stdout, live=terminal)
+    progress = Progress(engine, most, sys.stderr, live=as_json or not terminal)
     aborted = False
     # The command changes no model between the steps.
     with between_steps(), engine.follow(requests) as events, engine.tracker.hold_state():

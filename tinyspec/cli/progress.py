@@ -19,22 +19,26 @@ PATIENCE, EVERY = 2.0, 0.2
 
 
 class Progress:
-    """How far a run of ``total`` completions is, by its events. live: show it while it lasts; off
-    where text comes on the same terminal."""
+    """How far a run is, by its events. most: tokens that each completion may get, by request id and
+    index. live: show it while it lasts; off where text comes on the same terminal."""
 
-    def __init__(self, engine: Engine, total: int, file: TextIO, live: bool):
-        self._engine, self._total, self._file = engine, total, file
+    def __init__(self, engine: Engine, most: dict[tuple[str, int], int], file: TextIO, live: bool):
+        self._engine, self._most, self._file = engine, dict(most), file
+        self._total = len(most)
         self._terminal = file.isatty()
         self._live = live and self._terminal
         self._before = deepcopy(engine.stats())
         self._begun = time.perf_counter()
         self._next = PATIENCE
-        self._done = self._tokens = self._width = 0
+        self._tokens = self._width = 0
 
     def event(self, event: StreamEvent) -> None:
         """Tokens that one completion got."""
+        key = event.request_id, event.index
         self._tokens += len(event.token_ids)
-        self._done += event.finish_reason is not None
+        self._most[key] -= len(event.token_ids)
+        if event.finish_reason is not None:
+            del self._most[key]
         if self._live and (seconds := self._seconds()) >= self._next:
             self._next = seconds + EVERY
             line = self.line(seconds)
@@ -64,9 +68,9 @@ class Progress:
                 f"{_percent(stats.accepted - before.accepted, drafted)} of drafts accepted"
             )
         parts.append(f"{pool.num_pages - pool.num_free} of {pool.num_pages} pages")
-        if self._done:
-            left = round(seconds * (self._total - self._done) / self._done)
-            parts.append(f"about {left // 60}:{left % 60:02d} left")
+        if self._tokens:
+            left = round(seconds * sum(self._most.values()) / self._tokens)
+            parts.append(f"at most {left // 60}:{left % 60:02d} left")
         return ", ".join(parts)
 
     def summary(self, seconds: float) -> str:
@@ -80,6 +84,10 @@ class Progress:
             f"({self._speed(seconds)}); {cached} prompt tokens cached; {canonical} of "
             f"{passes} passes canonical"
         )
+
+    @property
+    def _done(self) -> int:
+        return self._total - len(self._most)
 
     def _seconds(self) -> float:
         return time.perf_counter() - self._begun
