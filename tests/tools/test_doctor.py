@@ -419,7 +419,7 @@ def test_command_line(capsys):
 
 def test_command_line_says_no(capsys, monkeypatch):
     monkeypatch.setattr(
-        "tinyspec.cli.doctor.doctor",
+        "tinyspec.tools.doctor.doctor",
         lambda *_, **__: DoctorReport("m", "d", "c", ("it is broken",)),
     )
     assert main(["doctor", "--max-rows", "32"]) == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from tinyspec.config import EngineConfig
 from tinyspec.determinism.contract import Contract
@@ -18,6 +18,7 @@ from tinyspec.engine.drafter import Drafter, make_drafter
 from tinyspec.engine.input_processor import InputProcessor
 from tinyspec.engine.interrupts import between_steps, flush
 from tinyspec.engine.lifetime import Lifetime, taken_over
+from tinyspec.engine.loading import load
 from tinyspec.engine.request_tracker import RequestTracker
 from tinyspec.engine.stream import EventStream
 from tinyspec.engine.turns import in_turns
@@ -75,6 +76,8 @@ class Engine(Lifetime):
         *,
         grows: bool = False,
     ):
+        if not isinstance(config, EngineConfig | None):
+            raise refuse("config", config, "None or an EngineConfig")
         config = config or EngineConfig()
         model = unwrap(model)
         config = config.resolve(device_type=model.device.type, model_positions=max_positions(model))
@@ -126,10 +129,7 @@ class Engine(Lifetime):
         config: EngineConfig | None = None,
     ) -> Engine:
         """An engine for a model on the hub or in a folder; device "auto": a GPU if there is one."""
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        model: Any = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype)
-        return cls(model.to(device), AutoTokenizer.from_pretrained(name_or_path), config)
+        return cls(*load(name_or_path, dtype, device), config)
 
     def suspend(self) -> None:
         """Give the model its own attention back until ``resume``. The prefix cache keeps only
@@ -231,13 +231,15 @@ class Engine(Lifetime):
                 raise RuntimeError(f"no score: {completion.error}")
         return [completion.logprobs or [] for completion in completions]
 
-    def replay(self, outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
+    def replay(
+        self, outputs: Sequence[RequestOutput], progress: bool = False
+    ) -> list[RequestOutput]:
         """Finished requests computed again, with their tokens as drafts.
 
         A completion ends with the first token that differs from the given output's, with
-        finish_reason "abort". ``tinyspec.audit`` compares the two.
+        finish_reason "abort". ``tinyspec.audit`` compares the two. progress: as for ``generate``.
         """
-        return self.tracker.finish(self._ready().replayed(outputs))
+        return self.tracker.finish(self._ready().replayed(outputs), progress)
 
     def stream(self, prompts: Any, params: Params = None) -> EventStream:
         """Committed tokens of ``prompts`` as they come; arguments and errors as ``generate``.

@@ -60,7 +60,7 @@ class RequestTracker(HasTurns):
     def fingerprint(self) -> str:
         """Of the model as it is. Raises as ``check_model``."""
         self.check_model()
-        return self._contract.fingerprint
+        return self._contract.fingerprint.digest
 
     def _refuse_idle(self) -> None:
         refuse_idle(self.closed, self.suspended)

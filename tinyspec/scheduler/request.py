@@ -258,8 +258,8 @@ class Request:
     arrival: number in order of arrival. prompt_logprobs: filled in as prompt rows run. recompute:
     use no cached page. embeds: the model's input in place of the prompt's tokens, [num_prompt,
     hidden]. num_hidden: leading prompt tokens that are placeholders then. keeps_...: what every
-    completion keeps. lock_step: the LockStep whose rows its completions are. fingerprint: that it
-    runs under. thread: whose code its processors and criteria are; 0: none that steps.
+    completion keeps. lock_step: whose rows its completions are. fingerprint: that it runs under,
+    with its parts. thread: whose code its processors and criteria are; 0: none that steps.
     """
 
     request_id: str
@@ -275,7 +275,7 @@ class Request:
     keeps_logits: bool = False
     keeps_kv: bool = False
     lock_step: Any = None
-    fingerprint: str | None = None
+    fingerprint: Any = None
     thread: int = 0
 
     def __post_init__(self) -> None:

@@ -172,7 +172,7 @@ def _examine(engine: Engine, fresh: bool, begun: float) -> DoctorReport:
         facts=contract.results and contract.results.filled(),
         plans=plans,
         eager=eager,
-        fingerprint=None if problems else contract.fingerprint,
+        fingerprint=None if problems else contract.fingerprint.digest,
         kv_dtype=config.kv_dtype,
     )
 
