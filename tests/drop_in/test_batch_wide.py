@@ -229,3 +229,14 @@ def test_several_completions_and_limits_that_count_the_prompt():
         out = generate(model, given, do_sample=True, seed=3, logits_processor=[seen], **asked)
     assert out.sequences.shape == (4, 70) and len(seen.seen) == 6
     assert len({tuple(row.tolist()) for row in out.sequences}) == 4
+
+
+def test_lengths_by_default_and_lists_of_them():
+    model, given = zoo.tiny("llama"), block(ROWS[:3], 64)
+    asked = {"max_new_tokens": None, "pad_token_id": PAD}
+    own = model.generate(**given, **asked, logits_processor=[Matchers(3)])
+    with patched(model, SMALL):
+        assert torch.equal(model.generate(**given, **asked, logits_processor=[Matchers(3)]), own)
+        for lengths in ({"max_new_tokens": [3, 4, 4]}, {"max_length": [66, 67, 67]}):
+            with pytest.raises(ValueError, match=rf"^{next(iter(lengths))}=.*one value"):
+                model.generate(**given, **asked | lengths, logits_processor=[Matchers(3)])

@@ -97,7 +97,7 @@ def test_a_failed_call_holds_nothing(how):
         pool = model.generate._engine.pool
         before = pool_of(model)
         for _ in range(3):
-            asked = {"temperature": -1.0} if how == "refused" else {"logits_processor": [fails]}
+            asked = {"temperature": -1.0} if how == "refused" else {"logits_processor": [[fails]]}
             with pytest.raises((KeyError, KeyboardInterrupt, ValueError)):
                 generate(model, do_sample=True, **asked)
             assert pool.num_held == 0

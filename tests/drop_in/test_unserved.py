@@ -31,6 +31,14 @@ def nested(model, input_ids, generation_config, **_):
     return model.generate(input_ids, max_new_tokens=3, pad_token_id=PAD)
 
 
+def forwarded(model):
+    """A cache of the prompts' first tokens, made by the model itself."""
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(BLOCK[:, :3], past_key_values=cache)
+    return cache
+
+
 # By the name that the refusal gives: arguments that only transformers' own serves.
 UNSERVED = {
     "num_beams": lambda m: {"num_beams": 2},
@@ -46,7 +54,7 @@ UNSERVED = {
     "output_hidden_states": lambda m: {"output_hidden_states": True, **DICT},
     "cache_implementation": lambda m: {"cache_implementation": "offloaded"},
     "cache_implementation-dict": lambda m: {"cache_implementation": "dynamic", **DICT},
-    "past_key_values": lambda m: {"past_key_values": DynamicCache(config=m.config)},
+    "past_key_values": lambda m: {"past_key_values": forwarded(m)},
     "past_key_values-static": lambda m: {
         "past_key_values": StaticCache(config=m.config, max_cache_len=64)
     },

@@ -19,7 +19,7 @@ from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
 from tinyspec.kernels.twins.attention_layout import layout_of
 from tinyspec.model import openmp, torch_settings
 from tinyspec.model.torch_state import TorchState
-from tinyspec.runner import sampler
+from tinyspec.runner import processors
 
 PARAMS = SamplingParams(
     max_new_tokens=4, deterministic=True, logprobs=True, temperature=0.7, seed=1
@@ -278,7 +278,7 @@ def test_what_code_of_the_user_sets_ends_with_it():
 
 @rounds
 def test_control_settings_of_a_processor_change_bits(monkeypatch):
-    monkeypatch.setattr(sampler, "callers_modes", nullcontext)
+    monkeypatch.setattr(processors, "callers_modes", nullcontext)
     alone, beside = bits_beside_a_processor_that_rounds_upwards()
     assert beside != alone
 

@@ -22,8 +22,6 @@ from tinyspec.errors import refuse
 from tinyspec.model.supported import vocab_size
 from tinyspec.scheduler.request import Request
 
-# The name under which transformers keeps a manager on a model.
-KEPT_AS = "_cached_continuous_batching_manager"
 USER_CODE = {"logits_processor", "stopping_criteria"}
 
 

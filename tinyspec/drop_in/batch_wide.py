@@ -34,10 +34,7 @@ def lock_step(
     if not (wide or criteria) or (len(padded) == 1 and not spare):
         return None
     _one_for_all("deterministic", [p.deterministic for p in params])
-    if prepared[0].config.max_new_tokens is not None:
-        _one_for_all("max_new_tokens", [p.max_new_tokens for p in params])
-        spare = 0
-    most = max(min(p.max_new_tokens for p in params) - spare, 1)
+    most = _most(prepared, params, spare)
     for index, one in enumerate(params):
         places = iter(wide)
         params[index] = one.resolve(
@@ -51,6 +48,17 @@ def lock_step(
     first = prepared[0]
     pad = first.pad if first.eos and first.pad is not None else -1
     return LockStep(padded, pad, criteria)
+
+
+def _most(prepared: list[PreparedRequest], params: list[SamplingParams], spare: int) -> int:
+    """New tokens of every row: as many as given, or up to a length that counts pads."""
+    new, ends = [p.max_new_tokens for p in params], [one.config.max_length for one in prepared]
+    by_default = len({*new}) == 1 < len({*ends})  # so many tokens behind each prompt
+    if by_default or any(one.config.max_new_tokens is not None for one in prepared):
+        _one_for_all("max_new_tokens", new)
+        return new[0]
+    _one_for_all("max_length", ends)
+    return max(min(new) - spare, 1)
 
 
 def _wide(arguments: dict[str, Any], params: list[SamplingParams]) -> list[BatchWide]:

@@ -11,14 +11,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from tinyspec.drop_in import padding, prepare, served
 from tinyspec.drop_in.batch_wide import lock_step
 from tinyspec.drop_in.prepare import Generate
 from tinyspec.drop_in.prompts import Prompt, Prompts, append, stack_steps
-from tinyspec.drop_in.returned_cache import filled_cache
 from tinyspec.drop_in.seeds import Defaults, RowSeeds, check_base
 from tinyspec.drop_in.served import ADDED_ARGUMENTS, CALL_ARGUMENTS, PROMPT_ARGUMENTS
 from tinyspec.drop_in.settings import PreparedRequest
@@ -44,10 +43,10 @@ class Call:
     """The arguments of one call, taken apart.
 
     arguments: by name. original: the model's own ``generate``. defaults, row_seeds: for what the
-    arguments do not say.
-    prompts, params: one of each per prompt. lock_step: where rows advance together. unserved: what
-    only ``original`` serves; where there is any, none is set. transformers_arguments: those for
-    ``original``. Raises what ``original`` raises for bad arguments, and ValueError.
+    arguments do not say. cache: that was handed in, and is to be filled.
+    given: all prompts. prompts, params: one of each per prompt. lock_step: where rows advance
+    together. unserved: what only ``original`` serves; where there is any, none is set.
+    transformers_arguments: for ``original``. Raises what it raises for bad arguments, ValueError.
     """
 
     def __init__(
@@ -57,12 +56,15 @@ class Call:
         arguments: dict[str, Any],
         defaults: Defaults,
         row_seeds: RowSeeds,
+        cache: DynamicCache | None = None,
     ):
         self._model, self._original = model, original
-        self._defaults, self._row_seeds = defaults, row_seeds
+        self._defaults, self._row_seeds, self.cache = defaults, row_seeds, cache
         not_given = [n for n, value in arguments.items() if value is None and n in _OPTIONAL]
         self._arguments = _without(arguments, not_given)
         self.transformers_arguments = _without(self._arguments, ADDED_ARGUMENTS)
+        if cache is not None:
+            self.transformers_arguments["past_key_values"] = cache
         self._prepared: list[PreparedRequest] = []
         self._shared: dict[tuple[object, ...], PreparedRequest] = {}
         self.params: list[SamplingParams] = []
@@ -119,12 +121,12 @@ class Call:
     def _prepare(self) -> None:
         """Let transformers prepare every request alone."""
         with prepare.log_lines_once():
-            self._prompts = self._given_prompts()
-            self.prompts = self._prompts.prompts
+            self.given = self._given_prompts()
+            self.prompts = self.given.prompts
             self._settings = self._per_request(len(self.prompts))
             for index, settings in enumerate(self._settings):
                 prepared = self._prepare_prompt(index, settings)
-                if self._prompts.strip(index, prepared.config.pad_token_id, prepared.eos):
+                if self.given.strip(index, prepared.config.pad_token_id, prepared.eos):
                     prepared = self._prepare_prompt(index, settings)
                 self._prepared.append(prepared)
                 several = prepared.config.num_return_sequences > 1
@@ -161,9 +163,8 @@ class Call:
         if len(prompt) == 0:
             raise refuse(f"input_ids[{index}]", [], "at least one token for each prompt")
         # Objects are compared by identity, numbers and text by value.
-        plain = (bool, int, float, str)
         items = _without(settings, ADDED_ARGUMENTS).items()
-        values = ((name, v if isinstance(v, plain) else id(v)) for name, v in items)
+        values = ((n, v if isinstance(v, (bool, int, float, str)) else id(v)) for n, v in items)
         key = len(prompt), len(prompt.ids), *values
         if key in self._shared:
             return self._shared[key]
@@ -195,7 +196,7 @@ class Call:
             if len(prompt) + params.max_new_tokens > positions:
                 self.unserved.append(f"a length beyond the model's {positions} positions")
             self.params.append(params)
-        padded, spare = self._padded_prompts(), self._prompts.width - max(map(len, self.prompts))
+        padded, spare = self._padded_prompts(), self.given.width - max(map(len, self.prompts))
         given = (self._arguments, self._prepared, self.params, padded.tolist(), spare)
         self.lock_step = lock_step(*given)
         needs_seed = [p.temperature > 0 and p.seed is None for p in self.params]
@@ -227,7 +228,7 @@ class Call:
         """Whether scores, logits, and keys and values are part of the result."""
         config = self._config
         if not config.return_dict_in_generate:
-            return False, False, False
+            return False, False, self.cache is not None
         uses_cache = config.use_cache is not False
         return bool(config.output_scores), bool(config.output_logits), uses_cache
 
@@ -257,7 +258,7 @@ class Call:
     def _padded_prompts(self) -> Tensor:
         """What the returned sequences begin with, one row per completion."""
         counts = torch.tensor([params.num_return_sequences for params in self.params])
-        prompts = self._prompts.padded(self.pad)
+        prompts = self.given.padded(self.pad)
         return prompts.repeat_interleave(counts.to(prompts.device), dim=0)
 
     def streamers(self) -> Streamers:
@@ -266,13 +267,16 @@ class Call:
         prompts = [prompt.ids for prompt, p in pairs for _ in range(p.num_return_sequences)]
         return Streamers(self._arguments.get("streamer"), self._padded_prompts(), prompts)
 
-    def output(
-        self, sequences: list[Sequence], with_cache: bool
-    ) -> Tensor | GenerateDecoderOnlyOutput:
-        """What ``generate`` returns for finished ``sequences``; a dict has the cache they leave
-        where it is kept, and ``with_cache``."""
+    def ids(self, sequences: list[Sequence]) -> Tensor:
+        """[N, L + T]: the prompts and what was generated."""
         generated = [s.tokens[s.request.num_prompt :] for s in sequences]
-        ids = append(self._padded_prompts(), generated, self.pad)
+        return append(self._padded_prompts(), generated, self.pad)
+
+    def output(
+        self, sequences: list[Sequence], cache: DynamicCache | None
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """What ``generate`` returns for finished ``sequences``, which leave ``cache``."""
+        ids = self.ids(sequences)
         if not self._config.return_dict_in_generate:
             return ids
         scores, logits, _ = self.keeps
@@ -281,11 +285,8 @@ class Call:
             steps["scores"] = stack_steps([s.scores for s in sequences], self.pad)
         if logits:
             steps["logits"] = stack_steps([s.logits for s in sequences], self.pad)
-        if with_cache:
-            counts = [params.num_return_sequences for params in self.params]
-            steps["past_key_values"] = filled_cache(
-                self._model, self._prompts, counts, [s.kv for s in sequences]
-            )
+        if cache is not None:
+            steps["past_key_values"] = cache
         output = GenerateDecoderOnlyOutput(sequences=cast(torch.LongTensor, ids), **steps)
         setattr(output, "seeds", self.seeds)  # noqa: B010 not one of its keys
         return output

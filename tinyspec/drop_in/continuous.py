@@ -1,7 +1,7 @@
 """``generate_batch`` and ``init_continuous_batching`` of a patched model.
 
-transformers' context manager and the keeping of managers stand on these two and stay its own. Knows
-how the methods get into the model, and not what they do.
+transformers' context manager stands on these two and stays its own. Knows how the methods get into
+the model, and not what they do.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import transformers
 from transformers import GenerationConfig, PreTrainedModel
 
-from tinyspec.drop_in.access import KEPT_AS, Access
+from tinyspec.drop_in.access import Access
 from tinyspec.drop_in.original import own_method
 from tinyspec.model.exchange import ABSENT, Place
 
@@ -25,11 +25,17 @@ class Continuous:
     def __init__(self, access: Access):
         self._access = access
         self._managers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._kept: Any = None
         self.places = list(self._places())
 
     def _places(self) -> Iterator[Place]:
         model = self._access.model
-        for function in (self.generate_batch, self.init_continuous_batching):
+        served: tuple[Callable[..., Any], ...] = (
+            self.generate_batch,
+            self.init_continuous_batching,
+            self.destroy_cached_continuous_batching_manager,
+        )
+        for function in served:
             name = function.__name__
             if hasattr(model, name):
                 own = vars(model).get(name, ABSENT)
@@ -41,12 +47,10 @@ class Continuous:
             manager.halt("the model was unpatched")
 
     def close(self) -> None:
-        """Take the methods out of the model, and a manager that was kept."""
+        """Take the methods out of the model."""
         for place in self.places:
             place.take_out()
-        model = self._access.model
-        if (kept := vars(model).get(KEPT_AS)) in self._managers:
-            Place(vars(model), KEPT_AS, ABSENT, kept).take_out()
+        self._kept = None
 
     def generate_batch(
         self,
@@ -67,9 +71,7 @@ class Continuous:
         """
         batches = _batches()
         if persistent_manager:
-            vars(self._access.model)[KEPT_AS] = self.init_continuous_batching(
-                generation_config, continuous_batching_config
-            )
+            self._keep(self.init_continuous_batching(generation_config, continuous_batching_config))
         outputs: dict[str, Any] = batches.run(
             self._access,
             inputs,
@@ -89,13 +91,23 @@ class Continuous:
     ) -> Any:
         """A manager, not started; the one that was kept, where there is one."""
         batches = _batches()
-        kept = vars(self._access.model).get(KEPT_AS)
-        if kept is not None and kept in self._managers:
-            kept.configure(generation_config)
-            return kept
-        manager = batches.Manager(self._access, generation_config, continuous_batching_config)
+        if self._kept is not None:
+            self._kept.configure(generation_config)
+            return self._kept
+        given = generation_config, continuous_batching_config
+        manager = batches.Manager(self._access, self._keep, *given)
         self._managers.add(manager)
         return manager
+
+    def _keep(self, manager: Any) -> None:
+        """Let the next session have ``manager``."""
+        self._kept = manager
+
+    def destroy_cached_continuous_batching_manager(self) -> None:
+        """Stop the manager that was kept, if there is one, and keep it no longer."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            kept.destroy()
 
 
 class _Method:

@@ -17,7 +17,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
-from tinyspec.drop_in.access import KEPT_AS, Access
+from tinyspec.drop_in.access import Access
 from tinyspec.drop_in.rows import Batch
 from tinyspec.drop_in.worker import FLUSH, HARD, Worker
 from tinyspec.engine.interrupts import at_once
@@ -43,10 +43,11 @@ class Manager(ContinuousBatchingManager):
     def __init__(
         self,
         access: Access,
+        keep: Callable[[Manager], None],
         generation_config: GenerationConfig | None = None,
         config: ContinuousBatchingConfig | None = None,
     ):
-        self._access = access
+        self._access, self._keep = access, keep
         self.model: Any = access.model
         self.continuous_batching_config = config or ContinuousBatchingConfig()
         self.configure(generation_config)
@@ -98,7 +99,7 @@ class Manager(ContinuousBatchingManager):
         if block:
             self.join(time.perf_counter(), timeout)
         if keep_for_next_session:
-            vars(self.model)[KEPT_AS] = self
+            self._keep(self)
 
     def join(self, stop_trigger_time: float, timeout: float | None = None) -> None:
         """Wait for the thread to end, at most ``timeout`` seconds."""

@@ -16,16 +16,17 @@ from functools import partial
 from typing import Any
 
 import transformers
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 
 from tinyspec.config import EngineConfig
 from tinyspec.drop_in.access import Access
 from tinyspec.drop_in.call import Call
 from tinyspec.drop_in.continuous import Continuous
+from tinyspec.drop_in.handed_in import HandedIn, emptied
 from tinyspec.drop_in.original import own_method, served_signature
 from tinyspec.drop_in.prompts import Prompt
 from tinyspec.drop_in.requests import new_requests, run
-from tinyspec.drop_in.returned_cache import keeps_alike
+from tinyspec.drop_in.returned_cache import empty_cache, filled_cache, keeps_alike
 from tinyspec.drop_in.seeds import Defaults, RowSeeds
 from tinyspec.engine.drafter import make_drafter
 from tinyspec.engine.engine import Engine
@@ -80,6 +81,7 @@ class PatchedGenerate:
         self._logged: set[str] = set()
         self._closed = self._in_original = False
         self._alike: bool | None = None
+        self._handed_in = HandedIn(model)
         self._drafter = make_drafter(self._config.drafter, model)
         refuse_served(model)
         self._engine: Engine | None = self._new_engine()
@@ -145,6 +147,7 @@ class PatchedGenerate:
 
     def weights_changed(self) -> None:
         """Say that weights were written in a way that leaves no trace (through ``.data``)."""
+        self._handed_in.forget()
         with self._resumed() as engine:
             engine.weights_changed()
 
@@ -211,7 +214,12 @@ class PatchedGenerate:
 
     def serve(self, arguments: dict[str, Any]) -> Any:
         """The result of ``generate`` for arguments by name."""
-        call = Call(self._model, self._original, arguments, self._defaults, self._row_seeds)
+        cache = None if self._alike is False else self._handed_in.take(arguments)
+        given = self._defaults, self._row_seeds, cache
+        call = Call(self._model, self._original, arguments, *given)
+        several = any(params.num_return_sequences > 1 for params in call.params)
+        if cache is not None and cache.get_seq_length() > 0 and several:
+            call.unserved.append("past_key_values with num_return_sequences > 1")
         if call.ends_in_pads:
             self._log_once(
                 "generate: rows end in pads, which tinyspec leaves out; transformers would go on "
@@ -230,8 +238,23 @@ class PatchedGenerate:
             return self._call_original(call)
         self.seeds = call.seeds
         sequences = [sequence for request in requests for sequence in request.sequences]
-        with_cache = call.keeps[2] and self._keeps_alike(call.prompts[0], sequences[0])
-        return call.output(sequences, with_cache)
+        left = self._left(call, sequences)
+        if left is None and call.cache is not None:
+            call.unserved.append("past_key_values of another form than keys and values")
+            return self._call_original(call)
+        return call.output(sequences, left)
+
+    def _left(self, call: Call, sequences: list[Sequence]) -> DynamicCache | None:
+        """The cache that ``sequences`` leave, if the call is to have it and the model's own is such
+        a one; that which was handed in."""
+        if not call.keeps[2] or not self._keeps_alike(call.prompts[0], sequences[0]):
+            return None
+        counts = [params.num_return_sequences for params in call.params]
+        cache = empty_cache(self._model) if call.cache is None else emptied(call.cache, self._model)
+        filled_cache(cache, call.given, counts, [s.kv for s in sequences])
+        if call.prompts[0].embeds is None:
+            self._handed_in.note(cache, call.ids(sequences))
+        return cache
 
     def _keeps_alike(self, prompt: Prompt, sequence: Sequence) -> bool:
         """Whether the model's own cache holds what a sequence keeps; found once."""

@@ -23,9 +23,9 @@ Kept = list[tuple[Tensor, Tensor]]
 
 
 def filled_cache(
-    model: PreTrainedModel, prompts: Prompts, counts: list[int], kept: list[Kept]
+    cache: DynamicCache, prompts: Prompts, counts: list[int], kept: list[Kept]
 ) -> DynamicCache:
-    """A cache of N rows: ``counts`` [B] completions of each prompt, with ``kept`` [N].
+    """An empty ``cache`` with N rows: ``counts`` [B] completions of each prompt, ``kept`` [N].
 
     Every token stands where it does in the returned sequences, the newest ones left out; pads, and
     what follows the end of a row, are zeros, which attention masks cover.
@@ -35,7 +35,6 @@ def filled_cache(
     for place, of_row in zip(places, kept, strict=True):
         place += range(width, width + len(of_row[0][0]) - len(place))
     longest = max(place[-1] for place in places) + 1
-    cache = _empty(model)
     for layer in range(len(kept[0])):
         keys, values = (
             _padded([of_row[layer][which] for of_row in kept], places, longest) for which in (0, 1)
@@ -55,7 +54,7 @@ def keeps_alike(
         given: dict[str, Tensor] = {"inputs_embeds": prompt.embeds[None, :count]}
     else:
         given = {"input_ids": torch.tensor([prompt.ids[:count]], device=model.device)}
-    cache = _empty(model)
+    cache = empty_cache(model)
     mask = torch.ones(1, count, dtype=torch.long, device=model.device)
     config = GenerationConfig(max_new_tokens=1, num_beams=1, do_sample=False, pad_token_id=0)
     generate(**given, attention_mask=mask, generation_config=config, past_key_values=cache)
@@ -75,7 +74,8 @@ def keeps_alike(
     )
 
 
-def _empty(model: PreTrainedModel) -> DynamicCache:
+def empty_cache(model: PreTrainedModel) -> DynamicCache:
+    """As the model's own ``generate`` makes it."""
     return DynamicCache(config=model.config.get_text_config(decoder=True))
 
 
