@@ -42,7 +42,7 @@ class Alone:
     def __init__(self, inner):
         self._inner = inner
 
-    def __call__(self, ids, scores, **kwargs):
+    def __call__(self, ids, scores):
         return self._inner(ids, scores)
 
 

@@ -37,7 +37,10 @@ def busy(family: str = "llama"):
     return model
 
 
-ADDED = {".generate", ".generate_batch", ".init_continuous_batching", "._tinyspec"}
+ADDED = {
+    *(".generate", ".generate_batch", ".init_continuous_batching", "._tinyspec"),
+    ".destroy_cached_continuous_batching_manager",
+}
 
 
 def outside(model):

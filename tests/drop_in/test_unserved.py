@@ -53,7 +53,7 @@ UNSERVED = {
     "output_attentions": lambda m: {"output_attentions": True, **DICT},
     "output_hidden_states": lambda m: {"output_hidden_states": True, **DICT},
     "cache_implementation": lambda m: {"cache_implementation": "offloaded"},
-    "cache_implementation-dict": lambda m: {"cache_implementation": "dynamic", **DICT},
+    "cache_implementation-dict": lambda m: {"cache_implementation": "static", **DICT},
     "past_key_values": lambda m: {"past_key_values": forwarded(m)},
     "past_key_values-static": lambda m: {
         "past_key_values": StaticCache(config=m.config, max_cache_len=64)

@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from tinyspec.drop_in.returned_cache import LAYERS, empty_cache
+from tinyspec.model.quantized import trace
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,8 @@ class HandedIn:
         """Equal while neither the tensors of ``cache`` nor the weights are others or written to."""
         layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
         kept = [t for layer in layers for t in (layer.keys, layer.values) if t is not None]
-        weights = [(w.data_ptr(), w._version) for w in self._model.parameters()]
-        return [*((weakref.ref(t), t._version) for t in kept), hash(tuple(weights))]
+        weights = hash(tuple(map(trace, self._model.parameters())))
+        return [*((weakref.ref(t), trace(t)) for t in kept), weights]
 
 
 def emptied(cache: DynamicCache, model: PreTrainedModel) -> DynamicCache:

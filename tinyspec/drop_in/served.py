@@ -60,10 +60,10 @@ INERT_FIELDS = {
 DICT_FIELDS: dict[str, tuple[str, ...] | None] = {
     "output_attentions": None,
     "output_hidden_states": None,
-    "cache_implementation": ("dynamic", "static"),
+    "cache_implementation": ("static",),
 }
-# Values that switch a field off; None and False do so for every field.
-OFF = {"guidance_scale": 1}
+# Values that switch a field off, or say what is so by default; None and False do so for every field.
+OFF = {"guidance_scale": 1, "cache_implementation": "dynamic"}
 SERVED_MODES = (
     GenerationMode.GREEDY_SEARCH,
     GenerationMode.SAMPLE,
