@@ -172,7 +172,7 @@ def test_what_is_refused_is_its_callers(served, expected):
 
     first, second, good = run(main())
     assert isinstance(first, ValueError) and "token id=500" in str(first)
-    assert isinstance(second, ValueError) and "max_new_tokens=450" in str(second)
+    assert isinstance(second, ValueError) and "prompt='600 tokens'" in str(second)
     assert bits(good) == expected[1]
 
 

@@ -146,7 +146,7 @@ def test_score_of_a_stop_before_the_minimum_is_minus_infinity():
         ([[1]], [[]], None, "continuation="),
         ([[1]], [[VOCAB]], None, f"continuation token id={VOCAB}"),
         ([[1]], [[-1]], None, "continuation token id=-1"),
-        ([[1]], [[True]], None, "continuation="),
+        ([[1]], [[True]], None, "continuation[0]=True"),
         ([[1]], ["text"], None, "continuation='text'"),
         ([[VOCAB]], [[1]], None, "prompt token id"),
         ([], [], None, "prompts="),

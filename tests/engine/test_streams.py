@@ -133,7 +133,7 @@ def test_memory_of_what_is_handed_over(monkeypatch):
     with Engine(tiny(), config=CONFIG) as engine:
         own, caller = engine.runner.torch_state.stream.own, recorder.current
         (request,) = engine._ready().requests([[1, 2, 3]], params)
-        request.keeps_scores = request.keeps_logits = True
+        request.keeps = frozenset({"scores", "logits"})
         engine.tracker.finish([request])
         (sequence,) = request.sequences
         for tensor in (*sequence.scores, *sequence.logits):

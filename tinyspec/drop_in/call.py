@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from itertools import compress
 from typing import Any, cast
 
 import torch
@@ -31,6 +32,7 @@ from tinyspec.scheduler.lock_step import LockStep
 from tinyspec.scheduler.noise import noise_key
 from tinyspec.scheduler.request import Sequence
 
+KEPT = ("scores", "logits", "hidden", "kv")
 # None unsets a generation setting; of these arguments it means "not given".
 _OPTIONAL = {
     *(*PROMPT_ARGUMENTS, *CALL_ARGUMENTS, *ADDED_ARGUMENTS, *served.UNSERVED_ARGUMENTS),
@@ -224,13 +226,13 @@ class Call:
         return [m if seed is None else seed for seed, m in zip(given, mixed, strict=True)]
 
     @property
-    def keeps(self) -> tuple[bool, bool, bool]:
-        """Whether scores, logits, and keys and values are part of the result."""
+    def keeps(self) -> frozenset[str]:
+        """Which of ``KEPT`` are part of the result."""
         config = self._config
         if not config.return_dict_in_generate:
-            return False, False, self.cache is not None
-        uses_cache = config.use_cache is not False
-        return bool(config.output_scores), bool(config.output_logits), uses_cache
+            return frozenset(() if self.cache is None else ("kv",))
+        wanted = config.output_scores, config.output_logits, config.output_hidden_states
+        return frozenset(compress(KEPT, (*wanted, config.use_cache is not False)))
 
     @property
     def seeds(self) -> list[int | None]:
@@ -273,20 +275,17 @@ class Call:
         return append(self._padded_prompts(), generated, self.pad)
 
     def output(
-        self, sequences: list[Sequence], cache: DynamicCache | None
+        self, sequences: list[Sequence], parts: dict[str, Any]
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        """What ``generate`` returns for finished ``sequences``, which leave ``cache``."""
+        """What ``generate`` returns for finished ``sequences``; parts: more of a dict, by name."""
         ids = self.ids(sequences)
         if not self._config.return_dict_in_generate:
             return ids
-        scores, logits, _ = self.keeps
-        steps: dict[str, Any] = {}
-        if scores:
+        steps = dict(parts)
+        if "scores" in self.keeps:
             steps["scores"] = stack_steps([s.scores for s in sequences], self.pad)
-        if logits:
+        if "logits" in self.keeps:
             steps["logits"] = stack_steps([s.logits for s in sequences], self.pad)
-        if cache is not None:
-            steps["past_key_values"] = cache
         output = GenerateDecoderOnlyOutput(sequences=cast(torch.LongTensor, ids), **steps)
         setattr(output, "seeds", self.seeds)  # noqa: B010 not one of its keys
         return output

@@ -16,17 +16,15 @@ from functools import partial
 from typing import Any
 
 import transformers
-from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from tinyspec.config import EngineConfig
 from tinyspec.drop_in.access import Access
 from tinyspec.drop_in.call import Call
 from tinyspec.drop_in.continuous import Continuous
-from tinyspec.drop_in.handed_in import HandedIn, emptied
+from tinyspec.drop_in.kept_states import KeptStates
 from tinyspec.drop_in.original import own_method, served_signature
-from tinyspec.drop_in.prompts import Prompt
 from tinyspec.drop_in.requests import new_requests, run
-from tinyspec.drop_in.returned_cache import empty_cache, filled_cache, keeps_alike
 from tinyspec.drop_in.seeds import Defaults, RowSeeds
 from tinyspec.engine.drafter import make_drafter
 from tinyspec.engine.engine import Engine
@@ -35,7 +33,6 @@ from tinyspec.errors import UnsupportedModelError
 from tinyspec.model.exchange import ABSENT, Place
 from tinyspec.model.install import refuse_served
 from tinyspec.scheduler.passes import EngineStats
-from tinyspec.scheduler.request import Sequence
 
 logger = logging.getLogger("tinyspec")
 # How often a call that waits for another thread's looks whether Ctrl-C came.
@@ -80,8 +77,8 @@ class PatchedGenerate:
         self._waiting: set[int] = set()
         self._logged: set[str] = set()
         self._closed = self._in_original = False
-        self._alike: bool | None = None
-        self._handed_in = HandedIn(model)
+        locked = partial(self._locked, engine=False)
+        self._kept = KeptStates(model, self._original, locked, self._config.kv_dtype)
         self._drafter = make_drafter(self._config.drafter, model)
         refuse_served(model)
         self._engine: Engine | None = self._new_engine()
@@ -147,7 +144,7 @@ class PatchedGenerate:
 
     def weights_changed(self) -> None:
         """Say that weights were written in a way that leaves no trace (through ``.data``)."""
-        self._handed_in.forget()
+        self._kept.forget()
         with self._resumed() as engine:
             engine.weights_changed()
 
@@ -214,17 +211,14 @@ class PatchedGenerate:
 
     def serve(self, arguments: dict[str, Any]) -> Any:
         """The result of ``generate`` for arguments by name."""
-        cache = None if self._alike is False else self._handed_in.take(arguments)
-        given = self._defaults, self._row_seeds, cache
+        given = self._defaults, self._row_seeds, self._kept.take(arguments)
         call = Call(self._model, self._original, arguments, *given)
-        several = any(params.num_return_sequences > 1 for params in call.params)
-        if cache is not None and cache.get_seq_length() > 0 and several:
-            call.unserved.append("past_key_values with num_return_sequences > 1")
         if call.ends_in_pads:
             self._log_once(
                 "generate: rows end in pads, which tinyspec leaves out; transformers would go on "
                 "behind them. Pad on the left"
             )
+        self._kept.prepare(call)
         if call.unserved:
             return self._call_original(call)
         try:
@@ -238,36 +232,8 @@ class PatchedGenerate:
             return self._call_original(call)
         self.seeds = call.seeds
         sequences = [sequence for request in requests for sequence in request.sequences]
-        left = self._left(call, sequences)
-        if left is None and call.cache is not None:
-            call.unserved.append("past_key_values of another form than keys and values")
-            return self._call_original(call)
-        return call.output(sequences, left)
-
-    def _left(self, call: Call, sequences: list[Sequence]) -> DynamicCache | None:
-        """The cache that ``sequences`` leave, if the call is to have it and the model's own is such
-        a one; that which was handed in."""
-        if not call.keeps[2] or not self._keeps_alike(call.prompts[0], sequences[0]):
-            return None
-        counts = [params.num_return_sequences for params in call.params]
-        cache = empty_cache(self._model) if call.cache is None else emptied(call.cache, self._model)
-        filled_cache(cache, call.given, counts, [s.kv for s in sequences])
-        if call.prompts[0].embeds is None:
-            self._handed_in.note(cache, call.ids(sequences))
-        return cache
-
-    def _keeps_alike(self, prompt: Prompt, sequence: Sequence) -> bool:
-        """Whether the model's own cache holds what a sequence keeps; found once."""
-        if self._alike is None:
-            with self._locked(engine=False):
-                given = prompt, sequence.kv, self._config.kv_dtype
-                self._alike = keeps_alike(self._model, self._original, *given)
-            if not self._alike:
-                self._log_once(
-                    "generate: the model's own cache has another form than keys and values, so "
-                    "past_key_values of returned dicts are None"
-                )
-        return self._alike
+        parts = self._kept.of(call, sequences)
+        return self._call_original(call) if call.unserved else call.output(sequences, parts)
 
     def _call_original(self, call: Call) -> Any:
         """The model's own ``generate`` serves the call, if it can."""

@@ -31,10 +31,12 @@ def new_requests(engine: Engine, call: Call) -> list[Request]:
             f"user code for {len(pages)} rows at once, where {most} sequences and "
             f"{engine.pool.num_pages} pages can run (they need {needed})"
         )
+    if "hidden" in call.keeps and not engine.runner.shows_hidden:
+        call.unserved.append("output_hidden_states of fused layers")
     requests = engine.prepare([p.ids or [0] * len(p) for p in call.prompts], call.params)
     for request, prompt in zip(requests, call.prompts, strict=True):
         request.embeds, request.num_hidden = prompt.embeds, len(prompt) - len(prompt.ids)
-        request.keeps_scores, request.keeps_logits, request.keeps_kv = call.keeps
+        request.keeps, request.recompute = call.keeps, "hidden" in call.keeps
     if call.lock_step is not None:
         call.lock_step.own(requests)
     return requests

@@ -62,13 +62,10 @@ DICT_FIELDS: dict[str, tuple[str, ...] | None] = {
     "output_hidden_states": None,
     "cache_implementation": ("static",),
 }
-# Values that switch a field off, or say what is so by default; None and False do so for every field.
+# Values that switch a field off, or say what is so by default; None and False do so for all.
 OFF = {"guidance_scale": 1, "cache_implementation": "dynamic"}
-SERVED_MODES = (
-    GenerationMode.GREEDY_SEARCH,
-    GenerationMode.SAMPLE,
-    GenerationMode.ASSISTED_GENERATION,
-)
+STEP_BY_STEP = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+SERVED_MODES = (*STEP_BY_STEP, GenerationMode.ASSISTED_GENERATION)
 
 
 def unserved_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> Iterator[str]:
@@ -138,5 +135,7 @@ def unserved_settings(config: GenerationConfig, assistant: Any = None) -> Iterat
             continue
         values = DICT_FIELDS.get(name, ())
         inert = not config.return_dict_in_generate and (values is None or value in values)
+        if name == "output_hidden_states" and mode in STEP_BY_STEP:
+            inert |= value is True
         if not inert and (name not in OFF or value != OFF[name]):
             yield f"{name}={value!r}"

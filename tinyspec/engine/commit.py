@@ -210,10 +210,11 @@ class Committer:
     def _end(self, sequence: Sequence, reason: str) -> None:
         """A sequence leaves; ``reason`` unless it has one."""
         sequence.finish_reason = sequence.finish_reason or reason
-        if sequence.request.keeps_kv and sequence.running:
+        if "kv" in sequence.request.keeps and sequence.running:
             given = sequence.pages, sequence.length - 1, self.runner.model.dtype
             sequence.kv = self.runner.cache.read_all(*given)
-            self.runner.torch_state.stream.hand_out(*chain(*sequence.kv))
+        handed_out = *chain(*sequence.kv), *(states for _, states in sequence.hidden)
+        self.runner.torch_state.stream.hand_out(*handed_out)
         self._commits.ended.append(sequence)
         self.admission.remove(sequence)
 

@@ -20,7 +20,7 @@ from tinyspec.runner.processors import SpecialRow
 from tinyspec.runner.sampler import SampleBatch, Sampler
 from tinyspec.sampling_params import SamplingParams
 from tinyspec.scheduler.admission import Admission
-from tinyspec.scheduler.passes import Pass, PassRecord, spread
+from tinyspec.scheduler.passes import Pass, PassRecord, Works, spread
 from tinyspec.scheduler.request import Sequence
 
 Work = Callable[[], Results]
@@ -119,15 +119,28 @@ class Launcher:
             some = np.flatnonzero((sources >= 0) & drawn)
             newest = np.stack([ends[some] - 1, sources[some]])
         packed = runner.pack(launched.work_pass, fresh, wanted, newest)
+        keeping = self._keeping_hidden(works)
 
         def forward() -> tuple[Tensor, Tensor | None]:
+            if keeping:
+                runner.ask_for_hidden()
             logits = runner.run(packed, None if before is None else _tokens(before))
+            for n, sequence in keeping:
+                states = runner.hidden[:, ends[n] - works.counts[n] : ends[n]].clone()
+                sequence.hidden.append((int(works.starts[n]), states))
             if not first:
                 return logits, None
             scores = self.sampler.kernels.chosen_logprobs(logits[:first], targets)
             return logits[first:], scores
 
         return forward
+
+    def _keeping_hidden(self, works: Works) -> list[tuple[int, Sequence]]:
+        """Works of sequences that keep hidden states."""
+        table = self.admission.table
+        special = table.places("special_sampling", works.rows)
+        sequences = ((n, table.sequences[works.rows[n]]) for n in special)
+        return [(n, sequence) for n, sequence in sequences if "hidden" in sequence.request.keeps]
 
     def _samples(self, launched: Launched) -> SampleBatch:
         """What the sampler needs to know of every token."""
@@ -184,7 +197,7 @@ def _special_row(sequence: Sequence, position: int) -> SpecialRow:
         generated,
         sequence.before(position) if params.needs_history else [],
         -1 if forced is None else forced[generated],
-        request.keeps_scores,
-        request.keeps_logits,
+        "scores" in request.keeps,
+        "logits" in request.keeps,
         request.thread,
     )

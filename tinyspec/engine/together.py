@@ -51,8 +51,8 @@ class Together:
                 sequence.num_generated,
                 sequence.history if sequence.params.needs_history else [],
                 lock.pad if lock.done[n] else -1,
-                sequence.request.keeps_scores,
-                sequence.request.keeps_logits,
+                "scores" in sequence.request.keeps,
+                "logits" in sequence.request.keeps,
                 sequence.request.thread,
             )
             for n, sequence in enumerate(lock.sequences)
@@ -89,7 +89,7 @@ class Together:
             table.write_logprobs(rows, starts, ones, found.logprobs[:, None])
         for n, sequence in enumerate(lock.sequences):
             committer.keep(sequence, found.special[n])
-        if lock.sequences[0].request.keeps_scores:
+        if "scores" in lock.sequences[0].request.keeps:
             lock.scores.append(torch.stack([s.scores[-1] for s in lock.sequences]))
         try:
             self._note_ends(lock, table.stops_at(rows, tokens))

@@ -41,8 +41,9 @@ class Sequence:
     ends where the canonical tokens diverge from it. teacher_forced: commit it whatever the logits
     say. error: why it ended early. cause: the exception behind it. scores, logits: per committed
     token [V] fp32, processed and raw; kv: per layer keys and values of all tokens but the newest,
-    [length - 1, heads, dim]; where the request keeps them. siblings: completions that start from
-    this one's prompt as soon as it is computed.
+    [length - 1, heads, dim]; hidden: of passes, the first position and [layers + 1, rows, hidden];
+    where the request keeps them. siblings: completions that start from this one's prompt as soon as
+    it is computed.
     """
 
     request: Request
@@ -62,6 +63,7 @@ class Sequence:
     scores: list[Any] = field(default_factory=list)
     logits: list[Any] = field(default_factory=list)
     kv: list[tuple[Any, Any]] = field(default_factory=list)
+    hidden: list[tuple[int, Any]] = field(default_factory=list)
     key: int = 0
     siblings: list[Sequence] = field(default_factory=list)
     _logprobs: list[float] = field(default_factory=list)
@@ -216,7 +218,7 @@ class Sequence:
         raw = params.logprobs and params.logprobs_mode == "raw"
         early = params.min_new_tokens > 0 and bool(params.stop_ids)
         special = params.needs_history or early or raw or params.top_logprobs > 0
-        kept = request.keeps_scores or request.keeps_logits or request.lock_step is not None
+        kept = bool(request.keeps - {"kv"}) or request.lock_step is not None
         row = table.add(
             self,
             order=request.arrival << INDEX_BITS | self.index,
@@ -257,8 +259,8 @@ class Request:
 
     arrival: number in order of arrival. prompt_logprobs: filled in as prompt rows run. recompute:
     use no cached page. embeds: the model's input in place of the prompt's tokens, [num_prompt,
-    hidden]. num_hidden: leading prompt tokens that are placeholders then. keeps_...: what every
-    completion keeps. lock_step: whose rows its completions are. fingerprint: that it runs under,
+    hidden]. num_hidden: leading prompt tokens that are placeholders then. keeps: of scores,
+    logits, kv, hidden. lock_step: whose rows its completions are. fingerprint: that it runs under,
     with its parts. thread: whose code its processors and criteria are; 0: none that steps.
     """
 
@@ -271,9 +273,7 @@ class Request:
     recompute: bool = False
     embeds: Any = None
     num_hidden: int = 0
-    keeps_scores: bool = False
-    keeps_logits: bool = False
-    keeps_kv: bool = False
+    keeps: frozenset[str] = frozenset()
     lock_step: Any = None
     fingerprint: Any = None
     thread: int = 0
