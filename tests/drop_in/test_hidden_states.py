@@ -13,6 +13,8 @@ from tinyspec.runner.model_runner import ModelRunner
 
 FIRST = ("llama", "gemma3_text", "gpt2", "mixtral")
 ORDER = sorted(SERVED, key=lambda kind: (kind not in FIRST, kind))
+# Four streams in every layer.
+OF_ANOTHER_FORM = ("gemma3n_text",)
 MASK = padded()["attention_mask"] != 0
 
 
@@ -41,7 +43,7 @@ def test_hidden_states_of_every_family(kind):
     own = asked(model, given)
     with patched(model):
         served = asked(model, given)
-        assert model.generate.stats().committed > 0
+        assert (model.generate.stats().committed > 0) == (kind not in OF_ANOTHER_FORM)
     assert torch.equal(own.sequences, served.sequences)
     assert differences(served.hidden_states, own.hidden_states, mask) < 1e-4
 

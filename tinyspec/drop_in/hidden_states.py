@@ -22,7 +22,8 @@ Step = tuple[Tensor, ...]
 
 def own(generate: Generate, model: PreTrainedModel, prompts: list[Prompt]) -> Step | None:
     """Those of the first prompt's first tokens by the model's own ``generate``; None where it has
-    none. transformers leaves hooks in a model that is asked for them for the first time."""
+    none, or of another form. transformers leaves hooks in a model that is asked for them for the
+    first time."""
     prompt = prompts[0]
     if prompt.embeds is not None:
         given: dict[str, Tensor] = {"inputs_embeds": prompt.embeds[None, :FEW]}
@@ -33,7 +34,11 @@ def own(generate: Generate, model: PreTrainedModel, prompts: list[Prompt]) -> St
     settings |= {"max_new_tokens": 1, "num_beams": 1, "do_sample": False, "pad_token_id": 0}
     output = generate(**given, attention_mask=mask, generation_config=GenerationConfig(**settings))
     found: tuple[Step, ...] | None = output.hidden_states
-    return found[0] if found and found[0] else None
+    if not found or not found[0]:
+        return None
+    # Some have several streams in a layer.
+    sound = all(layer.ndim == 3 and layer.shape == found[0][0].shape for layer in found[0])
+    return found[0] if sound else None
 
 
 def alike(expected: Step, sequence: Sequence, close: float) -> bool:
