@@ -26,6 +26,7 @@ from tinyspec.drop_in.kept_states import KeptStates
 from tinyspec.drop_in.original import own_method, served_signature
 from tinyspec.drop_in.requests import new_requests, run
 from tinyspec.drop_in.seeds import Defaults, RowSeeds
+from tinyspec.drop_in.token_types import TokenTypes
 from tinyspec.engine.drafter import make_drafter
 from tinyspec.engine.engine import Engine
 from tinyspec.engine.interrupts import at_once, between_steps, flush
@@ -78,6 +79,7 @@ class PatchedGenerate:
         self._logged: set[str] = set()
         self._closed = self._in_original = False
         locked = partial(self._locked, engine=False)
+        self._token_types = TokenTypes(model, locked)
         self._kept = KeptStates(model, self._original, locked, self._config.kv_dtype)
         self._drafter = make_drafter(self._config.drafter, model)
         refuse_served(model)
@@ -211,6 +213,7 @@ class PatchedGenerate:
 
     def serve(self, arguments: dict[str, Any]) -> Any:
         """The result of ``generate`` for arguments by name."""
+        self._token_types.take(arguments)
         given = self._defaults, self._row_seeds, self._kept.take(arguments)
         call = Call(self._model, self._original, arguments, *given)
         if call.ends_in_pads:
