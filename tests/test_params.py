@@ -48,7 +48,7 @@ BAD_CONFIG = {
     "trace": ("yes", None),
     "verify_weights": (3, None),
     "seed": (-1, 1.5, 2**64),
-    "kv_dtype": ("fp8", None),
+    "kv_dtype": ("fp8", "fp8_e5m2", "bfloat16", torch.float8_e4m3fn, True, None),
     "cuda_graphs": (1, "yes"),
     "linear": ("sometimes", None),
     "overlap": (1, "yes"),

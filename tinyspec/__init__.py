@@ -1,15 +1,48 @@
-"""tinyspec: deterministic continuous batching for Hugging Face models."""
+"""tinyspec: deterministic continuous batching for Hugging Face models.
 
-from tinyspec.config import EngineConfig
-from tinyspec.drop_in.patching import generate, patch, unpatch
-from tinyspec.engine.async_engine import AsyncEngine
-from tinyspec.engine.drafter import Drafter
-from tinyspec.engine.engine import Engine
-from tinyspec.errors import DeterminismError, TinyspecError, UnsupportedModelError
-from tinyspec.outputs import Completion, RequestOutput, StreamEvent
-from tinyspec.sampling_params import SamplingParams
-from tinyspec.tools.audit import AuditReport, audit
-from tinyspec.tools.doctor import DoctorReport, doctor
+Names are imported when they are first used (PEP 562): the command line, settings and outputs need
+neither torch nor transformers.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tinyspec.config import EngineConfig
+    from tinyspec.drop_in.patching import generate, patch, unpatch
+    from tinyspec.engine.async_engine import AsyncEngine
+    from tinyspec.engine.drafter import Drafter
+    from tinyspec.engine.engine import Engine
+    from tinyspec.errors import DeterminismError, TinyspecError, UnsupportedModelError
+    from tinyspec.outputs import Completion, RequestOutput, StreamEvent
+    from tinyspec.sampling_params import SamplingParams
+    from tinyspec.tools.audit import AuditReport, audit
+    from tinyspec.tools.doctor import DoctorReport, doctor
+else:
+    # The same once more, for imports on demand.
+    _HOMES = {
+        "config": ("EngineConfig",),
+        "drop_in.patching": ("generate", "patch", "unpatch"),
+        "engine.async_engine": ("AsyncEngine",),
+        "engine.drafter": ("Drafter",),
+        "engine.engine": ("Engine",),
+        "errors": ("DeterminismError", "TinyspecError", "UnsupportedModelError"),
+        "outputs": ("Completion", "RequestOutput", "StreamEvent"),
+        "sampling_params": ("SamplingParams",),
+        "tools.audit": ("AuditReport", "audit"),
+        "tools.doctor": ("DoctorReport", "doctor"),
+    }
+    _HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+    def __getattr__(name):
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+        return value
+
+    def __dir__():
+        return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "AsyncEngine",

@@ -14,6 +14,7 @@ from tinyspec.scalars import plain
 VERIFY = ("auto", "direct", "padded", "always")
 LINEAR = ("auto", "always", "never")
 BACKENDS = ("auto", "triton", "torch")
+KV_DTYPES = ("auto", "fp8_e4m3")
 MAX_PAGE_SIZE = 1024
 # Types of devices that have graphs.
 WITH_GRAPHS = ("cuda",)
@@ -51,7 +52,9 @@ class EngineConfig:
         its results; changes no bit of a deterministic request (None: on a GPU, not on a CPU).
     cuda_graphs: capture passes that come again as graphs, one for each shape; only where the device
         has them (None: there). Models whose forward cannot be captured run eagerly all the same.
-    kv_dtype: "auto" in this version.
+    kv_dtype: of keys and values in the cache. "auto": the model's; "fp8_e4m3": a byte each,
+        rounded to nearest with a constant scale of 1, saturating at 448: a cache of as much memory
+        holds twice the tokens (in fp32 four times), and results are other ones than with "auto".
 
     Numbers may be numpy's, or tensors without dimensions. Raises ValueError naming the field, its
     value and what is allowed.
@@ -121,7 +124,7 @@ class EngineConfig:
         one_of("overlap", (None, False, True))
         one_of("verify", VERIFY)
         one_of("backend", BACKENDS)
-        one_of("kv_dtype", ("auto",))
+        one_of("kv_dtype", KV_DTYPES)
         one_of("cuda_graphs", (None, False, True))
         one_of("linear", LINEAR)
         if isinstance(self.drafter, str) and self.drafter != "ngram":

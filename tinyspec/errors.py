@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+# Characters of a value in a message.
+LONGEST = 400
+
 
 class TinyspecError(Exception):
     """Base of tinyspec's own errors."""
@@ -22,4 +25,7 @@ def unsupported(model: object, reason: str) -> UnsupportedModelError:
 
 def refuse(field: str, value: object, allowed: str) -> ValueError:
     """A ValueError in the form of all bad arguments: field, value, what is allowed."""
-    return ValueError(f"{field}={value!r} is not allowed: {allowed}")
+    shown = repr(value)
+    if len(shown) > LONGEST:
+        shown = f"{shown[: LONGEST - 3]}..."
+    return ValueError(f"{field}={shown} is not allowed: {allowed}")

@@ -56,7 +56,7 @@ class Completion:
     @classmethod
     def from_json(cls, line: str) -> Completion:
         """The inverse of ``to_json``."""
-        return _completion(json.loads(line, object_pairs_hook=_once))
+        return _completion(json.loads(line, object_pairs_hook=no_name_twice))
 
 
 @dataclass
@@ -66,6 +66,8 @@ class RequestOutput:
     fingerprint: of the engine, if it has been computed (always for deterministic requests). Outputs
     can be compared bit for bit if their fingerprints are equal.
     prompt_logprobs: one per prompt token, None for the first, if asked for.
+    fingerprint_parts: what the fingerprint is the digest of, by name (device, versions, threads,
+    weights, ...), long ones as digests; 2 KB of JSON at most.
     """
 
     request_id: str
@@ -74,6 +76,7 @@ class RequestOutput:
     completions: list[Completion]
     fingerprint: str | None = None
     prompt_logprobs: list[float | None] | None = None
+    fingerprint_parts: dict[str, str | int | bool | None] | None = None
 
     def to_json(self) -> str:
         """One line of JSON; ``from_json`` restores every bit."""
@@ -85,13 +88,13 @@ class RequestOutput:
     @classmethod
     def from_json(cls, line: str) -> RequestOutput:
         """The inverse of ``to_json``."""
-        data: dict[str, Any] = json.loads(line, object_pairs_hook=_once)
+        data: dict[str, Any] = json.loads(line, object_pairs_hook=no_name_twice)
         data["params"] = SamplingParams.from_dict(data["params"])
         data["completions"] = [_completion(c) for c in data["completions"]]
         return cls(**data)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object whose names are all different: of two values, readers take one or the other."""
     data = dict(pairs)
     if len(data) < len(pairs):

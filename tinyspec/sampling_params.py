@@ -146,6 +146,8 @@ class SamplingParams:
         strings = (self.stop_strings,) if isinstance(self.stop_strings, str) else self.stop_strings
         if not isinstance(strings, Iterable) or not all(isinstance(s, str) and s for s in strings):
             raise refuse("stop_strings", self.stop_strings, "strings that are not empty")
+        if any("\ud800" <= letter <= "\udfff" for stop in strings for letter in stop):
+            raise refuse("stop_strings", self.stop_strings, "strings without lone surrogates")
         self._set("stop_strings", tuple(strings))
         for field in ("logits_processors", "stopping_criteria"):
             functions = getattr(self, field)

@@ -50,7 +50,8 @@ def test_generate_from_files(capsys, tmp_path):
         + "\n"
     )
     _, out, _ = run(capsys, "generate", "--file", str(lines), "--max-new-tokens", "3", "--json")
-    first, second = (RequestOutput.from_json(line) for line in out.splitlines())
+    outputs = {o.request_id[:6]: o for o in map(RequestOutput.from_json, out.splitlines())}
+    first, second = outputs["line-1"], outputs["line-2"]
     assert first.prompt_token_ids == [5, 6, 7]
     assert (first.params.max_new_tokens, first.params.seed) == (2, 4)
     assert second.params.max_new_tokens == 3

@@ -170,8 +170,9 @@ def test_threads_change_the_fingerprint_between_calls(two_threads):
 
 def test_the_environment_is_readable():
     found = environment.environment(torch.device("cpu"))
-    assert found["threads"] == [torch.get_num_threads(), openmp.settle()]
-    assert len(found["device"]) == 3 and all(found["device"])
+    assert found["threads"] == torch.get_num_threads()
+    assert found["threads running"] == openmp.settle()
+    assert found["device"] and found["instruction set"]
 
 
 @contextmanager

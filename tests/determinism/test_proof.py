@@ -197,7 +197,7 @@ def test_the_kernel_serves_the_layers_that_break_the_reference_bucket(broken, pr
     model = tiny(dtype=broken)
     types = [type(module) for module in model.modules()]
     with Engine(model, config=EngineConfig(**CONFIG)) as engine:
-        plain = engine.contract._current_fingerprint()
+        plain = engine.contract._current_fingerprint().digest
         outputs = engine.generate(prompts(4), DETERMINISTIC)
         served = [n for n, m in model.named_modules() if isinstance(m, KernelLinear)]
         assert served == WIDE == sorted(engine.contract.results.kernel_linears)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -79,6 +80,18 @@ def test_equal_prompts_differ_and_a_script_repeats(way):
         found = script(groups)
         assert found == script(groups)
         assert len({tuple(row) for row in found}) == 8 * groups + 8
+
+
+@WAYS
+@pytest.mark.parametrize("number", [np.int64, torch.tensor], ids=["numpy", "torch"])
+def test_numbers_of_numpy_and_torch(way, number):
+    with patched(tiny()) as model:
+        expected = way(model, [PROMPT], seed=5, deterministic=False)
+    with patched(tiny()) as model:
+        given = {"seed": number(5), "deterministic": number(0) != 0}
+        assert way(model, [PROMPT], **given) == expected
+        with pytest.raises(ValueError, match=r"^seed=-1 is not allowed"):
+            way(model, [PROMPT], seed=number(-1))
 
 
 def test_the_number_of_a_call_begins_anew_with_another_base():

@@ -37,9 +37,12 @@ def busy(family: str = "llama"):
     return model
 
 
+ADDED = {".generate", ".generate_batch", ".init_continuous_batching", "._tinyspec"}
+
+
 def outside(model):
-    """The portrait of a model, but for the two things that are on it while it is patched."""
-    return {k: v for k, v in portrait(model).items() if k not in (".generate", "._tinyspec")}
+    """The portrait of a model, but for what is on it while it is patched."""
+    return {k: v for k, v in portrait(model).items() if k not in ADDED}
 
 
 def raises(ids, scores, **_):

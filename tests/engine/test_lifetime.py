@@ -10,6 +10,7 @@ import io
 import logging
 import pickle
 import weakref
+from collections import Counter
 
 import pytest
 import torch
@@ -121,6 +122,22 @@ def test_another_engine_takes_over(caplog):
     assert portrait(model) == before
 
 
+def test_another_engine_that_cannot_be_made(caplog):
+    """What cannot be known before the model is free."""
+    model = tiny()
+    before = portrait(model)
+    old = Engine(model, config=SMALL)
+    with pytest.raises(ValueError, match="num_pages"):
+        Engine(model, config=EngineConfig(num_pages=10**9))
+    with pytest.raises(ValueError, match="closed for another Engine, which could not be made"):
+        old.generate([PROMPT])
+    assert caplog.records[-1].message == "no other Engine could be made: none serves " + (
+        "LlamaForCausalLM"
+    )
+    assert portrait(model) == before
+    Engine(model, config=SMALL).close()
+
+
 def test_an_engine_with_unfinished_requests_is_not_taken_over():
     model = tiny()
     with Engine(model, config=SMALL) as engine:
@@ -175,6 +192,18 @@ def test_a_suspended_engine_runs_nothing():
         assert engine.resume() and answer(engine) == expected
 
 
+@pytest.mark.parametrize("end", [Engine.suspend, Engine.close])
+def test_requests_that_were_prepared_before_an_engine_stopped(end):
+    """As another thread may stop it at any moment of a call."""
+    with Engine(tiny(), config=SMALL) as engine:
+        requests = engine.prepare([PROMPT], PARAMS)
+        end(engine)
+        for begin in (engine.run, engine.follow):
+            with pytest.raises(ValueError, match=r"suspended|closed"):
+                begin(requests)
+        assert not engine.has_unfinished()
+
+
 @pytest.mark.parametrize("close", [Engine.close, lambda engine: tinyspec.unpatch(engine.model)])
 def test_a_processor_that_closes_the_engine(close):
     def closes(ids, scores):
@@ -222,6 +251,62 @@ def test_a_model_that_changes_while_it_is_lent():
                 answer(engine)
         handle.remove()
         assert answer(engine) == expected
+
+
+def watched(model, kind):
+    """Calls of the hooks of a kind that are registered on every module from now on, by name."""
+    calls = Counter()
+
+    def counts(name):
+        return lambda *_: calls.update([name])
+
+    for name, module in model.named_modules():
+        getattr(module, f"register_{kind}_hook")(counts(name))
+    return calls
+
+
+@pytest.mark.parametrize("family", first(1, FAMILIES, 0.5))
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward"])
+@pytest.mark.filterwarnings("ignore:.*ackward hook")
+def test_hooks_that_are_registered_beside_an_open_engine_stay(family, kind):
+    """They run in forwards of the model by itself, and after the engine is closed."""
+    model, other = tiny(family), tiny(family)
+    expected = watched(other, kind)
+    with Engine(model, config=SMALL) as engine:
+        answer(engine)
+        calls = watched(model, kind)
+        for served in (True, False):
+            for m in (model, other):
+                m(IDS, labels=IDS).loss.backward()
+            assert calls == expected and len(calls) > 10
+            if served:
+                engine.close()
+
+
+class Doubled(torch.nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args, **kwargs):
+        out = self.module(*args, **kwargs)
+        return (2 * out[0], *out[1:]) if isinstance(out, tuple) else 2 * out
+
+
+@pytest.mark.parametrize("name", ["self_attn.v_proj", "self_attn.k_norm", "self_attn", "mlp"])
+def test_modules_that_are_put_in_beside_an_open_engine_stay(name):
+    """As libraries put in adapters, around the module that they find; nothing of the engine's stays
+    in them."""
+    model, other = tiny("qwen3"), tiny("qwen3")
+    kinds = {type(module) for module in (*model.modules(), Doubled(None))}
+    with Engine(model, config=SMALL) as engine:
+        answer(engine)
+        for m in (model, other):
+            m.model.layers[0].set_submodule(name, Doubled(m.model.layers[0].get_submodule(name)))
+        assert torch.equal(logits(model), logits(other))
+    assert torch.equal(logits(model), logits(other))
+    assert {type(module) for module in model.modules()} == kinds
+    assert not torch.equal(logits(model), logits(tiny("qwen3"))), "the comparison can fail"
 
 
 def by_pickle(model):

@@ -121,6 +121,9 @@ def test_json_loses_no_bit(seed):
         completions=[completion() for _ in range(rng.randint(1, 3))],
         fingerprint=rng.choice((None, "abc")),
         prompt_logprobs=rng.choice((None, [None, fp32(rng)])),
+        fingerprint_parts=rng.choice(
+            (None, {"threads": 2, "device": TEXT, "on": True, "cuda": None})
+        ),
     )
     line = output.to_json()
     assert "\n" not in line

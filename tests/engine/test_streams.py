@@ -1,12 +1,13 @@
 """Work of an engine is in one order, whichever streams its callers have: by streams that record."""
 
 from dataclasses import replace
-from threading import Thread
+from threading import Event, Thread
 
 import pytest
 import torch
 
 from tests.support import streams
+from tests.support.patience import PATIENCE
 from tests.support.streams import Stream
 from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
@@ -162,6 +163,34 @@ def test_memory_goes_back(queues, monkeypatch):
         engine.release()
         assert len(recorder.named("empty_cache")) == queues
     assert len(recorder.named("empty_cache")) == 2 * queues
+
+
+def test_who_captures_is_alone(monkeypatch):
+    """Work that another thread hands over to the stream would be captured with it."""
+    streams.record(monkeypatch)
+    stream, order = device_stream.stream_of(torch.device("cpu")), []
+    inside, leave = Event(), Event()
+
+    def other():
+        with stream():
+            order.append("other")
+            inside.set()
+            leave.wait(PATIENCE)
+
+    thread = Thread(target=other)
+    with stream():
+        with stream(), stream.alone() as alone:
+            thread.start()
+            inside.wait(0.05)
+            order.append("captured")
+        assert alone and inside.wait(PATIENCE)
+        with stream.alone() as alone:
+            assert not alone
+        leave.set()
+        thread.join(PATIENCE)
+        with stream.alone() as alone:
+            assert alone
+    assert order == ["captured", "other"]
 
 
 def test_a_cpu_has_no_stream():

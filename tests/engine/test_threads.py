@@ -1,8 +1,10 @@
 """One engine, many threads: requests of all share passes, and nobody's trouble is another's."""
 
 import copy
+import inspect
 import os
 import pickle
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Barrier, Event, Thread
@@ -28,6 +30,7 @@ REQUESTS = [
     ]
     for n in range(THREADS)
 ]
+LONG = SamplingParams(max_new_tokens=450)
 ALL = [request for own in REQUESTS for request in own]
 
 
@@ -241,6 +244,67 @@ def test_closing_ends_the_calls_of_others():
     assert completion.finish_reason == "abort" and "closed" in completion.error
     with pytest.raises(ValueError, match="engine='closed'"):
         engine.add_request([1, 2])
+
+
+def test_a_stream_is_closed_while_another_thread_looks_whether_it_is_ready(engine):
+    stream = engine.stream([[1, 2], [3, 4]], LONG)
+    looked = []
+
+    class Looks:
+        """Stands for a sequence, and for the moment at which another thread closes the stream."""
+
+        finished = False
+
+        @property
+        def length(self):
+            looked.append(stream.close())
+            return 0
+
+    stream._open = {Looks(): 0, Looks(): 0, **stream._open}
+    assert stream._ready() and looked
+    assert list(stream) == []
+
+
+def test_a_stream_that_is_dropped_at_any_line_of_a_turn(engine):
+    """Its requests end with that turn, also where it is too late to be told of them."""
+    counted = 0
+    for number in range(1000):
+        stream = engine.stream([[1, 2]], LONG)
+        count = drop_at_line(number, stream, engine.turns)
+        counted = max(counted, count)
+        assert not engine.has_unfinished(), f"it was dropped at line {number}"
+        if count <= number:
+            break
+    assert counted > 20
+
+
+def drop_at_line(number, stream, turns):
+    """Drop ``stream`` at this line of a turn, or after it; how many lines there were."""
+    count = 0
+
+    def trace(frame, event, argument):
+        nonlocal count
+        if frame.f_code.co_filename != turns_file or dropping:
+            return None
+        if event == "line":
+            if count == number:
+                dropping.append(True)
+                stream.__del__()
+                dropping.clear()
+            count += 1
+        return trace
+
+    turns_file, dropping = inspect.getfile(Turns), []
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with turns.turn():
+            pass
+    finally:
+        sys.settrace(before)
+    if count <= number:
+        stream.__del__()
+    return count
 
 
 # Turns

@@ -7,6 +7,7 @@ request that the output states, alone, and compares. It shares no code with ``ti
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import math
 import random
@@ -191,6 +192,24 @@ def _cut(completion: Data, count: int, reason: str, tokenizer: Any) -> None:
     completion["finish_reason"] = reason
 
 
+def _change_parts(data: Data, rng: random.Random) -> str:
+    """Parts of the fingerprint: a value, a name, or all of them."""
+    parts = data["fingerprint_parts"]
+    name = rng.choice(list(parts))
+    how = rng.choice(("value", "left out", "renamed", "null", "all left out"))
+    if how == "value":
+        value = parts[name]
+        change = rng.choice(list(CHANGES[type(value)]))
+        parts[name] = CHANGES[type(value)][change](value, rng)
+    elif how == "all left out":
+        data["fingerprint_parts"] = None
+    else:
+        value = parts.pop(name)
+        if how != "left out":
+            parts[f"{name}." if how == "renamed" else name] = value if how == "renamed" else None
+    return f"fingerprint_parts: {how}"
+
+
 def _shorten(data: Data, rng: random.Random, tokenizer: Any) -> str:
     """All completions, as if fewer tokens had been asked for."""
     count = rng.randint(1, max(1, data["params"]["max_new_tokens"] - 1))
@@ -275,8 +294,9 @@ FIELDS = (
     "prompt_token_ids",
     "fingerprint",
 )
+PARTS = "fingerprint_parts"
 CONSISTENT = (_shorten, _abort, _other_token, _ask_for_less)
-KINDS = (*FIELDS, "params", "consistent", "memory", "unverified")
+KINDS = (*FIELDS, PARTS, "params", "consistent", "memory", "unverified")
 
 
 def forge(
@@ -313,6 +333,8 @@ def _forge_one(
         return _in_memory(output, rng)
     if kind == "params":
         name = _change_params(data, rng)
+    elif kind == PARTS:
+        name = _change_parts(data, rng)
     elif kind == "unverified":
         name = _change_nothing_compared(data, rng)
     elif kind == "consistent":
@@ -330,6 +352,10 @@ def judge(engine: Engine, output: RequestOutput, known: dict[str, Any] | None = 
     params = output.params
     if not isinstance(params, SamplingParams):
         return DIFFERS
+    if output.fingerprint_parts is not None:
+        text = json.dumps(output.fingerprint_parts, sort_keys=True)
+        if spelled(hashlib.sha256(text.encode()).hexdigest()[:32]) != spelled(output.fingerprint):
+            return DIFFERS
     if spelled(output.fingerprint) != spelled(engine.fingerprint) or not params.deterministic:
         return NOT_COMPARABLE
     known = {} if known is None else known

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from unittest import mock
 
@@ -26,6 +27,7 @@ BEGIN, END = "<!-- by python -m tests.kernels.compiled -->\n", "<!-- end -->\n"
 WHAT = "registers", "bytes of shared memory", "copies in flight"
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256, 512)
 KINDS = {"16-bit": torch.bfloat16, "fp32": torch.float32}
+CODED = " e4m3"  # behind the names of entries over a cache of codes
 OTHERS = (
     *("sample", "sample_merge", "linear", "merged_linear", "add_rms_norm", "gated"),
     *("kv_write", "accept", "work", "merge"),
@@ -73,17 +75,17 @@ def write(table: Table) -> None:
 
 
 def readme_table() -> str:
-    """Of the newest triton: attention in bf16 and fp32, and the most of the other kernels."""
+    """Of the newest triton: attention in bf16 and fp32, over a cache of codes as well, and the most
+    of the other kernels."""
     known = versions()
     newest = max(known, key=lambda number: [int(part) for part in number.split(".")])
     table = known[newest]
     names = " | ".join(TARGETS)
     lines = [f"| attention, head size (triton {newest}) | {names} |", "| --- |" + " --- |" * 4]
-    for kind, dtype in KINDS.items():
-        for dim in HEAD_DIMS:
-            row = table[f"attention {dtype} {dim} extras=False attention_kernel"]
-            cells = [f"{_tile(dtype, dim, target)}: {_shown(row[target])}" for target in TARGETS]
-            lines.append(f"| {kind}, {dim} | {' | '.join(cells)} |")
+    for (kind, dtype), coded, dim in product(KINDS.items(), ("", CODED), HEAD_DIMS):
+        row = table[f"attention {dtype} {dim} extras=False{coded} attention_kernel"]
+        cells = [f"{_tile(dtype, dim, t, bool(coded))}: {_shown(row[t])}" for t in TARGETS]
+        lines.append(f"| {kind}{coded}, {dim} | {' | '.join(cells)} |")
     lines += ["", f"| other kernels, at most | {names} |", "| --- |" + " --- |" * 4]
     for kernel in OTHERS:
         rows = [row for key, row in table.items() if key.endswith(f" {kernel}_kernel")]
@@ -92,9 +94,9 @@ def readme_table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _tile(dtype: torch.dtype, dim: int, target: str) -> str:
+def _tile(dtype: torch.dtype, dim: int, target: str, codes: bool) -> str:
     with mock.patch.object(launch, "capability", lambda device: TARGETS[target]):
-        entry = launch.attention(dtype, dim, torch.device("cuda"))
+        entry = launch.attention(dtype, dim, torch.device("cuda"), codes)
     return f"{entry.block_m} x {entry.block_n}, {entry.num_warps}, {entry.num_stages}"
 
 

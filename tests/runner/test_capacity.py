@@ -40,6 +40,17 @@ def test_a_pool_that_does_not_fit_is_refused_with_the_bytes():
     Engine(model).close()  # it was left alone
 
 
+def test_codes_of_8_bits_take_a_quarter_of_fp32(monkeypatch):
+    free(monkeypatch, 10)
+    with engine_of(num_pages=40, kv_dtype="fp8_e4m3") as engine:
+        assert bytes_of(engine) == 40 * PAGE // 4
+        engine.generate(prompts(2), SHORT)
+    with pytest.raises(ValueError, match=f"{41 * PAGE // 4} bytes, .*enough for 40"):
+        engine_of(num_pages=41, kv_dtype="fp8_e4m3")
+    with pytest.raises(ValueError, match=f"{40 * PAGE} bytes, .*enough for 10"):
+        engine_of(num_pages=40)
+
+
 @pytest.mark.parametrize("pages, fits", [(40, True), (39.9, False)])
 def test_what_just_fits(monkeypatch, pages, fits):
     free(monkeypatch, pages)

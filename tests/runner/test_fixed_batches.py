@@ -80,6 +80,15 @@ def test_same_launches(family, kernels):
     assert {"attention_kernel", "kv_write_kernel", "sample_kernel", "work_kernel"} <= {*every}
 
 
+@pytest.mark.slow("crosses", 2)
+def test_same_launches_over_codes(kernels):
+    found = recorded(tiny(), kernels, kv_dtype="fp8_e4m3")
+    assert check(found) >= 6
+    calls = [call for passes in found.values() for _, calls in passes for call in calls.calls]
+    mine = [call for call in calls if call[0] in ("attention_kernel", "kv_write_kernel")]
+    assert mine and all("torch.uint8" in str(call) for call in mine)
+
+
 def test_control_an_argument_that_depends_on_lengths(kernels, monkeypatch):
     batch = FixedBatches.batch
 

@@ -24,6 +24,7 @@ from tinyspec import Engine
 from tinyspec.determinism import model_tables
 from tinyspec.kernels import backend
 from tinyspec.kernels.backend import Kernels
+from tinyspec.kernels.twins.e4m3 import NAN
 from tinyspec.runner.kv_cache import KVCache
 
 
@@ -98,7 +99,7 @@ def as_on_a_gpu(patches: pytest.MonkeyPatch) -> Kernels:
         # Pages are not zeroed; huge numbers, which may lie in memory, only the kernels stand.
         pages(cache, *args)
         for pool in (*cache.k, *cache.v):
-            pool.fill_(torch.nan)
+            pool.fill_(torch.nan if pool.is_floating_point() else NAN)
 
     patches.setattr(KVCache, "__init__", poisoned)
     return load("triton")

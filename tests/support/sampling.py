@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tinyspec import SamplingParams
-from tinyspec.runner.sampler import NOT_FINITE, SampleBatch, SpecialResult, SpecialRow
+from tinyspec.runner.processors import SpecialRow
+from tinyspec.runner.sampler import NOT_FINITE, SampleBatch, SpecialResult
 
 
 @dataclass

@@ -15,6 +15,7 @@ from tests.support.cases import KINDS, bits_of, engine_of, greedy, model_of, run
 from tests.support.mixes import crowd, needles, plain
 from tests.support.tiny import VOCAB, tiny
 from tinyspec import Engine, RequestOutput, audit
+from tinyspec.determinism.fingerprint_parts import digest_of
 from tinyspec.tools.demo import BUNDLED
 
 LISTS = ("logprobs", "top_logprobs")
@@ -230,14 +231,56 @@ def never(ids, scores):
     return False
 
 
+def elsewhere(output):
+    """As an engine with 99 threads would have written it."""
+    parts = {**output.fingerprint_parts, "threads": 99}
+    return replace(output, fingerprint=digest_of(parts), fingerprint_parts=parts)
+
+
+def test_parts_give_the_fingerprint(audited):
+    """Whatever of them was changed: the value, its type, a name, or the fingerprint itself."""
+    engine, outputs = audited
+    own = outputs[0].fingerprint_parts
+    assert own == engine.contract.fingerprint.parts
+    forged = [
+        replace(outputs[0], fingerprint_parts=parts)
+        for parts in (
+            {**own, "threads": 99},
+            {**own, "threads": float(own["threads"])},
+            {**own, "threads": str(own["threads"])},
+            {**own, "threads": [own["threads"]]},
+            {**own, "more": 1},
+            {**own, 1: 1},
+            {name: value for name, value in own.items() if name != "threads"},
+            {},
+            [],
+            "text",
+        )
+    ]
+    forged.append(replace(outputs[0], fingerprint="0" * 32))
+    forged.append(replace(outputs[0], fingerprint=None))
+    shuffled = replace(outputs[0], fingerprint_parts=dict(sorted(own.items())))
+    count = len(outputs[0].completions)
+    *found, last = audit(engine, [*forged, shuffled]).entries[::count]
+    assert len(found) == len(forged)
+    for entry in found:
+        assert entry.verdict == "differs", entry
+        assert "fingerprint_parts do not give its fingerprint" in entry.reason
+    assert last.verdict == "same", "control: their order is no part of it"
+
+
 def test_audit_says_what_cannot_be_compared(audited):
     engine, outputs = audited
     functions = greedy(6, logits_processors=[shout], stopping_criteria=[never])
     own = engine.generate([[4, 5, 6]], functions)[0]
     assert audit(engine, [own])  # the functions are at hand
     unlike = [
-        (replace(outputs[0], fingerprint="0" * 32), "its fingerprint is 0000"),
-        (replace(outputs[0], fingerprint=None), "no fingerprint"),
+        (
+            replace(outputs[0], fingerprint="0" * 32, fingerprint_parts=None),
+            "its fingerprint is 00",
+        ),
+        (elsewhere(outputs[0]), f": threads 99 -> {torch.get_num_threads()}"),
+        (replace(outputs[0], fingerprint=None, fingerprint_parts=None), "no fingerprint"),
         (RequestOutput.from_json(own.to_json()), "only the name of the function shout"),
     ]
     *found, last = audit(engine, [*(output for output, _ in unlike), outputs[1]]).entries

@@ -6,6 +6,8 @@ breaks on purpose.
 
 import dataclasses
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from transformers import AutoModelForCausalLM, BloomConfig
 
 from tests.support.budget import first
 from tests.support.mixes import bits
+from tests.support.patience import PATIENCE
 from tests.support.sensitive import (
     PositionSensitiveLinear,
     RowByRowLinear,
@@ -309,6 +312,14 @@ def test_the_table():
     assert "model.layers.0.self_attn.q_proj" in str(report) and report.fingerprint in str(report)
 
 
+def test_a_cache_of_8_bits():
+    report = doctor(sound(), dataclasses.replace(CONFIG, kv_dtype="fp8_e4m3"))
+    assert report and report.facts.canonical == SIZES
+    assert str(report).startswith("LlamaForCausalLM, float32, KV cache of fp8_e4m3, cpu (")
+    auto = dataclasses.replace(report, kv_dtype="auto")
+    assert str(auto).startswith("LlamaForCausalLM, float32, cpu (")
+
+
 def test_json():
     report = doctor(sound(), CONFIG)
     found = json.loads(report.to_json())
@@ -355,6 +366,25 @@ def test_an_engine_keeps_its_pool_and_its_requests():
         ]
 
 
+def test_requests_of_other_threads_wait(monkeypatch):
+    """A pass between those of a probe would be taken for one of them."""
+    with ThreadPoolExecutor(1) as pool, Engine(tiny(), config=CONFIG) as engine:
+        given = [[1, 2, 3]], SamplingParams(logprobs=True)
+        (expected,) = engine.generate(*given)
+        futures = []
+
+        def probes(*_):
+            futures.append(pool.submit(engine.generate, *given))
+            while not (engine.turns._waiting or futures[0].done()):
+                time.sleep(0.001)
+            assert not futures[0].done()
+            raise DeterminismError("enough")
+
+        monkeypatch.setattr(engine.contract, "probe", probes)
+        assert doctor(engine).problems == ("enough",)
+        assert bits(futures[0].result(PATIENCE)[0]) == bits(expected)
+
+
 def test_bad_arguments():
     model = sound()
     with Engine(model, config=CONFIG) as engine:
@@ -380,15 +410,16 @@ def test_command_line(capsys):
     assert main(arguments) == 0
     table = capsys.readouterr().out
     assert "*8" in table and "deterministic=True can be served" in table
-    assert main([*arguments, "--json", "--fresh"]) == 0
-    assert json.loads(capsys.readouterr().out)["facts"]["reference"] == 8
+    assert main([*arguments, "--json", "--fresh", "--kv-dtype", "fp8_e4m3"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["facts"]["reference"] == 8 and found["kv_dtype"] == "fp8_e4m3"
     assert main(["doctor", "--reference-rows", "8", "--max-rows", "4"]) == 2
     assert "max_rows=4" in capsys.readouterr().err
 
 
 def test_command_line_says_no(capsys, monkeypatch):
     monkeypatch.setattr(
-        "tinyspec.cli.doctor.doctor",
+        "tinyspec.tools.doctor.doctor",
         lambda *_, **__: DoctorReport("m", "d", "c", ("it is broken",)),
     )
     assert main(["doctor", "--max-rows", "32"]) == 1

@@ -4,44 +4,44 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 from tinyspec.cli.common import add_model, add_report, make_engine
+from tinyspec.cli.inputs import read_outputs
+from tinyspec.cli.parser import add_command
 from tinyspec.config import EngineConfig
 from tinyspec.errors import refuse
-from tinyspec.outputs import RequestOutput
-from tinyspec.tools.audit import audit
+
+NOTES = (
+    "Exit status 0 if every completion is the same; 1 if one differs, is verified in part (it was "
+    "aborted) or cannot be compared (a plain request; other weights, device, versions, dtype or "
+    "reference rows); 2 if a line is no output: the others are audited."
+)
 
 
-def add_command(commands: Any) -> None:
-    parser = commands.add_parser(
+def add(commands: Any) -> None:
+    parser = add_command(
+        commands,
         "audit",
-        help="does this engine produce what `tinyspec generate --json` wrote, bit for bit?",
-        epilog="Exit status 0 if every completion is the same; 1 if one differs, is verified in "
-        "part (it was aborted) or cannot be compared (a plain request; other weights, device, "
-        "versions, dtype or reference rows); 2 if a line is no output: the others are audited.",
+        _audit,
+        "does this engine produce what `tinyspec generate --json` wrote, bit for bit?",
+        "tinyspec audit outputs.jsonl --model Qwen/Qwen3-0.6B",
+        NOTES,
     )
-    parser.add_argument("file", type=Path, metavar="FILE.jsonl", help="one output a line")
+    parser.add_argument("file", metavar="FILE", help="one output a line; - is standard input")
     add_model(parser, dtype="auto")
     add_report(parser)
-    parser.set_defaults(run=_audit)
 
 
 def _audit(options: argparse.Namespace) -> int:
-    outputs, complaints = [], []
-    for number, line in enumerate(options.file.read_text().splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            outputs.append(RequestOutput.from_json(line))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            complaints.append(f"line {number} is not an output of tinyspec: {error}")
+    from tinyspec.tools.audit import audit
+
+    outputs, complaints = read_outputs(options.file)
     if not outputs:
         allowed = "; ".join(complaints) or "a file with at least one output"
-        raise refuse("file", str(options.file), allowed)
+        raise refuse("file", options.file, allowed)
     with make_engine(options, EngineConfig(reference_rows=options.reference_rows)) as engine:
-        report = audit(engine, outputs)
+        report = audit(engine, outputs, progress=sys.stderr.isatty())
     print(report.to_json() if options.json else report)
     for complaint in complaints:
         print(f"tinyspec: {complaint}", file=sys.stderr)

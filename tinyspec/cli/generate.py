@@ -3,96 +3,155 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from dataclasses import fields
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from tinyspec.cli.common import add_model, make_engine
+from tinyspec.cli.inputs import STANDARD_INPUT, are_json, read_lines
+from tinyspec.cli.jobs import Job, jobs_of_arguments, jobs_of_lines, prepare
+from tinyspec.cli.output_file import OutputFile
+from tinyspec.cli.parser import add_command
+from tinyspec.cli.progress import Progress
+from tinyspec.cli.sampling import add_sampling, given
+from tinyspec.cli.text_writer import TextWriter
 from tinyspec.config import EngineConfig
 from tinyspec.errors import refuse
-from tinyspec.sampling_params import SamplingParams
+from tinyspec.outputs import RequestOutput
+
+if TYPE_CHECKING:
+    from tinyspec.engine.engine import Engine
+
+EXAMPLE = """\
+tinyspec generate "Once upon a time" --deterministic --max-new-tokens 40
+tinyspec generate --file prompts.jsonl --output outputs.jsonl --resume"""
+NOTES = (
+    "Prompts are arguments, lines of a file, or lines of standard input (-). JSON lines (.jsonl, "
+    "or what begins with a JSON object) have one object each: a prompt (text, token ids or chat "
+    "messages) and any sampling parameters, which override those given as options. JSON lines out "
+    "are outputs in the order in which they finish; their request_id names the line of the prompt. "
+    "--resume continues a file of the same input, and of the same fingerprint where its outputs "
+    "have one (plain ones alone have none). Exit status 1 if a completion was aborted, 2 for bad "
+    "input, 130 after Ctrl-C."
+)
 
 
-def add_command(commands: Any) -> None:
-    parser = commands.add_parser(
+def add(commands: Any) -> None:
+    parser = add_command(
+        commands,
         "generate",
-        help="generate for prompts given as arguments, in a file, or on standard input",
-        epilog="A .jsonl file has one object a line: a prompt (text, token ids or chat messages) "
-        "and any sampling parameters, which override those given as options.",
+        _generate,
+        "generate for prompts given as arguments, in a file, or on standard input",
+        EXAMPLE,
+        NOTES,
     )
-    add_model(parser, dtype="auto")
-    parser.add_argument("prompts", nargs="*", help="one prompt each")
-    parser.add_argument("--file", type=Path, help="a prompt a line, or .jsonl")
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="or - for standard input")
+    parser.add_argument("--file", help="a prompt a line, or JSON lines; - is standard input")
     parser.add_argument("--json", action="store_true", help="JSON lines out instead of text")
-    parser.add_argument("--deterministic", action="store_true", help="same bits whatever else runs")
-    parser.add_argument("--max-new-tokens", type=int)
-    parser.add_argument("--temperature", type=float)
-    parser.add_argument("--top-k", type=int)
-    parser.add_argument("--top-p", type=float)
-    parser.add_argument("--min-p", type=float)
-    parser.add_argument("--repetition-penalty", type=float)
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--num-return-sequences", type=int)
-    parser.add_argument("--stop", action="append", dest="stop_strings", help="may be repeated")
-    parser.add_argument("--logprobs", action="store_true", help="in the JSON output")
-    parser.set_defaults(run=_generate)
+    parser.add_argument("--output", metavar="FILE", help="write JSON lines into a new file")
+    parser.add_argument("--resume", action="store_true", help="continue the --output file")
+    add_model(parser, dtype="auto")
+    add_sampling(parser)
 
 
 def _generate(options: argparse.Namespace) -> int:
-    shared = {
-        field.name: value
-        for field in fields(SamplingParams)
-        if (value := getattr(options, field.name, None)) is not None and value is not False
-    }
-    lines = _inputs(options)
-    if not lines:
+    if options.resume and options.output is None:
+        raise refuse("--resume", True, "together with --output")
+    jobs = _jobs(options)
+    if not jobs:
         raise refuse("prompts", [], "at least one prompt")
-    prompts = [line.pop("prompt") for line in lines]
-    params = [_params(shared | line) for line in lines]
+    file = OutputFile(options.output, jobs, options.resume) if options.output else None
+    left = jobs if file is None else [job for job in jobs if job.job_id not in file.kept]
     with make_engine(options, EngineConfig()) as engine:
-        outputs = engine.generate(prompts, params, progress=sys.stderr.isatty())
-    for output in outputs:
-        if options.json:
-            print(output.to_json())
-            continue
-        for completion in output.completions:
-            print(completion.text)
-            if completion.error is not None:
-                print(f"tinyspec: {output.request_id}: {completion.error}", file=sys.stderr)
-    return 0
+        if file is not None:
+            _check_fingerprint(engine, file, options.output)
+        if file is None:
+            return int(_run(engine, left, options.json))
+        kept = [c for output in file.kept.values() for c in output.completions]
+        before = any(completion.finish_reason == "abort" for completion in kept)
+        return int(_into_file(engine, left, file, options.output) or before)
 
 
-def _inputs(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One object per prompt: of the arguments and the file, or of standard input without either."""
-    found: list[dict[str, Any]] = [{"prompt": prompt} for prompt in options.prompts]
-    if options.file is not None:
-        text = options.file.read_text()
-        as_json = options.file.suffix == ".jsonl"
-    elif not found:
-        text, as_json = sys.stdin.read(), False
-    else:
-        return found
-    for number, line in enumerate(text.splitlines(), start=1):
-        if line.strip():
-            found.append(_object(line, number) if as_json else {"prompt": line})
-    return found
+def _jobs(options: argparse.Namespace) -> list[Job]:
+    """Of the arguments and the file, or of standard input without either."""
+    prompts, path, shared = options.prompts, options.file, given(options)
+    if path is None and prompts in ([], [STANDARD_INPUT]):
+        prompts, path = [], STANDARD_INPUT
+    jobs = jobs_of_arguments(prompts, shared)
+    if path is not None:
+        if path == STANDARD_INPUT and sys.stdin.isatty():
+            print("tinyspec: one prompt a line, Ctrl-D ends", file=sys.stderr)
+        lines = read_lines(path)
+        jobs += jobs_of_lines(lines, are_json(path, lines), shared)
+    return jobs
 
 
-def _object(line: str, number: int) -> dict[str, Any]:
+def _check_fingerprint(engine: Engine, file: OutputFile, name: str) -> None:
+    from tinyspec.determinism.fingerprint_parts import explained
+
+    written = [output for output in file.kept.values() if output.fingerprint is not None]
+    own = engine.fingerprint if written else ""
+    other = next((output for output in written if output.fingerprint != own), None)
+    if other is not None:
+        allowed = f"outputs of this engine, {own}; it has some of {other.fingerprint}"
+        why = explained(other.fingerprint_parts, engine.contract.fingerprint.parts)
+        raise refuse("--output", name, f"{allowed}: {why}" if why else allowed)
+
+
+def _into_file(engine: Engine, jobs: list[Job], file: OutputFile, name: str) -> bool:
+    """Run ``jobs`` and append their outputs to the file; whether one was aborted."""
+    file.open()
     try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"line {number} is not JSON: {error}") from error
-    if not isinstance(value, dict) or "prompt" not in value:
-        raise ValueError(f'line {number} is not allowed: a JSON object with a "prompt"')
-    return value
+        return bool(jobs) and _run(engine, jobs, True, file.write)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"what has finished is in {name}; continue with --resume") from None
+    finally:
+        file.close()
 
 
-def _params(values: dict[str, Any]) -> SamplingParams:
-    unknown = set(values) - {field.name for field in fields(SamplingParams)}
-    if unknown:
-        name = sorted(unknown)[0]
-        raise refuse(name, values[name], "a field of SamplingParams")
-    return SamplingParams(**values)
+def _run(
+    engine: Engine,
+    jobs: list[Job],
+    as_json: bool,
+    write: Callable[[RequestOutput], object] = lambda output: print(output.to_json(), flush=True),
+) -> bool:
+    """Run ``jobs``; write their outputs as they finish, or their texts in order. Returns whether
+    one was aborted."""
+    from tinyspec.engine.interrupts import between_steps
+    from tinyspec.engine.results import output_of
+
+    requests = prepare(engine, jobs)
+    of = {request.request_id: (request, job) for request, job in zip(requests, jobs, strict=True)}
+    unfinished = {request.request_id: len(request.sequences) for request in requests}
+    most = {
+        (request.request_id, sequence.index): request.params.max_new_tokens
+        for request in requests
+        for sequence in request.sequences
+    }
+    terminal = sys.stdout.isatty()
+    text = TextWriter(most, sys.stdout, live=terminal)
+    progress = Progress(engine, most, sys.stderr, live=as_json or not terminal)
+    aborted = False
+    # The command changes no model between the steps.
+    with between_steps(), engine.follow(requests) as events, engine.tracker.hold_state():
+        for event in events:
+            progress.event(event)
+            if not as_json:
+                text.event(event)
+            unfinished[event.request_id] -= event.finish_reason is not None
+            if unfinished[event.request_id]:
+                continue
+            request, job = of[event.request_id]
+            output = output_of(request, engine.tokenizer)
+            progress.clear()
+            if as_json:
+                write(replace(output, request_id=job.job_id))
+            else:
+                text.output(output)
+            for completion in output.completions:
+                if completion.finish_reason == "abort":
+                    aborted = True
+                    print(f"tinyspec: {job.place}: aborted: {completion.error}", file=sys.stderr)
+    progress.end()
+    return aborted

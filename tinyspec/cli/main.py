@@ -1,26 +1,84 @@
-"""``tinyspec``: parses the command line and runs one command."""
+"""``tinyspec``: parses the command line, runs one command, and says in one line what went wrong.
+
+Commands import torch and transformers when they run, so that ``--help`` does without.
+"""
 
 from __future__ import annotations
 
-import argparse
+import os
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 
-from tinyspec.cli import audit, demo, doctor, generate
+from tinyspec.cli import audit, chat, demo, diff, doctor, generate, score
+from tinyspec.cli.parser import Parser
 from tinyspec.errors import TinyspecError
 
+VERSION = "show the versions of tinyspec and of what its bits depend on"
 DESCRIPTION = "Deterministic continuous batching for Hugging Face models."
+COMMANDS = (demo, generate, chat, score, doctor, audit, diff)
+LIBRARIES = ("torch", "transformers", "triton")
+# As shells report a process that Ctrl-C, or a pipe that nobody reads, has ended.
+INTERRUPTED, CLOSED_PIPE = 130, 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status (2 for bad arguments or input)."""
-    parser = argparse.ArgumentParser(prog="tinyspec", description=DESCRIPTION)
-    commands = parser.add_subparsers(dest="command", required=True)
-    for command in (demo, generate, audit, doctor):
-        command.add_command(commands)
-    options = parser.parse_args(arguments)
+    options = Namespace(debug=False)
     try:
-        return int(options.run(options))
-    except (ValueError, TinyspecError, OSError) as error:
-        print(f"tinyspec: {error}", file=sys.stderr)
+        options = _parser(arguments).parse_args(arguments)
+        status = int(options.run(options))
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt as error:
+        _say(f"interrupted{''.join(f': {what}' for what in error.args)}")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Nor may what is left in the buffer be written when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED_PIPE
+    except Exception as error:
+        if options.debug:
+            raise
+        _say(told(error))
         return 2
+
+
+def told(error: Exception) -> str:
+    """What an error says, with its type where it was not raised for users to read."""
+    message = str(error)
+    if not isinstance(error, (ValueError, TinyspecError, OSError)):
+        message = f"{type(error).__name__}: {message} (--debug shows the traceback)"
+    return message
+
+
+def _say(message: str) -> None:
+    start = "\n" if sys.stderr.isatty() and message.startswith("interrupted") else ""
+    print(f"{start}tinyspec: {' '.join(message.split())}", file=sys.stderr)
+
+
+def _parser(arguments: Sequence[str] | None) -> Parser:
+    parser = Parser(prog="tinyspec", description=DESCRIPTION)
+    wanted = "--version" in (sys.argv[1:] if arguments is None else arguments)
+    parser.add_argument(
+        "--version", action="version", version=_versions() if wanted else "", help=VERSION
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        command.add(commands)
+    return parser
+
+
+def _versions() -> str:
+    """Of the package and of what its bits depend on, without importing them."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    def found(name: str) -> str:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            return "(not installed)"
+
+    python = ".".join(map(str, sys.version_info[:3]))
+    others = ", ".join(f"{name} {found(name)}" for name in LIBRARIES)
+    return f"tinyspec {found('tinyspec')} (Python {python}, {others})"

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from tinyspec.config import EngineConfig
 from tinyspec.determinism import probe_cache
 from tinyspec.determinism.fingerprint import digest_weights, fingerprint
+from tinyspec.determinism.fingerprint_parts import Fingerprint
 from tinyspec.determinism.learner import SLICE, Learner
 from tinyspec.determinism.model_state import LAYOUT, adapter_state, experts, layouts, settings
 from tinyspec.determinism.model_watch import OBJECT, ModelWatch
@@ -52,7 +53,7 @@ class Contract:
         self.buckets: Buckets = runner.buckets
         self._ways = ModuleWays(self._patched, runner, config)
         self._weights_digest: str | None = None
-        self.known_fingerprint: str | None = None
+        self.known_fingerprint: Fingerprint | None = None
         self._learner: Learner | None = None
         self._probed_structure: object = None
         self._on_disk = probe_cache.Growing("")
@@ -74,7 +75,7 @@ class Contract:
         return self._probed_structure is not None and self.results is None
 
     @property
-    def fingerprint(self) -> str:
+    def fingerprint(self) -> Fingerprint:
         """The fingerprint, computed when first asked for or after something changed.
 
         With ``linear="auto"`` the reference bucket is proven first: which modules the linear kernel
@@ -85,7 +86,7 @@ class Contract:
                 self.prove()
         return self._current_fingerprint()
 
-    def _current_fingerprint(self) -> str:
+    def _current_fingerprint(self) -> Fingerprint:
         """The fingerprint with the modules that are installed now."""
         if self.known_fingerprint is None:
             if self._weights_digest is None:
@@ -272,7 +273,7 @@ class Contract:
     def _results_key(self) -> str:
         """Of results on disk: all that they depend on, which no value of a weight is."""
         model = self._model
-        rest = fingerprint(model, "", self._config, self._runner.device)
+        rest = fingerprint(model, "", self._config, self._runner.device).digest
         found = experts(model), layouts(model), settings(model), adapter_state(model)
         return probe_cache.key_of(rest, *found, self.buckets.sizes, self._config.linear)
 

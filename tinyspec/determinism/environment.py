@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tinyspec.determinism import cublas
+from tinyspec.determinism.fingerprint_parts import DIGEST
 from tinyspec.model import openmp
 
 _C: Any = torch._C
@@ -45,15 +46,17 @@ def ambient(device: torch.device) -> tuple[object, ...]:
 
 def environment(device: torch.device) -> dict[str, object]:
     """The parts of the fingerprint that come from process and machine, readable."""
-    threads, running, engine, *libraries = ambient(device)
-    of_cublas = {"cublas": cublas.fixed()} if device.type == "cuda" else {}
+    threads, running, engine, *blas = ambient(device)
+    name, instructions, count = device_parts(device)
+    gpu = {"multiprocessors": count, "blas": blas, "cublas": cublas.fixed()}
     return {
-        "device": device_parts(device),
-        "threads": [threads, running],
+        "device": name,
+        "instruction set": instructions,
+        "threads": threads,
+        "threads running": running,
         "quantized engine": engine,
-        "libraries": libraries,
-        "build": _build(),
-        **of_cublas,
+        "build": f"{DIGEST}{_build()}",
+        **(gpu if device.type == "cuda" else {}),
     }
 
 

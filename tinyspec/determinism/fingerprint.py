@@ -1,4 +1,4 @@
-"""The fingerprint: a digest of everything that the bits of a deterministic request depend on.
+"""The fingerprint: everything that the bits of a deterministic request depend on, and its digest.
 
 Nothing that is measured by time enters it, nor anything that cannot change a bit (window, drafter,
 page size, pool size).
@@ -23,6 +23,7 @@ from tinyspec.determinism.canary import canary
 from tinyspec.determinism.checksum import checksum
 from tinyspec.determinism.code_digest import syntax_digest
 from tinyspec.determinism.environment import environment
+from tinyspec.determinism.fingerprint_parts import DIGEST, Fingerprint, shortened
 from tinyspec.determinism.model_state import adapter_state, function_settings, functions, tensors
 from tinyspec.model.install import patched_of
 from tinyspec.model.linear_kinds import linear_shape
@@ -78,17 +79,22 @@ def _strides(tensor: Tensor) -> tuple[int, ...] | None:
     return None if tensor.is_contiguous() else tensor.stride()
 
 
-def _versions(device: torch.device) -> list[str]:
-    found = [torch.__version__, transformers.__version__, str(torch.version.cuda)]
+def _versions(device: torch.device) -> dict[str, str | None]:
+    found: dict[str, str | None] = {
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+    }
     if device.type == "cuda":
-        found += [version("triton"), str(torch._C._cuda_getDriverVersion())]  # type: ignore[attr-defined]
-    return found
+        found["triton"] = version("triton")
+        found["driver"] = str(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined]
+    return {**found, "cuda": torch.version.cuda}
 
 
 def _libraries(model: nn.Module) -> dict[str, str]:
     """Versions of the libraries whose modules and weights are in the model (peft, torchao)."""
     kinds = {type(module) for module in model.modules()} | {type(p) for p in model.parameters()}
-    names = {kind.__module__.split(".")[0] for kind in kinds} - {"tinyspec", "torch"}
+    own = {"tinyspec", "torch", "transformers"}
+    names = {kind.__module__.split(".")[0] for kind in kinds} - own
     return {name: found for name in names if (found := _version(name)) is not None}
 
 
@@ -124,30 +130,31 @@ def fingerprint(
     config: EngineConfig,
     device: torch.device,
     ignored: Collection[str] = (),
-) -> str:
-    """32 hexadecimal digits. weights: the digest of the model's weights. ignored: names of
-    attributes that are no settings."""
+) -> Fingerprint:
+    """weights: the digest of the model's weights. ignored: names of attributes that are no
+    settings."""
     assert config.reference_rows
     parts = {
-        "revision": REVISION,
-        "code": syntax_digest(),
-        "weights": weights,
-        "settings": function_settings(model, ignored),
-        "modules": functions(model),
-        "attention": _attention(model),
         "model": type(model).__name__,
-        "config": _config(model),
-        "environment": environment(device),
-        "canary": canary(model, config.reference_rows),
-        "versions": _versions(device),
-        "libraries": _libraries(model),
+        "dtype": str(model.dtype).removeprefix("torch."),
         "reference_rows": config.reference_rows,
+        "max_model_len": config.max_model_len,
         "backend": config.backend,
         "kv_dtype": config.kv_dtype,
-        "max_model_len": config.max_model_len,
         "cuda_graphs": config.cuda_graphs,
+        **environment(device),
+        **_versions(device),
+        "libraries": _libraries(model),
         "linears": sorted({type(m).__name__ for m in model.modules() if linear_shape(m)}),
         "linear_kernel": served_by_kernel(model),
         "gradients": asking_for_gradients(model),
+        "weights": DIGEST + weights[:32],
+        "config": _config(model),
+        "modules": functions(model),
+        "settings": function_settings(model, ignored),
+        "attention": _attention(model),
+        "revision": REVISION,
+        "code": DIGEST + syntax_digest()[:32],
+        "canary": DIGEST + canary(model, config.reference_rows),
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+    return Fingerprint(shortened(parts))

@@ -1,4 +1,4 @@
-"""Says what a call waits for, where that takes long: once, on a terminal and in the log."""
+"""Says what a call waits for, where that takes long: on a terminal and in the log."""
 
 from __future__ import annotations
 
@@ -8,24 +8,28 @@ import time
 from collections.abc import Callable
 
 logger = logging.getLogger("tinyspec")
-# Seconds that a call waits without a word.
+# Seconds that a call waits without a word; after twice as many the next one comes, and so on.
 PATIENCE = 2.0
 
 
 class Notice:
-    """To be called again and again while a call waits; time counts from when it is made. pause:
+    """To be called after every step while a call waits; time counts from when it is made. pause:
     called every time."""
 
     def __init__(self, text: str, pause: Callable[[], None] = lambda: None):
         self._text, self._pause = text, pause
         self._begun = time.perf_counter()
-        self._said = False
+        self._next = PATIENCE
+        self._steps = 0
 
     def __call__(self) -> None:
         self._pause()
-        if self._said or time.perf_counter() - self._begun <= PATIENCE:
+        self._steps += 1
+        seconds = time.perf_counter() - self._begun
+        if seconds <= self._next:
             return
-        self._said = True
-        logger.info(self._text)
+        far = f" ({self._steps} steps in {seconds:.0f} s)" if self._next > PATIENCE else ""
+        self._next = 2 * max(seconds, PATIENCE)
+        logger.info(self._text + far)
         if sys.stderr.isatty():
-            sys.stderr.write(f"tinyspec: {self._text}\n")
+            sys.stderr.write(f"tinyspec: {self._text}{far}\n")

@@ -15,8 +15,10 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from tinyspec.drop_in import padding, prepare, served
+from tinyspec.drop_in.batch_wide import lock_step
 from tinyspec.drop_in.prepare import Generate
 from tinyspec.drop_in.prompts import Prompt, Prompts, append, stack_steps
+from tinyspec.drop_in.returned_cache import filled_cache
 from tinyspec.drop_in.seeds import Defaults, RowSeeds, check_base
 from tinyspec.drop_in.served import ADDED_ARGUMENTS, CALL_ARGUMENTS, PROMPT_ARGUMENTS
 from tinyspec.drop_in.settings import PreparedRequest
@@ -25,6 +27,8 @@ from tinyspec.engine.drafter import Drafter, NgramDrafter, make_drafter
 from tinyspec.errors import refuse
 from tinyspec.model.supported import max_positions, vocab_size
 from tinyspec.sampling_params import SamplingParams
+from tinyspec.scalars import plain
+from tinyspec.scheduler.lock_step import LockStep
 from tinyspec.scheduler.noise import noise_key
 from tinyspec.scheduler.request import Sequence
 
@@ -41,9 +45,9 @@ class Call:
 
     arguments: by name. original: the model's own ``generate``. defaults, row_seeds: for what the
     arguments do not say.
-    prompts, params: one of each per prompt. unserved: what only ``original`` serves; where there is
-    any, neither is set. transformers_arguments: those for ``original``. Raises what ``original``
-    raises for bad arguments, and ValueError.
+    prompts, params: one of each per prompt. lock_step: where rows advance together. unserved: what
+    only ``original`` serves; where there is any, none is set. transformers_arguments: those for
+    ``original``. Raises what ``original`` raises for bad arguments, and ValueError.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class Call:
         self._prepared: list[PreparedRequest] = []
         self._shared: dict[tuple[object, ...], PreparedRequest] = {}
         self.params: list[SamplingParams] = []
+        self.lock_step: LockStep | None = None
         self._mask = padding.mask_of(self._arguments, model.generation_config)
         self.unserved = list(served.unserved_arguments(model, self._arguments))
         if self.ends_in_pads:
@@ -109,7 +114,7 @@ class Call:
         """``seed`` or ``deterministic`` as an argument or a config gives it; None: neither does."""
         configs = (settings.get("generation_config"), self._model.generation_config)
         values = (settings.get(name), *(getattr(config, name, None) for config in configs))
-        return next((value for value in values if value is not None), None)
+        return plain(next((value for value in values if value is not None), None))
 
     def _prepare(self) -> None:
         """Let transformers prepare every request alone."""
@@ -190,6 +195,9 @@ class Call:
             if len(prompt) + params.max_new_tokens > positions:
                 self.unserved.append(f"a length beyond the model's {positions} positions")
             self.params.append(params)
+        padded, spare = self._padded_prompts(), self._prompts.width - max(map(len, self.prompts))
+        given = (self._arguments, self._prepared, self.params, padded.tolist(), spare)
+        self.lock_step = lock_step(*given)
         needs_seed = [p.temperature > 0 and p.seed is None for p in self.params]
         if self.unserved or not any(needs_seed):
             return
@@ -215,11 +223,13 @@ class Call:
         return [m if seed is None else seed for seed, m in zip(given, mixed, strict=True)]
 
     @property
-    def keeps(self) -> tuple[bool, bool]:
-        """Whether scores, and logits, are part of the result."""
+    def keeps(self) -> tuple[bool, bool, bool]:
+        """Whether scores, logits, and keys and values are part of the result."""
         config = self._config
-        is_dict = bool(config.return_dict_in_generate)
-        return is_dict and bool(config.output_scores), is_dict and bool(config.output_logits)
+        if not config.return_dict_in_generate:
+            return False, False, False
+        uses_cache = config.use_cache is not False
+        return bool(config.output_scores), bool(config.output_logits), uses_cache
 
     @property
     def seeds(self) -> list[int | None]:
@@ -256,18 +266,26 @@ class Call:
         prompts = [prompt.ids for prompt, p in pairs for _ in range(p.num_return_sequences)]
         return Streamers(self._arguments.get("streamer"), self._padded_prompts(), prompts)
 
-    def output(self, sequences: list[Sequence]) -> Tensor | GenerateDecoderOnlyOutput:
-        """What ``generate`` returns for finished ``sequences``."""
+    def output(
+        self, sequences: list[Sequence], with_cache: bool
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """What ``generate`` returns for finished ``sequences``; a dict has the cache they leave
+        where it is kept, and ``with_cache``."""
         generated = [s.tokens[s.request.num_prompt :] for s in sequences]
         ids = append(self._padded_prompts(), generated, self.pad)
         if not self._config.return_dict_in_generate:
             return ids
-        scores, logits = self.keeps
+        scores, logits, _ = self.keeps
         steps: dict[str, Any] = {}
         if scores:
             steps["scores"] = stack_steps([s.scores for s in sequences], self.pad)
         if logits:
             steps["logits"] = stack_steps([s.logits for s in sequences], self.pad)
+        if with_cache:
+            counts = [params.num_return_sequences for params in self.params]
+            steps["past_key_values"] = filled_cache(
+                self._model, self._prompts, counts, [s.kv for s in sequences]
+            )
         output = GenerateDecoderOnlyOutput(sequences=cast(torch.LongTensor, ids), **steps)
         setattr(output, "seeds", self.seeds)  # noqa: B010 not one of its keys
         return output

@@ -11,25 +11,30 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import transformers
 from transformers import GenerationMixin, PreTrainedModel
 
 from tinyspec.config import EngineConfig
+from tinyspec.drop_in.access import Access
 from tinyspec.drop_in.call import Call
+from tinyspec.drop_in.continuous import Continuous
+from tinyspec.drop_in.original import own_method, served_signature
+from tinyspec.drop_in.prompts import Prompt
+from tinyspec.drop_in.requests import new_requests, run
+from tinyspec.drop_in.returned_cache import keeps_alike
 from tinyspec.drop_in.seeds import Defaults, RowSeeds
-from tinyspec.drop_in.served import ADDED_ARGUMENTS
-from tinyspec.drop_in.streamers import Streamers
 from tinyspec.engine.drafter import make_drafter
 from tinyspec.engine.engine import Engine
 from tinyspec.engine.interrupts import at_once, between_steps, flush
-from tinyspec.engine.stream import EventStream
 from tinyspec.errors import UnsupportedModelError
-from tinyspec.model.exchange import ABSENT, write
+from tinyspec.model.exchange import ABSENT, Place
 from tinyspec.model.install import refuse_served
 from tinyspec.scheduler.passes import EngineStats
-from tinyspec.scheduler.request import Request, Sequence
+from tinyspec.scheduler.request import Sequence
 
 logger = logging.getLogger("tinyspec")
 # How often a call that waits for another thread's looks whether Ctrl-C came.
@@ -71,27 +76,51 @@ class PatchedGenerate:
         self._original: Callable[..., Any] = getattr(model, "generate")  # noqa: B009
         self._lock = threading.RLock()
         self._engine_thread: int | None = None
+        self._waiting: set[int] = set()
         self._logged: set[str] = set()
         self._closed = self._in_original = False
+        self._alike: bool | None = None
         self._drafter = make_drafter(self._config.drafter, model)
         refuse_served(model)
         self._engine: Engine | None = self._new_engine()
         self._engine.suspend()
+        self._place = Place(vars(model), "generate", vars(model).get("generate", ABSENT), self)
+        self._continuous = Continuous(self._access())
         self.__doc__ = self._original.__doc__
         self.__name__ = "generate"
-        self.__signature__ = _signature(self._original)
+        self.__signature__ = served_signature(self._original)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of a patched model, in memory or on disk, is not patched."""
-        return original_generate, (self._model, self._before)
+        return own_method, (self._model, "generate", self._before)
+
+    def _access(self) -> Access:
+        def call(arguments: dict[str, Any], seed: int | None) -> Call:
+            defaults = self._defaults if seed is None else replace(self._defaults, seed=seed)
+            return Call(self._model, self._original, arguments, defaults, self._row_seeds)
+
+        return Access(
+            model=self._model,
+            taken_apart=call,
+            resumed=self._resumed,
+            locked=partial(self._locked, engine=False),
+            requests=new_requests,
+            wanted=lambda: bool(self._waiting),
+            drafter=self._drafter,
+        )
+
+    def put_in(self) -> None:
+        """Let the model's methods be these."""
+        for place in (self._place, *self._continuous.places):
+            place.put_in()
 
     def close(self) -> None:
-        """Close the engine and give the model its own ``generate`` back; again, what is left to do
+        """Close the engine and give the model its own methods back; again, what is left to do
         where that was cut off."""
+        self._continuous.halt()
         with self._locked():
-            if vars(self._model).get("generate") is self:
-                own = ABSENT if self._before is None else self._before
-                write(vars(self._model), "generate", own)
+            self._continuous.close()
+            self._place.take_out()  # the last, as the others are found through it
             self._close_engine()
             self._closed = True
 
@@ -159,8 +188,12 @@ class PatchedGenerate:
                 "criterion or streamer of the same model); use another model there"
             )
         with between_steps():
-            while not self._lock.acquire(timeout=SECONDS_PER_LOOK):
-                flush()
+            self._waiting.add(thread)
+            try:
+                while not self._lock.acquire(timeout=SECONDS_PER_LOOK):
+                    flush()
+            finally:
+                self._waiting.discard(thread)
             try:
                 self._engine_thread = thread if engine else None
                 yield
@@ -188,13 +221,30 @@ class PatchedGenerate:
             return self._call_original(call)
         try:
             with self._resumed() as engine:
-                requests = self._requests(engine, call)
-                self._run(engine, requests, call)
+                requests = new_requests(engine, call)
+                if not call.unserved:
+                    run(engine, requests, call, call.drafter() or self._drafter)
         except UnsupportedModelError as error:  # the model has changed since the last call
             call.unserved.append(f"the model as it is now ({error})")
+        if call.unserved:
             return self._call_original(call)
         self.seeds = call.seeds
-        return call.output([sequence for request in requests for sequence in request.sequences])
+        sequences = [sequence for request in requests for sequence in request.sequences]
+        with_cache = call.keeps[2] and self._keeps_alike(call.prompts[0], sequences[0])
+        return call.output(sequences, with_cache)
+
+    def _keeps_alike(self, prompt: Prompt, sequence: Sequence) -> bool:
+        """Whether the model's own cache holds what a sequence keeps; found once."""
+        if self._alike is None:
+            with self._locked(engine=False):
+                given = prompt, sequence.kv, self._config.kv_dtype
+                self._alike = keeps_alike(self._model, self._original, *given)
+            if not self._alike:
+                self._log_once(
+                    "generate: the model's own cache has another form than keys and values, so "
+                    "past_key_values of returned dicts are None"
+                )
+        return self._alike
 
     def _call_original(self, call: Call) -> Any:
         """The model's own ``generate`` serves the call, if it can."""
@@ -222,63 +272,3 @@ class PatchedGenerate:
         if line not in self._logged:
             self._logged.add(line)
             logger.warning(line)
-
-    @staticmethod
-    def _requests(engine: Engine, call: Call) -> list[Request]:
-        """The engine's requests, with pages reserved for all that may run at once."""
-        size = engine.config.page_size or 1
-        pages = []
-        for prompt, params in zip(call.prompts, call.params, strict=True):
-            first = -(-(len(prompt) + params.max_new_tokens) // size)
-            further = first - len(prompt) // size  # completions share the prompt's full pages
-            pages += [first] + [further] * (params.num_return_sequences - 1)
-        engine.reserve(sum(sorted(pages)[-engine.config.max_sequences :]))
-        requests = engine.prepare([p.ids or [0] * len(p) for p in call.prompts], call.params)
-        for request, prompt in zip(requests, call.prompts, strict=True):
-            request.embeds, request.num_hidden = prompt.embeds, len(prompt) - len(prompt.ids)
-            request.keeps_scores, request.keeps_logits = call.keeps
-        return requests
-
-    def _run(self, engine: Engine, requests: list[Request], call: Call) -> None:
-        """Run requests to their end. Raises what a processor or a criterion raised."""
-        sequences = [sequence for request in requests for sequence in request.sequences]
-        drafter = call.drafter() or self._drafter
-        streamers = call.streamers()
-        if streamers:
-            self._stream(engine.follow(requests, drafter), sequences, streamers, call.pad)
-        else:
-            engine.run(requests, drafter)
-        aborted = [(s, n) for n, s in enumerate(sequences) if s.finish_reason == "abort"]
-        for failed, n in sorted(aborted, key=lambda pair: pair[0].error is None)[:1]:
-            raise failed.cause or RuntimeError(f"completion {n}: {failed.error}")
-        streamers.end()
-
-    @staticmethod
-    def _stream(
-        events: EventStream, sequences: list[Sequence], streamers: Streamers, pad: int
-    ) -> None:
-        """Give streamers what ``sequences`` get, to their end or to the first abort."""
-        indices = {(s.request.request_id, s.index): n for n, s in enumerate(sequences)}
-        with events:
-            for event in events:
-                if event.finish_reason == "abort":
-                    return
-                index = indices[event.request_id, event.index]
-                streamers.put(index, event.token_ids, event.finish_reason is not None, pad)
-
-
-def original_generate(
-    model: PreTrainedModel, before: Callable[..., Any] | None = None
-) -> Callable[..., Any]:
-    """The ``generate`` of an unpatched model: ``before``, set on the model, or its class's."""
-    return before or type(model).generate.__get__(model)  # type: ignore[attr-defined]
-
-
-def _signature(original: Callable[..., Any]) -> inspect.Signature:
-    """The signature of ``original`` and the arguments that tinyspec adds."""
-    signature = inspect.signature(original)
-    kind = inspect.Parameter.KEYWORD_ONLY
-    parameters = list(signature.parameters.values())
-    parameters += [inspect.Parameter(name, kind, default=None) for name in ADDED_ARGUMENTS]
-    # **kwargs come last; sorted keeps the order of all others.
-    return signature.replace(parameters=sorted(parameters, key=lambda p: p.kind))

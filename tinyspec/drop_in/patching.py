@@ -16,14 +16,14 @@ from transformers.generation import (
 )
 
 from tinyspec.config import EngineConfig
-from tinyspec.drop_in.patched_generate import PatchedGenerate, original_generate
+from tinyspec.drop_in.original import own_method
+from tinyspec.drop_in.patched_generate import PatchedGenerate
 from tinyspec.drop_in.prepare import prepare, user_processors
 from tinyspec.drop_in.prompts import Prompt
 from tinyspec.drop_in.seeds import Defaults
 from tinyspec.drop_in.served import PROMPT_ARGUMENTS
 from tinyspec.engine.interrupts import between_steps, flush
 from tinyspec.engine.lifetime import restore
-from tinyspec.model.exchange import write
 from tinyspec.model.wrappers import unwrap
 
 
@@ -47,6 +47,9 @@ def patch(
     ``GenerationConfig``, the call's or the model's. A call that tinyspec does not serve goes to the
     model's own ``generate``, with a line in the log; together with what only tinyspec has it raises
     NotImplementedError.
+
+    ``generate_batch`` and ``init_continuous_batching`` are served too, with the tokens of
+    ``generate``; what tinyspec does not serve they refuse.
 
     deterministic, seed: of calls that do not say otherwise. A seed that is an argument of
     ``generate`` is every row's; one that stands here or in a config is a base: a row's own is mixed
@@ -72,7 +75,7 @@ def patch(
         releases=release,
     )
     try:
-        write(vars(inside), "generate", patched_generate)
+        patched_generate.put_in()
         flush()
     except BaseException:
         patched_generate.close()
@@ -117,7 +120,7 @@ def generate(
         )
     config = _new_token_limits(generation_config, input_ids.shape[1])
     # What transformers makes of the config a second time is left out of the arguments.
-    original, settings = original_generate(model), {"generation_config": config}
+    original, settings = own_method(model, "generate"), {"generation_config": config}
     made = prepare(original, Prompt([0]), model.device, settings)
 
     def is_made(criterion: Any) -> bool:

@@ -71,6 +71,8 @@ class Prompts:
             if list(map(len, masks)) != list(map(len, lists)):
                 raise refuse("attention_mask", masks, "lists as long as those of input_ids")
         kept = [list(compress(ids, mask)) for ids, mask in zip(lists, masks, strict=True)]
+        self._places = [list(compress(range(len(mask)), mask)) for mask in masks]
+        self._width = len(masks[0])
         self.prompts = [Prompt(ids) for ids in kept]
         if embeds is not None:
             for prompt, part, mask in zip(self.prompts, embeds, masks, strict=True):
@@ -82,15 +84,28 @@ class Prompts:
         prompt = self.prompts[index]
         before = len(prompt)
         if not self._masked and prompt.embeds is None and pad is not None and pad not in eos:
-            prompt.ids = [i for i in prompt.ids if i != pad]
+            real = [i != pad for i in prompt.ids]
+            prompt.ids = list(compress(prompt.ids, real))
+            self._places[index] = list(compress(self._places[index], real))
         return len(prompt) < before
 
     def padded(self, pad: int) -> Tensor:
         """What the returned sequences begin with, [B, L]."""
         if self._input_ids is not None:
             return self._input_ids
-        longest = max(map(len, self.prompts))
+        longest = self.width
         return torch.tensor([[pad] * (longest - len(p)) + p.ids for p in self.prompts])
+
+    @property
+    def width(self) -> int:
+        """Of the padded prompts, embeddings included."""
+        return self._width if self._input_ids is not None else max(map(len, self.prompts))
+
+    def places(self, index: int) -> list[int]:
+        """Where each position of a prompt stands in the padded one."""
+        if self._input_ids is not None:
+            return self._places[index]
+        return list(range(self.width - len(self.prompts[index]), self.width))
 
 
 def _lists(given: Any) -> list[list[int]]:

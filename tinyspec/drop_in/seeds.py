@@ -13,6 +13,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tinyspec.errors import refuse
+from tinyspec.scalars import plain
 from tinyspec.scheduler.noise import noise_key
 
 _MASK = (1 << 63) - 1
@@ -26,6 +27,8 @@ class Defaults:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            object.__setattr__(self, name, plain(value))
         if not isinstance(self.deterministic, bool):
             raise refuse("deterministic", self.deterministic, "True or False")
         if self.seed is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tinyspec.config import EngineConfig
-from tinyspec.engine.async_worker import AsyncWorker, Call
+from tinyspec.engine.async_worker import FINALIZERS_WAIT, AsyncWorker, Call
 from tinyspec.engine.engine import Engine, Params
 from tinyspec.engine.turns import HasTurns
 from tinyspec.errors import refuse
@@ -50,8 +50,7 @@ class AsyncEngine(HasTurns):
         self.engine: Engine = model if given else Engine(model, tokenizer, config)
         self.turns = self.engine.turns
         self._worker = AsyncWorker(self.engine, max_requests, closes=not given)
-        # Also when this is collected, and when the interpreter ends.
-        self._stop = weakref.finalize(self, self._worker.stop)
+        weakref.finalize(self, self._worker.stop, FINALIZERS_WAIT).atexit = False
 
     @classmethod
     def from_pretrained(
@@ -78,7 +77,7 @@ class AsyncEngine(HasTurns):
     async def close(self) -> None:
         """End the thread, and close the engine unless it was given; unfinished calls raise
         ValueError."""
-        await asyncio.get_running_loop().run_in_executor(None, self._stop)
+        await asyncio.get_running_loop().run_in_executor(None, self._worker.stop)
 
     async def generate(self, prompts: Any, params: Params = None) -> list[RequestOutput]:
         """Outputs for ``prompts``, in their order; arguments and errors as ``Engine.generate``."""

@@ -6,10 +6,12 @@ Knows futures and event loops, not what is generated.
 from __future__ import annotations
 
 import asyncio
+import atexit
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
-from threading import Event, Lock, Thread, current_thread
+from threading import Lock, Thread, current_thread
 from typing import Any
 
 from tinyspec.engine.engine import Engine
@@ -18,6 +20,10 @@ from tinyspec.engine.stream import EventStream
 from tinyspec.engine.turns import LOOK
 from tinyspec.errors import refuse
 from tinyspec.scheduler.request import Request
+
+# Seconds that a finalizer waits for the thread: it runs at any line, also where its own thread
+# holds what the other one needs to end.
+FINALIZERS_WAIT = 1.0
 
 
 @dataclass(eq=False)
@@ -65,14 +71,16 @@ class AsyncWorker:
     """Steps ``engine`` in one thread while calls are unfinished.
 
     Calls begin in order, while fewer than ``max_requests`` requests are unfinished. closes: whether
-    ``stop`` closes the engine.
+    ``stop``, which the end of the interpreter calls too, closes the engine.
     """
 
     def __init__(self, engine: Engine, max_requests: int, closes: bool):
         self._engine, self.closes = engine, closes
         self._max_requests = max_requests
         self._lock = Lock()
-        self._wake = Event()
+        # Closed while there is nothing to do. No Event: to set one takes a lock, which a finalizer
+        # would wait for where its own thread holds it.
+        self._gate = Lock()
         self._stopping = self._stopped = False
         # Calls with a new future, or ended, that the worker has not seen; those that wait; those
         # that have begun.
@@ -82,6 +90,11 @@ class AsyncWorker:
         self._answers: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = {}
         self._thread = Thread(target=self._work, name="tinyspec", daemon=True)
         self._thread.start()
+        atexit.register(self.stop)
+
+    def _wake(self) -> None:
+        with suppress(RuntimeError):  # open already
+            self._gate.release()
 
     def tell(self, call: Call) -> None:
         """The task waits for its next answer, or has ended it. Raises ValueError where no worker
@@ -91,23 +104,23 @@ class AsyncWorker:
             if self._stopped:
                 raise refuse("engine", "closed", "an engine that is open")
             self._told.append(call)
-        self._wake.set()
+        self._wake()
 
     def end(self, call: Call) -> None:
         """The task wants no more: what is unfinished is aborted."""
         call.ended = True
         self._told.append(call)  # under no lock: called by finalizers too
-        self._wake.set()
+        self._wake()
 
-    def stop(self) -> None:
-        """Fail the calls that are unfinished, and end the thread; within a turn of the calling
-        thread, which the worker may wait for, it ends later."""
+    def stop(self, seconds: float | None = None) -> None:
+        """Fail the calls that are unfinished, and end the thread; wait for that, at most so many
+        ``seconds``, but not within a turn of the calling thread, which the worker may need."""
         if self._engine.turns.forked:
             return
         self._stopping = True
-        self._wake.set()
+        self._wake()
         if current_thread() is not self._thread and not self._engine.turns.mine:
-            self._thread.join()
+            self._thread.join(seconds)
 
     def _work(self) -> None:
         try:
@@ -121,10 +134,11 @@ class AsyncWorker:
             self._send()
             if self.closes:
                 self._engine.close()
+            atexit.unregister(self.stop)
 
     def _serve(self) -> None:
         while not self._stopping:
-            self._wake.clear()
+            self._gate.acquire(blocking=False)
             self._take()
             while self._waiting and len(self._engine.tracker.requests) < self._max_requests:
                 self._begin()
@@ -137,7 +151,7 @@ class AsyncWorker:
             self._answer()
             if not unfinished and not self._told:
                 # Other threads may be using the engine, and calls wait for them.
-                self._wake.wait(LOOK if self._waiting else None)
+                self._gate.acquire(timeout=LOOK if self._waiting else -1)
 
     def _take(self) -> None:
         while self._told:

@@ -8,6 +8,7 @@ their ids, or that keep more than ids and log-probabilities.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 
 from tinyspec.engine.tokenization import ends_in_stop_string
 from tinyspec.model.torch_state import callers_modes
-from tinyspec.runner.kv_cache import KVCache
+from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.sampler import NOT_FINITE, Sampled, SpecialResult
 from tinyspec.scheduler.admission import Admission
 from tinyspec.scheduler.request import Sequence
@@ -39,7 +40,7 @@ class Committer:
 
     admission: Admission
     tokenizer: Any
-    device: torch.device
+    runner: ModelRunner
     _commits: Commits = field(default_factory=Commits)
     _raised: BaseException | None = None
 
@@ -58,7 +59,6 @@ class Committer:
         counts: Array,
         found: Sampled,
         decisions: Array | None,
-        cache: KVCache,
     ) -> None:
         """Commit ``counts`` [n] of the tokens ``found``, from places ``firsts`` [n] on, to each of
         the sequences in ``rows`` [n]. decisions [5, n]: of ``accept_truncate`` for those with
@@ -67,19 +67,13 @@ class Committer:
         if decisions is None:
             self._commit_newest(rows, firsts, found)
         else:
-            self._commit_verified(rows, firsts, counts, found, decisions, cache)
+            self._commit_verified(rows, firsts, counts, found, decisions)
         if self._raised is not None:
             error, self._raised = self._raised, None
             raise error
 
     def _commit_verified(
-        self,
-        rows: Array,
-        firsts: Array,
-        counts: Array,
-        found: Sampled,
-        decisions: Array,
-        cache: KVCache,
+        self, rows: Array, firsts: Array, counts: Array, found: Sampled, decisions: Array
     ) -> None:
         """As ``commit``, where some have drafts."""
         drafted = decisions[0] > 0
@@ -99,7 +93,7 @@ class Committer:
             self._verify(rows[some], places[some], targets[some], decided, found)
         for sequence in broken:
             if not sequence.finished:
-                self._retry_without_drafts(sequence, cache)
+                self._retry_without_drafts(sequence)
 
     def _commit_newest(self, rows: Array, places: Array, found: Sampled) -> None:
         """One token for each of ``rows``, which have no drafts."""
@@ -120,9 +114,9 @@ class Committer:
         counts, stopped = self._append(
             rows, counts, tokens[:, None], places[:, None], stopped, found
         )
-        self._finish(rows, counts, tokens[:, None], stopped)
+        self.finish(rows, counts, tokens[:, None], stopped)
 
-    def _retry_without_drafts(self, sequence: Sequence, cache: KVCache) -> None:
+    def _retry_without_drafts(self, sequence: Sequence) -> None:
         """A row's logits were not finite, perhaps by the values of a wrong draft in its tile: drop
         the drafts and their values, and run the newest token alone."""
         sequence.drop_drafts()
@@ -130,7 +124,7 @@ class Committer:
         self.table.settle(np.array([sequence.row]))
         kept = max(sequence.computed, sequence.frozen)
         self.admission.truncate(sequence, kept)
-        cache.zero_tail(sequence.pages, kept)
+        self.runner.cache.zero_tail(sequence.pages, kept)
 
     def _verify(
         self, rows: Array, places: Array, targets: Array, decisions: Array, found: Sampled
@@ -141,7 +135,7 @@ class Committer:
         counts, ended = self._append(rows, committed, targets, places, stopped > 0, found)
         dropped = np.where(agreed < np.minimum(committed, drafts), drafts - agreed, 0)
         self._count(rows, np.minimum(agreed, counts), dropped)
-        self._finish(rows, counts, targets, ended)
+        self.finish(rows, counts, targets, ended)
         unfinished = table.used[rows]
         # The newest draft was not known to be none when the decision was made.
         left = np.minimum(left, np.maximum(drafts - committed, 0))
@@ -193,7 +187,7 @@ class Committer:
             table.write_logprobs(rows, starts, counts, found.logprobs[places])
         return counts, stopped
 
-    def _finish(self, rows: Array, counts: Array, tokens: Array, stopped: Array) -> None:
+    def finish(self, rows: Array, counts: Array, tokens: Array, stopped: Array) -> None:
         """After ``counts`` [n] of ``tokens`` [n, W] were added: KV before the newest is final, full
         pages can be shared, and sequences that ``stopped`` leave."""
         table = self.table
@@ -216,6 +210,10 @@ class Committer:
     def _end(self, sequence: Sequence, reason: str) -> None:
         """A sequence leaves; ``reason`` unless it has one."""
         sequence.finish_reason = sequence.finish_reason or reason
+        if sequence.request.keeps_kv and sequence.running:
+            given = sequence.pages, sequence.length - 1, self.runner.model.dtype
+            sequence.kv = self.runner.cache.read_all(*given)
+            self.runner.torch_state.stream.hand_out(*chain(*sequence.kv))
         self._commits.ended.append(sequence)
         self.admission.remove(sequence)
 
@@ -233,14 +231,9 @@ class Committer:
             self.table.commit(row, np.ones(1, np.int64), tokens[None, n : n + 1])
             result = special.get(places[n])
             if result is not None:
-                if sequence.params.top_logprobs:
-                    sequence.top_logprobs.append(result.top)
-                if result.scores is not None:
-                    sequence.scores.append(result.scores)
-                if result.logits is not None:
-                    sequence.logits.append(result.logits)
+                self.keep(sequence, result)
             try:
-                stopped = bool((stops == token).any()) or self._stops(sequence)
+                stopped = bool((stops == token).any()) or self.stops(sequence)
             except Exception as error:
                 sequence.error = f"a stopping criterion raised {type(error).__name__}: {error}"
                 sequence.cause = error
@@ -260,7 +253,17 @@ class Committer:
                 return n + 1
         return len(tokens)
 
-    def _stops(self, sequence: Sequence) -> bool:
+    @staticmethod
+    def keep(sequence: Sequence, result: SpecialResult) -> None:
+        """What is kept of its newest token."""
+        if sequence.params.top_logprobs:
+            sequence.top_logprobs.append(result.top)
+        if result.scores is not None:
+            sequence.scores.append(result.scores)
+        if result.logits is not None:
+            sequence.logits.append(result.logits)
+
+    def stops(self, sequence: Sequence) -> bool:
         """Whether stop strings or the user's criteria end it; they see committed tokens only."""
         params = sequence.params
         if sequence.teacher_forced:
@@ -272,7 +275,7 @@ class Committer:
                     return True
         if not params.stopping_criteria:
             return False
-        ids = torch.tensor([sequence.history], dtype=torch.int64, device=self.device)
+        ids = torch.tensor([sequence.history], dtype=torch.int64, device=self.runner.device)
         scores = tuple(row[None] for row in sequence.scores) or None
         # Criteria may keep state, so each is called for every token.
         with callers_modes(sequence.request.thread):

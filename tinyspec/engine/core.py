@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 from operator import index
 
 import numpy as np
@@ -17,6 +18,7 @@ from tinyspec.engine.commit import Commits, Committer
 from tinyspec.engine.drafter import Drafter, FastPath, NgramDrafter
 from tinyspec.engine.launched import Launched, is_special
 from tinyspec.engine.launcher import FailedPass, Launcher
+from tinyspec.engine.together import Together
 from tinyspec.model.torch_state import callers_modes
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.sampler import Sampled, Sampler
@@ -47,6 +49,7 @@ class EngineCore:
     def __post_init__(self) -> None:
         self.table = self.admission.table
         self.launcher = Launcher(self.admission, self.runner, self.sampler)
+        self.together = Together(self.committer, self.sampler)
 
     @property
     def drafts_by_user(self) -> bool:
@@ -130,14 +133,16 @@ class EngineCore:
         work_pass = launched.work_pass
         table, rows = work_pass.table, work_pass.works.rows[launched.alive]
         sequences: list[Sequence] = [table.sequences[row] for row in rows.tolist()]
-        if len(work_pass.works) > 1:
+        # Of rows that advance together none goes on without another.
+        together = bool(sequences) and sequences[0].request.lock_step is not None
+        if len(work_pass.works) > 1 and not together:
             self.admission.isolate(sequences)
         elif not sequences:
             return
         elif sequences[0].num_drafts:
             sequences[0].forbid_drafts()
             self.admission.isolate(sequences)
-        elif work_pass.rows > 1:
+        elif work_pass.rows > 1 and not together:
             self.admission.isolate(sequences, row_limit=work_pass.rows // 2)
         else:
             why = f"the pass raised {type(error).__name__}: {error}"
@@ -193,8 +198,7 @@ class EngineCore:
 
     def _add_proposal(self, sequence: Sequence, proposal: list[int]) -> None:
         vocab_size = self.runner.vocab_size
-        unknown = (n for n, token in enumerate(proposal) if not 0 <= token < vocab_size)
-        drafts = proposal[: next(unknown, len(proposal))]
+        drafts = list(takewhile(lambda token: 0 <= token < vocab_size, proposal))
         sequence.drafts = drafts
         sequence.proposed = bool(drafts)
         sequence.stats.drafted += len(drafts)
@@ -217,7 +221,7 @@ class EngineCore:
         final = alive & ~drafts
         table.advance(works.rows[final], works.ends[final], launched.work_pass.canonical)
         if prompt_logprobs is not None:
-            self._keep_prompt_logprobs(launched, alive, prompt_logprobs)
+            launched.keep_prompt_logprobs(alive, prompt_logprobs)
         rows, firsts, counts = launched.rows, launched.firsts, launched.counts
         kept = final[launched.work]
         if launched.leads:
@@ -232,16 +236,11 @@ class EngineCore:
         if not kept.all():
             rows, firsts, counts = rows[kept], firsts[kept], counts[kept]
             decisions = None if decisions is None else decisions[:, kept]
-        if len(rows):
-            self.committer.commit(rows, firsts, counts, found, decisions, self.runner.cache)
-
-    @staticmethod
-    def _keep_prompt_logprobs(launched: Launched, alive: Array, values: Array) -> None:
-        table, rows = launched.work_pass.table, launched.works.rows
-        for (n, position), value in zip(launched.unscored, values.tolist(), strict=True):
-            if alive[n]:
-                request = table.sequences[rows[n]].request
-                request.prompt_logprobs[position + 1] = value
+        lock_step = table.sequences[rows[0]].request.lock_step if len(rows) else None
+        if lock_step is not None:
+            self.together.take(lock_step, rows, firsts, found)
+        elif len(rows):
+            self.committer.commit(rows, firsts, counts, found, decisions)
 
     def _start_siblings(self, launched: Launched, alive: Array) -> Array:
         """Start the siblings of prompts that are computed, those without a place wait; the rows of

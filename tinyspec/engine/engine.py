@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from tinyspec.config import EngineConfig
 from tinyspec.determinism.contract import Contract
@@ -17,7 +17,8 @@ from tinyspec.engine.core import EngineCore
 from tinyspec.engine.drafter import Drafter, make_drafter
 from tinyspec.engine.input_processor import InputProcessor
 from tinyspec.engine.interrupts import between_steps, flush
-from tinyspec.engine.lifetime import Lifetime, take_over
+from tinyspec.engine.lifetime import Lifetime, taken_over
+from tinyspec.engine.loading import load
 from tinyspec.engine.request_tracker import RequestTracker
 from tinyspec.engine.stream import EventStream
 from tinyspec.engine.turns import in_turns
@@ -75,6 +76,8 @@ class Engine(Lifetime):
         *,
         grows: bool = False,
     ):
+        if not isinstance(config, EngineConfig | None):
+            raise refuse("config", config, "None or an EngineConfig")
         config = config or EngineConfig()
         model = unwrap(model)
         config = config.resolve(device_type=model.device.type, model_positions=max_positions(model))
@@ -86,15 +89,15 @@ class Engine(Lifetime):
         self._grows = grows and config.num_pages is None
         kernels = backend.load(config.backend)
         linear = kernels.linear if config.linear == "always" else None
-        take_over(model)
-        self._keep(install(model, config, linear, owner=self))
-        try:
-            most = 1 if self._grows else most_pages(config, self.patched.layers, self.model)
-            self._build(drafter, kernels, most)
-            flush()
-        except BaseException:
-            uninstall(model, self.patched)
-            raise
+        with taken_over(model):
+            self._keep(install(model, config, linear, owner=self))
+            try:
+                most = 1 if self._grows else most_pages(config, self.patched.layers, self.model)
+                self._build(drafter, kernels, most)
+                flush()
+            except BaseException:
+                uninstall(model, self.patched)
+                raise
         self.closed = None
 
     def _build(self, drafter: Drafter, kernels: Kernels, num_pages: int) -> None:
@@ -107,7 +110,7 @@ class Engine(Lifetime):
         given = (self.patched, self.pool, kernels, buckets, config)
         self.runner = runner = ModelRunner(self.model, *given)
         check_parity(self.patched, runner)
-        committer = Committer(admission, self.tokenizer, runner.device)
+        committer = Committer(admission, self.tokenizer, runner)
         records: deque[PassRecord] = deque(maxlen=None if config.trace else RECORDS_KEPT)
         parts = (admission, scheduler, runner, Sampler(kernels), committer, drafter, records)
         self.core = EngineCore(*parts, overlap=bool(config.overlap))
@@ -126,10 +129,7 @@ class Engine(Lifetime):
         config: EngineConfig | None = None,
     ) -> Engine:
         """An engine for a model on the hub or in a folder; device "auto": a GPU if there is one."""
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        model: Any = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype)
-        return cls(model.to(device), AutoTokenizer.from_pretrained(name_or_path), config)
+        return cls(*load(name_or_path, dtype, device), config)
 
     def suspend(self) -> None:
         """Give the model its own attention back until ``resume``. The prefix cache keeps only
@@ -141,7 +141,7 @@ class Engine(Lifetime):
         self.contract.rest()
         self.admission.forget_plain()
         self.patched.suspend()
-        self.suspended = True
+        self.tracker.suspended = True
 
     def resume(self) -> bool:
         """Patch the model's attention again; False if modules, hooks, config, dtype or device have
@@ -149,7 +149,7 @@ class Engine(Lifetime):
         self._refuse_closed()
         if self.contract.stale is not None or not self.patched.resume():
             return False
-        self.suspended = False
+        self.tracker.suspended = False
         return True
 
     def reserve(self, num_pages: int) -> None:
@@ -182,13 +182,11 @@ class Engine(Lifetime):
     @property
     def fingerprint(self) -> str:
         """Digest of everything that bits depend on; outputs with equal digests are comparable."""
-        self._refuse_idle()
         return self.tracker.fingerprint()
 
     def check_model(self) -> None:
         """Compare weights, modules and threads with those of the last call; after a change, drop
         what was computed before. Raises ValueError for a closed or suspended engine."""
-        self._refuse_idle()
         self.tracker.check_model()
 
     def weights_changed(self) -> None:
@@ -233,13 +231,15 @@ class Engine(Lifetime):
                 raise RuntimeError(f"no score: {completion.error}")
         return [completion.logprobs or [] for completion in completions]
 
-    def replay(self, outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
+    def replay(
+        self, outputs: Sequence[RequestOutput], progress: bool = False
+    ) -> list[RequestOutput]:
         """Finished requests computed again, with their tokens as drafts.
 
         A completion ends with the first token that differs from the given output's, with
-        finish_reason "abort". ``tinyspec.audit`` compares the two.
+        finish_reason "abort". ``tinyspec.audit`` compares the two. progress: as for ``generate``.
         """
-        return self.tracker.finish(self._ready().replayed(outputs))
+        return self.tracker.finish(self._ready().replayed(outputs), progress)
 
     def stream(self, prompts: Any, params: Params = None) -> EventStream:
         """Committed tokens of ``prompts`` as they come; arguments and errors as ``generate``.

@@ -125,9 +125,9 @@ class InputProcessor(HasTurns):
         """``ids``, checked to be tokens of the model."""
         if not ids:
             raise refuse(field, ids, "at least one token")
-        for token in ids:
+        for place, token in enumerate(ids):
             if isinstance(token, bool) or not isinstance(token, int):
-                raise refuse(field, ids, "token ids, integers")
+                raise refuse(f"{field}[{place}]", token, "token ids, integers")
             self._check_token(f"{field} token id", token)
         return ids
 
@@ -140,6 +140,9 @@ class InputProcessor(HasTurns):
         assert config.max_model_len
         limit = config.max_model_len - len(prompt)
         pages = pool.pages_for(len(prompt) + params.max_new_tokens)
+        if limit < 1:
+            fewer = f"fewer than max_model_len={config.max_model_len}"
+            raise refuse("prompt", f"{len(prompt)} tokens", fewer)
         allowed = None
         if params.max_new_tokens > limit:
             allowed = f"at most {limit} after {len(prompt)} prompt tokens"

@@ -134,6 +134,15 @@ class Launched:
             decisions[:, self.verified] = decided
         return self.pending.results.sampling.on_host(tokens, logprobs), decisions, prompts
 
+    def keep_prompt_logprobs(self, alive: Array, values: Array) -> None:
+        """Give requests the log-probabilities ``values`` of their prompts' tokens, of the works
+        that are ``alive``."""
+        table, rows = self.work_pass.table, self.works.rows
+        for (n, position), value in zip(self.unscored, values.tolist(), strict=True):
+            if alive[n]:
+                request = table.sequences[rows[n]].request
+                request.prompt_logprobs[position + 1] = value
+
 
 def is_special(table: SequenceTable) -> bool:
     """Whether code of the user's, or more than ids, has part in sampling or committing what the

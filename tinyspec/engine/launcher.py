@@ -16,12 +16,15 @@ from tinyspec.engine.comparison import Comparison
 from tinyspec.engine.launched import Launched, Results
 from tinyspec.runner.device_queue import DeviceQueue, to_device
 from tinyspec.runner.model_runner import ModelRunner
-from tinyspec.runner.sampler import SampleBatch, Sampler, SpecialRow
+from tinyspec.runner.processors import SpecialRow
+from tinyspec.runner.sampler import SampleBatch, Sampler
+from tinyspec.sampling_params import SamplingParams
 from tinyspec.scheduler.admission import Admission
 from tinyspec.scheduler.passes import Pass, PassRecord, spread
 from tinyspec.scheduler.request import Sequence
 
 Work = Callable[[], Results]
+GREEDY = SamplingParams()
 
 
 class FailedPass(Exception):
@@ -172,6 +175,8 @@ def _tokens(launched: Launched) -> Tensor:
 
 def _special_row(sequence: Sequence, position: int) -> SpecialRow:
     request, params = sequence.request, sequence.params
+    if request.lock_step is not None:  # sampled when the logits of all are there
+        return SpecialRow(GREEDY, 0, [], keeps_logits=True)
     generated = position - request.num_prompt
     forced = sequence.given_tokens if sequence.teacher_forced else None
     return SpecialRow(

@@ -8,6 +8,8 @@ many are unfinished.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 from weakref import finalize, ref
 
@@ -16,6 +18,7 @@ from transformers import PreTrainedModel
 from tinyspec.determinism.contract import Contract
 from tinyspec.engine.core import EngineCore
 from tinyspec.engine.interrupts import between_steps
+from tinyspec.engine.refusals import refuse_idle
 from tinyspec.engine.request_tracker import RequestTracker
 from tinyspec.engine.turns import HasTurns
 from tinyspec.errors import refuse
@@ -40,13 +43,17 @@ class Lifetime(HasTurns):
     core: EngineCore
     tracker: RequestTracker
     closed: str | None = "not finished"
-    suspended = exclusive = False
+    exclusive = False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def suspended(self) -> bool:
+        return self.tracker.suspended
 
     def close(self) -> None:
         """Abort what is unfinished, give the memory back and the model its own attention. Where it
@@ -88,8 +95,7 @@ class Lifetime(HasTurns):
             uninstall(self.model, self.patched)
 
     def _refuse_closed(self) -> None:
-        if self.closed is not None:
-            raise refuse("engine", self.closed, "an engine that is open")
+        refuse_idle(self.closed)
 
     def _refuse_unfinished(self, what: str) -> None:
         self._refuse_closed()
@@ -97,39 +103,51 @@ class Lifetime(HasTurns):
             raise refuse(what, f"{unfinished} unfinished requests", "none")
         self.core.settle()
 
-    def _refuse_idle(self) -> None:
-        """Raise ValueError for an engine that cannot run anything."""
-        self._refuse_closed()
-        if self.suspended:
-            raise refuse("engine", "suspended", "an engine that is resumed")
-
 
 def _give_back(record: ref[PatchedModel]) -> None:
     if (patched := record()) is not None:
         uninstall(patched.model, patched)
 
 
-def take_over(model: PreTrainedModel) -> None:
-    """Close the engine that serves ``model``, if there is one, or undo what is left of it.
+@contextmanager
+def taken_over(model: PreTrainedModel) -> Iterator[None]:
+    """Close the engine that serves ``model``, if there is one, or undo what is left of it, before
+    the block, which makes another one. Where that fails, the one that is closed says so.
 
     Raises ValueError where it has unfinished requests, and for a patched model.
     """
+    before = _take_over(model)
+    try:
+        yield
+    except BaseException:
+        if before is not None:
+            why = "closed for another Engine, which could not be made"
+            before.closed = before.tracker.closed = why
+            logger.warning("no other Engine could be made: none serves %s", type(model).__name__)
+        raise
+
+
+def _take_over(model: PreTrainedModel) -> Lifetime | None:
+    """The engine that was closed."""
     record = record_of(model)
     owner: Any = None if record is None or record.owner is None else record.owner()
     if owner is None:  # ``install`` undoes or refuses what there is
-        return
+        return None
     if owner.exclusive:
         refuse_served(model)
     if owner.closed is not None:  # it was interrupted while it was made, or closed
         uninstall(model, record)
-        return
-    if unfinished := len(owner.tracker.requests):
-        raise ValueError(
-            f"model is not allowed: another Engine serves it and has {unfinished} unfinished "
-            "requests; finish them, or call tinyspec.unpatch(model), first"
-        )
-    logger.warning("another Engine takes over %s; the one before is closed", type(model).__name__)
-    owner._end("closed: another Engine took over its model")
+        return None
+    with owner.turns.turn():
+        if unfinished := len(owner.tracker.requests):
+            raise ValueError(
+                f"model is not allowed: another Engine serves it and has {unfinished} unfinished "
+                "requests; finish them, or call tinyspec.unpatch(model), first"
+            )
+        name = type(model).__name__
+        logger.warning("another Engine takes over %s; the one before is closed", name)
+        owner._end("closed: another Engine took over its model")
+    return owner  # type: ignore[no-any-return]
 
 
 def restore(model: PreTrainedModel) -> None:

@@ -1,4 +1,4 @@
-"""Why an engine does not go on: the model, or the thread that calls, is not what it was."""
+"""Why an engine does not go on: itself, the model, or the thread that calls, is not what it was."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from threading import get_ident
 
 import torch
 
+from tinyspec.errors import refuse
 from tinyspec.scheduler.request import Request
 
 
@@ -28,3 +29,11 @@ def refuse_other_number(requests: Iterable[Request]) -> None:
             "with another number in those whose deterministic requests are unfinished; call "
             "torch.set_num_threads with the same number in all that use the engine"
         )
+
+
+def refuse_idle(closed: str | None, suspended: bool = False) -> None:
+    """Raise ValueError for an engine that runs nothing; closed: why."""
+    if closed is not None:
+        raise refuse("engine", closed, "an engine that is open")
+    if suspended:
+        raise refuse("engine", "suspended", "an engine that is resumed")

@@ -19,7 +19,7 @@ from tinyspec.determinism.contract import Contract
 from tinyspec.engine.commit import Commits
 from tinyspec.engine.core import EngineCore
 from tinyspec.engine.interrupts import between_steps, deferred_interrupt
-from tinyspec.engine.refusals import not_followed, refuse_other_number
+from tinyspec.engine.refusals import not_followed, refuse_idle, refuse_other_number
 from tinyspec.engine.results import output_of
 from tinyspec.engine.turns import HasTurns, Turns, in_turn
 from tinyspec.engine.user_code import UserCode
@@ -41,15 +41,16 @@ class RequestTracker(HasTurns):
         self._outputs: list[RequestOutput] = []
         self._dropped: list[Request] = []
         self.closed: str | None = None
-        self.turns = Turns(self._cancel_dropped)
+        self.suspended = False
+        self.turns = Turns(self._cancel_dropped, lambda: bool(self._dropped))
 
     @in_turn
     def check_model(self) -> None:
         """Compare the model with what it was at the last call.
 
-        Raises ValueError where it changed in a way that takes a new engine, and for a closed one.
+        Raises ValueError where that takes a new engine, and for one that is closed or suspended.
         """
-        self._refuse_closed()
+        self._refuse_idle()
         self._refuse_other_number()
         self._refresh(digest=True)
         if self._contract.stale is not None:
@@ -59,11 +60,10 @@ class RequestTracker(HasTurns):
     def fingerprint(self) -> str:
         """Of the model as it is. Raises as ``check_model``."""
         self.check_model()
-        return self._contract.fingerprint
+        return self._contract.fingerprint.digest
 
-    def _refuse_closed(self) -> None:
-        if self.closed is not None:
-            raise refuse("engine", self.closed, "an engine that is open")
+    def _refuse_idle(self) -> None:
+        refuse_idle(self.closed, self.suspended)
 
     def _refuse_other_number(self) -> None:
         if self.requests and self._contract.watch.threads_changed:
@@ -78,8 +78,7 @@ class RequestTracker(HasTurns):
         """Drop everything computed with the model as it was; ``what`` changed.
 
         Plain requests and those without tokens continue with the model as it is. A deterministic
-        request that has tokens is aborted: its output would belong to neither. All are aborted
-        where the model cannot be served any more.
+        one that has tokens is aborted, and all are where the model cannot be served any more.
         """
         contract = self._contract
         self._core.admission.forget_pages()
@@ -128,7 +127,7 @@ class RequestTracker(HasTurns):
     @in_turn
     def add(self, requests: list[Request]) -> None:
         """Begin requests; DeterminismError if the contract cannot be kept."""
-        self._refuse_closed()  # since they were prepared
+        self._refuse_idle()  # since they were prepared
         fingerprint = self._contract.known_fingerprint
         if any(request.params.deterministic for request in requests):
             self._contract.ensure()
@@ -136,8 +135,9 @@ class RequestTracker(HasTurns):
         for request in requests:
             request.fingerprint, request.thread = fingerprint, get_ident()
             self.requests[request.request_id] = request
-            self._user_code.add(request.request_id, request.params)
-            self._core.admission.add(request.sequences[0])
+            self._user_code.add(request)
+            for sequence in {*request.sequences} - {*request.sequences[0].siblings}:
+                self._core.admission.add(sequence)
 
     @in_turn
     def queue(self, request: Request) -> str:

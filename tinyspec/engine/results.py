@@ -11,13 +11,15 @@ from tinyspec.scheduler.request import Request, Sequence
 
 def output_of(request: Request, tokenizer: Any) -> RequestOutput:
     """A finished request."""
+    known = request.fingerprint
     return RequestOutput(
         request_id=request.request_id,
         prompt_token_ids=request.prompt,
         params=request.params,
         completions=[_completion_of(sequence, tokenizer) for sequence in request.sequences],
-        fingerprint=request.fingerprint,
+        fingerprint=known and known.digest,
         prompt_logprobs=request.prompt_logprobs or None,
+        fingerprint_parts=known and dict(known.parts),
     )
 
 

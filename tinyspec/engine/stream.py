@@ -53,14 +53,15 @@ class EventStream(Iterator[StreamEvent]):
 
     def _look(self) -> None:
         """An event of each sequence that has got tokens since the last call, or has ended."""
-        for sequence, told in list(self._open.items()):
-            self._open[sequence] = length = sequence.length
+        unfinished = self._open
+        for sequence, told in list(unfinished.items()):
+            unfinished[sequence] = length = sequence.length
             if length > told or sequence.finished:
                 event = event_of(sequence, length - told)
                 event.text = self._texts[sequence].push(event.token_ids, sequence.finished)
                 self._events.append(event)
             if sequence.finished:
-                del self._open[sequence]
+                del unfinished[sequence]
 
     def take(self) -> list[StreamEvent] | None:
         """What there is now, without running the engine: None where there is nothing yet, an empty
@@ -74,7 +75,7 @@ class EventStream(Iterator[StreamEvent]):
     def close(self) -> None:
         """Abort what is unfinished and forget what was not read."""
         self._tracker.cancel(self.requests)
-        self._open.clear()
+        self._open = {}  # another thread may be going through what there was
         self._events.clear()
 
     def __enter__(self) -> EventStream:

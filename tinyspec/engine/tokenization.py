@@ -79,12 +79,23 @@ def to_token_ids(prompt: Any, tokenizer: Any) -> list[int]:
         return plain_list(prompt)
     if tokenizer is None:
         raise refuse("prompt", prompt, "token ids, as the engine has no tokenizer")
-    if text:
-        return list(tokenizer(prompt)["input_ids"])
+    if isinstance(prompt, str):
+        return list(tokenizer(sound("prompt", prompt))["input_ids"])
     if not getattr(tokenizer, "chat_template", None):
         raise refuse("prompt", prompt, "text or token ids, as the tokenizer has no chat template")
     chat = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer(chat, add_special_tokens=False)["input_ids"])
+    return list(tokenizer(sound("prompt", chat), add_special_tokens=False)["input_ids"])
+
+
+def sound(field: str, text: str) -> str:
+    """``text``. Raises ValueError where half of a surrogate pair stands alone: it is no character,
+    and no tokenizer takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = text[error.start]
+        raise refuse(f"{field}[{error.start}]", found, "no lone surrogates in text") from None
+    return text
 
 
 def continuation_ids(text: Prompt, tokenizer: Any) -> list[int]:
@@ -92,7 +103,7 @@ def continuation_ids(text: Prompt, tokenizer: Any) -> list[int]:
     if isinstance(text, str):
         if tokenizer is None:
             raise refuse("continuation", text, "token ids, as the engine has no tokenizer")
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(tokenizer(sound("continuation", text), add_special_tokens=False)["input_ids"])
     return to_token_ids(text, None)
 
 

@@ -39,11 +39,14 @@ class Turns:
     """Hands the turn from thread to thread, to those that are ready in the order in which they
     came. Ctrl-C takes effect between blocks and while a thread waits, never in between.
 
-    before_end: called by the thread that has the turn before it gives it up.
+    before_end: called by the thread that has the turn before it gives it up; left_over: whether
+    that is to be done once more.
     """
 
-    def __init__(self, before_end: Callable[[], None]):
-        self._before_end = before_end
+    def __init__(
+        self, before_end: Callable[[], None], left_over: Callable[[], bool] = lambda: False
+    ):
+        self._before_end, self._left_over = before_end, left_over
         self._process = os.getpid()
         self._lock = Lock()
         self._waiting: list[_Caller] = []
@@ -137,6 +140,8 @@ class Turns:
                 elif self._current is caller:
                     self._thread, self._current = None, None
                     self._wake_next()
+            if self._left_over():  # what came while the turn ended
+                self.try_turn()
 
     def _wake_next(self) -> None:
         if self._waiting:

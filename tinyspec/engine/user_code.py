@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tinyspec.sampling_params import SamplingParams
+from tinyspec.scheduler.request import Request
 
 # Threads of libraries that touch no model.
 HARMLESS = ("TMonitor",)  # tqdm's
@@ -28,10 +28,11 @@ class UserCode:
         self._returned = True
         self._threads = False
 
-    def add(self, request_id: str, params: SamplingParams) -> None:
+    def add(self, request: Request) -> None:
         """A request begins."""
-        if params.logits_processors or params.stopping_criteria:
-            self._callbacks.add(request_id)
+        params = request.params
+        if params.logits_processors or params.stopping_criteria or request.lock_step is not None:
+            self._callbacks.add(request.request_id)
 
     def remove(self, request_id: str) -> None:
         """A request has ended."""

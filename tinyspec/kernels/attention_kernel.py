@@ -2,9 +2,10 @@
 
     out = sum_j exp(s_j) v_j / (sum_j exp(s_j) + exp(sink))        s_j = cap(scale * q . k_j)
 
-q [R, Hq, D], caches [N, page_size, Hkv, D]. The query heads that share a kv head are packed, row by
-row, into tiles of BLOCK_M. A program owns the units that the work list gives it, each a split of
-SPLIT keys of one tile and kv head, and walks their keys in tiles of BLOCK_N.
+q [R, Hq, D], caches [N, page_size, Hkv, D], in q's dtype or as e4m3 codes (uint8), whose values are
+exact in it. The query heads that share a kv head are packed, row by row, into tiles of BLOCK_M. A
+program owns the units that the work list gives it, each a split of SPLIT keys of one tile and kv
+head, and walks their keys in tiles of BLOCK_N.
 
 Order of reduction, for every row: tiles from position 0 within a split (online softmax, fp32), the
 partial (max, sum, acc) closed at every split boundary, partials merged in order by ``merge``. A
@@ -18,7 +19,8 @@ result; otherwise every split's partial goes to the workspace, and ``merge_kerne
 the same order. One binary serves both. Scores are kept in units of log2(e), for exp2.
 
 A masked key weighs 0, but 0 * NaN is NaN: values that are not finite are multiplied as 0, and the
-scores of the rows that attend to them are NaN instead. So they reach these rows and no others.
+scores of the rows that attend to them are NaN instead. So they reach these rows and no others. A
+code of NaN is multiplied as 480.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import triton.language as tl
 
 from tinyspec.kernels.attention_merge import POINTERS, finish, merge, sink_logits, tanh
 from tinyspec.kernels.attention_work import FIELDS, lowest_key
+from tinyspec.kernels.e4m3 import decode, not_numbers
 
 
 @triton.jit
@@ -89,6 +92,7 @@ def attention_kernel(
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
+    CODES: tl.constexpr = k_ptr.dtype.element_ty == tl.uint8
     start = start_ptr + 3 * tl.program_id(0)
     first_item = tl.load(start)
     first_split = tl.load(start + 1)
@@ -153,12 +157,17 @@ def attention_kernel(
 
             k = tl.load(k_ptr + kv_offset, mask=kv_mask, other=0.0)
             v = tl.load(v_ptr + kv_offset, mask=kv_mask, other=0.0)
-            # 0, or NaN where something is not finite.
-            nothing = v * 0.0
+            # 0, or NaN where something is not finite: of every key, or of every number of v.
+            if CODES:
+                k, v = decode(k), decode(v)
+                k, v = k.to(q.dtype), v.to(q.dtype)
+                nothing = not_numbers(k, v)
+            else:
+                nothing = v * 0.0
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale
             if CAPPED:
                 scores = cap * tanh(scores)
-            scores += tl.sum(nothing, axis=1)[None, :]
+            scores += (nothing if CODES else tl.sum(nothing, axis=1))[None, :]
             seen = (key[None, :] <= position[:, None]) & (key[None, :] >= row_lowest[:, None])
             scores = tl.where(seen, scores, float("-inf"))
 
@@ -170,7 +179,8 @@ def attention_kernel(
             split_total = split_total * decay + tl.sum(p, axis=1)
             split_highest = top
 
-            v = tl.where(nothing == 0.0, v, 0.0)
+            if not CODES:
+                v = tl.where(nothing == 0.0, v, 0.0)
             split_acc = tl.dot(p.to(v.dtype), v, split_acc * decay[:, None], input_precision="ieee")
 
         used = m < tile_size << tl.load(record + 6)

@@ -5,10 +5,11 @@
 
 1 and 2 are the halves of the first rot dimensions (Llama), or its even and odd ones (GLM).
 
-q [R, Hq, D], k and v [R, Hkv, D], caches [N, page_size, Hkv, D]. A program owns BLOCK_H heads of
-one row: q heads, or k heads together with the v heads of the same number. RoPE is computed in fp32
-and rounded once. The only reduction is the norm's sum over a head, in an order fixed by dtype, head
-size and how the dimensions pair.
+q [R, Hq, D], k and v [R, Hkv, D], caches [N, page_size, Hkv, D], in their dtype or as e4m3 codes
+(uint8). A program owns BLOCK_H heads of one row: q heads, or k heads together with the v heads of
+the same number. RoPE is computed in fp32 and rounded once, to the dtype of k, before it is encoded.
+The only reduction is the norm's sum over a head, in an order fixed by dtype, head size and how the
+dimensions pair.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tinyspec.kernels import launch
+from tinyspec.kernels.e4m3 import stored
 
 
 @triton.jit
@@ -49,7 +51,8 @@ def _norm_rotate(
     HALF_PAD: tl.constexpr,
     REST_PAD: tl.constexpr,
 ):
-    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    STORED: tl.constexpr = out_ptr.dtype.element_ty
     HALF: tl.constexpr = ROT // 2
     pair = tl.arange(0, HALF_PAD)
     pair_mask = pair < HALF
@@ -81,11 +84,11 @@ def _norm_rotate(
         sin2 = tl.load(sin_ptr + second, mask=pair_mask, other=0.0).to(tl.float32)[None, :]
         y1 = x1 * cos1 - x2 * sin1
         y2 = x2 * cos2 + x1 * sin2
-        tl.store(out_row + first[None, :], y1.to(DTYPE), mask=pair_mask_2d)
-        tl.store(out_row + second[None, :], y2.to(DTYPE), mask=pair_mask_2d)
+        tl.store(out_row + first[None, :], stored(y1.to(DTYPE), STORED), mask=pair_mask_2d)
+        tl.store(out_row + second[None, :], stored(y2.to(DTYPE), STORED), mask=pair_mask_2d)
     if ROT < D:
         x3 = _normed(x3, weight_ptr, rest, rms, rest_mask, NORM, DTYPE)
-        tl.store(out_row + rest[None, :], x3.to(DTYPE), mask=copy_mask)
+        tl.store(out_row + rest[None, :], stored(x3.to(DTYPE), STORED), mask=copy_mask)
 
 
 @triton.jit(
@@ -198,6 +201,7 @@ def kv_write_kernel(
             mask = head_mask[:, None] & (dim < D)
             v_row = v_ptr + row * stride_vr * VEC + head[:, None] * (stride_vh.to(tl.int64) * VEC)
             v = tl.load(v_row + dim, mask=mask, other=0.0)
+            v = stored(v, v_cache_ptr.dtype.element_ty)
             tl.store(v_cache_ptr + (slot * kv_heads + head[:, None]) * D + dim, v, mask=mask)
 
 
@@ -220,16 +224,17 @@ def fused_kv_write(
     """Norm and rotate q and k, write k and v where ``slot_mapping`` says, return the rotated q.
 
     q [R, Hq, D], k and v [R, Hkv, D], last dimension contiguous; cos and sin [R, rot] with rot <=
-    D, in any float dtype, or None for no RoPE; caches [N, page_size, Hkv, D] contiguous;
-    slot_mapping [R] int64, page * page_size + offset, -1 to skip. q_weight and k_weight [D]:
-    RMSNorm over the head before RoPE (Qwen3). interleaved: RoPE rotates even with odd dimensions
-    (GLM) instead of the first with the second half. derived: unused here.
+    D, in any float dtype, or None for no RoPE; caches [N, page_size, Hkv, D] contiguous, of q's
+    dtype or uint8: e4m3 codes; slot_mapping [R] int64, page * page_size + offset, -1 to skip.
+    q_weight and k_weight [D]: RMSNorm over the head before RoPE (Qwen3). interleaved: RoPE rotates
+    even with odd dimensions (GLM) instead of the first with the second half. derived: unused here.
     """
     rows, q_heads, dim = q.shape
     kv_heads = k.shape[1]
     assert k.shape == v.shape == (rows, kv_heads, dim) and slot_mapping.shape == (rows,)
     assert k_cache.shape == v_cache.shape and k_cache.shape[2:] == (kv_heads, dim)
-    assert q.dtype == k.dtype == v.dtype == k_cache.dtype == v_cache.dtype
+    assert q.dtype == k.dtype == v.dtype and k_cache.dtype == v_cache.dtype
+    assert k_cache.dtype in (q.dtype, torch.uint8)
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and slot_mapping.is_contiguous()
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and slot_mapping.dtype == torch.int64
     assert launch.aligned(k_cache, v_cache)

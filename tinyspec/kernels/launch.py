@@ -131,6 +131,16 @@ _ATTENTION_OF = {
     },
     100: {(2, 256): AttentionLaunch(32, 32, 512, 4, 3, 255)},
 }
+# Over caches of e4m3 codes, where the general entry does not fit, as what is decoded takes
+# registers. 16-bit heads of 256 would spill 396 bytes on gfx942; fp32 heads of 128 144 to 216 on
+# NVIDIA's; those of 256 as much, with 16 warps or 2 stages too: there one tile is loaded at a time.
+# Of fp32 heads of 16, 8 warps would copy 2 bytes a lane: copies that overlap are of 4 at least.
+_ATTENTION_OF_CODES = {
+    (2, 256): AttentionLaunch(32, 16, 512, 8, 3, 255),
+    (4, 16): AttentionLaunch(16, 32, 512, 4, 3, 255),
+    (4, 128): AttentionLaunch(16, 16, 512, 8, 3, 255),
+    (4, 256): AttentionLaunch(16, 16, 512, 8, 1, 255),
+}
 
 # By bytes per element. 64 rows of 16-bit numbers are one wgmma on sm_90; fp32 is scalar again.
 _LINEAR = {
@@ -185,11 +195,15 @@ def capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def attention(dtype: torch.dtype, head_dim: int, device: torch.device) -> AttentionLaunch:
-    """Entry of paged attention; head_dim up to MAX_HEAD_DIM."""
+def attention(
+    dtype: torch.dtype, head_dim: int, device: torch.device, codes: bool = False
+) -> AttentionLaunch:
+    """Entry of paged attention with queries of ``dtype``; head_dim up to MAX_HEAD_DIM. codes:
+    whether keys and values are e4m3 codes."""
     here = _ATTENTION_OF.get(capability(device), {})
+    table = _ATTENTION | _ATTENTION_OF_CODES if codes else _ATTENTION
     own, next_one = ((dtype.itemsize, size) for size in (head_dim, padded(head_dim)))
-    return here.get(own) or _ATTENTION.get(own) or here.get(next_one) or _ATTENTION[next_one]
+    return here.get(own) or table.get(own) or here.get(next_one) or table[next_one]
 
 
 @cache

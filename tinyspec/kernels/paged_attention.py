@@ -31,17 +31,19 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of every row over its own sequence's pages.
 
-    q [R, Hq, D], last dimension contiguous, caches [N, page_size, Hkv, D] contiguous -> [R, Hq, D]
-    in q's dtype; padding rows are 0. window: keys a row attends to, its own included (0: all).
-    chunk: a row attends to the keys since the last multiple of it, its own included (0: all; Llama
-    4); not along with a window. softcap: c * tanh(s / c) on the scaled scores (0: none). sinks
-    [Hq]: one more logit per head in the softmax's denominator. Method: FlashAttention-2 (arXiv
-    2307.08691) and its split over keys, both in one order of reduction.
+    q [R, Hq, D], last dimension contiguous, caches [N, page_size, Hkv, D] contiguous, of q's dtype
+    or uint8: e4m3 codes -> [R, Hq, D] in q's dtype; padding rows are 0. window: keys a row attends
+    to, its own included (0: all). chunk: a row attends to the keys since the last multiple of it,
+    its own included (0: all; Llama 4); not along with a window. softcap: c * tanh(s / c) on the
+    scaled scores (0: none). sinks [Hq]: one more logit per head in the softmax's denominator.
+    Method: FlashAttention-2 (arXiv 2307.08691) and its split over keys, both in one order of
+    reduction.
     """
     num_rows, q_heads, dim = q.shape
     kv_heads = k_cache.shape[2]
     num_segments = metadata.seq_lens.shape[0]
-    assert q.dtype == k_cache.dtype == v_cache.dtype and q.stride(-1) == 1
+    assert k_cache.dtype == v_cache.dtype and k_cache.dtype in (q.dtype, torch.uint8)
+    assert q.stride(-1) == 1
     assert k_cache.shape == v_cache.shape and k_cache.is_contiguous() and v_cache.is_contiguous()
     assert k_cache.shape[1:] == (metadata.page_size, kv_heads, dim) and q_heads % kv_heads == 0
     assert launch.aligned(k_cache, v_cache) and len(metadata.cu_seqlens_q) == num_segments + 1
@@ -58,7 +60,7 @@ def paged_attention(
         return torch.zeros((num_rows, q_heads, dim), dtype=q.dtype, device=q.device)
     out = torch.empty((num_rows, q_heads, dim), dtype=q.dtype, device=q.device)
 
-    entry = launch.attention(q.dtype, dim, q.device)
+    entry = launch.attention(q.dtype, dim, q.device, k_cache.dtype == torch.uint8)
     group = q_heads // kv_heads
     group_shift = (min(launch.next_power_of_2(group), entry.block_m) - 1).bit_length()
     heads = kv_heads * triton.cdiv(group, entry.block_m)

@@ -21,6 +21,7 @@ from tinyspec.model.attention_calls import Layer
 from tinyspec.model.equivalence import eps_name
 from tinyspec.model.introspection import AttentionRecorder
 from tinyspec.model.merged_linears import products
+from tinyspec.model.stand_in import TABLES, share
 
 # The name of paged attention in transformers' registries. No mask function has this name, so models
 # build no masks: causality comes from the segments.
@@ -187,7 +188,7 @@ class AttentionContext:
 class PagedAttention(nn.Module):
     """Attention over pages with q, k, v and o projections, RoPE and optional q/k norm.
 
-    Shares the projections and norms of the module that it replaces, under the same names.
+    Shares weights, children and hooks of the module that it replaces.
     """
 
     q_proj: nn.Module
@@ -201,9 +202,7 @@ class PagedAttention(nn.Module):
         self, original: nn.Module, context: AttentionContext, scale: float, softcap: float = 0.0
     ):
         super().__init__()
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"):
-            if hasattr(original, name):
-                setattr(self, name, getattr(original, name))
+        share(self, original, TABLES)
         self.context = context
         self.config: Any = original.config
         self.head_dim: int = original.head_dim  # type: ignore[assignment]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from threading import Lock, local
+from threading import Lock, RLock, local
 from typing import Any
 
 import torch
@@ -38,6 +38,9 @@ class DeviceStream:
         self.queues = device.type in WITH_STREAMS
         self._callers = _Callers()
         self._own: torch.cuda.Stream | None = None
+        # Held where a thread begins or ends its block, and throughout ``alone``.
+        self._entering = RLock()
+        self._threads_inside = 0
 
     @property
     def own(self) -> torch.cuda.Stream:
@@ -62,13 +65,27 @@ class DeviceStream:
                 yield
                 return
             outer = self._callers.stream
-            own.wait_stream(caller)
-            self._callers.stream = caller
+            with self._entering:
+                self._threads_inside += 1
             try:
+                own.wait_stream(caller)
+                self._callers.stream = caller
                 yield
             finally:
                 self._callers.stream = outer
                 caller.wait_stream(own)
+                with self._entering:
+                    self._threads_inside -= 1
+
+    @contextmanager
+    def alone(self) -> Iterator[bool]:
+        """Within a block: whether no other thread is in one of its own. If so none begins one
+        before this ends: whatever it handed over would be captured with the work of this thread."""
+        with self._entering if self.queues else nullcontext():
+            if alone := not self.queues or self._threads_inside == 1:
+                yield True
+        if not alone:
+            yield False
 
     def again(self) -> None:
         """Within a block, after code of the user's that may have made another stream current."""

@@ -52,7 +52,10 @@ class Place(NamedTuple):
 
 
 def hand_over(before: nn.Module, after: nn.Module) -> None:
-    """Give ``after`` the parameters and the training mode that ``before`` has now."""
+    """Give ``after`` the parameters, the training mode and the kind of hooks for gradients that
+    ``before`` has now; tables of hooks are shared."""
     for own in before._parameters.keys() & after._parameters.keys():
         write(after._parameters, own, before._parameters[own])
-    write(vars(after), "training", before.training)
+    for name in ("training", "_is_full_backward_hook"):
+        if vars(after)[name] is not vars(before)[name]:
+            write(vars(after), name, vars(before)[name])

@@ -248,9 +248,10 @@ def uninstall(model: PreTrainedModel, patched: PatchedModel | None = None) -> No
     """Undo ``install``, or what is left of it where that was cut off; a model that is not patched
     is left as it is. patched: undo this one alone."""
     record = record_of(model)
-    if patched is not None and patched is not record:
+    if record is None or (patched is not None and patched is not record):
         return
-    if record is not None:
-        record.take_out()
-        record.tiles.unbind()
-    model.__dict__.pop("_tinyspec", None)
+    with record.lock:
+        if record_of(model) is record:  # no other thread was faster
+            record.take_out()
+            record.tiles.unbind()
+            del model.__dict__["_tinyspec"]

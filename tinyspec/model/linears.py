@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tinyspec.model.modules import children
 from tinyspec.model.private_names import private_name
 from tinyspec.model.quantized import is_packed
+from tinyspec.model.stand_in import share
 from tinyspec.model.wrappers import has_hooks
 
 Conv1D: Any = private_name("transformers.pytorch_utils", "Conv1D")
@@ -26,13 +27,14 @@ SIZES = ("in_features", "out_features", "nx", "nf")
 
 
 class SharedLinear(nn.Module):
-    """Stands in for a linear layer: the same function, parameters and names of sizes."""
+    """Stands in for a linear layer: the same function, parameters, hooks and names of sizes."""
 
     weight: Tensor
     bias: Tensor | None
 
     def __init__(self, module: Any):
         super().__init__()
+        share(self, module)
         for name in SIZES:
             if hasattr(module, name):
                 setattr(self, name, getattr(module, name))

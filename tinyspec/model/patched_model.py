@@ -21,7 +21,7 @@ from tinyspec.model.config_views import ConfigViews
 from tinyspec.model.cpu.fast_mode import FastMode
 from tinyspec.model.exchange import ABSENT, Place
 from tinyspec.model.lending import Lending
-from tinyspec.model.modules import calls_interface
+from tinyspec.model.modules import calls_interface, children
 from tinyspec.model.moe import IMPLEMENTATION as EXPERTS
 from tinyspec.model.moe import Experts
 from tinyspec.model.positions import GivenPositions, RopeTable
@@ -30,7 +30,7 @@ from tinyspec.model.quantized import trace
 from tinyspec.model.row_tiles import RowTiles
 from tinyspec.model.stand_in import FusedModule
 from tinyspec.model.torch_state import TorchState
-from tinyspec.model.wrappers import hooks_of, own_forward, wrapped_calls
+from tinyspec.model.wrappers import hooks_of, is_compiled, own_forward, wrapped_calls
 
 # Settings of a config that users change from call to call, or ``save_pretrained`` does, and no
 # stand-in depends on.
@@ -52,6 +52,7 @@ class PatchedModel:
     modules that call the attention interface. tiles: linears that run in tiles of rows. left:
     whether the model is its own; None while an exchange runs or after it was cut off: the next one
     then begins by undoing it. owner: the engine, referred to weakly, so that a model keeps none.
+    lock: held during an exchange.
     """
 
     def __init__(self, model: PreTrainedModel, linear: str = "auto", owner: object | None = None):
@@ -76,7 +77,7 @@ class PatchedModel:
         self._experts = Experts(model, self.context, linear)
         self._lendings = [Lending(m, self.context, self.lend) for m in models]
         self._held: list[Place] = []
-        self._lock = RLock()
+        self.lock = RLock()
 
     @property
     def abandoned(self) -> bool:
@@ -122,18 +123,29 @@ class PatchedModel:
 
     def take_out(self) -> None:
         """Restore the model; what is left of it where that was cut off."""
-        with self._lock:
+        with self.lock:
             if self.left:
                 return
             self.left = None
             self.tiles.suspend()
             for place in reversed([*self._held, *self.swapped]):
                 place.take_out()
+            if any(place.table.get(place.key) is not place.own for place in self.swapped):
+                self._take_out_moved()
             self.left = True
+
+    def _take_out_moved(self) -> None:
+        """As ``take_out``, of stand-ins that are elsewhere in the model now: in a wrapper that
+        somebody has put in their place."""
+        own = {id(p.served): p.own for p in self.swapped if not is_compiled(p.own)}
+        for parent, name, child in children(self.model):
+            while id(child) in own:
+                Place(parent._modules, name, own[id(child)], child).take_out()
+                child = own[id(child)]
 
     def suspend(self) -> None:
         """Restore the model until ``resume``."""
-        with self._lock:
+        with self.lock:
             self._lent = False
             self.take_out()
             # The first one: what changed while the stand-ins were in may not have reached them.
@@ -147,7 +159,7 @@ class PatchedModel:
         False, and nothing done, where they no longer fit: modules, hooks, settings, dtype or device
         have changed.
         """
-        with self._lock:
+        with self.lock:
             if self.left is not False:
                 self.suspend()
                 if self._outline() != self.outline:
@@ -165,7 +177,7 @@ class PatchedModel:
 
         Raises RuntimeError while the engine runs.
         """
-        with self._lock:
+        with self.lock:
             if self.torch_state is not None and self.torch_state.entered:
                 raise RuntimeError(TAKEN)
             self.suspend()
@@ -174,7 +186,7 @@ class PatchedModel:
     def take_back(self) -> None:
         """``resume`` after ``lend``, or after that was cut off. Raises ValueError where the
         stand-ins no longer fit."""
-        with self._lock:
+        with self.lock:
             if (self._lent or self.left is None) and not self.resume():
                 self._lent = True
                 allowed = "change it back, or close the engine and make a new one"

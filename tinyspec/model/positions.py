@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tinyspec.model.attention import AttentionContext
+from tinyspec.model.stand_in import share
 
 
 class GivenPositions(nn.Module):
@@ -15,6 +16,7 @@ class GivenPositions(nn.Module):
 
     def __init__(self, original: nn.Module, context: AttentionContext):
         super().__init__()
+        share(self, original)
         self.register_parameter("weight", original.weight)  # type: ignore[arg-type]
         self._original = [original]  # not a child: the parameters are listed once
         self._context = context
@@ -26,7 +28,8 @@ class GivenPositions(nn.Module):
         own = original._parameters["weight"]
         original._parameters["weight"] = self._parameters["weight"]  # may have been replaced
         try:
-            return original(*args, **{**kwargs, "position_ids": self._context.positions})
+            # Hooks, which are shared, run around this.
+            return original.forward(*args, **{**kwargs, "position_ids": self._context.positions})
         finally:  # a probe's does not stay
             original._parameters["weight"] = own
 
@@ -40,6 +43,7 @@ class RopeTable(nn.Module):
 
     def __init__(self, rotary: nn.Module, positions: int, like: Tensor):
         super().__init__()
+        share(self, rotary)
         self._original = [rotary]  # not a child: not listed among the modules
         self._like = like
         self._positions = torch.arange(positions, device=like.device)[None]
@@ -57,7 +61,7 @@ class RopeTable(nn.Module):
         found = self._tables.get(key)
         if found is None:
             with torch.no_grad():
-                made = self._original[0](self._like, self._positions, *args, **kwargs)
+                made = self._original[0].forward(self._like, self._positions, *args, **kwargs)
             found = made[0] if isinstance(made, Tensor) else tuple(part[0] for part in made)
             self._tables[key] = found
         return found
@@ -67,7 +71,7 @@ class RopeTable(nn.Module):
     ) -> tuple[Tensor, ...] | Tensor:
         """position_ids [1, R] -> the rotary module's output: mostly cos and sin [1, R, rot]."""
         if position_ids.dim() != 2:  # several per token, as of images
-            return self._original[0](x, position_ids, *args, **kwargs)
+            return self._original[0].forward(x, position_ids, *args, **kwargs)
         rows = position_ids[0]
         table = self._table(*args, **kwargs)
         if isinstance(table, Tensor):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from inspect import getclosurevars
+from os import PathLike
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -36,10 +37,12 @@ def unwrap(model: Any) -> PreTrainedModel:
     while not isinstance(model, PreTrainedModel):
         inside = _inside(model)
         if inside is None:
-            raise unsupported(
-                model,
-                "it is neither a transformers model nor PEFT's or torch.compile's wrapper of one",
+            reason = (
+                "it is neither a transformers model nor PEFT's or torch.compile's wrapper of one"
             )
+            if isinstance(model, (str, PathLike)):
+                reason += f"; Engine.from_pretrained({str(model)!r}) loads one by name"
+            raise unsupported(model, reason)
         if has_hooks(model):
             raise UnsupportedModelError(
                 f"{type(model).__name__} has forward hooks, which would not run: passes call the "

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from tinyspec.config import EngineConfig
 from tinyspec.errors import DeterminismError, refuse
 from tinyspec.model.attention_calls import LayerShape
-from tinyspec.runner.kv_cache import KVCache
+from tinyspec.runner.kv_cache import KVCache, dtype_of
 
 # Shares of the free memory: a CPU's is shared with every other process.
 DEFAULT_FRACTION = {"cuda": 0.8, "cpu": 0.4}
@@ -45,7 +45,8 @@ def most_pages(
     page fits, or not as many as configured.
     """
     assert config.page_size and config.max_model_len
-    page = KVCache.page_bytes(layers, config.page_size, model.dtype)
+    dtype = dtype_of(config.kv_dtype, model.dtype)
+    page = KVCache.page_bytes(layers, config.page_size, dtype)
     if config.num_pages is not None:
         there = _available(model.device)
         if config.num_pages * page > there:

@@ -58,7 +58,7 @@ class CudaGraph:
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, work: Forward) -> Tensor:
-        # Other threads may use the device meanwhile.
+        # Other threads may use the device meanwhile, on other streams.
         mode = "thread_local"
         stream = self._stream.own
         with torch.cuda.graph(self._graph, self._pool, stream, capture_error_mode=mode):
@@ -149,12 +149,16 @@ class PassGraphs:
     def _capture(
         self, shape: Hashable, canonical: bool, addresses: tuple[int, ...], forward: Forward
     ) -> _Captured | None:
-        """A graph of ``forward``; None where that failed, which is not tried again."""
-        if self._make is None:
-            self._make = MAKERS[self._stream.device.type](self._stream)
-        graph = self._make()
+        """A graph of ``forward``; None while other threads use the stream, and where it failed,
+        which is not tried again."""
         try:
-            result = graph.capture(forward)
+            with self._stream.alone() as alone:
+                if not alone:
+                    return None
+                if self._make is None:
+                    self._make = MAKERS[self._stream.device.type](self._stream)
+                graph = self._make()
+                result = graph.capture(forward)
         except Exception as error:
             self.refusals[canonical] = f"capturing {shape} raised {type(error).__name__}: {error}"
             logger.warning("passes run without graphs: %s", self.refusals[canonical])
@@ -166,7 +170,8 @@ class PassGraphs:
     def clear(self) -> None:
         """Drop all graphs: what they hold may have changed. No pass may be running."""
         if self._captured and self._stream.queues:
-            self._stream.own.synchronize()
+            with self._stream():  # not while another engine's pass is captured
+                self._stream.own.synchronize()
         self._captured.clear()
         self._eager.clear()
         self._checked.clear()

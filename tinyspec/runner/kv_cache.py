@@ -6,12 +6,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tinyspec.kernels.twins.e4m3 import CODES, values
 from tinyspec.model.attention_calls import LayerShape
 from tinyspec.runner.device_queue import to_device
 
 
+def dtype_of(kv_dtype: str, model_dtype: torch.dtype) -> torch.dtype:
+    """The type of a cache's numbers by ``EngineConfig.kv_dtype``."""
+    return model_dtype if kv_dtype == "auto" else CODES
+
+
 class KVCache:
-    """Per layer k and v [num_pages, page_size, num_kv_heads, head_dim].
+    """Per layer k and v [num_pages, page_size, num_kv_heads, head_dim], as ``dtype_of`` says.
 
     For the twins every page is zeroed when it is handed out: masked keys may hold anything, but
     their attention takes longer where they are not finite. written: pages up to the last that was.
@@ -80,3 +86,10 @@ class KVCache:
         """The first ``tokens`` keys and values of a sequence, [tokens, num_kv_heads, head_dim]."""
         k, v = self.k[layer][pages], self.v[layer][pages]
         return k.flatten(0, 1)[:tokens], v.flatten(0, 1)[:tokens]
+
+    def read_all(
+        self, pages: list[int], tokens: int, dtype: torch.dtype
+    ) -> list[tuple[Tensor, Tensor]]:
+        """As ``read``, of every layer, as numbers in ``dtype``."""
+        pairs = (self.read(layer, pages, tokens) for layer in range(len(self.k)))
+        return [(values(k, dtype), values(v, dtype)) for k, v in pairs]

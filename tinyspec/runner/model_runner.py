@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -23,7 +24,7 @@ from tinyspec.runner.batch import Batch
 from tinyspec.runner.device_queue import to_device
 from tinyspec.runner.fixed_batches import FixedBatches, FixedPass, PassShape
 from tinyspec.runner.graphs import PassGraphs
-from tinyspec.runner.kv_cache import KVCache
+from tinyspec.runner.kv_cache import KVCache, dtype_of
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.passes import Pass
@@ -76,6 +77,7 @@ class ModelRunner:
         self._context = patched.context
         self._context.kernels = kernels
         self._cache: KVCache | None = None
+        self.kv_dtype = dtype_of(config.kv_dtype, model.dtype)
         self.tiles = patched.tiles
         self._fast_mode = patched.fast_mode
         self.after_pass: Callable[[], None] = lambda: None
@@ -106,9 +108,10 @@ class ModelRunner:
         """Tokens of a page."""
         return self._pool.page_size
 
-    def pages(self, num_pages: int) -> KVCache:
-        """New pages."""
-        return KVCache(self.layers, num_pages, self.page_size, self.model.dtype, self.device)
+    def pages(self, num_pages: int, dtype: torch.dtype | None = None) -> KVCache:
+        """New pages, of another ``dtype`` than the engine's where one is given."""
+        dtype = dtype or self.kv_dtype
+        return KVCache(self.layers, num_pages, self.page_size, dtype, self.device)
 
     def extend(self, num_pages: int) -> None:
         """Grow the KV pool, if it is allocated, to ``num_pages``; no pass may be running."""

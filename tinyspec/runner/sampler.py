@@ -6,7 +6,6 @@ number. Knows a row's own history and parameters, not its place in a pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,43 +15,11 @@ import torch
 from torch import Tensor
 
 from tinyspec.kernels.backend import Kernels
-from tinyspec.model.torch_state import callers_modes
 from tinyspec.runner.device_queue import to_device
-from tinyspec.runner.logits_filters import keep_min_p, keep_top_k, keep_top_p, penalise_repetition
+from tinyspec.runner.logits_filters import keep_min_p, keep_top_k, keep_top_p
+from tinyspec.runner.processors import SpecialRow, process
 from tinyspec.runner.scores import Scores
-from tinyspec.sampling_params import SamplingParams
 from tinyspec.scheduler.sequence_table import Array
-
-
-@dataclass
-class SpecialRow:
-    """What few rows need: logits that are processed, or results that few ask for.
-
-    num_generated: generated tokens before it. history: the sequence before it, if
-    ``params.needs_history``. forced: the token to take regardless of the logits; -1: none.
-    keeps_scores, keeps_logits: return the processed and the raw logits as well. thread: of its
-    caller.
-    """
-
-    params: SamplingParams
-    num_generated: int
-    history: list[int]
-    forced: int = -1
-    keeps_scores: bool = False
-    keeps_logits: bool = False
-    thread: int | None = None
-
-    @property
-    def early(self) -> bool:
-        """Whether tokens that would end it are excluded."""
-        params = self.params
-        return self.num_generated < params.min_new_tokens and bool(params.stop_ids)
-
-    @property
-    def processed(self) -> bool:
-        """Whether its logits are changed before temperature and filters."""
-        params = self.params
-        return params.repetition_penalty != 1.0 or self.early or bool(params.logits_processors)
 
 
 @dataclass
@@ -62,7 +29,8 @@ class SampleBatch:
     logits_row: row of the logits; several samples may share one. key: of the noise. position: the
     token's place in its sequence. temperature: 0 for greedy. top_k, top_p, min_p: 0, 1 and 0 where
     they are off, as for greedy rows. All [N]. logprobs: whether any row asks for its token's.
-    special: the rows that need more, by their places.
+    special: the rows that need more, by their places. together: ids [N][L] for processors that are
+    called once for all rows.
     """
 
     logits_row: Array
@@ -74,6 +42,7 @@ class SampleBatch:
     min_p: Array
     logprobs: bool = False
     special: dict[int, SpecialRow] = field(default_factory=dict)
+    together: list[list[int]] | None = None
 
     def __len__(self) -> int:
         return len(self.logits_row)
@@ -186,7 +155,7 @@ class Sampler:
             filtered = np.flatnonzero((batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0))
         processed = [n for n, row in batch.special.items() if row.processed]
         scores = Scores(raw, np.union1d(filtered, processed) if processed else filtered)
-        errors = _process(scores, batch.special, processed)
+        errors = process(scores, batch.special, processed, batch.together)
         temperature = batch.temperature
         if len(filtered):
             self._filter(scores, batch, filtered)
@@ -255,46 +224,3 @@ class Sampler:
                 part[which] = keep(part[which], amounts)
         unsound = before.isnan().any(-1, keepdim=True)
         scores.own[place] = part.masked_fill(unsound, torch.nan)
-
-
-def _process(
-    scores: Scores, special: dict[int, SpecialRow], processed: list[int]
-) -> dict[int, tuple[str, Exception]]:
-    """Repetition penalty, minimum length, the user's processors, in transformers' order, on the
-    rows at ``processed``. Returns what processors raised, by place."""
-    errors: dict[int, tuple[str, Exception]] = {}
-    for n in processed:
-        row, own = special[n], scores.row(n)[0]
-        params = row.params
-        if params.repetition_penalty != 1.0:
-            seen = _integers(sorted(set(row.history)), own.device)
-            own.copy_(penalise_repetition(own, seen, params.repetition_penalty))
-        if row.early:
-            own[[t for t in params.stop_ids if t < len(own)]] = -torch.inf
-        try:
-            for processor in params.logits_processors:
-                history = _integers(row.history, own.device)[None]
-                own.copy_(_processed(processor, history, own, row.thread))
-        except Exception as error:
-            name = getattr(processor, "__qualname__", type(processor).__qualname__)
-            errors[n] = f"logits processor {name} raised {type(error).__name__}: {error}", error
-    return errors
-
-
-def _integers(values: list[int], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=device)
-
-
-def _processed(
-    processor: Callable[..., Tensor], history: Tensor, scores: Tensor, thread: int | None
-) -> Tensor:
-    """``scores`` [V] after a processor; +inf that it sets, unless everywhere, selects that token
-    and becomes the largest finite number."""
-    with callers_modes(thread):
-        found = processor(history, scores[None].clone())
-    if not isinstance(found, Tensor):
-        raise TypeError(f"it returned {type(found).__name__} instead of a tensor of scores")
-    if found.shape != (1, len(scores)):
-        raise ValueError(f"it returned scores of shape {tuple(found.shape)}")
-    unsound = (scores == torch.inf) | (found[0] == torch.inf).all()
-    return found[0].where(unsound, found[0].clamp(max=torch.finfo(torch.float32).max))

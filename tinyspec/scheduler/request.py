@@ -33,15 +33,16 @@ def _column(name: str) -> Any:
 
 @dataclass(eq=False)
 class Sequence:
-    """One completion of a request. What passes need of it while it runs is in a row of ``table``,
-    where the other properties are explained; table, row: None and -1 while it does not run.
+    """One completion of a request. While it runs, a row of ``table`` holds what passes need of it
+    and explains the other properties; table, row: None and -1 while it does not run.
 
     pages: page table. digests: of full pages, one each. draft_free: verify the next token without
     drafts. given_tokens: the expected continuation (replay, scoring), used as drafts; the sequence
     ends where the canonical tokens diverge from it. teacher_forced: commit it whatever the logits
-    say. error: why it ended early. cause: the exception behind that, if there was one. scores,
-    logits: per committed token [V] fp32, processed and raw, where the request keeps them. siblings:
-    completions that start from this one's prompt as soon as it is computed.
+    say. error: why it ended early. cause: the exception behind it. scores, logits: per committed
+    token [V] fp32, processed and raw; kv: per layer keys and values of all tokens but the newest,
+    [length - 1, heads, dim]; where the request keeps them. siblings: completions that start from
+    this one's prompt as soon as it is computed.
     """
 
     request: Request
@@ -60,6 +61,7 @@ class Sequence:
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     scores: list[Any] = field(default_factory=list)
     logits: list[Any] = field(default_factory=list)
+    kv: list[tuple[Any, Any]] = field(default_factory=list)
     key: int = 0
     siblings: list[Sequence] = field(default_factory=list)
     _logprobs: list[float] = field(default_factory=list)
@@ -204,19 +206,17 @@ class Sequence:
 
     def _window(self, window: int) -> int:
         """Most drafts that may wait: all of the tokens that are given."""
-        if not self.params.draftable:
-            return 0
-        return window if self.given_tokens is None else self.params.max_new_tokens
+        most = window if self.given_tokens is None else self.params.max_new_tokens
+        return most if self.params.draftable and self.request.lock_step is None else 0
 
     def enter(self, table: SequenceTable, window: int) -> None:
-        """Take a row of ``table``: it runs, and nothing is computed yet. window: most drafts that
-        may wait, where nothing forbids it drafts."""
+        """Take a row of ``table``; nothing is computed yet. window: most drafts that may wait."""
         request, params = self.request, self.params
         prompt = request.num_prompt
         raw = params.logprobs and params.logprobs_mode == "raw"
         early = params.min_new_tokens > 0 and bool(params.stop_ids)
         special = params.needs_history or early or raw or params.top_logprobs > 0
-        kept = request.keeps_scores or request.keeps_logits
+        kept = request.keeps_scores or request.keeps_logits or request.lock_step is not None
         row = table.add(
             self,
             order=request.arrival << INDEX_BITS | self.index,
@@ -257,9 +257,9 @@ class Request:
 
     arrival: number in order of arrival. prompt_logprobs: filled in as prompt rows run. recompute:
     use no cached page. embeds: the model's input in place of the prompt's tokens, [num_prompt,
-    hidden]. num_hidden: leading prompt tokens that are placeholders then. keeps_scores,
-    keeps_logits: every completion keeps them, token by token. fingerprint: that it runs under.
-    thread: whose code its processors and criteria are; 0: none that steps.
+    hidden]. num_hidden: leading prompt tokens that are placeholders then. keeps_...: what every
+    completion keeps. lock_step: whose rows its completions are. fingerprint: that it runs under,
+    with its parts. thread: whose code its processors and criteria are; 0: none that steps.
     """
 
     request_id: str
@@ -273,7 +273,9 @@ class Request:
     num_hidden: int = 0
     keeps_scores: bool = False
     keeps_logits: bool = False
-    fingerprint: str | None = None
+    keeps_kv: bool = False
+    lock_step: Any = None
+    fingerprint: Any = None
     thread: int = 0
 
     def __post_init__(self) -> None:
@@ -283,11 +285,10 @@ class Request:
             for index in range(self.params.num_return_sequences)
         ]
         self.sequences[0].siblings = self.sequences[1:]
-        if self.params.prompt_logprobs:
-            self.prompt_logprobs = [None] * len(self.prompt)
+        self.prompt_logprobs = [None] * (len(self.prompt) if self.params.prompt_logprobs else 0)
 
     def forget_prompt_logprobs(self) -> None:
-        """The model changed: those of the prompt are computed again."""
+        """The model changed."""
         self.prompt_logprobs = [None] * len(self.prompt_logprobs)
 
     @property

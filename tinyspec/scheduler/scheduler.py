@@ -67,7 +67,10 @@ class Scheduler:
 
     def _candidates(self) -> _Candidates:
         table, rows = self.table, self.admission.eligible()
-        waiting = table.pending(rows) > 1
+        uncomputed = table.pending(rows)
+        if np.count_nonzero(uncomputed) < len(rows):  # some wait for others of their call
+            rows, uncomputed = rows[uncomputed > 0], uncomputed[uncomputed > 0]
+        waiting = uncomputed > 1
         prompts, pending = rows[waiting], 0
         if len(prompts):
             rows = rows[~waiting]

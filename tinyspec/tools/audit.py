@@ -12,6 +12,12 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
+from tinyspec.determinism.fingerprint_parts import (
+    Fingerprint,
+    are_parts,
+    digest_of,
+    explained,
+)
 from tinyspec.engine.engine import Engine
 from tinyspec.errors import refuse
 from tinyspec.outputs import Completion, RequestOutput
@@ -30,18 +36,18 @@ from tinyspec.tools.comparison import (
 )
 
 
-def audit(engine: Engine, outputs: Iterable[RequestOutput]) -> AuditReport:
+def audit(engine: Engine, outputs: Iterable[RequestOutput], progress: bool = False) -> AuditReport:
     """Replay finished ``outputs``, sampling included, and compare everything that they say.
 
     Compared in type and in every bit: tokens, the log-probabilities that the parameters ask for
     (missing and surplus ones differ), finish reasons, errors, the number of completions and, where
     the engine has a tokenizer, texts. Never compared, as they are no functions of the request:
-    ``request_id`` and ``stats``.
+    ``request_id`` and ``stats``. progress: show a bar of replayed completions.
 
-    Malformed outputs differ. Plain outputs, those of another fingerprint, with functions that JSON
-    did not keep, or that this engine refuses are not comparable. No output changes the verdict on
-    another. Raises DeterminismError if the engine cannot serve ``deterministic=True``, ValueError
-    if ``outputs`` are not RequestOutputs.
+    Malformed outputs differ, and so do parts that do not give their fingerprint. Plain outputs,
+    those of another fingerprint, with functions that JSON did not keep, or that this engine refuses
+    are not comparable. No output changes the verdict on another. Raises DeterminismError if the
+    engine cannot serve ``deterministic=True``, ValueError if ``outputs`` are not RequestOutputs.
     """
     outputs = list(outputs)
     for output in outputs:
@@ -49,12 +55,12 @@ def audit(engine: Engine, outputs: Iterable[RequestOutput]) -> AuditReport:
             raise refuse("outputs", output, "RequestOutputs")
     engine.check_model()
     fingerprint = engine.fingerprint
-    obstacles = [next(_obstacles(output, engine, fingerprint), None) for output in outputs]
+    obstacles = [next(_obstacles(output, engine), None) for output in outputs]
     clear = [o for o, obstacle in zip(outputs, obstacles, strict=True) if obstacle is None]
     refusals = iter(_refusals(engine, clear))
     obstacles = [next(refusals) if obstacle is None else obstacle for obstacle in obstacles]
     sound = [o for o, obstacle in zip(outputs, obstacles, strict=True) if obstacle is None]
-    replayed = iter(engine.replay(list(map(_replayable, sound))) if sound else [])
+    replayed = iter(engine.replay(list(map(_replayable, sound)), progress) if sound else [])
     entries: list[AuditEntry] = []
     for output, obstacle in zip(outputs, obstacles, strict=True):
         again = next(replayed) if obstacle is None else None
@@ -67,7 +73,7 @@ def audit(engine: Engine, outputs: Iterable[RequestOutput]) -> AuditReport:
     return AuditReport(fingerprint, entries)
 
 
-def _obstacles(output: RequestOutput, engine: Engine, fingerprint: str) -> Iterator[Finding]:
+def _obstacles(output: RequestOutput, engine: Engine) -> Iterator[Finding]:
     """What keeps an output from being replayed: no engine writes it, or another one did."""
     params, prompt = output.params, output.prompt_token_ids
     yield from _malformed_params(params)
@@ -79,11 +85,7 @@ def _obstacles(output: RequestOutput, engine: Engine, fingerprint: str) -> Itera
             reason = f"prompt_token_ids has {shown(token)}, which is no token id"
             yield Finding("prompt_token_ids", DIFFERS, reason)
     yield from _malformed_completions(output.completions, params)
-    if output.fingerprint is None:
-        yield Finding("fingerprint", NOT_COMPARABLE, "it has no fingerprint")
-    if not identical(output.fingerprint, fingerprint):
-        reason = "its fingerprint is " + shown(output.fingerprint).strip("'")
-        yield Finding("fingerprint", NOT_COMPARABLE, reason)
+    yield from _other_fingerprint(output, engine.contract.fingerprint)
     if not params.deterministic:
         yield Finding("params", NOT_COMPARABLE, "it is plain: it was not asked to be deterministic")
     for function in (*params.logits_processors, *params.stopping_criteria):
@@ -95,6 +97,20 @@ def _obstacles(output: RequestOutput, engine: Engine, fingerprint: str) -> Itera
         if not 0 <= token < vocab_size:
             reason = f"prompt_token_ids has {shown(token)}, not in a vocabulary of {vocab_size}"
             yield Finding("prompt_token_ids", DIFFERS, reason)
+
+
+def _other_fingerprint(output: RequestOutput, own: Fingerprint) -> Iterator[Finding]:
+    stated, parts = output.fingerprint, output.fingerprint_parts
+    if parts is not None and not (are_parts(parts) and identical(stated, digest_of(parts))):
+        reason = f"its fingerprint_parts do not give its fingerprint {shown(stated)}"
+        yield Finding("fingerprint_parts", DIFFERS, reason)
+    if stated is None:
+        yield Finding("fingerprint", NOT_COMPARABLE, "it has no fingerprint")
+    if not identical(stated, own.digest):
+        reason = "its fingerprint is " + shown(stated).strip("'")
+        if why := explained(parts, own.parts):
+            reason += f": {why}"
+        yield Finding("fingerprint", NOT_COMPARABLE, reason)
 
 
 def _malformed_params(params: Any) -> Iterator[Finding]:

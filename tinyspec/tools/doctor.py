@@ -19,6 +19,7 @@ from tinyspec.determinism.probe_results import ProbeResults
 from tinyspec.determinism.probes.attention import MANY_ROWS
 from tinyspec.determinism.probes.graphs import graph_refusals
 from tinyspec.engine.engine import Engine
+from tinyspec.engine.interrupts import at_once
 from tinyspec.errors import DeterminismError, UnsupportedModelError, refuse
 from tinyspec.model.install import refuse_served
 from tinyspec.model.wrappers import unwrap
@@ -37,7 +38,8 @@ class DoctorReport:
     problems: why they cannot, with the module or setting. facts: the probe results, None if nothing
     could be probed. plans: bucket -> how deterministic requests decode in a step of so many rows.
     eager: why passes of a kind are not captured as graphs, where the kernels are Triton's.
-    fingerprint: of the engine's deterministic outputs. seconds: how long it took.
+    fingerprint: of the engine's deterministic outputs. seconds: how long it took. kv_dtype:
+    as in the engine's config.
     """
 
     model: str
@@ -49,12 +51,14 @@ class DoctorReport:
     eager: dict[str, str] = field(default_factory=dict)
     fingerprint: str | None = None
     seconds: float = 0.0
+    kv_dtype: str = "auto"
 
     def __bool__(self) -> bool:
         return not self.problems
 
     def __str__(self) -> str:
-        lines = [f"{self.model}, {self.dtype}, {self.device}"]
+        cache = "" if self.kv_dtype == "auto" else f", KV cache of {self.kv_dtype}"
+        lines = [f"{self.model}, {self.dtype}{cache}, {self.device}"]
         lines += [f"problem: {problem}" for problem in self.problems]
         if self.facts is not None:
             lines += ["", *self._table(self.facts), "", *self._notes(self.facts)]
@@ -125,13 +129,14 @@ def doctor(
 
     Raises UnsupportedModelError for an object that is no module, ValueError for a ``config`` beside
     an engine or one that does not fit the model, and for an engine that is closed or has unfinished
-    requests.
+    requests. Those of other threads that begin meanwhile wait.
     """
     begun = time.perf_counter()
     if isinstance(model_or_engine, Engine):
         if config is not None:
             raise refuse("config", config, "None for an engine, which has its own config")
-        return _examine(model_or_engine, fresh, begun)
+        with model_or_engine.turns.turn(), at_once():
+            return _examine(model_or_engine, fresh, begun)
     try:
         refuse_served(unwrap(model_or_engine))
         engine = Engine(model_or_engine, config=config)
@@ -167,7 +172,8 @@ def _examine(engine: Engine, fresh: bool, begun: float) -> DoctorReport:
         facts=contract.results and contract.results.filled(),
         plans=plans,
         eager=eager,
-        fingerprint=None if problems else contract.fingerprint,
+        fingerprint=None if problems else contract.fingerprint.digest,
+        kv_dtype=config.kv_dtype,
     )
 
 

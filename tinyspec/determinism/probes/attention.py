@@ -19,6 +19,7 @@ from tinyspec.determinism.probes.steps import Steps, finished
 from tinyspec.kernels import launch
 from tinyspec.kernels.attention_metadata import AttentionMetadata
 from tinyspec.kernels.backend import Kernels
+from tinyspec.kernels.twins.e4m3 import CODES, stored
 from tinyspec.model.attention_calls import LayerShape, Reach
 from tinyspec.model.install import patched_of
 from tinyspec.runner.model_runner import ModelRunner
@@ -56,7 +57,7 @@ def probe_attention(
     dtype, device = runner.model.dtype, runner.device
     waited_for = {*_kinds(runner, far=runner.kernels.backend == "triton")}
     return [
-        probe_rows(runner.kernels, shape, dtype, device, reach, rows, seconds)
+        probe_rows(runner.kernels, shape, dtype, device, reach, rows, seconds, runner.kv_dtype)
         if (shape, reach) in waited_for
         else _nothing(shape, reach)
         for shape, reach in _kinds(runner)
@@ -68,8 +69,9 @@ def longest_split(runner: ModelRunner) -> int:
     fewer than the probes' contexts have anyway."""
     if runner.kernels.backend != "triton":
         return 0
-    dtype, device = runner.model.dtype, runner.device
-    return max(launch.attention(dtype, layer.head_dim, device).split for layer in runner.layers)
+    dtype, device, codes = runner.model.dtype, runner.device, runner.kv_dtype == CODES
+    dims = {layer.head_dim for layer in runner.layers}
+    return max(launch.attention(dtype, dim, device, codes).split for dim in dims)
 
 
 def attention_steps(
@@ -78,8 +80,10 @@ def attention_steps(
     """One more round of a kind of attention calls, and what it shows."""
     (kind,) = (kind for kind in _kinds(runner) if _name(*kind) == known.name)
     number = known.checked // sum(end - first for spans in _passes() for first, end in spans)
+    shape, reach = kind
+    dtype, device = runner.model.dtype, runner.device
     found = yield from round_steps(
-        runner.kernels, kind[0], runner.model.dtype, runner.device, kind[1], number
+        runner.kernels, shape, dtype, device, reach, number, runner.kv_dtype
     )
     (compared,), unsound = summary([found])
     checked, differing = known.checked + compared.checked, known.differing + compared.differing
@@ -141,14 +145,16 @@ def probe_rows(
     reach: Reach | None = None,
     rows: int = 1,
     seconds: float | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> PositionResult:
     """Rounds of ``round_steps`` until ``rows`` are compared or ``seconds`` are over (None: no
-    limit); one at least."""
+    limit); one at least. kv_dtype: of the cache (None: ``dtype``)."""
     begun = time.perf_counter()
     reach = reach or Reach()
     found = _nothing(shape, reach)
     for seed in count():
-        found = found.plus(finished(round_steps(kernels, shape, dtype, device, reach, seed)))
+        steps = round_steps(kernels, shape, dtype, device, reach, seed, kv_dtype or dtype)
+        found = found.plus(finished(steps))
         late = seconds is not None and time.perf_counter() - begun > seconds
         if late or found.checked >= rows:
             break
@@ -162,6 +168,7 @@ def round_steps(
     device: torch.device,
     reach: Reach,
     seed: int,
+    kv_dtype: torch.dtype,
 ) -> Steps[PositionResult]:
     """Compares the rows of ``_passes`` with the same rows of the whole prompt."""
 
@@ -174,7 +181,8 @@ def round_steps(
         drawn = torch.randn(*size, generator=generator, dtype=torch.float32, device="cpu")
         return drawn.to(device, dtype)
 
-    k, v = (draw(PAGES, PAGE_SIZE, shape.num_kv_heads, shape.head_dim) for _ in range(2))
+    size = PAGES, PAGE_SIZE, shape.num_kv_heads, shape.head_dim
+    k, v = (stored(draw(*size), kv_dtype) for _ in range(2))
     q = draw(LENGTH, shape.num_heads, shape.head_dim)
     scores = {"scale": shape.head_dim**-0.5, "softcap": shape.softcap, **vars(reach)}
     if shape.sinks:

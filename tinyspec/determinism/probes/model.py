@@ -23,6 +23,7 @@ from tinyspec.determinism.probes.bits import same_bits, unequal_bits
 from tinyspec.determinism.probes.segments import segments
 from tinyspec.determinism.probes.steps import Steps
 from tinyspec.kernels.attention_metadata import AttentionMetadata
+from tinyspec.kernels.twins.e4m3 import stored, values
 from tinyspec.runner.batch import Batch
 from tinyspec.runner.model_runner import ModelRunner
 
@@ -135,7 +136,8 @@ class ModelProbe:
         written = [pool.index_select(0, own) for pool in self._pools]
         # A NaN in keys or values reaches other rows of its sequence, and which ones depends on the
         # order of passes: such sequences are not compared.
-        finite = torch.stack([rows.isfinite().all(dim=1) for rows in written]).all(dim=0)
+        numbers = (values(rows, self._runner.model.dtype) for rows in written)
+        finite = torch.stack([rows.isfinite().all(dim=1) for rows in numbers]).all(dim=0)
         sound = torch.cat(
             [
                 finite[p.first : p.end].all().expand(p.end - p.first)
@@ -153,8 +155,7 @@ class ModelProbe:
         return self._distinct
 
     def run_tokens(self, rows: int, tokens: Callable[[int, int], Tensor]) -> None:
-        """A pass of the first ``rows`` distinct rows with the tokens
-        ``tokens(vocab_size, rows)``."""
+        """A pass of the first ``rows`` distinct rows with ``tokens(vocab_size, rows)``."""
         assert rows <= self._distinct
         own = self._packed[0].clone()
         self._packed[0, :rows] = tokens(self._runner.vocab_size, rows).to(own)
@@ -227,9 +228,12 @@ class ModelProbe:
         """Finite noise, different on every page of the distinct rows."""
         generator = torch.Generator().manual_seed(1)
         scale = torch.rand(self._pages, 1, 1, 1, generator=generator) + 0.5
+        scale = scale.to(self._runner.device, self._runner.model.dtype)
         for pool in (*self._cache.k, *self._cache.v):
-            noise = torch.randn(pool.shape[1:], generator=generator)
-            torch.mul(noise.to(pool), scale.to(pool), out=pool[: self._pages])
+            noise = torch.randn(pool.shape[1:], generator=generator).to(scale)
+            own = pool[: self._pages]
+            filled = torch.mul(noise, scale, out=own if own.dtype == noise.dtype else None)
+            own.copy_(stored(filled, own.dtype))
 
     def _copy_pages(self) -> None:
         """Copy the pages of the distinct rows to those of the rows that repeat them."""

@@ -26,6 +26,7 @@ from tinyspec.kernels.twins.attention_plan import (
     segments,
 )
 from tinyspec.kernels.twins.attention_tiles import all_finite, attend_plainly, flash_attention
+from tinyspec.kernels.twins.e4m3 import values
 from tinyspec.kernels.twins.index_tensors import integers
 
 # Rows of a call that has a mask: rows * context * 4 bytes.
@@ -167,11 +168,10 @@ def _attend_decode(
     kv_heads = k_cache.shape[2]
     shape = rows, kv_heads, call.keys, dim
     wide = kv_heads * dim
+    strides = call.step * wide, dim, wide, 1
     k, v = (
-        cache.as_strided(
-            shape, (call.step * wide, dim, wide, 1), cache.storage_offset() + call.start * wide
-        )
-        for cache in (k_cache, v_cache)
+        values(x.as_strided(shape, strides, x.storage_offset() + call.start * wide), q.dtype)
+        for x in (k_cache, v_cache)
     )
     out, lse = flash_attention(
         q.view(rows, heads // group, group, dim), k, v, 0.0, attn_mask=call.mask, scale=scale
@@ -236,8 +236,8 @@ def _attend_prompt(
 ) -> Tensor | None:
     out, lse = flash_attention(
         q.transpose(0, 1)[None],
-        _context(k_cache, call),
-        _context(v_cache, call),
+        values(_context(k_cache, call), q.dtype),
+        values(_context(v_cache, call), q.dtype),
         0.0,
         call.mask is None,
         attn_mask=call.mask,

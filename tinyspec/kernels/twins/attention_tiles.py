@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 from tinyspec.kernels.twins import attention_plan
 from tinyspec.kernels.twins.attention_plan import MASKED, TileCall
+from tinyspec.kernels.twins.e4m3 import values
 
 # Of a 16-bit head whose size is no multiple of it, torch cuts sums by the number of query rows.
 HEAD_UNIT = 32
@@ -190,7 +191,7 @@ def _inputs(
     packed = packed.reshape(-1, heads // group, layout.height * group, dim)
     if packed.shape[2] > plan.queries:
         packed = packed[:, :, : plan.queries]
-    k, v = _tiles_of(k_cache, v_cache, plan)
+    k, v = (values(x, q.dtype) for x in _tiles_of(k_cache, v_cache, plan))
     return packed.expand(len(k), -1, -1, -1), k, v
 
 

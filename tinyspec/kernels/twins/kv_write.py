@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tinyspec.kernels.twins.e4m3 import stored
+
 Derived = dict[Hashable, Any]
 
 
@@ -86,11 +88,12 @@ def fused_kv_write(
     """Norm and rotate q and k, write k and v where ``slot_mapping`` says, return the rotated q.
 
     q [R, Hq, D], k and v [R, Hkv, D]; cos and sin [R, rot] with rot <= D, in any float dtype (a
-    wider one: rotated in it, rounded once), or None for no RoPE; caches [N, page_size, Hkv,
-    D]; slot_mapping [R] int64, page * page_size + offset, -1 to skip. q_weight and k_weight [D]:
-    RMSNorm over the head before RoPE (Qwen3). interleaved: RoPE rotates even with odd dimensions
-    (GLM) instead of the first with the second half. derived: ``AttentionMetadata.derived``; between
-    calls that share it cos, sin and slot_mapping do not change.
+    wider one: rotated in it, rounded once), or None for no RoPE; caches [N, page_size, Hkv, D], of
+    q's dtype or uint8: e4m3 codes of what was rounded; slot_mapping [R] int64, page * page_size +
+    offset, -1 to skip. q_weight and k_weight [D]: RMSNorm over the head before RoPE (Qwen3).
+    interleaved: RoPE rotates even with odd dimensions (GLM) instead of the first with the second
+    half. derived: ``AttentionMetadata.derived``; between calls that share it cos, sin and
+    slot_mapping do not change.
     """
     derived = {} if derived is None else derived
     if q_weight is not None:
@@ -104,6 +107,6 @@ def fused_kv_write(
     rows, slots = _written(slot_mapping, derived)
     if rows is not None:
         k, v = k[rows], v[rows]
-    k_cache.flatten(0, 1).index_copy_(0, slots, k)
-    v_cache.flatten(0, 1).index_copy_(0, slots, v)
+    for cache, x in ((k_cache, k), (v_cache, v)):
+        cache.flatten(0, 1).index_copy_(0, slots, stored(x, cache.dtype))
     return q

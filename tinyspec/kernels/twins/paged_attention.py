@@ -53,11 +53,11 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of every row over its own sequence's pages.
 
-    q [R, Hq, D], caches [N, page_size, Hkv, D] -> [R, Hq, D] in q's dtype; padding rows are 0.
-    window: keys a row attends to, its own included (0: all). chunk: a row attends to the keys since
-    the last multiple of it, its own included (0: all; Llama 4); not along with a window. softcap:
-    c * tanh(s / c) on the scaled scores (0: none). sinks [Hq]: one more logit per head in the
-    softmax's denominator.
+    q [R, Hq, D], caches [N, page_size, Hkv, D], in q's dtype or as e4m3 codes (uint8) -> [R, Hq, D]
+    in q's dtype; padding rows are 0. window: keys a row attends to, its own included (0: all).
+    chunk: a row attends to the keys since the last multiple of it, its own included (0: all; Llama
+    4); not along with a window. softcap: c * tanh(s / c) on the scaled scores (0: none). sinks
+    [Hq]: one more logit per head in the softmax's denominator.
     """
     assert not (window and chunk)
     bounds = window, chunk

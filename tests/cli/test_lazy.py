@@ -1,0 +1,82 @@
+"""What needs no model loads no library: help, versions, settings."""
+
+import ast
+import pickle
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import tinyspec
+from tinyspec.cli.main import COMMANDS
+
+HEAVY = ("torch", "triton", "transformers", "numpy")
+CHILD = """
+import contextlib, io, sys, time
+from tinyspec.cli.main import main
+texts = {}
+for arguments in %s:
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+        main(arguments)
+    texts[" ".join(arguments)] = text.getvalue()
+from tinyspec import SamplingParams
+SamplingParams(temperature=1.0)
+print((texts, [name for name in %s if name in sys.modules], time.process_time()))
+"""
+NAMES = [command.__name__.rpartition(".")[2] for command in COMMANDS]
+
+
+def test_help_and_settings_load_no_library():
+    calls = [["--help"], ["--version"], *([name, "--help"] for name in NAMES)]
+    child = [sys.executable, "-c", CHILD % (calls, HEAVY)]
+    done = subprocess.run(child, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    texts, loaded, seconds = ast.literal_eval(done.stdout)
+    assert loaded == []
+    assert seconds < 1, "of them all"
+    assert texts["--version"].startswith("tinyspec ") and "torch 2." in texts["--version"]
+    for name in NAMES:
+        assert name in texts["--help"]
+        assert f"example:\n  tinyspec {name}" in texts[f"{name} --help"]
+
+
+@pytest.mark.slow("installation", 5)
+def test_control_the_engine_loads_them():
+    code = f"import sys; from tinyspec import Engine; print({HEAVY}[0] in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "True\n"
+
+
+def homes():
+    """Where type checkers and editors find each name."""
+    (branch,) = (
+        node
+        for node in ast.parse(Path(tinyspec.__file__).read_text()).body
+        if isinstance(node, ast.If)
+    )
+    return {a.name: n.module for n in branch.body for a in n.names}
+
+
+def test_names_are_where_type_checkers_find_them():
+    """The list for imports on demand says the same."""
+    assert sorted(homes()) == list(tinyspec.__all__)
+    for name, home in homes().items():
+        assert getattr(tinyspec, name) is getattr(import_module(home), name)
+        assert tinyspec._HOME[name] == home.removeprefix("tinyspec.")
+    assert set(tinyspec.__all__) <= set(dir(tinyspec))
+
+
+def test_names_that_are_not_there():
+    with pytest.raises(AttributeError, match="has no attribute 'Egnine'"):
+        _ = tinyspec.Egnine
+    with pytest.raises(ImportError, match="Egnine"):
+        exec("from tinyspec import Egnine")
+
+
+def test_objects_are_pickled_by_their_own_module():
+    params = tinyspec.SamplingParams(seed=3)
+    copy = pickle.loads(pickle.dumps(params))
+    assert copy == params and isinstance(copy, tinyspec.SamplingParams)
+    assert pickle.loads(pickle.dumps(tinyspec.Engine)) is tinyspec.Engine

@@ -1,0 +1,114 @@
+"""--output and --resume: every request once in the file, whatever ended the runs before."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tinyspec import RequestOutput
+from tinyspec.cli.output_file import OutputFile
+from tinyspec.determinism.fingerprint_parts import digest_of
+
+PROMPTS = ["One day", "Once", "What is 1 + 2?"]
+OPTIONS = ("--max-new-tokens", 3, "--deterministic", "--logprobs")
+
+
+@pytest.fixture
+def files(tmp_path):
+    source, target = tmp_path / "prompts.jsonl", tmp_path / "outputs.jsonl"
+    source.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    return source, target
+
+
+@pytest.fixture
+def generate(command, served, files):
+    def run(*more):
+        return command("generate", "--file", files[0], "--output", files[1], *OPTIONS, *more)
+
+    return run
+
+
+def bits(file):
+    outputs = [RequestOutput.from_json(line) for line in file.read_text().splitlines()]
+    assert len({output.request_id for output in outputs}) == len(outputs)
+    return {o.request_id: (o.completions[0].token_ids, o.completions[0].logprobs) for o in outputs}
+
+
+def test_interrupted_cut_off_and_continued(generate, files, monkeypatch):
+    """The outputs are those of a run that nothing interrupted."""
+    assert generate() == (0, "", "")
+    whole = bits(files[1])
+    assert len(whole) == len(PROMPTS)
+    files[1].unlink()
+
+    write, written = OutputFile.write, []
+
+    def interrupted(file, output):
+        if written:
+            raise KeyboardInterrupt
+        written.append(output.request_id)
+        write(file, output)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OutputFile, "write", interrupted)
+        status, _, err = generate()
+    assert status == 130 and err.count("\n") == 1
+    assert err.startswith("tinyspec: interrupted: what has finished is in") and "--resume" in err
+    assert set(bits(files[1])) == set(written)
+
+    with files[1].open("a") as file:
+        file.write('{"request_id": "line-2-0')
+    monkeypatch.setattr(
+        OutputFile, "write", lambda f, o: (written.append(o.request_id), write(f, o))
+    )
+    assert generate("--resume") == (0, "", "")
+    assert bits(files[1]) == whole
+    assert sorted(written) == sorted(whole), "nothing runs twice"
+    assert generate("--resume") == (0, "", "")
+    assert len(written) == len(whole)
+
+
+def test_a_file_is_not_written_over(generate, files):
+    files[1].write_text("something\n")
+    status, _, err = generate()
+    assert status == 2 and "--resume continues one" in err
+    assert files[1].read_text() == "something\n"
+    status, _, err = generate("--resume")
+    assert status == 2 and f"{files[1]}, line 1 is not an output of tinyspec" in err
+
+
+def test_other_input_is_refused(generate, files):
+    generate()
+    before = files[1].read_bytes()
+    assert "prompt or parameters changed" in generate("--resume", "--temperature", 0.5)[2]
+    lines = files[0].read_text().splitlines()
+    files[0].write_text("\n".join([lines[1], lines[0], lines[2]]))
+    status, _, err = generate("--resume")
+    assert status == 2 and f"{files[1]}, line" in err and "line 1: prompt or parameters" in err
+    files[0].write_text(lines[0])
+    assert "the input has nothing at 'line-" in generate("--resume")[2]
+    assert files[1].read_bytes() == before
+    files[1].write_bytes(before + before.splitlines(keepends=True)[0])
+    files[0].write_text("\n".join(lines))
+    assert "stands twice in this file" in generate("--resume")[2]
+
+
+def test_another_fingerprint_is_refused(generate, files):
+    generate()
+    lines = [RequestOutput.from_json(line) for line in files[1].read_text().splitlines()]
+    parts = {**lines[0].fingerprint_parts, "threads": 99}
+    print_of_others = {"fingerprint": digest_of(parts), "fingerprint_parts": parts}
+    lines = [replace(output, **print_of_others) for output in lines]
+    files[1].write_text("".join(output.to_json() + "\n" for output in lines[:2]))
+    before = files[1].read_bytes()
+    status, _, err = generate("--resume")
+    assert status == 2 and f"some of {digest_of(parts)}: threads 99 -> " in err
+    assert files[1].read_bytes() == before
+
+
+def test_aborted_outputs_stay_failures(generate, files):
+    generate()
+    output, *others = (RequestOutput.from_json(x) for x in files[1].read_text().splitlines())
+    output.completions[0].finish_reason = "abort"
+    files[1].write_text("".join(o.to_json() + "\n" for o in (output, *others)))
+    assert generate("--resume") == (1, "", "")

@@ -1,0 +1,91 @@
+"""What a run says on a terminal, and that it says nothing elsewhere."""
+
+import io
+import sys
+
+import pytest
+
+from tinyspec import Engine, EngineConfig, SamplingParams
+from tinyspec.cli import progress as module
+from tinyspec.cli.progress import Progress
+from tinyspec.tools.demo import BUNDLED
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(module, "PATIENCE", 0.0)
+    monkeypatch.setattr(module, "EVERY", 0.0)
+
+
+def run(engine, file, live=True):
+    """Two prompts, one of them twice."""
+    params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in (3, 5, 5)]
+    with engine.stream(["Once", "One day", "One day"], params) as events:
+        most = {(r.request_id, 0): r.params.max_new_tokens for r in events.requests}
+        progress = Progress(engine, most, file, live)
+        for event in events:
+            progress.event(event)
+    progress.end()
+    return progress
+
+
+def test_a_line_that_changes_and_one_that_stays(bundled, impatient):
+    file = Terminal()
+    before = bundled.stats().committed
+    progress = run(bundled, file)
+    assert bundled.stats().committed - before == 13
+    *changing, last = file.getvalue().split("\r")
+    assert last.startswith("tinyspec: 3 completions, 13 tokens in ") and last.endswith("\n")
+    assert "prompt tokens cached" in last and "passes canonical" in last
+    lines = [line.strip() for line in changing if line.strip()]
+    assert lines[0].startswith("0 of 3 completions, ")
+    assert lines[-1].startswith("3 of 3 completions, ") and lines[-1].endswith("at most 0:00 left")
+    assert all(f" of {bundled.pool.num_pages} pages" in line for line in lines)
+    assert len(changing[-1]) == len(changing[-2].rstrip("\r")), "it is written over"
+    progress._most["another", 0] = 26
+    assert progress.line(60.0).endswith("at most 2:00 left"), "by tokens: twice as many"
+
+
+def test_drafts_and_the_cache_are_told():
+    config = EngineConfig(verify="always", page_size=8)
+    params = SamplingParams(max_new_tokens=12, deterministic=True, ignore_eos=True)
+    with Engine.from_pretrained(BUNDLED, device="cpu", config=config) as engine:
+        engine.generate("What is the last item: drum, coin, hat?", params)
+        progress = Progress(engine, {("request-1", 0): 12}, Terminal(), True)
+        assert "drafts" not in progress.line(1.0), "of this run, not of those before"
+        (output,) = engine.generate("What is the last item: drum, coin, hat?", params)
+    stats = output.completions[0].stats
+    accepted = round(100 * stats.accepted / stats.drafted)
+    assert f", {accepted} % of drafts accepted, " in progress.line(1.0)
+    assert stats.cached_prompt_tokens > 0
+    assert f"; {stats.cached_prompt_tokens} prompt tokens cached; " in progress.summary(1.0)
+
+
+def test_quiet_elsewhere(bundled, impatient):
+    file = io.StringIO()
+    run(bundled, file)
+    assert file.getvalue() == ""
+    file = Terminal()
+    run(bundled, file, live=False)
+    assert "\r" not in file.getvalue() and file.getvalue().count("\n") == 1
+
+
+def test_quick_runs_have_one_line(bundled):
+    file = Terminal()
+    run(bundled, file)
+    assert "\r" not in file.getvalue()
+
+
+def test_the_command_tells_it(command, served, monkeypatch, impatient, tmp_path):
+    file = Terminal()
+    monkeypatch.setattr(sys, "stderr", file)
+    options = ("--max-new-tokens", 2, "--output", tmp_path / "outputs.jsonl")
+    assert command("generate", "Once", *options)[0] == 0
+    text = file.getvalue()
+    assert "\r0 of 1 completions" in text or "\r1 of 1 completions" in text
+    assert text.rstrip("\n").rpartition("\r")[2].startswith("tinyspec: 1 completions, ")

@@ -1,0 +1,109 @@
+"""The fingerprint in readable parts: short, told apart, and the digest of exactly these."""
+
+import hashlib
+import json
+import random
+
+import pytest
+import torch
+
+from tests.support.tiny import prompts, tiny
+from tinyspec import Engine, EngineConfig, RequestOutput, SamplingParams
+from tinyspec.determinism.fingerprint_parts import (
+    LONGEST,
+    Fingerprint,
+    are_parts,
+    differences,
+    digest_of,
+    explained,
+    shortened,
+)
+
+CONFIG = EngineConfig(reference_rows=8)
+MOST = 2048
+
+
+def test_outputs_carry_the_parts_of_their_fingerprint():
+    params = SamplingParams(max_new_tokens=2, deterministic=True)
+    with Engine(tiny(), config=CONFIG) as engine:
+        plain = engine.generate(prompts(1), SamplingParams(max_new_tokens=2))[0]
+        outputs = engine.generate(prompts(2), params)
+        assert outputs[0].fingerprint_parts == engine.contract.fingerprint.parts
+        assert outputs[0].fingerprint_parts is not outputs[1].fingerprint_parts
+        assert (plain.fingerprint, plain.fingerprint_parts) == (None, None)
+    again = RequestOutput.from_json(outputs[0].to_json())
+    text = json.dumps(again.fingerprint_parts, sort_keys=True)
+    assert again.fingerprint == hashlib.sha256(text.encode()).hexdigest()[:32]
+    assert len(text) <= MOST and are_parts(again.fingerprint_parts)
+    found = again.fingerprint_parts
+    assert found["threads"] == torch.get_num_threads() and found["torch"] == torch.__version__
+    assert found["dtype"] == "float32" and found["model"] == "LlamaForCausalLM"
+    assert found["reference_rows"] == 8
+
+
+def test_what_changed_is_named():
+    """By its value where there is one to read."""
+
+    def parts(model, **settings):
+        with Engine(model, config=EngineConfig(**{"reference_rows": 8, **settings})) as engine:
+            return engine.contract._current_fingerprint().parts
+
+    model = tiny()
+    own = parts(model)
+    assert differences(own, parts(tiny())) == []
+    assert differences(own, parts(tiny(), max_model_len=100)) == ["max_model_len 512 -> 100"]
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += 1
+    assert differences(own, parts(model)) == ["weights"]
+    other = differences(own, parts(tiny(dtype=torch.bfloat16)))
+    assert other[0] == "dtype float32 -> bfloat16" and "weights" in other
+    other = differences(own, parts(tiny(family="qwen3")))
+    assert other[0] == "model LlamaForCausalLM -> Qwen3ForCausalLM"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_change_of_a_part_is_another_digest(seed):
+    rng = random.Random(seed)
+    own = {"a": 1, "b": True, "c": None, "d": "text", "e": "\N{SNOWMAN}\u2028"}
+    digest = digest_of(own)
+    name = rng.choice(list(own))
+    values = [0, 1, 2, False, True, None, "", "1", "True", "null", "text", "tex", "\N{SNOWMAN}"]
+    for value in values:
+        other = {**own, name: value}
+        same = type(value) is type(own[name]) and value == own[name]
+        assert (digest_of(other) == digest) is same
+        assert bool(differences(own, other)) is not same
+    assert digest_of({**own, "f": None}) != digest and differences(own, {**own, "f": None})
+    assert digest_of(dict(reversed(own.items()))) == digest
+    assert Fingerprint(own).digest == digest
+
+
+def test_what_is_long_is_a_digest():
+    found = shortened(
+        {"list": [1, "a"], "long": "x" * LONGEST, "many": list(range(99)), "none": None}
+    )
+    assert found["list"] == '[1, "a"]' and found["none"] is None
+    assert found["long"].startswith("sha256 ") and found["many"].startswith("sha256 ")
+    others = shortened({"many": list(range(100))})
+    assert found["many"] != others["many"]
+    assert differences({"many": found["many"], "n": 1}, {**others, "n": 2}) == ["n 1 -> 2", "many"]
+
+
+def test_all_parts_at_their_longest_fit():
+    """Whatever the device and its libraries are called."""
+    with Engine(tiny(), config=CONFIG) as engine:
+        parts = engine.contract._current_fingerprint().parts
+    on_gpu = [*parts, "multiprocessors", "blas", "cublas", "triton", "driver"]
+    fixed = {"reference_rows", "max_model_len", "backend", "kv_dtype", "cuda_graphs", "revision"}
+    free = {"device", "model", "libraries", "linears", "blas"}
+    longest = dict.fromkeys(on_gpu, "sha256 " + 32 * "0")
+    longest |= {name: 10**6 for name in fixed} | dict.fromkeys(free, "x" * (LONGEST - 2))
+    assert len(json.dumps(longest)) <= MOST
+
+
+def test_parts_of_others():
+    """What is no parts explains nothing."""
+    own = {"threads": 1}
+    assert explained({"threads": 2}, own) == "threads 2 -> 1"
+    for other in (None, [], "threads", {"threads": 2.0}, {"threads": [2]}, {2: 1}):
+        assert not are_parts(other) and explained(other, own) == ""

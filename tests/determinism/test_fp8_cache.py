@@ -1,0 +1,143 @@
+"""Engines whose KV cache holds e4m3 codes: the same contract, with results of their own."""
+
+import random
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from tests.determinism import test_scenarios
+from tests.determinism.test_scenarios import FAMILIES as SCENARIOS
+from tests.support.budget import first
+from tests.support.cases import DTYPES, KINDS, bits_of, engine_of, greedy, model_of, run, text
+from tests.support.mixes import bits, crowd, needles, plain, solo
+from tests.support.tiny import FAMILIES, tiny
+from tinyspec import SamplingParams
+from tinyspec.determinism.probes.attention import probe_attention, probe_rows
+from tinyspec.kernels import backend
+from tinyspec.kernels.twins.e4m3 import CODES, stored
+from tinyspec.model.attention_calls import LayerShape
+
+coded = partial(engine_of, kv_dtype="fp8_e4m3")
+
+REQUESTS = [(text(21, seed=n), greedy(9, temperature=n * 0.8, seed=n)) for n in range(2)]
+
+
+def alone_and_among(model, requests, others=3, **settings):
+    """Bits of each request alone, without a prefix cache; and of all in a crowd, twice, from pages
+    that the first time has left."""
+    with coded(model, prefix_cache=False, **settings) as engine:
+        alone = [bits(solo(engine, request)) for request in requests]
+    with coded(model, page_size=8, **settings) as engine:
+        mixed = [*requests, *crowd(random.Random(1), others)]
+        found = [bits_of(run(engine, mixed)[: len(requests)]) for _ in range(2)]
+        assert engine.stats().cached_prompt_tokens > 0
+    return alone, found
+
+
+@pytest.mark.parametrize("dtype", first(1, DTYPES, 2))
+@pytest.mark.parametrize("kind", first(1, KINDS, 2))
+def test_alone_and_in_a_crowd(kind, dtype):
+    alone, found = alone_and_among(model_of(kind, dtype), REQUESTS, max_rows=32)
+    assert found == [alone, alone]
+
+
+def test_control_without_the_flag_bits_differ():
+    requests = [(prompt, plain(wanted)) for prompt, wanted in REQUESTS]
+    alone, (found, _) = alone_and_among(model_of("shape-sensitive"), requests, max_rows=32)
+    assert found != alone
+
+
+@pytest.mark.slow("crosses", 3)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_scenarios_of_the_contract(scenario, dtype, monkeypatch):
+    monkeypatch.setattr(test_scenarios, "engine_of", coded)
+    compared = list(SCENARIOS[scenario](model_of("shape-sensitive", dtype), deterministic=True))
+    assert len(compared) >= 4
+    assert [where for where, expected, found in compared if expected != found] == []
+
+
+@pytest.mark.slow("crosses", 2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family, dtype):
+    alone, found = alone_and_among(tiny(family, dtype), needles())
+    assert found == [alone, alone]
+
+
+@pytest.mark.slow("crosses", 60)
+def test_by_the_triton_kernels():
+    """Interpreted; they and the twins say the same."""
+    small = {"max_model_len": 64, "max_rows": 16, "page_size": 16, "prefix_cache": False}
+    requests = [(text(9, seed=n), greedy(3)) for n in range(3)]
+    tokens = []
+    for name in ("torch", "triton"):
+        with coded(tiny(), backend=name, **small) as engine:
+            alone = bits(solo(engine, requests[0]))
+            assert bits_of(run(engine, requests))[0] == alone
+            tokens.append(alone[0][0])
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_the_cache_holds(dtype):
+    """Codes of the keys and values of the model's own cache, and later layers follow from them."""
+    model, prompt, held = tiny("llama", dtype), text(40), []
+    for make in (engine_of, coded):
+        with make(model, page_size=64, num_pages=4) as engine:
+            cache = engine.runner.cache
+            cache.zero([0, 1, 2, 3])
+            engine.generate([prompt], SamplingParams(max_new_tokens=1))
+            held.append([pool.flatten(0, 1).clone() for pool in (*cache.k, *cache.v)])
+    own, codes = held
+    assert {pool.dtype for pool in own} == {dtype} and {pool.dtype for pool in codes} == {CODES}
+    written = own[0].flatten(1).any(1)
+    assert written.sum() == len(prompt)
+    first_k, next_k, first_v, next_v = (
+        torch.equal(after[written], stored(before[written], CODES))
+        for before, after in zip(own, codes, strict=True)
+    )
+    assert first_k and first_v and not next_k and not next_v
+
+
+def test_fingerprints_differ():
+    model, found = tiny(), []
+    for make in (engine_of, coded, coded):
+        with make(model, linear="never") as engine:
+            found.append(engine.fingerprint)
+    assert found[0] != found[1] == found[2]
+
+
+def test_results_are_near_those_of_the_models_own_cache():
+    wanted, scores = SamplingParams(max_new_tokens=1, prompt_logprobs=True), []
+    for make in (engine_of, coded):
+        with make(tiny("qwen3")) as engine:
+            outputs = engine.generate([text(50, seed=n) for n in range(4)], wanted)
+        scores.append(torch.tensor([o.prompt_logprobs[1:] for o in outputs]))
+    off = (scores[0] - scores[1]).abs()
+    assert 0 < off.mean() < scores[0].std() / 8
+
+
+def test_the_probe_reads_codes(monkeypatch):
+    """Over codes it compares as many rows, and finds a kernel that depends on the pass there."""
+    seen = set()
+    kernels = backend.load("torch")
+    shape, cpu = LayerShape(4, 2, 32), torch.device("cpu")
+
+    def other(q, k, *args, **kwargs):
+        seen.add(k.dtype)
+        out = kernels.paged_attention(q, k, *args, **kwargs)
+        return out * (1 + 2e-7) if len(q) == 1 and k.dtype == CODES else out
+
+    broken = replace(kernels, paged_attention=other)
+    probe = partial(probe_rows, shape=shape, dtype=torch.float32, device=cpu)
+    assert probe(kernels, kv_dtype=CODES) and probe(broken)
+    found = probe(broken, kv_dtype=CODES)
+    assert not found and found.checked > 1000
+    with coded(tiny()) as engine:
+        seen.clear()
+        engine.patched.context.kernels = broken
+        assert not any(probe_attention(engine.runner, seconds=0.0))
+        assert seen == {CODES}

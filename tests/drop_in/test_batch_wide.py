@@ -1,0 +1,231 @@
+"""Processors and criteria written for a batch see and give what they do in transformers."""
+
+import random
+
+import pytest
+import torch
+from transformers import LogitsProcessor, StoppingCriteria
+
+from tests.support import zoo
+from tests.support.drop_in import PAD, patched
+from tinyspec import EngineConfig
+
+NEW = 16
+ROWS = zoo.prompts(5)
+SMALL = EngineConfig(reference_rows=16, page_size=8)
+ENDS = {5, 17, 33, 40, 21}
+
+
+class UntilSequences(StoppingCriteria):
+    """As evaluation harnesses end rows: one tracker a row, behind the padded prompts' length."""
+
+    def __init__(self, width, rows):
+        self.width, self.done, self.seen = width, [False] * rows, []
+
+    def __call__(self, input_ids, scores, **_):
+        self.seen.append(input_ids.tolist())
+        for n, tokens in enumerate(input_ids[:, self.width :].tolist()):
+            self.done[n] = self.done[n] or bool(ENDS & set(tokens[2:]))
+        return torch.tensor(self.done)
+
+
+class Matchers(LogitsProcessor):
+    """As grammars exclude tokens: one matcher a row, moved on once a step."""
+
+    def __init__(self, rows):
+        self.states, self.seen, self.scores = [0] * rows, [], []
+
+    def __call__(self, input_ids, scores):
+        self.seen.append(input_ids.tolist())
+        self.scores.append(scores.clone())
+        for n, tokens in enumerate(input_ids.tolist()):
+            self.states[n] = (3 * self.states[n] + tokens[-1]) % 7
+            scores[n, self.states[n] :: 7] = -torch.inf
+        return scores
+
+
+class Longest(StoppingCriteria):
+    """One answer for all rows."""
+
+    def __call__(self, input_ids, scores, **_):
+        return bool((input_ids[:, -1] % 11 == 0).any())
+
+
+def block(rows, width=None):
+    width = width or max(map(len, rows))
+    ids = torch.tensor([[PAD] * (width - len(row)) + row for row in rows])
+    return {"input_ids": ids, "attention_mask": (ids != PAD).long()}
+
+
+def generate(model, given, **settings):
+    settings = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": PAD} | settings
+    return model.generate(**given, return_dict_in_generate=True, output_scores=True, **settings)
+
+
+@pytest.mark.crossed(0.7)
+@pytest.mark.parametrize("eos", [None, [9, 13, 54]], ids=["no eos", "eos"])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_as_in_transformers(count, eos):
+    """Ids and scores that the code sees, finished rows included, and what comes out."""
+    model, width = zoo.tiny("llama"), max(map(len, ROWS[:count])) + (count == 1)
+    given, found = block(ROWS[:count], width), []
+    for served in (False, True):
+        criterion, matchers = UntilSequences(width, count), Matchers(count)
+        code = {"stopping_criteria": [criterion], "logits_processor": [matchers]}
+        if served:
+            with patched(model, SMALL):
+                out = generate(model, given, eos_token_id=eos, **code)
+                assert model.generate.stats().committed > 0
+        else:
+            out = generate(model, given, eos_token_id=eos, **code)
+        found.append((out, criterion, matchers))
+    (own, *theirs), (out, *ours) = found
+    assert torch.equal(own.sequences, out.sequences)
+    assert own.past_key_values.get_seq_length() == out.past_key_values.get_seq_length()
+    for mine, expected in zip(ours, theirs, strict=True):
+        assert mine.seen == expected.seen
+    for mine, expected in zip(
+        (*ours[1].scores, *out.scores), (*theirs[1].scores, *own.scores), strict=True
+    ):
+        assert torch.allclose(mine, expected, atol=1e-4)
+
+
+def test_one_answer_for_all_rows():
+    model, given = zoo.tiny("llama"), block(ROWS)
+    own = generate(model, given, stopping_criteria=[Longest()])
+    with patched(model, SMALL):
+        out = generate(model, given, stopping_criteria=[Longest()])
+    assert torch.equal(own.sequences, out.sequences)
+    assert out.sequences.shape[1] < len(given["input_ids"][0]) + NEW
+
+
+class RowWise(LogitsProcessor):
+    """Row i's answer from row i alone."""
+
+    def __call__(self, input_ids, scores):
+        return scores.scatter(1, input_ids[:, -1:] % 60 + 2, -5.0)
+
+
+class OfOthers(LogitsProcessor):
+    """Every row's answer from all rows."""
+
+    def __call__(self, input_ids, scores):
+        return scores.index_fill(1, input_ids[:, -1] % 60 + 2, -5.0)
+
+
+@pytest.mark.parametrize(("kind", "kept"), [(RowWise, True), (OfOthers, False)])
+def test_rows_keep_their_bits_whatever_the_others_are(kind, kept):
+    """At an equal number of rows and an equal length; the control is code that reads others."""
+    model, width, rng = zoo.tiny("llama"), max(map(len, ROWS)), random.Random(0)
+    same = []
+    with patched(model, SMALL):
+        for _ in range(3):
+            others = [[rng.randrange(2, 60) for _ in range(rng.randint(3, width))] for _ in ROWS]
+            place = rng.randrange(len(ROWS))
+            rows = [*others[:place], ROWS[0], *others[place + 1 :]]
+            out = generate(
+                model,
+                block(rows, width),
+                deterministic=True,
+                do_sample=True,
+                seed=[7 if n == place else n for n in range(len(rows))],
+                logits_processor=[kind()],
+            )
+            scores = torch.stack([step[place] for step in out.scores])
+            same.append((out.sequences[place], scores))
+    first, *others = same
+    equal = [all(map(torch.equal, first, other)) for other in others]
+    assert all(equal) if kept else not all(equal)
+
+
+def test_more_rows_than_a_canonical_pass_and_called_once_a_step():
+    """Deterministic rows wait for each other over several passes; nothing is called for a draft."""
+    model = zoo.tiny("llama")
+    rows = [row[:17] for row in zoo.prompts(24)]
+    given, matchers = block(rows), Matchers(len(rows))
+    with patched(model, SMALL):
+        out = generate(model, given, deterministic=True, logits_processor=[matchers])
+        few = generate(model, block(rows), deterministic=True, logits_processor=[Matchers(24)])
+    assert [len(ids[0]) for ids in matchers.seen] == list(range(17, 17 + NEW))
+    assert matchers.seen[-1] == out.sequences[:, :-1].tolist()
+    assert torch.equal(out.sequences, few.sequences)
+
+
+class Alone(Matchers):
+    """Refuses to be called for several rows."""
+
+    def __call__(self, input_ids, scores):
+        assert input_ids.shape[0] == 1 and input_ids[0, 0] != PAD
+        return super().__call__(input_ids, scores)
+
+
+class Stateless(RowWise):
+    stateless = True
+
+    def __call__(self, input_ids, scores):
+        assert input_ids.shape[0] == 1 and input_ids[0, 0] != PAD
+        return super().__call__(input_ids, scores)
+
+
+def test_a_list_for_each_prompt_and_stateless_code_see_one_row():
+    model, given = zoo.tiny("llama"), block(ROWS)
+    with patched(model, SMALL):
+        each = [[Alone(1)] for _ in ROWS]
+        out = generate(model, given, logits_processor=each)
+        assert all(processor.seen for (processor,) in each)
+        alone = generate(model, {"input_ids": [ROWS[1]]}, logits_processor=[Alone(1)])
+        assert torch.equal(out.sequences[1, -NEW:], alone.sequences[0, -NEW:])
+        generate(model, given, logits_processor=[Stateless()])
+        with pytest.raises(AssertionError):
+            generate(model, given, logits_processor=[Alone(1)])
+
+
+def test_refusals_by_name(caplog):
+    model, given, code = zoo.tiny("llama"), block(ROWS), {"logits_processor": [RowWise()]}
+    few = EngineConfig(reference_rows=16, page_size=8, max_sequences=3)
+    with patched(model, few):
+        with pytest.raises(ValueError, match="deterministic"):
+            generate(model, given, deterministic=[True, *[False] * 4], **code)
+        with pytest.raises(ValueError, match="max_new_tokens"):
+            generate(model, given, max_new_tokens=[1, 2, 3, 4, 5], **code)
+        with pytest.raises(NotImplementedError, match="5 rows at once, where 3 sequences"):
+            generate(model, given, deterministic=True, **code)
+        assert model.generate.stats().committed == 0
+        served = generate(model, given, **code)
+        assert "5 rows at once" in caplog.text and model.generate.stats().committed == 0
+    assert torch.equal(served.sequences, generate(model, given, **code).sequences)
+
+
+class Fails:
+    def __call__(self, *_, **__):
+        raise KeyError("mine")
+
+
+def misshapen(ids, scores):
+    return torch.zeros(3, dtype=torch.bool) if scores is None else scores[:2]
+
+
+def test_what_it_raises_is_raised_and_the_next_call_runs():
+    model, given = zoo.tiny("llama"), block(ROWS)
+    with patched(model, SMALL):
+        for name in ("logits_processor", "stopping_criteria"):
+            with pytest.raises(KeyError, match="mine"):
+                generate(model, given, **{name: [Fails()]})
+        with pytest.raises(ValueError, match="scores of shape"):
+            generate(model, given, logits_processor=[misshapen])
+        with pytest.raises(ValueError, match=r"shape \(3,\) for 5 rows"):
+            model.generate(**given, max_new_tokens=2, stopping_criteria=[misshapen])
+        out = generate(model, given, logits_processor=[RowWise()])
+    assert torch.equal(
+        out.sequences, generate(model, given, logits_processor=[RowWise()]).sequences
+    )
+
+
+def test_several_completions_and_limits_that_count_the_prompt():
+    model, given = zoo.tiny("llama"), block(ROWS[:2], 64)
+    asked = {"max_new_tokens": None, "max_length": 70, "num_return_sequences": 2}
+    with patched(model, SMALL):
+        seen = Matchers(4)
+        out = generate(model, given, do_sample=True, seed=3, logits_processor=[seen], **asked)
+    assert out.sequences.shape == (4, 70) and len(seen.seen) == 6
+    assert len({tuple(row.tolist()) for row in out.sequences}) == 4

@@ -1,0 +1,282 @@
+"""Codes of the KV cache: of every number and of what they mean, by the kernels and the twins, as
+the definition and torch's own type have them; what is written as codes, and attention over them.
+
+bf16 goes through the interpreter as fp32, which holds all its numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tests.kernels.cases import DEVICE, DTYPES, normal
+from tests.kernels.test_kv_write import TURNS, angles, slots
+from tests.kernels.test_paged_attention import Sequence, dense, launched, lay_out
+from tests.support.budget import first
+from tinyspec.determinism.probes.bits import same_bits
+from tinyspec.kernels import e4m3, kv_write
+from tinyspec.kernels import paged_attention as attention
+from tinyspec.kernels.twins import e4m3 as twin
+from tinyspec.kernels.twins import kv_write as twin_write
+from tinyspec.kernels.twins import paged_attention as twin_attention
+
+CODES, NAN = twin.CODES, twin.NAN
+BLOCK = tl.constexpr(4096)
+
+
+def meaning(code: int) -> float:
+    """Of a code, by the definition."""
+    exponent, mantissa = code >> 3 & 15, code & 7
+    if exponent == 15 and mantissa == 7:
+        return math.nan
+    size = 2.0**-6 * mantissa / 8 if exponent == 0 else 2.0 ** (exponent - 7) * (1 + mantissa / 8)
+    return -size if code >> 7 else size
+
+
+@cache
+def meanings() -> Tensor:
+    return torch.tensor([meaning(code) for code in range(256)], dtype=torch.float64)
+
+
+def nearest(x: Tensor) -> Tensor:
+    """Codes of x by the definition: the nearest, of two as near the one with an even mantissa;
+    beyond 448 its own, of NaN that of NaN."""
+    numbers = meanings()[:NAN]
+    size = x.double().abs().clamp(max=448)
+    above = torch.searchsorted(numbers, size).clamp(max=NAN - 1)
+    below = (above - 1).clamp(min=0)
+    under, over = size - numbers[below], numbers[above] - size
+    take = (over < under) | ((over == under) & (above % 2 == 0))
+    code = torch.where(take, above, below) + 128 * x.signbit()
+    return code.masked_fill(x.isnan(), NAN).to(CODES)
+
+
+@cache
+def numbers(kind: str) -> Tensor:
+    """All numbers of a 16-bit dtype; or, in fp32, every number of e4m3, what lies half-way between
+    two, what lies beside these, subnormal numbers, and infinities."""
+    if kind != "fp32":
+        bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+        return bits.view({"bf16": torch.bfloat16, "fp16": torch.float16}[kind])
+    own = meanings()[:NAN].float()
+    places = torch.cat([own, (own[1:] + own[:-1]) / 2, torch.tensor([464.0, 480, 1e30, math.inf])])
+    beside = [places.nextafter(torch.tensor(to)) for to in (0.0, math.inf)]
+    tiny = torch.tensor([1e-45, 1e-40, 1e-38, 1e-10, math.nan])
+    found = torch.cat([places, *beside, tiny])
+    return torch.cat([found, -found])
+
+
+@triton.jit
+def encode_kernel(x_ptr, code_ptr, count):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + place, mask=place < count, other=0.0)
+    tl.store(code_ptr + place, e4m3.encode(x), mask=place < count)
+
+
+@triton.jit
+def decode_kernel(code_ptr, value_ptr, wrong_ptr):
+    """256 codes, in 64 rows of four."""
+    row = tl.arange(0, 64)
+    place = row[:, None] * 4 + tl.arange(0, 4)[None, :]
+    value = e4m3.decode(tl.load(code_ptr + place))
+    tl.store(value_ptr + place, value)
+    tl.store(wrong_ptr + row, e4m3.not_numbers(value, value * 0.0))
+    tl.store(wrong_ptr + 64 + row, e4m3.not_numbers(value * 0.0, value))
+
+
+KINDS = ("bf16", "fp16", "fp32")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_number_has_its_code(kind: str) -> None:
+    x = numbers(kind)
+    expected = nearest(x)
+    assert torch.equal(twin.stored(x, CODES), expected)
+    found = torch.full(x.shape, 0x55, dtype=CODES, device=DEVICE)
+    given = (x.float() if kind == "bf16" else x).to(DEVICE)
+    encode_kernel[(triton.cdiv(len(x), BLOCK.value),)](given, found, len(x))
+    assert torch.equal(found.cpu(), expected)
+    # torch's own type; beyond 448 it may make NaN of a number.
+    own, inside = x.to(torch.float8_e4m3fn).view(CODES), x.abs() <= 448
+    assert torch.equal(own[inside], expected[inside]) and not inside.all()
+    assert torch.equal(own & 0x7F == NAN, ~inside) or torch.equal(own & 0x7F == NAN, x.isnan())
+    assert torch.equal(expected & 0x7F == NAN, x.isnan()) and x.isnan().any()
+
+
+def test_every_code_has_its_number() -> None:
+    codes = torch.arange(256, dtype=torch.int32).to(CODES)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        assert same_bits(twin.values(codes, dtype), meanings().to(dtype))
+        assert same_bits(twin.values(codes, dtype).double(), meanings())
+    found = torch.empty(256, device=DEVICE)
+    wrong = torch.empty(2, 64, device=DEVICE)
+    decode_kernel[(1,)](codes.to(DEVICE), found, wrong)
+    expected = meanings().masked_fill(meanings().isnan(), 480).float()
+    expected[0xFF] = -480
+    assert same_bits(found.cpu(), expected)
+    rows = codes.view(64, 4)
+    bad = (rows & 0x7F == NAN).any(1).expand(2, -1)
+    assert torch.equal(wrong.isnan().cpu(), bad) and (wrong.cpu()[~bad] == 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_number_that_came_from_a_code_goes_back_to_it(kind: str) -> None:
+    codes = torch.arange(256, dtype=torch.int32).to(CODES)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[kind]
+    expected = codes.where(codes != NAN | 0x80, NAN)
+    assert torch.equal(twin.stored(twin.values(codes, dtype), CODES), expected)
+
+
+def written(module: object, cast: torch.dtype | None, **inputs: Tensor | None) -> list[Tensor]:
+    """q, and the caches that a KV write leaves; ``cast``: their dtype."""
+    q, k, v = (inputs[name] for name in "qkv")
+    caches = [torch.zeros(2, 16, *k.shape[1:], dtype=cast or k.dtype) for _ in range(2)]
+    caches = [cache.fill_(3).to(DEVICE) for cache in caches]
+    out = module.fused_kv_write(  # type: ignore[attr-defined]
+        q, k, v, inputs["cos"], inputs["sin"], *caches, slots([20, -1, 3, 31]),
+        q_weight=inputs["weight"], k_weight=inputs["weight"], interleaved=bool(inputs["turn"]),
+    )  # fmt: skip
+    return [out, *caches]
+
+
+@pytest.mark.crossed(0.2)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("turn", TURNS)
+@pytest.mark.parametrize("size", first(1, [(80, 20), (64, 64), (32, 0)], 0.2), ids=str)
+@pytest.mark.parametrize("module", [kv_write, twin_write], ids=["kernel", "twin"])
+def test_codes_of_what_is_written_otherwise(
+    module: object, size: tuple[int, int], turn: bool, dtype: torch.dtype
+) -> None:
+    """After norm and rotation, in the dtype of the model; other slots stay as they are."""
+    dim, rot = size
+    q, k, v = (normal(4, heads, dim, seed=heads, dtype=dtype) for heads in (6, 2, 2))
+    k[2, 1, 3], v[2, 1, 5], v[0, 0, 0], v[0, 0, 1] = math.nan, math.nan, math.inf, -1e4
+    cos, sin = angles(4, rot, dtype) if rot else (None, None)
+    weight = 200 * normal(dim, seed=9, dtype=dtype)
+    given = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "weight": weight, "turn": turn}
+    out, *caches = written(module, None, **given)
+    same, *codes = written(module, CODES, **given)
+    assert same_bits(out, same)
+    mine = torch.zeros(32, dtype=torch.bool)
+    mine[[20, 3, 31]] = True
+    for cache_, found in zip(caches, codes, strict=True):
+        rows, found = cache_.flatten(0, 1), found.flatten(0, 1)
+        assert torch.equal(found[mine], twin.stored(rows[mine], CODES))
+        assert (found[~mine] == 3).all()
+    values = codes[1].flatten(0, 1)
+    assert values[20, 0, :2].tolist() == [0x7E, 0xFE] and values[3, 1, 5] & 0x7F == NAN
+    assert codes[0].flatten(0, 1)[3, 1].bitwise_and(0x7F).eq(NAN).any()
+    assert (twin.values(codes[0], torch.float32).abs() == 448).any()
+
+
+# Name: q heads, KV heads, head size, options.
+ATTENTION = {
+    "gqa-32": (4, 2, 32, {}),
+    "mqa-80 in a window": (3, 1, 80, {"window": 23}),
+    "all of 96": (2, 1, 96, {"window": 40, "softcap": 4.0, "sinks": True}),
+    "256 in chunks": (2, 1, 256, {"chunk": 29}),
+}
+LENGTH = 67
+SPANS = ((0, 3), (34, 35), (60, LENGTH))
+
+
+def runs(name: str, dtype: torch.dtype) -> list:
+    """A pass over codes, the same over what they mean, and its options."""
+    heads, kv_heads, dim, options = ATTENTION[name]
+    sequence = Sequence.make(LENGTH, heads, kv_heads, dim, dtype)
+    sequence.k, sequence.v = (twin.stored(3 * x, CODES) for x in (sequence.k, sequence.v))
+    # Keys and values that only some rows attend to.
+    sequence.k[36, 0, 1] = NAN
+    sequence.v[62, 0, 7] = NAN | 0x80
+    meant = Sequence(sequence.q, *(twin.values(x, dtype) for x in (sequence.k, sequence.v)))
+    more = {"sinks": normal(heads, seed=99, dtype=dtype)} if options.get("sinks") else {}
+    work = [lay_out([(s, *span) for span in SPANS], padding=2) for s in (sequence, meant)]
+    return [*work, dim**-0.5, options | more]
+
+
+@pytest.mark.crossed(0.5)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", ["walk", "spread"])
+@pytest.mark.parametrize("name", first(1, ATTENTION, 0.5))
+def test_attention_is_that_of_the_numbers(name: str, mode: str, dtype: torch.dtype) -> None:
+    """By one entry of the launch table: the same bits, NaN where a row attends to one."""
+    codes, meant, scale, options = runs(name, dtype)
+    with launched(mode, block_n=16):
+        found = codes(scale, **options)
+        assert found.dtype == dtype and same_bits(found, meant(scale, **options))
+    assert found.isnan().any() and not found.isnan().all()
+
+
+@pytest.mark.crossed(0.05)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("name", ATTENTION)
+def test_the_twins_attention_is_that_of_the_numbers(
+    name: str, exact: bool, dtype: torch.dtype
+) -> None:
+    codes, meant, scale, options = runs(name, dtype)
+    outs = []
+    for work in (codes, meant):
+        work.metadata.exact = exact
+        given = (work.q, work.k_cache, work.v_cache, work.metadata)
+        outs.append(twin_attention.paged_attention(*given, scale=scale, **options))
+    assert same_bits(*outs)
+    assert outs[0].isnan().any() and not outs[0].isnan().all()
+
+
+def rounding(x: Tensor) -> Tensor:
+    """The most by which a code is off a number up to 448."""
+    return torch.maximum(x.abs() * 2.0**-4, torch.tensor(2.0**-10, dtype=x.dtype))
+
+
+@pytest.mark.parametrize("module", [attention, twin_attention], ids=["kernel", "twin"])
+def test_error_against_the_model_s_own_cache(module: object) -> None:
+    """Keys move scores by d, and so weights by no more than exp(2 d); values are rounded beside."""
+    start, stop, heads, kv_heads, dim = 60, 67, 4, 2, 64
+    sequence = Sequence.make(stop, heads, kv_heads, dim, torch.float32)
+    coded = Sequence(sequence.q, *(twin.stored(x, CODES) for x in (sequence.k, sequence.v)))
+    work = lay_out([(coded, start, stop)])
+    given = (work.q, work.k_cache, work.v_cache, work.metadata)
+    found = module.paged_attention(*given, scale=dim**-0.5)  # type: ignore[attr-defined]
+    exact = dense(sequence, start, stop, torch.float64)
+
+    q, k, v = (x.double().cpu() for x in (sequence.q[start:], sequence.k, sequence.v))
+    k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
+    moved = torch.einsum("rhd,khd->rhk", q.abs(), rounding(k)).amax(-1) * dim**-0.5
+    bound = (torch.exp(2 * moved) - 1)[..., None] * v.abs().amax(0) + rounding(v).amax(0)
+    error = (found.double() - exact).abs().cpu()
+    assert (error <= bound).all()
+    # Control: codes do round, and the error of all rows is as small as that of one number.
+    assert 1e-4 < error.max() < 0.1
+    assert error.pow(2).mean().sqrt() < 2.0**-4 * exact.pow(2).mean().sqrt()
+
+
+@pytest.mark.slow("crosses", 3)
+@pytest.mark.parametrize("mode", ["walk", "spread"])
+def test_row_invariant(mode: str) -> None:
+    """The table's own entry for codes: a row alone, in a verify, on other pages, among others."""
+    sequence, other = (Sequence.make(140, 4, 2, 32, torch.float32, seed=n) for n in (0, 5))
+    for own in (sequence, other):
+        own.k, own.v = (twin.stored(4 * x, CODES) for x in (own.k, own.v))
+    with launched("walk"):
+        prompt = lay_out([(sequence, 0, 140)])()
+    with launched(mode):
+        places = [0, 31, 32, 63, 64, 139]
+        alone = lay_out([(sequence, p, p + 1) for p in places], seed=1)()
+        crowd = lay_out([(other, 90, 99), (sequence, 62, 66), (other, 3, 4)], 128, fill=NAN)()
+    assert torch.equal(alone, prompt[places])
+    assert torch.equal(crowd[9:13], prompt[62:66])
+
+
+def test_refuses_other_caches() -> None:
+    work = lay_out([(Sequence.make(5, 2, 1, 32, torch.float32), 0, 5)])
+    for dtype in (torch.int8, torch.float8_e4m3fn, torch.float16):
+        k, v = (cache.to(dtype) for cache in (work.k_cache, work.v_cache))
+        with pytest.raises(AssertionError):
+            attention.paged_attention(work.q, k, v, work.metadata, scale=1.0)

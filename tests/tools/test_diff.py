@@ -1,0 +1,154 @@
+"""diff: what two files of outputs do not have in common, by request."""
+
+import json
+import random
+import struct
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from tinyspec import Completion, RequestOutput, SamplingParams
+from tinyspec.cli.main import main
+from tinyspec.determinism.fingerprint_parts import digest_of
+from tinyspec.tools.diff import diff
+
+PARTS = {"device": "CPU", "threads": 2, "weights": "sha256 00", "torch": "2.12.0"}
+
+
+def fp32(bits):
+    return struct.unpack(">f", bits.to_bytes(4, "big"))[0]
+
+
+def output(number=0, **changes):
+    """Of three tokens."""
+    completion = {
+        "token_ids": [5, 6, 7],
+        "text": "abc",
+        "logprobs": [fp32(0xBF800000 + n) for n in range(3)],
+        "top_logprobs": [[(5, -1.0)], [(6, -1.0)], [(7, -1.0)]],
+        "finish_reason": "length",
+    }
+    own = {name: changes.pop(name) for name in list(changes) if name in completion}
+    parts = {**PARTS, **changes.pop("parts", {})}
+    return RequestOutput(
+        request_id=changes.pop("request_id", f"request-{number}"),
+        prompt_token_ids=changes.pop("prompt", [1, 2, number]),
+        params=SamplingParams(deterministic=True, temperature=1.0, seed=changes.pop("seed", 3)),
+        completions=[Completion(**{**completion, **own})],
+        fingerprint=digest_of(parts),
+        fingerprint_parts=parts,
+        **changes,
+    )
+
+
+def only(report):
+    (entry,) = report.entries
+    return entry.verdict, entry.position, entry.reason
+
+
+def test_the_same_in_any_order():
+    outputs = [output(n) for n in range(5)]
+    shuffled = random.Random(1).sample(outputs, 5)
+    renamed = [replace(o, request_id=f"other-{n}") for n, o in enumerate(shuffled)]
+    report = diff(outputs, renamed)
+    assert report and [entry.request_id for entry in report.entries] == [
+        o.request_id for o in outputs
+    ]
+    assert str(report).endswith("5 same")
+    assert not diff(outputs, [*renamed[1:], output(3, token_ids=[5, 6, 8])])
+
+
+@pytest.mark.parametrize(
+    ("changes", "position", "reason"),
+    [
+        ({"token_ids": [5, 6, 8]}, 2, "token 7 -> 8"),
+        ({"token_ids": [5, 6]}, 2, "token 7 -> (absent)"),
+        ({"token_ids": [5, 6.0, 7]}, 1, "token 6 -> 6.0"),
+        (
+            {"logprobs": [fp32(0xBF800000), fp32(0xBF800005), fp32(0xBF800002)]},
+            1,
+            "log-probability -1.0000001192092896 -> -1.0000005960464478 (bit 2 of 32)",
+        ),
+        ({"logprobs": [fp32(0x3F800000), -1.0, -1.0]}, 0, "-1.0 -> 1.0 (bit 31 of 32)"),
+        ({"logprobs": [-1.0, -1.1, -1.0]}, 1, "of 64)"),
+        ({"logprobs": None}, 0, "log-probability"),
+        ({"top_logprobs": [[(5, -1.0)], [(6, -2.0)], [(7, -1.0)]]}, 1, "top_logprobs differ"),
+        ({"finish_reason": "stop"}, None, "finish_reason 'length' -> 'stop'"),
+        ({"text": "abd"}, None, "text 'abc' -> 'abd'"),
+        ({"prompt_logprobs": [None, -1.0, -1.0]}, None, "prompt_logprobs differ"),
+    ],
+)
+def test_what_differs(changes, position, reason):
+    verdict, place, told = only(diff([output()], [output(**changes)]))
+    assert (verdict, place) == ("differs", position) and reason in told
+
+
+def test_the_first_bit_and_the_first_token():
+    """Log-probabilities mostly differ before tokens do."""
+    other = output(logprobs=[-1.0, fp32(0xBF800000), -1.0], token_ids=[5, 6, 9])
+    verdict, position, reason = only(diff([output()], [other]))
+    assert (verdict, position) == ("differs", 1)
+    assert reason.endswith("(bit 0 of 32), token 7 -> 9 at 2")
+
+
+def test_other_fingerprints_are_explained():
+    other = output(parts={"threads": 1, "weights": "sha256 01", "torch": "2.13.0"})
+    verdict, position, reason = only(diff([output()], [other]))
+    assert (verdict, position) == ("not comparable", None)
+    assert reason == "threads 2 -> 1, torch 2.12.0 -> 2.13.0, weights; the bits are the same"
+    other = replace(output(token_ids=[5, 6, 8]), fingerprint="f" * 32, fingerprint_parts=None)
+    verdict, position, reason = only(diff([output()], [other]))
+    assert (verdict, position) == ("not comparable", 2)
+    assert reason == f"fingerprint {output().fingerprint} -> {'f' * 32}; token 7 -> 8"
+
+
+def test_other_requests():
+    """Of the same name: told; of another: only in one of the files."""
+    verdict, _, reason = only(diff([output()], [output(seed=4)]))
+    assert (verdict, reason) == ("not comparable", "seed 3 -> 4; the bits are the same")
+    reason = only(diff([output()], [output(prompt=[1, 3, 0])]))[2]
+    assert reason.startswith("prompts differ at token 1")
+    entries = diff([output(0), output(1)], [output(2), output(1)]).entries
+    assert [(e.request_id, e.verdict) for e in entries] == [
+        ("request-0", "only in the first"),
+        ("request-1", "same"),
+        ("request-2", "only in the second"),
+    ]
+    both = replace(output(), completions=output().completions * 2)
+    assert "1 completions -> 2" in only(diff([output()], [both]))[2]
+
+
+def test_repeated_requests_are_matched_in_order():
+    first, second = output(token_ids=[5, 6, 8]), output(token_ids=[5, 6, 9])
+    assert diff([first, second], [first, second])
+    assert not diff([first, second], [second, first])
+    assert diff([first, first], [first, first])
+
+
+def test_the_command(tmp_path, capsys):
+    one, other, bad = tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "c.jsonl"
+    one.write_text("".join(output(n).to_json() + "\n" for n in range(2)))
+    other.write_text(output(1).to_json() + "\n" + output(0, token_ids=[5, 9, 7]).to_json() + "\n")
+    bad.write_text(one.read_text() + "[1]\n")
+    assert main(["diff", str(one), str(one)]) == 0
+    capsys.readouterr()
+    assert main(["diff", str(one), str(other)]) == 1
+    text = capsys.readouterr().out
+    assert "token 1: token 6 -> 9" in text and "1 differs, 1 same" in text
+    assert main(["diff", str(one), str(other), "--json"]) == 1
+    entries = json.loads(capsys.readouterr().out)["entries"]
+    assert [entry["position"] for entry in entries] == [1, None]
+    assert main(["diff", str(one), str(bad)]) == 2
+    assert f"tinyspec: {bad}, line 3 is not an output of tinyspec" in capsys.readouterr().err
+
+
+def test_it_loads_no_library(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text(output().to_json() + "\n")
+    code = (
+        "import sys; from tinyspec.cli.main import main; "
+        f"main(['diff', {str(file)!r}, {str(file)!r}]); print('torch' in sys.modules)"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).endswith("False\n")

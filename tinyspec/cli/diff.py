@@ -1,0 +1,44 @@
+"""``tinyspec diff``: two files of outputs against each other."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from tinyspec.cli.inputs import read_outputs
+from tinyspec.cli.parser import add_command
+
+NOTES = (
+    "Requests are matched by prompt and parameters, whatever their order. Where fingerprints "
+    "differ the parts that do are named. Exit status 0 if every completion is the same in every "
+    "bit; 1 if one differs, cannot be compared, or is in one file only; 2 if a line is no output."
+)
+
+
+def add(commands: Any) -> None:
+    parser = add_command(
+        commands,
+        "diff",
+        _diff,
+        "the first token and bit in which two files of outputs differ, and why",
+        "tinyspec diff monday.jsonl tuesday.jsonl",
+        NOTES,
+    )
+    parser.add_argument("first", metavar="FILE", help="one output a line; - is standard input")
+    parser.add_argument("second", metavar="FILE")
+    parser.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from tinyspec.tools.diff import diff
+
+    first, complaints = read_outputs(options.first)
+    second, others = read_outputs(options.second)
+    report = diff(first, second)
+    print(report.to_json() if options.json else report)
+    for complaint in complaints + others:
+        print(f"tinyspec: {complaint}", file=sys.stderr)
+    if complaints or others:
+        return 2
+    return 0 if report else 1

@@ -1,0 +1,100 @@
+"""What a run says on a terminal: a line that changes while it lasts, and one at its end.
+
+Silent where standard error is no terminal. Knows an engine's sums, not how passes run.
+"""
+
+from __future__ import annotations
+
+import time
+from copy import deepcopy
+from typing import TYPE_CHECKING, TextIO
+
+from tinyspec.outputs import StreamEvent
+
+if TYPE_CHECKING:
+    from tinyspec.engine.engine import Engine
+
+# Seconds without a word, and between two changes of the line.
+PATIENCE, EVERY = 2.0, 0.2
+
+
+class Progress:
+    """How far a run is, by its events. most: tokens that each completion may get, by request id and
+    index. live: show it while it lasts; off where text comes on the same terminal."""
+
+    def __init__(self, engine: Engine, most: dict[tuple[str, int], int], file: TextIO, live: bool):
+        self._engine, self._most, self._file = engine, dict(most), file
+        self._total = len(most)
+        self._terminal = file.isatty()
+        self._live = live and self._terminal
+        self._before = deepcopy(engine.stats())
+        self._begun = time.perf_counter()
+        self._next = PATIENCE
+        self._tokens = self._width = 0
+
+    def event(self, event: StreamEvent) -> None:
+        """Tokens that one completion got."""
+        key = event.request_id, event.index
+        self._tokens += len(event.token_ids)
+        self._most[key] -= len(event.token_ids)
+        if event.finish_reason is not None:
+            del self._most[key]
+        if self._live and (seconds := self._seconds()) >= self._next:
+            self._next = seconds + EVERY
+            line = self.line(seconds)
+            self._file.write(f"\r{line:{self._width}}")
+            self._file.flush()
+            self._width = len(line)
+
+    def clear(self) -> None:
+        """Remove the line, so that others can be written."""
+        if self._width:
+            self._file.write(f"\r{'':{self._width}}\r")
+            self._file.flush()
+            self._width = 0
+
+    def end(self) -> None:
+        """The line that stays."""
+        self.clear()
+        if self._terminal:
+            self._file.write(f"tinyspec: {self.summary(self._seconds())}\n")
+
+    def line(self, seconds: float) -> str:
+        """After so many seconds: how far, how fast, and how long still."""
+        stats, before, pool = self._engine.stats(), self._before, self._engine.pool
+        parts = [f"{self._done} of {self._total} completions", self._speed(seconds)]
+        if drafted := stats.drafted - before.drafted:
+            parts.append(
+                f"{_percent(stats.accepted - before.accepted, drafted)} of drafts accepted"
+            )
+        parts.append(f"{pool.num_pages - pool.num_free} of {pool.num_pages} pages")
+        if self._tokens:
+            left = round(seconds * sum(self._most.values()) / self._tokens)
+            parts.append(f"at most {left // 60}:{left % 60:02d} left")
+        return ", ".join(parts)
+
+    def summary(self, seconds: float) -> str:
+        """Of the whole run, which took so many seconds."""
+        stats, before = self._engine.stats(), self._before
+        passes = sum(stats.passes.values()) - sum(before.passes.values())
+        canonical = _percent(stats.canonical_passes - before.canonical_passes, passes)
+        cached = stats.cached_prompt_tokens - before.cached_prompt_tokens
+        return (
+            f"{self._done} completions, {self._tokens} tokens in {seconds:.1f} s "
+            f"({self._speed(seconds)}); {cached} prompt tokens cached; {canonical} of "
+            f"{passes} passes canonical"
+        )
+
+    @property
+    def _done(self) -> int:
+        return self._total - len(self._most)
+
+    def _seconds(self) -> float:
+        return time.perf_counter() - self._begun
+
+    def _speed(self, seconds: float) -> str:
+        return f"{self._tokens / max(seconds, 1e-9):.0f} tokens/s"
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / max(whole, 1):.0f} %"

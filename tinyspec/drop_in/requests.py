@@ -1,0 +1,65 @@
+"""A call's requests in an engine: made, run to their end, streamed. Knows no model and no lock."""
+
+from __future__ import annotations
+
+from tinyspec.drop_in.call import Call
+from tinyspec.drop_in.streamers import Streamers
+from tinyspec.engine.drafter import Drafter
+from tinyspec.engine.engine import Engine
+from tinyspec.engine.stream import EventStream
+from tinyspec.scheduler.request import Request, Sequence
+
+
+def new_requests(engine: Engine, call: Call) -> list[Request]:
+    """The engine's requests, with pages reserved for all that may run at once, where none
+    runs yet."""
+    size = engine.config.page_size or 1
+    pages = []
+    for prompt, params in zip(call.prompts, call.params, strict=True):
+        first = -(-(len(prompt) + params.max_new_tokens) // size)
+        # Completions share the prompt's full pages, unless each computes them.
+        further = first - (len(prompt) // size if call.lock_step is None else 0)
+        pages += [first] + [further] * (params.num_return_sequences - 1)
+    most = engine.config.max_sequences
+    needed = sum(sorted(pages)[-most:])
+    if call.lock_step is not None:
+        needed += len(pages)  # that admission may ask for one more of each
+    if not engine.has_unfinished():
+        engine.reserve(needed)
+    if call.lock_step is not None and (len(pages) > most or needed > engine.pool.num_pages):
+        call.unserved.append(
+            f"user code for {len(pages)} rows at once, where {most} sequences and "
+            f"{engine.pool.num_pages} pages can run (they need {needed})"
+        )
+    requests = engine.prepare([p.ids or [0] * len(p) for p in call.prompts], call.params)
+    for request, prompt in zip(requests, call.prompts, strict=True):
+        request.embeds, request.num_hidden = prompt.embeds, len(prompt) - len(prompt.ids)
+        request.keeps_scores, request.keeps_logits, request.keeps_kv = call.keeps
+    if call.lock_step is not None:
+        call.lock_step.own(requests)
+    return requests
+
+
+def run(engine: Engine, requests: list[Request], call: Call, drafter: Drafter) -> None:
+    """Run requests to their end. Raises what a processor or a criterion raised."""
+    sequences = [sequence for request in requests for sequence in request.sequences]
+    streamers = call.streamers()
+    if streamers:
+        _stream(engine.follow(requests, drafter), sequences, streamers, call.pad)
+    else:
+        engine.run(requests, drafter)
+    aborted = [(s, n) for n, s in enumerate(sequences) if s.finish_reason == "abort"]
+    for failed, n in sorted(aborted, key=lambda pair: pair[0].error is None)[:1]:
+        raise failed.cause or RuntimeError(f"completion {n}: {failed.error}")
+    streamers.end()
+
+
+def _stream(events: EventStream, sequences: list[Sequence], streamers: Streamers, pad: int) -> None:
+    """Give streamers what ``sequences`` get, to their end or to the first abort."""
+    indices = {(s.request.request_id, s.index): n for n, s in enumerate(sequences)}
+    with events:
+        for event in events:
+            if event.finish_reason == "abort":
+                return
+            index = indices[event.request_id, event.index]
+            streamers.put(index, event.token_ids, event.finish_reason is not None, pad)
