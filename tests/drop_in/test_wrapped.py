@@ -50,6 +50,29 @@ def test_an_adapter_in_its_wrapper(adapted):
     assert torch.equal(generate(adapted), expected)
 
 
+def test_an_adapter_for_each_row_is_transformers_own_affair(adapted, caplog):
+    """PEFT's hooks are on the layers for that call; the next one is served."""
+    peft = pytest.importorskip("peft")
+    adapted.add_adapter("other", peft.LoraConfig(r=4, target_modules=["o_proj", "q_proj"]))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B.other" in name:
+                parameter.normal_(std=0.3)
+    twin = copy.deepcopy(adapted)
+    tinyspec.patch(adapted)
+    for names in (["default", "other"], ["__base__", "default"]):
+        expected = generate(twin, adapter_names=names)
+        assert not torch.equal(expected, generate(twin))
+        before = copy.copy(adapted.get_base_model().generate.stats())
+        assert torch.equal(generate(adapted, adapter_names=names), expected)
+        assert "transformers' own generate runs" in caplog.text
+        assert torch.equal(generate(adapted), generate(twin))
+        assert adapted.get_base_model().generate.stats() != before, "served"
+    # After an error PEFT leaves its hooks where they are.
+    with pytest.raises(NotImplementedError, match="deterministic"):
+        generate(adapted, adapter_names=names, deterministic=True)
+
+
 def test_an_adapter_put_on_between_calls():
     peft = pytest.importorskip("peft")
     model = tiny()

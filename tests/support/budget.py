@@ -34,6 +34,7 @@ SHARES = {
     "model types": 2,  # every causal LM of transformers
     "random mixes": 2,  # requests at random, and all that must not change their bits
     "random use": 2,  # one engine or model under random calls
+    "soak": 1,  # everything at once, for minutes
 }
 DEFAULT_SEED = "0"
 
@@ -51,6 +52,11 @@ def add_options(parser: pytest.Parser) -> None:
         "--seed",
         default=DEFAULT_SEED,
         help="draws the sample and the random tests, for instance a commit",
+    )
+    group.addoption(
+        "--soak-minutes",
+        type=float,
+        help="how long the soak runs (default: 10; with --minutes a third of one)",
     )
 
 
