@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import tinyspec
+from tests.support import zoo
 from tests.support.budget import first
+from tests.support.drop_in import patched
 from tests.support.tiny import tiny
 
 IDS = torch.tensor([[5, 17, 3, 99, 42, 8], [0, 0, 7, 7, 30, 61]])
@@ -126,6 +128,26 @@ def test_on_one_device_by_accelerate(tmp_path):
     assert torch.equal(generate(model), expected)
     tinyspec.unpatch(model)
     assert torch.equal(generate(model), expected)
+
+
+@pytest.mark.parametrize("kind", first(2, ["phi3", "gpt2", "gpt_neox", "qwen3"], 1))
+def test_mixed_precision_by_accelerate(kind):
+    """Its autocast is not on in passes: bits and fingerprint are those without it."""
+    accelerate = pytest.importorskip("accelerate")
+    model, own = zoo.tiny(kind), zoo.tiny(kind)
+    accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare_model(model)
+    asked = {"deterministic": True, "return_dict_in_generate": True, "output_logits": True}
+    asked |= {"max_new_tokens": 5, "pad_token_id": 0, "output_hidden_states": True}
+    found = []
+    for each in (own, model):
+        with patched(each):
+            out = each.generate(IDS[:1], **asked)
+            bits = torch.cat([out.sequences.float(), *out.logits], 1)
+            found.append((bits, each.generate.fingerprint))
+    assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
+    # The control: in a forward of the model's own it is on.
+    with torch.no_grad():
+        assert not torch.equal(model(IDS).logits, own(IDS).logits)
 
 
 def test_quantized_weights():

@@ -13,10 +13,12 @@ import random
 import signal
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
+import torch
 
 import tinyspec
 from tests.support.cases import drain, engine_of
@@ -263,3 +265,43 @@ def test_everything_at_once(truth, request, no_results_on_disk):
     judge.flat()
     assert not judge.wrong, judge.wrong[:3]
     assert judge.counts["outputs"] > 5 * rounds and judge.counts["rows"] > rounds
+
+
+def test_controls_of_the_judge(truth):
+    """A page that is lost, another token, weights that nobody has, a model that is another, memory
+    that is kept."""
+    seed, other = OF_THE_ENGINE
+    number = next(n for n, (_, params) in enumerate(REQUESTS) if params.temperature)
+    prompt, params = REQUESTS[number]
+
+    def found(judge):
+        kinds = [line.partition(":")[0] for line in judge.wrong]
+        return Counter(kinds)
+
+    with engine_of(make(seed), **SETTINGS) as engine:
+        output = engine.generate([prompt], params)[0]
+        judge = Judge(truth)
+        judge.output(number, output)
+        judge.pages(engine)
+        judge.model("itself", seed, engine.model)
+        assert not judge.wrong
+        judge.output(number - 1, output)
+        judge.output(number, replace(output, fingerprint="another"))
+        first = output.completions[0]
+        changed = replace(first, token_ids=[*first.token_ids[:-1], first.token_ids[-1] ^ 1])
+        judge.output(number, replace(output, completions=[changed, *output.completions[1:]]))
+        assert found(judge) == {"outputs": 3}
+        judge.model("itself", other, engine.model)
+        lost = []
+        engine.pool.grow(lost, 9)
+        judge.pages(engine)
+        engine.pool.free(lost)
+    judge.rows(OF_THE_PATCHED[0], torch.zeros(3, 40, dtype=torch.long))
+    judge.output(number, replace(output, completions=[replace(first, finish_reason="abort")]))
+    assert found(judge) == {
+        **{"outputs": 3, "itself": 1, "pages": 1, "rows": 1},
+        "named errors": 1,
+    }
+    judge.memory = [(round * (1 << 20), 0, 0) for round in range(9)]
+    judge.flat()
+    assert found(judge)["memory"] == 1

@@ -12,6 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from tinyspec.drop_in.prepare import Generate
 from tinyspec.drop_in.prompts import Prompt, Prompts
+from tinyspec.drop_in.returned_cache import near
 from tinyspec.scheduler.request import Sequence
 
 # Tokens that are compared with the model's own.
@@ -45,14 +46,10 @@ def alike(expected: Step, sequence: Sequence, close: float) -> bool:
     """Whether ``sequence`` has kept what the model's own has for its first tokens; ``close``: in
     parts of a layer's largest value."""
     found = _joined(sequence)
-    if found.shape[0] != len(expected):
-        return False
-    for mine, theirs in zip(found, expected, strict=True):
-        mine = mine[: theirs.shape[1]]
-        near = close * float(theirs.abs().max())
-        if mine.shape != theirs[0].shape or not torch.allclose(mine, theirs[0], rtol=0, atol=near):
-            return False
-    return True
+    pairs = zip(found, expected, strict=False)
+    return len(found) == len(expected) and all(
+        near(mine[: theirs.shape[1]], theirs[0], close) for mine, theirs in pairs
+    )
 
 
 def steps(prompts: Prompts, counts: list[int], sequences: list[Sequence]) -> tuple[Step, ...]:

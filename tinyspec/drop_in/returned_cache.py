@@ -66,12 +66,16 @@ def keeps_alike(
         for layer, both in zip(layers, kept, strict=True)
         for theirs, mine in zip((layer.keys, layer.values), both, strict=True)
     )
-    return all(
-        theirs is not None
-        and theirs.shape == mine.shape
-        and torch.allclose(theirs, mine, rtol=0, atol=CLOSE[kv_dtype] * float(theirs.abs().max()))
-        for theirs, mine in pairs
-    )
+    return all(theirs is not None and near(mine, theirs, CLOSE[kv_dtype]) for theirs, mine in pairs)
+
+
+def near(mine: Tensor, theirs: Tensor, close: float) -> bool:
+    """Whether two tensors differ by no more than ``close`` of the largest value. Autocast, which
+    trainers put around a model, gives the model's own another dtype."""
+    if mine.shape != theirs.shape:
+        return False
+    most = close * float(theirs.abs().max())
+    return torch.allclose(mine.float(), theirs.float(), rtol=0, atol=most)
 
 
 def empty_cache(model: PreTrainedModel) -> DynamicCache:
