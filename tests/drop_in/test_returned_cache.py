@@ -83,6 +83,41 @@ def test_cache_of_every_family(kind):
     assert torch.equal(*again)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_static_and_dynamic_caches_by_name(kind):
+    """A static one has room for what was asked for, zeros behind it, and takes more tokens."""
+    model, given = zoo.tiny(kind), padded()
+    names = ("static", "dynamic")
+    own = [generate(model, given, cache_implementation=name) for name in names]
+    with patched(model):
+        served = [generate(model, given, cache_implementation=name) for name in names]
+        assert model.generate.stats().committed == 2 * NEW * len(ROWS)
+    for theirs, mine in zip(own, served, strict=True):
+        assert torch.equal(theirs.sequences, mine.sequences)
+        expected, found = theirs.past_key_values, mine.past_key_values
+        assert type(found) is type(expected)
+        assert int(found.get_seq_length()) == int(expected.get_seq_length())
+        for layer, other in zip(found.layers, expected.layers, strict=True):
+            assert type(layer) is type(other) and layer.keys.shape == other.keys.shape
+            kept = layer.keys.abs().sum((1, 3)) > 0
+            difference = (layer.keys - other.keys).abs().amax((1, 3))
+            assert float(difference[kept].max()) < 1e-4
+    # The model goes on from either.
+    tokens = served[0].sequences[:, -1:]
+    mask, places = mask_of(given, NEW), mask_of(given, NEW).sum(1, keepdim=True) - 1
+    with torch.no_grad():
+        logits = [
+            model(
+                tokens,
+                attention_mask=mask,
+                position_ids=places,
+                past_key_values=out.past_key_values,
+            ).logits
+            for out in (own[1], served[1])
+        ]
+    assert torch.allclose(*logits, atol=1e-4)
+
+
 def test_codes_of_8_bits_are_returned_as_numbers():
     """Those of the first layer are the model's own, rounded; another sum may round another way."""
     model, given = zoo.tiny("llama"), {"input_ids": torch.tensor(ROWS[1:2])}

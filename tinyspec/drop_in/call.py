@@ -134,7 +134,7 @@ class Call:
                 several = prepared.config.num_return_sequences > 1
                 if several and settings.get("prefix_allowed_tokens_fn"):
                     self.unserved.append("prefix_allowed_tokens_fn with num_return_sequences > 1")
-        self._config = self._prepared[0].config  # for what is the same in all
+        self.config = self._prepared[0].config  # for what is the same in all
         for name in prepare.SHARED_FIELDS:
             values = [getattr(prepared.config, name) for prepared in self._prepared]
             if any(value != values[0] for value in values):
@@ -228,7 +228,7 @@ class Call:
     @property
     def keeps(self) -> frozenset[str]:
         """Which of ``KEPT`` are part of the result."""
-        config = self._config
+        config = self.config
         if not config.return_dict_in_generate:
             return frozenset(() if self.cache is None else ("kv",))
         wanted = config.output_scores, config.output_logits, config.output_hidden_states
@@ -252,10 +252,10 @@ class Call:
             return None
         if assistant is not None:
             return make_drafter(assistant, self._model, "assistant_model")
-        most = self._config.prompt_lookup_num_tokens
+        most = self.config.prompt_lookup_num_tokens
         if most is None:
             return None
-        return NgramDrafter(longest=self._config.max_matching_ngram_size or 2, most=most)
+        return NgramDrafter(longest=self.config.max_matching_ngram_size or 2, most=most)
 
     def _padded_prompts(self) -> Tensor:
         """What the returned sequences begin with, one row per completion."""
@@ -279,7 +279,7 @@ class Call:
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """What ``generate`` returns for finished ``sequences``; parts: more of a dict, by name."""
         ids = self.ids(sequences)
-        if not self._config.return_dict_in_generate:
+        if not self.config.return_dict_in_generate:
             return ids
         steps = dict(parts)
         if "scores" in self.keeps:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from tinyspec.drop_in import hidden_states
 from tinyspec.drop_in.call import Call
@@ -83,7 +83,7 @@ class KeptStates:
                 call.unserved.append("past_key_values of another form than keys and values")
         return parts
 
-    def _cache(self, call: Call, sequences: list[Sequence]) -> DynamicCache | None:
+    def _cache(self, call: Call, sequences: list[Sequence]) -> Cache | None:
         """The cache that ``sequences`` leave, where the model's own is such a one; that which was
         handed in."""
         if self._cache_alike is None:
@@ -98,9 +98,13 @@ class KeptStates:
         if not self._cache_alike:
             return None
         counts = [params.num_return_sequences for params in call.params]
-        given_in = call.cache
-        cache = empty_cache(self._model) if given_in is None else emptied(given_in, self._model)
+        if call.cache is not None:
+            cache: Cache = emptied(call.cache, self._model)
+        else:
+            static = call.config.cache_implementation == "static"
+            most = call.given.width + max(params.max_new_tokens for params in call.params)
+            cache = empty_cache(self._model, most - 1 if static else None)
         filled_cache(cache, call.given, counts, [s.kv for s in sequences])
-        if call.prompts[0].embeds is None:
+        if isinstance(cache, DynamicCache) and call.prompts[0].embeds is None:
             self._handed_in.note(cache, call.ids(sequences))
         return cache

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from tinyspec.drop_in.prepare import Generate
@@ -22,10 +22,8 @@ CLOSE = {"auto": 0.05, "fp8_e4m3": 0.25}
 Kept = list[tuple[Tensor, Tensor]]
 
 
-def filled_cache(
-    cache: DynamicCache, prompts: Prompts, counts: list[int], kept: list[Kept]
-) -> DynamicCache:
-    """An empty ``cache`` with N rows: ``counts`` [B] completions of each prompt, ``kept`` [N].
+def filled_cache(cache: Cache, prompts: Prompts, counts: list[int], kept: list[Kept]) -> None:
+    """Fill an empty ``cache`` with N rows: ``counts`` [B] completions of each prompt, ``kept`` [N].
 
     Every token stands where it does in the returned sequences, the newest ones left out; pads, and
     what follows the end of a row, are zeros, which attention masks cover.
@@ -40,7 +38,6 @@ def filled_cache(
             _padded([of_row[layer][which] for of_row in kept], places, longest) for which in (0, 1)
         )
         cache.update(keys, values, layer)
-    return cache
 
 
 def keeps_alike(
@@ -78,9 +75,10 @@ def near(mine: Tensor, theirs: Tensor, close: float) -> bool:
     return torch.allclose(mine.float(), theirs.float(), rtol=0, atol=most)
 
 
-def empty_cache(model: PreTrainedModel) -> DynamicCache:
-    """As the model's own ``generate`` makes it."""
-    return DynamicCache(config=model.config.get_text_config(decoder=True))
+def empty_cache(model: PreTrainedModel, most: int | None = None) -> Cache:
+    """As the model's own ``generate`` makes it; most: tokens of a static one."""
+    config = model.config.get_text_config(decoder=True)
+    return DynamicCache(config=config) if most is None else StaticCache(config, most)
 
 
 def _padded(rows: list[Tensor], places: list[list[int]], longest: int) -> Tensor:

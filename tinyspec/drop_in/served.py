@@ -56,14 +56,10 @@ INERT_FIELDS = {
     *("max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind"),
     "transformers_version",
 }
-# Fields without effect where no dict is returned, and the values of which this holds; None: all.
-DICT_FIELDS: dict[str, tuple[str, ...] | None] = {
-    "output_attentions": None,
-    "output_hidden_states": None,
-    "cache_implementation": ("static",),
-}
-# Values that switch a field off, or say what is so by default; None and False do so for all.
-OFF = {"guidance_scale": 1, "cache_implementation": "dynamic"}
+# Fields without effect where no dict is returned.
+DICT_FIELDS = {"output_attentions", "output_hidden_states"}
+# Values of other fields that are served; None and False, which switch a field off, are for all.
+SERVED_VALUES = {"guidance_scale": (1,), "cache_implementation": ("dynamic", "static")}
 STEP_BY_STEP = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 SERVED_MODES = (*STEP_BY_STEP, GenerationMode.ASSISTED_GENERATION)
 
@@ -133,9 +129,7 @@ def unserved_settings(config: GenerationConfig, assistant: Any = None) -> Iterat
     for name, value in config.to_dict().items():
         if name.startswith("_") or name in known or value is None or value is False:
             continue
-        values = DICT_FIELDS.get(name, ())
-        inert = not config.return_dict_in_generate and (values is None or value in values)
-        if name == "output_hidden_states" and mode in STEP_BY_STEP:
-            inert |= value is True
-        if not inert and (name not in OFF or value != OFF[name]):
+        of_dicts = name in DICT_FIELDS and not config.return_dict_in_generate
+        states = name == "output_hidden_states" and mode in STEP_BY_STEP and value is True
+        if not (of_dicts or states or value in SERVED_VALUES.get(name, ())):
             yield f"{name}={value!r}"
