@@ -22,6 +22,7 @@ WINGS = (
     ("cli",),
     ("tools", "drop_in"),
     ("engine",),
+    ("thinking",),
     ("determinism",),
     ("runner",),
     ("scheduler",),

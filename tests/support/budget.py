@@ -35,6 +35,7 @@ SHARES = {
     "random mixes": 2,  # requests at random, and all that must not change their bits
     "random use": 2,  # one engine or model under random calls
     "soak": 1,  # everything at once, for minutes
+    "thinking": 1,  # a small model is trained
 }
 DEFAULT_SEED = "0"
 

@@ -1,0 +1,210 @@
+"""The two blocks on backbones of several kinds: shapes, gold states, saving, refusals."""
+
+import pytest
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from tinyspec.errors import UnsupportedModelError
+from tinyspec.thinking.config import ThinkingConfig
+from tinyspec.thinking.model import IGNORED, ThinkingModel
+from tinyspec.thinking.reading import generate, read, think
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+KINDS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16)),
+    "gemma3": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(**SIZES, head_dim=16, sliding_window=16, sliding_window_pattern=2)
+    ),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=16)),
+}
+END = 1
+
+
+def thinking_model(kind="llama", **fields):
+    """Random weights, of which T now and then thinks and now and then does not."""
+    torch.manual_seed(0)
+    config = ThinkingConfig(end_token_id=END, max_thought_tokens=4, **fields)
+    model = ThinkingModel.from_backbone(KINDS[kind](), config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.15)
+    return model
+
+
+def prompt_of(length, seed=0):
+    found = torch.randint(2, 64, (length,), generator=torch.Generator().manual_seed(seed))
+    return found.tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parallel_forward_with_its_own_thoughts_is_the_sequential_one(kind):
+    """Given as gold what the sequential reading thought, the teacher-forced forward has the same
+    logits at the last token; with other thoughts it has not."""
+    model = thinking_model(kind)
+    prompt = prompt_of(8 * 5 + 3)
+    reading = read(model, [prompt])
+    gold = torch.full((1, 5, 4), IGNORED)
+    for chunk, thought in enumerate(reading.thoughts[0]):
+        gold[0, chunk, : len(thought)] = torch.tensor(thought)
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        found = model(ids, gold)
+        other = model(ids, torch.where(gold >= 0, (gold + 7) % 64, gold))
+    assert len(reading.thoughts[0]) == 5
+    torch.testing.assert_close(found.logits[0, -1], reading.logits[0])
+    assert not torch.allclose(other.logits[0, -1], reading.logits[0], atol=1e-3)
+    # T's own argmax along its own thoughts.
+    kept = gold[0] >= 0
+    assert torch.equal(found.thought_logits[0].argmax(-1)[kept], gold[0][kept])
+
+
+def test_trivial_thoughts_leave_the_plain_model():
+    model = thinking_model()
+    ids = torch.tensor([prompt_of(40)])
+    trivial = torch.full((1, 5, 2), IGNORED)
+    trivial[..., 0] = END
+    with torch.no_grad():
+        assert torch.equal(model(ids, trivial).logits, model.backbone(ids).logits)
+        thinking = trivial.clone()
+        thinking[0, 2] = torch.tensor([9, END])
+        found, plain = model(ids, thinking).logits, model.backbone(ids).logits
+    # The state of chunk 2's thought is added to chunk 3.
+    assert torch.equal(found[0, :24], plain[0, :24])
+    assert not torch.equal(found[0, 24], plain[0, 24])
+
+
+def test_side_by_side_and_alone():
+    model = thinking_model()
+    prompts = [prompt_of(length, length) for length in (3, 8, 21, 40, 33)]
+    together = read(model, prompts)
+    for row, prompt in enumerate(prompts):
+        alone = read(model, [prompt])
+        assert together.thoughts[row] == alone.thoughts[0]
+        assert len(alone.thoughts[0]) == len(prompt) // 8
+        torch.testing.assert_close(together.logits[row], alone.logits[0])
+    thoughts, answer = generate(model, prompts[2], 5, None)
+    assert thoughts == together.thoughts[2] and len(answer) == 5
+
+
+def test_answers_get_no_state():
+    """Rows with labels are decoded later, without a state; the rows before them have theirs."""
+    model = thinking_model()
+    ids = torch.tensor([prompt_of(24)])
+    thoughts = torch.full((1, 2, 2), IGNORED)
+    thoughts[..., :] = torch.tensor([9, END])
+    labels = torch.full_like(ids, IGNORED)
+    labels[:, 20:] = ids[:, 20:]
+    with torch.no_grad():
+        added = model._added(thoughts, labels, 24)
+    assert added[0, 8:20].abs().sum(-1).min() > 0
+    assert not added[0, :8].any() and not added[0, 20:].any()
+
+
+def test_thoughts_end_or_are_cut():
+    model = thinking_model()
+    found = think(model, torch.randn(64, 8, 64, generator=torch.Generator().manual_seed(1)))
+    for thought in found.tolist():
+        ids = [token for token in thought if token >= 0]
+        assert (ids[-1] == END) != (END not in ids)
+        assert END not in ids[:-1] and thought[: len(ids)] == ids
+
+
+def test_loss_falls_on_both_parts():
+    torch.manual_seed(0)
+    model = ThinkingModel.from_backbone(KINDS["llama"](), ThinkingConfig(END, max_thought_tokens=4))
+    ids = torch.tensor([prompt_of(28, n) for n in range(4)])
+    thoughts = torch.tensor([[5, END, IGNORED], [END, IGNORED, IGNORED], [7, 8, END]])
+    labels = torch.full_like(ids, IGNORED)
+    labels[:, -2:] = ids[:, -2:]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(30):
+        found = model(ids, thoughts.expand(4, 3, 3), labels)
+        assert torch.equal(found.loss, found.answer_loss + found.thought_loss)
+        losses.append((found.answer_loss.item(), found.thought_loss.item()))
+        optimizer.zero_grad()
+        found.loss.backward()
+        optimizer.step()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert losses[-1][0] < 0.1 * losses[0][0] and losses[-1][1] < 0.1 * losses[0][1]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_saved_and_loaded(kind, tmp_path):
+    model = thinking_model(kind)
+    model.save_pretrained(tmp_path)
+    loaded = ThinkingModel.from_pretrained(tmp_path, dtype=torch.float32)
+    assert loaded.thinking_config == model.thinking_config
+    state, other = model.state_dict(), loaded.state_dict()
+    assert state.keys() == other.keys() and all(torch.equal(state[k], other[k]) for k in state)
+    prompt = prompt_of(50)
+    assert generate(loaded, prompt, 8, None) == generate(model, prompt, 8, None)
+
+
+def test_blocks_of_another_backbone_are_refused(tmp_path):
+    model = thinking_model()
+    model.save_pretrained(tmp_path)
+    wider = LlamaForCausalLM(LlamaConfig(**{**SIZES, "intermediate_size": 128}))
+    wider.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"thinking\.safetensors does not fit this backbone.*mlp"):
+        ThinkingModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"chunk_size": 0}, r"chunk_size=0 is not allowed: at least 1"),
+        ({"chunk_size": 2.0}, r"chunk_size=2.0 is not allowed: an int"),
+        ({"layer_in": 9}, r"layer_in=9 is not allowed: -4 to 3 for a model of 4 layers"),
+        ({"layer_in": 2, "layer_out": 2}, r"layer_in=2, layer_out=2 are not allowed"),
+        ({"end_token_id": 64}, r"end_token_id=64 is not allowed: below the 64 tokens"),
+        ({"max_thought_tokens": 1}, r"max_thought_tokens=1 is not allowed: at least 2"),
+    ],
+)
+def test_config_is_checked(fields, message):
+    with pytest.raises(ValueError, match=message):
+        ThinkingModel.from_backbone(
+            KINDS["llama"](), ThinkingConfig(**{"end_token_id": END, **fields})
+        )
+
+
+def test_models_without_the_parts_are_refused():
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2))
+    with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel cannot think: GPT2Model has"):
+        ThinkingModel.from_backbone(gpt2, ThinkingConfig(END))
+
+
+def test_gold_thoughts_are_checked():
+    model = thinking_model()
+    ids = torch.tensor([prompt_of(24)])
+    for shape, message in [
+        ((1, 4, 2), "thoughts of 4 chunks are not allowed: 24 tokens have 3"),
+        ((1, 2, 5), "thoughts of 5 tokens are not allowed: at most max_thought_tokens=4"),
+        ((2, 2, 2), r"thoughts of shape \[2, 2, 2\] are not allowed: \[1, chunks, tokens\]"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            model(ids, torch.full(shape, END))

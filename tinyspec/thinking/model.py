@@ -1,0 +1,206 @@
+"""A causal LM with its two thinking blocks: training's parallel forward, saving, loading.
+
+How an engine reads a prompt with it stands in engine/; the plain sequential way in reading.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+from transformers.utils import ModelOutput
+
+from tinyspec.thinking.backbone import Backbone
+from tinyspec.thinking.blocks import CompressionBlock, ThinkingBlock
+from tinyspec.thinking.config import ThinkingConfig
+from tinyspec.thinking.taps import tapped
+
+FILE = "thinking.safetensors"
+# As in torch's cross entropy and transformers' labels.
+IGNORED = -100
+
+
+@dataclass
+class ThinkingOutput(ModelOutput):
+    """loss: answer_loss + thought_loss, each the mean over its tokens. logits: [B, L, V].
+    thought_logits: [B, K, m, V]."""
+
+    loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    thought_logits: torch.Tensor | None = None
+    answer_loss: torch.Tensor | None = None
+    thought_loss: torch.Tensor | None = None
+
+
+class ThinkingModel(nn.Module):
+    """backbone: a causal LM of transformers; thinking, compression: T and C."""
+
+    def __init__(self, backbone: nn.Module, config: ThinkingConfig):
+        super().__init__()
+        parts = Backbone.of(backbone)
+        self.thinking_config = config.of(len(parts.layers), parts.vocab_size)
+        self.backbone = backbone
+        self.thinking = ThinkingBlock(parts)
+        self.compression = CompressionBlock(parts, self.thinking_config)
+
+    @classmethod
+    def from_backbone(cls, backbone: nn.Module, config: ThinkingConfig) -> ThinkingModel:
+        """T and C begin as copies of the backbone's layers. Raises UnsupportedModelError for a
+        backbone without decoder layers, ValueError for layers that it does not have."""
+        return cls(backbone, config)
+
+    @property
+    def config(self) -> Any:
+        """The backbone's, as trainers expect it."""
+        return self.backbone.config
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def layers(self) -> tuple[nn.Module, nn.Module]:
+        """The layers at L_in and L_out, as they are now."""
+        layers = Backbone.of(self.backbone).layers
+        config = self.thinking_config
+        return layers[config.layer_in], layers[config.layer_out]
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[..., t] to [..., t, d] by the backbone's own embedding."""
+        return self.backbone.get_input_embeddings()(token_ids)  # type: ignore[operator]
+
+    def states(self, thoughts: torch.Tensor) -> torch.Tensor:
+        """States [N, c, d] of thoughts [N, m], which IGNORED pads; zero for a trivial one."""
+        config = self.thinking_config
+        ends = thoughts.new_full((len(thoughts), config.state_tokens), config.end_token_id)
+        ends[:, : thoughts.shape[1]] = thoughts.where(thoughts >= 0, config.end_token_id)
+        trivial = ends[:, 0] == config.end_token_id
+        states = self.compression(self.embed(ends))
+        return states.masked_fill(trivial[:, None, None], 0.0)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        thoughts: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> ThinkingOutput:
+        """Teacher-forced: every chunk at once, with the states of the gold thoughts before it.
+
+        input_ids: [B, L], padded on the right. thoughts: [B, K, m] with K <= L // c, their end
+        tokens included, padded with IGNORED; a chunk of IGNORED alone is not thought about. labels:
+        [B, L], IGNORED where no answer stands; rows of the answer get no state. Others go to the
+        backbone.
+        """
+        states = None
+        if thoughts is not None:
+            self._check(input_ids, thoughts)
+            batch, chunks, _ = thoughts.shape
+            states = self._added(thoughts, labels, input_ids.shape[1])
+        with tapped(*self.layers, states) as tap:
+            logits = self.backbone(input_ids=input_ids, use_cache=False, **kwargs).logits
+        found = ThinkingOutput(logits=logits)
+        if thoughts is not None:
+            size = self.thinking_config.chunk_size
+            read = tap.hidden[:, : chunks * size].reshape(batch * chunks, size, -1)
+            flat = thoughts.flatten(0, 1)
+            before = self.embed(flat[:, :-1].clamp(min=0))
+            found.thought_logits = self.thinking(read, before).unflatten(0, (batch, chunks))
+            found.thought_loss = _loss(found.thought_logits, thoughts)
+        if labels is not None:
+            found.answer_loss = _loss(logits[:, :-1], labels[:, 1:])
+        losses = [loss for loss in (found.answer_loss, found.thought_loss) if loss is not None]
+        if losses:
+            found.loss = torch.stack(losses).sum()
+        return found
+
+    def _added(
+        self, thoughts: torch.Tensor, labels: torch.Tensor | None, length: int
+    ) -> torch.Tensor:
+        """What is added at L_in, [B, length, d]: each chunk's state stands on the next chunk."""
+        batch, chunks, _ = thoughts.shape
+        size = self.thinking_config.chunk_size
+        states = self.states(thoughts.flatten(0, 1)).reshape(batch, chunks * size, -1)
+        added = states.new_zeros((batch, length, states.shape[-1]))
+        added[:, size : size + chunks * size] = states[:, : length - size]
+        if labels is not None:
+            added = added.masked_fill((labels != IGNORED)[..., None], 0.0)
+        return added
+
+    def _check(self, input_ids: torch.Tensor, thoughts: torch.Tensor) -> None:
+        config, length = self.thinking_config, input_ids.shape[1]
+        if thoughts.dim() != 3 or len(thoughts) != len(input_ids):
+            raise ValueError(
+                f"thoughts of shape {list(thoughts.shape)} are not allowed: "
+                f"[{len(input_ids)}, chunks, tokens]"
+            )
+        if thoughts.shape[1] > length // config.chunk_size:
+            raise ValueError(
+                f"thoughts of {thoughts.shape[1]} chunks are not allowed: {length} tokens have "
+                f"{length // config.chunk_size} whole chunks of {config.chunk_size}"
+            )
+        if thoughts.shape[2] > config.max_thought_tokens:
+            raise ValueError(
+                f"thoughts of {thoughts.shape[2]} tokens are not allowed: at most "
+                f"max_thought_tokens={config.max_thought_tokens}"
+            )
+
+    def blocks_state(self) -> dict[str, torch.Tensor]:
+        """T's and C's parameters, by name."""
+        blocks = {"thinking": self.thinking, "compression": self.compression}
+        return {
+            f"{name}.{key}": value
+            for name, block in blocks.items()
+            for key, value in block.state_dict().items()
+        }
+
+    def save_pretrained(self, folder: str | PathLike[str]) -> None:
+        """The backbone's own files, and beside them T and C (safetensors) and their config."""
+        path = Path(folder)
+        self.backbone.save_pretrained(path)  # type: ignore[operator]
+        self.thinking_config.save(path)
+        blocks = {name: tensor.contiguous() for name, tensor in self.blocks_state().items()}
+        save_file(blocks, path / FILE, metadata={"format": "pt"})
+
+    @classmethod
+    def from_pretrained(cls, folder: str | PathLike[str], **kwargs: Any) -> ThinkingModel:
+        """From what ``save_pretrained`` wrote; others go to transformers' from_pretrained. Raises
+        ValueError naming tensors of T and C that do not fit the backbone."""
+        path = Path(folder)
+        config = ThinkingConfig.load(path)
+        model = cls(AutoModelForCausalLM.from_pretrained(path, **kwargs), config)
+        model.load_blocks(load_file(path / FILE), path / FILE)
+        return model.eval()
+
+    def load_blocks(self, state: dict[str, torch.Tensor], source: object) -> None:
+        """T's and C's parameters, cast to the backbone's dtype."""
+        own = {f"thinking.{k}": v for k, v in self.thinking.state_dict().items()}
+        own |= {f"compression.{k}": v for k, v in self.compression.state_dict().items()}
+        wrong = [name for name in own.keys() ^ state.keys()]
+        wrong += [
+            name for name in own.keys() & state.keys() if own[name].shape != state[name].shape
+        ]
+        if wrong:
+            shown = ", ".join(
+                f"{name} {list(state[name].shape) if name in state else 'missing'} for "
+                f"{list(own[name].shape) if name in own else 'nothing'}"
+                for name in sorted(wrong)[:3]
+            )
+            raise ValueError(f"{source} does not fit this backbone: {shown}")
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(state[name])
+
+
+def _loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy over labels that are not IGNORED; 0 where there is none."""
+    kept = labels != IGNORED
+    total = cross_entropy(logits[kept].float(), labels[kept], reduction="sum")
+    return total / kept.sum().clamp(min=1)
