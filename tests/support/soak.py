@@ -66,11 +66,13 @@ class Truth:
         self.weights = {n: make(n).state_dict() for n in (*OF_THE_ENGINE, *OF_THE_PATCHED)}
         self.logits = {seed: logits(make(seed)) for seed in self.weights}
         self.bits: dict[str, list[Any]] = {}  # by fingerprint
+        self.parts: list[dict[str, Any]] = []  # of these fingerprints
         self.rows: dict[int, Tensor] = {}  # by weights
         for seed in OF_THE_ENGINE:
             with engine_of(make(seed), **SETTINGS) as engine:
                 alone = [engine.generate([prompt], params)[0] for prompt, params in REQUESTS]
                 self.bits[engine.fingerprint] = [bits(output) for output in alone]
+                self.parts.append(alone[0].fingerprint_parts)
         for seed in OF_THE_PATCHED:
             with patched(make(seed), SMALL) as model:
                 rows = [
@@ -78,6 +80,16 @@ class Truth:
                     for n, prompt in enumerate(PROMPTS)
                 ]
             self.rows[seed] = torch.stack(rows)
+
+    def strange(self, output: RequestOutput) -> str:
+        """The parts of a fingerprint that no model here has."""
+        found = output.fingerprint_parts or {}
+        names = found.keys() | {name for parts in self.parts for name in parts}
+        return "; ".join(
+            f"{name} is {found.get(name)!r}, not {[parts.get(name) for parts in self.parts]}"
+            for name in sorted(names)
+            if found.get(name) not in [parts.get(name) for parts in self.parts]
+        )
 
 
 class Judge:
@@ -102,9 +114,9 @@ class Judge:
             right = all(any(part in error for part in asked) for error in errors)
             return self.check("named errors", right, "; ".join(errors))
         alone = self.truth.bits.get(output.fingerprint)
-        what = (
-            "of weights that nobody has" if alone is None else "not the bits of the request alone"
-        )
+        what = "not the bits of the request alone"
+        if alone is None:
+            what = f"of weights that nobody has: {self.truth.strange(output)}"
         return self.check("outputs", alone and bits(output) == alone[number], what)
 
     def plain(self, output: RequestOutput) -> None:
