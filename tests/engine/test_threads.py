@@ -228,6 +228,33 @@ def test_a_spawned_process_is_told(engine, copied):
             copied(given)
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_a_copy_between_the_turns_of_a_call(
+    engine, expected, monkeypatch, known, no_results_on_disk
+):
+    """Another thread copies the model after a request is prepared and before it begins: the
+    fingerprint, new because weights were written to, is that of the model as passes run it."""
+    prompt, params = REQUESTS[0][0]
+    fingerprint = None
+    if known:
+        fingerprint = engine.generate([prompt], params)[0].fingerprint
+        with torch.no_grad():
+            next(engine.model.parameters()).mul_(1)
+    add, copies = engine.tracker.add, []
+
+    def late(requests):
+        copies.append(copy.deepcopy(engine.model))
+        add(requests)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.tracker, "add", late)
+        (output,) = engine.generate([prompt], params)
+    assert copies and bits(output) == expected[0][0]
+    assert output.fingerprint == (fingerprint or engine.fingerprint)
+    engine.weights_changed()
+    assert engine.fingerprint == output.fingerprint
+
+
 def test_closing_ends_the_calls_of_others():
     engine, begun = engine_of(tiny(), **SETTINGS), Event()
 

@@ -89,15 +89,13 @@ class Contract:
     def _current_fingerprint(self) -> Fingerprint:
         """The fingerprint with the modules that are installed now."""
         if self.known_fingerprint is None:
+            # Another thread may have run or copied the model by itself since the last pass.
+            self._patched.take_back()
+            ignored = self.watch.counters
             if self._weights_digest is None:
-                self._weights_digest = digest_weights(self._model, self.watch.counters)
-            self.known_fingerprint = fingerprint(
-                self._model,
-                self._weights_digest,
-                self._config,
-                self._runner.device,
-                self.watch.counters,
-            )
+                self._weights_digest = digest_weights(self._model, ignored)
+            given = (self._weights_digest, self._config, self._runner.device, ignored)
+            self.known_fingerprint = fingerprint(self._model, *given)
         return self.known_fingerprint
 
     def drop_fingerprint(self) -> None:
@@ -273,6 +271,7 @@ class Contract:
     def _results_key(self) -> str:
         """Of results on disk: all that they depend on, which no value of a weight is."""
         model = self._model
+        self._patched.take_back()
         rest = fingerprint(model, "", self._config, self._runner.device).digest
         found = experts(model), layouts(model), settings(model), adapter_state(model)
         return probe_cache.key_of(rest, *found, self.buckets.sizes, self._config.linear)
