@@ -1,0 +1,174 @@
+"""Training: the data, a small run beside its control, checkpoints, transformers' Trainer."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+
+from tinyspec.thinking import train
+from tinyspec.thinking.model import IGNORED, ThinkingModel
+from tinyspec.thinking.reading import first_answers
+from tinyspec.thinking.tasks import SIDES, TASKS
+from tinyspec.thinking.training import Run, Training
+from tinyspec.thinking.vocabulary import END, UNKNOWN
+
+SMALL = Run(steps=6, batch=4, hidden_size=32, layers=3, operations=3)
+
+
+def trained(run):
+    training = Training(run)
+    while training.done < run.steps:
+        training.step()
+    return training
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+@pytest.mark.parametrize("filler", [0.0, 0.5])
+def test_examples(task, filler):
+    """Words are known, thoughts are short enough, and the answer is the last state's."""
+    training = Training(replace(SMALL, task=task.name))
+    for seed in range(50):
+        example = task.example(Random(seed), 1 + seed % 12, filler=filler)
+        ids = training.tokenizer(" ".join(example.prompt)).input_ids
+        assert ids == training.ids(example.prompt)
+        assert training.tokenizer.unk_token_id not in ids and UNKNOWN not in example.prompt
+        thoughts = example.thoughts(8)
+        assert len(thoughts) == len(ids) // 8
+        assert max(map(len, thoughts)) <= task.longest
+        assert all(thought[-1] == END and END not in thought[:-1] for thought in thoughts)
+        if not filler:
+            continue
+        said = sum(sentence.thought is None for sentence in example.sentences)
+        assert said == 2 + round((1 + seed % 12) * filler / (1 - filler))
+
+
+def test_parity_is_parity():
+    """Counted by words, not by the code that made the example."""
+    for seed in range(100):
+        example = TASKS["parity"].example(Random(seed), 1 + seed % 20, filler=0.3 * (seed % 2))
+        side = SIDES.index(example.prompt[4])
+        side = (side + example.prompt.count("flips")) % 2
+        assert example.answer == (SIDES[side], END)
+        assert example.steps[-1] == SIDES[side]
+
+
+def test_held_out_sequences_are_never_trained_on():
+    """By operations: the names and whether the coin is flipped."""
+
+    def operations(example):
+        return tuple(s.words for s in example.sentences[1:-2])
+
+    task, rng = TASKS["parity"], Random(0)
+    seen = {operations(task.example(rng, rng.randint(1, 2))) for _ in range(3000)}
+    kept = {operations(task.example(rng, rng.randint(1, 2), held_out=True)) for _ in range(300)}
+    assert len(seen) > 150 and len(kept) > 30 and not seen & kept
+
+
+def test_gold_thoughts_stand_on_their_chunks():
+    training = Training(SMALL)
+    batch = training.batch(0)
+    end = training.tokenizer.eos_token_id
+    assert batch["input_ids"].shape == batch["labels"].shape
+    chunks = batch["thoughts"]
+    assert chunks.shape[0] == 4 and chunks.shape[1] <= batch["input_ids"].shape[1] // 8
+    for row in chunks.tolist():
+        for thought in row:
+            ids = [token for token in thought if token != IGNORED]
+            assert not ids or ids[-1] == end
+    answers = [row[row != IGNORED].tolist() for row in batch["labels"]]
+    assert all(len(answer) == 2 and answer[1] == end for answer in answers)
+
+
+def test_same_seed_same_weights_and_going_on(tmp_path):
+    """Bit for bit, also where a run is interrupted and goes on; another seed gives others."""
+    whole, again = trained(SMALL), trained(SMALL)
+    half = Training(SMALL)
+    for _ in range(3):
+        half.step()
+    half.save(tmp_path)
+    resumed = Training(SMALL)
+    resumed.resume(tmp_path)
+    assert resumed.done == 3
+    for _ in range(3):
+        resumed.step()
+    states = [t.model.state_dict() for t in (whole, again, resumed)]
+    for name, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][name]) and torch.equal(tensor, states[2][name]), name
+    other = trained(replace(SMALL, seed=1)).model.state_dict()
+    assert any(not torch.equal(tensor, other[name]) for name, tensor in states[0].items())
+    with pytest.raises(ValueError, match=r"seed=1 is not allowed: the run in .* has 0"):
+        Training(replace(SMALL, seed=1)).resume(tmp_path)
+
+
+def test_the_command(tmp_path, capsys):
+    arguments = ["parity", "--output", str(tmp_path), "--evaluate", "2", "--count", "10"]
+    arguments += ["--threads", "1", "--operations", "2"]
+    assert train.main([*arguments, "--steps", "3"]) == 0
+    printed = capsys.readouterr()
+    assert "2 operations  " in printed.out and "3/3" in printed.err
+    model = ThinkingModel.from_pretrained(tmp_path)
+    assert first_answers(model, [[4, 5, 6, 7]])
+    for more, message in [
+        (["--steps", "4", "--resume"], "steps=4 is not allowed"),
+        (["--steps", "3", "--resume", "--output", str(tmp_path / "no")], "No such file"),
+        (["--output", "", "--resume"], "No such file"),
+        (["--operations", "0"], "operations=0 is not allowed"),
+        (["--filler", "1"], "filler=1.0 is not allowed"),
+    ]:
+        with pytest.raises(SystemExit):
+            train.main([*arguments, *more])
+        assert message in capsys.readouterr().err
+
+
+def test_transformers_trainer(tmp_path):
+    """Takes the model as it is, and saves checkpoints that load."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    training = Training(SMALL)
+    batches = [training.batch(n) for n in range(4)]
+    rows = [
+        {name: tensor[row] for name, tensor in batch.items()} for batch in batches for row in (0, 1)
+    ]
+    before = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
+
+    def collate(items):
+        def padded(name):
+            parts = [item[name] for item in items]
+            size = [max(part.shape[d] for part in parts) for d in range(parts[0].dim())]
+            fill = 0 if name == "input_ids" else IGNORED
+            found = torch.full((len(parts), *size), fill)
+            for place, part in zip(found, parts, strict=True):
+                place[tuple(map(slice, part.shape))] = part
+            return found
+
+        return {name: padded(name) for name in items[0]}
+
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, save_steps=3,
+        report_to=[], disable_tqdm=True, use_cpu=True, learning_rate=1e-2,
+    )  # fmt: skip
+    trainer = transformers.Trainer(
+        training.model, arguments, train_dataset=rows, data_collator=collate
+    )
+    assert trainer.train().training_loss > 0
+    assert any(
+        not torch.equal(tensor, before[n]) for n, tensor in training.model.state_dict().items()
+    )
+    trainer.model.save_pretrained(tmp_path / "model")
+    loaded = ThinkingModel.from_pretrained(tmp_path / "model").state_dict()
+    assert all(torch.equal(tensor, loaded[n]) for n, tensor in training.model.state_dict().items())
+
+
+@pytest.mark.slow("thinking", 60)
+def test_thinking_learns_what_its_control_does_not():
+    """Trained on up to 10 operations: right at 10 and 40, and wrong there with states of other
+    prompts or none. The same backbone, data and steps without thoughts: right at 3, not at 40."""
+    run = replace(train.RUNS["parity"], steps=250)
+    training, control = trained(run), trained(replace(run, mode="none"))
+    assert training.accuracy(10, 100) >= 0.98 and training.accuracy(40, 100) >= 0.98
+    assert control.accuracy(3, 100) >= 0.9 and control.accuracy(40, 100) < 0.75
+    states = training.model.states
+    for alter in (torch.zeros_like, lambda found: found.roll(1, 0)):
+        training.model.states = lambda thoughts, alter=alter: alter(states(thoughts))
+        assert training.accuracy(40, 100) < 0.75
