@@ -105,9 +105,8 @@ def test_a_window_of_passes(saved, tmp_path):
     run = read(path)
     few, whole = timeline(run, most_cells=10), timeline(run)
     assert few.width <= whole.width and len(few.shapes) < len(whole.shapes)
-    assert whole.shapes[0].text.startswith(
-        f"{len(run.lanes)} completions, {len(run.passes)} passes,"
-    )
+    counted = f"{len(run.lanes)} completions, {len(run.passes)} passes,"
+    assert whole.shapes[0].text.startswith(counted)
     picture = tmp_path / "few.svg"
     arguments = ["-o", str(picture), "--first", "3", "--cells", "10", "--view", "timeline"]
     assert main(["trace", str(path), *arguments]) == 0

@@ -78,8 +78,11 @@ def _prefill(drawing: Drawing, one: CloseUp, x: float) -> None:
         _block(drawing, x, 1, "", f"output {earlier}", "canonical", 130)
     for n in range(min(one.others, 3)):
         _block(drawing, x + 10 + 6 * n, 2 + n, "", "", "fast", 110)
-    _note(drawing, one, x, "deterministic request, and in the same")
-    _note(drawing, one, x, f"passes {one.others} other requests (grey)", 1)
+    if one.others:
+        _note(drawing, one, x, "deterministic request, and in the same")
+        _note(drawing, one, x, f"passes {one.others} other requests (grey)", 1)
+    else:
+        _note(drawing, one, x, "deterministic request, alone in its passes")
 
 
 def _decode(drawing: Drawing, one: CloseUp, x: float) -> None:
