@@ -16,7 +16,8 @@ LONG, NAMES, TOKENS = 12, 13, 17
 def lines(one: CloseUp, style: Style) -> list[str]:
     """The picture, at most 90 columns wide."""
     count = len(one.drafts)
-    where = f"pass {one.number}, bucket {one.bucket}, with {one.others} other requests in it"
+    others = f"with {one.others} other requests in it" if one.others else "with no other request"
+    where = f"pass {one.number}, bucket {one.bucket}, {others}"
     found = [f"One verify of {one.name} ({where})", ""]
     _part(found, style, "Prefill", [f"the prompt, {one.prompt} tokens, by canonical rows"])
     if one.before > one.prompt:
