@@ -41,7 +41,8 @@ class EngineConfig:
         the smallest that holds the rows; "always" drafts, and verifies in the reference bucket.
     drafter: None (the fast path), "ngram", an assistant model, or a Drafter.
     backend: "triton", "torch" (the twins), or "auto": by device.
-    trace: keep the record of every pass, not only of the latest.
+    trace: keep what every row of the latest passes was for, and what became of it, for
+        ``engine.trace``: of 10,000 passes (True), or of so many. Changes no bit.
     verify_weights: digest the weights before every call, not only after a write that torch counts.
     prefix_cache: reuse the KV pages of earlier requests whose prompts begin with the same tokens.
     seed: of the generator that gives sampled requests without a seed theirs (None: from the OS).
@@ -71,7 +72,7 @@ class EngineConfig:
     verify: str = "auto"
     drafter: Any = None
     backend: str = "auto"
-    trace: bool = False
+    trace: bool | int = False
     verify_weights: bool = False
     seed: int | None = None
     kv_dtype: str = "auto"
@@ -88,7 +89,7 @@ class EngineConfig:
 
         def at_least(field: str, least: int) -> None:
             value = getattr(self, field)
-            if value is None and field not in ("max_sequences", "draft_window"):
+            if value is None and field not in ("max_sequences", "draft_window", "trace"):
                 return
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise refuse(field, value, f"an integer of at least {least}")
@@ -109,7 +110,8 @@ class EngineConfig:
         if self.seed is not None and self.seed >= 2**63:
             raise refuse("seed", self.seed, "None or an integer in [0, 2**63)")
         one_of("prefix_cache", (False, True))
-        one_of("trace", (False, True))
+        if not isinstance(self.trace, bool):
+            at_least("trace", 1)
         one_of("verify_weights", (False, True))
         if self.page_size is not None and not (
             _power_of_two(self.page_size) and self.page_size <= MAX_PAGE_SIZE

@@ -50,6 +50,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--file", help="a prompt a line, or JSON lines; - is standard input")
     parser.add_argument("--json", action="store_true", help="JSON lines out instead of text")
     parser.add_argument("--output", metavar="FILE", help="write JSON lines into a new file")
+    parser.add_argument("--trace", metavar="FILE", help="write what the passes did, for `trace`")
     parser.add_argument("--resume", action="store_true", help="continue the --output file")
     add_model(parser, dtype="auto")
     add_sampling(parser)
@@ -63,14 +64,24 @@ def _generate(options: argparse.Namespace) -> int:
         raise refuse("prompts", [], "at least one prompt")
     file = OutputFile(options.output, jobs, options.resume) if options.output else None
     left = jobs if file is None else [job for job in jobs if job.job_id not in file.kept]
-    with make_engine(options, EngineConfig()) as engine:
-        if file is not None:
-            _check_fingerprint(engine, file, options.output)
-        if file is None:
-            return int(_run(engine, left, options.json))
-        kept = [c for output in file.kept.values() for c in output.completions]
-        before = any(completion.finish_reason == "abort" for completion in kept)
-        return int(_into_file(engine, left, file, options.output) or before)
+    with make_engine(options, EngineConfig(trace=options.trace is not None)) as engine:
+        try:
+            return int(_run_all(engine, left, file, options))
+        finally:
+            if options.trace is not None:
+                engine.trace.save(options.trace)
+
+
+def _run_all(
+    engine: Engine, jobs: list[Job], file: OutputFile | None, options: argparse.Namespace
+) -> bool:
+    """Whether a completion was aborted, now or in an earlier run of the file."""
+    if file is None:
+        return _run(engine, jobs, options.json)
+    _check_fingerprint(engine, file, options.output)
+    kept = [c for output in file.kept.values() for c in output.completions]
+    before = any(completion.finish_reason == "abort" for completion in kept)
+    return _into_file(engine, jobs, file, options.output) or before
 
 
 def _jobs(options: argparse.Namespace) -> list[Job]:

@@ -10,13 +10,13 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 
-from tinyspec.cli import audit, chat, demo, diff, doctor, generate, score
+from tinyspec.cli import audit, chat, demo, diff, doctor, generate, score, trace
 from tinyspec.cli.parser import Parser
 from tinyspec.errors import TinyspecError
 
 VERSION = "show the versions of tinyspec and of what its bits depend on"
 DESCRIPTION = "Deterministic continuous batching for Hugging Face models."
-COMMANDS = (demo, generate, chat, score, doctor, audit, diff)
+COMMANDS = (demo, generate, chat, score, doctor, audit, diff, trace)
 LIBRARIES = ("torch", "transformers", "triton")
 # As shells report a process that Ctrl-C, or a pipe that nobody reads, has ended.
 INTERRUPTED, CLOSED_PIPE = 130, 141

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from tinyspec.engine.tokenization import ends_in_stop_string
+from tinyspec.engine.trace import Trace
 from tinyspec.model.torch_state import callers_modes
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.sampler import NOT_FINITE, Sampled, SpecialResult
@@ -41,6 +42,7 @@ class Committer:
     admission: Admission
     tokenizer: Any
     runner: ModelRunner
+    trace: Trace | None = None
     _commits: Commits = field(default_factory=Commits)
     _raised: BaseException | None = None
 
@@ -131,6 +133,8 @@ class Committer:
     ) -> None:
         """Commit, of the verifier's tokens ``targets`` [n, W], what ``accept_truncate`` decided."""
         table, drafts = self.table, self.table.num_drafts[rows]
+        if self.trace is not None:
+            self.trace.verified(rows, drafts, decisions)
         committed, agreed, left, freed, stopped = decisions
         counts, ended = self._append(rows, committed, targets, places, stopped > 0, found)
         dropped = np.where(agreed < np.minimum(committed, drafts), drafts - agreed, 0)
@@ -194,6 +198,8 @@ class Committer:
         alive = table.used[rows]  # a criterion may have ended some
         if np.count_nonzero(alive) < len(rows):
             rows, counts, tokens, stopped = (x[alive] for x in (rows, counts, tokens, stopped))
+        if self.trace is not None:
+            self.trace.committed(rows, counts, tokens)
         table.settle(rows)
         for row in rows[table.draft_free[rows]].tolist():
             table.sequences[row].forbid_drafts(False)

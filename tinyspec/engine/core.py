@@ -12,18 +12,17 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from operator import index
 
-import numpy as np
-
 from tinyspec.engine.commit import Commits, Committer
 from tinyspec.engine.drafter import Drafter, FastPath, NgramDrafter
 from tinyspec.engine.launched import Launched, is_special
 from tinyspec.engine.launcher import FailedPass, Launcher
 from tinyspec.engine.together import Together
+from tinyspec.engine.trace import Trace
 from tinyspec.model.torch_state import callers_modes
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.sampler import Sampled, Sampler
 from tinyspec.scheduler.admission import Admission
-from tinyspec.scheduler.passes import DRAFT, KINDS, EngineStats, Pass, PassRecord
+from tinyspec.scheduler.passes import DRAFT, EngineStats, Pass, PassRecord
 from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.scheduler import Scheduler
 from tinyspec.scheduler.sequence_table import Array
@@ -31,7 +30,8 @@ from tinyspec.scheduler.sequence_table import Array
 
 @dataclass(eq=False)
 class EngineCore:
-    """Runs scheduler, runner, sampler and committer in turn; keeps a record of each pass."""
+    """Runs scheduler, runner, sampler and committer in turn; keeps a record of each pass, and with
+    ``trace`` what became of its rows."""
 
     admission: Admission
     scheduler: Scheduler
@@ -41,6 +41,7 @@ class EngineCore:
     drafter: Drafter
     records: deque[PassRecord]
     overlap: bool = False
+    trace: Trace | None = None
     stats: EngineStats = field(default_factory=EngineStats)
     _under_way: Launched | None = None
     _proposed: int = 0
@@ -49,6 +50,7 @@ class EngineCore:
     def __post_init__(self) -> None:
         self.table = self.admission.table
         self.launcher = Launcher(self.admission, self.runner, self.sampler)
+        self.committer.trace = self.trace
         self.together = Together(self.committer, self.sampler)
 
     @property
@@ -65,6 +67,8 @@ class EngineCore:
             return self.committer.take()
         if self.overlap:
             self._under_way = self._look_ahead(launched)
+        if self.trace is not None:
+            self.trace.begin()
         try:
             results = launched.fetch()
         except FailedPass as failure:
@@ -74,6 +78,8 @@ class EngineCore:
             self._commit(launched, *results)
         commits = self.committer.take()
         self._close(launched.record, commits, time.perf_counter() - began)
+        if self.trace is not None:
+            self.trace.close(launched, began, commits.ended)
         return commits
 
     def _next(self, before_pass: Callable[[], None] | None) -> Launched | None:
@@ -202,6 +208,8 @@ class EngineCore:
         sequence.drafts = drafts
         sequence.proposed = bool(drafts)
         sequence.stats.drafted += len(drafts)
+        if self.trace is not None:
+            self.trace.proposed(sequence, drafts)
         self._proposed += len(drafts)
 
     def _commit(
@@ -231,7 +239,10 @@ class EngineCore:
             drafting = (alive & drafts)[launched.work]
             # What follows a draft that ended the drafts was drafted before that was known.
             drafting &= ~table.draft_ended[rows]
-            table.draft(rows[drafting], found.tokens[firsts[drafting]])
+            drafting_rows, tokens = rows[drafting], found.tokens[firsts[drafting]]
+            table.draft(drafting_rows, tokens)
+            if self.trace is not None:
+                self.trace.drafted(drafting_rows, tokens)
             launched.record.drafted = int(drafting.sum())
         if not kept.all():
             rows, firsts, counts = rows[kept], firsts[kept], counts[kept]
@@ -264,21 +275,7 @@ class EngineCore:
         return rows
 
     def _record(self, work_pass: Pass) -> PassRecord:
-        works, running = work_pass.works, len(self.table)
-        rows = np.bincount(works.kinds, works.counts, len(KINDS)).astype(int).tolist()
-        sequences = np.bincount(works.kinds, minlength=len(KINDS)).tolist()
-        return PassRecord(
-            number=0,
-            bucket=work_pass.bucket,
-            canonical=work_pass.canonical,
-            rows=dict(zip(KINDS, rows, strict=True)),
-            sequences={kind: n for kind, n in zip(KINDS, sequences, strict=True) if n},
-            running=running,
-            waiting=len(self.admission.waiting),
-            left_out=running - len(works),
-            pages_held=self.admission.pool.num_held,
-            way=work_pass.way,
-        )
+        return PassRecord.of(work_pass, len(self.admission.waiting), self.admission.pool.num_held)
 
     def _close(self, record: PassRecord, commits: Commits, seconds: float) -> None:
         record.number, record.seconds = self._number, seconds

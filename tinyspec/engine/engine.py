@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,10 @@ from tinyspec.engine.input_processor import InputProcessor
 from tinyspec.engine.interrupts import between_steps, flush
 from tinyspec.engine.lifetime import Lifetime, taken_over
 from tinyspec.engine.loading import load
+from tinyspec.engine.observed import Observed, passes_traced, records_of
 from tinyspec.engine.request_tracker import RequestTracker
 from tinyspec.engine.stream import EventStream
+from tinyspec.engine.trace import Trace
 from tinyspec.engine.turns import in_turns
 from tinyspec.errors import refuse
 from tinyspec.kernels import backend
@@ -37,16 +38,14 @@ from tinyspec.sampling_params import SamplingParams
 from tinyspec.scheduler.admission import Admission
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.scheduler.page_pool import PagePool
-from tinyspec.scheduler.passes import EngineStats, PassRecord
 from tinyspec.scheduler.request import Request
 from tinyspec.scheduler.scheduler import Scheduler
 
-RECORDS_KEPT = 1000
 Params = SamplingParams | list[SamplingParams] | None
 
 
 @in_turns("suspend", "resume", "reserve", "release", "step", "weights_changed", "_ready", "follow")
-class Engine(Lifetime):
+class Engine(Lifetime, Observed):
     """Generates from a loaded causal LM, whose attention it patches until ``close``.
 
     model: a transformers causal LM on one device; of PEFT's or torch.compile's wrapper the model
@@ -111,9 +110,11 @@ class Engine(Lifetime):
         self.runner = runner = ModelRunner(self.model, *given)
         check_parity(self.patched, runner)
         committer = Committer(admission, self.tokenizer, runner)
-        records: deque[PassRecord] = deque(maxlen=None if config.trace else RECORDS_KEPT)
-        parts = (admission, scheduler, runner, Sampler(kernels), committer, drafter, records)
-        self.core = EngineCore(*parts, overlap=bool(config.overlap))
+        parts = (admission, scheduler, runner, Sampler(kernels), committer, drafter)
+        traced = passes_traced(config)
+        trace = Trace(traced, admission.table, self.tokenizer) if traced else None
+        kept = records_of(config)
+        self.core = EngineCore(*parts, kept, overlap=bool(config.overlap), trace=trace)
         self.contract = Contract(self.model, runner, config)
         self.tracker = RequestTracker(self.core, self.contract, self.tokenizer)
         self.turns = turns = self.tracker.turns
@@ -193,15 +194,6 @@ class Engine(Lifetime):
         """To call after writing to weights through ``.data``, which torch does not record."""
         self.contract.drop_fingerprint()
         self.tracker.on_change()
-
-    def stats(self) -> EngineStats:
-        """Sums over all passes so far."""
-        return self.core.stats
-
-    @property
-    def records(self) -> list[PassRecord]:
-        """Records of the latest passes; of all with ``EngineConfig(trace=True)``."""
-        return list(self.core.records)
 
     def generate(
         self, prompts: Any, params: Params = None, progress: bool = False

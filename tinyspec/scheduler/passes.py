@@ -119,6 +119,25 @@ class PassRecord:
     rollbacks: int = 0
     seconds: float = 0.0
 
+    @classmethod
+    def of(cls, work_pass: Pass, waiting: int, pages_held: int) -> PassRecord:
+        """Of a pass that is about to run; its number follows."""
+        works, running = work_pass.works, len(work_pass.table)
+        rows = np.bincount(works.kinds, works.counts, len(KINDS)).astype(int).tolist()
+        sequences = np.bincount(works.kinds, minlength=len(KINDS)).tolist()
+        return cls(
+            number=0,
+            bucket=work_pass.bucket,
+            canonical=work_pass.canonical,
+            rows=dict(zip(KINDS, rows, strict=True)),
+            sequences={kind: n for kind, n in zip(KINDS, sequences, strict=True) if n},
+            running=running,
+            waiting=waiting,
+            left_out=running - len(works),
+            pages_held=pages_held,
+            way=work_pass.way,
+        )
+
     @property
     def padding(self) -> int:
         return self.bucket - sum(self.rows.values())

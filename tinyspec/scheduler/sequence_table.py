@@ -94,7 +94,7 @@ class SequenceTable:
         self._free: list[int] = []
         self._rows: Array | None = None
         self._any: dict[str, bool] = {}
-        self._entries = 0
+        self.stays = 0
         self.foresees = False  # in a block of ``foresight``
         self._columns: dict[str, Any] = {
             **dict.fromkeys(self._FLAGS, np.bool_),
@@ -139,8 +139,8 @@ class SequenceTable:
         if not self._free:
             self._add_rows(max(FIRST_ROWS, len(self.sequences)))
         row = self._free.pop()
-        self._entries += 1
-        columns |= {"used": True, "entry": self._entries}
+        self.stays += 1
+        columns |= {"used": True, "entry": self.stays}
         self.sequences[row] = sequence
         for name in self._columns:
             getattr(self, name)[row] = columns.get(name, 0)

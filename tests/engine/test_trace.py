@@ -1,0 +1,211 @@
+"""The trace: what passes did row by row, at hardly any cost and without changing a bit."""
+
+import gc
+import json
+import random
+import time
+
+import pytest
+
+from tests.support.budget import first
+from tests.support.cases import text
+from tests.support.mixes import HalfLiar, Liar, bits, crowd
+from tests.support.tiny import tiny
+from tinyspec import Engine, EngineConfig, SamplingParams
+from tinyspec.engine.trace import Trace
+
+REQUESTS = crowd(random.Random(3), 12)
+TIGHT = {"page_size": 8, "num_pages": 30, "max_rows": 32}
+
+
+def run(config, requests=REQUESTS):
+    """The outputs, the engine's sums, fingerprint and trace (None without one)."""
+    with Engine(tiny(), config=config) as engine:
+        outputs = engine.generate([p for p, _ in requests], [s for _, s in requests])
+        trace = engine.trace if config.trace else None
+        return outputs, engine.stats(), engine.fingerprint, trace
+
+
+def sums(passes):
+    """(drafted, accepted, rolled back, rollbacks, verify passes, tokens) of each completion."""
+    found = {}
+    for one in passes:
+        for work in one.works:
+            key = work.request_id, work.index
+            counts, tokens = found.setdefault(key, ([0] * 5, []))
+            counts[0] += work.proposed + (len(work.drafts) if work.kind == "draft" else 0)
+            counts[1] += work.accepted
+            counts[2] += work.rejected
+            counts[3] += work.rejected > 0
+            counts[4] += work.kind == "verify"
+            tokens += work.tokens
+    return found
+
+
+CASES = {
+    "fast path": {"verify": "always"},
+    "liar": {"drafter": Liar(0)},
+    "tight": {"verify": "always", "draft_window": 3, **TIGHT},
+    "ngram": {"drafter": "ngram", "overlap": False},
+    "overlap": {"verify": "always", "draft_window": 5, "overlap": True},
+}
+
+
+@pytest.mark.parametrize("settings", first(3, CASES.values(), 2), ids=CASES)
+def test_it_agrees_with_what_outputs_say(settings):
+    outputs, stats, _, trace = run(EngineConfig(trace=True, reference_rows=16, **settings))
+    passes = trace.passes()
+    found = sums(passes)
+    for output in outputs:
+        for index, completion in enumerate(output.completions):
+            s = completion.stats
+            expected = [s.drafted, s.accepted, s.rolled_back, s.rollbacks, s.verify_passes]
+            assert found[output.request_id, index] == (expected, completion.token_ids)
+    for name in ("committed", "accepted", "rolled_back", "drafted"):
+        assert sum(getattr(one.record, name) for one in passes) == getattr(stats, name)
+    assert stats.rolled_back > 0 or "drafter" not in settings
+    for one in passes:
+        assert sum(one.rows.values()) == one.record.bucket
+        assert one.rows["verify"] == one.record.rows["verify"]
+        for work in one.works:
+            if work.kind == "verify":
+                assert work.drafts[: work.accepted] == work.targets[: work.accepted]
+                assert -1 not in work.drafts and work.kv_drafts == 0
+                if work.rejected:
+                    assert work.drafts[work.accepted] != work.targets[work.accepted]
+
+
+def test_nothing_changes():
+    """Bits, fingerprint, passes and drafts are those of an engine that keeps no trace."""
+    settings = {"reference_rows": 16, "verify": "always", "draft_window": 4}
+    without, with_it = (run(EngineConfig(trace=trace, **settings)) for trace in (False, True))
+    assert list(map(bits, without[0])) == list(map(bits, with_it[0]))
+    assert without[2] == with_it[2]
+    assert counts(without[1]) == counts(with_it[1])
+    # Control: sums of other passes differ.
+    assert counts(run(EngineConfig(reference_rows=16, verify="padded"))[1]) != counts(with_it[1])
+
+
+def counts(stats):
+    return {**vars(stats), "seconds": 0}
+
+
+def test_the_ring_is_bounded():
+    """The newest passes are kept; drafts of before are unknown, and whose rows are is not."""
+    config = EngineConfig(trace=7, verify="always", reference_rows=16, draft_window=4)
+    outputs, _, _, trace = run(config)
+    passes = trace.passes()
+    assert len(trace) == len(passes) == 7
+    numbers = [one.record.number for one in passes]
+    assert numbers == list(range(numbers[0], numbers[0] + 7)) and numbers[0] > 0
+    names = {(work.request_id, work.index) for one in passes for work in one.works}
+    known = {(o.request_id, n) for o in outputs for n in range(len(o.completions))}
+    assert names and names <= known
+
+
+def test_it_has_to_be_asked_for():
+    with (
+        Engine(tiny()) as engine,
+        pytest.raises(ValueError, match=r"trace=False is not allowed: .*trace=True"),
+    ):
+        _ = engine.trace
+    for bad in (0, -1, 2.0, "yes"):
+        with pytest.raises(ValueError, match="trace="):
+            EngineConfig(trace=bad)
+
+
+def test_failed_passes_are_there(monkeypatch):
+    """A pass that raised has no tokens; those who shared it are tried one by one."""
+    with Engine(tiny(), config=EngineConfig(trace=True)) as engine:
+        whole, calls = engine.runner.run, []
+
+        def run_or_raise(*args):
+            calls.append(args)
+            if len(calls) == 3:
+                raise RuntimeError("once")
+            return whole(*args)
+
+        monkeypatch.setattr(engine.runner, "run", run_or_raise)
+        outputs = engine.generate([text(5), text(6)], SamplingParams(max_new_tokens=6))
+        passes = engine.trace.passes()
+    assert [len(o.completions[0].token_ids) for o in outputs] == [6, 6]
+    assert sum(not any(work.tokens for work in one.works) for one in passes) >= 1
+    assert sum(len(work.tokens) for one in passes for work in one.works) == 12
+
+
+def test_what_is_saved(tmp_path):
+    """A Chrome trace: events with phase, lane, time and length; names of the lanes."""
+    file = tmp_path / "run.json"
+    _, stats, _, trace = run(EngineConfig(trace=True, verify="always", reference_rows=16))
+    trace.save(file)
+    events = json.loads(file.read_text())["traceEvents"]
+    for event in events:
+        assert event["ph"] in "MXC" and {"name", "pid", "tid", "args"} <= event.keys()
+        if event["ph"] == "X":
+            assert event["ts"] >= 0 and event["dur"] >= 0
+    lanes = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    names = [name for name in lanes.values() if name != "passes"]
+    assert len(set(names)) == len(names) == sum(s.num_return_sequences for _, s in REQUESTS)
+    passes = [e for e in events if e["ph"] == "X" and e["pid"] == 1]
+    assert len(passes) == sum(stats.passes.values())
+    assert sum(e["args"]["committed"] for e in passes) == stats.committed
+    ends = [e["ts"] + e["dur"] for e in passes]
+    later = [e["ts"] for e in passes[1:]]
+    assert all(end <= begin + 0.01 for end, begin in zip(ends, later, strict=False))
+
+
+def cost(count, verify):
+    """(microseconds of host time that the trace took, rows) of a pass, on average."""
+    spent = 0.0
+
+    def timed(method):
+        def call(*args):
+            nonlocal spent
+            began = time.thread_time()
+            method(*args)
+            spent += time.thread_time() - began
+
+        return call
+
+    config = EngineConfig(trace=True, verify=verify, overlap=False)
+    with Engine(tiny(), config=config) as engine:
+        for name in ("begin", "drafted", "verified", "committed", "close"):
+            setattr(engine.core.trace, name, timed(getattr(Trace, name).__get__(engine.trace)))
+        params = SamplingParams(max_new_tokens=60, deterministic=True, ignore_eos=True)
+        gc.disable()
+        engine.generate([text(5)] * count, params)
+        gc.enable()
+        passes = len(engine.records)
+        rows = sum(sum(record.rows.values()) for record in engine.records)
+    return 1e6 * spent / passes, rows / passes
+
+
+@pytest.mark.parametrize("verify", ["auto", "always"])
+@pytest.mark.parametrize("count", [1, 64])
+def test_host_time(count, verify, capsys):
+    """10 microseconds a pass and 0.5 a row, with the clocks; four times that on a busy machine."""
+    took, rows = min(cost(count, verify) for _ in range(3))
+    bound = 10 + 0.5 * rows
+    with capsys.disabled():
+        print(f" {took:.1f} of {bound:.1f} microseconds a pass of {rows:.0f} rows", end="")
+    assert took < 4 * bound
+
+
+def test_drafts_of_a_half_liar():
+    """Accepted drafts lie before the verifier's own token, in the order of the sequence."""
+    params = SamplingParams(max_new_tokens=40, deterministic=True)
+    with Engine(tiny(), config=EngineConfig(reference_rows=16)) as engine:
+        (truth,) = engine.generate([text(9)], params)
+    tokens = truth.completions[0].token_ids
+    drafter = HalfLiar([text(9) + tokens], 1, wrong=0.3)
+    config = EngineConfig(reference_rows=16, drafter=drafter, trace=True, draft_window=5)
+    _, _, _, trace = run(config, [(text(9), params)])
+    works = [work for one in trace.passes() for work in one.works]
+    assert [token for work in works for token in work.tokens] == tokens
+    place = 0
+    for work in works:
+        if work.kind == "verify":
+            assert work.newest == tokens[place - 1]
+            assert work.tokens[: work.accepted] == work.drafts[: work.accepted]
+        place += len(work.tokens)
+    assert any(work.rejected for work in works) and any(work.accepted for work in works)

@@ -1,0 +1,133 @@
+"""The demo: what it shows comes from its run, and its status hangs on the promise alone."""
+
+import io
+import re
+
+import pytest
+
+from tinyspec import Engine, EngineConfig
+from tinyspec.outputs import Completion, RequestOutput
+from tinyspec.sampling_params import SamplingParams
+from tinyspec.tools import demo as module
+from tinyspec.tools.close_up import CloseUp
+from tinyspec.tools.close_up_text import lines
+from tinyspec.tools.demo import BUNDLED, SEEDS, Demo, Pair, demo
+from tinyspec.tools.terminal import Style
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self):
+        return True
+
+
+class Ascii(Terminal):
+    encoding = "ascii"
+
+
+@pytest.fixture(scope="module")
+def engine():
+    config = EngineConfig(verify="always", trace=True, draft_window=3)
+    with Engine.from_pretrained(BUNDLED, "bfloat16", "cpu", config) as engine:
+        yield engine
+
+
+def pair(mine, its, logprobs=((0.1, 0.2, 0.3), (0.1, 0.2, 0.3))):
+    """Of these tokens."""
+    outputs = [
+        RequestOutput("a", [1], SamplingParams(), [Completion(list(ids), logprobs=list(values))])
+        for ids, values in zip((mine, its), logprobs, strict=True)
+    ]
+    return Pair(outputs[0], [outputs[1]])
+
+
+def test_where_two_texts_part():
+    assert pair([1, 2, 3], [1, 2, 3]).identical
+    assert pair([1, 2, 3], [1, 4, 3]).parts_at == 1
+    assert pair([1, 2], [1, 2, 3]).parts_at == 2
+    bits = pair([1, 2, 3], [1, 2, 3], ((0.1, 0.2, 0.3), (0.1, 0.2, 0.4)))
+    assert bits.parts_at is None and bits.logprobs_differ == (1, 3) and not bits.identical
+
+
+def test_it_shows_its_own_run(engine, capsys):
+    assert demo(engine, 3, 12, patience=0.0) == 0
+    out = capsys.readouterr().out
+    assert "12 tokens and 12 log-probabilities: identical, bit for bit" in out
+    for words in ("deterministic=False", "KV cache after prefill", "Decode", "Verify", "ollback"):
+        assert words in out
+    assert out.splitlines()[-1] == f"fingerprint {engine.fingerprint}"
+    table = [line.split() for line in out.splitlines() if re.match(r"  \d+  ", line)]
+    assert len(table) == 4 and table[0][1:3] == ["sampled,", "deterministic"]
+
+
+def test_where_no_text_differs(engine, capsys, monkeypatch):
+    """It says so, how many seeds it tried, and keeps its status."""
+    asked = []
+    whole = Demo.pair
+
+    def same(self, seed, deterministic):
+        asked.append(seed)
+        return whole(self, seed, True)
+
+    monkeypatch.setattr(Demo, "pair", same)
+    assert demo(engine, 1, 4, patience=0.2) == 0
+    tried = len(asked) - 1
+    assert asked[: min(tried, len(SEEDS))] == list(SEEDS[:tried]) and asked[-1] == SEEDS[0]
+    out = capsys.readouterr().out
+    assert "no text differed on this machine" in out
+    assert tried == 1 or f"({tried} seeds tried)" in out
+
+
+def test_a_broken_promise_is_the_status(engine, capsys, monkeypatch):
+    """Control: the plain request stands for the deterministic one, and tokens are changed."""
+    whole = Demo.pair
+
+    def broken(self, seed, deterministic):
+        found = whole(self, seed, deterministic)
+        found.crowd[0].completions[0].token_ids[2] += 1
+        return found
+
+    monkeypatch.setattr(Demo, "pair", broken)
+    assert demo(engine, 1, 5, patience=0.0) == 1
+    out = capsys.readouterr().out
+    assert "NOT THE SAME" in out and "another text from token 3 on" in out
+
+
+def test_tokens_that_differ_are_coloured(engine, monkeypatch):
+    one = Demo(engine, 1, 4)
+    ids = engine.tokenizer(" Ana can run. Ben can sing.")["input_ids"]
+    other = [*ids[:5], *engine.tokenizer(" sleep now.")["input_ids"]]
+    one.style = Style(Terminal())
+    coloured = one._marked(ids, other)
+    decode = engine.tokenizer.decode
+    assert coloured == decode(ids[:5]).strip() + f"\033[1;30;43m{decode(ids[5:])}\033[0m"
+    assert "\033" not in one._marked(ids, ids)
+    one.style = Style(io.StringIO())
+    assert one._marked(ids, other) == f"{decode(ids[:5]).strip()}>>>{decode(ids[5:])}"
+
+
+ROLLBACK = CloseUp(
+    *("a", 3, 32, 13, 25, " friend", [",", " a", " big", " crow"]),
+    *([",", " a", " proud", " crow", " named"], 2, 3, 7, True),
+)
+
+
+def test_a_rollback_in_characters():
+    text = "\n".join(lines(ROLLBACK, Style(io.StringIO())))
+    assert "≠ T3'·big  ✗" in text and "= T2'  ✓" in text
+    assert "2 drafts dropped; sequence and KV cut behind T3" in text
+    assert "25 canonical + 3 verified + 2 dropped" in text and "25 canonical + 4 of drafts" in text
+    assert text.splitlines()[-1].endswith("25 canonical + 3 verified")
+    assert max(map(len, text.splitlines())) <= 100
+    assert "\033[31m" in "\n".join(lines(ROLLBACK, Style(Terminal())))
+
+
+def test_terminals_that_know_no_signs():
+    text = "\n".join(lines(ROLLBACK, Style(Ascii())))
+    text.encode("ascii")
+    assert "Rollback" in text
+
+
+def test_the_seeds_are_no_secret():
+    assert len(set(SEEDS)) == len(SEEDS) and module.PATIENCE == 5.0

@@ -1,0 +1,152 @@
+"""Pictures of a trace: every token is there once, in every kind of file, and nothing is loaded."""
+
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+
+import pytest
+
+from tests.support.cases import text
+from tests.support.mixes import HalfLiar
+from tests.support.tiny import tiny
+from tinyspec import Engine, EngineConfig, SamplingParams
+from tinyspec.cli.main import main
+from tinyspec.tools.close_up import CloseUp, close_up
+from tinyspec.tools.drawing import COLOURS, shown
+from tinyspec.tools.timeline import LEGEND, cells_of, timeline
+from tinyspec.tools.trace_run import read
+from tinyspec.tools.trace_svg import svg
+from tinyspec.tools.trace_views import stacked, views
+
+KINDS = ("png", "svg", "html")
+
+
+def traced(path, count, wrong=0.3):
+    """A run of deterministic and plain requests with a drafter that is wrong now and then."""
+    params = [SamplingParams(max_new_tokens=20, deterministic=n % 2 == 0) for n in range(count)]
+    prompts = [text(5 + n % 7, seed=n) for n in range(count)]
+    with Engine(tiny()) as engine:
+        truth = [o.completions[0].token_ids for o in engine.generate(prompts, params)]
+    known = [p + t for p, t in zip(prompts, truth, strict=True)]
+    config = EngineConfig(trace=True, drafter=HalfLiar(known, 1, wrong=wrong), draft_window=4)
+    with Engine(tiny(), config=config) as engine:
+        engine.generate(prompts, params)
+        engine.trace.save(path)
+        return engine.stats()
+
+
+@pytest.fixture(scope="module", params=[3, 64])
+def saved(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("trace") / "run.json"
+    return path, traced(path, request.param), request.param
+
+
+def test_every_token_has_a_cell(saved):
+    path, stats, count = saved
+    run = read(path)
+    assert len(run.lanes) == count
+    cells = Counter(c for one in run.passes for w in one.works for c in cells_of(w, one.canonical))
+    assert set(cells) <= set(LEGEND) <= set(COLOURS)
+    tokens = ("accepted", "bonus", "canonical", "riding", "plain")
+    assert sum(cells[name] for name in tokens) == stats.committed == 20 * count
+    assert cells["accepted"] == stats.accepted > 0
+    assert cells["rejected"] == stats.rolled_back > 0
+    assert sum(one.rows["verify"] for one in run.passes) == stats.rows["verify"]
+    drawn = Counter(s.colour for s in timeline(run).shapes if s.kind == "rect" and s.round)
+    assert drawn["accepted"] == cells["accepted"] + 1, "and once in the legend"
+    assert drawn["rejected"] == cells["rejected"] + 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_command_draws(saved, kind, capsys):
+    path, _, count = saved
+    if kind == "png":
+        pytest.importorskip("matplotlib")
+    picture = path.with_suffix(f".{kind}")
+    assert main(["trace", str(path), "-o", str(picture)]) == 0
+    assert f"{count} completions" in capsys.readouterr().out
+    data = picture.read_bytes()
+    if kind == "png":
+        assert data.startswith(b"\x89PNG") and len(data) > 10_000
+        return
+    words = data.decode()
+    assert "prefers-color-scheme:dark" in words
+    # Nothing is loaded: the one address is the name of the SVG format.
+    assert set(re.findall(r"https?://[^\"' <]*", words)) == {"http://www.w3.org/2000/svg"}
+    assert "<script" not in words and "@import" not in words and "url(" not in words
+    if kind == "svg":
+        ElementTree.fromstring(words)
+        assert "<title>request-0: " in words
+
+
+def test_the_close_up_says_what_happened(saved):
+    """A verify with a rollback, as the trace has it."""
+    path, _, _ = saved
+    run = read(path)
+    one = close_up(run)
+    assert one is not None and one.wrong and one.outcome == "Rollback"
+    assert one.rolled_back == len(one.drafts) - one.accepted > 0
+    assert one.committed == one.accepted + 1
+    assert one.drafts[: one.accepted] == one.targets[: one.accepted]
+    assert one.drafts[one.accepted] != one.targets[one.accepted]
+    words = svg(stacked(views(run, "verify")))
+    for word in ("Prefill", "Decode", "Verify", "Rollback", "KV cache after"):
+        assert word in words
+
+
+def test_a_close_up_without_a_rollback():
+    one = CloseUp("a", 3, 32, 5, 9, "x", ["y", "z"], ["y", "z", "w"], 2, 3, 1, True)
+    assert (one.wrong, one.rolled_back, one.after, one.outcome) == (False, 0, 12, "No rollback")
+
+
+def test_a_window_of_passes(saved, tmp_path):
+    path, _, _ = saved
+    run = read(path)
+    few, whole = timeline(run, most_cells=10), timeline(run)
+    assert few.width <= whole.width and len(few.shapes) < len(whole.shapes)
+    counted = f"{len(run.lanes)} completions, {len(run.passes)} passes,"
+    assert whole.shapes[0].text.startswith(counted)
+    picture = tmp_path / "few.svg"
+    arguments = ["-o", str(picture), "--first", "3", "--cells", "10", "--view", "timeline"]
+    assert main(["trace", str(path), *arguments]) == 0
+    assert "the first of" in picture.read_text()
+
+
+BAD = {
+    "no JSON": ("nonsense", "run.svg", "is not a trace that engine.trace.save wrote"),
+    "another trace": ('{"traceEvents": []}', "run.svg", "is not a trace that engine.trace.save"),
+    "a list": ("[]", "run.svg", "is not a trace that engine.trace.save wrote"),
+    "no passes": (
+        '{"traceEvents": [], "tinyspec": {"format": 1, "texts": {}}}',
+        "run.svg",
+        "--first=0 is not allowed: the number of a pass in the file",
+    ),
+    "a kind": ("{}", "run.pdf", "run.pdf' is not allowed: a name that ends with .png, .svg, .html"),
+}
+
+
+@pytest.mark.parametrize(("content", "output", "complaint"), BAD.values(), ids=BAD)
+def test_what_is_no_trace(capsys, tmp_path, content, output, complaint):
+    file = tmp_path / "run.json"
+    file.write_text(content)
+    assert main(["trace", str(file), "-o", str(tmp_path / output)]) == 2
+    err = capsys.readouterr().err
+    assert complaint in err and err.count("\n") == 1
+    assert not (tmp_path / output).exists()
+
+
+def test_generate_writes_one(tmp_path, capsys):
+    file = tmp_path / "run.json"
+    arguments = ("Once", "--max-new-tokens", "4", "--deterministic", "--trace", str(file))
+    assert main(["generate", *arguments]) == 0
+    run = read(file)
+    text = "".join(run.text(token) for one in run.passes for w in one.works for token in w.tokens)
+    assert text.strip() == capsys.readouterr().out.strip()
+    assert json.loads(file.read_text())["traceEvents"]
+
+
+def test_texts_of_tokens():
+    assert shown(" a\nb") == "\N{MIDDLE DOT}a\\nb"
+    assert shown("\ud800\x00") == "\\ud800\\x00"
+    assert shown("x" * 20) == "x" * 13 + "\N{HORIZONTAL ELLIPSIS}"

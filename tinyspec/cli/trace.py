@@ -1,0 +1,75 @@
+"""``tinyspec trace``: pictures of what an engine's passes did."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from tinyspec.cli.parser import add_command
+from tinyspec.errors import refuse
+
+KINDS = (".png", ".svg", ".html")
+VIEWS = ("both", "timeline", "verify")
+# Cells side by side in a picture that is not scrolled.
+CELLS = 110
+NOTES = (
+    "The file is what engine.trace.save(...) wrote with EngineConfig(trace=True), or `generate "
+    "--trace`; https://ui.perfetto.dev opens it as well. The timeline has a column for each pass, "
+    "a lane for each completion and a cell for each token, over a strip of the KV cache; below it "
+    "stands one verify close up. .html scrolls through all passes and loads nothing; .png needs "
+    'matplotlib (pip install "tinyspec[plot]").'
+)
+
+
+def add(commands: Any) -> None:
+    parser = add_command(
+        commands,
+        "trace",
+        _trace,
+        "a saved trace as a picture (.png, .svg) or a page (.html)",
+        "tinyspec trace run.json -o run.html",
+        NOTES,
+    )
+    parser.add_argument("file", metavar="FILE", help="what engine.trace.save wrote")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", required=True, help="a .png, .svg or .html file"
+    )
+    parser.add_argument("--view", choices=VIEWS, default="both", help="default: %(default)s")
+    parser.add_argument(
+        "--first", type=int, default=0, metavar="N", help="begin with pass N (default: 0)"
+    )
+    parser.add_argument(
+        "--cells", type=int, metavar="N", help=f"width in cells (default: {CELLS}; .html: all)"
+    )
+    parser.add_argument("--dark", action="store_true", help="a dark .png; others adapt themselves")
+
+
+def _trace(options: argparse.Namespace) -> int:
+    path = Path(options.output)
+    kind = path.suffix.lower()
+    if kind not in KINDS:
+        raise refuse("--output", options.output, f"a name that ends with {', '.join(KINDS)}")
+    if options.cells is not None and options.cells < 1:
+        raise refuse("--cells", options.cells, "an integer of at least 1")
+    from tinyspec.tools.trace_figure import save_png
+    from tinyspec.tools.trace_html import html
+    from tinyspec.tools.trace_run import read
+    from tinyspec.tools.trace_svg import svg
+    from tinyspec.tools.trace_views import stacked, views
+
+    run = read(options.file)
+    run.passes = [one for one in run.passes if one.number >= options.first]
+    if not run.passes:
+        raise refuse("--first", options.first, "the number of a pass in the file")
+    most = options.cells or (None if kind == ".html" else CELLS)
+    drawings = views(run, options.view, most)
+    if kind == ".html":
+        title = f"tinyspec: {Path(options.file).name}"
+        path.write_text(html(run, drawings, title), encoding="utf-8")
+    elif kind == ".svg":
+        path.write_text(svg(stacked(drawings)) + "\n", encoding="utf-8")
+    else:
+        save_png(stacked(drawings), path, dark=options.dark)
+    print(f"{path}: {len(run.passes)} passes, {len(run.lanes)} completions")
+    return 0

@@ -1,0 +1,85 @@
+"""A saved trace, read back: its passes, the rows of each completion in them, texts of tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tinyspec.engine.trace_events import COMPLETIONS, FORMAT, PASSES, chrome_trace
+from tinyspec.engine.traced import TracedPass, TracedWork
+
+Lane = tuple[str, int]
+
+
+@dataclass
+class RunPass:
+    """One pass. began, seconds: from the first pass on, and how long. rows: by kind."""
+
+    number: int
+    began: float
+    seconds: float
+    bucket: int
+    canonical: bool
+    way: str
+    pages_held: int
+    rows: dict[str, int]
+    committed: int
+    works: list[TracedWork] = field(default_factory=list)
+
+
+@dataclass
+class Run:
+    """texts: of tokens by id; empty where the engine had no tokenizer."""
+
+    passes: list[RunPass]
+    texts: dict[int, str]
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """(request id, index) of each completion, in the order in which they came."""
+        return list({(w.request_id, w.index): None for one in self.passes for w in one.works})
+
+    def text(self, token: int) -> str:
+        """Of one token, or its id."""
+        return self.texts.get(token, "?" if token < 0 else f"#{token}")
+
+
+def read(path: str | Path) -> Run:
+    """The trace in a file. Raises OSError, and ValueError for a file that holds none."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        return run_of(data)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(
+            f"{path} is not a trace that engine.trace.save wrote: {' '.join(reason.split())}"
+        ) from error
+
+
+def run_of(data: dict[str, Any]) -> Run:
+    """Of an object of the Chrome trace format."""
+    known = data["tinyspec"]
+    if known["format"] != FORMAT:
+        raise ValueError(f"format {known['format']!r} instead of {FORMAT}")
+    passes: dict[int, RunPass] = {}
+    names = set(RunPass.__dataclass_fields__) - {"began", "works"}
+    for event in _complete(data, PASSES):
+        args = {name: value for name, value in event["args"].items() if name in names}
+        passes[args["number"]] = RunPass(began=event["ts"] / 1e6, **args)
+    for event in _complete(data, COMPLETIONS):
+        args = dict(event["args"])
+        passes[args.pop("pass")].works.append(TracedWork(**args))
+    texts = {int(token): str(text) for token, text in known["texts"].items()}
+    return Run(list(passes.values()), texts)
+
+
+def run_of_passes(passes: list[TracedPass], tokenizer: Any = None) -> Run:
+    """Of an engine's ``trace.passes()``."""
+    return run_of(chrome_trace(passes, tokenizer))
+
+
+def _complete(data: dict[str, Any], process: int) -> Iterable[dict[str, Any]]:
+    return (e for e in data["traceEvents"] if e["ph"] == "X" and e["pid"] == process)
