@@ -1,0 +1,158 @@
+"""Every snippet of every README runs as it stands, on the bundled model and without a network."""
+
+import ast
+import asyncio
+import contextlib
+import inspect
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer
+
+import tinyspec
+from tests.support.snippets import GPU, READMES, ROOT, inline, snippets, with_model
+from tinyspec import EngineConfig, SamplingParams
+from tinyspec.cli.main import _parser, main
+from tinyspec.tools.demo import BUNDLED
+
+ALL = [snippet for readme in READMES for snippet in snippets(readme)]
+PYTHON = [s for s in ALL if s.language == "python"]
+SHELL = [s for s in ALL if s.language == "bash"]
+# Commands that are not run here: .ci/run runs some, the others measure for minutes.
+ELSEWHERE = ("pip", "pytest", "python", "bash", "for")
+
+
+def of(readme, found):
+    return [snippet for snippet in found if snippet.readme == readme]
+
+
+@pytest.fixture
+def given(tmp_path, monkeypatch):
+    """What snippets take for granted: a model, its tokenizer, prompts."""
+    monkeypatch.chdir(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32).eval()
+    batch = tokenizer(["Once upon a time", "One day"], return_tensors="pt", padding=True)
+    ids = [tokenizer("Once upon a time")["input_ids"], tokenizer("One day")["input_ids"]]
+    yield {
+        "tinyspec": tinyspec,
+        "SamplingParams": SamplingParams,
+        "model": model,
+        "tokenizer": tokenizer,
+        "batch": batch,
+        "prompts": ids,
+        "ids": ids[0],
+        "generation_config": GenerationConfig(max_new_tokens=8, do_sample=False),
+        "first": TextStreamer(tokenizer),
+        "second": TextStreamer(tokenizer),
+    }
+    tinyspec.unpatch(model)
+
+
+def run(snippet, names):
+    """As a script that may await."""
+    flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    code = compile(snippet.code, snippet.name, "exec", flags=flags)
+    done = eval(code, names)
+    if inspect.iscoroutine(done):
+        asyncio.run(done)
+
+
+def test_they_are_found():
+    """Control: fences of all kinds, of several files, and the rule for names."""
+    assert {s.language for s in ALL} == {"", "bash", "python"}
+    assert len({s.readme for s in PYTHON}) >= 2 and len(PYTHON) >= 5
+    assert len([s for s in PYTHON if "Qwen/Qwen3-0.6B" in s.text]) == 1
+    assert with_model('"Qwen/Qwen3-0.6B"') == f'"{BUNDLED}"'
+    assert with_model("tinyspec chat --model NAME") == f"tinyspec chat --model {BUNDLED}"
+    assert with_model("tests/drop_in and 3/4") == "tests/drop_in and 3/4"
+
+
+@pytest.mark.parametrize("readme", sorted({s.readme for s in PYTHON}))
+def test_python(readme, given, capfd):
+    """Those of one README run in their order, with the names of those before."""
+    for snippet in of(readme, PYTHON):
+        compile(snippet.text, snippet.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        if GPU not in snippet.words or torch.cuda.is_available():
+            run(snippet, given)
+
+
+def test_control_a_wrong_snippet_fails(given):
+    from dataclasses import replace
+
+    wrong = replace(PYTHON[0], text="engine = tinyspec.Engine(model, tokenizer, sed=3)")
+    with pytest.raises(TypeError, match="sed"):
+        run(wrong, given)
+
+
+def commands(text):
+    """Simple commands of a shell snippet, with their words; comments are left out."""
+    joined = text.replace("\\\n", " ")
+    lines = [line.partition("    #")[0].strip() for line in joined.splitlines()]
+    parts = [part for line in lines if line for part in re.split(r"&&|;", line)]
+    return [part.strip() for part in parts if part.strip()]
+
+
+@pytest.mark.parametrize("snippet", SHELL, ids=lambda s: s.name)
+def test_shell(snippet, tmp_path, monkeypatch, capsys):
+    """The syntax is right; ``tinyspec`` runs; files and modules that other commands name exist."""
+    done = subprocess.run(["bash", "-n"], input=snippet.text, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    for command in commands(snippet.code):
+        words = shlex.split(command)
+        if words[0] == "tinyspec":
+            if words[1] != "demo":  # tests/tools/test_demo.py runs it
+                run_command(words[1:], capsys)
+        else:
+            check_names(command)
+
+
+def run_command(words, capsys):
+    """One ``tinyspec`` command, with its standard output in a file where that is asked for."""
+    target = None
+    if ">" in words:
+        words, target = words[: words.index(">")], words[words.index(">") + 1]
+    status = main(words)
+    out = capsys.readouterr().out
+    if target is not None:
+        Path(target).write_text(out)
+    assert status == 0, out
+
+
+def check_names(command):
+    """A command that is run elsewhere: what it names is there."""
+    words = [word for word in command.split() if "=" not in word] or [command]
+    assert words[0] in (*ELSEWHERE, "do", "done"), command
+    for name in re.findall(r"\b(?:benchmarks|tests)/[\w/]+\.(?:py|sh)", command):
+        assert (ROOT / name).is_file(), name
+    for name in re.findall(r"-m ((?:benchmarks|tests)[\w.]*)", command):
+        assert (ROOT / f"{name.replace('.', '/')}.py").is_file(), name
+
+
+@pytest.mark.parametrize("readme", READMES)
+def test_commands_between_backticks(readme):
+    """The options exist, and what stands for files and scripts."""
+    for command in inline(readme, r"tinyspec \w+ "):
+        words = shlex.split(with_model(command))[1:]
+        with contextlib.redirect_stderr(sys.stdout):
+            _parser(words).parse_args(words)
+    for command in inline(readme, r"(python|pytest|bash) "):
+        check_names(command)
+    for expression in inline(readme, r"(EngineConfig|SamplingParams)\("):
+        if "..." not in expression:
+            names = {"EngineConfig": EngineConfig, "SamplingParams": SamplingParams}
+            eval(expression, names)
+
+
+def test_control_a_wrong_option_is_noticed():
+    words = ["generate", "x", "--determinstic-ally"]
+    with pytest.raises(SystemExit), contextlib.redirect_stderr(sys.stdout):
+        _parser(words).parse_args(words)
+    with pytest.raises(AssertionError):
+        check_names("python benchmarks/no_such_file.py")
