@@ -12,18 +12,19 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from operator import index
 
-import numpy as np
-
 from tinyspec.engine.commit import Commits, Committer
 from tinyspec.engine.drafter import Drafter, FastPath, NgramDrafter
 from tinyspec.engine.launched import Launched, is_special
 from tinyspec.engine.launcher import FailedPass, Launcher
+from tinyspec.engine.thinker import Thinker
+from tinyspec.engine.thought_commits import ThoughtCommitter
 from tinyspec.engine.together import Together
 from tinyspec.model.torch_state import callers_modes
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.sampler import Sampled, Sampler
 from tinyspec.scheduler.admission import Admission
-from tinyspec.scheduler.passes import DRAFT, KINDS, EngineStats, Pass, PassRecord
+from tinyspec.scheduler.pass_records import record_of
+from tinyspec.scheduler.passes import DRAFT, EngineStats, PassRecord
 from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.scheduler import Scheduler
 from tinyspec.scheduler.sequence_table import Array
@@ -41,6 +42,7 @@ class EngineCore:
     drafter: Drafter
     records: deque[PassRecord]
     overlap: bool = False
+    thinker: Thinker | None = None
     stats: EngineStats = field(default_factory=EngineStats)
     _under_way: Launched | None = None
     _proposed: int = 0
@@ -50,6 +52,10 @@ class EngineCore:
         self.table = self.admission.table
         self.launcher = Launcher(self.admission, self.runner, self.sampler)
         self.together = Together(self.committer, self.sampler)
+        self.thoughts: ThoughtCommitter | None = None
+        if self.thinker is not None:
+            self.thoughts = ThoughtCommitter(self.committer, self.thinker)
+            self.runner.taps = self.thinker.taps()
 
     @property
     def drafts_by_user(self) -> bool:
@@ -67,11 +73,12 @@ class EngineCore:
             self._under_way = self._look_ahead(launched)
         try:
             results = launched.fetch()
+            ends = self._good_ends(launched)
         except FailedPass as failure:
             assert isinstance(failure.__cause__, Exception)
             self._isolate_failure(launched, failure.__cause__)
         else:
-            self._commit(launched, *results)
+            self._commit(launched, ends, *results)
         commits = self.committer.take()
         self._close(launched.record, commits, time.perf_counter() - began)
         return commits
@@ -90,7 +97,7 @@ class EngineCore:
         work_pass = self.scheduler.schedule()
         if work_pass is None:
             return None
-        return self.launcher.launch(work_pass, self._record(work_pass))
+        return self.launcher.launch(work_pass, record_of(work_pass, self.admission))
 
     def _look_ahead(self, launched: Launched) -> Launched | None:
         """Launch the pass after ``launched``, whose results are not in, where it can be drawn up
@@ -103,7 +110,7 @@ class EngineCore:
         with launched.foresight():
             if not self.admission.settled or (work_pass := self.scheduler.schedule()) is None:
                 return None
-            packed = self.launcher.pack(work_pass, self._record(work_pass), launched)
+            packed = self.launcher.pack(work_pass, record_of(work_pass, self.admission), launched)
         # Code of the user's in the model may end requests: the table is set back by then.
         return self.launcher.start(*packed)
 
@@ -204,24 +211,36 @@ class EngineCore:
         sequence.stats.drafted += len(drafts)
         self._proposed += len(drafts)
 
+    def _good_ends(self, launched: Launched) -> Array:
+        """[works]: up to where the positions of each work are good. Raises FailedPass."""
+        if self.thoughts is None:
+            return launched.works.ends
+        try:
+            return self.thoughts.take(launched)
+        except Exception as error:
+            raise FailedPass from error
+
     def _commit(
         self,
         launched: Launched,
+        ends: Array,
         found: Sampled,
         decisions: Array | None,
         prompt_logprobs: Array | None,
     ) -> None:
         """Mark what the works have computed, start the siblings that wait for it, and commit tokens
-        or keep them as drafts, whose errors are left to the verify. What is not alive is left out.
-        """
+        or keep them as drafts, whose errors are left to the verify. What is not alive is left out,
+        and tokens of works that are not good to their end."""
         table, works, alive = self.table, launched.works, launched.alive
         for result in found.special.values():
             self.runner.torch_state.stream.hand_out(result.scores, result.logits)
         drafts = works.kinds == DRAFT
         final = alive & ~drafts
-        table.advance(works.rows[final], works.ends[final], launched.work_pass.canonical)
+        table.advance(works.rows[final], ends[final], launched.work_pass.canonical)
         if prompt_logprobs is not None:
-            launched.keep_prompt_logprobs(alive, prompt_logprobs)
+            launched.keep_prompt_logprobs(alive, ends, prompt_logprobs)
+        alive &= ends == works.ends
+        final &= alive
         rows, firsts, counts = launched.rows, launched.firsts, launched.counts
         kept = final[launched.work]
         if launched.leads:
@@ -262,23 +281,6 @@ class EngineCore:
                 rows[places[sibling]] = sibling.row
             leader.forbid_drafts(leader.draft_free)
         return rows
-
-    def _record(self, work_pass: Pass) -> PassRecord:
-        works, running = work_pass.works, len(self.table)
-        rows = np.bincount(works.kinds, works.counts, len(KINDS)).astype(int).tolist()
-        sequences = np.bincount(works.kinds, minlength=len(KINDS)).tolist()
-        return PassRecord(
-            number=0,
-            bucket=work_pass.bucket,
-            canonical=work_pass.canonical,
-            rows=dict(zip(KINDS, rows, strict=True)),
-            sequences={kind: n for kind, n in zip(KINDS, sequences, strict=True) if n},
-            running=running,
-            waiting=len(self.admission.waiting),
-            left_out=running - len(works),
-            pages_held=self.admission.pool.num_held,
-            way=work_pass.way,
-        )
 
     def _close(self, record: PassRecord, commits: Commits, seconds: float) -> None:
         record.number, record.seconds = self._number, seconds

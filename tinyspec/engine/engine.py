@@ -21,13 +21,13 @@ from tinyspec.engine.lifetime import Lifetime, taken_over
 from tinyspec.engine.loading import load
 from tinyspec.engine.request_tracker import RequestTracker
 from tinyspec.engine.stream import EventStream
+from tinyspec.engine.thinker import Thinker, unwrapped
 from tinyspec.engine.turns import in_turns
 from tinyspec.errors import refuse
 from tinyspec.kernels import backend
 from tinyspec.kernels.backend import Kernels
 from tinyspec.model.install import install, uninstall
 from tinyspec.model.supported import max_positions
-from tinyspec.model.wrappers import unwrap
 from tinyspec.outputs import RequestOutput
 from tinyspec.runner.capacity import most_pages
 from tinyspec.runner.model_runner import ModelRunner
@@ -79,7 +79,7 @@ class Engine(Lifetime):
         if not isinstance(config, EngineConfig | None):
             raise refuse("config", config, "None or an EngineConfig")
         config = config or EngineConfig()
-        model = unwrap(model)
+        model, thinking = unwrapped(model)
         config = config.resolve(device_type=model.device.type, model_positions=max_positions(model))
         if (reason := backend.refusal(config.backend, model.device.type)) is not None:
             raise refuse("backend", config.backend, reason)
@@ -87,6 +87,7 @@ class Engine(Lifetime):
         self.model, self.tokenizer = model, tokenizer
         self.config = config
         self._grows = grows and config.num_pages is None
+        self._thinker = None if thinking is None else Thinker(thinking, config)
         kernels = backend.load(config.backend)
         linear = kernels.linear if config.linear == "always" else None
         with taken_over(model):
@@ -107,17 +108,18 @@ class Engine(Lifetime):
         self.pool = PagePool(num_pages, config.page_size)
         self.admission = admission = Admission(config, self.pool)
         scheduler = Scheduler(config, admission, buckets)
-        given = (self.patched, self.pool, kernels, buckets, config)
-        self.runner = runner = ModelRunner(self.model, *given)
+        patched, pool = self.patched, self.pool
+        self.runner = runner = ModelRunner(self.model, patched, pool, kernels, buckets, config)
         check_parity(self.patched, runner)
         committer = Committer(admission, self.tokenizer, runner)
         records: deque[PassRecord] = deque(maxlen=None if config.trace else RECORDS_KEPT)
         parts = (admission, scheduler, runner, Sampler(kernels), committer, drafter, records)
-        self.core = EngineCore(*parts, overlap=bool(config.overlap))
+        self.core = EngineCore(*parts, overlap=bool(config.overlap), thinker=self._thinker)
         self.contract = Contract(self.model, runner, config)
         self.tracker = RequestTracker(self.core, self.contract, self.tokenizer)
         self.turns = turns = self.tracker.turns
-        self._inputs = InputProcessor(self.model, self.tokenizer, config, self.pool, turns)
+        given = (self.model, self.tokenizer, config, self.pool, turns, self._thinker)
+        self._inputs = InputProcessor(*given)
         self.contract.pause = flush
 
     @classmethod
