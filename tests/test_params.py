@@ -31,6 +31,7 @@ BAD_PARAMS = {
     "logprobs_mode": ("cooked", None, 3),
     "logits_processors": (5, None),
     "stopping_criteria": (5, None),
+    "thinking": (1, None, "yes"),
 }
 BAD_CONFIG = {
     "prefix_cache": (None, 1, "yes"),
@@ -52,6 +53,7 @@ BAD_CONFIG = {
     "cuda_graphs": (1, "yes"),
     "linear": ("sometimes", None),
     "overlap": (1, "yes"),
+    "thinking_window": (0, -1, 2.5, True),
 }
 
 

@@ -53,6 +53,8 @@ class EngineConfig:
         its results; changes no bit of a deterministic request (None: on a GPU, not on a CPU).
     cuda_graphs: capture passes that come again as graphs, one for each shape; only where the device
         has them (None: there). Models whose forward cannot be captured run eagerly all the same.
+    thinking_window: most chunks of a prompt that run at once before the thoughts between them are
+        known, as if these were trivial; 1: one by one, None: all that a pass holds.
     kv_dtype: of keys and values in the cache. "auto": the model's; "fp8_e4m3": a byte each,
         rounded to nearest with a constant scale of 1, saturating at 448: a cache of as much memory
         holds twice the tokens (in fp32 four times), and results are other ones than with "auto".
@@ -80,6 +82,7 @@ class EngineConfig:
     cuda_graphs: bool | None = None
     linear: str = "auto"
     overlap: bool | None = None
+    thinking_window: int | None = 8
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -107,6 +110,7 @@ class EngineConfig:
         at_least("num_pages", 1)
         at_least("draft_window", 1)
         at_least("seed", 0)
+        at_least("thinking_window", 1)
         if self.seed is not None and self.seed >= 2**63:
             raise refuse("seed", self.seed, "None or an integer in [0, 2**63)")
         one_of("prefix_cache", (False, True))

@@ -19,7 +19,8 @@ class CompletionStats:
     drafted: drafts proposed. accepted: drafts committed. rolled_back: drafts dropped because an
     earlier one was wrong. rollbacks: how often that happened. verify_passes: passes that verified
     its drafts. cached_prompt_tokens: prompt tokens taken from the prefix cache.
-    preemptions: how often its pages were taken and recomputed.
+    preemptions: how often its pages were taken and recomputed. thinking_passes: passes after which
+    thoughts of the prompt were looked for.
     """
 
     drafted: int = 0
@@ -29,6 +30,7 @@ class CompletionStats:
     verify_passes: int = 0
     cached_prompt_tokens: int = 0
     preemptions: int = 0
+    thinking_passes: int = 0
 
 
 @dataclass
@@ -60,6 +62,21 @@ class Completion:
 
 
 @dataclass
+class Thought:
+    """What was thought behind one chunk of a prompt.
+
+    chunk: its number, from 0. token_ids: the end token included. text: decoded without special
+    tokens, or None where the engine has no tokenizer. cut: it had no end token when it was as long
+    as a thought may be.
+    """
+
+    chunk: int
+    token_ids: list[int]
+    text: str | None = None
+    cut: bool = False
+
+
+@dataclass
 class RequestOutput:
     """A finished request: its prompt, its parameters as resolved (seed included) and completions.
 
@@ -68,6 +85,7 @@ class RequestOutput:
     prompt_logprobs: one per prompt token, None for the first, if asked for.
     fingerprint_parts: what the fingerprint is the digest of, by name (device, versions, threads,
     weights, ...), long ones as digests; 2 KB of JSON at most.
+    thoughts: one for each whole chunk of the prompt, with ``SamplingParams(thinking=True)``.
     """
 
     request_id: str
@@ -77,12 +95,14 @@ class RequestOutput:
     fingerprint: str | None = None
     prompt_logprobs: list[float | None] | None = None
     fingerprint_parts: dict[str, str | int | bool | None] | None = None
+    thoughts: list[Thought] | None = None
 
     def to_json(self) -> str:
         """One line of JSON; ``from_json`` restores every bit."""
         data = {f.name: getattr(self, f.name) for f in fields(self)}
         data["params"] = self.params.to_dict()
         data["completions"] = [asdict(completion) for completion in self.completions]
+        data["thoughts"] = self.thoughts and [asdict(thought) for thought in self.thoughts]
         return json.dumps(data)
 
     @classmethod
@@ -91,6 +111,8 @@ class RequestOutput:
         data: dict[str, Any] = json.loads(line, object_pairs_hook=no_name_twice)
         data["params"] = SamplingParams.from_dict(data["params"])
         data["completions"] = [_completion(c) for c in data["completions"]]
+        if isinstance(data.get("thoughts"), list):
+            data["thoughts"] = [Thought(**thought) for thought in data["thoughts"]]
         return cls(**data)
 
 
@@ -122,7 +144,8 @@ class StreamEvent:
 
     request_id, index: which completion of which request. text: what these tokens add to its text
     (it may lag while a character is incomplete). logprobs: of these tokens, if asked for.
-    finish_reason: set on a completion's last event.
+    finish_reason: set on a completion's last event. thoughts: of the prompt, made since the last
+    event, in those of completion 0.
     """
 
     request_id: str
@@ -131,3 +154,4 @@ class StreamEvent:
     text: str | None = None
     logprobs: list[float] | None = None
     finish_reason: str | None = None
+    thoughts: list[Thought] | None = None

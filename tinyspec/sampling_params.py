@@ -58,6 +58,7 @@ class SamplingParams:
     logits_processors: called as ``f(input_ids [1, L], scores [1, V]) -> scores`` once per committed
         position, in order; one that declares ``stateless = True`` may be called for drafts too.
     stopping_criteria: called as ``f(input_ids [1, L], None)`` after every committed token.
+    thinking: read the prompt with thoughts, by a model that has learnt to (``ThinkingModel``).
 
     Numbers may be numpy's, or tensors without dimensions. Raises ValueError naming the field, its
     value and what is allowed.
@@ -83,6 +84,7 @@ class SamplingParams:
     logprobs_mode: str = "processed"
     logits_processors: Sequence[Callable[..., Any]] = ()
     stopping_criteria: Sequence[Callable[..., Any]] = ()
+    thinking: bool = False
 
     def __new__(cls, **given: Any) -> SamplingParams:
         for name in OTHER_NAMES.keys() & given.keys():
@@ -132,7 +134,7 @@ class SamplingParams:
         integer("top_logprobs", 0)
 
     def _check_choices(self) -> None:
-        for field in ("deterministic", "ignore_eos", "logprobs", "prompt_logprobs"):
+        for field in ("deterministic", "ignore_eos", "logprobs", "prompt_logprobs", "thinking"):
             if not isinstance(getattr(self, field), bool):
                 raise refuse(field, getattr(self, field), "True or False")
         if self.logprobs_mode not in LOGPROBS_MODES:

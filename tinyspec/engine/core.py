@@ -16,6 +16,8 @@ from tinyspec.engine.commit import Commits, Committer
 from tinyspec.engine.drafter import Drafter, FastPath, NgramDrafter
 from tinyspec.engine.launched import Launched, is_special
 from tinyspec.engine.launcher import FailedPass, Launcher
+from tinyspec.engine.thinker import Thinker
+from tinyspec.engine.thought_commits import ThoughtCommitter
 from tinyspec.engine.together import Together
 from tinyspec.engine.trace import Trace
 from tinyspec.model.torch_state import callers_modes
@@ -42,6 +44,7 @@ class EngineCore:
     records: deque[PassRecord]
     overlap: bool = False
     trace: Trace | None = None
+    thinker: Thinker | None = None
     stats: EngineStats = field(default_factory=EngineStats)
     _under_way: Launched | None = None
     _proposed: int = 0
@@ -52,6 +55,8 @@ class EngineCore:
         self.launcher = Launcher(self.admission, self.runner, self.sampler)
         self.committer.trace = self.trace
         self.together = Together(self.committer, self.sampler)
+        thinker = self.thinker
+        self.thoughts = None if thinker is None else ThoughtCommitter(self.committer, thinker)
 
     @property
     def drafts_by_user(self) -> bool:
@@ -71,11 +76,12 @@ class EngineCore:
             self.trace.begin()
         try:
             results = launched.fetch()
+            ends = self.thoughts.take(launched) if self.thoughts else launched.works.ends
         except FailedPass as failure:
             assert isinstance(failure.__cause__, Exception)
             self._isolate_failure(launched, failure.__cause__)
         else:
-            self._commit(launched, *results)
+            self._commit(launched, ends, *results)
         commits = self.committer.take()
         self._close(launched.record, commits, time.perf_counter() - began)
         if self.trace is not None:
@@ -215,21 +221,24 @@ class EngineCore:
     def _commit(
         self,
         launched: Launched,
+        ends: Array,
         found: Sampled,
         decisions: Array | None,
         prompt_logprobs: Array | None,
     ) -> None:
         """Mark what the works have computed, start the siblings that wait for it, and commit tokens
-        or keep them as drafts, whose errors are left to the verify. What is not alive is left out.
-        """
+        or keep them as drafts, whose errors are left to the verify. What is not alive is left out,
+        and tokens of works that are not good to their end."""
         table, works, alive = self.table, launched.works, launched.alive
         for result in found.special.values():
             self.runner.torch_state.stream.hand_out(result.scores, result.logits)
         drafts = works.kinds == DRAFT
         final = alive & ~drafts
-        table.advance(works.rows[final], works.ends[final], launched.work_pass.canonical)
+        table.advance(works.rows[final], ends[final], launched.work_pass.canonical)
         if prompt_logprobs is not None:
-            launched.keep_prompt_logprobs(alive, prompt_logprobs)
+            launched.keep_prompt_logprobs(alive, ends, prompt_logprobs)
+        alive &= ends == works.ends
+        final &= alive
         rows, firsts, counts = launched.rows, launched.firsts, launched.counts
         kept = final[launched.work]
         if launched.leads:
@@ -274,8 +283,8 @@ class EngineCore:
             leader.forbid_drafts(leader.draft_free)
         return rows
 
-    def _record(self, work_pass: Pass) -> PassRecord:
-        return PassRecord.of(work_pass, len(self.admission.waiting), self.admission.pool.num_held)
+    def _record(self, planned: Pass) -> PassRecord:
+        return PassRecord.of(planned, len(self.admission.waiting), self.admission.pool.num_held)
 
     def _close(self, record: PassRecord, commits: Commits, seconds: float) -> None:
         record.number, record.seconds = self._number, seconds

@@ -21,6 +21,7 @@ from tinyspec.engine.loading import load
 from tinyspec.engine.observed import Observed, passes_traced, records_of
 from tinyspec.engine.request_tracker import RequestTracker
 from tinyspec.engine.stream import EventStream
+from tinyspec.engine.thinker import Thinker, unwrapped
 from tinyspec.engine.trace import Trace
 from tinyspec.engine.turns import in_turns
 from tinyspec.errors import refuse
@@ -28,7 +29,6 @@ from tinyspec.kernels import backend
 from tinyspec.kernels.backend import Kernels
 from tinyspec.model.install import install, uninstall
 from tinyspec.model.supported import max_positions
-from tinyspec.model.wrappers import unwrap
 from tinyspec.outputs import RequestOutput
 from tinyspec.runner.capacity import most_pages
 from tinyspec.runner.model_runner import ModelRunner
@@ -78,7 +78,7 @@ class Engine(Lifetime, Observed):
         if not isinstance(config, EngineConfig | None):
             raise refuse("config", config, "None or an EngineConfig")
         config = config or EngineConfig()
-        model = unwrap(model)
+        model, thinking = unwrapped(model)
         config = config.resolve(device_type=model.device.type, model_positions=max_positions(model))
         if (reason := backend.refusal(config.backend, model.device.type)) is not None:
             raise refuse("backend", config.backend, reason)
@@ -86,6 +86,7 @@ class Engine(Lifetime, Observed):
         self.model, self.tokenizer = model, tokenizer
         self.config = config
         self._grows = grows and config.num_pages is None
+        self._thinker = None if thinking is None else Thinker(thinking, config)
         kernels = backend.load(config.backend)
         linear = kernels.linear if config.linear == "always" else None
         with taken_over(model):
@@ -106,19 +107,22 @@ class Engine(Lifetime, Observed):
         self.pool = PagePool(num_pages, config.page_size)
         self.admission = admission = Admission(config, self.pool)
         scheduler = Scheduler(config, admission, buckets)
-        given = (self.patched, self.pool, kernels, buckets, config)
-        self.runner = runner = ModelRunner(self.model, *given)
+        patched, pool = self.patched, self.pool
+        self.runner = runner = ModelRunner(self.model, patched, pool, kernels, buckets, config)
         check_parity(self.patched, runner)
         committer = Committer(admission, self.tokenizer, runner)
         parts = (admission, scheduler, runner, Sampler(kernels), committer, drafter)
         traced = passes_traced(config)
         trace = Trace(traced, admission.table, self.tokenizer) if traced else None
         kept = records_of(config)
-        self.core = EngineCore(*parts, kept, overlap=bool(config.overlap), trace=trace)
+        if self._thinker is not None:
+            runner.taps = self._thinker.taps()
+        self.core = EngineCore(*parts, kept, bool(config.overlap), trace, self._thinker)
         self.contract = Contract(self.model, runner, config)
         self.tracker = RequestTracker(self.core, self.contract, self.tokenizer)
         self.turns = turns = self.tracker.turns
-        self._inputs = InputProcessor(self.model, self.tokenizer, config, self.pool, turns)
+        given = (self.model, self.tokenizer, config, self.pool, turns, self._thinker)
+        self._inputs = InputProcessor(*given)
         self.contract.pause = flush
 
     @classmethod

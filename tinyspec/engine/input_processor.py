@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tinyspec.config import EngineConfig
+from tinyspec.engine.thinker import Thinker
 from tinyspec.engine.tokenization import as_prompts, continuation_ids, to_token_ids
 from tinyspec.engine.turns import HasTurns, Turns, in_turn
 from tinyspec.errors import refuse
@@ -23,6 +24,7 @@ from tinyspec.outputs import RequestOutput
 from tinyspec.sampling_params import SamplingParams
 from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.request import Request
+from tinyspec.scheduler.thoughts import Thoughts
 
 
 class InputProcessor(HasTurns):
@@ -35,11 +37,12 @@ class InputProcessor(HasTurns):
         config: EngineConfig,
         pool: PagePool,
         turns: Turns,
+        thinker: Thinker | None = None,
     ):
         if isinstance(tokenizer, EngineConfig):
             raise refuse("tokenizer", tokenizer, "a tokenizer or None; did you mean config=?")
         self.turns = turns  # tokenizers serve one thread at a time
-        self._pool = pool
+        self._pool, self._thinker = pool, thinker
         self._tokenizer = tokenizer
         self._config = config
         self._vocab_size = vocab_size(model)
@@ -119,7 +122,12 @@ class InputProcessor(HasTurns):
         if seed is None and params.temperature > 0:
             seed = int(torch.randint(2**62, (1,), generator=self._seeds, device="cpu"))
         resolved = params.resolve(eos_token_id=eos, seed=seed)
-        return Request(f"request-{number}", prompt, resolved, number)
+        request = Request(f"request-{number}", prompt, resolved, number)
+        if params.thinking:
+            assert self._thinker is not None
+            size, window = self._thinker.config.chunk_size, self._config.thinking_window
+            request.thoughts = Thoughts(size, len(prompt), window)
+        return request
 
     def _token_ids(self, field: str, ids: list[Any]) -> list[int]:
         """``ids``, checked to be tokens of the model."""
@@ -157,6 +165,9 @@ class InputProcessor(HasTurns):
                 self._check_token(field, token)
         if params.top_logprobs > self._vocab_size:
             raise refuse("top_logprobs", params.top_logprobs, f"at most {self._vocab_size}")
+        if params.thinking and self._thinker is None:
+            allowed = "False with a model without thinking blocks (tinyspec.thinking.model)"
+            raise refuse("thinking", True, allowed)
         if params.stop_strings and self._tokenizer is None:
             raise refuse("stop_strings", params.stop_strings, "none without a tokenizer")
         for field in ("logits_processors", "stopping_criteria"):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
+from tinyspec.engine.thinking_rows import ThinkingRows
 from tinyspec.runner.device_queue import Pending
 from tinyspec.runner.sampler import Sampled, Sampling
 from tinyspec.scheduler.admission import Admission
@@ -41,7 +42,7 @@ class Launched:
     among those sampled. offsets: of each work, its first row of logits. siblings: (place among the
     n, sequence). leads: whether siblings wait for a prompt that it computes. unscored: (work,
     position) of prompt rows whose logits give a missing log-probability. verified [S]: places of
-    those with drafts to verify.
+    those with drafts to verify. thinking: rows of prompts that are thought about.
     """
 
     work_pass: Pass
@@ -57,6 +58,7 @@ class Launched:
     unscored: list[tuple[int, int]]
     verified: Array
     pending: Pending[Results] = field(init=False)
+    thinking: ThinkingRows | None = None
 
     @classmethod
     def of(cls, work_pass: Pass, record: PassRecord, admission: Admission) -> Launched:
@@ -103,8 +105,9 @@ class Launched:
     @property
     def predictable(self) -> bool:
         """Whether all but the ids of its tokens is known: each of its sequences gets one token or
-        one draft, and none starts."""
-        return not (len(self.verified) or self.leads or self.pending.failed)
+        one draft, none starts, and nothing is thought about."""
+        thinks = self.thinking is not None and bool(self.thinking.spans)
+        return not (len(self.verified) or self.leads or self.pending.failed or thinks)
 
     def foresight(self) -> AbstractContextManager[None]:
         """A block in which the sequence table is as if it were committed."""
@@ -134,12 +137,12 @@ class Launched:
             decisions[:, self.verified] = decided
         return self.pending.results.sampling.on_host(tokens, logprobs), decisions, prompts
 
-    def keep_prompt_logprobs(self, alive: Array, values: Array) -> None:
+    def keep_prompt_logprobs(self, alive: Array, ends: Array, values: Array) -> None:
         """Give requests the log-probabilities ``values`` of their prompts' tokens, of the works
-        that are ``alive``."""
+        that are ``alive``, by rows before ``ends`` [works]."""
         table, rows = self.work_pass.table, self.works.rows
         for (n, position), value in zip(self.unscored, values.tolist(), strict=True):
-            if alive[n]:
+            if alive[n] and position < ends[n]:
                 request = table.sequences[rows[n]].request
                 request.prompt_logprobs[position + 1] = value
 

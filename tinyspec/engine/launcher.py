@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tinyspec.engine.comparison import Comparison
 from tinyspec.engine.launched import Launched, Results
+from tinyspec.engine.thinking_rows import ThinkingRows
 from tinyspec.runner.device_queue import DeviceQueue, to_device
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.processors import SpecialRow
@@ -120,11 +121,19 @@ class Launcher:
             newest = np.stack([ends[some] - 1, sources[some]])
         packed = runner.pack(launched.work_pass, fresh, wanted, newest)
         keeping = self._keeping_hidden(works)
+        taps, thinking = runner.taps, None
+        if taps is not None:
+            thinking = ThinkingRows.of(launched.work_pass, runner.device)
+        launched.thinking = thinking
 
         def forward() -> tuple[Tensor, Tensor | None]:
             if keeping:
                 runner.ask_for_hidden()
+            if taps is not None:
+                taps.ask(None if thinking is None else thinking.rows)
             logits = runner.run(packed, None if before is None else _tokens(before))
+            if taps is not None and thinking is not None:
+                thinking.hidden = taps.take()
             for n, sequence in keeping:
                 states = runner.hidden[:, ends[n] - works.counts[n] : ends[n]].clone()
                 sequence.hidden.append((int(works.starts[n]), states))

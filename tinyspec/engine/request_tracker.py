@@ -89,7 +89,7 @@ class RequestTracker(HasTurns):
         begun = [r for r in asking if any(s.num_generated for s in r.sequences)]
         self._abort_all(begun, f"{what} changed while it was running")
         for request in self.requests.values():
-            request.forget_prompt_logprobs()
+            request.forget_prompt()
         if len(begun) == len(asking):
             return
         try:

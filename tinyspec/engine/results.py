@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tinyspec.engine.tokenization import decode
-from tinyspec.outputs import Completion, RequestOutput, StreamEvent
+from tinyspec.outputs import Completion, RequestOutput, StreamEvent, Thought
 from tinyspec.scheduler.request import Request, Sequence
 
 
@@ -20,7 +21,16 @@ def output_of(request: Request, tokenizer: Any) -> RequestOutput:
         fingerprint=known and known.digest,
         prompt_logprobs=request.prompt_logprobs or None,
         fingerprint_parts=known and dict(known.parts),
+        thoughts=thoughts_of(request, tokenizer),
     )
+
+
+def thoughts_of(request: Request, tokenizer: Any, first: int = 0) -> list[Thought] | None:
+    """Those made so far, from chunk ``first`` on; None where the prompt is not thought about."""
+    if request.thoughts is None:
+        return None
+    found = request.thoughts.found[first:]
+    return [replace(thought, text=decode(tokenizer, thought.token_ids)) for thought in found]
 
 
 def event_of(sequence: Sequence, committed: int) -> StreamEvent:

@@ -26,6 +26,7 @@ from tinyspec.runner.device_queue import to_device
 from tinyspec.runner.fixed_batches import FixedBatches, FixedPass, PassShape
 from tinyspec.runner.graphs import PassGraphs
 from tinyspec.runner.kv_cache import KVCache, dtype_of
+from tinyspec.runner.layer_taps import LayerTaps
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.passes import Pass
@@ -50,7 +51,7 @@ class ModelRunner:
 
     after_pass: called after every pass of ``run``. hidden: [layers + 1, rows, hidden] of the newest
     one that was asked for it: the embeddings, and what each layer has put out. graphs: of passes by
-    the Triton kernels, which run at fixed addresses.
+    the Triton kernels, which run at fixed addresses. taps: of a model that thinks.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class ModelRunner:
         self.after_pass: Callable[[], None] = lambda: None
         self.hidden = torch.empty(0, dtype=model.dtype, device=model.device)
         self._wants_hidden = False
+        self.taps: LayerTaps | None = None
         self.graphs = PassGraphs(self.torch_state.stream, bool(config.cuda_graphs))
         self._fixed = FixedBatches(config, buckets.fit, buckets.fit_canonical, self.device)
 
@@ -213,7 +215,7 @@ class ModelRunner:
         try:
             self._fixed.send(packed, tokens)
             forward = partial(self._forward_fixed, shape, packed.embeds)
-            if packed.embeds or self._wants_hidden:
+            if packed.embeds or self._wants_hidden or self._tapped:
                 return forward()
             addresses = (*self._fixed.addresses, *(pool.data_ptr() for pool in pools))
             return self.graphs.run(shape, shape.canonical, addresses, forward)
@@ -251,9 +253,11 @@ class ModelRunner:
         wants_hidden, self._wants_hidden = self._wants_hidden, False
         if wants_hidden:
             more["output_hidden_states"] = True
-        look = self.kernels.backend == "triton" and not (batch.embeds or wants_hidden)
+        special = batch.embeds or wants_hidden or self._tapped
+        look = self.kernels.backend == "triton" and not special
+        tapped = self.taps() if self.taps is not None and self._tapped else nullcontext()
         try:
-            with self.graphs.looking(canonical) if look else nullcontext():
+            with self.graphs.looking(canonical) if look else nullcontext(), tapped:
                 output = self.model(**self._inputs(batch), **more, **self._always)
             context.check()
         finally:
@@ -265,6 +269,11 @@ class ModelRunner:
         logits, gathered = output.logits, keep is None or self._keeps_logits
         logits = logits[0] if gathered else logits[0, keep]
         return logits if self.kernels.backend == "triton" else logits.float()
+
+    @property
+    def _tapped(self) -> bool:
+        """Whether states are added in the next pass, or read."""
+        return self.taps is not None and self.taps.asked
 
     def _inputs(self, batch: Batch) -> dict[str, Tensor]:
         """Token ids, or embeddings of all rows if some are given as embeddings."""

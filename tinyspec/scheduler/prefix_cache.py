@@ -54,7 +54,7 @@ class PrefixCache:
     def insert(self, sequence: Sequence) -> None:
         """Index pages that have filled up with committed tokens since the last call."""
         full = sequence.computed // self.pool.page_size
-        if full <= sequence.indexed or sequence.request.embeds is not None:
+        if full <= sequence.indexed or _is_apart(sequence):
             return
         digests = self._digests(sequence)
         for number in range(sequence.indexed, full):
@@ -93,10 +93,17 @@ class PrefixCache:
     def _digests(self, sequence: Sequence) -> list[bytes]:
         """One digest per full page of its tokens, each over all tokens up to the page's end."""
         size, digests = self.pool.page_size, sequence.digests
-        if sequence.request.embeds is not None:  # its tokens are placeholders
+        if _is_apart(sequence):
             return digests
         for number in range(len(digests), sequence.length // size):
             tokens = array("q", sequence.ids(number * size, (number + 1) * size))
             before = digests[-1] if digests else b""
             digests.append(blake2b(before + tokens.tobytes(), digest_size=16).digest())
         return digests
+
+
+def _is_apart(sequence: Sequence) -> bool:
+    """Whether its tokens do not tell what its pages hold: of embeddings they are placeholders, and
+    states are added to those that are thought about."""
+    request = sequence.request
+    return request.embeds is not None or request.thoughts is not None

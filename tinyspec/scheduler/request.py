@@ -10,25 +10,13 @@ from typing import Any
 
 from tinyspec.outputs import CompletionStats
 from tinyspec.sampling_params import SamplingParams
+from tinyspec.scheduler.columns import column
 from tinyspec.scheduler.noise import noise_key
 from tinyspec.scheduler.sequence_table import SequenceTable
+from tinyspec.scheduler.thoughts import Thoughts
 
 # Of a sequence's number in order of arrival: those of its index.
 INDEX_BITS = 20
-
-
-def _column(name: str) -> Any:
-    """A property kept in a column of the table: 0 for a sequence that does not run, of which
-    nothing is computed."""
-
-    def get(self: Sequence) -> Any:
-        return getattr(self.table, name)[self.row].item() if self.table is not None else 0
-
-    def set(self: Sequence, value: Any) -> None:
-        assert self.table is not None
-        getattr(self.table, name)[self.row] = value
-
-    return property(get, set)
 
 
 @dataclass(eq=False)
@@ -69,13 +57,13 @@ class Sequence:
     _logprobs: list[float] = field(default_factory=list)
     _stats: CompletionStats = field(default_factory=CompletionStats)
 
-    computed = _column("computed")
-    canonical = _column("canonical")
-    frozen = _column("frozen")
-    indexed = _column("indexed")
-    num_drafts = _column("num_drafts")
-    proposed = _column("proposed")
-    draft_ended = _column("draft_ended")
+    computed = column("computed")
+    canonical = column("canonical")
+    frozen = column("frozen")
+    indexed = column("indexed")
+    num_drafts = column("num_drafts")
+    proposed = column("proposed")
+    draft_ended = column("draft_ended")
 
     @property
     def params(self) -> SamplingParams:
@@ -235,6 +223,7 @@ class Sequence:
             given=self.given_tokens is not None,
             has_embeds=request.embeds is not None,
             scores_prompt=params.prompt_logprobs,
+            thinking=request.thoughts is not None,
             window=self._window(window),
         )
         table.set_ids(row, 0, self._tokens)
@@ -243,7 +232,14 @@ class Sequence:
         if self._logprobs:
             table.logprobs[row, prompt : len(self._tokens)] = self._logprobs
         self.table, self.row = table, row
+        self.thought()
         self.forbid_drafts(self.draft_free)
+
+    def thought(self) -> None:
+        """To call after a change of its request's thoughts."""
+        if self.table is not None and (thoughts := self.request.thoughts) is not None:
+            self.table.unthought[self.row] = thoughts.unthought
+            self.table.reach[self.row] = thoughts.reach
 
     def leave(self) -> None:
         """Give the row back; nothing is computed any more, and committed tokens stay."""
@@ -262,6 +258,7 @@ class Request:
     hidden]. num_hidden: leading prompt tokens that are placeholders then. keeps: of scores,
     logits, kv, hidden. lock_step: whose rows its completions are. fingerprint: that it runs under,
     with its parts. thread: whose code its processors and criteria are; 0: none that steps.
+    thoughts: of the prompt, where it is thought about.
     """
 
     request_id: str
@@ -277,6 +274,7 @@ class Request:
     lock_step: Any = None
     fingerprint: Any = None
     thread: int = 0
+    thoughts: Thoughts | None = None
 
     def __post_init__(self) -> None:
         assert self.params.seed is not None or self.params.temperature == 0
@@ -287,9 +285,11 @@ class Request:
         self.sequences[0].siblings = self.sequences[1:]
         self.prompt_logprobs = [None] * (len(self.prompt) if self.params.prompt_logprobs else 0)
 
-    def forget_prompt_logprobs(self) -> None:
-        """The model changed."""
+    def forget_prompt(self) -> None:
+        """The model changed: what was found of the prompt is found again."""
         self.prompt_logprobs = [None] * len(self.prompt_logprobs)
+        if self.thoughts is not None:
+            self.thoughts.forget()
 
     @property
     def num_prompt(self) -> int:

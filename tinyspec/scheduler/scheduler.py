@@ -71,11 +71,13 @@ class Scheduler:
         if np.count_nonzero(uncomputed) < len(rows):  # some wait for others of their call
             rows, uncomputed = rows[uncomputed > 0], uncomputed[uncomputed > 0]
         waiting = uncomputed > 1
+        if table.any("thinking"):  # a last token alone may wait for a thought
+            waiting |= table.unthought[rows] > 0
         prompts, pending = rows[waiting], 0
         if len(prompts):
             rows = rows[~waiting]
             prompts = self._without_followers(prompts)
-            pending = int(table.pending(prompts).sum())
+            pending = int(np.minimum(table.pending(prompts), table.runnable(prompts)).sum())
         deterministic, asked = table.deterministic[rows], table.deterministic[prompts]
         others = rows[deterministic]
         full = table.drafts_are_full(others)
@@ -216,7 +218,7 @@ class Scheduler:
         """As many tokens of the prompts as there is room for, and their drafts."""
         if not len(rows) or room <= 0:
             return []
-        wanted = self.table.pending(rows) + self.table.num_drafts[rows]
+        wanted = self.table.runnable(rows)
         counts = np.clip(room - (np.cumsum(wanted) - wanted), 0, wanted)
         some = counts > 0
         return [(rows[some], np.full(int(some.sum()), PROMPT), counts[some])]

@@ -10,84 +10,20 @@ from typing import Any
 
 import numpy as np
 
-Array = np.ndarray[Any, Any]
+from tinyspec.scheduler.columns import Array as Array
+from tinyspec.scheduler.columns import Columns
 
 # Rows, tokens, pages and stop tokens that there is room for at first; each doubles when it is full.
 FIRST_ROWS, FIRST_TOKENS, FIRST_PAGES, FIRST_STOPS, NO_STOP = 16, 64, 4, 1, -1
 
 
-class SequenceTable:
+class SequenceTable(Columns):
     """The running sequences, a row for each.
 
     ids [R, W] int64: committed tokens, then drafts. logprobs [R, W] fp32: of the token in its
     place. pages [R, P] int32: the page table, 0 after the last page. stops [R, K] int64: stop
     tokens, filled up with -1. sequences: of each row, None where it is free.
-
-    The columns, [R] each, of which what a sequence is stays as it is: used: whether the row is.
-    entry: a number of its own for every stay of a sequence in the table, 0 in a free row. order: of
-    arrival. deterministic. most: tokens at which it ends. window: most drafts that may wait.
-    temperature: 0 for greedy. key: of the noise. top_k, top_p, min_p: filters, 0, 1 and 0 where
-    they are off. logprobs_wanted. special_sampling: the sampler needs its parameters and history.
-    special_commit: tokens are committed one by one. given: its continuation is. has_embeds,
-    scores_prompt: parts of the prompt enter as embeddings, or its log-probabilities are wanted.
-
-    And what changes: length: committed tokens. computed: leading positions whose KV is final.
-    canonical: those of them whose KV is canonical. frozen: leading positions in shared pages, which
-    must not be written. indexed: leading pages that the prefix cache has seen. num_pages.
-    num_drafts. draft_free: none may wait. proposed: the drafts came from a drafter, so they have no
-    KV. draft_ended: the last draft is a stop token or failed. drafted, accepted, rolled_back,
-    rollbacks, verify_passes: counts since they were last added to its statistics.
     """
-
-    used: Array
-    entry: Array
-    order: Array
-    deterministic: Array
-    most: Array
-    window: Array
-    temperature: Array
-    key: Array
-    top_k: Array
-    top_p: Array
-    min_p: Array
-    logprobs_wanted: Array
-    special_sampling: Array
-    special_commit: Array
-    given: Array
-    has_embeds: Array
-    scores_prompt: Array
-    length: Array
-    computed: Array
-    canonical: Array
-    frozen: Array
-    indexed: Array
-    num_pages: Array
-    num_drafts: Array
-    proposed: Array
-    draft_ended: Array
-    draft_free: Array
-    drafted: Array
-    accepted: Array
-    rolled_back: Array
-    rollbacks: Array
-    verify_passes: Array
-
-    # What ``any`` can tell, as they stay as they are.
-    _FIXED = (
-        *("deterministic", "temperature", "logprobs_wanted", "special_sampling"),
-        *("special_commit", "given", "has_embeds", "scores_prompt"),
-    )
-    _FLAGS = (
-        *("used", "deterministic", "logprobs_wanted", "special_sampling", "special_commit"),
-        *("given", "has_embeds", "scores_prompt"),
-        *("proposed", "draft_ended", "draft_free"),
-    )
-    _REALS = ("temperature", "top_p", "min_p")
-    _COUNTS = (
-        *("entry", "order", "most", "window", "key", "top_k", "length", "computed", "canonical"),
-        *("frozen", "indexed", "num_pages", "num_drafts"),
-    )
-    STATS = ("drafted", "accepted", "rolled_back", "rollbacks", "verify_passes")
 
     def __init__(self) -> None:
         self.sequences: list[Any] = []
@@ -204,6 +140,15 @@ class SequenceTable:
     def pending(self, rows: Array) -> Array:
         """[n]: committed tokens whose KV is not final: 1 while decoding, more during the prompt."""
         return self.length[rows] - self.computed[rows]
+
+    def runnable(self, rows: Array) -> Array:
+        """[n]: positions that may be in the next pass, drafts included: of a prompt that is thought
+        about not those behind the chunks that wait for a thought."""
+        counts: Array = self.length[rows] + self.num_drafts[rows] - self.computed[rows]
+        if self.any("thinking"):
+            held = self.unthought[rows] > 0
+            counts[held] = np.minimum(counts, self.reach[rows] - self.computed[rows])[held]
+        return counts
 
     def draft_limits(self, rows: Array) -> Array:
         """[n]: drafts that may wait before a verify."""

@@ -1,0 +1,245 @@
+"""Prompts that are thought about: the engine agrees with the sequential reading in every way."""
+
+import pytest
+import torch
+
+from tests.support.cases import drain, whole
+from tests.support.thinking import KINDS, NONE, engine_of, params, prompt_of, said, thinking_model
+from tinyspec import Engine, EngineConfig, SamplingParams
+from tinyspec.errors import UnsupportedModelError
+from tinyspec.thinking.model import ThinkingModel
+from tinyspec.thinking.reading import generate, read
+
+WINDOWS = (1, 2, 4, 8, None)
+PROMPTS = [prompt_of(n, n) for n in (3, 8, 21, 67, 80)]
+
+
+def reference(model, tokens=8):
+    """What the sequential reading thinks and answers; before an engine patches the model."""
+    return [generate(model, prompt, tokens, None) for prompt in PROMPTS]
+
+
+def active(thoughts):
+    """Numbers of the chunks whose thoughts are not trivial."""
+    return [n for n, ids in enumerate(thoughts) if len(ids) > 1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_speculative_and_sequential_agree(kind):
+    model = thinking_model(kind)
+    wanted = reference(model)
+    assert any(active(thoughts) for thoughts, _ in wanted), "nothing is thought"
+    assert any(len(active(t)) < len(t) for t, _ in wanted), "every chunk thinks"
+    for window in WINDOWS:
+        with engine_of(model, thinking_window=window) as engine:
+            together = engine.generate(PROMPTS, params())
+            alone = [engine.generate([prompt], params())[0] for prompt in PROMPTS]
+            assert [said(output) for output in together] == wanted
+            assert [said(output) for output in alone] == wanted
+            assert whole(engine)
+
+
+def test_thoughts_change_the_answer():
+    """Control: the plain model answers otherwise, and so do other thoughts."""
+    model = thinking_model()
+    wanted = [answer for _, answer in reference(model)]
+    with engine_of(model) as engine:
+        plain = engine.generate(PROMPTS, params(thinking=False))
+    assert [output.completions[0].token_ids for output in plain] != wanted
+    assert all(output.thoughts is None for output in plain)
+    with torch.no_grad():
+        for parameter in model.compression.parameters():
+            parameter.mul_(1.5)
+    assert [answer for _, answer in reference(model)] != wanted
+
+
+def rounds_of(thoughts, length, window, size=8):
+    """By the definition: each round looks at ``window`` chunks, up to the first that thinks."""
+    done, rounds = 0, 0
+    while done < len(thoughts):
+        end = len(thoughts) if window is None else min(done + window, len(thoughts))
+        done = next((n + 1 for n in range(done, end) if len(thoughts[n]) > 1), end)
+        rounds += 1
+    return rounds
+
+
+def test_rounds():
+    model = thinking_model()
+    wanted = reference(model)
+    for window in WINDOWS:
+        with engine_of(model, thinking_window=window) as engine:
+            for (thoughts, _), prompt in zip(wanted, PROMPTS, strict=True):
+                found = engine.generate([prompt], params())[0].completions[0].stats
+                assert found.thinking_passes == rounds_of(thoughts, len(prompt), window)
+                if window is None and thoughts and len(thoughts[-1]) == 1:
+                    assert found.thinking_passes == len(active(thoughts)) + 1
+                if window == 1:
+                    assert found.thinking_passes == len(thoughts)
+
+
+def kv_of(engine, prompt, **changes):
+    """Keys and values of a prompt and its answer but the last token."""
+    (request,) = engine.prepare([prompt], params(**changes))
+    request.keeps = frozenset({"kv"})
+    engine.tracker.run([request])
+    return request.sequences[0].kv
+
+
+def test_keys_and_values():
+    """Those of the sequential reading, to tolerance; without thoughts they are others."""
+    model = thinking_model("qwen3")
+    prompt = PROMPTS[-1]
+    cache = read(model, [prompt]).cache
+    with engine_of(model, thinking_window=4) as engine:
+        found, plain = kv_of(engine, prompt), kv_of(engine, prompt, thinking=False)
+    for layer, ((k, v), (other, _)) in enumerate(zip(found, plain, strict=True)):
+        expected = cache.layers[layer].keys[0].transpose(0, 1), cache.layers[layer].values[0]
+        torch.testing.assert_close(k[: len(prompt)], expected[0], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            v[: len(prompt)], expected[1].transpose(0, 1), atol=1e-4, rtol=1e-4
+        )
+        assert layer == 0 or not torch.allclose(k, other, atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_trivial_thoughts_give_the_plain_model(kind):
+    model = thinking_model(kind, NONE)
+    with engine_of(model) as engine:
+        for exact in (False, True):
+            changes = {"deterministic": exact, "logprobs": exact}
+            found = engine.generate(PROMPTS, params(**changes))
+            plain = engine.generate(PROMPTS, params(thinking=False, **changes))
+            for one, other in zip(found, plain, strict=True):
+                assert all(thought.token_ids == [1] for thought in one.thoughts)
+                assert one.completions[0].token_ids == other.completions[0].token_ids
+                assert one.completions[0].logprobs == other.completions[0].logprobs
+
+
+def test_whatever_passes_hold():
+    """Passes smaller than a window, chunks in parts, chunks that fill no page."""
+    model = thinking_model(chunk_size=6, max_thought_tokens=8)
+    wanted = reference(model)
+    for settings in (
+        {"max_rows": 20},
+        {"max_rows": 17, "thinking_window": None},
+        {"max_sequences": 2},
+        {"overlap": True},
+        {"drafter": "ngram"},
+    ):
+        with engine_of(model, **settings) as engine:
+            found = engine.generate(PROMPTS, params())
+            assert [said(output) for output in found] == wanted, settings
+            assert whole(engine)
+
+
+@pytest.mark.parametrize("window", [1, 8])
+def test_preempted(window):
+    """While they think and while they decode; a thought that is known is not made again."""
+    model = thinking_model()
+    prompts = [prompt_of(length, length) for length in (40, 80, 40)]
+    wanted = [generate(model, prompt, 60, None) for prompt in prompts]
+    with engine_of(model, thinking_window=window, num_pages=10) as engine:
+        ids = [engine.add_request(prompt, params(60)) for prompt in prompts]
+        for _ in range(2):
+            engine.step()
+            assert any(r.thoughts.unthought for r in engine.tracker.requests.values())
+            engine.admission.preempt_all()
+        done = drain(engine)
+        outputs = [done[name] for name in ids]
+        assert [said(output) for output in outputs] == wanted
+        passes = [output.completions[0].stats.thinking_passes for output in outputs]
+        assert passes == [rounds_of(t, 0, window) for t, _ in wanted]
+        assert max(output.completions[0].stats.preemptions for output in outputs) > 2
+        assert whole(engine)
+
+
+def test_beside_plain_requests_and_step_by_step():
+    model = thinking_model()
+    wanted = reference(model)
+    with engine_of(model) as engine:
+        plain = params(20, thinking=False)
+        alone = [engine.generate([prompt], plain)[0] for prompt in PROMPTS]
+        ids = []
+        for prompt in PROMPTS:
+            ids += [engine.add_request(prompt, plain), engine.add_request(prompt, params())]
+            engine.step()
+        done = drain(engine)
+        assert [said(done[name]) for name in ids[1::2]] == wanted
+        answers = [done[name].completions[0].token_ids for name in ids[::2]]
+        assert answers == [output.completions[0].token_ids for output in alone]
+
+
+def test_completions_of_one_prompt_share_its_thoughts():
+    model = thinking_model()
+    (thoughts, answer) = reference(model)[-1]
+    with engine_of(model, max_sequences=2) as engine:
+        (output,) = engine.generate([PROMPTS[-1]], params(num_return_sequences=3))
+        assert said(output) == (thoughts, answer)
+        assert [c.token_ids for c in output.completions] == [answer] * 3
+        passes = [c.stats.thinking_passes for c in output.completions]
+        assert passes[0] == rounds_of(thoughts, 80, 8) and passes[1:] == [0, 0]
+
+
+def test_aborted_while_it_thinks():
+    model = thinking_model()
+    thoughts, _ = reference(model)[-1]
+    with engine_of(model, thinking_window=1) as engine:
+        name = engine.add_request(PROMPTS[-1], params())
+        for _ in range(3):
+            engine.step()
+        output = engine.abort(name)
+        assert said(output) == (thoughts[:3], [])
+        assert output.completions[0].finish_reason == "abort" and whole(engine)
+
+
+def test_prompt_logprobs():
+    """Of every token by a row with the states that it ends with."""
+    model = thinking_model()
+    prompt = PROMPTS[-1]
+    found = []
+    for window in (1, None):
+        with engine_of(model, thinking_window=window) as engine:
+            settings = params(prompt_logprobs=True, deterministic=True)
+            found.append(engine.generate([prompt], settings)[0].prompt_logprobs)
+    assert found[0] == found[1] and None not in found[0][1:]
+
+
+def test_thoughts_that_are_cut():
+    model = thinking_model(max_thought_tokens=2)
+    with engine_of(model) as engine:
+        (output,) = engine.generate([PROMPTS[-1]], params())
+    cut = [thought for thought in output.thoughts if thought.cut]
+    assert cut and all(1 not in thought.token_ids for thought in cut)
+    assert all((thought.token_ids[-1] == 1) != thought.cut for thought in output.thoughts)
+    assert [thought.chunk for thought in output.thoughts] == list(range(10))
+
+
+def test_logits_that_are_not_finite():
+    """A request whose thought has none fails by name; others go on."""
+    model = thinking_model()
+    prompt = PROMPTS[-1]
+    with torch.no_grad():
+        model.thinking.norm.weight.fill_(torch.nan)
+    with engine_of(model) as engine:
+        found, short = engine.generate([prompt, prompt[:5]], params())
+    assert found.completions[0].error == "the thought of chunk 0 has no finite logits"
+    assert short.completions[0].error is None and short.thoughts == []
+
+
+def test_refused():
+    model = thinking_model()
+    with Engine(model.backbone) as engine:
+        with pytest.raises(ValueError, match=r"thinking=True is not allowed: .*False with a model"):
+            engine.generate([[1, 2]], params())
+        with pytest.raises(ValueError, match="thinking=1 is not allowed"):
+            SamplingParams(thinking=1)
+    for name, rows in (("max_rows", 8), ("reference_rows", 8)):
+        wide = thinking_model(chunk_size=40)
+        settings = {"reference_rows": 4, "max_rows": 64, name: rows}
+        with pytest.raises(ValueError, match=rf"{name}={rows} is not allowed: at least .*=40"):
+            Engine(wide, config=EngineConfig(**settings))
+    with pytest.raises(ValueError, match="thinking_window=0 is not allowed"):
+        EngineConfig(thinking_window=0)
+    with pytest.raises(UnsupportedModelError):
+        Engine(torch.nn.Linear(2, 2))
+    assert isinstance(model, ThinkingModel)

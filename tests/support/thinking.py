@@ -1,0 +1,95 @@
+"""Thinking models with random weights, of which T thinks about some chunks and not about others."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from tests.support.mixes import bits
+from tinyspec import Engine, EngineConfig, RequestOutput, SamplingParams
+from tinyspec.thinking.config import ThinkingConfig
+from tinyspec.thinking.model import ThinkingModel
+
+END, VOCAB = 1, 64
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+KINDS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16)),
+    "gemma3": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(**SIZES, head_dim=16, sliding_window=16, sliding_window_pattern=2)
+    ),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=16)),
+}
+# Added to the logit of T's end token: about half of the thoughts are trivial; all are.
+SOME, NONE = 3.0, 1e4
+
+
+def thinking_model(kind: str = "llama", quiet: float = SOME, **fields: int) -> ThinkingModel:
+    """A new one; the same weights for the same arguments."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = ThinkingConfig(**{"end_token_id": END, "max_thought_tokens": 4, **fields})
+        model = ThinkingModel.from_backbone(KINDS[kind](), config).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(0.0, 0.15)
+    head = model.thinking.head
+    biased = nn.Linear(head.in_features, head.out_features)
+    with torch.no_grad():
+        biased.weight.copy_(head.weight)
+        biased.bias.zero_()
+        biased.bias[END] = quiet
+    model.thinking.head = biased.eval()
+    return model
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    """Random tokens."""
+    found = torch.randint(2, VOCAB, (length,), generator=torch.Generator().manual_seed(seed))
+    return found.tolist()
+
+
+def params(tokens: int = 8, **changes: object) -> SamplingParams:
+    return SamplingParams(**{"max_new_tokens": tokens, "thinking": True, **changes})
+
+
+def exact(tokens: int = 8, **changes: object) -> SamplingParams:
+    return params(tokens, **{"deterministic": True, "logprobs": True, **changes})
+
+
+def engine_of(model: ThinkingModel, **settings: object) -> Engine:
+    """An engine with small passes and pages, so that their sizes vary."""
+    return Engine(model, config=EngineConfig(**{"reference_rows": 16, "page_size": 16, **settings}))
+
+
+def said(output: RequestOutput) -> tuple[list[list[int]], list[int]]:
+    """Thoughts and the first completion's answer, as ``reading.generate`` returns them."""
+    assert output.thoughts is not None
+    return [thought.token_ids for thought in output.thoughts], output.completions[0].token_ids
+
+
+def all_bits(output: RequestOutput) -> object:
+    """All that must be the same in every bit."""
+    return output.thoughts, bits(output)

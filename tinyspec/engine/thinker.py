@@ -1,0 +1,126 @@
+"""Runs the two thinking blocks: first tokens of thoughts, whole thoughts, states.
+
+Batches are of one shape whatever is asked for, padded with zeros, so that what a chunk gives is its
+own. Knows chunks and tokens, neither requests nor pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tinyspec.config import EngineConfig
+from tinyspec.errors import refuse
+from tinyspec.model.wrappers import unwrap
+from tinyspec.runner.layer_taps import LayerTaps
+from tinyspec.thinking.backbone import Backbone
+from tinyspec.thinking.model import IGNORED, ThinkingModel
+
+# Chunks of a batch.
+BATCH = 8
+# In the place of a token: its logits were not finite.
+NOT_FINITE = -1
+
+
+def unwrapped(model: Any) -> tuple[Any, ThinkingModel | None]:
+    """The transformers model inside of wrappers, and the thinking model that it is the backbone of,
+    if there is one. Raises as ``unwrap``."""
+    thinking = model if isinstance(model, ThinkingModel) else None
+    return unwrap(model if thinking is None else thinking.backbone), thinking
+
+
+class Thinker:
+    """The blocks of one model. batch: chunks that run at once.
+
+    Made before the backbone is patched: layers are found by their structure.
+    """
+
+    def __init__(self, model: ThinkingModel, settings: EngineConfig):
+        self.config = config = model.thinking_config
+        for name in ("max_rows", "reference_rows"):
+            if (rows := getattr(settings, name)) < config.chunk_size:
+                raise refuse(name, rows, f"at least the model's chunk_size={config.chunk_size}")
+        self.model = model
+        self.layers = Backbone.of(model.backbone).layers
+        self.batch = BATCH
+        self._modules = [*model.thinking.modules(), *model.compression.modules()]
+
+    def taps(self) -> LayerTaps:
+        """Of the layers that states are added to and thoughts are read from."""
+        return LayerTaps(self.layers, self.config.layer_in, self.config.layer_out)
+
+    def first_tokens(self, chunks: Tensor) -> list[int]:
+        """[N, c, d] hidden states of chunks -> the first token of each one's thought."""
+        with self._evaluating():
+            return self._in_batches(self._first, chunks).tolist()
+
+    def thoughts(self, chunks: Tensor, firsts: list[int]) -> list[list[int]]:
+        """Whole thoughts that begin with ``firsts``: the end token is the last, unless it was cut;
+        NOT_FINITE ends one as well."""
+        given = torch.tensor(firsts, dtype=torch.int64, device=chunks.device)
+        with self._evaluating():
+            found: list[list[int]] = self._in_batches(self._whole, chunks, given).tolist()
+        ends = (self.config.end_token_id, NOT_FINITE)
+        lengths = [next((n for n, t in enumerate(ids, 1) if t in ends), len(ids)) for ids in found]
+        return [ids[:length] for ids, length in zip(found, lengths, strict=True)]
+
+    def states(self, thoughts: list[list[int]]) -> list[Tensor]:
+        """The state [c, d] of each thought that is not trivial."""
+        most = self.config.max_thought_tokens
+        padded = [ids + [IGNORED] * (most - len(ids)) for ids in thoughts]
+        device = self.model.device
+        ids = torch.tensor(padded, dtype=torch.int64, device=device)
+        with self._evaluating():
+            found = self._in_batches(self.model.states, ids)
+        return [state.clone() for state in found]
+
+    def _first(self, chunks: Tensor) -> Tensor:
+        return self._token(chunks, chunks.shape[1] - 1)
+
+    def _whole(self, chunks: Tensor, firsts: Tensor) -> Tensor:
+        """[B, c, d], [B] -> [B, m] tokens; anything behind the end token."""
+        size, most = chunks.shape[1], self.config.max_thought_tokens
+        given = chunks.new_zeros((len(chunks), size + most - 1, chunks.shape[2]))
+        given[:, :size] = chunks
+        tokens = firsts.new_full((len(firsts), most), self.config.end_token_id)
+        tokens[:, 0] = firsts
+        for place in range(1, most):
+            before = tokens[:, place - 1].clamp(min=0)
+            given[:, size + place - 1] = self.model.embed(before).to(given.dtype)
+            tokens[:, place] = self._token(given, size + place - 1)
+        return tokens
+
+    def _token(self, given: Tensor, place: int) -> Tensor:
+        """[B] greedy tokens by the vector at ``place``."""
+        block = self.model.thinking
+        hidden = block.block(given)[:, place : place + 1]
+        logits = block.head(block.norm(hidden))[:, 0].float()
+        finite = logits.isfinite().all(-1)
+        return logits.argmax(-1).where(finite, NOT_FINITE)
+
+    def _in_batches(self, function: Callable[..., Tensor], *given: Tensor) -> Tensor:
+        """``function`` of the first dimension's parts, each padded with zeros to a batch."""
+        found = []
+        for parts in zip(*(tensor.split(self.batch) for tensor in given), strict=True):
+            count = len(parts[0])
+            short = self.batch - count
+            if short:
+                zeros = (part.new_zeros((short, *part.shape[1:])) for part in parts)
+                parts = tuple(torch.cat(both) for both in zip(parts, zeros, strict=True))
+            found.append(function(*parts)[:count])
+        return torch.cat(found)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        training = [module for module in self._modules if module.training]
+        for module in training:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module in training:
+                module.training = True

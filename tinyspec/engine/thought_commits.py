@@ -1,0 +1,139 @@
+"""Commits thoughts: which chunks that have run stay, and what was thought behind them.
+
+The chunks of a pass ran as if the thoughts between them were trivial. Those up to the first that is
+not are kept; what follows it is truncated, and runs again with its state. Knows no logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tinyspec.engine.commit import Committer
+from tinyspec.engine.launched import Launched
+from tinyspec.engine.launcher import FailedPass
+from tinyspec.engine.thinker import NOT_FINITE, Thinker
+from tinyspec.engine.thinking_rows import Span
+from tinyspec.outputs import Thought
+from tinyspec.scheduler.sequence_table import Array
+from tinyspec.scheduler.thoughts import Thoughts
+
+
+@dataclass(eq=False)
+class _Chunks:
+    """Whole chunks [n, c, d] of one sequence that have no thought, what has run of the next one
+    [r, d], and the first tokens of the chunks' thoughts."""
+
+    span: Span
+    thoughts: Thoughts
+    whole: Tensor
+    rest: Tensor
+    firsts: list[int]
+
+
+@dataclass(eq=False)
+class ThoughtCommitter:
+    """Adds thoughts to prompts, and truncates what was computed without their states."""
+
+    committer: Committer
+    thinker: Thinker
+
+    def take(self, launched: Launched) -> Array:
+        """[works] int64: up to where the positions of each work in a pass that has run are good.
+        Raises FailedPass where a block raises."""
+        ends: Array = launched.works.ends.copy()
+        thinking = launched.thinking
+        if thinking is None or thinking.hidden is None or not thinking.spans:
+            return ends
+        found = self._chunks(launched)
+        try:
+            self._first_tokens(found)
+            self._keep(found, ends)
+        except Exception as error:
+            raise FailedPass from error
+        self._truncate(found, ends, launched.works.ends)
+        return ends
+
+    def _chunks(self, launched: Launched) -> list[_Chunks]:
+        """Of the sequences that are still there."""
+        thinking, alive = launched.thinking, launched.alive
+        assert thinking is not None and thinking.hidden is not None
+        lengths = [span.end - span.first for span in thinking.spans]
+        found = []
+        for span, hidden in zip(thinking.spans, thinking.hidden.split(lengths), strict=True):
+            thoughts = span.sequence.request.thoughts
+            if not alive[span.work] or thoughts is None:
+                continue
+            if span.first > thoughts.known:
+                assert len(thoughts.rest) == span.first - thoughts.known
+                hidden = torch.cat([thoughts.rest, hidden])
+            size = thoughts.chunk_size
+            count = len(hidden) // size
+            whole = hidden[: count * size].unflatten(0, (count, size))
+            found.append(_Chunks(span, thoughts, whole, hidden[count * size :], []))
+        return found
+
+    def _first_tokens(self, found: list[_Chunks]) -> None:
+        some = [each for each in found if len(each.whole)]
+        if not some:
+            return
+        tokens = iter(self.thinker.first_tokens(torch.cat([each.whole for each in some])))
+        for each in some:
+            each.firsts = [next(tokens) for _ in range(len(each.whole))]
+            each.thoughts.rounds += 1
+            each.span.sequence.stats.thinking_passes += 1
+
+    def _keep(self, found: list[_Chunks], ends: Array) -> None:
+        """Add thoughts: the trivial ones, and each sequence's first that is not."""
+        begun: list[tuple[_Chunks, int]] = []
+        end = self.thinker.config.end_token_id
+        for each in found:
+            place = next((n for n, token in enumerate(each.firsts) if token != end), None)
+            for _ in each.firsts[:place]:
+                number = len(each.thoughts.found)
+                each.thoughts.add(Thought(number, [end]), None)
+            if place is None:
+                each.thoughts.rest = each.rest.clone()
+            else:
+                begun.append((each, place))
+        broken = [each for each, place in begun if each.firsts[place] == NOT_FINITE]
+        begun = [(each, place) for each, place in begun if each.firsts[place] != NOT_FINITE]
+        if begun:
+            chunks = torch.stack([each.whole[place] for each, place in begun])
+            firsts = [each.firsts[place] for each, place in begun]
+            whole = self.thinker.thoughts(chunks, firsts)
+            good = [ids if NOT_FINITE not in ids else [] for ids in whole]
+            states = iter(self.thinker.states([ids for ids in good if ids]) if any(good) else ())
+            for (each, _), ids in zip(begun, good, strict=True):
+                if not ids:
+                    broken.append(each)
+                    continue
+                cut = ids[-1] != end
+                number = len(each.thoughts.found)
+                each.thoughts.add(Thought(number, ids, cut=cut), next(states))
+        for each, _ in begun:
+            ends[each.span.work] = min(ends[each.span.work], each.thoughts.known)
+        for each in broken:
+            self._break(each, ends)
+
+    def _break(self, each: _Chunks, ends: Array) -> None:
+        """Logits of a thought were not finite, perhaps by the values of chunks ahead of it, which
+        share a tile of attention: run it without them, once."""
+        thoughts, sequence = each.thoughts, each.span.sequence
+        ends[each.span.work] = thoughts.known
+        thoughts.rest = None
+        if thoughts.window == 1:
+            number = len(thoughts.found)
+            self.committer.fail(sequence, f"the thought of chunk {number} has no finite logits")
+        thoughts.window = 1
+
+    def _truncate(self, found: list[_Chunks], ends: Array, before: Array) -> None:
+        for each in found:
+            sequence, work = each.span.sequence, each.span.work
+            if not sequence.running:
+                continue
+            sequence.thought()
+            if ends[work] < before[work]:
+                self.committer.admission.truncate(sequence, int(ends[work]))

@@ -1,0 +1,82 @@
+"""The thoughts of one prompt, and how far it may run before there are more. Host only.
+
+A prompt is cut into chunks. A thought is made of each whole one, and its state is added to the next
+chunk alone. Chunks ahead run before the thoughts between are known, as if these were trivial; what
+follows the first that is not is computed again. Knows neither blocks nor tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from tinyspec.outputs import Thought
+
+
+@dataclass(eq=False)
+class Thoughts:
+    """Of a prompt of ``num_prompt`` tokens in chunks of ``chunk_size``.
+
+    window: most chunks that run at once while thoughts are missing; None: all. found: of the first
+    chunks. states: of each, [chunk_size, d], None for zero. rest: hidden states [r, d] of the
+    chunk that is partly computed. rounds: how often thoughts were looked for.
+    """
+
+    chunk_size: int
+    num_prompt: int
+    window: int | None
+    found: list[Thought] = field(default_factory=list)
+    states: list[Any] = field(default_factory=list)
+    rest: Any = None
+    rounds: int = 0
+
+    @property
+    def end(self) -> int:
+        """Positions that are thought about."""
+        return self.num_prompt // self.chunk_size * self.chunk_size
+
+    @property
+    def known(self) -> int:
+        """Positions whose thoughts are found."""
+        return len(self.found) * self.chunk_size
+
+    @property
+    def unthought(self) -> int:
+        """Chunks without a thought."""
+        return (self.end - self.known) // self.chunk_size
+
+    @property
+    def reach(self) -> int:
+        """Positions that may run before the next thought is found: all, drafts too, where the rest
+        of the prompt is within the window."""
+        most = 2**62
+        if self.window is None or not self.unthought:
+            return most
+        reach = self.known + self.window * self.chunk_size
+        return most if reach >= self.num_prompt else reach
+
+    def add(self, thought: Thought, state: Any) -> None:
+        """The thought of the next chunk."""
+        self.found.append(thought)
+        self.states.append(state)
+        self.rest = None
+
+    def forget(self) -> None:
+        """The model changed."""
+        self.found, self.states, self.rest = [], [], None
+
+    def added(self, first: int, end: int) -> Iterator[tuple[int, Any]]:
+        """(position, states [n, d] from there on) of what is added to positions ``first`` to
+        ``end - 1``."""
+        size, end = self.chunk_size, min(end, self.num_prompt)
+        for chunk in range(max(first // size, 1), -(-end // size)):
+            if chunk <= len(self.states) and (state := self.states[chunk - 1]) is not None:
+                begin = max(first, chunk * size)
+                yield begin, state[begin - chunk * size : end - chunk * size]
+
+    def read(self, first: int, end: int) -> tuple[int, int]:
+        """Of positions ``first`` to ``end - 1``, the first and the end of those that a thought is
+        yet to be made of; none where they are equal."""
+        begin = max(first, self.known)
+        return begin, max(begin, min(end, self.end))
