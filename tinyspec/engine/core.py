@@ -55,7 +55,7 @@ class EngineCore:
         self.thoughts: ThoughtCommitter | None = None
         if self.thinker is not None:
             self.thoughts = ThoughtCommitter(self.committer, self.thinker)
-            self.runner.taps = self.thinker.taps()
+            self.thinker.follow(self.runner)
 
     @property
     def drafts_by_user(self) -> bool:

@@ -115,7 +115,8 @@ class Engine(Lifetime):
         records: deque[PassRecord] = deque(maxlen=None if config.trace else RECORDS_KEPT)
         parts = (admission, scheduler, runner, Sampler(kernels), committer, drafter, records)
         self.core = EngineCore(*parts, overlap=bool(config.overlap), thinker=self._thinker)
-        self.contract = Contract(self.model, runner, config)
+        beside = None if self._thinker is None else self._thinker.beside
+        self.contract = Contract(self.model, runner, config, beside)
         self.tracker = RequestTracker(self.core, self.contract, self.tokenizer)
         self.turns = turns = self.tracker.turns
         given = (self.model, self.tokenizer, config, self.pool, turns, self._thinker)
