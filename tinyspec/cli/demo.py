@@ -27,6 +27,11 @@ def add(commands: Any) -> None:
         NOTES,
     )
     add_model(parser, dtype="bfloat16")
+    parser.add_argument(
+        "--thinking",
+        action="store_true",
+        help="a model that reasons while it reads instead, on one prompt",
+    )
     parser.add_argument("--crowd", type=int, default=11, help="other requests (default: 11)")
     parser.add_argument("--max-new-tokens", type=int, default=120, help="default: 120")
     parser.add_argument("--seed", type=int, help="of the request (default: one chosen beforehand)")
@@ -41,8 +46,21 @@ def _demo(options: argparse.Namespace) -> int:
             raise refuse(given, getattr(options, name), f"an integer of at least {least}")
     if options.seed is not None and not 0 <= options.seed < 2**63:
         raise refuse("--seed", options.seed, "an integer in [0, 2**63)")
+    if options.thinking:
+        return _thinking(options)
     from tinyspec.tools.demo import demo
 
     config = EngineConfig(verify=options.verify, trace=True, draft_window=5)
     with make_engine(options, config) as engine:
         return demo(engine, options.crowd, options.max_new_tokens, options.seed)
+
+
+def _thinking(options: argparse.Namespace) -> int:
+    from transformers import AutoTokenizer
+
+    from tinyspec.thinking.model import ThinkingModel
+    from tinyspec.tools.demo_thinking import BUNDLED, PROMPT, demo_thinking
+
+    folder = options.model or BUNDLED
+    model = ThinkingModel.from_pretrained(folder)
+    return demo_thinking(model, AutoTokenizer.from_pretrained(folder), PROMPT)

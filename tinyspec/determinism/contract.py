@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from tinyspec.config import EngineConfig
 from tinyspec.determinism import probe_cache
+from tinyspec.determinism.beside import Beside
 from tinyspec.determinism.fingerprint import digest_weights, fingerprint
 from tinyspec.determinism.fingerprint_parts import Fingerprint
 from tinyspec.determinism.learner import SLICE, Learner
@@ -22,7 +23,7 @@ from tinyspec.determinism.model_state import LAYOUT, adapter_state, experts, lay
 from tinyspec.determinism.model_watch import OBJECT, ModelWatch
 from tinyspec.determinism.module_ways import ModuleWays
 from tinyspec.determinism.notice import Notice
-from tinyspec.determinism.probe_results import ProbeResults
+from tinyspec.determinism.probe_results import ProbeResults, unsound_message
 from tinyspec.determinism.probes.autocast import refuse_autocast
 from tinyspec.determinism.probes.reference import ReferenceProof
 from tinyspec.determinism.probes.steps import Steps, finished
@@ -44,21 +45,30 @@ class Contract:
     buckets: of the engine; canonical ones are marked as they become known. known_fingerprint: None
     before it is first needed and after the model changed. watch: the model as it was at the last
     ``refresh``. stale: what of the model changed that the engine took from it when it was made, or
-    None. pause: called between the steps of a proof.
+    None. pause: called between the steps of a proof. beside: what runs beside the model.
     """
 
-    def __init__(self, model: PreTrainedModel, runner: ModelRunner, config: EngineConfig):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        runner: ModelRunner,
+        config: EngineConfig,
+        beside: Beside | None = None,
+    ):
         self._model, self._runner, self._config = model, runner, config
+        self._beside = beside
         self._patched = patched_of(model)
         self.buckets: Buckets = runner.buckets
         self._ways = ModuleWays(self._patched, runner, config)
-        self._weights_digest: str | None = None
+        self._weights_digest: dict[str, str] | None = None
         self.known_fingerprint: Fingerprint | None = None
         self._learner: Learner | None = None
         self._probed_structure: object = None
         self._on_disk = probe_cache.Growing("")
         repack_weights(self._model, self._model.dtype)
-        self.watch = ModelWatch(self._patched, runner.torch_state)
+        self.watch = ModelWatch(
+            self._patched, runner.torch_state, beside.modules if beside else None
+        )
         self._taken_over = self.watch.taken_over
         self.stale: str | None = None
         self.pause: Callable[[], None] = lambda: None
@@ -91,12 +101,16 @@ class Contract:
         if self.known_fingerprint is None:
             # Another thread may have run or copied the model by itself since the last pass.
             self._patched.take_back()
-            ignored = self.watch.counters
             if self._weights_digest is None:
-                self._weights_digest = digest_weights(self._model, ignored)
-            given = (self._weights_digest, self._config, self._runner.device, ignored)
+                self._weights_digest = self._digests()
+            given = (self._weights_digest, self._config, self._runner.device, self.watch.counters)
             self.known_fingerprint = fingerprint(self._model, *given)
         return self.known_fingerprint
+
+    def _digests(self) -> dict[str, str]:
+        """Of weights, by the part of the fingerprint."""
+        found = {"weights": digest_weights(self._model, self.watch.counters)}
+        return found if self._beside is None else found | {self._beside.name: self._beside.digest()}
 
     def drop_fingerprint(self) -> None:
         """The weights changed: the next fingerprint needs a new digest of them."""
@@ -116,7 +130,7 @@ class Contract:
             self.drop_fingerprint()
             self.stale = self._changed_since_load()
         elif digest and self._config.verify_weights:
-            self._weights_digest = digest_weights(self._model, self.watch.counters)
+            self._weights_digest = self._digests()
             if before is not None and before != self._weights_digest:
                 self.known_fingerprint = None
                 changes = list(self.watch.weights)
@@ -144,7 +158,7 @@ class Contract:
         be served; proves the reference bucket if it has not been proven."""
         results = self.prove()
         if results.unsound:
-            raise DeterminismError(_unsound_message(results))
+            raise DeterminismError(unsound_message(results))
         if self._config.verify == "direct":
             largest = self.buckets.fit(self._config.max_sequences)
             self._find([rows for rows in self.buckets.sizes if rows <= largest])
@@ -272,7 +286,7 @@ class Contract:
         """Of results on disk: all that they depend on, which no value of a weight is."""
         model = self._model
         self._patched.take_back()
-        rest = fingerprint(model, "", self._config, self._runner.device).digest
+        rest = fingerprint(model, {"weights": ""}, self._config, self._runner.device).digest
         found = experts(model), layouts(model), settings(model), adapter_state(model)
         return probe_cache.key_of(rest, *found, self.buckets.sizes, self._config.linear)
 
@@ -284,16 +298,3 @@ class Contract:
             self.buckets.learn([results.reference], results.seconds)
         else:
             self.buckets.learn(results.canonical, results.seconds, results.tiled)
-
-
-def _unsound_message(results: ProbeResults) -> str:
-    """Why the reference bucket is unsound, and what may help."""
-    first = results.unsound[0]
-    if first.remedy:
-        return f"{first.why}; {first.remedy}"
-    others = [rows for a in results.alternatives for rows in a.reference_rows][:3]
-    hint = f" ({', '.join(map(str, others))} may work)" if others else ""
-    return (
-        f"{first.why}; with reference_rows={results.reference} a row's bits must not depend on its "
-        f"place in the pass: try other reference_rows{hint} or another dtype"
-    )

@@ -126,13 +126,13 @@ def _attention(model: PreTrainedModel) -> list[Any]:
 
 def fingerprint(
     model: PreTrainedModel,
-    weights: str,
+    weights: dict[str, str],
     config: EngineConfig,
     device: torch.device,
     ignored: Collection[str] = (),
 ) -> Fingerprint:
-    """weights: the digest of the model's weights. ignored: names of attributes that are no
-    settings."""
+    """weights: digests of the model's own and of what runs beside it, by part. ignored: names of
+    attributes that are no settings."""
     assert config.reference_rows
     parts = {
         "model": type(model).__name__,
@@ -148,7 +148,7 @@ def fingerprint(
         "linears": sorted({type(m).__name__ for m in model.modules() if linear_shape(m)}),
         "linear_kernel": served_by_kernel(model),
         "gradients": asking_for_gradients(model),
-        "weights": DIGEST + weights[:32],
+        **{name: DIGEST + digest[:32] for name, digest in weights.items()},
         "config": _config(model),
         "modules": functions(model),
         "settings": function_settings(model, ignored),

@@ -13,7 +13,7 @@ from operator import attrgetter, is_
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tinyspec.determinism.checksum import checksum
@@ -47,10 +47,14 @@ class ModelWatch:
     """One model, as it was when ``update`` was last called.
 
     weights: address and version of every tensor, by name, and steps of optimizers. counters: names
-    of attributes that passes change, which are no settings.
+    of attributes that passes change, which are no settings. beside: other modules that run, whose
+    weights are watched.
     """
 
-    def __init__(self, patched: PatchedModel, torch_state: TorchState):
+    def __init__(
+        self, patched: PatchedModel, torch_state: TorchState, beside: nn.Module | None = None
+    ):
+        self._beside = nn.Module() if beside is None else beside
         self._patched = patched
         self._model = patched.model
         self._torch_state = torch_state
@@ -150,17 +154,23 @@ class ModelWatch:
             self._identities = {f"{OBJECT}{name}": found for name, found in objects.items()}
             self._taken_settings = self._patched.taken_over()
             self._tables = ModelTables(model)
-            tables = [t for m in self._tables.modules for t in (m._parameters, m._buffers)]
+            modules = (*self._tables.modules, *self._beside.modules())
+            tables = [t for m in modules for t in (m._parameters, m._buffers)]
             self._tensor_tables: list[dict[str, Any]] = [table for table in tables if table]
             self._record_tensors()
 
     def _record_tensors(self) -> None:
         repack_weights(self._model, self._model.dtype)
-        self.weights = {**weight_state(self._model, self.counters), STEPS: self._steps.count}
+        self.weights = {
+            **weight_state(self._model, self.counters),
+            **weight_state(self._beside),
+            STEPS: self._steps.count,
+        }
         self._layouts = layouts(self._model)
         self._taken_buffers = self._patched.taken_buffers()
         self._held = list(chain.from_iterable(map(dict.values, self._tensor_tables)))
-        every = [tensor for _, tensor in tensors(self._model, self.counters)]
+        found = (*tensors(self._model, self.counters), *tensors(self._beside))
+        every = list({id(tensor): tensor for _, tensor in found}.values())
         self._uncounted = [part for tensor in every for part in uncounted(tensor)]
         self._packed = [tensor for tensor in every if is_packed(tensor)]
         known = {id(tensor) for tensor in (*self._uncounted, *self._packed)}

@@ -221,3 +221,16 @@ class ProbeResults:
 
 def _checked(kind: ComparedRows) -> int:
     return kind.checked
+
+
+def unsound_message(results: ProbeResults) -> str:
+    """Why the reference bucket is unsound, and what may help."""
+    first = results.unsound[0]
+    if first.remedy:
+        return f"{first.why}; {first.remedy}"
+    others = [rows for a in results.alternatives for rows in a.reference_rows][:3]
+    hint = f" ({', '.join(map(str, others))} may work)" if others else ""
+    return (
+        f"{first.why}; with reference_rows={results.reference} a row's bits must not depend on its "
+        f"place in the pass: try other reference_rows{hint} or another dtype"
+    )

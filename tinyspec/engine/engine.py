@@ -40,6 +40,7 @@ from tinyspec.scheduler.buckets import Buckets
 from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.request import Request
 from tinyspec.scheduler.scheduler import Scheduler
+from tinyspec.thinking.model import ThinkingModel
 
 Params = SamplingParams | list[SamplingParams] | None
 
@@ -69,7 +70,7 @@ class Engine(Lifetime, Observed):
     @between_steps()
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | ThinkingModel,
         tokenizer: Any = None,
         config: EngineConfig | None = None,
         *,
@@ -78,25 +79,25 @@ class Engine(Lifetime, Observed):
         if not isinstance(config, EngineConfig | None):
             raise refuse("config", config, "None or an EngineConfig")
         config = config or EngineConfig()
-        model, thinking = unwrapped(model)
-        config = config.resolve(device_type=model.device.type, model_positions=max_positions(model))
-        if (reason := backend.refusal(config.backend, model.device.type)) is not None:
+        own, thinking = unwrapped(model)
+        config = config.resolve(device_type=own.device.type, model_positions=max_positions(own))
+        if (reason := backend.refusal(config.backend, own.device.type)) is not None:
             raise refuse("backend", config.backend, reason)
-        drafter = make_drafter(config.drafter, model)
-        self.model, self.tokenizer = model, tokenizer
+        drafter = make_drafter(config.drafter, own)
+        self.model, self.tokenizer = own, tokenizer
         self.config = config
         self._grows = grows and config.num_pages is None
         self._thinker = None if thinking is None else Thinker(thinking, config)
         kernels = backend.load(config.backend)
         linear = kernels.linear if config.linear == "always" else None
-        with taken_over(model):
-            self._keep(install(model, config, linear, owner=self))
+        with taken_over(own):
+            self._keep(install(own, config, linear, owner=self))
             try:
                 most = 1 if self._grows else most_pages(config, self.patched.layers, self.model)
                 self._build(drafter, kernels, most)
                 flush()
             except BaseException:
-                uninstall(model, self.patched)
+                uninstall(own, self.patched)
                 raise
         self.closed = None
 
@@ -116,9 +117,10 @@ class Engine(Lifetime, Observed):
         trace = Trace(traced, admission.table, self.tokenizer) if traced else None
         kept = records_of(config)
         if self._thinker is not None:
-            runner.taps = self._thinker.taps()
+            self._thinker.follow(runner)
         self.core = EngineCore(*parts, kept, bool(config.overlap), trace, self._thinker)
-        self.contract = Contract(self.model, runner, config)
+        beside = None if self._thinker is None else self._thinker.beside
+        self.contract = Contract(self.model, runner, config, beside)
         self.tracker = RequestTracker(self.core, self.contract, self.tokenizer)
         self.turns = turns = self.tracker.turns
         given = (self.model, self.tokenizer, config, self.pool, turns, self._thinker)

@@ -64,6 +64,8 @@ class InputProcessor(HasTurns):
         ids = [self._token_ids("prompt", to_token_ids(p, self._tokenizer)) for p in given]
         for prompt, wanted in zip(ids, each, strict=True):
             self._check(prompt, wanted)
+        if self._thinker is not None and any(p.thinking and p.deterministic for p in each):
+            self._thinker.prove()
         return [self._request(p, wanted) for p, wanted in zip(ids, each, strict=True)]
 
     @in_turn

@@ -6,20 +6,26 @@ own. Knows chunks and tokens, neither requests nor pages.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tinyspec.config import EngineConfig
+from tinyspec.determinism.beside import Beside
+from tinyspec.determinism.probes.batches import BatchFunction, mixing
 from tinyspec.errors import refuse
+from tinyspec.model.torch_state import TorchState
 from tinyspec.model.wrappers import unwrap
 from tinyspec.runner.layer_taps import LayerTaps
+from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.thinking.backbone import Backbone
 from tinyspec.thinking.model import IGNORED, ThinkingModel
 
+logger = logging.getLogger("tinyspec")
 # Chunks of a batch.
 BATCH = 8
 # In the place of a token: its logits were not finite.
@@ -39,6 +45,8 @@ class Thinker:
     Made before the backbone is patched: layers are found by their structure.
     """
 
+    _torch_state: TorchState
+
     def __init__(self, model: ThinkingModel, settings: EngineConfig):
         self.config = config = model.thinking_config
         for name in ("max_rows", "reference_rows"):
@@ -47,11 +55,42 @@ class Thinker:
         self.model = model
         self.layers = Backbone.of(model.backbone).layers
         self.batch = BATCH
-        self._modules = [*model.thinking.modules(), *model.compression.modules()]
+        blocks = {"thinking": model.thinking, "compression": model.compression}
+        self._blocks = nn.ModuleDict(blocks)
+        self._modules = list(self._blocks.modules())
+        self._proven = False
 
-    def taps(self) -> LayerTaps:
-        """Of the layers that states are added to and thoughts are read from."""
-        return LayerTaps(self.layers, self.config.layer_in, self.config.layer_out)
+    @property
+    def beside(self) -> Beside:
+        """The blocks, as they stand in the fingerprint."""
+        return Beside("thinking", self._blocks, repr(self.config))
+
+    def follow(self, runner: ModelRunner) -> None:
+        """Add states and read hidden states in the passes of ``runner``."""
+        self._torch_state = runner.torch_state
+        runner.taps = LayerTaps(self.layers, self.config.layer_in, self.config.layer_out)
+
+    def prove(self) -> None:
+        """Find, once, whether what a chunk of a batch gives is its own; if not, each runs alone."""
+        if self._proven:
+            return
+        with self._torch_state(), self._evaluating():
+            if self.batch > 1 and (mixed := mixing(self._functions(), self.batch)):
+                logger.info("thoughts are made one chunk at a time: %s mixes chunks", mixed)
+                self.batch = 1
+        self._proven = True
+
+    def _functions(self) -> list[BatchFunction]:
+        """All that runs on batches."""
+        model, config = self.model, self.config
+        size, most = config.chunk_size, config.max_thought_tokens
+        like = next(model.compression.parameters())
+        width = like.new_empty((0, model.config.get_text_config().hidden_size))
+        return [
+            BatchFunction("T's first token", lambda x: self._logits(x, size - 1), size, width),
+            BatchFunction("T", lambda x: self._logits(x, size + most - 2), size + most - 1, width),
+            BatchFunction("C", model.compression, config.state_tokens, width),
+        ]
 
     def first_tokens(self, chunks: Tensor) -> list[int]:
         """[N, c, d] hidden states of chunks -> the first token of each one's thought."""
@@ -96,11 +135,15 @@ class Thinker:
 
     def _token(self, given: Tensor, place: int) -> Tensor:
         """[B] greedy tokens by the vector at ``place``."""
-        block = self.model.thinking
-        hidden = block.block(given)[:, place : place + 1]
-        logits = block.head(block.norm(hidden))[:, 0].float()
+        logits = self._logits(given, place).float()
         finite = logits.isfinite().all(-1)
         return logits.argmax(-1).where(finite, NOT_FINITE)
+
+    def _logits(self, given: Tensor, place: int) -> Tensor:
+        """[B, V] by the vector at ``place``."""
+        block = self.model.thinking
+        hidden = block.block(given)[:, place : place + 1]
+        return block.head(block.norm(hidden))[:, 0]
 
     def _in_batches(self, function: Callable[..., Tensor], *given: Tensor) -> Tensor:
         """``function`` of the first dimension's parts, each padded with zeros to a batch."""

@@ -1,0 +1,241 @@
+"""Thinking requests keep the contract: thoughts, tokens and log-probabilities, bit for bit."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.cases import drain
+from tests.support.mixes import Liar
+from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
+from tests.support.thinking import all_bits, engine_of, exact, params, prompt_of, thinking_model
+from tinyspec import Engine, EngineConfig
+from tinyspec.determinism.probes.batches import BatchFunction, mixing
+from tinyspec.engine.thinker import BATCH
+from tinyspec.thinking.model import ThinkingModel
+
+NEEDLES = [
+    (prompt_of(67, 67), exact()),
+    (prompt_of(80, 80), exact(temperature=0.9, seed=3)),
+    (prompt_of(21, 21), exact(num_return_sequences=2, temperature=1.2, seed=5)),
+    (prompt_of(5, 5), exact()),
+]
+
+
+def model_of(name):
+    """A kind, with linears whose bits depend on the row count if "sensitive" is added."""
+    model = thinking_model(name.split()[0])
+    return replace_linears(model, ShapeSensitiveLinear) if "sensitive" in name else model
+
+
+def crowd(count, seed):
+    """Plain and thinking neighbours, deterministic and not."""
+    rng = random.Random(seed)
+    found = []
+    for n in range(count):
+        changes = {"thinking": rng.random() < 0.6, "deterministic": rng.random() < 0.3}
+        changes |= {"temperature": rng.choice((0.0, 0.8)), "seed": n, "logprobs": False}
+        found.append(
+            (prompt_of(rng.randint(1, 90), 100 + n), params(rng.randint(1, 12), **changes))
+        )
+    return found
+
+
+def alone(model, **settings):
+    with engine_of(model, **settings) as engine:
+        return [all_bits(engine.generate([prompt], wanted)[0]) for prompt, wanted in NEEDLES]
+
+
+WAYS = {
+    "sequential": {"thinking_window": 1},
+    "all at once": {"thinking_window": None},
+    "window 3": {"thinking_window": 3},
+    "small passes": {"max_rows": 24},
+    "chunks in parts": {"max_rows": 21, "thinking_window": 3},
+    "few pages": {"num_pages": 9},
+    "always verified": {"verify": "always"},
+    "padded": {"verify": "padded"},
+    "overlap": {"overlap": True},
+    "a liar": {"drafter": Liar(1)},
+    "other pages": {"page_size": 64},
+}
+
+
+@pytest.mark.parametrize("kind", ["llama sensitive", "gemma3", "mistral", "qwen3 sensitive"])
+def test_whatever_else_runs(kind):
+    model = model_of(kind)
+    wanted = alone(model)
+    assert sum(len(t.token_ids) > 1 for thoughts, _ in wanted for t in thoughts) > 3
+    for seed, (name, settings) in enumerate(WAYS.items()):
+        with engine_of(model, **settings) as engine:
+            both = NEEDLES + crowd(6, seed)
+            order = list(range(len(both)))
+            random.Random(seed).shuffle(order)
+            ids = {}
+            for n in order:
+                ids[n] = engine.add_request(*both[n])
+                if n % 2:
+                    engine.step()
+            done = drain(engine)
+            assert [all_bits(done[ids[n]]) for n in range(len(NEEDLES))] == wanted, name
+
+
+def test_plain_bits_depend_on_what_else_runs():
+    """Control: the same requests without ``deterministic``."""
+    model = model_of("llama sensitive")
+    plain = [(prompt, replace(wanted, deterministic=False)) for prompt, wanted in NEEDLES]
+    with engine_of(model, thinking_window=1) as engine:
+        one = [all_bits(engine.generate([prompt], wanted)[0]) for prompt, wanted in plain]
+    with engine_of(model, thinking_window=None) as engine:
+        both = plain + crowd(6, 0)
+        found = engine.generate([p for p, _ in both], [w for _, w in both])
+    assert [all_bits(output) for output in found[: len(plain)]] != one
+
+
+def test_the_bits_are_of_the_thoughts():
+    """Control: without thoughts, or with another chunk size, the bits are others."""
+    model = thinking_model()
+    wanted = alone(model)
+    with engine_of(model) as engine:
+        plain = engine.generate(NEEDLES[0][0], exact(thinking=False))
+    assert all_bits(plain[0])[1] != wanted[0][1]
+    assert alone(thinking_model(chunk_size=7))[0][1] != wanted[0][1]
+
+
+def kv(engine, prompt, wanted):
+    (request,) = engine.prepare([prompt], wanted)
+    request.keeps = frozenset({"kv"})
+    engine.tracker.run([request])
+    return torch.stack([tensor for pair in request.sequences[0].kv for tensor in pair])
+
+
+def test_keys_and_values():
+    model = thinking_model()
+    found = []
+    for window in (1, 3, None):
+        with engine_of(model, thinking_window=window) as engine:
+            found.append(kv(engine, *NEEDLES[0]))
+            other = kv(engine, NEEDLES[0][0], exact(thinking=False))
+            # Up to the first chunk with a state they are the plain model's.
+            thoughts = engine.generate(*NEEDLES[0])[0].thoughts
+            first = next(t.chunk for t in thoughts if len(t.token_ids) > 1) * 8 + 8
+            assert torch.equal(found[-1][:, :first], other[:, :first])
+            assert not torch.equal(found[-1][:, first], other[:, first])
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+class Mixing(nn.Module):
+    """A linear that adds to every chunk a little of its neighbours."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x):
+        return self.linear(x + 1e-6 * x.roll(1, 0))
+
+
+class ByPlace(Mixing):
+    """A linear whose results depend on the index in the batch."""
+
+    def forward(self, x):
+        return self.linear(x * (1 + 1e-6 * torch.arange(len(x))[:, None, None]))
+
+
+def test_the_probe_finds_what_mixes_chunks():
+    linear = nn.Linear(64, 64)
+    like = torch.empty(0, 64)
+    found = {
+        kind.__name__: mixing([BatchFunction("it", module, 8, like)], BATCH)
+        for kind, module in [
+            (nn.Linear, linear),
+            (Mixing, Mixing(linear)),
+            (ByPlace, ByPlace(linear)),
+        ]
+    }
+    assert found == {"Linear": None, "Mixing": "it", "ByPlace": "it"}
+
+
+def bits_with_neighbours(model, prove):
+    """Of one deterministic request alone and beside others."""
+    with engine_of(model) as engine:
+        thinker = engine.core.thinker
+        thinker._proven = not prove
+        one = all_bits(engine.generate(*NEEDLES[1])[0])
+        many = engine.generate([p for p, _ in NEEDLES], [w for _, w in NEEDLES])
+        return one, all_bits(many[1]), thinker.batch
+
+
+@pytest.mark.parametrize("kind", [Mixing, ByPlace])
+def test_blocks_that_mix_chunks_run_one_by_one(kind):
+    model = thinking_model()
+    mlp = model.compression.block.layer.mlp
+    mlp.up_proj = kind(mlp.up_proj)
+    one, many, batch = bits_with_neighbours(model, prove=True)
+    assert batch == 1 and one == many
+    # Control: without the probe it shows.
+    one, many, batch = bits_with_neighbours(model, prove=False)
+    assert batch == BATCH and one != many
+
+
+def test_fingerprint():
+    model = thinking_model()
+    with Engine(model.backbone) as engine:
+        plain = engine.contract.fingerprint
+    with Engine(model) as engine:
+        thinking = engine.contract.fingerprint
+    parts = dict(thinking.parts)
+    assert parts.pop("thinking") and parts == plain.parts
+    other = thinking_model(chunk_size=4)
+    with Engine(other) as engine:
+        found = engine.contract.fingerprint
+    differing = {name for name in found.parts if found.parts[name] != thinking.parts[name]}
+    assert differing == {"thinking"}
+
+
+@pytest.mark.parametrize("block", ["thinking", "compression"])
+def test_changes_of_the_blocks_are_seen(block):
+    model = thinking_model()
+    weight = getattr(model, block).block.layer.mlp.up_proj.weight
+    with engine_of(model) as engine:
+        before = engine.generate(*NEEDLES[0])[0]
+        with torch.no_grad():
+            weight.mul_(-1)
+        after = engine.generate(*NEEDLES[0])[0]
+        assert after.fingerprint != before.fingerprint and all_bits(after) != all_bits(before)
+        name = engine.add_request(*NEEDLES[0])
+        while not (request := engine.tracker.requests[name]).sequences[0].num_generated:
+            engine.step()
+        with torch.no_grad():
+            weight.mul_(-1)
+        done = drain(engine)[name]
+        assert request.thoughts and "changed while it was running" in done.completions[0].error
+        again = engine.generate(*NEEDLES[0])[0]
+        assert again.fingerprint == before.fingerprint and all_bits(again) == all_bits(before)
+
+
+def test_changed_while_it_thinks():
+    """What was thought with other weights is thought again."""
+    model = thinking_model()
+    with engine_of(model, thinking_window=1) as engine:
+        name = engine.add_request(*NEEDLES[0])
+        for _ in range(4):
+            engine.step()
+        with torch.no_grad():
+            model.compression.block.layer.mlp.up_proj.weight.mul_(-1)
+        done = drain(engine)[name]
+        again = engine.generate(*NEEDLES[0])[0]
+    assert all_bits(done) == all_bits(again) and done.fingerprint == again.fingerprint
+
+
+def test_verified_weights():
+    """Writes through ``.data`` to the blocks, where they are digested at every call."""
+    model = thinking_model()
+    settings = EngineConfig(verify_weights=True)
+    with Engine(model, config=settings) as engine:
+        before = engine.fingerprint
+        model.thinking.head.weight.data[3, 5] += 1
+        assert engine.fingerprint != before
+    assert isinstance(model, ThinkingModel)
