@@ -109,7 +109,10 @@ class ThoughtCommitter:
                 number = len(each.thoughts.found)
                 each.thoughts.add(Thought(number, ids, cut=cut), next(states))
         for each, _ in begun:
-            ends[each.span.work] = min(ends[each.span.work], each.thoughts.known)
+            if (
+                known := each.thoughts.known
+            ) < each.thoughts.num_prompt:  # what follows is no draft
+                ends[each.span.work] = min(ends[each.span.work], known)
         for each in broken:
             self._break(each, ends)
 
