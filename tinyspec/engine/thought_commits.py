@@ -77,7 +77,6 @@ class ThoughtCommitter:
         tokens = iter(self.thinker.first_tokens(torch.cat([each.whole for each in some])))
         for each in some:
             each.firsts = [next(tokens) for _ in range(len(each.whole))]
-            each.thoughts.rounds += 1
             each.span.sequence.stats.thinking_passes += 1
 
     def _keep(self, found: list[_Chunks], ends: Array) -> None:
