@@ -60,6 +60,7 @@ WAYS = {
     "overlap": {"overlap": True},
     "a liar": {"drafter": Liar(1)},
     "other pages": {"page_size": 64},
+    "no prefix cache": {"prefix_cache": False},
 }
 
 
@@ -160,7 +161,7 @@ def test_the_probe_finds_what_mixes_chunks():
 
 def bits_with_neighbours(model, prove):
     """Of one deterministic request alone and beside others."""
-    with engine_of(model) as engine:
+    with engine_of(model, prefix_cache=False) as engine:
         thinker = engine.core.thinker
         thinker._proven = not prove
         one = all_bits(engine.generate(*NEEDLES[1])[0])

@@ -233,11 +233,9 @@ def test_refused():
             engine.generate([[1, 2]], params())
         with pytest.raises(ValueError, match="thinking=1 is not allowed"):
             SamplingParams(thinking=1)
-    for name, rows in (("max_rows", 8), ("reference_rows", 8)):
-        wide = thinking_model(chunk_size=40)
-        settings = {"reference_rows": 4, "max_rows": 64, name: rows}
-        with pytest.raises(ValueError, match=rf"{name}={rows} is not allowed: at least .*=40"):
-            Engine(wide, config=EngineConfig(**settings))
+    wide = thinking_model(chunk_size=40)
+    with pytest.raises(ValueError, match=r"max_rows=16 is not allowed: at least .* chunk_size=40"):
+        engine_of(wide, max_rows=16)
     with pytest.raises(ValueError, match="thinking_window=0 is not allowed"):
         EngineConfig(thinking_window=0)
     with pytest.raises(UnsupportedModelError):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch import nn
 from transformers import (
     Gemma3ForCausalLM,
@@ -11,6 +14,7 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -45,8 +49,11 @@ KINDS = {
 SOME, NONE = 3.0, 1e4
 
 
-def thinking_model(kind: str = "llama", quiet: float = SOME, **fields: int) -> ThinkingModel:
-    """A new one; the same weights for the same arguments."""
+def thinking_model(
+    kind: str = "llama", quiet: float = SOME, biased: bool = True, **fields: int
+) -> ThinkingModel:
+    """A new one; the same weights for the same arguments. Without ``biased`` T nearly always
+    thinks, and the model can be loaded once it was saved."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config = ThinkingConfig(**{"end_token_id": END, "max_thought_tokens": 4, **fields})
@@ -56,13 +63,22 @@ def thinking_model(kind: str = "llama", quiet: float = SOME, **fields: int) -> T
                 if parameter.dim() > 1:
                     parameter.normal_(0.0, 0.15)
     head = model.thinking.head
-    biased = nn.Linear(head.in_features, head.out_features)
-    with torch.no_grad():
-        biased.weight.copy_(head.weight)
-        biased.bias.zero_()
-        biased.bias[END] = quiet
-    model.thinking.head = biased.eval()
+    if biased:
+        other = nn.Linear(head.in_features, head.out_features)
+        with torch.no_grad():
+            other.weight.copy_(head.weight)
+            other.bias.zero_()
+            other.bias[END] = quiet
+        model.thinking.head = other.eval()
     return model
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A word for every token."""
+    words = WordLevel({f"w{n}": n for n in range(VOCAB)}, unk_token="w0")
+    found = Tokenizer(words)
+    found.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=found, eos_token=f"w{END}")
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

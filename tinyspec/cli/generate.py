@@ -18,7 +18,7 @@ from tinyspec.cli.sampling import add_sampling, given
 from tinyspec.cli.text_writer import TextWriter
 from tinyspec.config import EngineConfig
 from tinyspec.errors import refuse
-from tinyspec.outputs import RequestOutput
+from tinyspec.outputs import RequestOutput, Thought
 
 if TYPE_CHECKING:
     from tinyspec.engine.engine import Engine
@@ -121,6 +121,15 @@ def _into_file(engine: Engine, jobs: list[Job], file: OutputFile, name: str) -> 
         file.close()
 
 
+def _print_thoughts(place: str, thoughts: list[Thought]) -> None:
+    """Those that are not trivial, beside the completions."""
+    for thought in thoughts:
+        if len(thought.token_ids) > 1 or thought.cut:
+            text = thought.token_ids if thought.text is None else thought.text.strip()
+            cut = " (cut)" if thought.cut else ""
+            print(f"tinyspec: {place}: chunk {thought.chunk}: {text}{cut}", file=sys.stderr)
+
+
 def _run(
     engine: Engine,
     jobs: list[Job],
@@ -148,6 +157,9 @@ def _run(
     with between_steps(), engine.follow(requests) as events, engine.tracker.hold_state():
         for event in events:
             progress.event(event)
+            if event.thoughts and not as_json:
+                progress.clear()
+                _print_thoughts(of[event.request_id][1].place, event.thoughts)
             if not as_json:
                 text.event(event)
             unfinished[event.request_id] -= event.finish_reason is not None

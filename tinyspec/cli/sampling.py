@@ -41,6 +41,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "logprobs": _flag("of the chosen tokens, in JSON"),
     "top_logprobs": _number(int, "N", "those of so many best tokens too, in JSON"),
     "prompt_logprobs": _flag("of the prompt's tokens, in JSON"),
+    "thinking": _flag("read prompts with thoughts, by a model that has learnt to"),
     "logprobs_mode": {
         "choices": LOGPROBS_MODES,
         "help": "of the distribution sampled from (default), or of the model's own",
@@ -49,6 +50,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 # That change the log-probability of a given token.
 OF_THE_DISTRIBUTION = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "logprobs_mode"),
+    "thinking",
 )
 SHORT = {"stop_strings": ("--stop",)}
 

@@ -127,8 +127,9 @@ class InputProcessor(HasTurns):
         request = Request(f"request-{number}", prompt, resolved, number)
         if params.thinking:
             assert self._thinker is not None
-            size, window = self._thinker.config.chunk_size, self._config.thinking_window
-            request.thoughts = Thoughts(size, len(prompt), window)
+            size, root = self._thinker.config.chunk_size, self._thinker.root
+            window = self._config.thinking_window
+            request.thoughts = Thoughts(size, len(prompt), window, root=root)
         return request
 
     def _token_ids(self, field: str, ids: list[Any]) -> list[int]:

@@ -15,6 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tinyspec.errors import refuse
+from tinyspec.thinking.config import FILE as THINKING
+from tinyspec.thinking.model import ThinkingModel
 
 DEVICES = "auto, cpu, cuda or cuda:N"
 DTYPES = "auto, float32, bfloat16, float16, or a dtype of torch"
@@ -23,7 +25,8 @@ HUB = "huggingface_hub.utils._http"
 
 
 def load(name_or_path: str | Path, dtype: str | torch.dtype, device: str) -> tuple[Any, Any]:
-    """Model and tokenizer, from the hub or a folder; device "auto": a GPU if there is one.
+    """Model and tokenizer, from the hub or a folder; device "auto": a GPU if there is one. A folder
+    that a ThinkingModel was saved to gives one.
 
     Raises ValueError naming the argument, its value and what is allowed, the first two checked
     before anything is loaded: device, dtype, model.
@@ -36,7 +39,9 @@ def load(name_or_path: str | Path, dtype: str | torch.dtype, device: str) -> tup
         dtype = found
     try:
         with _one_warning():
-            model: Any = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype)
+            thinks = (Path(name_or_path) / THINKING).is_file()
+            kind: Any = ThinkingModel if thinks else AutoModelForCausalLM
+            model: Any = kind.from_pretrained(name_or_path, dtype=dtype)
             tokenizer = AutoTokenizer.from_pretrained(name_or_path)
     except (OSError, ValueError) as error:
         allowed = "a folder with a model and its tokenizer, or the name of one on the hub"

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from tinyspec.engine.request_tracker import RequestTracker
-from tinyspec.engine.results import event_of
+from tinyspec.engine.results import event_of, thoughts_of
 from tinyspec.engine.tokenization import TextStream
 from tinyspec.outputs import StreamEvent
-from tinyspec.scheduler.request import Request
+from tinyspec.scheduler.request import Request, Sequence
 
 
 class EventStream(Iterator[StreamEvent]):
@@ -26,11 +26,14 @@ class EventStream(Iterator[StreamEvent]):
         self, requests: list[Request], tokenizer: Any, tracker: RequestTracker, engine: object
     ):
         self.requests = requests
+        self._tokenizer = tokenizer
         self._engine = engine  # which is not collected before the stream
         self._tracker = tracker
         self._events: deque[StreamEvent] = deque()
         sequences = [sequence for request in requests for sequence in request.sequences]
         self._texts = {sequence: TextStream(tokenizer) for sequence in sequences}
+        # How many thoughts of a prompt were told.
+        self._thoughts = {r.sequences[0]: 0 for r in requests if r.thoughts is not None}
         # Those of which there is more to tell, and how many of their tokens were told.
         self._open = {sequence: sequence.request.num_prompt for sequence in sequences}
 
@@ -48,16 +51,32 @@ class EventStream(Iterator[StreamEvent]):
     def _ready(self) -> bool:
         """Whether there is something to tell."""
         return not self._open or any(
-            sequence.length > told or sequence.finished for sequence, told in self._open.items()
+            sequence.length > told or sequence.finished or self._new_thoughts(sequence)
+            for sequence, told in self._open.items()
         )
 
+    def _new_thoughts(self, sequence: Sequence) -> int:
+        """How many were made since the last were told; none by other completions than the first."""
+        thoughts = sequence.request.thoughts
+        if sequence not in self._thoughts or thoughts is None:
+            return 0
+        # Those of before the model changed are made again.
+        told = self._thoughts[sequence] = min(self._thoughts[sequence], len(thoughts.found))
+        return len(thoughts.found) - told
+
     def _look(self) -> None:
-        """An event of each sequence that has got tokens since the last call, or has ended."""
+        """An event of each sequence that has got tokens or thoughts since the last call, or has
+        ended."""
         unfinished = self._open
         for sequence, told in list(unfinished.items()):
             unfinished[sequence] = length = sequence.length
-            if length > told or sequence.finished:
+            thoughts = self._new_thoughts(sequence)
+            if length > told or sequence.finished or thoughts:
                 event = event_of(sequence, length - told)
+                if thoughts:
+                    first = self._thoughts[sequence]
+                    event.thoughts = thoughts_of(sequence.request, self._tokenizer, first)
+                    self._thoughts[sequence] += thoughts
                 event.text = self._texts[sequence].push(event.token_ids, sequence.finished)
                 self._events.append(event)
             if sequence.finished:

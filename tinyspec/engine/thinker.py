@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -49,9 +50,9 @@ class Thinker:
 
     def __init__(self, model: ThinkingModel, settings: EngineConfig):
         self.config = config = model.thinking_config
-        for name in ("max_rows", "reference_rows"):
-            if (rows := getattr(settings, name)) < config.chunk_size:
-                raise refuse(name, rows, f"at least the model's chunk_size={config.chunk_size}")
+        if settings.max_rows is None or settings.max_rows < config.chunk_size:
+            allowed = f"at least the model's chunk_size={config.chunk_size}"
+            raise refuse("max_rows", settings.max_rows, allowed)
         self.model = model
         self.layers = Backbone.of(model.backbone).layers
         self.batch = BATCH
@@ -64,6 +65,11 @@ class Thinker:
     def beside(self) -> Beside:
         """The blocks, as they stand in the fingerprint."""
         return Beside("thinking", self._blocks, repr(self.config))
+
+    @property
+    def root(self) -> bytes:
+        """Of the prefix cache's hashes: what, beside weights, thoughts depend on."""
+        return blake2b(f"{self.config} {self.batch}".encode(), digest_size=16).digest()
 
     def follow(self, runner: ModelRunner) -> None:
         """Add states and read hidden states in the passes of ``runner``."""

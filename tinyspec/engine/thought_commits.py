@@ -82,7 +82,6 @@ class ThoughtCommitter:
         tokens = iter(self.thinker.first_tokens(torch.cat([each.whole for each in some])))
         for each in some:
             each.firsts = [next(tokens) for _ in range(len(each.whole))]
-            each.thoughts.rounds += 1
             each.span.sequence.stats.thinking_passes += 1
 
     def _keep(self, found: list[_Chunks], ends: Array) -> None:
@@ -114,7 +113,10 @@ class ThoughtCommitter:
                 number = len(each.thoughts.found)
                 each.thoughts.add(Thought(number, ids, cut=cut), next(states))
         for each, _ in begun:
-            ends[each.span.work] = min(ends[each.span.work], each.thoughts.known)
+            if (
+                known := each.thoughts.known
+            ) < each.thoughts.num_prompt:  # what follows is no draft
+                ends[each.span.work] = min(ends[each.span.work], known)
         for each in broken:
             self._break(each, ends)
 

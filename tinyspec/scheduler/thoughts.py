@@ -9,9 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from tinyspec.outputs import Thought
+
+
+class Made(NamedTuple):
+    """A thought and its state."""
+
+    thought: Thought
+    state: Any
 
 
 @dataclass(eq=False)
@@ -20,7 +27,7 @@ class Thoughts:
 
     window: most chunks that run at once while thoughts are missing; None: all. found: of the first
     chunks. states: of each, [chunk_size, d], None for zero. rest: hidden states [r, d] of the
-    chunk that is partly computed. rounds: how often thoughts were looked for.
+    chunk that is partly computed. root: begins the hashes of its pages; says who thinks, and how.
     """
 
     chunk_size: int
@@ -29,7 +36,7 @@ class Thoughts:
     found: list[Thought] = field(default_factory=list)
     states: list[Any] = field(default_factory=list)
     rest: Any = None
-    rounds: int = 0
+    root: bytes = b"thinking"
 
     @property
     def end(self) -> int:
@@ -61,6 +68,16 @@ class Thoughts:
         self.found.append(thought)
         self.states.append(state)
         self.rest = None
+
+    def made(self, first: int, end: int) -> list[Made]:
+        """Those of the chunks that end behind position ``first`` and at ``end`` at the latest."""
+        chunks = range(first // self.chunk_size, end // self.chunk_size)
+        return [Made(self.found[n], self.states[n]) for n in chunks if n < len(self.found)]
+
+    def take(self, made: list[Made]) -> None:
+        """Of the first chunks, made for another prompt; those that are known stay."""
+        for thought, state in made[len(self.found) :]:
+            self.add(thought, state)
 
     def forget(self) -> None:
         """The model changed."""

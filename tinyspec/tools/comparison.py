@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinyspec.engine.tokenization import decode
-from tinyspec.outputs import Completion, RequestOutput
+from tinyspec.outputs import Completion, RequestOutput, Thought
 
 # From the least to the gravest.
 VERDICTS = SAME, PARTIAL, NOT_COMPARABLE, DIFFERS = "same", "partial", "not comparable", "differs"
@@ -45,7 +45,7 @@ def compare(
     findings += [_per_token(name, theirs, mine, tokens) for name in PER_TOKEN[1:]]
     if tokens.verdict == SAME:
         findings.append(_text(theirs, tokenizer))
-    findings.append(_prompt(output, again, mine))
+    findings += [_thoughts(output, again, mine), _prompt(output, again, mine)]
     return [finding for finding in findings if finding is not None]
 
 
@@ -153,6 +153,38 @@ def _text(theirs: Completion, tokenizer: Any) -> Finding | None:
     if identical(found, own):
         return None if own is None else Finding("text", SAME)
     return Finding("text", DIFFERS, f"text {shown(found)}, but the engine's is {shown(own)}")
+
+
+def _thoughts(output: RequestOutput, again: RequestOutput, mine: Completion) -> Finding | None:
+    """On what was thought of the prompt, texts but for those of an engine without a tokenizer."""
+    name, found, own = "thoughts", output.thoughts, again.thoughts
+    if found is None and own is None:
+        return None
+    if (malformed := _malformed(name, found, own)) is not None:
+        return malformed
+    assert found is not None and own is not None
+    for place, (thought, expected) in enumerate(zip(found, own, strict=False)):
+        theirs, ours = _plain(thought), _plain(expected)
+        if theirs is not None and ours is not None and None in (theirs[-1], ours[-1]):
+            theirs[-1] = ours[-1] = None  # one of the two has no text
+        if not identical(theirs, ours):
+            reason = f"thought {shown(thought)}, but the engine has {shown(expected)}"
+            return Finding(name, DIFFERS, f"of chunk {place} {reason}", 0)
+    if len(own) < len(found) and mine.error is not None:
+        return Finding(name, NOT_COMPARABLE, mine.error)
+    aborted = all(identical(c.token_ids, []) for c in output.completions)
+    if len(found) < len(own) and aborted:
+        return Finding(name, PARTIAL, "it was aborted before all of its prompt was thought about")
+    if len(found) != len(own):
+        return Finding(name, DIFFERS, f"{len(found)} thoughts, but the engine has {len(own)}", 0)
+    return Finding(name, SAME)
+
+
+def _plain(thought: Any) -> list[Any] | None:
+    """The fields of a thought, its text last; None for anything else."""
+    if type(thought) is not Thought:
+        return None
+    return [thought.chunk, thought.token_ids, thought.cut, thought.text]
 
 
 def _prompt(output: RequestOutput, again: RequestOutput, mine: Completion) -> Finding | None:

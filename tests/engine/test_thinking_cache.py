@@ -1,0 +1,127 @@
+"""Prompts that are thought about start from pages of their like: to the bits of a cold cache."""
+
+import pytest
+import torch
+
+from tests.support.cases import whole
+from tests.support.thinking import all_bits, engine_of, exact, params, prompt_of, thinking_model
+
+PROMPT = prompt_of(80, 80)
+
+
+def cached(output):
+    return output.completions[0].stats.cached_prompt_tokens
+
+
+def turns(model, cache, wanted=exact, **settings):
+    """Bits and cached tokens of three turns, each with the answers before it."""
+    with engine_of(model, prefix_cache=cache, **settings) as engine:
+        history, found = prompt_of(53, 2), []
+        for turn in range(3):
+            history = history + prompt_of(11 + turn, turn)
+            output = engine.generate([history], wanted(20))[0]
+            found.append((all_bits(output), cached(output)))
+            history = history + output.completions[0].token_ids
+        assert whole(engine)
+    return [bits for bits, _ in found], [count for _, count in found]
+
+
+@pytest.mark.parametrize("chunk_size", [8, 6, 24])
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_a_chat(kind, chunk_size):
+    """Nothing of what was decoded is taken: the second turn thinks about the first answer."""
+    model = thinking_model(kind, chunk_size=chunk_size)
+    cold, none = turns(model, False)
+    for settings in ({}, {"thinking_window": 1}, {"max_rows": 28}):
+        warm, counts = turns(model, True, **settings)
+        assert warm == cold
+        # Pages of 16 within the prompt before, as far as there are whole chunks.
+        before = (0, 64, 96)
+        assert counts == [n // 16 * 16 // chunk_size * chunk_size for n in before]
+    assert none == [0, 0, 0]
+    plain = turns(model, True, lambda tokens: exact(tokens, thinking=False))
+    assert [bits for _, bits in plain[0]] != [bits for _, bits in cold], "control"
+
+
+def test_the_same_prompt():
+    model = thinking_model()
+    with engine_of(model) as engine:
+        cold, warm = (engine.generate([PROMPT], exact(prompt_logprobs=False))[0] for _ in range(2))
+        assert all_bits(warm) == all_bits(cold) and cached(cold) == 0 and cached(warm) == 79
+        assert warm.completions[0].stats.thinking_passes == 0
+        # A sampled one, and several completions.
+        many = engine.generate([PROMPT], params(num_return_sequences=2))[0]
+        assert many.thoughts == cold.thoughts and cached(many) == 79
+        # A part of it, and more.
+        part, more = engine.generate([PROMPT[:40], PROMPT + PROMPT], exact())
+        assert (cached(part), cached(more)) == (32, 80)
+        assert part.thoughts == cold.thoughts[:5] and more.thoughts[:10] == cold.thoughts
+    with engine_of(model, prefix_cache=False) as engine:
+        assert all_bits(engine.generate([PROMPT[:40]], exact())[0]) == all_bits(part)
+        assert all_bits(engine.generate([PROMPT + PROMPT], exact())[0]) == all_bits(more)
+
+
+def test_cached_values_are_used():
+    """Control: other values in a cached page, or another state beside it, show."""
+    model = thinking_model()
+    longer = PROMPT + prompt_of(16, 5)
+    with engine_of(model) as engine:
+        for spoil in ("nothing", "page", "state"):
+            engine.admission.forget_pages()
+            cold = all_bits(engine.generate([longer], exact())[0])
+            engine.admission.forget_pages()
+            engine.generate([PROMPT], exact())
+            with torch.inference_mode():
+                if spoil == "page":
+                    engine.runner.cache.v[0].mul_(1.5)
+                if spoil == "state":
+                    made = [m for page in engine.admission.prefix._thoughts.values() for m in page]
+                    last = next(m for m in made if m.thought.chunk == 9)
+                    assert last.state is not None
+                    last.state.mul_(3)
+            found = engine.generate([longer], exact())[0]
+            assert cached(found) == 80 and (all_bits(found) == cold) == (spoil == "nothing")
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_plain_and_thinking_requests_share_nothing(first):
+    model = thinking_model()
+    with engine_of(model, prefix_cache=False) as engine:
+        alone = [all_bits(engine.generate([PROMPT], exact(thinking=t))[0]) for t in (True, False)]
+    with engine_of(model) as engine:
+        order = (first, not first, first)
+        found = [engine.generate([PROMPT], exact(thinking=thinking))[0] for thinking in order]
+    assert [cached(output) for output in found] == [0, 0, 79]
+    assert [all_bits(output) for output in found] == [alone[not thinking] for thinking in order]
+
+
+def test_of_plain_thinking_requests_only_canonical_pages():
+    """A deterministic one takes no page that was computed in any pass, nor its thoughts."""
+    model = thinking_model()
+    with engine_of(model) as engine:
+        engine.generate([PROMPT], params())
+        exactly = engine.generate([PROMPT], exact())[0]
+        assert cached(exactly) == 0
+        assert cached(engine.generate([PROMPT], params())[0]) == 79
+
+
+def test_changed_blocks_think_again():
+    model = thinking_model()
+    with engine_of(model) as engine:
+        before = engine.generate([PROMPT], exact())[0]
+        with torch.no_grad():
+            model.compression.block.layer.mlp.up_proj.weight.mul_(-1)
+        after = engine.generate([PROMPT], exact())[0]
+        assert cached(after) == 0 and all_bits(after) != all_bits(before)
+
+
+def test_thoughts_of_evicted_pages_are_dropped():
+    model = thinking_model()
+    with engine_of(model, num_pages=9) as engine:
+        for n in range(6):
+            engine.generate([prompt_of(70, n)], exact(4))
+        prefix = engine.admission.prefix
+        assert set(prefix._thoughts) == set(prefix.keys) and len(prefix) <= 9
+        assert whole(engine)
+        engine.release()
+        assert not prefix._thoughts

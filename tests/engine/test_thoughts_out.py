@@ -1,0 +1,143 @@
+"""Thoughts as users see them: outputs, streams, JSON, scores, audits, the command line."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.cli.conftest import main
+from tests.support.thinking import (
+    all_bits,
+    engine_of,
+    exact,
+    params,
+    prompt_of,
+    said,
+    thinking_model,
+    tokenizer,
+)
+from tinyspec import Engine, EngineConfig, RequestOutput, audit
+from tinyspec.outputs import Thought
+
+PROMPTS = [prompt_of(n, n) for n in (5, 21, 67, 80)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A saved model and its tokenizer."""
+    path = tmp_path_factory.mktemp("thinking")
+    thinking_model(quiet=0.0, biased=False).save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def engine(folder):
+    settings = EngineConfig(reference_rows=16, page_size=16, thinking_window=3)
+    with Engine.from_pretrained(folder, config=settings) as found:
+        yield found
+
+
+def test_texts_and_json(engine):
+    outputs = engine.generate(PROMPTS, exact())
+    for output in outputs:
+        assert [thought.chunk for thought in output.thoughts] == list(range(len(output.thoughts)))
+        for thought in output.thoughts:
+            words = [f"w{token}" for token in thought.token_ids if token != 1]
+            assert thought.text.split() == words
+        again = RequestOutput.from_json(output.to_json())
+        assert again == output and again.params.thinking
+    assert len(outputs[2].thoughts) == 8
+    plain = engine.generate(PROMPTS[0], exact(thinking=False))[0]
+    assert plain.thoughts is None and RequestOutput.from_json(plain.to_json()) == plain
+    # What was written before there were thoughts.
+    data = json.loads(plain.to_json())
+    del data["thoughts"], data["params"]["thinking"]
+    assert RequestOutput.from_json(json.dumps(data)) == plain
+
+
+def test_streamed_as_they_are_committed(engine):
+    outputs = engine.generate(PROMPTS, params(num_return_sequences=2))
+    found = {n: [] for n in range(len(PROMPTS))}
+    before_tokens = 0
+    with engine.stream(PROMPTS, params(num_return_sequences=2)) as events:
+        ids = [request.request_id for request in events.requests]
+        for event in events:
+            place = ids.index(event.request_id)
+            if event.thoughts:
+                assert event.index == 0
+                found[place].append(event.thoughts)
+                before_tokens += not event.token_ids
+    for place, output in enumerate(outputs):
+        assert [t for thoughts in found[place] for t in thoughts] == output.thoughts
+    assert len(found[3]) > 1 and before_tokens > 1
+
+
+def test_scores_read_with_thoughts(engine):
+    outputs = engine.generate(PROMPTS, exact())
+    answers = [output.completions[0] for output in outputs]
+    scores = engine.score(PROMPTS, [answer.token_ids for answer in answers], params())
+    assert scores == [answer.logprobs for answer in answers]
+    # Control: read without thoughts.
+    plain = engine.score(PROMPTS, [answer.token_ids for answer in answers])
+    assert plain[-1] != scores[-1] and plain[0] == scores[0]
+
+
+def test_audited(engine):
+    outputs = engine.generate(PROMPTS, exact(num_return_sequences=2, temperature=1.0, seed=4))
+    assert audit(engine, outputs)
+    thoughts = outputs[2].thoughts
+    active = next(n for n, thought in enumerate(thoughts) if len(thought.token_ids) > 1)
+
+    def forged(**changes):
+        other = [*thoughts]
+        other[active] = replace(other[active], **changes)
+        return replace(outputs[2], thoughts=other)
+
+    silent = [replace(thought, text=None) for thought in thoughts]
+    assert audit(engine, [replace(outputs[2], thoughts=silent)])
+    for other in (
+        forged(token_ids=[5, 1]),
+        forged(token_ids=[float(t) for t in thoughts[active].token_ids]),
+        forged(text="w7"),
+        forged(cut=not thoughts[active].cut),
+        forged(chunk=active + 1),
+        replace(outputs[2], thoughts=thoughts[:-1]),
+        replace(outputs[2], thoughts=[*thoughts, Thought(8, [1], "")]),
+        replace(outputs[2], thoughts=[None] * 8),
+        replace(outputs[2], thoughts=None),
+        replace(outputs[2], params=replace(outputs[2].params, thinking=False)),
+    ):
+        assert not audit(engine, [other])
+
+
+def test_audited_by_a_model_that_does_not_think(engine):
+    outputs = engine.generate(PROMPTS, exact())
+    other = thinking_model()
+    with Engine(other.backbone) as plain:
+        report = audit(plain, outputs)
+    assert {entry.verdict for entry in report.entries} == {"not comparable"}
+
+
+def test_what_is_saved_gives_the_same(folder, engine):
+    wanted = [all_bits(output)[1] for output in engine.generate(PROMPTS, exact())]
+    with engine_of(thinking_model(quiet=0.0, biased=False)) as other:
+        assert [all_bits(output)[1] for output in other.generate(PROMPTS, exact())] == wanted
+
+
+def test_command_line(folder, engine, capsys):
+    prompt = " ".join(f"w{token}" for token in PROMPTS[2])
+    (output,) = engine.generate(prompt, params(4))
+    assert said(output) == said(engine.generate([output.prompt_token_ids], params(4))[0])
+    given = ["generate", prompt, "--model", str(folder), "--max-new-tokens", "4", "--device", "cpu"]
+    assert main([*given, "--thinking"]) == 0
+    out, err = capsys.readouterr()
+    assert out.strip() == output.completions[0].text.strip()
+    for thought in output.thoughts:
+        shown = f"chunk {thought.chunk}: {thought.text.strip()}" in err
+        assert shown == (len(thought.token_ids) > 1)
+    assert main([*given, "--thinking", "--json"]) == 0
+    found = RequestOutput.from_json(capsys.readouterr().out)
+    assert found.thoughts == output.thoughts
+    assert main(given) == 0
+    assert "chunk" not in capsys.readouterr().err
