@@ -8,6 +8,7 @@ from typing import Any
 
 from tinyspec.cli.common import add_model, add_report, make_engine
 from tinyspec.cli.inputs import read_outputs
+from tinyspec.cli.interrupts import load_libraries
 from tinyspec.cli.parser import add_command
 from tinyspec.config import EngineConfig
 from tinyspec.errors import refuse
@@ -34,6 +35,7 @@ def add(commands: Any) -> None:
 
 
 def _audit(options: argparse.Namespace) -> int:
+    load_libraries()
     from tinyspec.tools.audit import audit
 
     outputs, complaints = read_outputs(options.file)

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from tinyspec.cli.common import add_model, make_engine
+from tinyspec.cli.interrupts import load_libraries
 from tinyspec.cli.parser import add_command
 from tinyspec.config import VERIFY, EngineConfig
 from tinyspec.errors import refuse
@@ -41,6 +42,7 @@ def _demo(options: argparse.Namespace) -> int:
             raise refuse(given, getattr(options, name), f"an integer of at least {least}")
     if options.seed is not None and not 0 <= options.seed < 2**63:
         raise refuse("--seed", options.seed, "an integer in [0, 2**63)")
+    load_libraries()
     from tinyspec.tools.demo import demo
 
     config = EngineConfig(verify=options.verify, trace=True, draft_window=5)
