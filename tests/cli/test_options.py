@@ -112,7 +112,8 @@ BAD = {
     "--top-p 2": "top_p=2.0 is not allowed: a number in [0, 1]",
     "--top-k many": "argument --top-k: invalid int value: 'many'",
     "--model no/such/model": "model='no/such/model' is not allowed: a folder with a model",
-    "--file nowhere.txt": "nowhere.txt",
+    "--file nowhere.txt": "tinyspec: nowhere.txt: No such file or directory\n",
+    "--trace nowhere/run.json": "tinyspec: nowhere/run.json: No such file or directory\n",
     "--resume": "--resume=True is not allowed: together with --output",
 }
 

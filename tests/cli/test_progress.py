@@ -89,3 +89,24 @@ def test_the_command_tells_it(command, served, monkeypatch, impatient, tmp_path)
     text = file.getvalue()
     assert "\r0 of 1 completions" in text or "\r1 of 1 completions" in text
     assert text.rstrip("\n").rpartition("\r")[2].startswith("tinyspec: 1 completions, ")
+
+
+def test_scores_and_audits_are_summed_up(command, served, monkeypatch, tmp_path):
+    """One line at the end, of this run alone; none where standard error is no terminal."""
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text('{"prompt": "One", "continuation": [5, 6, 7]}\n' * 2)
+    assert command("score", "--file", pairs)[2] == ""
+    file = Terminal()
+    monkeypatch.setattr(sys, "stderr", file)
+    assert command("score", "--file", pairs)[0] == 0
+    last = file.getvalue().splitlines()[-1]
+    assert last.startswith("tinyspec: 2 completions, 6 tokens in ") and "tokens/s" in last
+    assert "prompt tokens cached" in last and "passes canonical" in last
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    _, out, _ = command("generate", "Once", "--deterministic", "--json", "--max-new-tokens", 4)
+    outputs = tmp_path / "outputs.jsonl"
+    outputs.write_text(out)
+    file = Terminal()
+    monkeypatch.setattr(sys, "stderr", file)
+    assert command("audit", outputs, "--dtype", "float32")[0] in (0, 1)
+    assert "tinyspec: 1 completions, " in file.getvalue()

@@ -65,3 +65,5 @@ def test_what_is_no_model_or_no_config():
     for config in ({}, {"page_size": 8}, "auto"):
         with pytest.raises(ValueError, match=r"config=.* is not allowed: None or an EngineConfig"):
             Engine(tiny(), None, config)
+    with pytest.raises(ValueError, match=r"tokenizer='some/name' is not allowed: .*AutoTokenizer"):
+        Engine(tiny(), "some/name")

@@ -1,6 +1,7 @@
 """The bundled thinking model, by the engine and by the plain reading, and its demo."""
 
 import io
+from contextlib import ExitStack
 from pathlib import Path
 from random import Random
 
@@ -11,10 +12,11 @@ from transformers import AutoTokenizer
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.cli.main import main
 from tinyspec.outputs import Thought
+from tinyspec.thinking.config import ThinkingConfig
 from tinyspec.thinking.model import ThinkingModel
 from tinyspec.thinking.reading import read
 from tinyspec.thinking.tasks import TASKS
-from tinyspec.tools.demo_thinking import BUNDLED, PROMPT, demo_thinking, rounds
+from tinyspec.tools.demo_thinking import BUNDLED, PROMPT, WAYS, demo_thinking, rounds
 
 END = 1
 
@@ -86,13 +88,24 @@ class Ascii(io.StringIO):
         return False
 
 
-def test_the_demo_shows_its_run(model, tokenizer, capsys):
-    assert demo_thinking(model, tokenizer, PROMPT) == 0
+def test_the_demo_shows_its_run(tokenizer, capsys):
+    with ExitStack() as stack:
+        engines = {
+            name: stack.enter_context(
+                Engine(
+                    ThinkingModel.from_pretrained(BUNDLED),
+                    tokenizer,
+                    EngineConfig(thinking_window=window),
+                )
+            )
+            for name, window in WAYS.items()
+        }
+        assert demo_thinking(engines, ThinkingConfig.load(BUNDLED), PROMPT) == 0
     out = capsys.readouterr().out
-    assert "T → heads <eos>" in out and "T → tails heads <eos>" in out and "answer: heads" in out
-    assert "C(tails heads <eos>)" in out and "identical, bit for bit" in out
-    assert "speculative: 2 rounds, 3 chunks run" in out
-    assert "sequential: 2 rounds, 2 chunks run" in out
+    assert "T → heads <eos>" in out and "T → tails <eos>" in out and "answer: heads" in out
+    assert "C(tails <eos>)" in out and "T → <eos>" in out and "identical, bit for bit" in out
+    assert "speculative: 3 rounds, 12 chunks run" in out
+    assert "sequential: 5 rounds, 5 chunks run" in out
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
@@ -113,4 +126,4 @@ def test_by_command(capsys, monkeypatch):
     assert "identical, bit for bit" in out.getvalue()
     monkeypatch.undo()
     assert main(["demo", "--thinking", "--model", str(BUNDLED.parent / "storyteller")]) != 0
-    assert "thinking_config.json" in capsys.readouterr().err
+    assert "thinking_config.json is no ThinkingConfig" in capsys.readouterr().err

@@ -8,7 +8,9 @@ from typing import Any
 
 from tinyspec.cli.common import add_model, add_report, make_engine
 from tinyspec.cli.inputs import read_outputs
+from tinyspec.cli.interrupts import load_libraries
 from tinyspec.cli.parser import add_command
+from tinyspec.cli.progress import summed_up
 from tinyspec.config import EngineConfig
 from tinyspec.errors import refuse
 
@@ -34,6 +36,7 @@ def add(commands: Any) -> None:
 
 
 def _audit(options: argparse.Namespace) -> int:
+    load_libraries()
     from tinyspec.tools.audit import audit
 
     outputs, complaints = read_outputs(options.file)
@@ -41,7 +44,9 @@ def _audit(options: argparse.Namespace) -> int:
         allowed = "; ".join(complaints) or "a file with at least one output"
         raise refuse("file", options.file, allowed)
     with make_engine(options, EngineConfig(reference_rows=options.reference_rows)) as engine:
-        report = audit(engine, outputs, progress=sys.stderr.isatty())
+        count = sum(len(output.completions) for output in outputs)
+        with summed_up(engine, sys.stderr, count):
+            report = audit(engine, outputs, progress=sys.stderr.isatty())
     print(report.to_json() if options.json else report)
     for complaint in complaints:
         print(f"tinyspec: {complaint}", file=sys.stderr)

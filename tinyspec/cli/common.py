@@ -6,6 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from tinyspec.cli.interrupts import load_libraries
 from tinyspec.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def make_engine(options: argparse.Namespace, config: EngineConfig) -> Engine:
     name = options.model or "the bundled model"
     if sys.stderr.isatty():
         print(f"tinyspec: loading {name}", file=sys.stderr)
+    load_libraries()
     from transformers.utils import logging
 
     from tinyspec.engine.engine import Engine

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from tinyspec.cli.common import add_model, make_engine
+from tinyspec.cli.interrupts import load_libraries
 from tinyspec.cli.parser import add_command
 from tinyspec.config import VERIFY, EngineConfig
 from tinyspec.errors import refuse
@@ -46,6 +49,7 @@ def _demo(options: argparse.Namespace) -> int:
             raise refuse(given, getattr(options, name), f"an integer of at least {least}")
     if options.seed is not None and not 0 <= options.seed < 2**63:
         raise refuse("--seed", options.seed, "an integer in [0, 2**63)")
+    load_libraries()
     if options.thinking:
         return _thinking(options)
     from tinyspec.tools.demo import demo
@@ -56,11 +60,15 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _thinking(options: argparse.Namespace) -> int:
-    from transformers import AutoTokenizer
+    from tinyspec.thinking.config import ThinkingConfig
+    from tinyspec.tools.demo_thinking import BUNDLED, PROMPT, WAYS, demo_thinking
 
-    from tinyspec.thinking.model import ThinkingModel
-    from tinyspec.tools.demo_thinking import BUNDLED, PROMPT, demo_thinking
-
-    folder = options.model or BUNDLED
-    model = ThinkingModel.from_pretrained(folder)
-    return demo_thinking(model, AutoTokenizer.from_pretrained(folder), PROMPT)
+    options.model = options.model or str(BUNDLED)
+    with ExitStack() as open_engines:
+        engines = {
+            name: open_engines.enter_context(
+                make_engine(options, EngineConfig(thinking_window=window))
+            )
+            for name, window in WAYS.items()
+        }
+        return demo_thinking(engines, ThinkingConfig.load(Path(options.model)), PROMPT)

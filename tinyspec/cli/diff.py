@@ -6,8 +6,9 @@ import argparse
 import sys
 from typing import Any
 
-from tinyspec.cli.inputs import read_outputs
+from tinyspec.cli.inputs import STANDARD_INPUT, read_outputs
 from tinyspec.cli.parser import add_command
+from tinyspec.errors import refuse
 
 NOTES = (
     "Requests are matched by prompt and parameters, whatever their order. Where fingerprints "
@@ -33,6 +34,8 @@ def add(commands: Any) -> None:
 def _diff(options: argparse.Namespace) -> int:
     from tinyspec.tools.diff import diff
 
+    if options.first == options.second == STANDARD_INPUT:
+        raise refuse("second", options.second, "a file; standard input can be read once")
     first, complaints = read_outputs(options.first)
     second, others = read_outputs(options.second)
     report = diff(first, second)

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from tinyspec.cli.common import add_model, add_report, make_engine, model_name
+from tinyspec.cli.interrupts import load_libraries
 from tinyspec.cli.parser import add_command
 from tinyspec.config import KV_DTYPES, EngineConfig
 from tinyspec.errors import UnsupportedModelError
@@ -30,6 +31,7 @@ def add(commands: Any) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
+    load_libraries()
     from tinyspec.tools.doctor import DoctorReport, doctor
 
     config = EngineConfig(

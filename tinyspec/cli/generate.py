@@ -63,6 +63,8 @@ def _generate(options: argparse.Namespace) -> int:
     if not jobs:
         raise refuse("prompts", [], "at least one prompt")
     file = OutputFile(options.output, jobs, options.resume) if options.output else None
+    if options.trace is not None:
+        open(options.trace, "ab").close()  # where it cannot be written, nothing runs
     left = jobs if file is None else [job for job in jobs if job.job_id not in file.kept]
     with make_engine(options, EngineConfig(trace=options.trace is not None)) as engine:
         try:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import Namespace
+from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
 from tinyspec.cli import audit, chat, demo, diff, doctor, generate, score, trace
+from tinyspec.cli.interrupts import INTERRUPTED, ignore_further
 from tinyspec.cli.parser import Parser
 from tinyspec.errors import TinyspecError
 
@@ -18,8 +19,8 @@ VERSION = "show the versions of tinyspec and of what its bits depend on"
 DESCRIPTION = "Deterministic continuous batching for Hugging Face models."
 COMMANDS = (demo, generate, chat, score, doctor, audit, diff, trace)
 LIBRARIES = ("torch", "transformers", "triton")
-# As shells report a process that Ctrl-C, or a pipe that nobody reads, has ended.
-INTERRUPTED, CLOSED_PIPE = 130, 141
+# As shells report a process that a pipe which nobody reads has ended.
+CLOSED_PIPE = 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except KeyboardInterrupt as error:
+        if arguments is None:
+            ignore_further()
         _say(f"interrupted{''.join(f': {what}' for what in error.args)}")
         return INTERRUPTED
     except BrokenPipeError:
@@ -47,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def told(error: Exception) -> str:
     """What an error says, with its type where it was not raised for users to read."""
     message = str(error)
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
     if not isinstance(error, (ValueError, TinyspecError, OSError)):
         message = f"{type(error).__name__}: {message} (--debug shows the traceback)"
     return message
@@ -58,7 +63,9 @@ def _say(message: str) -> None:
 
 
 def _parser(arguments: Sequence[str] | None) -> Parser:
-    parser = Parser(prog="tinyspec", description=DESCRIPTION)
+    # The version is one line, however wide the terminal.
+    raw = RawDescriptionHelpFormatter
+    parser = Parser(prog="tinyspec", description=DESCRIPTION, formatter_class=raw)
     wanted = "--version" in (sys.argv[1:] if arguments is None else arguments)
     parser.add_argument(
         "--version", action="version", version=_versions() if wanted else "", help=VERSION

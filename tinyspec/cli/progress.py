@@ -6,6 +6,8 @@ Silent where standard error is no terminal. Knows an engine's sums, not how pass
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import TYPE_CHECKING, TextIO
 
@@ -13,6 +15,7 @@ from tinyspec.outputs import StreamEvent
 
 if TYPE_CHECKING:
     from tinyspec.engine.engine import Engine
+    from tinyspec.scheduler.passes import EngineStats
 
 # Seconds without a word, and between two changes of the line.
 PATIENCE, EVERY = 2.0, 0.2
@@ -75,15 +78,7 @@ class Progress:
 
     def summary(self, seconds: float) -> str:
         """Of the whole run, which took so many seconds."""
-        stats, before = self._engine.stats(), self._before
-        passes = sum(stats.passes.values()) - sum(before.passes.values())
-        canonical = _percent(stats.canonical_passes - before.canonical_passes, passes)
-        cached = stats.cached_prompt_tokens - before.cached_prompt_tokens
-        return (
-            f"{self._done} completions, {self._tokens} tokens in {seconds:.1f} s "
-            f"({self._speed(seconds)}); {cached} prompt tokens cached; {canonical} of "
-            f"{passes} passes canonical"
-        )
+        return _summary(self._engine, self._before, seconds, self._done, self._tokens)
 
     @property
     def _done(self) -> int:
@@ -93,7 +88,37 @@ class Progress:
         return time.perf_counter() - self._begun
 
     def _speed(self, seconds: float) -> str:
-        return f"{self._tokens / max(seconds, 1e-9):.0f} tokens/s"
+        return _speed(self._tokens, seconds)
+
+
+@contextmanager
+def summed_up(engine: Engine, file: TextIO, completions: int) -> Iterator[None]:
+    """A block that runs so many completions: the line about it at its end, on a terminal."""
+    before, begun = deepcopy(engine.stats()), time.perf_counter()
+    yield
+    if file.isatty():
+        seconds = time.perf_counter() - begun
+        tokens = engine.stats().committed - before.committed
+        file.write(f"tinyspec: {_summary(engine, before, seconds, completions, tokens)}\n")
+
+
+def _summary(
+    engine: Engine, before: EngineStats, seconds: float, completions: int, tokens: int
+) -> str:
+    """Of what ran since ``before``."""
+    stats = engine.stats()
+    passes = sum(stats.passes.values()) - sum(before.passes.values())
+    canonical = _percent(stats.canonical_passes - before.canonical_passes, passes)
+    cached = stats.cached_prompt_tokens - before.cached_prompt_tokens
+    return (
+        f"{completions} completions, {tokens} tokens in {seconds:.1f} s "
+        f"({_speed(tokens, seconds)}); {cached} prompt tokens cached; {canonical} of "
+        f"{passes} passes canonical"
+    )
+
+
+def _speed(tokens: int, seconds: float) -> str:
+    return f"{tokens / max(seconds, 1e-9):.0f} tokens/s"
 
 
 def _percent(part: int, whole: int) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tinyspec.cli.common import add_model, make_engine
 from tinyspec.cli.inputs import Line, check_prompt, json_object, read_lines
 from tinyspec.cli.parser import add_command
+from tinyspec.cli.progress import summed_up
 from tinyspec.cli.sampling import OF_THE_DISTRIBUTION, add_sampling, given, params_of
 from tinyspec.config import EngineConfig
 from tinyspec.errors import refuse
@@ -56,7 +58,8 @@ def add(commands: Any) -> None:
 def _score(options: argparse.Namespace) -> int:
     pairs = _pairs(options)
     with make_engine(options, EngineConfig()) as engine:
-        scores = _scores(engine, pairs)
+        with summed_up(engine, sys.stderr, len(pairs)):
+            scores = _scores(engine, pairs, progress=sys.stderr.isatty())
         fingerprint = engine.fingerprint
     for pair, logprobs in zip(pairs, scores, strict=True):
         if options.json:
@@ -92,12 +95,13 @@ def _pair(line: Line, shared: dict[str, Any]) -> Pair:
     return Pair(line.number, line.place, prompt, continuation, params)
 
 
-def _scores(engine: Engine, pairs: list[Pair]) -> list[list[float]]:
+def _scores(engine: Engine, pairs: list[Pair], progress: bool) -> list[list[float]]:
     """For each pair its log-probabilities. Raises ValueError naming the place of a bad one."""
 
     def score(some: list[Pair]) -> list[list[float]]:
         texts = [pair.prompt for pair in some], [pair.continuation for pair in some]
-        return engine.score(*texts, [pair.params for pair in some])
+        params = [pair.params for pair in some]
+        return engine.score(*texts, params, progress=progress and len(some) > 1)
 
     if not pairs:
         raise refuse("pairs", [], "at least one prompt and its continuation")

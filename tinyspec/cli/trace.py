@@ -31,7 +31,9 @@ def add(commands: Any) -> None:
         "tinyspec trace run.json -o run.html",
         NOTES,
     )
-    parser.add_argument("file", metavar="FILE", help="what engine.trace.save wrote")
+    parser.add_argument(
+        "file", metavar="FILE", help="what engine.trace.save wrote; - is standard input"
+    )
     parser.add_argument(
         "-o", "--output", metavar="FILE", required=True, help="a .png, .svg or .html file"
     )

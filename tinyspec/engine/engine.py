@@ -213,16 +213,19 @@ class Engine(Lifetime, Observed):
         """
         return self.tracker.finish(self.prepare(prompts, params), progress)
 
-    def score(self, prompts: Any, continuations: Any, params: Params = None) -> list[list[float]]:
+    def score(
+        self, prompts: Any, continuations: Any, params: Params = None, progress: bool = False
+    ) -> list[list[float]]:
         """Log-probability of every token of each continuation of its prompt.
 
         The bits are those that ``generate`` gives the same tokens under the same ``params``
         (default: greedy); prompts share canonical passes. continuations: one a prompt, token ids or
-        text (taken without special tokens); nothing stops one early.
+        text (taken without special tokens); nothing stops one early. progress: as for ``generate``.
 
         Raises as ``generate``, and RuntimeError where a pass failed or logits were not finite.
         """
-        outputs = self.tracker.finish(self._ready().scored(prompts, continuations, params))
+        requests = self._ready().scored(prompts, continuations, params)
+        outputs = self.tracker.finish(requests, progress)
         completions = [output.completions[0] for output in outputs]
         for completion in completions:
             if completion.error is not None:

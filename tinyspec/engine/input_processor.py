@@ -41,6 +41,8 @@ class InputProcessor(HasTurns):
     ):
         if isinstance(tokenizer, EngineConfig):
             raise refuse("tokenizer", tokenizer, "a tokenizer or None; did you mean config=?")
+        if isinstance(tokenizer, str):
+            raise refuse("tokenizer", tokenizer, "a tokenizer or None; AutoTokenizer loads one")
         self.turns = turns  # tokenizers serve one thread at a time
         self._pool, self._thinker = pool, thinker
         self._tokenizer = tokenizer

@@ -6,20 +6,23 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from tinyspec.config import EngineConfig
 from tinyspec.engine.engine import Engine
 from tinyspec.outputs import RequestOutput, Thought
 from tinyspec.sampling_params import SamplingParams
-from tinyspec.thinking.model import ThinkingModel
+from tinyspec.thinking.config import ThinkingConfig
 from tinyspec.tools.table import table
 from tinyspec.tools.terminal import Style
 
 # A model that was trained by ``python -m tinyspec.thinking.train parity``.
 BUNDLED = Path(__file__).resolve().parent / "coin_reader"
-PROMPT = "A coin's state is heads. Alice flips the coin. Bob flips the coin. What's the state? A:"
-# How the prompt is read: name, chunks that run at once (None: all of them).
-WAYS = (("speculative", None), ("sequential", 1))
+PROMPT = (
+    "A coin's state is heads. Alice flips the coin. The wind moves over the hill. A bird sings "
+    "near the town. One cloud rests behind the wood. Bob flips the coin. What's the state? A:"
+)
+# How the prompt is read, and how many chunks run at once; None: all of them.
+WAYS = {"speculative": None, "sequential": 1}
 WIDTH = 86
 
 
@@ -34,55 +37,54 @@ def rounds(thoughts: Sequence[Thought], window: int | None, end: int) -> Iterato
         done += stay
 
 
-def demo_thinking(model: ThinkingModel, tokenizer: object, prompt: str) -> int:
-    """Returns 0 if both ways of reading have the same thoughts and answers, bit for bit."""
+def demo_thinking(engines: dict[str, Engine], config: ThinkingConfig, prompt: str) -> int:
+    """engines: of one model and its tokenizer, by the names of WAYS. Returns 0 if both have the
+    same thoughts and answers, bit for bit."""
     params = SamplingParams(
         max_new_tokens=8, thinking=True, deterministic=True, logprobs=True, prompt_logprobs=True
     )
-    found: dict[str, RequestOutput] = {}
-    for name, window in WAYS:
-        config = EngineConfig(thinking_window=window)
-        with Engine(model, tokenizer, config) as engine:
-            found[name] = engine.generate([prompt], params)[0]
-    output = found["speculative"]
+    found = {name: engine.generate([prompt], params)[0] for name, engine in engines.items()}
     style = Style(sys.stdout)
-    print("\n".join(textwrap.wrap(f"A model that reasons while it reads: {prompt!r}", WIDTH)))
-    print("\n" + "\n".join(map(style.signs, _chunks(model, tokenizer, output, style))))
-    print("\n" + "\n".join(map(style.signs, _rounds(model, found))))
     same = _bits(found["speculative"]) == _bits(found["sequential"])
     verdict = "identical, bit for bit" if same else "DIFFERENT"
-    print(f"\nthoughts, answers and log-probabilities of both ways: {verdict}")
+    shown = [
+        *textwrap.wrap(f"A model that reasons while it reads: {prompt!r}", WIDTH),
+        "",
+        *_chunks(engines["speculative"].tokenizer, config, found["speculative"], style),
+        "",
+        *_rounds(config, found),
+        "",
+        f"thoughts, answers and log-probabilities of both ways: {verdict}",
+    ]
+    print("\n".join(map(style.signs, shown)))
     return 0 if same else 1
 
 
 def _chunks(
-    model: ThinkingModel, tokenizer: object, output: RequestOutput, style: Style
+    tokenizer: Any, config: ThinkingConfig, output: RequestOutput, style: Style
 ) -> list[str]:
     """A line for each chunk: what is read, the state that is added to it, what is thought of it."""
-    config = model.thinking_config
     ids, size = output.prompt_token_ids, config.chunk_size
     rows: list[tuple[object, ...]] = [("", "reads", "with the state of", "thinks")]
     before = "nothing"
     for thought in output.thoughts or []:
-        start = thought.chunk * size
-        text = tokenizer.decode(ids[start : start + size])  # type: ignore[attr-defined]
-        said = tokenizer.decode(thought.token_ids)  # type: ignore[attr-defined]
+        text = tokenizer.decode(ids[thought.chunk * size :][:size])
+        said = tokenizer.decode(thought.token_ids)
         rows.append((f"chunk {thought.chunk}", text, before, f"T → {said}"))
         trivial = thought.token_ids[0] == config.end_token_id
         before = "nothing" if trivial else f"C({said})"
     if rest := ids[len(ids) // size * size :]:
-        rows.append(("the rest", tokenizer.decode(rest), before, ""))  # type: ignore[attr-defined]
+        rows.append(("the rest", tokenizer.decode(rest), before, ""))
     answer = style("bold", (output.completions[0].text or "").strip())
     return [*table(rows), "", f"answer: {answer}"]
 
 
-def _rounds(model: ThinkingModel, found: dict[str, RequestOutput]) -> list[str]:
+def _rounds(config: ThinkingConfig, found: dict[str, RequestOutput]) -> list[str]:
     """Both ways, chunk by chunk: ``█`` ran and stays, ``░`` ran and is computed again."""
-    end = model.thinking_config.end_token_id
     lines = []
-    for name, window in WAYS:
+    for name, window in WAYS.items():
         thoughts = found[name].thoughts or []
-        drawn = list(rounds(thoughts, window, end))
+        drawn = list(rounds(thoughts, window, config.end_token_id))
         count = found[name].completions[0].stats.thinking_passes
         lines.append(f"{name}: {count} rounds, {sum(ran for ran, _ in drawn)} chunks run")
         done = 0

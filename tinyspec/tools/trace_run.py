@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,15 +49,19 @@ class Run:
 
 
 def read(path: str | Path) -> Run:
-    """The trace in a file. Raises OSError, and ValueError for a file that holds none."""
+    """The trace in a file, or on standard input for "-". Raises OSError, and ValueError for a file
+    that holds none."""
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-        return run_of(data)
+        return run_of(json.loads(_text(path)))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(
             f"{path} is not a trace that engine.trace.save wrote: {' '.join(reason.split())}"
         ) from error
+
+
+def _text(path: str | Path) -> str:
+    return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
 
 
 def run_of(data: dict[str, Any]) -> Run:
