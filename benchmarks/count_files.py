@@ -23,8 +23,8 @@ import tinyspec
 PACKAGE = Path(tinyspec.__file__).parent
 # From the highest to the lowest.
 WINGS = (
-    *("cli", "tools", "drop_in", "engine", "determinism", "runner", "scheduler", "model"),
-    "kernels",
+    *("cli", "tools", "drop_in", "engine", "thinking"),
+    *("determinism", "runner", "scheduler", "model", "kernels"),
 )
 
 
