@@ -109,6 +109,8 @@ def _entries(one: RequestOutput, other: RequestOutput) -> Iterator[DiffEntry]:
         position, reason = _first_difference(*pair)
         if reason == "" and not identical(one.prompt_logprobs, other.prompt_logprobs):
             reason = "prompt_logprobs differ"
+        if reason == "" and one.thoughts != other.thoughts:
+            reason = "thoughts differ"
         verdict = NOT_COMPARABLE if obstacles else DIFFERS if reason else SAME
         told = [*obstacles, reason or "the bits are the same"] if obstacles else [reason]
         yield DiffEntry(name, index, verdict, position, "; ".join(told))

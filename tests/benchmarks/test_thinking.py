@@ -1,0 +1,39 @@
+"""The benchmark of thinking runs, and reports nothing where windows do not agree."""
+
+import json
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from benchmarks import bench_thinking
+from tests.support.thinking import engine_of, params, prompt_of, thinking_model, tokenizer
+
+
+def test_it_runs(tmp_path, capsys):
+    thinking_model(biased=False).save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    bench_thinking.main([str(tmp_path), "--smoke"])
+    assert capsys.readouterr().out == ""
+    found = tmp_path / "found.json"
+    given = ["--rounds", "1", "--operations", "5", "--batches", "2", "--json", str(found)]
+    bench_thinking.main([str(tmp_path), *given])
+    results = json.loads(found.read_text())
+    assert len(results) == 8 and len(capsys.readouterr().out.splitlines()) == 10
+    for result in results:
+        assert result["rounds"] <= result["chunks"] and result["seconds"] > 0
+
+
+def test_windows_that_do_not_agree():
+    with engine_of(thinking_model()) as engine:
+        outputs = engine.generate([prompt_of(40)], params())
+    bench_thinking._compare([outputs, outputs])
+    other = [replace(outputs[0], thoughts=outputs[0].thoughts[1:])]
+    with pytest.raises(ValueError, match="windows do not agree"):
+        bench_thinking._compare([outputs, other])
+
+
+def test_stories_are_mostly_filler():
+    text = bench_thinking.stories(Random(0), 400)
+    assert 30 <= text.count(" the coin.") <= 90
+    assert bench_thinking.dense(Random(0), 400).count(" the coin.") == 400
