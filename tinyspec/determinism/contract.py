@@ -258,13 +258,13 @@ class Contract:
         return Learner(self._runner, self._config, results, self._use, work)
 
     def _prove_reference(self, work: Workspace) -> ProbeResults:
-        notice = Notice(WAITING, self.pause)
+        proof = ReferenceProof(work)
+        notice = Notice(WAITING, self.pause, lambda: proof.stage)
 
         def run(steps: Steps[T]) -> T:
             with self._runner.torch_state():
                 return finished(steps, notice)
 
-        proof = ReferenceProof(work)
         served: tuple[str, ...] = ()
         if broken := run(proof.linears()):
             served = self._ways.serve_kinds(broken)

@@ -14,10 +14,15 @@ PATIENCE = 2.0
 
 class Notice:
     """To be called after every step while a call waits; time counts from when it is made. pause:
-    called every time."""
+    called every time. stage: how far it is."""
 
-    def __init__(self, text: str, pause: Callable[[], None] = lambda: None):
-        self._text, self._pause = text, pause
+    def __init__(
+        self,
+        text: str,
+        pause: Callable[[], None] = lambda: None,
+        stage: Callable[[], str] = lambda: "",
+    ):
+        self._text, self._pause, self._stage = text, pause, stage
         self._begun = time.perf_counter()
         self._next = PATIENCE
         self._steps = 0
@@ -28,7 +33,11 @@ class Notice:
         seconds = time.perf_counter() - self._begun
         if seconds <= self._next:
             return
-        far = f" ({self._steps} steps in {seconds:.0f} s)" if self._next > PATIENCE else ""
+        stage = self._stage()
+        parts = [f"step {stage}"] if stage else []
+        if self._next > PATIENCE:
+            parts.append(f"{self._steps} steps in {seconds:.0f} s")
+        far = f" ({'; '.join(parts)})" if parts else ""
         self._next = 2 * max(seconds, PATIENCE)
         logger.info(self._text + far)
         if sys.stderr.isatty():

@@ -207,7 +207,8 @@ class Engine(Lifetime, Observed):
         """Outputs for ``prompts``, in their order.
 
         prompts: text, token ids (tensors or what a tokenizer returns, too), chat messages; lists.
-        params: one for all, or one a prompt. progress: show a bar of finished completions.
+        params: one for all, or one a prompt. progress: show a bar of finished completions, where
+        it takes more than two seconds.
 
         Raises ValueError naming the field, and DeterminismError, before anything runs.
         """

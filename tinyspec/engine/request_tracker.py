@@ -164,7 +164,7 @@ class RequestTracker(HasTurns):
         def ready() -> bool:
             return enough(sequence.finished for sequence in left)
 
-        with tqdm(total=len(left), unit="completion", disable=not progress) as bar:
+        with tqdm(total=len(left), unit="completion", disable=not progress, delay=2.0) as bar:
             try:
                 self.add(requests)
                 while left:

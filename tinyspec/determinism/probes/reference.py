@@ -34,15 +34,17 @@ RECORDED_PASSES = 2
 
 @dataclass
 class ReferenceProof:
-    """One proof, in two parts: between them the linear kernel may get what is broken."""
+    """One proof, in two parts: between them the linear kernel may get what is broken. stage: what
+    it is at, for users to read."""
 
     workspace: Workspace
     functions: list[BucketInvariance] = field(default_factory=list)
     unsound: list[Unsound] = field(default_factory=list)
+    stage: str = ""
 
     def linears(self) -> Steps[list[str]]:
         """The first names of the kinds of linears that are unsound."""
-        self.functions = yield from self._of(self.workspace.linears)
+        self.functions = yield from self._of(self.workspace.linears, "1 of 4, linear layers")
         return [f.name for f in self.functions if not f.position]
 
     def rest(self, kernel_linears: tuple[str, ...]) -> Steps[ProbeResults]:
@@ -64,9 +66,11 @@ class ReferenceProof:
         yield
         yield from self._scratch_passes(probe, recorders)
         self.unsound += [Unsound(f.name, str(f.position)) for f in self.functions if not f.position]
+        self.stage = "3 of 4, attention"
         attention, wrong = summary(probe_attention(work.runner))
         self.unsound += wrong
         yield
+        self.stage = "4 of 4, whole passes"
         yield from self._compare(probe)
         seconds = probe.seconds(work.reference, 0, canonical=True)
         bucket = BucketResult(work.reference, not self.unsound, (), seconds, seconds)
@@ -80,9 +84,10 @@ class ReferenceProof:
             compared=FIRST_PASSES,
         )
 
-    def _of(self, names: Collection[str]) -> Steps[list[BucketInvariance]]:
+    def _of(self, names: Collection[str], stage: str) -> Steps[list[BucketInvariance]]:
         found = []
-        for name in names:
+        for number, name in enumerate(names, start=1):
+            self.stage = f"{stage}: {number} of {len(names)}"
             function, _ = yield from self.workspace.function_steps(name, (), proven=False)
             found.append(replace(function, name=name))
         return found
@@ -91,6 +96,7 @@ class ReferenceProof:
         """The reference rows; meanwhile matmuls, which are compared with those of ``recorders``,
         and functions of rows are recorded."""
         work = self.workspace
+        self.stage = "2 of 4, passes of the reference bucket"
         recording = work.recording(work.reference, recorders)
 
         def passes() -> Steps[None]:
@@ -110,7 +116,7 @@ class ReferenceProof:
         assert work.ops is not None and work.known is not None
         if not work.known.comparable:
             self.unsound.append(Unsound(MODEL, NOT_FINITE))
-        self.functions += yield from self._of(work.ops)
+        self.functions += yield from self._of(work.ops, "2 of 4, functions of rows")
 
     def _compare(self, probe: ModelProbe) -> Steps[None]:
         wrong = yield from compare_steps(self.workspace, probe, range(1, FIRST_PASSES + 1))
