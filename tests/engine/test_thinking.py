@@ -136,7 +136,7 @@ def test_whatever_passes_hold():
 def test_preempted(window):
     """While they think and while they decode; a thought that is known is not made again."""
     model = thinking_model()
-    prompts = [prompt_of(length, length) for length in (40, 80, 40)]
+    prompts = [prompt_of(length, length) for length in (40, 80, 41)]
     wanted = [generate(model, prompt, 60, None) for prompt in prompts]
     with engine_of(model, thinking_window=window, num_pages=10) as engine:
         ids = [engine.add_request(prompt, params(60)) for prompt in prompts]

@@ -45,25 +45,31 @@ class ThoughtCommitter:
         thinking = launched.thinking
         if thinking is None or thinking.hidden is None or not thinking.spans:
             return ends
-        found = self._chunks(launched)
+        found = self._chunks(launched, ends)
         self._first_tokens(found)
         self._keep(found, ends)
-        self._truncate(found, ends, launched.works.ends)
+        self._truncate(launched, ends)
         return ends
 
-    def _chunks(self, launched: Launched) -> list[_Chunks]:
-        """Of the sequences that are still there."""
+    def _chunks(self, launched: Launched, ends: Array) -> list[_Chunks]:
+        """Of the sequences that are still there, one of each request: after a change of the model
+        several may read the same prompt, and the others go on when its thoughts are known."""
         thinking, alive = launched.thinking, launched.alive
         assert thinking is not None and thinking.hidden is not None
         lengths = [span.end - span.first for span in thinking.spans]
-        found = []
+        found: list[_Chunks] = []
+        known: set[int] = set()
         for span, hidden in zip(thinking.spans, thinking.hidden.split(lengths), strict=True):
             thoughts = span.sequence.request.thoughts
             if not alive[span.work] or thoughts is None:
                 continue
-            if span.first > thoughts.known:
-                assert len(thoughts.rest) == span.first - thoughts.known
-                hidden = torch.cat([thoughts.rest, hidden])
+            rest = thoughts.rest if span.first > thoughts.known else hidden[:0]
+            before = 0 if rest is None else len(rest)
+            if id(thoughts) in known or thoughts.known + before != span.first:
+                ends[span.work] = min(ends[span.work], thoughts.known)
+                continue
+            known.add(id(thoughts))
+            hidden = torch.cat([rest, hidden])
             size = thoughts.chunk_size
             count = len(hidden) // size
             whole = hidden[: count * size].unflatten(0, (count, size))
@@ -126,11 +132,11 @@ class ThoughtCommitter:
             self.committer.fail(sequence, f"the thought of chunk {number} has no finite logits")
         thoughts.window = 1
 
-    def _truncate(self, found: list[_Chunks], ends: Array, before: Array) -> None:
-        for each in found:
-            sequence, work = each.span.sequence, each.span.work
-            if not sequence.running:
-                continue
-            sequence.thought()
-            if ends[work] < before[work]:
-                self.committer.admission.truncate(sequence, int(ends[work]))
+    def _truncate(self, launched: Launched, ends: Array) -> None:
+        assert launched.thinking is not None
+        alive = launched.alive
+        for span in launched.thinking.spans:
+            for sequence in span.sequence.request.sequences:
+                sequence.thought()
+            if alive[span.work] and ends[span.work] < launched.works.ends[span.work]:
+                self.committer.admission.truncate(span.sequence, int(ends[span.work]))
