@@ -91,6 +91,7 @@ class ThoughtCommitter:
         end = self.thinker.config.end_token_id
         for each in found:
             place = next((n for n, token in enumerate(each.firsts) if token != end), None)
+            each.thoughts.looked(len(each.firsts), place)
             for _ in each.firsts[:place]:
                 number = len(each.thoughts.found)
                 each.thoughts.add(Thought(number, [end]), None)
@@ -130,7 +131,7 @@ class ThoughtCommitter:
         if thoughts.window == 1:
             number = len(thoughts.found)
             self.committer.fail(sequence, f"the thought of chunk {number} has no finite logits")
-        thoughts.window = 1
+        thoughts.window = thoughts.width = 1
 
     def _truncate(self, launched: Launched, ends: Array) -> None:
         assert launched.thinking is not None
