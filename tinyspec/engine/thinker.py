@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tinyspec.config import EngineConfig
 from tinyspec.determinism.beside import Beside
+from tinyspec.determinism.code_digest import syntax_digest
 from tinyspec.determinism.probes.batches import BatchFunction, mixing
 from tinyspec.errors import refuse
 from tinyspec.model.torch_state import TorchState
@@ -27,6 +28,8 @@ from tinyspec.thinking.backbone import Backbone
 from tinyspec.thinking.model import IGNORED, ThinkingModel
 
 logger = logging.getLogger("tinyspec")
+# What decides the bits of the blocks, beside the wings of every pass.
+CODE = ("engine/thinker.py", "thinking/backbone.py", "thinking/blocks.py", "thinking/model.py")
 # Chunks of a batch.
 BATCH = 8
 # In the place of a token: its logits were not finite.
@@ -64,7 +67,7 @@ class Thinker:
     @property
     def beside(self) -> Beside:
         """The blocks, as they stand in the fingerprint."""
-        return Beside("thinking", self._blocks, repr(self.config))
+        return Beside("thinking", self._blocks, f"{self.config} {syntax_digest(places=CODE)}")
 
     @property
     def root(self) -> bytes:
