@@ -59,6 +59,7 @@ def test_texts_and_json(engine):
 
 def test_streamed_as_they_are_committed(engine):
     outputs = engine.generate(PROMPTS, params(num_return_sequences=2))
+    engine.release()  # nothing is known from before
     found = {n: [] for n in range(len(PROMPTS))}
     before_tokens = 0
     with engine.stream(PROMPTS, params(num_return_sequences=2)) as events:
