@@ -232,6 +232,17 @@ def test_logits_that_are_not_finite():
     assert short.completions[0].error is None and short.thoughts == []
 
 
+def test_another_engine_takes_over():
+    model = thinking_model()
+    wanted = reference(model)
+    first, second = engine_of(model), engine_of(model)
+    assert first.closed and [said(o) for o in second.generate(PROMPTS, params())] == wanted
+    plain = Engine(model.backbone)
+    assert second.closed and plain.generate(PROMPTS)[0].thoughts is None
+    plain.close()
+    assert reference(model) == wanted, "the model is its own again"
+
+
 def test_refused():
     model = thinking_model()
     with Engine(model.backbone) as engine:

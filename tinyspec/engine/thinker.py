@@ -24,7 +24,7 @@ from tinyspec.model.torch_state import TorchState
 from tinyspec.model.wrappers import unwrap
 from tinyspec.runner.layer_taps import LayerTaps
 from tinyspec.runner.model_runner import ModelRunner
-from tinyspec.thinking.backbone import Backbone
+from tinyspec.thinking.backbone import decoder_of
 from tinyspec.thinking.model import IGNORED, ThinkingModel
 
 logger = logging.getLogger("tinyspec")
@@ -44,10 +44,8 @@ def unwrapped(model: Any) -> tuple[Any, ThinkingModel | None]:
 
 
 class Thinker:
-    """The blocks of one model. batch: chunks that run at once.
-
-    Made before the backbone is patched: layers are found by their structure.
-    """
+    """The blocks of one model. batch: chunks that run at once. layers: the backbone's, which may be
+    replaced by stand-ins meanwhile."""
 
     _torch_state: TorchState
 
@@ -57,7 +55,7 @@ class Thinker:
             allowed = f"at least the model's chunk_size={config.chunk_size}"
             raise refuse("max_rows", settings.max_rows, allowed)
         self.model = model
-        self.layers = Backbone.of(model.backbone).layers
+        self.layers = decoder_of(model.backbone).layers
         self.batch = BATCH
         blocks = {"thinking": model.thinking, "compression": model.compression}
         self._blocks = nn.ModuleDict(blocks)
