@@ -54,7 +54,8 @@ class EngineConfig:
     cuda_graphs: capture passes that come again as graphs, one for each shape; only where the device
         has them (None: there). Models whose forward cannot be captured run eagerly all the same.
     thinking_window: most chunks of a prompt that run at once before the thoughts between them are
-        known, as if these were trivial; 1: one by one, None: all that a pass holds.
+        known, as if these were trivial; fewer do where most of that is in vain. 1: one by one,
+        None: always all that a pass holds.
     kv_dtype: of keys and values in the cache. "auto": the model's; "fp8_e4m3": a byte each,
         rounded to nearest with a constant scale of 1, saturating at 448: a cache of as much memory
         holds twice the tokens (in fp32 four times), and results are other ones than with "auto".

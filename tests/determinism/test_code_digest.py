@@ -11,6 +11,7 @@ from tinyspec import Engine, EngineConfig
 from tinyspec.determinism import fingerprint, probe_cache
 from tinyspec.determinism.checksum import row_checksums
 from tinyspec.determinism.code_digest import PACKAGE, file_digest, syntax_digest
+from tinyspec.engine.thinker import CODE
 
 # One file of each wing that decides bits, twins and kernels apart.
 FILES = ("kernels/philox.py", "kernels/twins/philox.py", "model/row_tiles.py", "runner/sampler.py")
@@ -120,3 +121,14 @@ def test_row_checksums():
         rows[0, 7] = nan
         swapped[0, 7] = torch.nan
         assert row_checksums(rows)[0] == row_checksums(swapped)[0]
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_code_of_thinking_has_a_digest_of_its_own(copy, name):
+    of_thinking = lambda root: syntax_digest.__wrapped__(root, CODE)  # noqa: E731
+    assert of_thinking(copy) == of_thinking(PACKAGE)
+    edit(copy / name, other_docstrings)
+    assert of_thinking(copy) == of_thinking(PACKAGE)
+    (copy / name).write_text((copy / name).read_text() + "\nMORE = 1\n")
+    assert of_thinking(copy) != of_thinking(PACKAGE)
+    assert syntax_digest.__wrapped__(copy) == syntax_digest.__wrapped__(PACKAGE)

@@ -231,6 +231,25 @@ def test_changed_while_it_thinks():
     assert all_bits(done) == all_bits(again) and done.fingerprint == again.fingerprint
 
 
+@pytest.mark.parametrize("steps", [3, 14])
+def test_changed_while_several_completions_run(steps):
+    """All of them read the prompt again, which is thought about once."""
+    model = thinking_model()
+    wanted = params(30, num_return_sequences=3, logprobs=True)
+    prompt = prompt_of(67, 67)
+    for settings in ({"thinking_window": 1}, {"max_rows": 21}, {}):
+        with engine_of(model, **settings) as engine:
+            name = engine.add_request(prompt, wanted)
+            for _ in range(steps):
+                engine.step()
+            with torch.no_grad():
+                model.compression.block.layer.mlp.up_proj.weight.mul_(-1)
+            done = drain(engine)[name]
+            again = engine.generate([prompt], wanted)[0]
+        assert [t.token_ids for t in done.thoughts] == [t.token_ids for t in again.thoughts]
+        assert all(completion.error is None for completion in done.completions)
+
+
 def test_verified_weights():
     """Writes through ``.data`` to the blocks, where they are digested at every call."""
     model = thinking_model()

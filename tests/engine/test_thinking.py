@@ -53,12 +53,18 @@ def test_thoughts_change_the_answer():
     assert [answer for _, answer in reference(model)] != wanted
 
 
-def rounds_of(thoughts, length, window, size=8):
-    """By the definition: each round looks at ``window`` chunks, up to the first that thinks."""
-    done, rounds = 0, 0
+def rounds_of(thoughts, window):
+    """By the definition: each round looks at a number of chunks, up to the first that thinks. It is
+    halved where the first or the first quarter thinks, and whole again where all are trivial."""
+    done, rounds, width = 0, 0, window
     while done < len(thoughts):
-        end = len(thoughts) if window is None else min(done + window, len(thoughts))
-        done = next((n + 1 for n in range(done, end) if len(thoughts[n]) > 1), end)
+        end = len(thoughts) if window is None else min(done + width, len(thoughts))
+        thinking = next((n for n in range(done, end) if len(thoughts[n]) > 1), None)
+        if window is not None and thinking is None:
+            width = window
+        elif window is not None and (thinking == done or 4 * (thinking + 1 - done) <= end - done):
+            width = max(1, width // 2)
+        done = end if thinking is None else thinking + 1
         rounds += 1
     return rounds
 
@@ -70,7 +76,7 @@ def test_rounds():
         with engine_of(model, thinking_window=window) as engine:
             for (thoughts, _), prompt in zip(wanted, PROMPTS, strict=True):
                 found = engine.generate([prompt], params())[0].completions[0].stats
-                assert found.thinking_passes == rounds_of(thoughts, len(prompt), window)
+                assert found.thinking_passes == rounds_of(thoughts, window)
                 if window is None and thoughts and len(thoughts[-1]) == 1:
                     assert found.thinking_passes == len(active(thoughts)) + 1
                 if window == 1:
@@ -136,7 +142,7 @@ def test_whatever_passes_hold():
 def test_preempted(window):
     """While they think and while they decode; a thought that is known is not made again."""
     model = thinking_model()
-    prompts = [prompt_of(length, length) for length in (40, 80, 40)]
+    prompts = [prompt_of(length, length) for length in (40, 80, 41)]
     wanted = [generate(model, prompt, 60, None) for prompt in prompts]
     with engine_of(model, thinking_window=window, num_pages=10) as engine:
         ids = [engine.add_request(prompt, params(60)) for prompt in prompts]
@@ -148,7 +154,7 @@ def test_preempted(window):
         outputs = [done[name] for name in ids]
         assert [said(output) for output in outputs] == wanted
         passes = [output.completions[0].stats.thinking_passes for output in outputs]
-        assert passes == [rounds_of(t, 0, window) for t, _ in wanted]
+        assert passes == [rounds_of(t, window) for t, _ in wanted]
         assert max(output.completions[0].stats.preemptions for output in outputs) > 2
         assert whole(engine)
 
@@ -177,7 +183,7 @@ def test_completions_of_one_prompt_share_its_thoughts():
         assert said(output) == (thoughts, answer)
         assert [c.token_ids for c in output.completions] == [answer] * 3
         passes = [c.stats.thinking_passes for c in output.completions]
-        assert passes[0] == rounds_of(thoughts, 80, 8) and passes[1:] == [0, 0]
+        assert passes[0] == rounds_of(thoughts, 8) and passes[1:] == [0, 0]
 
 
 def test_aborted_while_it_thinks():
@@ -224,6 +230,17 @@ def test_logits_that_are_not_finite():
         found, short = engine.generate([prompt, prompt[:5]], params())
     assert found.completions[0].error == "the thought of chunk 0 has no finite logits"
     assert short.completions[0].error is None and short.thoughts == []
+
+
+def test_another_engine_takes_over():
+    model = thinking_model()
+    wanted = reference(model)
+    first, second = engine_of(model), engine_of(model)
+    assert first.closed and [said(o) for o in second.generate(PROMPTS, params())] == wanted
+    plain = Engine(model.backbone)
+    assert second.closed and plain.generate(PROMPTS)[0].thoughts is None
+    plain.close()
+    assert reference(model) == wanted, "the model is its own again"
 
 
 def test_refused():

@@ -1,5 +1,6 @@
 """Thoughts as users see them: outputs, streams, JSON, scores, audits, the command line."""
 
+import asyncio
 import json
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from tests.support.thinking import (
     thinking_model,
     tokenizer,
 )
-from tinyspec import Engine, EngineConfig, RequestOutput, audit
+from tinyspec import AsyncEngine, Engine, EngineConfig, RequestOutput, audit
 from tinyspec.outputs import Thought
 
 PROMPTS = [prompt_of(n, n) for n in (5, 21, 67, 80)]
@@ -58,6 +59,7 @@ def test_texts_and_json(engine):
 
 def test_streamed_as_they_are_committed(engine):
     outputs = engine.generate(PROMPTS, params(num_return_sequences=2))
+    engine.release()  # nothing is known from before
     found = {n: [] for n in range(len(PROMPTS))}
     before_tokens = 0
     with engine.stream(PROMPTS, params(num_return_sequences=2)) as events:
@@ -71,6 +73,18 @@ def test_streamed_as_they_are_committed(engine):
     for place, output in enumerate(outputs):
         assert [t for thoughts in found[place] for t in thoughts] == output.thoughts
     assert len(found[3]) > 1 and before_tokens > 1
+
+
+def test_streamed_to_a_coroutine(engine):
+    wanted = engine.generate(PROMPTS, params())
+
+    async def read():
+        async with AsyncEngine(engine) as served:
+            return [event async for event in served.stream(PROMPTS, params())]
+
+    events = asyncio.run(read())
+    found = [thought for event in events for thought in event.thoughts or ()]
+    assert sorted(found, key=repr) == sorted([t for o in wanted for t in o.thoughts], key=repr)
 
 
 def test_scores_read_with_thoughts(engine):

@@ -16,16 +16,17 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @cache
-def syntax_digest(root: Path = PACKAGE) -> str:
-    """Digest of the syntax trees of WINGS in the package at ``root``, in order of path within it.
+def syntax_digest(root: Path = PACKAGE, places: tuple[str, ...] = WINGS) -> str:
+    """Digest of the syntax trees of ``places``, wings and files in the package at ``root``, by path
+    within it.
 
     Comments, docstrings, formatting and the place of installation leave it as it is. The trees may
     depend on the version of Python.
     """
     files = {
         path.relative_to(root).as_posix(): path
-        for wing in WINGS
-        for path in (root / wing).rglob("*.py")
+        for place in places
+        for path in ([root / place] if place.endswith(".py") else (root / place).rglob("*.py"))
     }
     digest = hashlib.sha256()
     for name, path in sorted(files.items()):

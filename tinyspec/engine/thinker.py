@@ -17,16 +17,19 @@ from torch import Tensor, nn
 
 from tinyspec.config import EngineConfig
 from tinyspec.determinism.beside import Beside
+from tinyspec.determinism.code_digest import syntax_digest
 from tinyspec.determinism.probes.batches import BatchFunction, mixing
 from tinyspec.errors import refuse
 from tinyspec.model.torch_state import TorchState
 from tinyspec.model.wrappers import unwrap
 from tinyspec.runner.layer_taps import LayerTaps
 from tinyspec.runner.model_runner import ModelRunner
-from tinyspec.thinking.backbone import Backbone
+from tinyspec.thinking.backbone import decoder_of
 from tinyspec.thinking.model import IGNORED, ThinkingModel
 
 logger = logging.getLogger("tinyspec")
+# What decides the bits of the blocks, beside the wings of every pass.
+CODE = ("engine/thinker.py", "thinking/backbone.py", "thinking/blocks.py", "thinking/model.py")
 # Chunks of a batch.
 BATCH = 8
 # In the place of a token: its logits were not finite.
@@ -41,10 +44,8 @@ def unwrapped(model: Any) -> tuple[Any, ThinkingModel | None]:
 
 
 class Thinker:
-    """The blocks of one model. batch: chunks that run at once.
-
-    Made before the backbone is patched: layers are found by their structure.
-    """
+    """The blocks of one model. batch: chunks that run at once. layers: the backbone's, which may be
+    replaced by stand-ins meanwhile."""
 
     _torch_state: TorchState
 
@@ -54,7 +55,7 @@ class Thinker:
             allowed = f"at least the model's chunk_size={config.chunk_size}"
             raise refuse("max_rows", settings.max_rows, allowed)
         self.model = model
-        self.layers = Backbone.of(model.backbone).layers
+        self.layers = decoder_of(model.backbone).layers
         self.batch = BATCH
         blocks = {"thinking": model.thinking, "compression": model.compression}
         self._blocks = nn.ModuleDict(blocks)
@@ -64,7 +65,7 @@ class Thinker:
     @property
     def beside(self) -> Beside:
         """The blocks, as they stand in the fingerprint."""
-        return Beside("thinking", self._blocks, repr(self.config))
+        return Beside("thinking", self._blocks, f"{self.config} {syntax_digest(places=CODE)}")
 
     @property
     def root(self) -> bytes:

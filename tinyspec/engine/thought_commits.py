@@ -47,28 +47,34 @@ class ThoughtCommitter:
         thinking = launched.thinking
         if thinking is None or thinking.hidden is None or not thinking.spans:
             return ends
-        found = self._chunks(launched)
+        found = self._chunks(launched, ends)
         try:
             self._first_tokens(found)
             self._keep(found, ends)
         except Exception as error:
             raise FailedPass from error
-        self._truncate(found, ends, launched.works.ends)
+        self._truncate(launched, ends)
         return ends
 
-    def _chunks(self, launched: Launched) -> list[_Chunks]:
-        """Of the sequences that are still there."""
+    def _chunks(self, launched: Launched, ends: Array) -> list[_Chunks]:
+        """Of the sequences that are still there, one of each request: after a change of the model
+        several may read the same prompt, and the others go on when its thoughts are known."""
         thinking, alive = launched.thinking, launched.alive
         assert thinking is not None and thinking.hidden is not None
         lengths = [span.end - span.first for span in thinking.spans]
-        found = []
+        found: list[_Chunks] = []
+        known: set[int] = set()
         for span, hidden in zip(thinking.spans, thinking.hidden.split(lengths), strict=True):
             thoughts = span.sequence.request.thoughts
             if not alive[span.work] or thoughts is None:
                 continue
-            if span.first > thoughts.known:
-                assert len(thoughts.rest) == span.first - thoughts.known
-                hidden = torch.cat([thoughts.rest, hidden])
+            rest = thoughts.rest if span.first > thoughts.known else hidden[:0]
+            before = 0 if rest is None else len(rest)
+            if id(thoughts) in known or thoughts.known + before != span.first:
+                ends[span.work] = min(ends[span.work], thoughts.known)
+                continue
+            known.add(id(thoughts))
+            hidden = torch.cat([rest, hidden])
             size = thoughts.chunk_size
             count = len(hidden) // size
             whole = hidden[: count * size].unflatten(0, (count, size))
@@ -90,6 +96,7 @@ class ThoughtCommitter:
         end = self.thinker.config.end_token_id
         for each in found:
             place = next((n for n, token in enumerate(each.firsts) if token != end), None)
+            each.thoughts.looked(len(each.firsts), place)
             for _ in each.firsts[:place]:
                 number = len(each.thoughts.found)
                 each.thoughts.add(Thought(number, [end]), None)
@@ -129,13 +136,13 @@ class ThoughtCommitter:
         if thoughts.window == 1:
             number = len(thoughts.found)
             self.committer.fail(sequence, f"the thought of chunk {number} has no finite logits")
-        thoughts.window = 1
+        thoughts.window = thoughts.width = 1
 
-    def _truncate(self, found: list[_Chunks], ends: Array, before: Array) -> None:
-        for each in found:
-            sequence, work = each.span.sequence, each.span.work
-            if not sequence.running:
-                continue
-            sequence.thought()
-            if ends[work] < before[work]:
-                self.committer.admission.truncate(sequence, int(ends[work]))
+    def _truncate(self, launched: Launched, ends: Array) -> None:
+        assert launched.thinking is not None
+        alive = launched.alive
+        for span in launched.thinking.spans:
+            for sequence in span.sequence.request.sequences:
+                sequence.thought()
+            if alive[span.work] and ends[span.work] < launched.works.ends[span.work]:
+                self.committer.admission.truncate(span.sequence, int(ends[span.work]))

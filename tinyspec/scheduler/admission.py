@@ -116,7 +116,8 @@ class Admission:
         sequence.computed = min(sequence.frozen, sequence.length - 1)
         if (thoughts := sequence.request.thoughts) is not None and self.prefix is not None:
             thoughts.take(self.prefix.thoughts(pages))
-            sequence.thought()
+            for each in sequence.request.sequences:
+                each.thought()
             if thoughts.unthought:  # a chunk is read from its first token on
                 sequence.computed = min(sequence.computed, thoughts.known)
         sequence.canonical = min(canonical * self.pool.page_size, sequence.computed)

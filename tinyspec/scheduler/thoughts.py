@@ -25,9 +25,10 @@ class Made(NamedTuple):
 class Thoughts:
     """Of a prompt of ``num_prompt`` tokens in chunks of ``chunk_size``.
 
-    window: most chunks that run at once while thoughts are missing; None: all. found: of the first
-    chunks. states: of each, [chunk_size, d], None for zero. rest: hidden states [r, d] of the
-    chunk that is partly computed. root: begins the hashes of its pages; says who thinks, and how.
+    window: most chunks that run at once while thoughts are missing; None: all. width: how many do
+    now, fewer where what ran ahead was in vain. found: of the first chunks. states: of each,
+    [chunk_size, d], None for zero. rest: hidden states [r, d] of the chunk that is partly computed.
+    root: begins the hashes of its pages; says who thinks, and how.
     """
 
     chunk_size: int
@@ -37,6 +38,10 @@ class Thoughts:
     states: list[Any] = field(default_factory=list)
     rest: Any = None
     root: bytes = b"thinking"
+    width: int = field(init=False, default=1)
+
+    def __post_init__(self) -> None:
+        self.width = self.window or 1
 
     @property
     def end(self) -> int:
@@ -60,7 +65,7 @@ class Thoughts:
         most = 2**62
         if self.window is None or not self.unthought:
             return most
-        reach = self.known + self.window * self.chunk_size
+        reach = self.known + self.width * self.chunk_size
         return most if reach >= self.num_prompt else reach
 
     def add(self, thought: Thought, state: Any) -> None:
@@ -68,6 +73,16 @@ class Thoughts:
         self.found.append(thought)
         self.states.append(state)
         self.rest = None
+
+    def looked(self, chunks: int, thinking: int | None) -> None:
+        """So many chunks ran, of which the one numbered ``thinking`` was the first whose thought is
+        not trivial; None: all are."""
+        if self.window is None or not chunks:
+            return
+        if thinking is None:
+            self.width = self.window
+        elif thinking == 0 or 4 * (thinking + 1) <= chunks:
+            self.width = max(1, self.width // 2)
 
     def made(self, first: int, end: int) -> list[Made]:
         """Those of the chunks that end behind position ``first`` and at ``end`` at the latest."""

@@ -35,7 +35,7 @@ class Backbone:
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         if head is None:
             raise UnsupportedModelError(f"{name} cannot think: it has no unembedding")
-        decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+        decoder = decoder_of(model)
         parts: dict[str, Any] = {part: getattr(decoder, part, None) for part in PARTS}
         missing = [part for part, module in parts.items() if not isinstance(module, nn.Module)]
         if missing:
@@ -59,6 +59,11 @@ class Backbone:
         weight = self.embed_tokens.weight
         assert isinstance(weight, torch.Tensor)
         return weight.shape[0]
+
+
+def decoder_of(model: Any) -> Any:
+    """The part of a causal LM that has the decoder layers."""
+    return model.get_decoder() if hasattr(model, "get_decoder") else model
 
 
 def layer_type(layer: nn.Module) -> str | None:
