@@ -17,7 +17,7 @@ NAMES = ("Alice", "Bob", "Carol", "Dave", "Erin", "Frank", "Grace", "Heidi")
 SIDES = ("heads", "tails")
 LETTERS = ("a", "b", "c")
 # Sums are taken modulo this.
-MODULUS = 3
+MODULUS = 5
 # Sentences that change nothing: one of each list.
 FILLERS = (
     ("The", "A", "One"),
@@ -140,7 +140,7 @@ def _variables(rng: Random, operations: int) -> tuple[list, list, list, tuple[st
         target, source = rng.randrange(len(LETTERS)), rng.randrange(len(LETTERS))
         more = rng.randrange(MODULUS)
         values[target] = (values[source] + more) % MODULUS
-        words = ("set", LETTERS[target], "to", LETTERS[source], "plus", str(more), ".")
+        words = ("now", "set", LETTERS[target], "to", LETTERS[source], "plus", str(more), ".")
         middle.append(Sentence(words, state()))
     asked = rng.randrange(len(LETTERS))
     last = [Sentence(("What", "is", LETTERS[asked], "?")), Sentence(("A", ":"))]
@@ -164,7 +164,18 @@ TASKS = {
     "variables": Task(
         "variables",
         _words(
-            *(*LETTERS, *map(str, range(MODULUS)), "are", "set", "to", "plus", "What", "is", "A")
+            *(
+                *LETTERS,
+                *map(str, range(MODULUS)),
+                "are",
+                "now",
+                "set",
+                "to",
+                "plus",
+                "What",
+                "is",
+                "A",
+            )
         ),
         8,
         _variables,

@@ -21,7 +21,7 @@ from tinyspec.thinking.training import Mode, Run, Training
 # What each task needs to be learnt.
 RUNS = {
     "parity": Run(task="parity", steps=400),
-    "variables": Run(task="variables", steps=3000, rate=5e-3),
+    "variables": Run(task="variables", steps=1200),
 }
 EVALUATED = (1, 5, 10, 20, 40, 100)
 
