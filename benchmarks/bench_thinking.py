@@ -1,15 +1,18 @@
-"""Speculative against sequential prefill of prompts that are thought about.
+"""Prompts that are thought about: speculative against sequential prefill, and against a chain of
+thought.
 
-Both sides in turns in one process, on one model: windows of 1 chunk (sequential), of the default
-and without a bound, and the same prompts read without thoughts. The prompts are a coin's flips: in
-"dense" every sentence is one, which is the worst case of speculation; in "stories" 85 % of the
-sentences change nothing. Thoughts and answers of all windows are compared before anything is
-reported. Run with
+Both sides in turns in one process. First on one model: windows of 1 chunk (sequential), of the
+default and without a bound, and the same prompts read without thoughts. The prompts are a coin's
+flips: in "dense" every sentence is one, which is the worst case of speculation; in "stories" 85 %
+of the sentences change nothing. Thoughts and answers of all windows are compared before anything is
+reported. Then, with ``--chain``, held-out prompts of several lengths are answered by a model that
+thinks and by one of the same backbone that writes the states out before its answer. Run with
 
-    python benchmarks/bench_thinking.py FOLDER [--rounds N] [--operations N] [--batches 1 8 32]
-        [--smoke] [--json FILE]
+    python benchmarks/bench_thinking.py FOLDER [--rounds N] [--sentences N] [--batches 1 8 32]
+        [--chain FOLDER] [--operations 10 20 40 100] [--smoke] [--json FILE]
 
-FOLDER: what ``ThinkingModel.save_pretrained`` wrote, and its tokenizer. Prints a Markdown table.
+FOLDER: what ``python -m tinyspec.thinking.train parity --output FOLDER`` wrote, of the chain with
+``--mode chain``. Prints Markdown tables.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -28,13 +31,12 @@ from transformers import AutoTokenizer
 
 from tinyspec import Engine, EngineConfig, RequestOutput, SamplingParams
 from tinyspec.thinking.model import ThinkingModel
+from tinyspec.thinking.tasks import TASKS, Example
 
 WINDOWS: tuple[int | None, ...] = (1, 8, None)
-FILLER = 0.85
-NAMES = ("Alice", "Bob", "Carol", "Dave", "Erin", "Frank", "Grace", "Heidi")
-VERBS = ("flips", "doesn't flip")
+# Part of the sentences that change nothing, by workload.
+WORKLOADS = {"dense": 0.0, "stories": 0.85}
 TOKENS = 2
-Workload = Callable[[Random, int], str]
 
 
 @dataclass
@@ -53,36 +55,16 @@ class Result:
     seconds: float
 
 
-def dense(rng: Random, operations: int) -> str:
-    """Every sentence flips the coin or says that it is not flipped."""
-    return _story([_operation(rng) for _ in range(operations)], rng)
+def examples(
+    seed: object, operations: int, count: int, filler: float, held_out: bool = False
+) -> list[Example]:
+    rng = Random(f"{seed} {operations}")
+    make = TASKS["parity"].example
+    return [make(rng, operations, held_out, filler) for _ in range(count)]
 
 
-def stories(rng: Random, operations: int) -> str:
-    """Of as many sentences FILLER change nothing."""
-    sentences = [
-        _filler(rng) if rng.random() < FILLER else _operation(rng) for _ in range(operations)
-    ]
-    return _story(sentences, rng)
-
-
-def _story(sentences: list[str], rng: Random) -> str:
-    first = f"A coin's state is {rng.choice(('heads', 'tails'))}."
-    return " ".join([first, *sentences, "What's the state? A:"])
-
-
-def _operation(rng: Random) -> str:
-    return f"{rng.choice(NAMES)} {rng.choice(VERBS)} the coin."
-
-
-def _filler(rng: Random) -> str:
-    subject = rng.choice(("wind", "river", "bird", "cloud"))
-    place = rng.choice(("hill", "town", "wood", "bridge"))
-    verb, where = rng.choice(("moves", "rests", "sings")), rng.choice(("over", "behind", "near"))
-    return f"{rng.choice(('The', 'A', 'One'))} {subject} {verb} {where} the {place}."
-
-
-WORKLOADS: dict[str, Workload] = {"dense": dense, "stories": stories}
+def ids_of(tokenizer: Any, made: list[Example]) -> list[list[int]]:
+    return [list(tokenizer(" ".join(example.prompt)).input_ids) for example in made]
 
 
 def measure(
@@ -149,32 +131,111 @@ def table(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
+@dataclass
+class Answer:
+    """Of prompts of so many operations, ``batch`` at once. right: part of the answers. seconds: for
+    one batch, the median."""
+
+    operations: int
+    batch: int
+    way: str
+    right: float
+    seconds: float
+
+
+def against_chain(
+    sides: dict[str, tuple[ThinkingModel, SamplingParams]],
+    tokenizer: Any,
+    operations: int,
+    batch: int,
+    count: int,
+) -> Iterator[Answer]:
+    """Both ways in turns, on the same ``count`` held-out prompts."""
+    made = examples("chain", operations, count, 0.0, held_out=True)
+    prompts = ids_of(tokenizer, made)
+    wanted = [tokenizer.convert_tokens_to_ids(example.answer[0]) for example in made]
+    end = tokenizer.eos_token_id
+    seconds: dict[str, list[float]] = {way: [] for way in sides}
+    right = dict.fromkeys(sides, 0)
+    with_engines = {
+        way: (Engine(model, config=EngineConfig(prefix_cache=False)), params)
+        for way, (model, params) in sides.items()
+    }
+    for engine, params in with_engines.values():  # the first warms up
+        engine.generate(prompts[:batch], params)
+    for start in range(0, count - batch + 1, batch):
+        for way, (engine, params) in with_engines.items():
+            begun = time.perf_counter()
+            outputs = engine.generate(prompts[start : start + batch], params)
+            seconds[way].append(time.perf_counter() - begun)
+            for output, word in zip(outputs, wanted[start:], strict=False):
+                said = [token for token in output.completions[0].token_ids if token != end]
+                right[way] += said[-1:] == [word]
+    for way, (engine, _) in with_engines.items():
+        engine.close()
+        asked = count // batch * batch
+        yield Answer(operations, batch, way, right[way] / asked, median(seconds[way]))
+
+
+def answers_table(answers: list[Answer]) -> str:
+    """Markdown: both ways side by side."""
+    ways = list(dict.fromkeys(answer.way for answer in answers))
+    lines = [
+        f"| operations | prompts | {' | '.join(f'{way}: right | ms' for way in ways)} | ratio |",
+        f"| --- | --- | {'--- | --- | ' * len(ways)}--- |",
+    ]
+    cases = dict.fromkeys((answer.operations, answer.batch) for answer in answers)
+    for case in cases:
+        found = [a for a in answers if (a.operations, a.batch) == case]
+        cells = [f"{a.right:.3f} | {a.seconds * 1000:.1f}" for a in found]
+        ratio = found[1].seconds / found[0].seconds
+        lines.append(f"| {case[0]} | {case[1]} | {' | '.join(cells)} | {ratio:.2f} |")
+    return "\n".join(lines)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run it; see the module."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--chain", type=Path, help="a model that was trained with --mode chain")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--operations", type=int, default=60, help="sentences of a prompt")
+    parser.add_argument("--sentences", type=int, default=60, help="of a prompt of the first table")
+    parser.add_argument("--operations", type=int, nargs="+", default=[10, 20, 40, 100])
+    parser.add_argument("--count", type=int, default=96, help="prompts for each length")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--smoke", action="store_true", help="tiny sizes; reports nothing")
     parser.add_argument("--json", type=Path, help="write the results there")
     options = parser.parse_args(arguments)
     if options.smoke:
-        options.rounds, options.operations, options.batches = 1, 4, [1, 2]
+        options.rounds, options.sentences, options.batches = 1, 7, [1, 2]
+        options.operations, options.count = [2], 2
     model = ThinkingModel.from_pretrained(options.folder)
     tokenizer: Any = AutoTokenizer.from_pretrained(options.folder)
     results: list[Result] = []
-    for name, workload in WORKLOADS.items():
+    for name, filler in WORKLOADS.items():
         for batch in options.batches:
-            rng = Random(batch)
-            texts = [workload(rng, options.operations) for _ in range(batch)]
-            prompts = [list(tokenizer(text).input_ids) for text in texts]
+            operations = round(options.sentences * (1 - filler))
+            prompts = ids_of(tokenizer, examples(batch, operations, batch, filler))
             results += measure(model, prompts, name, options.rounds)
+    answers: list[Answer] = []
+    if options.chain is not None:
+        for operations in options.operations:
+            # It writes a state for each operation and the first, and the answer.
+            chain = SamplingParams(max_new_tokens=operations + 3)
+            sides = {
+                "thoughts": (model, SamplingParams(max_new_tokens=TOKENS, thinking=True)),
+                "chain": (ThinkingModel.from_pretrained(options.chain), chain),
+            }
+            for batch in options.batches:
+                answers += against_chain(sides, tokenizer, operations, batch, options.count)
     if options.smoke:
         return
     print(table(results))
+    if answers:
+        print("\n" + answers_table(answers))
     if options.json:
-        options.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+        rows = [asdict(result) for result in (*results, *answers)]
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

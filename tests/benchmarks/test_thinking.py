@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from random import Random
 
 import pytest
 
@@ -16,7 +15,7 @@ def test_it_runs(tmp_path, capsys):
     bench_thinking.main([str(tmp_path), "--smoke"])
     assert capsys.readouterr().out == ""
     found = tmp_path / "found.json"
-    given = ["--rounds", "1", "--operations", "5", "--batches", "2", "--json", str(found)]
+    given = ["--rounds", "1", "--sentences", "7", "--batches", "2", "--json", str(found)]
     bench_thinking.main([str(tmp_path), *given])
     results = json.loads(found.read_text())
     assert len(results) == 8 and len(capsys.readouterr().out.splitlines()) == 10
@@ -33,7 +32,15 @@ def test_windows_that_do_not_agree():
         bench_thinking._compare([outputs, other])
 
 
-def test_stories_are_mostly_filler():
-    text = bench_thinking.stories(Random(0), 400)
-    assert 30 <= text.count(" the coin.") <= 90
-    assert bench_thinking.dense(Random(0), 400).count(" the coin.") == 400
+def test_against_a_chain_of_thought(tmp_path, capsys):
+    """Both answer the same prompts; here both are the model that thinks."""
+    from tinyspec.tools.demo_thinking import BUNDLED
+
+    found = tmp_path / "found.json"
+    given = [str(BUNDLED), "--chain", str(BUNDLED), "--rounds", "1", "--sentences", "7"]
+    given += ["--batches", "2", "--operations", "3", "--count", "4", "--json", str(found)]
+    bench_thinking.main(given)
+    thoughts, chain = json.loads(found.read_text())[-2:]
+    assert thoughts["right"] == 1.0 and 0 <= chain["right"] <= 1
+    assert (thoughts["way"], chain["way"]) == ("thoughts", "chain")
+    assert "thoughts: right | ms" in capsys.readouterr().out
