@@ -128,14 +128,20 @@ class Thinker:
         return self._token(chunks, chunks.shape[1] - 1)
 
     def _whole(self, chunks: Tensor, firsts: Tensor) -> Tensor:
-        """[B, c, d], [B] -> [B, m] tokens; anything behind the end token."""
+        """[B, c, d], [B] -> [B, m] tokens; anything behind the end token. Passes are of one shape,
+        and as many as the longest thought needs."""
         size, most = chunks.shape[1], self.config.max_thought_tokens
         given = chunks.new_zeros((len(chunks), size + most - 1, chunks.shape[2]))
         given[:, :size] = chunks
         tokens = firsts.new_full((len(firsts), most), self.config.end_token_id)
         tokens[:, 0] = firsts
+        ended = torch.zeros_like(firsts, dtype=torch.bool)
         for place in range(1, most):
-            before = tokens[:, place - 1].clamp(min=0)
+            before = tokens[:, place - 1]
+            ended |= (before == self.config.end_token_id) | (before == NOT_FINITE)
+            if ended.all():
+                break
+            before = before.clamp(min=0)
             given[:, size + place - 1] = self.model.embed(before).to(given.dtype)
             tokens[:, place] = self._token(given, size + place - 1)
         return tokens
@@ -153,16 +159,20 @@ class Thinker:
         return block.head(block.norm(hidden))[:, 0]
 
     def _in_batches(self, function: Callable[..., Tensor], *given: Tensor) -> Tensor:
-        """``function`` of the first dimension's parts, each padded with zeros to a batch."""
+        """``function`` of the first dimension's parts, each padded to a batch: with zeros, and with
+        end tokens, so that no thought goes on there."""
         found = []
         for parts in zip(*(tensor.split(self.batch) for tensor in given), strict=True):
             count = len(parts[0])
             short = self.batch - count
             if short:
-                zeros = (part.new_zeros((short, *part.shape[1:])) for part in parts)
-                parts = tuple(torch.cat(both) for both in zip(parts, zeros, strict=True))
+                parts = tuple(torch.cat([part, self._padding(part, short)]) for part in parts)
             found.append(function(*parts)[:count])
         return torch.cat(found)
+
+    def _padding(self, part: Tensor, count: int) -> Tensor:
+        fill = 0 if part.is_floating_point() else self.config.end_token_id
+        return part.new_full((count, *part.shape[1:]), fill)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
