@@ -26,6 +26,7 @@ def turns(model, cache, wanted=exact, **settings):
     return [bits for bits, _ in found], [count for _, count in found]
 
 
+@pytest.mark.crossed(8)
 @pytest.mark.parametrize("chunk_size", [8, 6, 24])
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_a_chat(kind, chunk_size):

@@ -57,9 +57,10 @@ class EventStream(Iterator[StreamEvent]):
 
     def _new_thoughts(self, sequence: Sequence) -> int:
         """How many were made since the last were told; none by other completions than the first."""
-        thoughts = sequence.request.thoughts
-        if sequence not in self._thoughts or thoughts is None:
+        if sequence not in self._thoughts:
             return 0
+        thoughts = sequence.request.thoughts
+        assert thoughts is not None
         # Those of before the model changed are made again.
         told = self._thoughts[sequence] = min(self._thoughts[sequence], len(thoughts.found))
         return len(thoughts.found) - told
