@@ -145,4 +145,6 @@ class ThoughtCommitter:
             for sequence in span.sequence.request.sequences:
                 sequence.thought()
             if alive[span.work] and ends[span.work] < launched.works.ends[span.work]:
-                self.committer.admission.truncate(span.sequence, int(ends[span.work]))
+                # Shared pages hold what is good, and are not written again.
+                kept = max(int(ends[span.work]), span.sequence.frozen)
+                self.committer.admission.truncate(span.sequence, kept)
