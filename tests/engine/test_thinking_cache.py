@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from tests.support.cases import whole
+from tests.support.cases import drain, whole
+from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.thinking import all_bits, engine_of, exact, params, prompt_of, thinking_model
+from tinyspec.engine.thinker import NOT_FINITE, Thinker
 
 PROMPT = prompt_of(80, 80)
 
@@ -126,3 +128,73 @@ def test_thoughts_of_evicted_pages_are_dropped():
         assert whole(engine)
         engine.release()
         assert not prefix._thoughts
+
+
+@pytest.mark.parametrize("wanted", [exact, params])
+@pytest.mark.parametrize("chunk_size, place", [(40, 0), (12, 1)])
+def test_logits_that_are_not_finite_once(monkeypatch, wanted, chunk_size, place):
+    """By what was computed ahead: the chunk runs again without it, behind shared pages that hold a
+    part of it, and sees nothing of it in its own page."""
+    model = thinking_model(chunk_size=chunk_size)
+    longer = PROMPT[:64] + prompt_of(66, 9)
+    with engine_of(model, prefix_cache=False) as engine:
+        cold = all_bits(engine.generate([longer], wanted())[0])
+    first_tokens, broken = Thinker.first_tokens, []
+    with engine_of(model) as engine:
+        engine.generate([PROMPT], wanted())
+
+        def broken_once(thinker, chunks):
+            found = first_tokens(thinker, chunks)
+            if broken or len(found) <= place or any(token != 1 for token in found[:place]):
+                return found
+            (sequence,) = engine.admission.running
+            known = sequence.request.thoughts.known + place * chunk_size
+            broken.append(known)
+            for pool in (*engine.runner.cache.k, *engine.runner.cache.v):
+                for position in range(max(known, sequence.frozen), 16 * len(sequence.pages)):
+                    pool[sequence.pages[position // 16], position % 16] = torch.nan
+            found[place] = NOT_FINITE
+            return found
+
+        monkeypatch.setattr(Thinker, "first_tokens", broken_once)
+        output = engine.generate([longer], wanted())[0]
+        assert broken and cached(output) == 64 // chunk_size * chunk_size
+        assert output.completions[0].error is None and all_bits(output) == cold
+        assert whole(engine)
+
+
+class Loud(ShapeSensitiveLinear):
+    """Passes of other sizes than the canonical one think otherwise."""
+
+    def forward(self, x):
+        return super().forward(x) * (1.0 if x.shape[:-1].numel() == 16 else 1.2)
+
+
+def test_thoughts_of_fast_passes_outlive_a_preemption():
+    """A plain request thinks in fast passes and is computed again in canonical ones: its pages are
+    no start for a deterministic one."""
+    model = thinking_model()
+    replace_linears(model.backbone, Loud)
+    with engine_of(model, prefix_cache=False) as engine:
+        cold = all_bits(engine.generate([PROMPT], exact())[0])
+    with engine_of(model, verify="padded") as engine:
+        engine.generate([[5]], exact(1))
+        name = engine.add_request(PROMPT, params(20))
+        request = engine.tracker.requests[name]
+        while request.thoughts.unthought:
+            engine.step()
+        fast = [thought.token_ids for thought in request.thoughts.found]
+        assert fast != [thought.token_ids for thought in cold[0]]
+        beside = engine.add_request(prompt_of(6, 3), exact(60, thinking=False))
+        while not engine.tracker.requests[beside].sequences[0].num_generated:
+            engine.step()
+        engine.admission.preempt_all()
+        engine.admission.forget_plain()  # as if others had taken its pages
+        engine.step()
+        while request.sequences[0].pending > 1:
+            engine.step()
+        assert request.sequences[0].canonical >= 80
+        drain(engine)
+        warm = engine.generate([PROMPT], exact())[0]
+        assert cached(warm) == 0 and all_bits(warm) == cold
+        assert cached(engine.generate([PROMPT], exact())[0]) == 79

@@ -66,9 +66,7 @@ class Contract:
         self._probed_structure: object = None
         self._on_disk = probe_cache.Growing("")
         repack_weights(self._model, self._model.dtype)
-        self.watch = ModelWatch(
-            self._patched, runner.torch_state, beside.modules if beside else None
-        )
+        self.watch = ModelWatch(self._patched, runner.torch_state, beside)
         self._taken_over = self.watch.taken_over
         self.stale: str | None = None
         self.pause: Callable[[], None] = lambda: None
@@ -110,7 +108,9 @@ class Contract:
     def _digests(self) -> dict[str, str]:
         """Of weights, by the part of the fingerprint."""
         found = {"weights": digest_weights(self._model, self.watch.counters)}
-        return found if self._beside is None else found | {self._beside.name: self._beside.digest()}
+        if self._beside is not None:
+            found[self._beside.name] = self._beside.digest(self.watch.counters)
+        return found
 
     def drop_fingerprint(self) -> None:
         """The weights changed: the next fingerprint needs a new digest of them."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tinyspec.determinism.beside import Beside
 from tinyspec.determinism.checksum import checksum
 from tinyspec.determinism.environment import ambient
 from tinyspec.determinism.model_state import (
@@ -47,14 +48,14 @@ class ModelWatch:
     """One model, as it was when ``update`` was last called.
 
     weights: address and version of every tensor, by name, and steps of optimizers. counters: names
-    of attributes that passes change, which are no settings. beside: other modules that run, whose
-    weights are watched.
+    of attributes that passes change, which are no settings. beside: other modules that run, which
+    are watched as well.
     """
 
     def __init__(
-        self, patched: PatchedModel, torch_state: TorchState, beside: nn.Module | None = None
+        self, patched: PatchedModel, torch_state: TorchState, beside: Beside | None = None
     ):
-        self._beside = nn.Module() if beside is None else beside
+        self._beside, self._none = beside, nn.Module()
         self._patched = patched
         self._model = patched.model
         self._torch_state = torch_state
@@ -78,8 +79,15 @@ class ModelWatch:
 
     def changed(self) -> bool:
         """Whether anything may have changed since ``record``."""
-        same = self._same_process() and self._tables.same() and self._same_tensors()
-        return not same
+        return not (self._same_process() and self._same_tables() and self._same_tensors())
+
+    def _same_tables(self) -> bool:
+        self._others()
+        return self._tables.same() and self._others_tables.same()
+
+    def _others(self) -> nn.Module:
+        """What runs beside the model, as it is now."""
+        return self._none if self._beside is None else self._beside.modules()
 
     def _same_tensors(self) -> bool:
         held = list(chain.from_iterable(map(dict.values, self._tensor_tables)))
@@ -110,11 +118,13 @@ class ModelWatch:
         with self._torch_state():
             if not self.changed():
                 return []
-            before = self._state()
-            if not (self._same_process() and self._tables.same()):
+            before, others = self._state(), self._others_described
+            if not (self._same_process() and self._same_tables()):
                 self.record()
             else:
                 self._record_tensors()
+        if self._beside is not None and self._others_described != others:
+            self._beside.on_change()
         after = self._state()
         return [
             name
@@ -124,7 +134,8 @@ class ModelWatch:
         ]
 
     def _state(self) -> dict[str, Any]:
-        return {**self.weights, **self.structure, **self._identities, **self.taken_over}
+        own = {**self.weights, **self.structure, **self._identities, **self.taken_over}
+        return own | self._others_described
 
     @property
     def structure(self) -> dict[str, Any]:
@@ -153,8 +164,12 @@ class ModelWatch:
             objects = identities(model, ignored)
             self._identities = {f"{OBJECT}{name}": found for name, found in objects.items()}
             self._taken_settings = self._patched.taken_over()
-            self._tables = ModelTables(model)
-            modules = (*self._tables.modules, *self._beside.modules())
+            others = self._others()
+            found = {**functions(others), **function_settings(others, ignored)}
+            objects = identities(others, ignored)
+            self._others_described = found | {f"{OBJECT}{n}": each for n, each in objects.items()}
+            self._tables, self._others_tables = ModelTables(model), ModelTables(others)
+            modules = (*self._tables.modules, *self._others_tables.modules)
             tables = [t for m in modules for t in (m._parameters, m._buffers)]
             self._tensor_tables: list[dict[str, Any]] = [table for table in tables if table]
             self._record_tensors()
@@ -163,13 +178,16 @@ class ModelWatch:
         repack_weights(self._model, self._model.dtype)
         self.weights = {
             **weight_state(self._model, self.counters),
-            **weight_state(self._beside),
+            **weight_state(self._others(), self.counters),
             STEPS: self._steps.count,
         }
         self._layouts = layouts(self._model)
         self._taken_buffers = self._patched.taken_buffers()
         self._held = list(chain.from_iterable(map(dict.values, self._tensor_tables)))
-        found = (*tensors(self._model, self.counters), *tensors(self._beside))
+        found = (
+            *tensors(self._model, self.counters),
+            *tensors(self._others(), self.counters),
+        )
         every = list({id(tensor): tensor for _, tensor in found}.values())
         self._uncounted = [part for tensor in every for part in uncounted(tensor)]
         self._packed = [tensor for tensor in every if is_packed(tensor)]
@@ -191,4 +209,4 @@ class ModelWatch:
     def absorb(self, everything: bool = False) -> None:
         """After a pass: what it changed itself is no setting. Looks at modules and hooks of the
         user's, after the first pass at everything."""
-        self.counters |= self._tables.absorb(everything)
+        self.counters |= self._tables.absorb(everything) | self._others_tables.absorb(everything)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from typing import Any
 
@@ -47,6 +47,7 @@ class Thinker:
     """The blocks of one model. batch: chunks that run at once. layers: the backbone's, which may be
     replaced by stand-ins meanwhile."""
 
+    _runner: ModelRunner
     _torch_state: TorchState
 
     def __init__(self, model: ThinkingModel, settings: EngineConfig):
@@ -57,15 +58,28 @@ class Thinker:
         self.model = model
         self.layers = decoder_of(model.backbone).layers
         self.batch = BATCH
-        blocks = {"thinking": model.thinking, "compression": model.compression}
-        self._blocks = nn.ModuleDict(blocks)
-        self._modules = list(self._blocks.modules())
+        self._blocks = nn.ModuleDict()
         self._proven = False
 
     @property
     def beside(self) -> Beside:
         """The blocks, as they stand in the fingerprint."""
-        return Beside("thinking", self._blocks, f"{self.config} {syntax_digest(places=CODE)}")
+        settings = f"{self.config} {syntax_digest(places=CODE)}"
+        return Beside("thinking", self._modules, settings, self._changed)
+
+    def _modules(self) -> nn.Module:
+        """The blocks, as they are now."""
+        self._blocks["thinking"] = self.model.thinking
+        self._blocks["compression"] = self.model.compression
+        return self._blocks
+
+    def _changed(self) -> None:
+        """The blocks may mix chunks now, or not any more."""
+        self.batch = BATCH
+        if self._proven:
+            self._proven = False
+            with suppress(Exception):  # the next request that asks for it raises
+                self.prove()
 
     @property
     def root(self) -> bytes:
@@ -74,7 +88,7 @@ class Thinker:
 
     def follow(self, runner: ModelRunner) -> None:
         """Add states and read hidden states in the passes of ``runner``."""
-        self._torch_state = runner.torch_state
+        self._runner, self._torch_state = runner, runner.torch_state
         runner.taps = LayerTaps(self.layers, self.config.layer_in, self.config.layer_out)
 
     def prove(self) -> None:
@@ -176,7 +190,7 @@ class Thinker:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        training = [module for module in self._modules if module.training]
+        training = [module for module in self._modules().modules() if module.training]
         for module in training:
             module.training = False
         try:
@@ -184,3 +198,4 @@ class Thinker:
         finally:
             for module in training:
                 module.training = True
+            self._runner.after_pass()  # what modules of the user's count is no change

@@ -24,13 +24,14 @@ from tinyspec.scheduler.thoughts import Thoughts
 @dataclass(eq=False)
 class _Chunks:
     """Whole chunks [n, c, d] of one sequence that have no thought, what has run of the next one
-    [r, d], and the first tokens of the chunks' thoughts."""
+    [r, d], and the first tokens of the chunks' thoughts. canonical: the hidden states are."""
 
     span: Span
     thoughts: Thoughts
     whole: Tensor
     rest: Tensor
     firsts: list[int]
+    canonical: bool
 
 
 @dataclass(eq=False)
@@ -78,7 +79,9 @@ class ThoughtCommitter:
             size = thoughts.chunk_size
             count = len(hidden) // size
             whole = hidden[: count * size].unflatten(0, (count, size))
-            found.append(_Chunks(span, thoughts, whole, hidden[count * size :], []))
+            canonical = span.sequence.canonical >= span.sequence.computed
+            canonical &= launched.work_pass.canonical
+            found.append(_Chunks(span, thoughts, whole, hidden[count * size :], [], canonical))
         return found
 
     def _first_tokens(self, found: list[_Chunks]) -> None:
@@ -99,7 +102,7 @@ class ThoughtCommitter:
             each.thoughts.looked(len(each.firsts), place)
             for _ in each.firsts[:place]:
                 number = len(each.thoughts.found)
-                each.thoughts.add(Thought(number, [end]), None)
+                each.thoughts.add(Thought(number, [end]), None, each.canonical)
             if place is None:
                 each.thoughts.rest = each.rest.clone()
             else:
@@ -118,7 +121,7 @@ class ThoughtCommitter:
                     continue
                 cut = ids[-1] != end
                 number = len(each.thoughts.found)
-                each.thoughts.add(Thought(number, ids, cut=cut), next(states))
+                each.thoughts.add(Thought(number, ids, cut=cut), next(states), each.canonical)
         for each, _ in begun:
             if (
                 known := each.thoughts.known
@@ -145,4 +148,6 @@ class ThoughtCommitter:
             for sequence in span.sequence.request.sequences:
                 sequence.thought()
             if alive[span.work] and ends[span.work] < launched.works.ends[span.work]:
-                self.committer.admission.truncate(span.sequence, int(ends[span.work]))
+                # Shared pages hold what is good, and are not written again.
+                kept = max(int(ends[span.work]), span.sequence.frozen)
+                self.committer.admission.truncate(span.sequence, kept)

@@ -239,7 +239,7 @@ def patched_of(model: PreTrainedModel) -> PatchedModel:
     return model.__dict__["_tinyspec"]
 
 
-def record_of(model: PreTrainedModel) -> PatchedModel | None:
+def record_of(model: nn.Module) -> PatchedModel | None:
     """``patched_of`` where anything was done and not undone."""
     return model.__dict__.get("_tinyspec")
 

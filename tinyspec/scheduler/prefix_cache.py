@@ -66,7 +66,9 @@ class PrefixCache:
         digests = self._digests(sequence)
         for number in range(sequence.indexed, min(full, len(digests))):
             page = sequence.pages[number]
-            canonical = sequence.canonical >= (number + 1) * self.pool.page_size
+            end, thoughts = (number + 1) * self.pool.page_size, sequence.request.thoughts
+            canonical = sequence.canonical >= end
+            canonical &= thoughts is None or thoughts.canonical_to(end)
             key = (self._version, canonical, digests[number])
             # One page is enough for the same tokens.
             if page not in self.keys and key not in self.pages:
@@ -74,9 +76,8 @@ class PrefixCache:
                 self.keys[page] = key
                 if not sequence.deterministic:
                     self._by_plain.add(page)
-                if sequence.request.thoughts is not None:
-                    first, size = number * self.pool.page_size, self.pool.page_size
-                    self._thoughts[page] = sequence.request.thoughts.made(first, first + size)
+                if thoughts is not None:
+                    self._thoughts[page] = thoughts.made(end - self.pool.page_size, end)
                 self.pool.keep(page)
         sequence.indexed = full
 

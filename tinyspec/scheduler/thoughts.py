@@ -15,10 +15,11 @@ from tinyspec.outputs import Thought
 
 
 class Made(NamedTuple):
-    """A thought and its state."""
+    """A thought and its state. canonical: as in ``Thoughts``."""
 
     thought: Thought
     state: Any
+    canonical: bool
 
 
 @dataclass(eq=False)
@@ -28,7 +29,9 @@ class Thoughts:
     window: most chunks that run at once while thoughts are missing; None: all. width: how many do
     now, fewer where what ran ahead was in vain. found: of the first chunks. states: of each,
     [chunk_size, d], None for zero. rest: hidden states [r, d] of the chunk that is partly computed.
-    root: begins the hashes of its pages; says who thinks, and how.
+    root: begins the hashes of its pages; says who thinks, and how. canonical: how many of the first
+    were made of canonical hidden states; others outlive a preemption, so that canonical passes may
+    compute what deterministic requests must not start from.
     """
 
     chunk_size: int
@@ -38,6 +41,7 @@ class Thoughts:
     states: list[Any] = field(default_factory=list)
     rest: Any = None
     root: bytes = b"thinking"
+    canonical: int = 0
     width: int = field(init=False, default=1)
 
     def __post_init__(self) -> None:
@@ -68,8 +72,9 @@ class Thoughts:
         reach = self.known + self.width * self.chunk_size
         return most if reach >= self.num_prompt else reach
 
-    def add(self, thought: Thought, state: Any) -> None:
-        """The thought of the next chunk."""
+    def add(self, thought: Thought, state: Any, canonical: bool) -> None:
+        """The thought of the next chunk. canonical: its hidden states are, given those before."""
+        self.canonical += canonical and self.canonical == len(self.found)
         self.found.append(thought)
         self.states.append(state)
         self.rest = None
@@ -87,16 +92,21 @@ class Thoughts:
     def made(self, first: int, end: int) -> list[Made]:
         """Those of the chunks that end behind position ``first`` and at ``end`` at the latest."""
         chunks = range(first // self.chunk_size, end // self.chunk_size)
-        return [Made(self.found[n], self.states[n]) for n in chunks if n < len(self.found)]
+        known = [n for n in chunks if n < len(self.found)]
+        return [Made(self.found[n], self.states[n], n < self.canonical) for n in known]
+
+    def canonical_to(self, end: int) -> bool:
+        """Whether the thoughts that positions up to ``end``, and their chunks, hang on are."""
+        return self.canonical >= end // self.chunk_size
 
     def take(self, made: list[Made]) -> None:
         """Of the first chunks, made for another prompt; those that are known stay."""
-        for thought, state in made[len(self.found) :]:
-            self.add(thought, state)
+        for each in made[len(self.found) :]:
+            self.add(*each)
 
     def forget(self) -> None:
         """The model changed."""
-        self.found, self.states, self.rest = [], [], None
+        self.found, self.states, self.rest, self.canonical = [], [], None, 0
 
     def added(self, first: int, end: int) -> Iterator[tuple[int, Any]]:
         """(position, states [n, d] from there on) of what is added to positions ``first`` to

@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 from transformers.utils import ModelOutput
 
+from tinyspec.model.install import record_of
 from tinyspec.thinking.backbone import Backbone
 from tinyspec.thinking.blocks import CompressionBlock, ThinkingBlock
 from tinyspec.thinking.config import ThinkingConfig
@@ -45,7 +46,7 @@ class ThinkingModel(nn.Module):
     def __init__(self, backbone: nn.Module, config: ThinkingConfig):
         super().__init__()
         parts = Backbone.of(backbone)
-        self.thinking_config = config.of(len(parts.layers), parts.vocab_size)
+        self._thinking_config = config.of(len(parts.layers), parts.vocab_size)
         self.backbone = backbone
         self.thinking = ThinkingBlock(parts)
         self.compression = CompressionBlock(parts, self.thinking_config)
@@ -55,6 +56,11 @@ class ThinkingModel(nn.Module):
         """T and C begin as copies of the backbone's layers. Raises UnsupportedModelError for a
         backbone without decoder layers, ValueError for layers that it does not have."""
         return cls(backbone, config)
+
+    @property
+    def thinking_config(self) -> ThinkingConfig:
+        """That the blocks were made for."""
+        return self._thinking_config
 
     @property
     def config(self) -> Any:
@@ -67,7 +73,12 @@ class ThinkingModel(nn.Module):
 
     @property
     def layers(self) -> tuple[nn.Module, nn.Module]:
-        """The layers at L_in and L_out, as they are now."""
+        """The layers at L_in and L_out, as they are now. An open engine lends the backbone first,
+        as for its forward, which would miss hooks on stand-ins; RuntimeError while a step runs."""
+        for module in self.backbone.modules():
+            record = record_of(module)
+            if record is not None and not record.left:
+                record.lend()
         layers = Backbone.of(self.backbone).layers
         config = self.thinking_config
         return layers[config.layer_in], layers[config.layer_out]

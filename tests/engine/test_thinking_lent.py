@@ -1,0 +1,95 @@
+"""A thinking model by itself beside an open engine: read, trained, copied, loaded, saved."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+
+from tests.support.thinking import (
+    END,
+    all_bits,
+    engine_of,
+    exact,
+    prompt_of,
+    thinking_model,
+)
+from tinyspec.thinking.model import IGNORED, ThinkingModel
+from tinyspec.thinking.reading import generate
+
+PROMPT = prompt_of(67, 67)
+
+
+def loss_of(model):
+    """Of a batch with gold thoughts and answers."""
+    ids = torch.tensor([prompt_of(28, n) for n in range(4)])
+    gold = torch.tensor([[5, END, IGNORED], [END, IGNORED, IGNORED], [7, 8, END]])
+    labels = torch.full_like(ids, IGNORED)
+    labels[:, -2:] = ids[:, -2:]
+    return model(ids, gold.expand(4, 3, 3), labels).loss
+
+
+def bits(engine):
+    output = engine.generate([PROMPT], exact())[0]
+    return all_bits(output), output.fingerprint
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_read_and_trained_beside_an_engine(kind):
+    """Gold states reach the model's own layers, whoever ran last; the engine follows each step."""
+    model, other = thinking_model(kind), thinking_model(kind)
+    loss, said = loss_of(other), generate(other, PROMPT, 8, None)
+    with engine_of(model) as engine:
+        found = bits(engine)
+        assert torch.equal(loss_of(model), loss) and bits(engine) == found
+        assert generate(model, PROMPT, 8, None) == said and bits(engine) == found
+        for each in (model, other):
+            each.train()
+            optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2)
+            for _ in range(2):
+                optimizer.zero_grad()
+                loss_of(each).backward()
+                optimizer.step()
+        trained = bits(engine)
+        assert trained != found and model.training
+    with engine_of(other) as engine:
+        assert bits(engine) == trained
+
+
+def saved_and_loaded(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def test_copies_beside_an_engine(tmp_path):
+    model = thinking_model(biased=False)
+    said, loss = generate(model, PROMPT, 8, None), loss_of(model)
+    with engine_of(model) as engine:
+        found = bits(engine)
+        model.save_pretrained(tmp_path)
+        for other in (
+            copy.deepcopy(model),
+            pickle.loads(pickle.dumps(model)),
+            saved_and_loaded(model),
+            ThinkingModel.from_pretrained(tmp_path, dtype=torch.float32),
+        ):
+            assert generate(other, PROMPT, 8, None) == said
+            assert torch.equal(loss_of(other), loss)
+            assert other.state_dict().keys() == model.state_dict().keys()
+            assert bits(engine) == found
+            with engine_of(other) as its_own:
+                assert bits(its_own) == found
+
+
+def test_weights_loaded_beside_an_engine():
+    model, other = thinking_model(), thinking_model()
+    other.load_state_dict({name: value * 1.1 for name, value in other.state_dict().items()})
+    with engine_of(model) as engine:
+        before = bits(engine)
+        model.load_state_dict(other.state_dict())
+        after = bits(engine)
+    with engine_of(other) as engine:
+        assert bits(engine) == after != before
