@@ -120,7 +120,7 @@ BAD = {
     "no passes": (
         '{"traceEvents": [], "tinyspec": {"format": 1, "texts": {}}}',
         "run.svg",
-        "--first=0 is not allowed: the number of a pass in the file",
+        "run.json' is not allowed: a trace with at least one pass",
     ),
     "a kind": ("{}", "run.pdf", "run.pdf' is not allowed: a name that ends with .png, .svg, .html"),
 }
