@@ -9,6 +9,8 @@ import sys
 import pytest
 
 from tinyspec import Completion, RequestOutput, SamplingParams
+from tinyspec.engine.trace import Trace
+from tinyspec.scheduler.sequence_table import SequenceTable
 
 COMMANDS = {
     "demo": (["demo", "--crowd", "0"], "--crowd=0 is not allowed: an integer of at least 1"),
@@ -34,6 +36,36 @@ def test_one_line(command, served, tmp_path, monkeypatch, arguments, complaint):
     status, out, err = command(*arguments)
     assert (status, out) == (2, "")
     assert complaint in err and err.count("\n") == 1 and err.startswith("tinyspec: ")
+
+
+def test_a_trace_is_not_written_over_prompts_or_outputs(command, served, tmp_path, monkeypatch):
+    """Once both were lost, with exit status 0."""
+    monkeypatch.chdir(tmp_path)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "One day", "max_new_tokens": 2}\n')
+    given = ("generate", "--file", prompts, "--output", "outputs.jsonl", "--trace")
+    for name, other in (("./prompts.jsonl", "file"), ("outputs.jsonl", "output")):
+        status, out, err = command(*given, name)
+        assert (status, out) == (2, "")
+        complaint = f"--trace='{name}' is not allowed: another file than --{other}"
+        assert err == f"tinyspec: {complaint}\n"
+    assert "One day" in prompts.read_text() and list(tmp_path.iterdir()) == [prompts]
+
+
+def test_a_trace_without_passes(command, tmp_path):
+    """Once "--first=0 is not allowed"."""
+    file = tmp_path / "run.json"
+    Trace(8, SequenceTable()).save(file)
+    status, _, err = command("trace", file, "-o", tmp_path / "run.html")
+    assert status == 2 and f"file='{file}' is not allowed: a trace with at least one pass" in err
+
+
+def test_prompts_are_no_outputs(command, tmp_path):
+    """Once "is not an output of tinyspec: 'params'"."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "One day"}\n')
+    err = command("generate", "--file", file, "--output", file, "--resume")[2]
+    assert err == f"tinyspec: {file}, line 1 is not an output of tinyspec: it has no 'params'\n"
 
 
 def test_the_longest_prompt_is_told_in_tokens(command, served, stdin):

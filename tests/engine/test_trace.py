@@ -114,6 +114,60 @@ def test_it_has_to_be_asked_for():
             EngineConfig(trace=bad)
 
 
+def test_every_end_is_there(monkeypatch):
+    """Also of completions that get their only token from another one's prompt, or end before it."""
+    several = SamplingParams(max_new_tokens=1, num_return_sequences=3, temperature=1.0, seed=1)
+    with Engine(tiny(), config=EngineConfig(trace=True)) as engine:
+        served = engine.generate([text(5), text(6)], several)
+        whole = engine.runner.run
+
+        def run_or_raise(*args):
+            raise RuntimeError("always")
+
+        monkeypatch.setattr(engine.runner, "run", run_or_raise)
+        failed = engine.generate([text(7)], several)
+        monkeypatch.setattr(engine.runner, "run", whole)
+        works = [work for one in engine.trace.passes() for work in one.works]
+    found = [(w.request_id, w.index, w.end) for w in works if w.end is not None]
+    reasons = {"length": 6, "abort": 3}
+    expected = [
+        (output.request_id, n, completion.finish_reason)
+        for output in served + failed
+        for n, completion in enumerate(output.completions)
+    ]
+    assert sorted(found) == sorted(expected)
+    assert {name: [w[2] for w in found].count(name) for name in reasons} == reasons
+
+
+@pytest.mark.parametrize("seed", [2, 6])
+def test_names_are_held_as_long_as_passes_need_them(seed, monkeypatch):
+    """A completion ends while a pass with its rows is under way, in which others start."""
+    monkeypatch.setattr("tinyspec.engine.trace.NAMES_HELD", 0)
+    rng, settings = random.Random(seed), {"page_size": 8, "num_pages": 90, "max_rows": 32}
+    config = EngineConfig(
+        trace=True, reference_rows=16, verify="always", draft_window=4, overlap=True, **settings
+    )
+    with Engine(tiny(), config=config) as engine:
+        left = 20
+        while left or engine.has_unfinished():
+            for _ in range(min(rng.randrange(3), left)):
+                params = SamplingParams(
+                    max_new_tokens=1 + rng.randrange(12),
+                    deterministic=rng.random() < 0.5,
+                    temperature=1.0,
+                    seed=left,
+                    num_return_sequences=1 + rng.randrange(3),
+                    stop_token_ids=list(range(12)),
+                )
+                engine.add_request(text(3 + rng.randrange(60), seed=left), params)
+                left -= 1
+            if engine.has_unfinished():
+                engine.step()
+        passes = engine.trace.passes()
+        assert any(one.surplus for one in passes), "or nothing was under way in vain"
+        assert 1 not in engine.trace._names, "and those of the past are let go"
+
+
 def test_failed_passes_are_there(monkeypatch):
     """A pass that raised has no tokens; those who shared it are tried one by one."""
     with Engine(tiny(), config=EngineConfig(trace=True)) as engine:

@@ -13,8 +13,9 @@ from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.cli.main import main
 from tinyspec.tools.close_up import CloseUp, close_up
-from tinyspec.tools.drawing import COLOURS, shown
+from tinyspec.tools.drawing import COLOURS, Drawing, shown
 from tinyspec.tools.timeline import LEGEND, cells_of, timeline
+from tinyspec.tools.trace_figure import save_png
 from tinyspec.tools.trace_run import read
 from tinyspec.tools.trace_svg import svg
 from tinyspec.tools.trace_views import stacked, views
@@ -120,7 +121,7 @@ BAD = {
     "no passes": (
         '{"traceEvents": [], "tinyspec": {"format": 1, "texts": {}}}',
         "run.svg",
-        "--first=0 is not allowed: the number of a pass in the file",
+        "run.json' is not allowed: a trace with at least one pass",
     ),
     "a kind": ("{}", "run.pdf", "run.pdf' is not allowed: a name that ends with .png, .svg, .html"),
 }
@@ -150,3 +151,40 @@ def test_texts_of_tokens():
     assert shown(" a\nb") == "\N{MIDDLE DOT}a\\nb"
     assert shown("\ud800\x00") == "\\ud800\\x00"
     assert shown("x" * 20) == "x" * 13 + "\N{HORIZONTAL ELLIPSIS}"
+
+
+NASTY = "<script>'\"&]]>\x00\x1b\ud800\u2028\u202e\uffff\n"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_names_and_texts_of_every_kind(kind, tmp_path, recwarn):
+    """Once a lone surrogate left an empty file, and a control character an SVG that no one reads:
+    in a token's text, a completion's name, the name of the file."""
+    if kind == "png":
+        pytest.importorskip("matplotlib")
+    saved = tmp_path / "\udcff<b>.json"
+    traced(saved, 1, wrong=0.9)
+    data = json.loads(saved.read_text())
+    tokens = {t for e in data["traceEvents"] for t in e["args"].get("tokens", [])}
+    data["tinyspec"]["texts"] = dict.fromkeys(tokens, f"\u65e5{NASTY}")
+    for event in data["traceEvents"]:
+        event["args"]["request_id" if "tokens" in event["args"] else "way"] = NASTY
+    saved.write_text(json.dumps(data))
+    picture = tmp_path / f"run.{kind}"
+    assert main(["trace", str(saved), "-o", str(picture)]) == 0
+    assert not [w for w in recwarn if "Glyph" in str(w.message)], "boxes, and no word of them"
+    if kind == "png":
+        return
+    words = picture.read_text(encoding="utf-8")
+    assert "<script>" not in words and "<b>" not in words and "&lt;script&gt;" in words
+    assert not set("\x00\x1b\u2028\u202e\uffff") & set(words)
+    for found in re.findall("<svg.*?</svg>", words, re.DOTALL):
+        ElementTree.fromstring(found)
+
+
+def test_a_png_that_is_too_large(tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "run.png"
+    with pytest.raises(ValueError, match=r"40000 x 20 pixels.*fewer cells, or .svg, .html"):
+        save_png(Drawing(40_000, 20), picture)
+    assert not picture.exists()

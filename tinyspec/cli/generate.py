@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyspec.cli.common import add_model, make_engine
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from tinyspec.engine.engine import Engine
 
 EXAMPLE = """\
-tinyspec generate "Once upon a time" --deterministic --max-new-tokens 40
+tinyspec generate "Once there was a brave fox" --deterministic --max-new-tokens 40
 tinyspec generate --file prompts.jsonl --output outputs.jsonl --resume"""
 NOTES = (
     "Prompts are arguments, lines of a file, or lines of standard input (-). JSON lines (.jsonl, "
@@ -59,6 +60,7 @@ def add(commands: Any) -> None:
 def _generate(options: argparse.Namespace) -> int:
     if options.resume and options.output is None:
         raise refuse("--resume", True, "together with --output")
+    _check_trace(options)
     jobs = _jobs(options)
     if not jobs:
         raise refuse("prompts", [], "at least one prompt")
@@ -72,6 +74,16 @@ def _generate(options: argparse.Namespace) -> int:
         finally:
             if options.trace is not None:
                 engine.trace.save(options.trace)
+
+
+def _check_trace(options: argparse.Namespace) -> None:
+    """Raise ValueError where the trace would be written over the prompts or the outputs."""
+    if options.trace is None:
+        return
+    for name in ("file", "output"):
+        path = getattr(options, name)
+        if path is not None and Path(path).resolve() == Path(options.trace).resolve():
+            raise refuse("--trace", options.trace, f"another file than --{name}")
 
 
 def _run_all(

@@ -101,6 +101,11 @@ def read_outputs(path: str) -> tuple[list[RequestOutput], list[str]]:
         try:
             outputs.append(RequestOutput.from_json(line.text))
         except NO_OUTPUT as error:
-            reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-            complaints.append(f"{line.place} is not an output of tinyspec: {reason}")
+            complaints.append(no_output(line.place, error))
     return outputs, complaints
+
+
+def no_output(place: str, error: Exception) -> str:
+    """What is wrong with a line that is no output, by what reading it raised."""
+    reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+    return f"{place} is not an output of tinyspec: {reason}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tinyspec.cli.inputs import NO_OUTPUT
+from tinyspec.cli.inputs import NO_OUTPUT, no_output
 from tinyspec.cli.jobs import Job
 from tinyspec.errors import refuse
 from tinyspec.outputs import RequestOutput
@@ -39,7 +39,7 @@ class OutputFile:
                 output = RequestOutput.from_json(line.decode())
                 name = str(output.request_id)
             except NO_OUTPUT as error:
-                raise ValueError(f"{place} is not an output of tinyspec: {error}") from error
+                raise ValueError(no_output(place, error)) from error
             job = by_place.get(name.rpartition("-")[0])
             if job is None:
                 raise ValueError(f"{place}: the input has nothing at {name!r}; use another file")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tinyspec.engine.engine import Engine
 
 EXAMPLE = """\
-tinyspec score "Two and two are" " four"
+tinyspec score "Once there was a brave" " fox"
 tinyspec score --file pairs.jsonl --json"""
 NOTES = (
     "A file has JSON lines: objects with a prompt, a continuation (text or token ids each), and "

@@ -61,9 +61,12 @@ def _trace(options: argparse.Namespace) -> int:
     from tinyspec.tools.trace_views import stacked, views
 
     run = read(options.file)
+    if not run.passes:
+        raise refuse("file", options.file, "a trace with at least one pass")
+    last = max(one.number for one in run.passes)
     run.passes = [one for one in run.passes if one.number >= options.first]
     if not run.passes:
-        raise refuse("--first", options.first, "the number of a pass in the file")
+        raise refuse("--first", options.first, f"at most {last}, the last pass in {options.file}")
     most = options.cells or (None if kind == ".html" else CELLS)
     drawings = views(run, options.view, most)
     if kind == ".html":

@@ -73,7 +73,7 @@ class EngineCore:
         if self.overlap:
             self._under_way = self._look_ahead(launched)
         if self.trace is not None:
-            self.trace.begin()
+            self.trace.begin(launched, self._under_way)
         try:
             results = launched.fetch()
             ends = self.thoughts.take(launched) if self.thoughts else launched.works.ends

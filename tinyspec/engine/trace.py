@@ -7,6 +7,7 @@ without; ``traced.py`` draws up tokens, names and counts when somebody asks. Kno
 from __future__ import annotations
 
 from collections import deque
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,17 +47,22 @@ class Trace:
         self._verified: list[tuple[Array, Array, Array]] = []
         self._committed: list[tuple[Array, Array, Array]] = []
 
-    def begin(self) -> None:
-        """A pass is about to be committed: to call while the sequences that it ends are there."""
-        if self._named != self._table.stays:
-            self._learn_names()
+    def begin(self, *launched: Launched | None) -> None:
+        """``launched``, of which the first is about to be committed: to call while the sequences
+        that it ends are there."""
+        if self._named == self._table.stays:
+            return
+        if len(self._names) > NAMES_HELD:  # passes that are kept hold theirs
+            passes = [one.entries for one in launched if one is not None]
+            held = chain.from_iterable([self._table.entry[self._table.rows], *passes])
+            self._names = {n: self._names[n] for n in map(int, held) if n in self._names}
+        self._learn_names()
 
     def _learn_names(self) -> None:
         """Of stays that have begun since the last call."""
         table = self._table
-        if len(self._names) > NAMES_HELD:  # passes that are kept hold theirs
-            entries = table.entry[table.rows].tolist()
-            self._names = {n: self._names[n] for n in entries if n in self._names}
+        if self._named == table.stays:
+            return
         for sequence in table.sequences:
             if sequence is not None and (entry := int(table.entry[sequence.row])) > self._named:
                 self._names[entry] = name_of(sequence)
@@ -76,7 +82,7 @@ class Trace:
 
     def committed(self, rows: Array, counts: Array, tokens: Array) -> None:
         """``counts`` [n] of ``tokens`` [n, W] for each of ``rows`` [n], which still run."""
-        self.begin()  # completions may have started from another one's prompt
+        self._learn_names()  # completions may have started from another one's prompt
         self._committed.append((self._table.entry[rows], counts, tokens))
 
     def close(self, launched: Launched, began: float, ended: list[Sequence]) -> None:

@@ -11,7 +11,8 @@ from tinyspec.engine.kept_pass import Kept, Name
 from tinyspec.scheduler.passes import KINDS, VERIFY, PassRecord
 
 PROMPT, CANONICAL, PLAIN, DRAFT, VERIFIED = "prompt", "canonical", "plain", "draft", "verify"
-# Completions that get a token without rows: from another one's prompt, or when all have theirs.
+# Completions that get a token without rows, from another one's prompt or when all have theirs, or
+# that end without any.
 NO_ROWS = "no rows"
 
 
@@ -79,7 +80,7 @@ class Replay:
 
     def drawn_up(self, kept: Kept) -> TracedPass:
         """A pass that a trace has kept."""
-        surplus, ended = 0, dict(kept.ended)
+        surplus, ended = 0, {name for name, _ in kept.ended}
         by_row: dict[int, tuple[int, TracedWork]] = {}
         works: dict[int, TracedWork] = {}
         rows, kinds = kept.works.rows.tolist(), kept.works.kinds.tolist()
@@ -93,7 +94,7 @@ class Replay:
                 surplus += ends[n] - starts[n]
                 continue
             work = TracedWork(*name, _kind(kinds[n], name.deterministic), starts[n])
-            work.rows, work.end = ends[n] - starts[n], ended.get(name)
+            work.rows = ends[n] - starts[n]
             if entry == after:
                 work.kv, work.pages = computed[n], pages[n]
                 work.kv_drafts = ends[n] - computed[n] if work.kind == DRAFT else 0
@@ -101,7 +102,14 @@ class Replay:
             by_row[rows[n]] = entry, work
         self._add_drafts(kept, works, by_row)
         self._add_tokens(kept, works)
-        return TracedPass(kept.record, kept.began, list(works.values()), surplus)
+        found = list(works.values())
+        known = {(work.request_id, work.index): work for work in found}
+        for name, reason in kept.ended:
+            if name[:2] in known:
+                known[name[:2]].end = reason
+            else:  # before it had rows
+                found.append(TracedWork(*name, NO_ROWS, end=reason))
+        return TracedPass(kept.record, kept.began, found, surplus)
 
     def _add_drafts(
         self, kept: Kept, works: dict[int, TracedWork], by_row: dict[int, tuple[int, TracedWork]]

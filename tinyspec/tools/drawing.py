@@ -70,8 +70,13 @@ class Drawing:
         self.height = max(self.height, y + other.height)
 
 
+def printable(text: str) -> str:
+    """``text`` with what cannot be printed escaped: no file may hold a lone surrogate, and no SVG a
+    control character."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def shown(text: str, longest: int = 14) -> str:
     """A token's text in one line: spaces and line feeds visible, what cannot be printed escaped."""
-    marks = {" ": "\N{MIDDLE DOT}", "\n": "\\n"}
-    line = "".join(marks.get(c) or (c if c.isprintable() else ascii(c)[1:-1]) for c in text)
+    line = printable(text).replace(" ", "\N{MIDDLE DOT}")
     return line if len(line) <= longest else line[: longest - 1] + "\N{HORIZONTAL ELLIPSIS}"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
-from tinyspec.errors import TinyspecError
-from tinyspec.tools.drawing import COLOURS, MONOSPACE, Drawing, Shape
+from tinyspec.errors import TinyspecError, refuse
+from tinyspec.tools.drawing import COLOURS, MONOSPACE, Drawing, Shape, printable
 
 DOTS = 100  # an inch
+LARGEST = 2**16  # dots each way, of matplotlib
 
 
 class NoMatplotlib(TinyspecError):
@@ -16,13 +18,18 @@ class NoMatplotlib(TinyspecError):
 
 
 def save_png(drawing: Drawing, path: Path, dark: bool = False, scale: float = 2.0) -> None:
-    """Write a PNG file, ``scale`` dots a pixel. Raises NoMatplotlib, OSError."""
+    """Write a PNG file, ``scale`` dots a pixel. Raises NoMatplotlib, OSError, ValueError for a
+    drawing that is too large."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         what = 'a PNG needs matplotlib: pip install "tinyspec[plot]"; .svg and .html do without'
         raise NoMatplotlib(what) from error
+    if max(drawing.width, drawing.height) * scale >= LARGEST:
+        given = f"{drawing.width:.0f} x {drawing.height:.0f} pixels"
+        most = f"less than {LARGEST / scale:.0f} each way for a PNG: fewer cells, or .svg, .html"
+        raise refuse("picture", given, most)
     colours = {name: both[dark] for name, both in COLOURS.items()}
     size = drawing.width / DOTS, drawing.height / DOTS
     figure = Figure(figsize=size, facecolor=colours["ground"])
@@ -34,7 +41,10 @@ def save_png(drawing: Drawing, path: Path, dark: bool = False, scale: float = 2.
     for n, shape in enumerate(drawing.shapes):
         if shape.colour != "none":
             _draw(axes, shape, colours[shape.colour], n)
-    figure.savefig(path, dpi=DOTS * scale, facecolor=colours["ground"])
+    with warnings.catch_warnings():
+        # A character that the font lacks is drawn as a box.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        figure.savefig(path, dpi=DOTS * scale, facecolor=colours["ground"])
 
 
 def _draw(axes: Any, shape: Shape, colour: str, order: int) -> None:
@@ -47,7 +57,7 @@ def _draw(axes: Any, shape: Shape, colour: str, order: int) -> None:
             shape.x,
             shape.y,
             # No mathematics in a token's dollar signs.
-            shape.text.replace("$", r"\$"),
+            printable(shape.text).replace("$", r"\$"),
             color=colour,
             fontsize=shape.size * points,
             family=families,

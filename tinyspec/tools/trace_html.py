@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from tinyspec.tools.drawing import Drawing
+from tinyspec.tools.drawing import Drawing, printable
 from tinyspec.tools.trace_run import Run
 from tinyspec.tools.trace_svg import STYLE, svg
 
@@ -32,17 +32,19 @@ MOST_ROWS = 5000
 def html(run: Run, drawings: list[Drawing], title: str) -> str:
     """The page."""
     pictures = "\n".join(f'<div class="wide">{svg(one, style=False)}</div>' for one in drawings)
-    return PAGE.format(title=escape(title), style=STYLE, pictures=pictures, table=_table(run))
+    return PAGE.format(
+        title=escape(printable(title)), style=STYLE, pictures=pictures, table=_table(run)
+    )
 
 
 def _table(run: Run) -> str:
     """A row for each pass."""
     kinds = list(run.passes[0].rows) if run.passes else []
     head = ["pass", "ms", "bucket", "canonical", "way", *kinds, "committed", "pages"]
-    rows = ["".join(f"<th>{escape(name)}</th>" for name in head)]
+    rows = ["".join(f"<th>{escape(printable(name))}</th>" for name in head)]
     for one in run.passes[:MOST_ROWS]:
         values = [one.number, f"{1e3 * one.seconds:.2f}", one.bucket]
         values += ["yes" if one.canonical else "no", one.way]
         values += [one.rows[kind] for kind in kinds] + [one.committed, one.pages_held]
-        rows.append("".join(f"<td>{escape(str(value))}</td>" for value in values))
+        rows.append("".join(f"<td>{escape(printable(str(value)))}</td>" for value in values))
     return "".join(f"<tr>{row}</tr>" for row in rows)

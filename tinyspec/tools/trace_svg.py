@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from tinyspec.tools.drawing import COLOURS, MONOSPACE, Drawing, Shape
+from tinyspec.tools.drawing import COLOURS, MONOSPACE, Drawing, Shape, printable
 
 FONTS = {
     "sans": "system-ui, 'DejaVu Sans', sans-serif",
@@ -40,7 +40,7 @@ def svg(drawing: Drawing, style: bool = True) -> str:
 
 
 def _element(shape: Shape) -> str:
-    title = f"<title>{escape(shape.title)}</title>" if shape.title else ""
+    title = f"<title>{escape(printable(shape.title))}</title>" if shape.title else ""
     if shape.kind == "rect":
         corner = f' rx="{shape.round:g}"' if shape.round else ""
         start = f'<rect class="{shape.colour}" x="{_at(shape.x)}" y="{_at(shape.y)}"'
@@ -55,7 +55,7 @@ def _element(shape: Shape) -> str:
     bold = ' font-weight="600"' if shape.bold else ""
     where = f'x="{_at(shape.x)}" y="{_at(shape.y)}" font-size="{shape.size:g}"'
     words = f'<text class="{shape.colour}{font}" {where}{anchor}{bold}>'
-    return f"{words}{escape(shape.text)}</text>"
+    return f"{words}{escape(printable(shape.text))}</text>"
 
 
 def _at(value: float) -> str:
