@@ -93,3 +93,18 @@ def test_weights_loaded_beside_an_engine():
         after = bits(engine)
     with engine_of(other) as engine:
         assert bits(engine) == after != before
+
+
+def test_another_dtype_takes_another_engine():
+    """Of a model that thinks and of one that does not."""
+    for name in ("thinking", "plain"):
+        model = thinking_model()
+        wanted = exact(thinking=name == "thinking")
+        served = model if wanted.thinking else model.backbone
+        with engine_of(served) as engine:
+            engine.generate([PROMPT], wanted)
+            model.to(torch.bfloat16)
+            with pytest.raises(ValueError, match="dtype"):
+                engine.generate([PROMPT], wanted)
+        with engine_of(served) as engine:
+            assert engine.generate([PROMPT], wanted)[0].completions[0].error is None

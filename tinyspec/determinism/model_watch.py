@@ -182,6 +182,8 @@ class ModelWatch:
             STEPS: self._steps.count,
         }
         self._layouts = layouts(self._model)
+        # ``Module.to`` changes these and no module.
+        self._taken_settings |= {"dtype": self._model.dtype, "device": self._model.device}
         self._taken_buffers = self._patched.taken_buffers()
         self._held = list(chain.from_iterable(map(dict.values, self._tensor_tables)))
         found = (
