@@ -255,6 +255,10 @@ def test_refused():
         engine_of(wide, max_rows=16)
     with pytest.raises(ValueError, match="thinking_window=0 is not allowed"):
         EngineConfig(thinking_window=0)
+    half = thinking_model()
+    half.compression.bfloat16()
+    with pytest.raises(ValueError, match=r"compression='torch.bfloat16 on cpu' is not allowed"):
+        Engine(half)
     with pytest.raises(UnsupportedModelError):
         Engine(torch.nn.Linear(2, 2))
     assert isinstance(model, ThinkingModel)

@@ -55,6 +55,12 @@ class Thinker:
         if settings.max_rows is None or settings.max_rows < config.chunk_size:
             allowed = f"at least the model's chunk_size={config.chunk_size}"
             raise refuse("max_rows", settings.max_rows, allowed)
+        kinds = {(tensor.dtype, tensor.device) for tensor in model.backbone.parameters()}
+        for name in ("thinking", "compression"):
+            for tensor in getattr(model, name).parameters():
+                if (tensor.dtype, tensor.device) not in kinds:
+                    allowed = "dtype and device of its backbone"
+                    raise refuse(name, f"{tensor.dtype} on {tensor.device}", allowed)
         self.model = model
         self.layers = decoder_of(model.backbone).layers
         self.batch = BATCH
