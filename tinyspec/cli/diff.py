@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
         NOTES,
     )
     parser.add_argument("first", metavar="FILE", help="one output a line; - is standard input")
-    parser.add_argument("second", metavar="FILE")
+    parser.add_argument("second", metavar="FILE", help="what it is compared with")
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
 
 

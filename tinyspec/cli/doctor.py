@@ -23,7 +23,9 @@ def add(commands: Any) -> None:
     )
     add_model(parser, dtype="auto")
     parser.add_argument("--max-rows", type=int, metavar="N", help="default: 2048")
-    parser.add_argument("--kv-dtype", default="auto", choices=KV_DTYPES)
+    parser.add_argument(
+        "--kv-dtype", default="auto", choices=KV_DTYPES, help="of the KV cache (default: auto)"
+    )
     parser.add_argument(
         "--fresh", action="store_true", help="probe again, without the results on disk"
     )

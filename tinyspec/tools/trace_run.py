@@ -66,6 +66,8 @@ def _text(path: str | Path) -> str:
 
 def run_of(data: dict[str, Any]) -> Run:
     """Of an object of the Chrome trace format."""
+    if not isinstance(data, dict):
+        raise ValueError("it is no object")
     known = data["tinyspec"]
     if known["format"] != FORMAT:
         raise ValueError(f"format {known['format']!r} instead of {FORMAT}")
