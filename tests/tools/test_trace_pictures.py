@@ -123,7 +123,6 @@ BAD = {
         "run.svg",
         "run.json' is not allowed: a trace with at least one pass",
     ),
-    "a list": ("[1]", "run.svg", "it is no object"),
     "a kind": ("{}", "run.pdf", "run.pdf' is not allowed: a name that ends with .png, .svg, .html"),
 }
 
