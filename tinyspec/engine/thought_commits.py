@@ -123,10 +123,9 @@ class ThoughtCommitter:
                 number = len(each.thoughts.found)
                 each.thoughts.add(Thought(number, ids, cut=cut), next(states), each.canonical)
         for each, _ in begun:
-            if (
-                known := each.thoughts.known
-            ) < each.thoughts.num_prompt:  # what follows is no draft
-                ends[each.span.work] = min(ends[each.span.work], known)
+            known, work = each.thoughts.known, each.span.work
+            if known < each.thoughts.num_prompt:  # what follows is no draft
+                ends[work] = min(ends[work], known)
         for each in broken:
             self._break(each, ends)
 

@@ -58,14 +58,14 @@ class LayerTaps:
         assert rows is not None
 
         def add(_module: nn.Module, _args: Any, output: Any) -> Any:
-            hidden = _hidden(output)
+            hidden = hidden_of(output)
             index = rows.added
             summed = hidden[0].index_select(0, index) + rows.states.to(hidden.dtype)
             changed = hidden.index_copy(1, index, summed[None])
-            return (changed, *output[1:]) if isinstance(output, tuple) else changed
+            return with_hidden(output, changed)
 
         def read(_module: nn.Module, _args: Any, output: Any) -> None:
-            self.hidden = _hidden(output)[0].index_select(0, rows.read)
+            self.hidden = hidden_of(output)[0].index_select(0, rows.read)
 
         handles = []
         if len(rows.added):
@@ -79,8 +79,13 @@ class LayerTaps:
                 handle.remove()
 
 
-def _hidden(output: Any) -> Tensor:
-    """The hidden states [1, rows, d] among a layer's output."""
+def hidden_of(output: Any) -> Tensor:
+    """The hidden states [batch, rows, d] among a layer's output."""
     found: Tensor = output[0] if isinstance(output, tuple) else output
     assert found.dim() == 3 and isinstance(found, torch.Tensor)
     return found
+
+
+def with_hidden(output: Any, hidden: Tensor) -> Any:
+    """A layer's output with other hidden states."""
+    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden

@@ -9,21 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from tinyspec.runner.layer_taps import hidden_of, with_hidden
+
 
 class Tap:
     """What the second layer gave: hidden states [B, T, d]."""
 
     hidden: torch.Tensor
-
-
-def replace_hidden(output: Any, hidden: torch.Tensor) -> Any:
-    """A layer's output with other hidden states."""
-    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
-
-
-def hidden_of(output: Any) -> torch.Tensor:
-    """The hidden states among a layer's output."""
-    return output[0] if isinstance(output, tuple) else output
 
 
 @contextmanager
@@ -35,7 +27,7 @@ def tapped(layer_in: nn.Module, layer_out: nn.Module, states: torch.Tensor | Non
         if states is None:
             return output
         hidden = hidden_of(output)
-        return replace_hidden(output, hidden + states.to(hidden.dtype))
+        return with_hidden(output, hidden + states.to(hidden.dtype))
 
     def read(_module: nn.Module, _args: Any, output: Any) -> None:
         tap.hidden = hidden_of(output)

@@ -6,8 +6,8 @@ Data is a function of (seed, step), so that a run that goes on is the run that w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from random import Random
 from typing import Literal
@@ -210,16 +210,3 @@ def make_model(run: Run, task: Task, tokenizer: PreTrainedTokenizerFast) -> Thin
         max_thought_tokens=task.longest,
     )
     return ThinkingModel.from_backbone(MistralForCausalLM(config), thinking).eval()
-
-
-def train(run: Run, progress: Callable[[Training, float], None] = lambda *_: None) -> Training:
-    """All steps at once."""
-    training = Training(run)
-    while training.done < run.steps:
-        progress(training, training.step())
-    return training
-
-
-def control(run: Run) -> Run:
-    """The same without thoughts."""
-    return replace(run, mode="none")
