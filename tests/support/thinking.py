@@ -15,6 +15,8 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -45,6 +47,8 @@ KINDS = {
     ),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=16)),
 }
+# Of these the thinking model alone is tried, not what an engine does with it.
+MORE_KINDS = {"qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES))}
 # Added to the logit of T's end token: about half of the thoughts are trivial; all are.
 SOME, NONE = 3.0, 1e4
 
@@ -57,7 +61,7 @@ def thinking_model(
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config = ThinkingConfig(**{"end_token_id": END, "max_thought_tokens": 4, **fields})
-        model = ThinkingModel.from_backbone(KINDS[kind](), config).eval()
+        model = ThinkingModel.from_backbone({**KINDS, **MORE_KINDS}[kind](), config).eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() > 1:

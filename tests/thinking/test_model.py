@@ -2,65 +2,24 @@
 
 import pytest
 import torch
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from tests.support import thinking as support
+from tests.support.thinking import END, KINDS, MORE_KINDS, SIZES, prompt_of
 from tinyspec.errors import UnsupportedModelError
 from tinyspec.thinking.config import ThinkingConfig
 from tinyspec.thinking.model import IGNORED, ThinkingModel
 from tinyspec.thinking.reading import generate, read, think
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-}
-KINDS = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16)),
-    "gemma3": lambda: Gemma3ForCausalLM(
-        Gemma3TextConfig(**SIZES, head_dim=16, sliding_window=16, sliding_window_pattern=2)
-    ),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=16)),
-}
-END = 1
+ALL_KINDS = [*KINDS, *MORE_KINDS]
 
 
 def thinking_model(kind="llama", **fields):
     """Random weights, of which T now and then thinks and now and then does not."""
-    torch.manual_seed(0)
-    config = ThinkingConfig(end_token_id=END, max_thought_tokens=4, **fields)
-    model = ThinkingModel.from_backbone(KINDS[kind](), config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.15)
-    return model
+    return support.thinking_model(kind, biased=False, **fields)
 
 
-def prompt_of(length, seed=0):
-    found = torch.randint(2, 64, (length,), generator=torch.Generator().manual_seed(seed))
-    return found.tolist()
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_parallel_forward_with_its_own_thoughts_is_the_sequential_one(kind):
     """Given as gold what the sequential reading thought, the teacher-forced forward has the same
     logits at the last token; with other thoughts it has not."""
