@@ -13,7 +13,7 @@ from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.thinking import all_bits, engine_of, exact, params, prompt_of, thinking_model
 from tinyspec import Engine, EngineConfig
 from tinyspec.determinism.probes.batches import BatchFunction, mixing
-from tinyspec.engine.thinker import BATCH
+from tinyspec.engine.chunk_batches import REFERENCE
 from tinyspec.thinking.model import ThinkingModel
 
 NEEDLES = [
@@ -162,7 +162,7 @@ def test_the_probe_finds_what_mixes_chunks():
     linear = nn.Linear(64, 64)
     like = torch.empty(0, 64)
     found = {
-        kind.__name__: mixing([BatchFunction("it", module, 8, like)], BATCH)
+        kind.__name__: mixing([BatchFunction("it", module, 8, like)], REFERENCE)
         for kind, module in [
             (nn.Linear, linear),
             (Mixing, Mixing(linear)),
@@ -176,10 +176,11 @@ def bits_with_neighbours(model, prove):
     """Of one deterministic request alone and beside others."""
     with engine_of(model, prefix_cache=False) as engine:
         thinker = engine.core.thinker
-        thinker._proven = not prove
+        thinker.batches.proven = not prove
         one = all_bits(engine.generate(*NEEDLES[1])[0])
+        thinker.forget_states()
         many = engine.generate([p for p, _ in NEEDLES], [w for _, w in NEEDLES])
-        return one, all_bits(many[1]), thinker.batch
+        return one, all_bits(many[1]), thinker.batches.reference
 
 
 @pytest.mark.parametrize("kind", [Mixing, ByPlace])
@@ -191,7 +192,7 @@ def test_blocks_that_mix_chunks_run_one_by_one(kind):
     assert batch == 1 and one == many
     # Control: without the probe it shows.
     one, many, batch = bits_with_neighbours(model, prove=False)
-    assert batch == BATCH and one != many
+    assert batch == REFERENCE and one != many
 
 
 def test_fingerprint():

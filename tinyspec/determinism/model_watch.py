@@ -123,8 +123,8 @@ class ModelWatch:
                 self.record()
             else:
                 self._record_tensors()
-        if self._beside is not None and self._others_described != others:
-            self._beside.on_change()
+        if self._beside is not None:
+            self._beside.on_change(self._others_described != others)
         after = self._state()
         return [
             name

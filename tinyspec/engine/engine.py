@@ -199,6 +199,8 @@ class Engine(Lifetime, Observed):
     def weights_changed(self) -> None:
         """To call after writing to weights through ``.data``, which torch does not record."""
         self.contract.drop_fingerprint()
+        if self._thinker is not None:
+            self._thinker.forget_states()
         self.tracker.on_change()
 
     def generate(

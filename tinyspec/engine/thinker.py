@@ -1,13 +1,12 @@
 """Runs the two thinking blocks: first tokens of thoughts, whole thoughts, states.
 
-Batches are of one shape whatever is asked for, padded with zeros, so that what a chunk gives is its
-own. Knows chunks and tokens, neither requests nor pages.
+What a chunk gives is its own, whatever it shares a batch with. Knows chunks and tokens, neither
+requests nor pages.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from typing import Any
@@ -18,7 +17,8 @@ from torch import Tensor, nn
 from tinyspec.config import EngineConfig
 from tinyspec.determinism.beside import Beside
 from tinyspec.determinism.code_digest import syntax_digest
-from tinyspec.determinism.probes.batches import BatchFunction, mixing
+from tinyspec.determinism.probes.batches import BatchFunction
+from tinyspec.engine.chunk_batches import ChunkBatches
 from tinyspec.errors import refuse
 from tinyspec.model.torch_state import TorchState
 from tinyspec.model.wrappers import unwrap
@@ -27,11 +27,13 @@ from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.thinking.backbone import decoder_of
 from tinyspec.thinking.model import IGNORED, ThinkingModel
 
-logger = logging.getLogger("tinyspec")
 # What decides the bits of the blocks, beside the wings of every pass.
-CODE = ("engine/thinker.py", "thinking/backbone.py", "thinking/blocks.py", "thinking/model.py")
-# Chunks of a batch.
-BATCH = 8
+CODE = (
+    *("engine/chunk_batches.py", "engine/thinker.py"),
+    *("thinking/backbone.py", "thinking/blocks.py", "thinking/model.py"),
+)
+# States that are kept, by their thoughts.
+KEPT_STATES = 256
 # In the place of a token: its logits were not finite.
 NOT_FINITE = -1
 
@@ -44,8 +46,8 @@ def unwrapped(model: Any) -> tuple[Any, ThinkingModel | None]:
 
 
 class Thinker:
-    """The blocks of one model. batch: chunks that run at once. layers: the backbone's, which may be
-    replaced by stand-ins meanwhile."""
+    """The blocks of one model. batches: of the chunks that run at once. layers: the backbone's,
+    which may be replaced by stand-ins meanwhile."""
 
     _runner: ModelRunner
     _torch_state: TorchState
@@ -63,9 +65,9 @@ class Thinker:
                     raise refuse(name, f"{tensor.dtype} on {tensor.device}", allowed)
         self.model = model
         self.layers = decoder_of(model.backbone).layers
-        self.batch = BATCH
+        self.batches = ChunkBatches(self._functions)
         self._blocks = nn.ModuleDict()
-        self._proven = False
+        self._states: dict[tuple[int, ...], Tensor] = {}
 
     @property
     def beside(self) -> Beside:
@@ -79,18 +81,25 @@ class Thinker:
         self._blocks["compression"] = self.model.compression
         return self._blocks
 
-    def _changed(self) -> None:
-        """The blocks may mix chunks now, or not any more."""
-        self.batch = BATCH
-        if self._proven:
-            self._proven = False
+    def forget_states(self) -> None:
+        """Weights changed."""
+        self._states.clear()
+
+    def _changed(self, beside: bool) -> None:
+        self.forget_states()
+        if not beside:
+            return
+        # The blocks may mix chunks now, or not any more.
+        proven = self.batches.proven
+        self.batches.forget()
+        if proven:
             with suppress(Exception):  # the next request that asks for it raises
                 self.prove()
 
     @property
     def root(self) -> bytes:
         """Of the prefix cache's hashes: what, beside weights, thoughts depend on."""
-        return blake2b(f"{self.config} {self.batch}".encode(), digest_size=16).digest()
+        return blake2b(f"{self.config} {self.batches.reference}".encode(), digest_size=16).digest()
 
     def follow(self, runner: ModelRunner) -> None:
         """Add states and read hidden states in the passes of ``runner``."""
@@ -99,13 +108,10 @@ class Thinker:
 
     def prove(self) -> None:
         """Find, once, whether what a chunk of a batch gives is its own; if not, each runs alone."""
-        if self._proven:
-            return
-        with self._torch_state(), self._evaluating():
-            if self.batch > 1 and (mixed := mixing(self._functions(), self.batch)):
-                logger.info("thoughts are made one chunk at a time: %s mixes chunks", mixed)
-                self.batch = 1
-        self._proven = True
+        if not self.batches.proven:
+            with self._torch_state(), self._evaluating():
+                self.batches.prove()
+            self.forget_states()  # until now batches were of any size
 
     def _functions(self) -> list[BatchFunction]:
         """All that runs on batches."""
@@ -122,26 +128,37 @@ class Thinker:
     def first_tokens(self, chunks: Tensor) -> list[int]:
         """[N, c, d] hidden states of chunks -> the first token of each one's thought."""
         with self._evaluating():
-            return self._in_batches(self._first, chunks).tolist()
+            return self.batches.run(self._first, chunks, fills=(0,)).tolist()
 
     def thoughts(self, chunks: Tensor, firsts: list[int]) -> list[list[int]]:
         """Whole thoughts that begin with ``firsts``: the end token is the last, unless it was cut;
         NOT_FINITE ends one as well."""
         given = torch.tensor(firsts, dtype=torch.int64, device=chunks.device)
+        end = self.config.end_token_id  # no thought goes on behind what pads a batch
         with self._evaluating():
-            found: list[list[int]] = self._in_batches(self._whole, chunks, given).tolist()
-        ends = (self.config.end_token_id, NOT_FINITE)
+            found: list[list[int]]
+            found = self.batches.run(self._whole, chunks, given, fills=(0, end)).tolist()
+        ends = (end, NOT_FINITE)
         lengths = [next((n for n, t in enumerate(ids, 1) if t in ends), len(ids)) for ids in found]
         return [ids[:length] for ids, length in zip(found, lengths, strict=True)]
 
     def states(self, thoughts: list[list[int]]) -> list[Tensor]:
-        """The state [c, d] of each thought that is not trivial."""
-        most = self.config.max_thought_tokens
-        padded = [ids + [IGNORED] * (most - len(ids)) for ids in thoughts]
-        device = self.model.device
-        ids = torch.tensor(padded, dtype=torch.int64, device=device)
+        """The state [c, d] of each thought that is not trivial; those of the latest are kept."""
+        keys = [tuple(ids) for ids in thoughts]
+        missing = [key for key in dict.fromkeys(keys) if key not in self._states]
+        found = dict(zip(missing, self._made(missing), strict=True)) if missing else {}
+        states = [found[key] if key in found else self._states[key] for key in keys]
+        self._states |= found
+        for key in list(self._states)[: max(0, len(self._states) - KEPT_STATES)]:
+            del self._states[key]
+        return states
+
+    def _made(self, thoughts: list[tuple[int, ...]]) -> list[Tensor]:
+        end, most = self.config.end_token_id, self.config.max_thought_tokens
+        padded = [[*ids, *[IGNORED] * (most - len(ids))] for ids in thoughts]
+        ids = torch.tensor(padded, dtype=torch.int64, device=self.model.device)
         with self._evaluating():
-            found = self._in_batches(self.model.states, ids)
+            found = self.batches.run(self.model.states, ids, fills=(end,))
         return [state.clone() for state in found]
 
     def _first(self, chunks: Tensor) -> Tensor:
@@ -177,22 +194,6 @@ class Thinker:
         block = self.model.thinking
         hidden = block.block(given)[:, place : place + 1]
         return block.head(block.norm(hidden))[:, 0]
-
-    def _in_batches(self, function: Callable[..., Tensor], *given: Tensor) -> Tensor:
-        """``function`` of the first dimension's parts, each padded to a batch: with zeros, and with
-        end tokens, so that no thought goes on there."""
-        found = []
-        for parts in zip(*(tensor.split(self.batch) for tensor in given), strict=True):
-            count = len(parts[0])
-            short = self.batch - count
-            if short:
-                parts = tuple(torch.cat([part, self._padding(part, short)]) for part in parts)
-            found.append(function(*parts)[:count])
-        return torch.cat(found)
-
-    def _padding(self, part: Tensor, count: int) -> Tensor:
-        fill = 0 if part.is_floating_point() else self.config.end_token_id
-        return part.new_full((count, *part.shape[1:]), fill)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

@@ -80,7 +80,7 @@ class ThoughtCommitter:
             count = len(hidden) // size
             whole = hidden[: count * size].unflatten(0, (count, size))
             canonical = span.sequence.canonical >= span.sequence.computed
-            canonical &= launched.work_pass.canonical
+            canonical &= launched.work_pass.canonical and self.thinker.batches.proven
             found.append(_Chunks(span, thoughts, whole, hidden[count * size :], [], canonical))
         return found
 

@@ -6,7 +6,7 @@ values that are not finite. Compares bits. Knows functions, not what they comput
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -31,30 +31,41 @@ class BatchFunction(NamedTuple):
 def mixing(functions: list[BatchFunction], batch: int) -> str | None:
     """The name of the first of ``functions`` in which a part's result depends on its place or on
     its neighbours, in a batch of so many parts; None if there is none."""
-    for function in functions:
-        if not _is_own(function, batch):
-            return function.name
-    return None
+    return _first_other(functions, batch, batch, range(1, batch))
 
 
-def _is_own(function: BatchFunction, batch: int) -> bool:
+def other_than(functions: list[BatchFunction], batch: int, other: int) -> str | None:
+    """The name of the first of ``functions`` in which a part has not the same result in batches of
+    ``other`` parts as in those of ``batch``, which mix none; None if there is none."""
+    return _first_other(functions, other, batch, sorted({0, 1 % other, other // 2}))
+
+
+def _first_other(
+    functions: list[BatchFunction], batch: int, reference: int, shifts: Iterable[int]
+) -> str | None:
+    return next((f.name for f in functions if not _is_own(f, batch, reference, shifts)), None)
+
+
+def _is_own(function: BatchFunction, batch: int, reference: int, shifts: Iterable[int]) -> bool:
     generator = torch.Generator().manual_seed(batch)
 
-    def random() -> Tensor:
-        shape = batch, function.length, function.like.shape[1]
+    def random(count: int) -> Tensor:
+        shape = count, function.length, function.like.shape[1]
         values = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
         # Of many sizes, so that the order of a sum shows.
         sizes = torch.randn(shape[1:], generator=generator, dtype=torch.float32, device="cpu")
         return (values * sizes.exp()).to(function.like)
 
-    parts = random()
-    results = function.run(parts)
+    whole = -(-batch // reference) * reference
+    parts = random(whole)
+    results = torch.cat([function.run(some) for some in parts.split(reference)])[:batch]
+    parts = parts[:batch]
     places = torch.arange(batch, device=parts.device)
-    for shift in range(1, batch):
+    for shift in shifts:
         for odd in (0, 1):
             kept = places[odd::2]
             there = (kept + shift) % batch
-            neighbours = random() * FACTORS[(shift + odd) % len(FACTORS)]
+            neighbours = random(batch) * FACTORS[(shift + odd) % len(FACTORS)]
             neighbours[there] = parts[kept]
             if not _same_bits(function.run(neighbours)[there], results[kept]):
                 return False
