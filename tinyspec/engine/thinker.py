@@ -67,6 +67,7 @@ class Thinker:
         self.layers = decoder_of(model.backbone).layers
         self.batches = ChunkBatches(self._functions)
         self._blocks = nn.ModuleDict()
+        self._parts: list[nn.Module] = []
         self._states: dict[tuple[int, ...], Tensor] = {}
 
     @property
@@ -89,6 +90,7 @@ class Thinker:
         self.forget_states()
         if not beside:
             return
+        self._parts = []
         # The blocks may mix chunks now, or not any more.
         proven = self.batches.proven
         self.batches.forget()
@@ -197,7 +199,9 @@ class Thinker:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        training = [module for module in self._modules().modules() if module.training]
+        if not self._parts:
+            self._parts = list(self._modules().modules())
+        training = [module for module in self._parts if module.training]
         for module in training:
             module.training = False
         try:

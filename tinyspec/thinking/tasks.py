@@ -53,8 +53,14 @@ class Example:
 
     @property
     def steps(self) -> tuple[str, ...]:
-        """What a chain of thought writes before the answer: every state."""
+        """What the shortest chain of thought writes before the answer: every state."""
         return tuple(word for s in self.sentences for word in s.thought or ())
+
+    @property
+    def retold(self) -> tuple[str, ...]:
+        """What a chain of thought in sentences writes: each that changes a state, and the state."""
+        changing = [sentence for sentence in self.sentences if sentence.thought is not None]
+        return tuple(word for s in changing for word in (*s.words, *(s.thought or ())))
 
     def thoughts(self, chunk_size: int) -> list[list[str]]:
         """Of every whole chunk: the states behind the sentences that end in it, and END."""

@@ -77,7 +77,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--mode",
         choices=get_args(Mode),
-        help="thoughts (default), none: the answer alone, chain: the states written out before it",
+        help="thoughts (default), none: the answer alone, chain: the states written out before it, "
+        "retold: these and the sentences that they follow from",
     )
     parser.add_argument("--steps", type=int, help="default: what the task needs")
     parser.add_argument("--seed", type=int, help="of weights and examples (default: 0)")

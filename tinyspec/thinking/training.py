@@ -22,8 +22,8 @@ from tinyspec.thinking.tasks import TASKS, Example, Task
 from tinyspec.thinking.vocabulary import END, PAD, word_tokenizer
 
 # thoughts: Thinking States. none: the answer alone, the control. chain: the states are written out
-# before the answer, a chain of thought.
-Mode = Literal["thoughts", "none", "chain"]
+# before the answer, a chain of thought. retold: each with the sentence that it follows from.
+Mode = Literal["thoughts", "none", "chain", "retold"]
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,8 @@ class Training:
 
     def answer(self, example: Example) -> tuple[str, ...]:
         """The words to be learnt behind the prompt."""
-        return (*example.steps, *example.answer) if self.run.mode == "chain" else example.answer
+        before = {"chain": example.steps, "retold": example.retold}.get(self.run.mode, ())
+        return (*before, *example.answer)
 
     def _thoughts(self, examples: Sequence[Example]) -> torch.Tensor:
         rows = [[self.ids(t) for t in e.thoughts(self.run.chunk_size)] for e in examples]

@@ -1,0 +1,135 @@
+"""Batches of chunks: any size that is taken gives each chunk the bits of the reference."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.sensitive import RowByRowLinear, ShapeSensitiveLinear
+from tests.support.thinking import all_bits, engine_of, exact, prompt_of, thinking_model
+from tinyspec.determinism.probes.batches import BatchFunction, other_than
+from tinyspec.engine.chunk_batches import REFERENCE, SIZES, ChunkBatches
+
+PROMPT, OTHER = prompt_of(67, 67), prompt_of(70, 3)
+LENGTH, WIDTH = 3, 32
+
+
+class Recorded:
+    """A linear over [B, LENGTH, WIDTH], and the sizes B of the batches that it got."""
+
+    def __init__(self, kind):
+        torch.manual_seed(0)
+        self.linear, self.sizes = kind(nn.Linear(WIDTH, WIDTH)), []
+
+    def __call__(self, x):
+        self.sizes.append(len(x))
+        return self.linear(x).detach()
+
+    def batches(self):
+        return ChunkBatches(lambda: [BatchFunction("it", self, LENGTH, torch.empty(0, WIDTH))])
+
+
+def results(recorded, batches, given, count):
+    """Of the first ``count`` chunks, and the sizes of the batches."""
+    batches.run(recorded, given[:count], fills=(0,))  # looks at sizes
+    recorded.sizes.clear()
+    return batches.run(recorded, given[:count], fills=(0,)), list(recorded.sizes)
+
+
+@pytest.mark.parametrize("kind", [RowByRowLinear, ShapeSensitiveLinear])
+def test_every_count_gives_the_same_bits(kind):
+    """Those of the reference alone where sizes differ, larger and smaller ones where they do not.
+    Control: before it is proven, sizes that differ are taken."""
+    recorded = Recorded(kind)
+    given = torch.randn(150, LENGTH, WIDTH)
+    wanted = torch.cat([recorded(part) for part in given[:144].split(REFERENCE)])
+    differs = kind is ShapeSensitiveLinear
+    batches = recorded.batches()
+    found, sizes = results(recorded, batches, given, 20)
+    assert sizes == [20] and torch.equal(found, wanted[:20]) is not differs
+    batches.prove()
+    for count in (1, 3, 8, 9, 17, 33, 65, 140):
+        found, sizes = results(recorded, batches, given, count)
+        assert torch.equal(found, wanted[:count])
+        assert sum(sizes) >= count and set(sizes) <= set(SIZES)
+        if differs:
+            assert set(sizes) == {REFERENCE}
+        elif count != 65:
+            assert sizes == {1: [1], 3: [8], 8: [8], 9: [16], 17: [32], 33: [64]}.get(
+                count, [64, 64, 16]
+            )
+
+
+class Mixing(RowByRowLinear):
+    """Adds a little of the chunk that is so many places before, where there is one."""
+
+    distance = 20
+
+    def forward(self, x):
+        return super().forward(x + 1e-6 * (x.roll(self.distance, 0) if len(x) > 20 else 0))
+
+
+def test_chunks_that_mix_in_larger_batches_only():
+    recorded = Recorded(Mixing)
+    function = BatchFunction("it", recorded, LENGTH, torch.empty(0, WIDTH))
+    assert [other_than([function], REFERENCE, size) for size in (1, 16, 32, 64)] == [
+        *(None, None),
+        *("it", "it"),
+    ]
+    batches = recorded.batches()
+    batches.prove()
+    assert batches.reference == REFERENCE
+    _, sizes = results(recorded, batches, torch.randn(64, LENGTH, WIDTH), 64)
+    assert sizes == [16] * 4
+
+
+def count_states(model):
+    """[number of calls] of C."""
+    calls = [0]
+    block = model.compression.block
+
+    def count(_module, _given, _found):
+        calls[0] += 1
+
+    block.register_forward_hook(count)
+    return calls
+
+
+def test_states_of_known_thoughts_are_kept():
+    """And give the bits of an engine that makes them anew; not behind a change of weights."""
+    model = thinking_model()
+    calls = count_states(model)
+
+    def fresh(prompt):
+        with engine_of(model, prefix_cache=False) as engine:
+            return all_bits(engine.generate([prompt], exact())[0])
+
+    with engine_of(model, prefix_cache=False) as engine:
+        first = all_bits(engine.generate([PROMPT], exact())[0])
+        before = calls[0]
+        assert all_bits(engine.generate([PROMPT], exact())[0]) == first
+        assert calls[0] == before
+        with torch.no_grad():
+            model.compression.block.layer.mlp.up_proj.weight.mul_(1.5)
+        second = all_bits(engine.generate([PROMPT], exact())[0])
+        assert calls[0] > before and second != first
+        model.compression.block.layer.mlp.up_proj.weight.data.mul_(1.5)
+        engine.weights_changed()
+        third = all_bits(engine.generate([PROMPT], exact())[0])
+    assert third != second and third == fresh(PROMPT)
+
+
+def test_states_of_plain_requests_are_no_deterministic_ones():
+    """Plain ones run in batches of any size until it is known what changes no bit."""
+    model = thinking_model()
+    mlp = model.compression.block.layer.mlp
+    mlp.up_proj = ShapeSensitiveLinear(mlp.up_proj)
+    found = []
+    for plain_first in (False, True):
+        with engine_of(model, prefix_cache=False) as engine:
+            if plain_first:
+                given = [PROMPT, OTHER, PROMPT[3:]]
+                engine.generate(given, exact(deterministic=False))
+                kept = engine.core.thinker._states
+                assert kept
+            found.append(all_bits(engine.generate([PROMPT], exact())[0]))
+    assert found[0] == found[1]
