@@ -5,14 +5,15 @@ Both sides in turns in one process. First on one model: windows of 1 chunk (sequ
 default and without a bound, and the same prompts read without thoughts. The prompts are a coin's
 flips: in "dense" every sentence is one, which is the worst case of speculation; in "stories" 85 %
 of the sentences change nothing. Thoughts and answers of all windows are compared before anything is
-reported. Then, with ``--chain``, held-out prompts of several lengths are answered by a model that
-thinks and by one of the same backbone that writes the states out before its answer. Run with
+reported. Then, with ``--chain`` and ``--retold``, held-out prompts of several lengths are answered
+by a model that thinks and by ones of the same backbone that write a chain of thought before their
+answer: the states alone, or each behind the sentence that it follows from. Run with
 
     python benchmarks/bench_thinking.py FOLDER [--rounds N] [--sentences N] [--batches 1 8 32]
-        [--chain FOLDER] [--operations 10 20 40 100] [--smoke] [--json FILE]
+        [--chain FOLDER] [--retold FOLDER] [--operations 10 20 40 100] [--smoke] [--json FILE]
 
-FOLDER: what ``python -m tinyspec.thinking.train parity --output FOLDER`` wrote, of the chain with
-``--mode chain``. Prints Markdown tables.
+FOLDER: what ``python -m tinyspec.thinking.train parity --output FOLDER`` wrote, of the chains with
+``--mode chain`` and ``--mode retold``. Prints Markdown tables.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -37,6 +39,8 @@ WINDOWS: tuple[int | None, ...] = (1, 8, None)
 # Part of the sentences that change nothing, by workload.
 WORKLOADS = {"dense": 0.0, "stories": 0.85}
 TOKENS = 2
+# Most words of a chain of thought for an operation, by the mode of its training.
+CHAINS = {"chain": 1, "retold": 7}
 
 
 @dataclass
@@ -150,46 +154,46 @@ def against_chain(
     batch: int,
     count: int,
 ) -> Iterator[Answer]:
-    """Both ways in turns, on the same ``count`` held-out prompts."""
+    """All ways in turns, on the same ``count`` held-out prompts."""
     made = examples("chain", operations, count, 0.0, held_out=True)
     prompts = ids_of(tokenizer, made)
     wanted = [tokenizer.convert_tokens_to_ids(example.answer[0]) for example in made]
     end = tokenizer.eos_token_id
     seconds: dict[str, list[float]] = {way: [] for way in sides}
     right = dict.fromkeys(sides, 0)
-    with_engines = {
-        way: (Engine(model, config=EngineConfig(prefix_cache=False)), params)
-        for way, (model, params) in sides.items()
-    }
-    for engine, params in with_engines.values():  # the first warms up
-        engine.generate(prompts[:batch], params)
-    for start in range(0, count - batch + 1, batch):
-        for way, (engine, params) in with_engines.items():
-            begun = time.perf_counter()
-            outputs = engine.generate(prompts[start : start + batch], params)
-            seconds[way].append(time.perf_counter() - begun)
-            for output, word in zip(outputs, wanted[start:], strict=False):
-                said = [token for token in output.completions[0].token_ids if token != end]
-                right[way] += said[-1:] == [word]
-    for way, (engine, _) in with_engines.items():
-        engine.close()
-        asked = count // batch * batch
+    with ExitStack() as stack:
+        engines = {}
+        for way, (model, params) in sides.items():
+            engine = stack.enter_context(Engine(model, config=EngineConfig(prefix_cache=False)))
+            engine.generate(prompts[:batch], params)  # the first warms up
+            engines[way] = engine, params
+        for start in range(0, count - batch + 1, batch):
+            for way, (engine, params) in engines.items():
+                begun = time.perf_counter()
+                outputs = engine.generate(prompts[start : start + batch], params)
+                seconds[way].append(time.perf_counter() - begun)
+                for output, word in zip(outputs, wanted[start:], strict=False):
+                    said = [token for token in output.completions[0].token_ids if token != end]
+                    right[way] += said[-1:] == [word]
+    asked = count // batch * batch
+    for way in sides:
         yield Answer(operations, batch, way, right[way] / asked, median(seconds[way]))
 
 
 def answers_table(answers: list[Answer]) -> str:
-    """Markdown: both ways side by side."""
+    """Markdown: all ways side by side; over: the seconds of a chain over those of thoughts."""
     ways = list(dict.fromkeys(answer.way for answer in answers))
+    cells = [*(f"{way}: right | ms" for way in ways), *(f"{way} over" for way in ways[1:])]
     lines = [
-        f"| operations | prompts | {' | '.join(f'{way}: right | ms' for way in ways)} | ratio |",
-        f"| --- | --- | {'--- | --- | ' * len(ways)}--- |",
+        f"| operations | prompts | {' | '.join(cells)} |",
+        f"| {'--- | ' * (1 + 3 * len(ways))}",
     ]
     cases = dict.fromkeys((answer.operations, answer.batch) for answer in answers)
     for case in cases:
         found = [a for a in answers if (a.operations, a.batch) == case]
         cells = [f"{a.right:.3f} | {a.seconds * 1000:.1f}" for a in found]
-        ratio = found[1].seconds / found[0].seconds
-        lines.append(f"| {case[0]} | {case[1]} | {' | '.join(cells)} | {ratio:.2f} |")
+        cells += [f"{chain.seconds / found[0].seconds:.2f}" for chain in found[1:]]
+        lines.append(f"| {case[0]} | {case[1]} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -197,7 +201,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Run it; see the module."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--chain", type=Path, help="a model that was trained with --mode chain")
+    for mode in CHAINS:
+        parser.add_argument(f"--{mode}", type=Path, help=f"a model trained with --mode {mode}")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sentences", type=int, default=60, help="of a prompt of the first table")
     parser.add_argument("--operations", type=int, nargs="+", default=[10, 20, 40, 100])
@@ -218,16 +223,16 @@ def main(arguments: list[str] | None = None) -> None:
             prompts = ids_of(tokenizer, examples(batch, operations, batch, filler))
             results += measure(model, prompts, name, options.rounds)
     answers: list[Answer] = []
-    if options.chain is not None:
-        for operations in options.operations:
-            # It writes a state for each operation and the first, and the answer.
-            chain = SamplingParams(max_new_tokens=operations + 3)
-            sides = {
-                "thoughts": (model, SamplingParams(max_new_tokens=TOKENS, thinking=True)),
-                "chain": (ThinkingModel.from_pretrained(options.chain), chain),
-            }
-            for batch in options.batches:
-                answers += against_chain(sides, tokenizer, operations, batch, options.count)
+    chains = {mode: getattr(options, mode) for mode in CHAINS if getattr(options, mode)}
+    for operations in options.operations if chains else ():
+        sides = {"thoughts": (model, SamplingParams(max_new_tokens=TOKENS, thinking=True))}
+        for mode, folder in chains.items():
+            # Words for each operation, for the first state, and of the answer.
+            most = CHAINS[mode] * (operations + 1) + TOKENS
+            chain = ThinkingModel.from_pretrained(folder)
+            sides[mode] = chain, SamplingParams(max_new_tokens=most)
+        for batch in options.batches:
+            answers += against_chain(sides, tokenizer, operations, batch, options.count)
     if options.smoke:
         return
     print(table(results))

@@ -32,15 +32,24 @@ def test_windows_that_do_not_agree():
         bench_thinking._compare([outputs, other])
 
 
-def test_against_a_chain_of_thought(tmp_path, capsys):
-    """Both answer the same prompts; here both are the model that thinks."""
+def test_against_chains_of_thought(tmp_path, capsys):
+    """All answer the same prompts; here all are the model that thinks."""
     from tinyspec.tools.demo_thinking import BUNDLED
 
-    found = tmp_path / "found.json"
-    given = [str(BUNDLED), "--chain", str(BUNDLED), "--rounds", "1", "--sentences", "7"]
+    found, model = tmp_path / "found.json", str(BUNDLED)
+    given = [model, "--chain", model, "--retold", model, "--rounds", "1", "--sentences", "7"]
     given += ["--batches", "2", "--operations", "3", "--count", "4", "--json", str(found)]
     bench_thinking.main(given)
-    thoughts, chain = json.loads(found.read_text())[-2:]
-    assert thoughts["right"] == 1.0 and 0 <= chain["right"] <= 1
-    assert (thoughts["way"], chain["way"]) == ("thoughts", "chain")
+    ways = json.loads(found.read_text())[-3:]
+    assert [way["way"] for way in ways] == ["thoughts", "chain", "retold"]
+    assert ways[0]["right"] == 1.0 and all(0 <= way["right"] <= 1 for way in ways)
     assert "thoughts: right | ms" in capsys.readouterr().out
+
+
+def test_a_chain_that_retells_fits_the_benchmark():
+    """Its words are no more than what the benchmark lets a model write."""
+    for operations in (1, 10, 40):
+        for example in bench_thinking.examples("it", operations, 20, 0.5):
+            for mode, words in (("chain", example.steps), ("retold", example.retold)):
+                most = bench_thinking.CHAINS[mode] * (operations + 1)
+                assert most - operations <= len(words) <= most

@@ -147,7 +147,7 @@ class Training:
             logits = self.model.backbone(ids, attention_mask=mask, position_ids=places).logits
             return logits[:, -1].argmax(-1).tolist()
         found = self.model.backbone.generate(  # type: ignore[operator]
-            ids, attention_mask=mask, do_sample=False, max_new_tokens=length, pad_token_id=end
+            ids, attention_mask=mask, do_sample=False, max_new_tokens=2 * length, pad_token_id=end
         )
         ends = ((found[:, length:] == end).int().argmax(1) - 1).clamp(min=0)
         return found[:, length:].gather(1, ends[:, None])[:, 0].tolist()
