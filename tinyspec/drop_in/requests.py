@@ -28,7 +28,7 @@ def new_requests(engine: Engine, call: Call) -> list[Request]:
         engine.reserve(needed)
     if call.lock_step is not None and max(pages) > engine.pool.num_pages:
         call.unserved.append(
-            f"user code for rows of {max(pages)} pages, where there are {engine.pool.num_pages},"
+            f"user code for rows of {max(pages)} pages with {engine.pool.num_pages} in all"
         )
         return []
     if "hidden" in call.keeps and not engine.runner.shows_hidden:
