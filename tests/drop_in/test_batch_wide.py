@@ -180,20 +180,14 @@ def test_a_list_for_each_prompt_and_stateless_code_see_one_row():
             generate(model, given, logits_processor=[Alone(1)])
 
 
-def test_refusals_by_name(caplog):
+def test_refusals_by_name():
     model, given, code = zoo.tiny("llama"), block(ROWS), {"logits_processor": [RowWise()]}
-    few = EngineConfig(reference_rows=16, page_size=8, max_sequences=3)
-    with patched(model, few):
+    with patched(model, SMALL):
         with pytest.raises(ValueError, match="deterministic"):
             generate(model, given, deterministic=[True, *[False] * 4], **code)
         with pytest.raises(ValueError, match="max_new_tokens"):
             generate(model, given, max_new_tokens=[1, 2, 3, 4, 5], **code)
-        with pytest.raises(NotImplementedError, match="5 rows at once, where 3 sequences"):
-            generate(model, given, deterministic=True, **code)
         assert model.generate.stats().committed == 0
-        served = generate(model, given, **code)
-        assert "5 rows at once" in caplog.text and model.generate.stats().committed == 0
-    assert torch.equal(served.sequences, generate(model, given, **code).sequences)
 
 
 class Fails:

@@ -12,7 +12,7 @@ from tinyspec.scheduler.request import Request, Sequence
 
 def new_requests(engine: Engine, call: Call) -> list[Request]:
     """The engine's requests, with pages reserved for all that may run at once, where none
-    runs yet."""
+    runs yet; none where a row of those that advance together cannot fit."""
     size = engine.config.page_size or 1
     pages = []
     for prompt, params in zip(call.prompts, call.params, strict=True):
@@ -23,14 +23,14 @@ def new_requests(engine: Engine, call: Call) -> list[Request]:
     most = engine.config.max_sequences
     needed = sum(sorted(pages)[-most:])
     if call.lock_step is not None:
-        needed += len(pages)  # that admission may ask for one more of each
+        needed += min(len(pages), most)  # that admission may ask for one more of each
     if not engine.has_unfinished():
         engine.reserve(needed)
-    if call.lock_step is not None and (len(pages) > most or needed > engine.pool.num_pages):
+    if call.lock_step is not None and max(pages) > engine.pool.num_pages:
         call.unserved.append(
-            f"user code for {len(pages)} rows at once, where {most} sequences and "
-            f"{engine.pool.num_pages} pages can run (they need {needed})"
+            f"user code for rows of {max(pages)} pages with {engine.pool.num_pages} in all"
         )
+        return []
     if "hidden" in call.keeps and not engine.runner.shows_hidden:
         call.unserved.append("output_hidden_states of fused layers")
     requests = engine.prepare([p.ids or [0] * len(p) for p in call.prompts], call.params)

@@ -48,6 +48,7 @@ class Committer:
 
     def __post_init__(self) -> None:
         self.table = self.admission.table
+        self.admission.on_wait = self.runner.keep_kv
 
     def take(self) -> Commits:
         """What was committed since the last call."""
@@ -200,7 +201,7 @@ class Committer:
             rows, counts, tokens, stopped = (x[alive] for x in (rows, counts, tokens, stopped))
         if self.trace is not None:
             self.trace.committed(rows, counts, tokens)
-        table.settle(rows)
+        table.settle(rows[table.num_pages[rows] > 0])  # others wait while they get a token
         for row in rows[table.draft_free[rows]].tolist():
             table.sequences[row].forbid_drafts(False)
         self._commits.committed += int(counts.sum())
@@ -216,9 +217,7 @@ class Committer:
     def _end(self, sequence: Sequence, reason: str) -> None:
         """A sequence leaves; ``reason`` unless it has one."""
         sequence.finish_reason = sequence.finish_reason or reason
-        if "kv" in sequence.request.keeps and sequence.running:
-            given = sequence.pages, sequence.length - 1, self.runner.model.dtype
-            sequence.kv = self.runner.cache.read_all(*given)
+        self.runner.keep_kv(sequence)
         handed_out = *chain(*sequence.kv), *(states for _, states in sequence.hidden)
         self.runner.torch_state.stream.hand_out(*handed_out)
         self._commits.ended.append(sequence)

@@ -1,4 +1,5 @@
-"""Tokens of rows that advance together: sampled and committed once the logits of all are there.
+"""Tokens of rows that advance together: sampled and committed once the logits of all are there,
+those that wait without pages included.
 
 Knows one ``LockStep`` at a time, which has the engine to itself.
 """
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tinyspec.engine.commit import Committer
 from tinyspec.model.torch_state import callers_modes
@@ -36,12 +38,15 @@ class Together:
             if result.logits is None:
                 self.committer.fail(sequence, NOT_FINITE)
                 return
-            lock.logits[lock.sequences.index(sequence)] = result.logits
+            lock.logits[lock.numbers[sequence]] = result.logits
         if lock.ready:
-            self._commit(lock, *self._sample(lock))
+            logits = torch.stack([lock.logits[n] for n in range(len(lock.sequences))])
+            lock.logits.clear()
+            with self.committer.admission.at_once(lock.sequences):
+                self._commit(lock, *self._sample(lock, logits))
 
-    def _sample(self, lock: LockStep) -> tuple[Array, Sampled]:
-        """Rows of the table, in the call's order, and a token for each."""
+    def _sample(self, lock: LockStep, logits: Tensor) -> tuple[Array, Sampled]:
+        """Rows of the table, in the call's order, and a token for each; logits [B, V]."""
         table = self.committer.table
         rows = np.array([sequence.row for sequence in lock.sequences])
         position = table.length[rows]
@@ -70,8 +75,6 @@ class Together:
             special,
             lock.ids(),
         )
-        logits = torch.stack([lock.logits[n] for n in range(len(rows))])
-        lock.logits.clear()
         sampling = self.sampler.sample(logits, batch)
         logprobs = None if sampling.logprobs is None else sampling.logprobs.cpu().numpy()
         return rows, sampling.on_host(sampling.tokens.cpu().numpy(), logprobs)

@@ -6,10 +6,13 @@ Knows nothing of passes; the scheduler asks for the pages that rows need.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
 from tinyspec.config import EngineConfig
+from tinyspec.scheduler.lock_step import forget_logits, waits_for_others
 from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.prefix_cache import PrefixCache
 from tinyspec.scheduler.request import Sequence
@@ -44,6 +47,8 @@ class Admission:
         # Sequences of a failed pass and how many tokens each had; most rows for the first of them.
         self.suspects: list[tuple[Sequence, int]] = []
         self.row_limit: int | None = None
+        # Called with one that waits for others of its call, before it is preempted.
+        self.on_wait: Callable[[Sequence], None] = lambda sequence: None
 
     @property
     def running(self) -> list[Sequence]:
@@ -147,17 +152,49 @@ class Admission:
                 self.waiting.remove(suspect)
                 self._start(suspect)
             return
-        while (shared := self._next()) is not None:
-            sequence = self.waiting.pop(0)
+        while (sequence := self._first_waiting()) is not None:
+            if (shared := self._next()) is not None:
+                self.waiting.remove(sequence)
+                self._start(sequence)
+                sequence.hidden, sequence.kv = [], []  # of passes that run again
+                self.adopt(sequence, *shared)
+            elif not self._make_way(sequence):
+                return
+
+    def _first_waiting(self) -> Sequence | None:
+        """The next sequence to start."""
+        return next((s for s in self.waiting if not waits_for_others(s)), None)
+
+    def _make_way(self, sequence: Sequence) -> bool:
+        """Preempt one that waits for the logits of ``sequence``, if there is one."""
+        if sequence.request.lock_step is None or not len(self.table):
+            return False
+        if found := waits_for_others(last := self._last_running()):
+            self._preempt(last)
+        return found
+
+    @contextmanager
+    def at_once(self, sequences: list[Sequence]) -> Iterator[None]:
+        """A block in which all of ``sequences`` have rows of the table, to get tokens; those that
+        wait have no pages in it, and wait on afterwards."""
+        waiting = [sequence for sequence in sequences if not sequence.running]
+        for sequence in waiting:
+            self.waiting.remove(sequence)
             self._start(sequence)
-            self.adopt(sequence, *shared)
+        try:
+            yield
+        finally:
+            for sequence in waiting:
+                if sequence.running:
+                    self._stop(sequence)
+                    self.add(sequence)
 
     def _next(self) -> tuple[list[int], int] | None:
         """The pages that the next waiting sequence starts from, and how many are canonical; None
         if none can start."""
-        if not self.waiting or self.free_places <= 0:
+        sequence = self._first_waiting()
+        if sequence is None or self.free_places <= 0:
             return None
-        sequence = self.waiting[0]
         pages, canonical = self.match(sequence)
         need = self.pool.pages_for(sequence.length + 1) - len(pages)
         free = self.pool.num_free - self.pool.num_idle(pages)
@@ -191,7 +228,7 @@ class Admission:
         while not self.pool.can_grow(sequence.pages, tokens):
             if self.table.foresees:
                 return False
-            victim = max(self.running, key=priority)
+            victim = self._last_running()
             if victim is sequence:
                 return False
             self._preempt(victim)
@@ -206,10 +243,18 @@ class Admission:
 
     def preempt_last(self) -> None:
         """Preempt the sequence of the lowest priority."""
-        self._preempt(max(self.running, key=priority))
+        self._preempt(self._last_running())
+
+    def _last_running(self) -> Sequence:
+        """The sequence to preempt first: of those that wait for others of their call, which need
+        nothing but a token, or else of all, that of the lowest priority."""
+        return max(self.running, key=lambda s: (waits_for_others(s), priority(s)))
 
     def _preempt(self, sequence: Sequence) -> None:
         """Give back its pages and queue it; it is computed again, to the same bits."""
+        if waits_for_others(sequence):
+            self.on_wait(sequence)
+            self.index_pages(sequence)
         self._stop(sequence)
         sequence.stats.preemptions += 1
         self.preemptions += 1
@@ -227,6 +272,8 @@ class Admission:
 
     def forget_pages(self) -> None:
         """Drop the values of all pages: the weights changed, or the pool is given back."""
+        for sequence in (*self.running, *self.waiting):
+            forget_logits(sequence)
         self.preempt_all()
         if self.prefix is not None:
             self.prefix.clear()

@@ -6,6 +6,7 @@ or commits a pass reads and writes columns of many rows at once.
 
 from __future__ import annotations
 
+from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
@@ -74,7 +75,7 @@ class SequenceTable(Columns):
         assert columns.keys() <= self._columns.keys(), columns
         if not self._free:
             self._add_rows(max(FIRST_ROWS, len(self.sequences)))
-        row = self._free.pop()
+        row = heappop(self._free)  # the lowest, so that few are ever in passes
         self.stays += 1
         columns |= {"used": True, "entry": self.stays}
         self.sequences[row] = sequence
@@ -87,7 +88,7 @@ class SequenceTable(Columns):
     def remove(self, row: int) -> None:
         """Free a row."""
         self.sequences[row], self.used[row], self.entry[row] = None, False, 0
-        self._free.append(row)
+        heappush(self._free, row)
         self._changed()
 
     def _changed(self) -> None:
@@ -226,7 +227,7 @@ class SequenceTable(Columns):
             after[:first] = before
             setattr(self, name, after)
         self.sequences += [None] * more
-        self._free += reversed(range(first, first + more))
+        self._free += range(first, first + more)
 
 
 def _write(matrix: Array, rows: Array, starts: Array, counts: Array, values: Array) -> None:
