@@ -46,14 +46,15 @@ def run(engine: Engine, requests: list[Request], call: Call, drafter: Drafter) -
     """Run requests to their end. Raises what a processor or a criterion raised."""
     sequences = [sequence for request in requests for sequence in request.sequences]
     streamers = call.streamers()
-    if streamers:
-        _stream(engine.follow(requests, drafter), sequences, streamers, call.pad)
-    else:
+    if streamers is None:
         engine.run(requests, drafter)
+    else:
+        _stream(engine.follow(requests, drafter), sequences, streamers, call.pad)
     aborted = [(s, n) for n, s in enumerate(sequences) if s.finish_reason == "abort"]
     for failed, n in sorted(aborted, key=lambda pair: pair[0].error is None)[:1]:
         raise failed.cause or RuntimeError(f"completion {n}: {failed.error}")
-    streamers.end()
+    if streamers is not None:
+        streamers.end()
 
 
 def _stream(events: EventStream, sequences: list[Sequence], streamers: Streamers, pad: int) -> None:
