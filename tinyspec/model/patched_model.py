@@ -23,7 +23,7 @@ from tinyspec.model.exchange import ABSENT, Place
 from tinyspec.model.lending import Lending
 from tinyspec.model.modules import calls_interface, children
 from tinyspec.model.moe import IMPLEMENTATION as EXPERTS
-from tinyspec.model.moe import Experts
+from tinyspec.model.moe import Experts, has_experts
 from tinyspec.model.positions import GivenPositions, RopeTable
 from tinyspec.model.private_names import ATTENTION_CHOICE, EXPERTS_CHOICE
 from tinyspec.model.quantized import trace
@@ -74,7 +74,7 @@ class PatchedModel:
         self.taken: list[nn.Module] = []
         self.outline: list[object] | None = None
         self._views = ConfigViews(vars(m).get("config") for m in model.modules())
-        self._experts = Experts(model, self.context, linear)
+        self._experts = Experts(model, self.context, linear) if has_experts(model) else None
         self._lendings = [Lending(m, self.context, self.lend) for m in models]
         self._held: list[Place] = []
         self.lock = RLock()
@@ -106,18 +106,21 @@ class PatchedModel:
     def _found(self) -> list[Place]:
         # What lends comes first, and is taken out last: it finishes what was cut off.
         found = [place for lending in self._lendings for place in lending.places()]
-        lent = [place.table for place in found]
-        wrapped = wrapped_calls(self.model)
-        found += [p for p in wrapped if p.key != "forward" or not any(p.table is t for t in lent)]
+        lent = {id(place.table) for place in found}
         found += [Place(vars(m), "tinyspec_context", ABSENT, self.context) for m in self.bound]
         for config in self.configs:
             self._views.choose(config, ATTENTION_CHOICE, IMPLEMENTATION)
-        for config, members in self._experts.served():
-            self._views.choose(config, EXPERTS_CHOICE, EXPERTS)
-            found += self._experts.places(config, members)
-        for table in map(vars, self.model.modules()):
+        if self._experts is not None:
+            for config, members in self._experts.served():
+                self._views.choose(config, EXPERTS_CHOICE, EXPERTS)
+                found += self._experts.places(config, members)
+        for module in self.model.modules():
+            table = vars(module)
+            if "forward" in table or table.get("_compiled_call_impl") is not None:
+                wrapped = wrapped_calls(module)
+                found += [p for p in wrapped if p.key != "forward" or id(table) not in lent]
             config = table.get("config")
-            if (view := self._views.of(config)) is not config:
+            if config is not None and (view := self._views.of(config)) is not config:
                 found.append(Place(table, "config", config, view))
         return found
 
@@ -127,7 +130,8 @@ class PatchedModel:
             if self.left:
                 return
             self.left = None
-            self.tiles.suspend()
+            if self.tiles.bound:
+                self.tiles.suspend()
             for place in reversed([*self._held, *self.swapped]):
                 place.take_out()
             if any(place.table.get(place.key) is not place.own for place in self.swapped):
@@ -168,7 +172,8 @@ class PatchedModel:
                 self.hold()
                 for place in self.swapped:
                     place.put_in()
-                self.tiles.resume()
+                if self.tiles.bound:
+                    self.tiles.resume()
                 self.left = False
             return True
 
@@ -198,8 +203,10 @@ class PatchedModel:
         model = self.model
         outline: list[object] = [model.dtype, model.device, self._settings_of_configs()]
         for module in model.modules():
-            kinds = [type(parameter) for parameter in module._parameters.values()]
-            outline += [module, type(module), hooks_of(module), kinds, "forward" in vars(module)]
+            kinds = list(map(type, module._parameters.values()))
+            hooked = module._forward_hooks or module._forward_pre_hooks
+            hooks = hooks_of(module) if hooked else []
+            outline += [module, type(module), hooks, kinds, "forward" in vars(module)]
         for module in self.taken:
             outline += [_settings(module), _buffers(module)]
         return outline
@@ -270,13 +277,15 @@ def _bypassed(module: nn.Module) -> Iterable[nn.Module]:
 def _settings(module: nn.Module) -> dict[str, object]:
     """Plain values and functions that a module holds, without what torch and tinyspec keep."""
     kinds = (bool, int, float, str, list, tuple, dict, type(None))
+    found = vars(module)
+    own = ((name, found[name]) for name in sorted(found.keys() - _KEPT))
     return {
         name: copy(value) if isinstance(value, (list, dict)) else value
-        for name, value in vars(module).items()
-        if name not in _KEPT and not name.startswith(("tinyspec_", "_tables"))
+        for name, value in own
+        if not name.startswith(("tinyspec_", "_tables"))
         if not isinstance(value, nn.Module) and (isinstance(value, kinds) or callable(value))
     }
 
 
 def _buffers(module: nn.Module) -> dict[str, object]:
-    return {name: trace(buffer) for name, buffer in module.named_buffers(recurse=False)}
+    return {name: trace(held) for name, held in module._buffers.items() if held is not None}
