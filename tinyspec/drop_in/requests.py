@@ -33,7 +33,8 @@ def new_requests(engine: Engine, call: Call) -> list[Request]:
         )
     if "hidden" in call.keeps and not engine.runner.shows_hidden:
         call.unserved.append("output_hidden_states of fused layers")
-    requests = engine.prepare([p.ids or [0] * len(p) for p in call.prompts], call.params)
+    ids = [p.ids or [0] * len(p) for p in call.prompts]
+    requests = engine.ready().of_ids(ids, call.params)
     for request, prompt in zip(requests, call.prompts, strict=True):
         request.embeds, request.num_hidden = prompt.embeds, len(prompt) - len(prompt.ids)
         request.keeps, request.recompute = call.keeps, "hidden" in call.keeps

@@ -42,6 +42,7 @@ CALL_SETTINGS = {
 
 # What torch keeps on every module, and attributes without effect.
 _KEPT = {*vars(nn.Module()), "forward", "gradient_checkpointing", "_compiled_call_impl"}
+_PLAIN = (bool, int, float, str, type(None))
 
 
 class PatchedModel:
@@ -276,15 +277,21 @@ def _bypassed(module: nn.Module) -> Iterable[nn.Module]:
 
 def _settings(module: nn.Module) -> dict[str, object]:
     """Plain values and functions that a module holds, without what torch and tinyspec keep."""
-    kinds = (bool, int, float, str, list, tuple, dict, type(None))
-    found = vars(module)
-    own = ((name, found[name]) for name in sorted(found.keys() - _KEPT))
-    return {
-        name: copy(value) if isinstance(value, (list, dict)) else value
-        for name, value in own
-        if not name.startswith(("tinyspec_", "_tables"))
-        if not isinstance(value, nn.Module) and (isinstance(value, kinds) or callable(value))
-    }
+    settings: dict[str, object] = {}
+    for name, value in vars(module).items():
+        if name in _KEPT or name.startswith(("tinyspec_", "_tables")):
+            continue
+        if type(value) in _PLAIN:  # as most are
+            settings[name] = value
+        elif isinstance(value, (list, dict)):
+            settings[name] = copy(value)
+        elif isinstance(value, (*_PLAIN, tuple)) or _is_function(value):
+            settings[name] = value
+    return settings
+
+
+def _is_function(value: object) -> bool:
+    return callable(value) and not isinstance(value, nn.Module)
 
 
 def _buffers(module: nn.Module) -> dict[str, object]:
