@@ -42,7 +42,8 @@ CALL_SETTINGS = {
 
 # What torch keeps on every module, and attributes without effect.
 _KEPT = {*vars(nn.Module()), "forward", "gradient_checkpointing", "_compiled_call_impl"}
-_PLAIN = (bool, int, float, str, type(None))
+_VALUES = (bool, int, float, str, tuple, type(None))  # of settings
+_PLAIN = frozenset(_VALUES)
 
 
 class PatchedModel:
@@ -100,11 +101,14 @@ class PatchedModel:
     def hold(self) -> None:
         """Put in all but stand-ins: what modules that call the attention interface and experts need
         to know, views of configs, calls without wrappers. They fit the model as it is now."""
-        self._held = self._found()
+        self._hold(list(self.model.modules()))
+
+    def _hold(self, modules: list[nn.Module]) -> None:
+        self._held = self._found(modules)
         for place in self._held:
             place.put_in()
 
-    def _found(self) -> list[Place]:
+    def _found(self, modules: list[nn.Module]) -> list[Place]:
         # What lends comes first, and is taken out last: it finishes what was cut off.
         found = [place for lending in self._lendings for place in lending.places()]
         lent = {id(place.table) for place in found}
@@ -115,7 +119,7 @@ class PatchedModel:
             for config, members in self._experts.served():
                 self._views.choose(config, EXPERTS_CHOICE, EXPERTS)
                 found += self._experts.places(config, members)
-        for module in self.model.modules():
+        for module in modules:
             table = vars(module)
             if "forward" in table or table.get("_compiled_call_impl") is not None:
                 wrapped = wrapped_calls(module)
@@ -156,7 +160,7 @@ class PatchedModel:
             # The first one: what changed while the stand-ins were in may not have reached them.
             if self.outline is None:
                 self.taken = [*(place.own for place in self.swapped), *self.bound]
-                self.outline = self._outline()
+                self.outline = self._outline(list(self.model.modules()))
 
     def resume(self) -> bool:
         """Put the stand-ins in again.
@@ -167,10 +171,11 @@ class PatchedModel:
         with self.lock:
             if self.left is not False:
                 self.suspend()
-                if self._outline() != self.outline:
+                modules = list(self.model.modules())
+                if self._outline(modules) != self.outline:
                     return False
                 self.left = None
-                self.hold()
+                self._hold(modules)
                 for place in self.swapped:
                     place.put_in()
                 if self.tiles.bound:
@@ -198,19 +203,19 @@ class PatchedModel:
                 allowed = "change it back, or close the engine and make a new one"
                 raise refuse("model", "changed in modules, hooks or settings", allowed)
 
-    def _outline(self) -> list[object]:
+    def _outline(self, modules: list[nn.Module]) -> list[object]:
         """What stand-ins depend on: every module, its hooks, whether it has a forward of its own,
         and the types of its weights; of replaced modules also settings and buffers."""
         model = self.model
-        outline: list[object] = [model.dtype, model.device, self._settings_of_configs()]
-        for module in model.modules():
-            kinds = list(map(type, module._parameters.values()))
-            hooked = module._forward_hooks or module._forward_pre_hooks
-            hooks = hooks_of(module) if hooked else []
-            outline += [module, type(module), hooks, kinds, "forward" in vars(module)]
-        for module in self.taken:
-            outline += [_settings(module), _buffers(module)]
-        return outline
+        hooked = [m for m in modules if m._forward_hooks or m._forward_pre_hooks]
+        return [
+            *(model.dtype, model.device, self._settings_of_configs()),
+            *(modules, list(map(type, modules))),
+            [(module, hooks) for module in hooked if (hooks := hooks_of(module))],
+            [list(map(type, module._parameters.values())) for module in modules],
+            ["forward" in vars(module) for module in modules],
+            [(_settings(module), _buffers(module)) for module in self.taken],
+        ]
 
     def _settings_of_configs(self) -> dict[str, object]:
         found: dict[str, object] = {}
@@ -281,17 +286,14 @@ def _settings(module: nn.Module) -> dict[str, object]:
     for name, value in vars(module).items():
         if name in _KEPT or name.startswith(("tinyspec_", "_tables")):
             continue
-        if type(value) in _PLAIN:  # as most are
+        kind = type(value)  # to ask a config of its class takes longer
+        if kind in _PLAIN:
             settings[name] = value
-        elif isinstance(value, (list, dict)):
+        elif issubclass(kind, (list, dict)):
             settings[name] = copy(value)
-        elif isinstance(value, (*_PLAIN, tuple)) or _is_function(value):
+        elif issubclass(kind, _VALUES) or (callable(value) and not issubclass(kind, nn.Module)):
             settings[name] = value
     return settings
-
-
-def _is_function(value: object) -> bool:
-    return callable(value) and not isinstance(value, nn.Module)
 
 
 def _buffers(module: nn.Module) -> dict[str, object]:
