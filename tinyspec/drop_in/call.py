@@ -16,10 +16,11 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from tinyspec.drop_in import padding, prepare, served
+from tinyspec.drop_in import prepare, served
 from tinyspec.drop_in.batch_wide import lock_step
+from tinyspec.drop_in.padding import PadsInFront
 from tinyspec.drop_in.prepare import Generate
-from tinyspec.drop_in.prompts import Prompt, Prompts, append, stack_steps
+from tinyspec.drop_in.prompts import Prompt, Prompts, append, ends_in_pads, mask_of, stack_steps
 from tinyspec.drop_in.seeds import Defaults, RowSeeds, check_base
 from tinyspec.drop_in.served import ADDED_ARGUMENTS, CALL_ARGUMENTS, PROMPT_ARGUMENTS
 from tinyspec.drop_in.settings import PreparedRequest
@@ -73,16 +74,15 @@ class Call:
         self._shared: dict[tuple[object, ...], PreparedRequest] = {}
         self.params: list[SamplingParams] = []
         self.lock_step: LockStep | None = None
-        self._mask = padding.mask_of(self._arguments, model.generation_config)
+        self._mask = mask_of(self._arguments, model.generation_config)
         paged = self._arguments.get("cache_implementation") == "paged"
         others = paged or "custom_generate" in self._arguments
-        self.ends_in_pads = not others and padding.ends_in_pads(self._mask)
+        self.ends_in_pads = not others and ends_in_pads(self._mask)
         self.unserved = list(served.unserved_arguments(model, self._arguments))
         if self.ends_in_pads:
-            of_all = (n for n, v in self._arguments.items() if not prepare.is_per_request(n, v))
-            prepare.warn_of_pads(
-                original, {n: self._arguments[n] for n in of_all if n not in ADDED_ARGUMENTS}
-            )
+            given = _without(self._arguments, ADDED_ARGUMENTS).items()
+            of_all = {n: value for n, value in given if not prepare.is_per_request(n, value)}
+            prepare.warn_of_pads(original, of_all)
         if not self.unserved:
             self._prepare()
         if not self.unserved:
@@ -93,7 +93,7 @@ class Call:
         if not self.ends_in_pads:
             return self._original(**self.transformers_arguments)
         assert self._mask is not None
-        in_front = padding.PadsInFront(self.transformers_arguments, self._mask)
+        in_front = PadsInFront(self.transformers_arguments, self._mask)
         return in_front.restore(self._original(**in_front.arguments))
 
     @property
