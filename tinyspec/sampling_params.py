@@ -189,8 +189,9 @@ class SamplingParams:
         return bool(self.stop_strings or self.stopping_criteria or self.top_logprobs)
 
     def resolve(self, **changes: Any) -> SamplingParams:
-        """A copy with the model's defaults filled in."""
-        return replace(self, **changes)
+        """With the model's defaults filled in: a copy, where they change anything."""
+        new = {name: value for name, value in changes.items() if getattr(self, name) is not value}
+        return replace(self, **new) if new else self
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; user functions are given by name."""

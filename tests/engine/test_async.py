@@ -268,9 +268,9 @@ def test_one_that_is_collected_while_its_model_is_lent(monkeypatch):
     run(one(served, [1, 2], SamplingParams(max_new_tokens=2)))
     outline = PatchedModel._outline
 
-    def collects(patched):
+    def collects(*given):
         kept.clear()
-        return outline(patched)
+        return outline(*given)
 
     monkeypatch.setattr(PatchedModel, "_outline", collects)
     del served

@@ -132,7 +132,7 @@ def test_memory_of_what_is_handed_over(monkeypatch):
     params = replace(PARAMS, max_new_tokens=2)
     with Engine(tiny(), config=CONFIG) as engine:
         own, caller = engine.runner.torch_state.stream.own, recorder.current
-        (request,) = engine._ready().requests([[1, 2, 3]], params)
+        (request,) = engine.ready().requests([[1, 2, 3]], params)
         request.keeps = frozenset({"scores", "logits"})
         engine.tracker.finish([request])
         (sequence,) = request.sequences
@@ -140,7 +140,7 @@ def test_memory_of_what_is_handed_over(monkeypatch):
             assert recorder.kept[tensor.data_ptr()] == [caller]
         assert len(sequence.scores) == len(sequence.logits) == 2
         given = torch.randn(3, engine.model.config.hidden_size)
-        (request,) = engine._ready().requests([[0, 0, 0]], params)
+        (request,) = engine.ready().requests([[0, 0, 0]], params)
         request.embeds = given
         engine.tracker.finish([request])
         assert recorder.kept[given.data_ptr()] == [own]

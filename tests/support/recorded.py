@@ -134,7 +134,8 @@ def record_passes(engine: Engine, kernels: Kernels) -> dict[Any, list[tuple[Any,
         filtered = (batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0)
         if len(batch) and not batch.special and not filtered.any():
             key = "sample", len(logits), bool(batch.temperature.any()), batch.logprobs
-            recorded(key, batch.key.tolist(), lambda: sample(logits, batch))
+            sent = [*batch.key.tolist(), *batch.position.tolist()]
+            recorded(key, sent, lambda: sample(logits, batch))
         return sample(logits, batch)
 
     runner.run, sampler.sample = run_recorded, sample_recorded

@@ -228,7 +228,7 @@ class Contract:
 
     def rest(self) -> None:
         """Store what is known, and free the memory that learning and graphs take."""
-        self._runner.graphs.clear()
+        self._runner.drop_graphs()
         if self._learner is not None:
             self._on_disk.save(self._learner.results)
             self._learner.rest()

@@ -6,7 +6,7 @@ Knows what was replaced or written to, not which of it matters.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -96,7 +96,7 @@ class ModelTables:
         """Whether they are what they were; False also where that cannot be told."""
         try:
             return (
-                all(map(is_, self._kinds, map(type, self.modules)))
+                self._kinds == list(map(type, self.modules))
                 and not any(self._empty)
                 and self._held == self._contents
                 and self._lengths == list(map(len, self._holders))

@@ -90,7 +90,7 @@ class ModelWatch:
         return self._none if self._beside is None else self._beside.modules()
 
     def _same_tensors(self) -> bool:
-        held = list(chain.from_iterable(map(dict.values, self._tensor_tables)))
+        held = list(chain.from_iterable(self._tensor_tables))
         return (
             len(held) == len(self._held)
             and all(map(is_, held, self._held))
@@ -171,7 +171,7 @@ class ModelWatch:
             self._tables, self._others_tables = ModelTables(model), ModelTables(others)
             modules = (*self._tables.modules, *self._others_tables.modules)
             tables = [t for m in modules for t in (m._parameters, m._buffers)]
-            self._tensor_tables: list[dict[str, Any]] = [table for table in tables if table]
+            self._tensor_tables = [table.values() for table in tables if table]
             self._record_tensors()
 
     def _record_tensors(self) -> None:
@@ -185,7 +185,7 @@ class ModelWatch:
         # ``Module.to`` changes these and no module.
         self._taken_settings |= {"dtype": self._model.dtype, "device": self._model.device}
         self._taken_buffers = self._patched.taken_buffers()
-        self._held = list(chain.from_iterable(map(dict.values, self._tensor_tables)))
+        self._held = list(chain.from_iterable(self._tensor_tables))
         found = (
             *tensors(self._model, self.counters),
             *tensors(self._others(), self.counters),

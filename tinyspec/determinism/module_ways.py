@@ -55,7 +55,7 @@ class ModuleWays:
         set_tiles(self._runner, tiles)
         set_direct(self._runner, direct)
         self._set = tiles, direct
-        self._runner.graphs.clear()
+        self._runner.drop_graphs()
         return True
 
     def restore(self) -> None:
@@ -68,4 +68,4 @@ class ModuleWays:
 
     def _changed(self) -> None:
         self._runner.torch_state.refresh_modules()
-        self._runner.graphs.clear()
+        self._runner.drop_graphs()

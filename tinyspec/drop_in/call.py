@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from itertools import compress
 from typing import Any, cast
 
@@ -15,10 +16,11 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from tinyspec.drop_in import padding, prepare, served
+from tinyspec.drop_in import prepare, served
 from tinyspec.drop_in.batch_wide import lock_step
+from tinyspec.drop_in.padding import PadsInFront
 from tinyspec.drop_in.prepare import Generate
-from tinyspec.drop_in.prompts import Prompt, Prompts, append, stack_steps
+from tinyspec.drop_in.prompts import Prompt, Prompts, append, ends_in_pads, mask_of, stack_steps
 from tinyspec.drop_in.seeds import Defaults, RowSeeds, check_base
 from tinyspec.drop_in.served import ADDED_ARGUMENTS, CALL_ARGUMENTS, PROMPT_ARGUMENTS
 from tinyspec.drop_in.settings import PreparedRequest
@@ -45,10 +47,11 @@ class Call:
     """The arguments of one call, taken apart.
 
     arguments: by name. original: the model's own ``generate``. defaults, row_seeds: for what the
-    arguments do not say. cache: that was handed in, and is to be filled.
-    given: all prompts. prompts, params: one of each per prompt. lock_step: where rows advance
-    together. unserved: what only ``original`` serves; where there is any, none is set.
-    transformers_arguments: for ``original``. Raises what it raises for bad arguments, ValueError.
+    arguments do not say. cache: that was handed in, and is to be filled. ends_in_pads: whether a
+    row does; False for paged calls and those of a custom ``generate``. given: all prompts. prompts,
+    params: one of each per prompt. lock_step: where rows advance together. unserved: what only
+    ``original`` serves; where there is any, none is set. transformers_arguments: for ``original``.
+    Raises what it raises for bad arguments, ValueError.
     """
 
     def __init__(
@@ -71,31 +74,26 @@ class Call:
         self._shared: dict[tuple[object, ...], PreparedRequest] = {}
         self.params: list[SamplingParams] = []
         self.lock_step: LockStep | None = None
-        self._mask = padding.mask_of(self._arguments, model.generation_config)
+        self._mask = mask_of(self._arguments, model.generation_config)
+        paged = self._arguments.get("cache_implementation") == "paged"
+        others = paged or "custom_generate" in self._arguments
+        self.ends_in_pads = not others and ends_in_pads(self._mask)
         self.unserved = list(served.unserved_arguments(model, self._arguments))
         if self.ends_in_pads:
-            of_all = (n for n, v in self._arguments.items() if not prepare.is_per_request(n, v))
-            prepare.warn_of_pads(
-                original, {n: self._arguments[n] for n in of_all if n not in ADDED_ARGUMENTS}
-            )
+            given = _without(self._arguments, ADDED_ARGUMENTS).items()
+            of_all = {n: value for n, value in given if not prepare.is_per_request(n, value)}
+            prepare.warn_of_pads(original, of_all)
         if not self.unserved:
             self._prepare()
         if not self.unserved:
             self._set_params()
-
-    @property
-    def ends_in_pads(self) -> bool:
-        """Whether a row ends in pads; False for paged calls and those of a custom ``generate``."""
-        theirs = "custom_generate" in self._arguments
-        paged = self._arguments.get("cache_implementation") == "paged"
-        return padding.ends_in_pads(self._mask) and not (theirs or paged)
 
     def by_transformers(self) -> Any:
         """The result of the model's own ``generate``."""
         if not self.ends_in_pads:
             return self._original(**self.transformers_arguments)
         assert self._mask is not None
-        in_front = padding.PadsInFront(self.transformers_arguments, self._mask)
+        in_front = PadsInFront(self.transformers_arguments, self._mask)
         return in_front.restore(self._original(**in_front.arguments))
 
     @property
@@ -198,9 +196,10 @@ class Call:
             if len(prompt) + params.max_new_tokens > positions:
                 self.unserved.append(f"a length beyond the model's {positions} positions")
             self.params.append(params)
-        padded, spare = self._padded_prompts(), self.given.width - max(map(len, self.prompts))
-        given = (self._arguments, self._prepared, self.params, padded.tolist(), spare)
-        self.lock_step = lock_step(*given)
+        if any(p.logits_processors or p.stopping_criteria for p in self.params):
+            padded, spare = self._padded_prompts(), self.given.width - max(map(len, self.prompts))
+            given = (self._arguments, self._prepared, self.params, padded.tolist(), spare)
+            self.lock_step = lock_step(*given)
         needs_seed = [p.temperature > 0 and p.seed is None for p in self.params]
         if self.unserved or not any(needs_seed):
             return
@@ -225,7 +224,7 @@ class Call:
         mixed = self._row_seeds.of(bases, (prompt.key for prompt in self.prompts))
         return [m if seed is None else seed for seed, m in zip(given, mixed, strict=True)]
 
-    @property
+    @cached_property
     def keeps(self) -> frozenset[str]:
         """Which of ``KEPT`` are part of the result."""
         config = self.config
@@ -263,11 +262,13 @@ class Call:
         prompts = self.given.padded(self.pad)
         return prompts.repeat_interleave(counts.to(prompts.device), dim=0)
 
-    def streamers(self) -> Streamers:
-        """The streamers of the call; they have got the prompts."""
+    def streamers(self) -> Streamers | None:
+        """The streamers of the call, where it has any; they have got the prompts."""
+        if (streamer := self._arguments.get("streamer")) is None:
+            return None
         pairs = zip(self.prompts, self.params, strict=True)
         prompts = [prompt.ids for prompt, p in pairs for _ in range(p.num_return_sequences)]
-        return Streamers(self._arguments.get("streamer"), self._padded_prompts(), prompts)
+        return Streamers(streamer, self._padded_prompts(), prompts)
 
     def ids(self, sequences: list[Sequence]) -> Tensor:
         """[N, L + T]: the prompts and what was generated."""

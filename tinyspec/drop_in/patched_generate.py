@@ -26,7 +26,7 @@ from tinyspec.drop_in.kept_states import KeptStates
 from tinyspec.drop_in.original import own_method, served_signature
 from tinyspec.drop_in.requests import new_requests, run
 from tinyspec.drop_in.seeds import Defaults, RowSeeds
-from tinyspec.drop_in.token_types import TokenTypes
+from tinyspec.drop_in.token_types import TOKEN_TYPES, TokenTypes
 from tinyspec.engine.drafter import make_drafter
 from tinyspec.engine.engine import Engine
 from tinyspec.engine.interrupts import at_once, between_steps, flush
@@ -213,15 +213,18 @@ class PatchedGenerate:
 
     def serve(self, arguments: dict[str, Any]) -> Any:
         """The result of ``generate`` for arguments by name."""
-        self._token_types.take(arguments)
-        given = self._defaults, self._row_seeds, self._kept.take(arguments)
+        if not arguments.keys().isdisjoint(TOKEN_TYPES):
+            self._token_types.take(arguments)
+        cache = self._kept.take(arguments) if "past_key_values" in arguments else None
+        given = self._defaults, self._row_seeds, cache
         call = Call(self._model, self._original, arguments, *given)
         if call.ends_in_pads:
             self._log_once(
                 "generate: rows end in pads, which tinyspec leaves out; transformers would go on "
                 "behind them. Pad on the left"
             )
-        self._kept.prepare(call)
+        if not call.unserved and (call.keeps or cache is not None):
+            self._kept.prepare(call)
         if call.unserved:
             return self._call_original(call)
         try:
@@ -235,7 +238,7 @@ class PatchedGenerate:
             return self._call_original(call)
         self.seeds = call.seeds
         sequences = [sequence for request in requests for sequence in request.sequences]
-        parts = self._kept.of(call, sequences)
+        parts = self._kept.of(call, sequences) if call.keeps else {}
         return self._call_original(call) if call.unserved else call.output(sequences, parts)
 
     def _call_original(self, call: Call) -> Any:

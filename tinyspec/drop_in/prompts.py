@@ -1,6 +1,6 @@
 """From the padded tensors of transformers' ``generate`` to single prompts without pads, and back.
 
-Knows tensors and their shapes, and neither models nor parameters.
+Knows tensors, their shapes and which of a call's arguments they are; neither models nor parameters.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from tinyspec.errors import refuse
 
@@ -139,6 +140,40 @@ def _mask(given: Any, shape: Sequence[int]) -> Tensor:
     if mask.shape != shape:
         raise refuse("attention_mask.shape", tuple(mask.shape), f"{tuple(shape)}, as the prompts")
     return mask != 0
+
+
+def mask_of(arguments: dict[str, Any], default: GenerationConfig) -> Tensor | None:
+    """Which tokens count, [B, L]: as given, or as transformers takes it from pad tokens; None where
+    prompts are no batch of one length."""
+    ids = arguments.get("inputs", arguments.get("input_ids"))
+    mask = arguments.get("attention_mask")
+    if mask is not None:
+        return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or arguments.get("inputs_embeds") is not None:
+        return None
+    configs = (arguments.get("generation_config"), default)
+
+    def setting(name: str) -> Any:
+        values = (arguments.get(name), *(getattr(config, name, None) for config in configs))
+        return next((value for value in values if value is not None), None)
+
+    pads, eos = _numbers(setting("pad_token_id")), _numbers(setting("eos_token_id"))
+    return (ids != pads[0]).long() if len(pads) == 1 and pads[0] not in eos else None
+
+
+def _numbers(value: Any) -> list[Any]:
+    """All numbers in a number, a tensor or lists of any depth; none in None."""
+    if value is None:
+        return []
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, (list, tuple)):
+        return [number for part in value for number in _numbers(part)]
+    return [value]
+
+
+def ends_in_pads(mask: Tensor | None) -> bool:
+    """Whether a row of ``mask`` [B, L] ends in what does not count."""
+    return mask is not None and mask.numel() > 0 and bool((mask[:, -1] == 0).any())
 
 
 def append(prompts: Tensor, generated: list[list[int]], pad: int) -> Tensor:

@@ -33,7 +33,8 @@ def new_requests(engine: Engine, call: Call) -> list[Request]:
         return []
     if "hidden" in call.keeps and not engine.runner.shows_hidden:
         call.unserved.append("output_hidden_states of fused layers")
-    requests = engine.prepare([p.ids or [0] * len(p) for p in call.prompts], call.params)
+    ids = [p.ids or [0] * len(p) for p in call.prompts]
+    requests = engine.ready().of_ids(ids, call.params)
     for request, prompt in zip(requests, call.prompts, strict=True):
         request.embeds, request.num_hidden = prompt.embeds, len(prompt) - len(prompt.ids)
         request.keeps, request.recompute = call.keeps, "hidden" in call.keeps
@@ -46,14 +47,15 @@ def run(engine: Engine, requests: list[Request], call: Call, drafter: Drafter) -
     """Run requests to their end. Raises what a processor or a criterion raised."""
     sequences = [sequence for request in requests for sequence in request.sequences]
     streamers = call.streamers()
-    if streamers:
-        _stream(engine.follow(requests, drafter), sequences, streamers, call.pad)
-    else:
+    if streamers is None:
         engine.run(requests, drafter)
+    else:
+        _stream(engine.follow(requests, drafter), sequences, streamers, call.pad)
     aborted = [(s, n) for n, s in enumerate(sequences) if s.finish_reason == "abort"]
     for failed, n in sorted(aborted, key=lambda pair: pair[0].error is None)[:1]:
         raise failed.cause or RuntimeError(f"completion {n}: {failed.error}")
-    streamers.end()
+    if streamers is not None:
+        streamers.end()
 
 
 def _stream(events: EventStream, sequences: list[Sequence], streamers: Streamers, pad: int) -> None:

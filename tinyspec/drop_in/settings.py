@@ -9,6 +9,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -95,7 +96,7 @@ class PreparedRequest:
         """Whether a processor holds this prompt, and fits no other of the same length."""
         return any(isinstance(processor, _OF_PROMPT) for processor in self.processors)
 
-    @property
+    @cached_property
     def eos(self) -> list[int]:
         """Token ids that end the request."""
         ids = [c.eos_token_id.tolist() for c in self.criteria if type(c) is EosTokenCriteria]

@@ -14,7 +14,7 @@ from tinyspec.errors import refuse
 
 
 class Streamers:
-    """One streamer for all completions of a call, one for each, or none.
+    """One streamer for all completions of a call, or one for each.
 
     A single one gets [N] tokens a step, once every unfinished completion has the step's token;
     finished ones get ``pad``. Each of several gets the tokens of its own completion.
@@ -29,26 +29,18 @@ class Streamers:
         self._tokens: list[list[int]] = [[] for _ in prompts]
         self._finished = [False] * len(prompts)
         self._several = isinstance(streamer, (list, tuple))
-        self._streamers: list[Any] = []
+        self._streamers: list[Any] = list(streamer) if self._several else [streamer]
         if self._several:
             if len(streamer) != len(prompts):
                 allowed = f"{len(prompts)}, one for each completion (or a single streamer for all)"
                 raise refuse("len(streamer)", len(streamer), allowed)
-            self._streamers = list(streamer)
             for one, ids in zip(streamer, prompts, strict=True):
                 one.put(torch.tensor([ids], dtype=torch.long))
-        elif streamer is not None:
-            self._streamers = [streamer]
+        else:
             streamer.put(padded.cpu())
-
-    def __bool__(self) -> bool:
-        """Whether there is a streamer."""
-        return bool(self._streamers)
 
     def put(self, index: int, token_ids: list[int], finished: bool, pad: int) -> None:
         """Tokens of the completion ``index``."""
-        if not self._streamers:
-            return
         self._tokens[index] += token_ids
         self._finished[index] |= finished
         if self._several:
@@ -70,5 +62,5 @@ class Streamers:
 
     def end(self) -> None:
         """All completions have ended."""
-        if self._streamers and not self._several:
+        if not self._several:
             self._streamers[0].end()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-NAMES = ("token_type_ids", "mm_token_type_ids")
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 # Tokens of the forward that is looked at.
 FEW = 3
 
@@ -29,7 +29,7 @@ class TokenTypes:
 
     def take(self, arguments: dict[str, Any]) -> None:
         """Take those out of a call's arguments that change nothing."""
-        for name in NAMES:
+        for name in TOKEN_TYPES:
             given = arguments.get(name)
             if isinstance(given, Tensor) and not given.any() and self._is_inert(name):
                 del arguments[name]

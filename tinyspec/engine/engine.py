@@ -19,6 +19,7 @@ from tinyspec.engine.interrupts import between_steps, flush
 from tinyspec.engine.lifetime import Lifetime, taken_over
 from tinyspec.engine.loading import load
 from tinyspec.engine.observed import Observed, passes_traced, records_of
+from tinyspec.engine.refusals import idle
 from tinyspec.engine.request_tracker import RequestTracker
 from tinyspec.engine.stream import EventStream
 from tinyspec.engine.thinker import Thinker, unwrapped
@@ -26,7 +27,6 @@ from tinyspec.engine.trace import Trace
 from tinyspec.engine.turns import in_turns
 from tinyspec.errors import refuse
 from tinyspec.kernels import backend
-from tinyspec.kernels.backend import Kernels
 from tinyspec.model.install import install, uninstall
 from tinyspec.model.supported import max_positions
 from tinyspec.outputs import RequestOutput
@@ -45,7 +45,7 @@ from tinyspec.thinking.model import ThinkingModel
 Params = SamplingParams | list[SamplingParams] | None
 
 
-@in_turns("suspend", "resume", "reserve", "release", "step", "weights_changed", "_ready", "follow")
+@in_turns("suspend", "resume", "reserve", "release", "step", "weights_changed", "ready", "follow")
 class Engine(Lifetime, Observed):
     """Generates from a loaded causal LM, whose attention it patches until ``close``.
 
@@ -84,8 +84,7 @@ class Engine(Lifetime, Observed):
         if (reason := backend.refusal(config.backend, own.device.type)) is not None:
             raise refuse("backend", config.backend, reason)
         drafter = make_drafter(config.drafter, own)
-        self.model, self.tokenizer = own, tokenizer
-        self.config = config
+        self.model, self.tokenizer, self.config = own, tokenizer, config
         self._grows = grows and config.num_pages is None
         self._thinker = None if thinking is None else Thinker(thinking, config)
         kernels = backend.load(config.backend)
@@ -101,7 +100,7 @@ class Engine(Lifetime, Observed):
                 raise
         self.closed = None
 
-    def _build(self, drafter: Drafter, kernels: Kernels, num_pages: int) -> None:
+    def _build(self, drafter: Drafter, kernels: backend.Kernels, num_pages: int) -> None:
         config = self.config
         assert config.page_size
         buckets = Buckets.of(config, self.model.device.type)
@@ -115,10 +114,10 @@ class Engine(Lifetime, Observed):
         parts = (admission, scheduler, runner, Sampler(kernels), committer, drafter)
         traced = passes_traced(config)
         trace = Trace(traced, admission.table, self.tokenizer) if traced else None
-        kept = records_of(config)
         if self._thinker is not None:
             self._thinker.follow(runner)
-        self.core = EngineCore(*parts, kept, bool(config.overlap), trace, self._thinker)
+        more = (records_of(config), bool(config.overlap), trace, self._thinker)
+        self.core = EngineCore(*parts, *more)
         beside = None if self._thinker is None else self._thinker.beside
         self.contract = Contract(self.model, runner, config, beside)
         self.tracker = RequestTracker(self.core, self.contract, self.tokenizer)
@@ -144,7 +143,9 @@ class Engine(Lifetime, Observed):
 
         Raises ValueError while requests are unfinished.
         """
-        self._refuse_unfinished("suspend")
+        if self.closed is not None or self.tracker.requests:
+            self._refuse_unfinished("suspend")
+        self.core.settle()
         self.contract.rest()
         self.admission.forget_plain()
         self.patched.suspend()
@@ -153,7 +154,8 @@ class Engine(Lifetime, Observed):
     def resume(self) -> bool:
         """Patch the model's attention again; False if modules, hooks, config, dtype or device have
         changed, which takes a new engine."""
-        self._refuse_closed()
+        if self.closed is not None:
+            raise idle(self.closed)
         if self.contract.stale is not None or not self.patched.resume():
             return False
         self.tracker.suspended = False
@@ -164,7 +166,8 @@ class Engine(Lifetime, Observed):
 
         Raises ValueError while requests are unfinished.
         """
-        self._refuse_closed()
+        if self.closed is not None:
+            raise idle(self.closed)
         there = self.pool.num_pages
         if num_pages > there and self.config.num_pages is None:
             self._refuse_unfinished("reserve")
@@ -227,9 +230,8 @@ class Engine(Lifetime, Observed):
 
         Raises as ``generate``, and RuntimeError where a pass failed or logits were not finite.
         """
-        requests = self._ready().scored(prompts, continuations, params)
-        outputs = self.tracker.finish(requests, progress)
-        completions = [output.completions[0] for output in outputs]
+        requests = self.ready().scored(prompts, continuations, params)
+        completions = [o.completions[0] for o in self.tracker.finish(requests, progress)]
         for completion in completions:
             if completion.error is not None:
                 raise RuntimeError(f"no score: {completion.error}")
@@ -243,7 +245,7 @@ class Engine(Lifetime, Observed):
         A completion ends with the first token that differs from the given output's, with
         finish_reason "abort". ``tinyspec.audit`` compares the two. progress: as for ``generate``.
         """
-        return self.tracker.finish(self._ready().replayed(outputs), progress)
+        return self.tracker.finish(self.ready().replayed(outputs), progress)
 
     def stream(self, prompts: Any, params: Params = None) -> EventStream:
         """Committed tokens of ``prompts`` as they come; arguments and errors as ``generate``.
@@ -255,7 +257,7 @@ class Engine(Lifetime, Observed):
     def prepare(self, prompts: Any, params: Params = None) -> list[Request]:
         """One checked request per prompt, for ``follow`` or ``run``; arguments and errors as
         ``generate``."""
-        return self._ready().requests(prompts, params)
+        return self.ready().requests(prompts, params)
 
     def follow(self, requests: list[Request], drafter: Drafter | None = None) -> EventStream:
         """Queue what ``prepare`` made; committed tokens as they come. ``drafter`` replaces the
@@ -274,11 +276,12 @@ class Engine(Lifetime, Observed):
 
     def add_request(self, prompt: Any, params: SamplingParams | None = None) -> str:
         """Queue one prompt; the id under which ``step`` will report it. Raises as ``generate``."""
-        return self.tracker.queue(*self._ready().requests([prompt], params))
+        return self.tracker.queue(*self.ready().requests([prompt], params))
 
     def step(self) -> list[RequestOutput]:
         """Run one pass; the outputs of requests that finished since the last call."""
-        self._refuse_closed()
+        if self.closed is not None:
+            raise idle(self.closed)
         self.tracker.advance()
         return self.tracker.take_finished()
 
@@ -291,7 +294,7 @@ class Engine(Lifetime, Observed):
         """Whether ``step`` has anything left to run or to return."""
         return self.tracker.has_unfinished()
 
-    def _ready(self) -> InputProcessor:
+    def ready(self) -> InputProcessor:
         """The maker of requests, after a check of engine, weights and memory."""
         self.check_model()
         if not (self._grows or self.runner.holds_memory or self.tracker.requests):

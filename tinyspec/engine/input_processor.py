@@ -62,8 +62,13 @@ class InputProcessor(HasTurns):
         given = as_prompts(prompts)
         if not given:
             raise refuse("prompts", prompts, "at least one prompt")
-        each = self._params(params, len(given))
-        ids = [self._token_ids("prompt", to_token_ids(p, self._tokenizer)) for p in given]
+        return self.of_ids([to_token_ids(p, self._tokenizer) for p in given], params)
+
+    @in_turn
+    def of_ids(self, prompts: list[list[int]], params: Any) -> list[Request]:
+        """As ``requests``, for the token ids of each prompt."""
+        each = self._params(params, len(prompts))
+        ids = [self._token_ids("prompt", prompt) for prompt in prompts]
         for prompt, wanted in zip(ids, each, strict=True):
             self._check(prompt, wanted)
         if self._thinker is not None and any(p.thinking and p.deterministic for p in each):

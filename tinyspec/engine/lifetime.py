@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from tinyspec.determinism.contract import Contract
 from tinyspec.engine.core import EngineCore
 from tinyspec.engine.interrupts import between_steps
-from tinyspec.engine.refusals import refuse_idle
+from tinyspec.engine.refusals import idle
 from tinyspec.engine.request_tracker import RequestTracker
 from tinyspec.engine.turns import HasTurns
 from tinyspec.errors import refuse
@@ -94,11 +94,10 @@ class Lifetime(HasTurns):
             self.closed = why
             uninstall(self.model, self.patched)
 
-    def _refuse_closed(self) -> None:
-        refuse_idle(self.closed)
-
     def _refuse_unfinished(self, what: str) -> None:
-        self._refuse_closed()
+        """Raise ValueError for ``what`` neither a closed nor a running engine does."""
+        if self.closed is not None:
+            raise idle(self.closed)
         if unfinished := len(self.tracker.requests):
             raise refuse(what, f"{unfinished} unfinished requests", "none")
         self.core.settle()

@@ -31,9 +31,8 @@ def refuse_other_number(requests: Iterable[Request]) -> None:
         )
 
 
-def refuse_idle(closed: str | None, suspended: bool = False) -> None:
-    """Raise ValueError for an engine that runs nothing; closed: why."""
+def idle(closed: str | None) -> ValueError:
+    """Of an engine that runs nothing. closed: why; None where it is suspended."""
     if closed is not None:
-        raise refuse("engine", closed, "an engine that is open")
-    if suspended:
-        raise refuse("engine", "suspended", "an engine that is resumed")
+        return refuse("engine", closed, "an engine that is open")
+    return refuse("engine", "suspended", "an engine that is resumed")

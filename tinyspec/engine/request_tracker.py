@@ -19,7 +19,7 @@ from tinyspec.determinism.contract import Contract
 from tinyspec.engine.commit import Commits
 from tinyspec.engine.core import EngineCore
 from tinyspec.engine.interrupts import between_steps, deferred_interrupt
-from tinyspec.engine.refusals import not_followed, refuse_idle, refuse_other_number
+from tinyspec.engine.refusals import idle, not_followed, refuse_other_number
 from tinyspec.engine.results import output_of
 from tinyspec.engine.turns import HasTurns, Turns, in_turn
 from tinyspec.engine.user_code import UserCode
@@ -63,7 +63,8 @@ class RequestTracker(HasTurns):
         return self._contract.fingerprint.digest
 
     def _refuse_idle(self) -> None:
-        refuse_idle(self.closed, self.suspended)
+        if self.closed is not None or self.suspended:
+            raise idle(self.closed)
 
     def _refuse_other_number(self) -> None:
         if self.requests and self._contract.watch.threads_changed:
@@ -111,8 +112,7 @@ class RequestTracker(HasTurns):
     def _check_before_pass(self, called: bool = True) -> None:
         """Compare the model with what it was at the last pass: all of it where code of the user's
         was ``called`` in between, otherwise the number of threads."""
-        contract = self._contract
-        watch = contract.watch
+        contract, watch = self._contract, self._contract.watch
         if watch.changed() if called else watch.threads_changed:
             self._refresh(digest=False)
         if contract.outdated and any(r.params.deterministic for r in self.requests.values()):

@@ -20,6 +20,7 @@ from tinyspec.kernels.backend import Kernels
 from tinyspec.model.attention_calls import Layer
 from tinyspec.model.equivalence import eps_name
 from tinyspec.model.introspection import AttentionRecorder
+from tinyspec.model.linears import KernelLinear
 from tinyspec.model.merged_linears import products
 from tinyspec.model.stand_in import TABLES, share
 
@@ -225,7 +226,10 @@ class PagedAttention(nn.Module):
     ) -> tuple[Tensor, None]:
         """hidden_states [1, R, hidden]; position_embeddings cos and sin [1, R, rot]."""
         rows, linears = hidden_states.shape[1], (self.q_proj, self.k_proj, self.v_proj)
-        made = products(hidden_states, linears, self.context.kernels)
+        if isinstance(self.q_proj, KernelLinear):
+            made = products(hidden_states, linears, self.context.kernels)
+        else:
+            made = [linear(hidden_states) for linear in linears]
         q, k, v = (part.view(rows, -1, self.head_dim) for part in made)
         rope = self.context.angles(position_embeddings)
         out = self.context.attend(self, q, k, v, rope, self._norm(), **self.scores)

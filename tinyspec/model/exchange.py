@@ -54,8 +54,10 @@ class Place(NamedTuple):
 def hand_over(before: nn.Module, after: nn.Module) -> None:
     """Give ``after`` the parameters, the training mode and the kind of hooks for gradients that
     ``before`` has now; tables of hooks are shared."""
-    for own in before._parameters.keys() & after._parameters.keys():
-        write(after._parameters, own, before._parameters[own])
+    held = after._parameters
+    for name, own in before._parameters.items():
+        if name in held and held[name] is not own:
+            write(held, name, own)
     for name in ("training", "_is_full_backward_hook"):
         if vars(after)[name] is not vars(before)[name]:
             write(vars(after), name, vars(before)[name])

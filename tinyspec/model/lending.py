@@ -30,7 +30,7 @@ class Lending:
     def places(self) -> Iterator[Place]:
         """Of a module that is its own."""
         table = vars(self._module)
-        self.tinyspec_own = own_forward(self._module)
+        self.tinyspec_own = own_forward(self._module) if "forward" in table else None
         yield Place(table, "forward", table.get("forward", ABSENT), self)
         yield Place(table, "__reduce_ex__", table.get("__reduce_ex__", ABSENT), self._reduce)
 

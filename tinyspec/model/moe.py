@@ -144,6 +144,11 @@ def _interface(forward: Callable[..., Any]) -> object:
     return next((x for x in enclosed if isinstance(x, type(ALL_EXPERTS_FUNCTIONS))), None)
 
 
+def has_experts(model: nn.Module) -> bool:
+    """Whether any module asks such an interface, by its class."""
+    return any(_interface(type(module).forward) is not None for module in model.modules())
+
+
 def _experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Name and module of all experts that ask transformers' interface or another one."""
     for name, module in model.named_modules():

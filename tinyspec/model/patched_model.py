@@ -23,7 +23,7 @@ from tinyspec.model.exchange import ABSENT, Place
 from tinyspec.model.lending import Lending
 from tinyspec.model.modules import calls_interface, children
 from tinyspec.model.moe import IMPLEMENTATION as EXPERTS
-from tinyspec.model.moe import Experts
+from tinyspec.model.moe import Experts, has_experts
 from tinyspec.model.positions import GivenPositions, RopeTable
 from tinyspec.model.private_names import ATTENTION_CHOICE, EXPERTS_CHOICE
 from tinyspec.model.quantized import trace
@@ -42,6 +42,8 @@ CALL_SETTINGS = {
 
 # What torch keeps on every module, and attributes without effect.
 _KEPT = {*vars(nn.Module()), "forward", "gradient_checkpointing", "_compiled_call_impl"}
+_VALUES = (bool, int, float, str, tuple, type(None))  # of settings
+_PLAIN = frozenset(_VALUES)
 
 
 class PatchedModel:
@@ -74,7 +76,7 @@ class PatchedModel:
         self.taken: list[nn.Module] = []
         self.outline: list[object] | None = None
         self._views = ConfigViews(vars(m).get("config") for m in model.modules())
-        self._experts = Experts(model, self.context, linear)
+        self._experts = Experts(model, self.context, linear) if has_experts(model) else None
         self._lendings = [Lending(m, self.context, self.lend) for m in models]
         self._held: list[Place] = []
         self.lock = RLock()
@@ -99,25 +101,31 @@ class PatchedModel:
     def hold(self) -> None:
         """Put in all but stand-ins: what modules that call the attention interface and experts need
         to know, views of configs, calls without wrappers. They fit the model as it is now."""
-        self._held = self._found()
+        self._hold(list(self.model.modules()))
+
+    def _hold(self, modules: list[nn.Module]) -> None:
+        self._held = self._found(modules)
         for place in self._held:
             place.put_in()
 
-    def _found(self) -> list[Place]:
+    def _found(self, modules: list[nn.Module]) -> list[Place]:
         # What lends comes first, and is taken out last: it finishes what was cut off.
         found = [place for lending in self._lendings for place in lending.places()]
-        lent = [place.table for place in found]
-        wrapped = wrapped_calls(self.model)
-        found += [p for p in wrapped if p.key != "forward" or not any(p.table is t for t in lent)]
+        lent = {id(place.table) for place in found}
         found += [Place(vars(m), "tinyspec_context", ABSENT, self.context) for m in self.bound]
         for config in self.configs:
             self._views.choose(config, ATTENTION_CHOICE, IMPLEMENTATION)
-        for config, members in self._experts.served():
-            self._views.choose(config, EXPERTS_CHOICE, EXPERTS)
-            found += self._experts.places(config, members)
-        for table in map(vars, self.model.modules()):
+        if self._experts is not None:
+            for config, members in self._experts.served():
+                self._views.choose(config, EXPERTS_CHOICE, EXPERTS)
+                found += self._experts.places(config, members)
+        for module in modules:
+            table = vars(module)
+            if "forward" in table or table.get("_compiled_call_impl") is not None:
+                wrapped = wrapped_calls(module)
+                found += [p for p in wrapped if p.key != "forward" or id(table) not in lent]
             config = table.get("config")
-            if (view := self._views.of(config)) is not config:
+            if config is not None and (view := self._views.of(config)) is not config:
                 found.append(Place(table, "config", config, view))
         return found
 
@@ -127,7 +135,8 @@ class PatchedModel:
             if self.left:
                 return
             self.left = None
-            self.tiles.suspend()
+            if self.tiles.bound:
+                self.tiles.suspend()
             for place in reversed([*self._held, *self.swapped]):
                 place.take_out()
             if any(place.table.get(place.key) is not place.own for place in self.swapped):
@@ -151,7 +160,7 @@ class PatchedModel:
             # The first one: what changed while the stand-ins were in may not have reached them.
             if self.outline is None:
                 self.taken = [*(place.own for place in self.swapped), *self.bound]
-                self.outline = self._outline()
+                self.outline = self._outline(list(self.model.modules()))
 
     def resume(self) -> bool:
         """Put the stand-ins in again.
@@ -162,13 +171,15 @@ class PatchedModel:
         with self.lock:
             if self.left is not False:
                 self.suspend()
-                if self._outline() != self.outline:
+                modules = list(self.model.modules())
+                if self._outline(modules) != self.outline:
                     return False
                 self.left = None
-                self.hold()
+                self._hold(modules)
                 for place in self.swapped:
                     place.put_in()
-                self.tiles.resume()
+                if self.tiles.bound:
+                    self.tiles.resume()
                 self.left = False
             return True
 
@@ -192,17 +203,19 @@ class PatchedModel:
                 allowed = "change it back, or close the engine and make a new one"
                 raise refuse("model", "changed in modules, hooks or settings", allowed)
 
-    def _outline(self) -> list[object]:
+    def _outline(self, modules: list[nn.Module]) -> list[object]:
         """What stand-ins depend on: every module, its hooks, whether it has a forward of its own,
         and the types of its weights; of replaced modules also settings and buffers."""
         model = self.model
-        outline: list[object] = [model.dtype, model.device, self._settings_of_configs()]
-        for module in model.modules():
-            kinds = [type(parameter) for parameter in module._parameters.values()]
-            outline += [module, type(module), hooks_of(module), kinds, "forward" in vars(module)]
-        for module in self.taken:
-            outline += [_settings(module), _buffers(module)]
-        return outline
+        hooked = [m for m in modules if m._forward_hooks or m._forward_pre_hooks]
+        return [
+            *(model.dtype, model.device, self._settings_of_configs()),
+            *(modules, list(map(type, modules))),
+            [(module, hooks) for module in hooked if (hooks := hooks_of(module))],
+            [list(map(type, module._parameters.values())) for module in modules],
+            ["forward" in vars(module) for module in modules],
+            [(_settings(module), _buffers(module)) for module in self.taken],
+        ]
 
     def _settings_of_configs(self) -> dict[str, object]:
         found: dict[str, object] = {}
@@ -269,14 +282,19 @@ def _bypassed(module: nn.Module) -> Iterable[nn.Module]:
 
 def _settings(module: nn.Module) -> dict[str, object]:
     """Plain values and functions that a module holds, without what torch and tinyspec keep."""
-    kinds = (bool, int, float, str, list, tuple, dict, type(None))
-    return {
-        name: copy(value) if isinstance(value, (list, dict)) else value
-        for name, value in vars(module).items()
-        if name not in _KEPT and not name.startswith(("tinyspec_", "_tables"))
-        if not isinstance(value, nn.Module) and (isinstance(value, kinds) or callable(value))
-    }
+    settings: dict[str, object] = {}
+    for name, value in vars(module).items():
+        if name in _KEPT or name.startswith(("tinyspec_", "_tables")):
+            continue
+        kind = type(value)  # to ask a config of its class takes longer
+        if kind in _PLAIN:
+            settings[name] = value
+        elif issubclass(kind, (list, dict)):
+            settings[name] = copy(value)
+        elif issubclass(kind, _VALUES) or (callable(value) and not issubclass(kind, nn.Module)):
+            settings[name] = value
+    return settings
 
 
 def _buffers(module: nn.Module) -> dict[str, object]:
-    return {name: trace(buffer) for name, buffer in module.named_buffers(recurse=False)}
+    return {name: trace(held) for name, held in module._buffers.items() if held is not None}

@@ -17,36 +17,36 @@ from tinyspec.model.exchange import ABSENT, write
 
 
 class RowTiles:
-    """The layers of one model that run in tiles while ``on``."""
+    """The layers of one model that run in tiles while ``on``. bound: they, and how each runs."""
 
     def __init__(self) -> None:
         self.on = False
-        self._bound: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = []
+        self.bound: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = []
 
     def bind(self, modules: Iterable[nn.Module], counts: Collection[int]) -> None:
         """Run ``modules`` in tiles of the row counts ``counts``, whose bits agree."""
         for module in modules:
-            self._bound.append((module, self._tiled(module.forward, counts)))
+            self.bound.append((module, self._tiled(module.forward, counts)))
         self.resume()
 
     def holds(self, module: nn.Module) -> bool:
         """Whether ``module`` was bound."""
-        return any(bound is module for bound, _ in self._bound)
+        return any(bound is module for bound, _ in self.bound)
 
     def unbind(self) -> None:
         """Remove the tiled forwards."""
         self.suspend()
-        self._bound = []
+        self.bound = []
 
     def suspend(self) -> None:
         """Remove the tiled forwards until ``resume``."""
-        for module, tiled in self._bound:
+        for module, tiled in self.bound:
             if vars(module).get("forward") is tiled:
                 write(vars(module), "forward", ABSENT)
 
     def resume(self) -> None:
         """Set the tiled forwards again."""
-        for module, tiled in self._bound:
+        for module, tiled in self.bound:
             # On the instance: modules, parameters and their names stay what they are.
             write(vars(module), "forward", tiled)
 

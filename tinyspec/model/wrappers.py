@@ -171,18 +171,17 @@ def compiled_modules(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Modu
             yield parent, name, child
 
 
-def wrapped_calls(model: nn.Module) -> Iterator[Place]:
-    """Calls of the modules of ``model`` that were compiled, by ``module.compile()`` and by
+def wrapped_calls(module: nn.Module) -> Iterator[Place]:
+    """Calls of ``module`` that were compiled, by ``module.compile()`` and by
     ``module.forward = torch.compile(module.forward)``, or turn autocast on, as accelerate's mixed
     precision lets them do; what serves are the calls before.
 
     Passes have many shapes, and each would compile again; and they run without autocast.
     """
-    for module in model.modules():
-        table = vars(module)
-        if (call := table.get("_compiled_call_impl")) is not None:
-            yield Place(table, "_compiled_call_impl", call, ABSENT)
-        if _wrapped(call := table.get("forward")) is not None and not is_compiled(module):
-            # What was wrapped may be a forward that the user had set.
-            before = own_forward(module)
-            yield Place(table, "forward", call, ABSENT if before is None else before)
+    table = vars(module)
+    if (call := table.get("_compiled_call_impl")) is not None:
+        yield Place(table, "_compiled_call_impl", call, ABSENT)
+    if _wrapped(call := table.get("forward")) is not None and not is_compiled(module):
+        # What was wrapped may be a forward that the user had set.
+        before = own_forward(module)
+        yield Place(table, "forward", call, ABSENT if before is None else before)

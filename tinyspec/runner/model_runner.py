@@ -125,10 +125,16 @@ class ModelRunner:
         dtype = dtype or self.kv_dtype
         return KVCache(self.layers, num_pages, self.page_size, dtype, self.device)
 
+    def drop_graphs(self) -> None:
+        """To call where what graphs hold may have changed, or its memory is wanted; the twins run
+        without. No pass may be running."""
+        if self.kernels.backend == "triton":
+            self.graphs.clear()
+
     def extend(self, num_pages: int) -> None:
         """Grow the KV pool, if it is allocated, to ``num_pages``; no pass may be running."""
         if self._cache is not None:
-            self.graphs.clear()
+            self.drop_graphs()
             with self.torch_state.stream():
                 self._cache.extend(num_pages, self._pool.in_use())
 
@@ -146,7 +152,7 @@ class ModelRunner:
 
     def release(self) -> None:
         """Free the pool's memory; no pass may be running."""
-        self.graphs.clear()
+        self.drop_graphs()
         self._cache = None
         self._context.k, self._context.v = [], []
         self.torch_state.stream.give_back()

@@ -133,7 +133,25 @@ class Sampled:
     special: dict[int, SpecialResult] = field(default_factory=dict)
 
 
+# Temperature, key, position and forced token of every row, [N] each; None where no row has one.
+Columns = list[Array | None]
 NOT_FINITE = "the logits are not finite (NaN, +inf, or every token excluded)"
+
+
+def _columns(batch: SampleBatch, temperature: Array) -> Columns:
+    """What the kernel is told of every row."""
+    columns: Columns = [None, None, None, None]
+    if np.count_nonzero(temperature):
+        columns[:3] = temperature.astype(np.float32), batch.key, batch.position
+    if any(row.forced >= 0 for row in batch.special.values()):
+        forced = np.full(len(batch), -1)
+        forced[list(batch.special)] = [row.forced for row in batch.special.values()]
+        columns[3] = forced
+    return columns
+
+
+def _at(columns: Columns, places: Array) -> Columns:
+    return [None if column is None else column[places] for column in columns]
 
 
 class Sampler:
@@ -153,6 +171,9 @@ class Sampler:
         filtered = np.zeros(0, np.int64)
         if np.count_nonzero(batch.temperature):
             filtered = np.flatnonzero((batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0))
+        if not (len(filtered) or batch.special):  # the model's logits as they are
+            columns = _columns(batch, batch.temperature)
+            return Sampling(*self._drawn(raw, columns, batch.logprobs))
         processed = [n for n, row in batch.special.items() if row.processed]
         scores = Scores(raw, np.union1d(filtered, processed) if processed else filtered)
         errors = process(scores, batch.special, processed, batch.together)
@@ -173,33 +194,25 @@ class Sampler:
         self, scores: Scores, batch: SampleBatch, temperature: Array
     ) -> tuple[Tensor, Tensor | None]:
         """Tokens [N] and, if any row asked for its own, log-probabilities [N]."""
-        columns: list[Array | None] = [None, None, None, None]
-        if np.count_nonzero(temperature):
-            columns[:3] = temperature.astype(np.float32), batch.key, batch.position
-        if any(row.forced >= 0 for row in batch.special.values()):
-            forced = np.full(len(batch), -1)
-            forced[list(batch.special)] = [row.forced for row in batch.special.values()]
-            columns[3] = forced
-
-        def choose(rows: Tensor, places: Array | slice) -> tuple[Tensor, Tensor | None]:
-            *noise, forced = (
-                None if column is None else to_device(column[places], rows.device)
-                for column in columns
-            )
-            found: tuple[Tensor, Tensor | None] = self.kernels.sample(
-                rows, *noise, logprobs=batch.logprobs, forced=forced
-            )
-            return found
-
-        tokens, logprobs = choose(scores.whole, slice(None))
+        columns, wanted = _columns(batch, temperature), batch.logprobs
+        tokens, logprobs = self._drawn(scores.whole, columns, wanted)
         if scores.apart is not None:
             places = to_device(scores.places, tokens.device)
-            for all_rows, theirs in zip(
-                (tokens, logprobs), choose(scores.apart, scores.places), strict=True
-            ):
+            apart = self._drawn(scores.apart, _at(columns, scores.places), wanted)
+            for all_rows, theirs in zip((tokens, logprobs), apart, strict=True):
                 if all_rows is not None and theirs is not None:
                     all_rows[places] = theirs
         return tokens, logprobs
+
+    def _drawn(
+        self, rows: Tensor, columns: Columns, logprobs: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Tokens of ``rows`` [N, V] by ``columns`` [N] and, if wanted, log-probabilities."""
+        *noise, forced = (None if c is None else to_device(c, rows.device) for c in columns)
+        found: tuple[Tensor, Tensor | None] = self.kernels.sample(
+            rows, *noise, logprobs=logprobs, forced=forced
+        )
+        return found
 
     def _filter(self, scores: Scores, batch: SampleBatch, filtered: Array) -> None:
         """Temperature, then top-k, top-p and min-p on the rows ``filtered``."""

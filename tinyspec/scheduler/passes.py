@@ -44,12 +44,14 @@ class Works:
     def of(cls, table: SequenceTable, rows: Array, kinds: Array, counts: Array) -> Works:
         """``counts`` [n] positions of each: a draft's last one, others' first that are not
         computed."""
-        newest = table.length[rows] - 1
-        drafting = kinds == DRAFT
-        # A draft's newest token is its last one, which yields one more.
-        starts = np.where(drafting, newest + table.num_drafts[rows], table.computed[rows])
+        newest, starts = table.length[rows] - 1, table.computed[rows]
+        drafting = kinds == DRAFT if table.any("deterministic") else None
+        if drafting is not None:  # a draft's newest token is its last one, which yields one more
+            starts = np.where(drafting, newest + table.num_drafts[rows], starts)
         ends = starts + counts
-        yields = np.where(drafting, 1, np.maximum(ends - newest, 0))
+        yields = np.maximum(ends - newest, 0)
+        if drafting is not None:
+            yields = np.where(drafting, 1, yields)
         return cls(rows, kinds, starts, ends, yields)
 
     def take(self, which: Array) -> Works:

@@ -278,10 +278,9 @@ class Request:
 
     def __post_init__(self) -> None:
         assert self.params.seed is not None or self.params.temperature == 0
-        self.sequences = [
-            Sequence(self, index, list(self.prompt), key=noise_key(self.params.seed or 0, index))
-            for index in range(self.params.num_return_sequences)
-        ]
+        seed, count = self.params.seed, self.params.num_return_sequences
+        keys = [0 if seed is None else noise_key(seed, index) for index in range(count)]
+        self.sequences = [Sequence(self, n, list(self.prompt), key=k) for n, k in enumerate(keys)]
         self.sequences[0].siblings = self.sequences[1:]
         self.prompt_logprobs = [None] * (len(self.prompt) if self.params.prompt_logprobs else 0)
 

@@ -245,16 +245,20 @@ class Scheduler:
 
         They wait one pass for it, and start from what it leaves in the prefix cache.
         """
-        prefix = self.admission.prefix
+        prefix, table = self.admission.prefix, self.table
         if prefix is None:
+            return rows
+        for row in rows[table.computed[rows] == 0].tolist():
+            sequence = table.sequences[row]
+            if not sequence.pages:
+                self.admission.adopt(sequence, *self.admission.match(sequence))
+        if len(rows) == 1:
             return rows
         room = self.buckets.largest
         canonical_leaders: dict[bytes, bool] = {}
         kept = []
         for row in rows.tolist():
-            sequence = self.table.sequences[row]
-            if sequence.computed == 0 and not sequence.pages:
-                self.admission.adopt(sequence, *self.admission.match(sequence))
+            sequence = table.sequences[row]
             first = prefix.first(sequence)
             leader = canonical_leaders.get(first) if first is not None else None
             # A deterministic sequence cannot start from a plain leader's pages.

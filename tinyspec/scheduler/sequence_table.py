@@ -205,7 +205,9 @@ class SequenceTable(Columns):
         computed = self.length[rows] - 1
         self.computed[rows] = computed
         canonical = np.minimum(self.canonical[rows], computed)
-        self.canonical[rows] = np.where(self.deterministic[rows], computed, canonical)
+        if self.any("deterministic"):
+            canonical = np.where(self.deterministic[rows], computed, canonical)
+        self.canonical[rows] = canonical
 
     def advance(self, rows: Array, ends: Array, canonical: bool) -> None:
         """Positions up to ``ends`` [n] have run; drafts among them are not final."""

@@ -17,15 +17,9 @@ import torch
 from torch import Tensor
 
 from tinyspec.kernels.attention_metadata import AttentionMetadata
-from tinyspec.kernels.twins.attention_plan import (
-    CausalMask,
-    TileCall,
-    masked,
-    plan_calls,
-    query_blocks,
-    segments,
-)
-from tinyspec.kernels.twins.attention_tiles import all_finite, attend_plainly, flash_attention
+from tinyspec.kernels.twins.attention_mask import CausalMask, all_finite, masked, segments
+from tinyspec.kernels.twins.attention_plan import TileCall, plan_calls, query_blocks
+from tinyspec.kernels.twins.attention_tiles import attend_plainly, flash_attention
 from tinyspec.kernels.twins.e4m3 import values
 from tinyspec.kernels.twins.index_tensors import integers
 
@@ -170,9 +164,11 @@ def _attend_decode(
     wide = kv_heads * dim
     strides = call.step * wide, dim, wide, 1
     k, v = (
-        values(x.as_strided(shape, strides, x.storage_offset() + call.start * wide), q.dtype)
+        x.as_strided(shape, strides, x.storage_offset() + call.start * wide)
         for x in (k_cache, v_cache)
     )
+    if k.dtype != q.dtype:
+        k, v = values(k, q.dtype), values(v, q.dtype)
     out, lse = flash_attention(
         q.view(rows, heads // group, group, dim), k, v, 0.0, attn_mask=call.mask, scale=scale
     )
@@ -234,10 +230,13 @@ def plain_attention(
 def _attend_prompt(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, call: _PromptCall, scale: float
 ) -> Tensor | None:
+    k, v = _context(k_cache, call), _context(v_cache, call)
+    if k.dtype != q.dtype:
+        k, v = values(k, q.dtype), values(v, q.dtype)
     out, lse = flash_attention(
         q.transpose(0, 1)[None],
-        values(_context(k_cache, call), q.dtype),
-        values(_context(v_cache, call), q.dtype),
+        k,
+        v,
         0.0,
         call.mask is None,
         attn_mask=call.mask,

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
-from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from tinyspec.kernels.attention_metadata import AttentionMetadata
 from tinyspec.kernels.twins.attention_layout import Layout, layout_of
+from tinyspec.kernels.twins.attention_mask import CausalMask, masked, segments
 from tinyspec.kernels.twins.index_tensors import as_slice, integers
 
 TILE = 128
@@ -28,27 +28,8 @@ MAX_TILE_ROWS = 1 << 13
 # rows from position 1536 on take 22 ms instead of 33 in fp32, 13 instead of 13.5 in bf16 (8 heads
 # of 64, one thread). With few tiles the calls cost as much as they save.
 ALONE_QUERIES, ALONE_TILES = 64, 8
-# Finite, so that a tile that is masked for a row yields a finite result, which then weighs 0; and
-# larger than any score.
-MASKED = -3e38
 # torch multiplies so many query rows at a time, from 192 of them on twice as many, from 768 on 256.
 QUERY_UNIT = 32
-
-Position = TypeVar("Position", int, Tensor)
-
-
-class CausalMask(NamedTuple):
-    """A row attends to its own key and those before it: the last ``window`` of them, or those since
-    the last multiple of ``chunk``; 0: no such bound."""
-
-    window: int = 0
-    chunk: int = 0
-
-    def lowest_key(self, position: Position) -> Position:
-        """First key of a row at ``position``; 0 or less: all."""
-        if self.chunk:
-            return position - position % self.chunk
-        return position - self.window + 1 if self.window else position * 0
 
 
 @dataclass
@@ -99,16 +80,6 @@ def query_blocks(metadata: AttentionMetadata, causal: CausalMask) -> list[Block]
             count = (position + rows - 1) // TILE + 1 - lowest
             blocks.append(Block(row, rows, position, pages, lowest, count))
     return blocks
-
-
-def segments(metadata: AttentionMetadata) -> Iterator[tuple[tuple[int, int], int, list[int]]]:
-    """Of every segment its rows (first, end), its context length and its pages."""
-    return zip(
-        pairwise(metadata.cu_seqlens_q.tolist()),
-        metadata.seq_lens.tolist(),
-        metadata.page_table.tolist(),
-        strict=True,
-    )
 
 
 def padded_queries(rows: int, group: int, least: int) -> int:
@@ -259,9 +230,3 @@ def _mask(newest: Tensor, lowest: Tensor, keys: int, group: int, whole: bool) ->
     if seen.all() and not whole:
         return None
     return masked(~seen).repeat_interleave(group, dim=1)[:, None]
-
-
-def masked(hidden: Tensor) -> Tensor:
-    """fp32 in the shape of ``hidden``: MASKED where it is True, else 0."""
-    zeros = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-    return zeros.masked_fill_(hidden, MASKED)

@@ -7,20 +7,17 @@ the rows that do not attend to them; all others keep their bits.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from tinyspec.kernels.twins import attention_plan
-from tinyspec.kernels.twins.attention_plan import MASKED, TileCall
+from tinyspec.kernels.twins.attention_mask import UNLIKELY, all_finite
+from tinyspec.kernels.twins.attention_plan import TileCall
 from tinyspec.kernels.twins.e4m3 import values
 
 # Of a 16-bit head whose size is no multiple of it, torch cuts sums by the number of query rows.
 HEAD_UNIT = 32
-# Between any sum of scores and one masked score.
-UNLIKELY = -MASKED / 2
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -69,18 +66,6 @@ def _scores(q: Tensor, k: Tensor, scale: float, softcap: float) -> Tensor:
     """[T, Hkv, rows, keys] fp32."""
     scores = torch.matmul(q.float(), k.float().transpose(-1, -2))
     return scores.mul_(scale / softcap).tanh_().mul_(softcap) if softcap else scores.mul_(scale)
-
-
-def all_finite(out: Tensor, highest: Tensor) -> bool:
-    """Whether results and the highest scores that they come from are finite and not MASKED, by
-    their sums: False also where these are beyond fp32.
-
-    In 16 bits torch makes 0 of a row with a score of +inf. Where all scores of a row are -inf, only
-    masked ones are left.
-    """
-    wide = torch.float32 if out.dtype == torch.float16 else None
-    total = float(out.sum(dtype=wide)), float(highest.sum())
-    return math.isfinite(total[0]) and abs(total[1]) < UNLIKELY
 
 
 def _hide(
@@ -191,7 +176,9 @@ def _inputs(
     packed = packed.reshape(-1, heads // group, layout.height * group, dim)
     if packed.shape[2] > plan.queries:
         packed = packed[:, :, : plan.queries]
-    k, v = (values(x, q.dtype) for x in _tiles_of(k_cache, v_cache, plan))
+    k, v = _tiles_of(k_cache, v_cache, plan)
+    if k.dtype != q.dtype:
+        k, v = values(k, q.dtype), values(v, q.dtype)
     return packed.expand(len(k), -1, -1, -1), k, v
 
 

@@ -108,5 +108,6 @@ def fused_kv_write(
     if rows is not None:
         k, v = k[rows], v[rows]
     for cache, x in ((k_cache, k), (v_cache, v)):
-        cache.flatten(0, 1).index_copy_(0, slots, stored(x, cache.dtype))
+        held = x if cache.dtype == x.dtype else stored(x, cache.dtype)
+        cache.flatten(0, 1).index_copy_(0, slots, held)
     return q

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from tinyspec.kernels.attention_metadata import AttentionMetadata
+from tinyspec.kernels.twins.attention_mask import CausalMask
 from tinyspec.kernels.twins.attention_plain import plain_attention
-from tinyspec.kernels.twins.attention_plan import CausalMask, plan_calls, query_blocks
+from tinyspec.kernels.twins.attention_plan import plan_calls, query_blocks
 from tinyspec.kernels.twins.attention_tiles import attend_tiles
 
 
