@@ -163,7 +163,8 @@ class Admission:
 
     def _first_waiting(self) -> Sequence | None:
         """The next sequence to start."""
-        return next((s for s in self.waiting if not waits_for_others(s)), None)
+        able = (s for s in self.waiting if s.request.lock_step is None or not waits_for_others(s))
+        return next(able, None)
 
     def _make_way(self, sequence: Sequence) -> bool:
         """Preempt one that waits for the logits of ``sequence``, if there is one."""
@@ -192,8 +193,7 @@ class Admission:
     def _next(self) -> tuple[list[int], int] | None:
         """The pages that the next waiting sequence starts from, and how many are canonical; None
         if none can start."""
-        sequence = self._first_waiting()
-        if sequence is None or self.free_places <= 0:
+        if self.free_places <= 0 or (sequence := self._first_waiting()) is None:
             return None
         pages, canonical = self.match(sequence)
         need = self.pool.pages_for(sequence.length + 1) - len(pages)
