@@ -298,9 +298,19 @@ ODD = {
 }
 
 
+def depends_on_place(weight):
+    """Whether a row's product with ``weight`` has other bits at another of REFERENCE rows."""
+    torch.manual_seed(0)
+    row = torch.randn(weight.shape[1])
+    with torch.no_grad():
+        found = torch.nn.functional.linear(row.expand(REFERENCE, -1).contiguous(), weight)
+    return not all(torch.equal(found[0], other) for other in found)
+
+
 @pytest.mark.parametrize("family", first(1, ODD, 1))
 def test_odd_sizes(family, monkeypatch):
-    """transformers' default cannot run these experts: the message names them and what does."""
+    """transformers' default cannot run these experts: the message names them and what does. So is
+    a router named where torch mixes rows of such a width (fp32 on AVX2 without AVX-512)."""
     known = CONFIGS.get(family, {})
     sizes = {"head_dim": 16, **ODD[family]} if family != "olmoe" else ODD[family]
     monkeypatch.setitem(CONFIGS, family, {**known, **sizes})
@@ -313,6 +323,10 @@ def test_odd_sizes(family, monkeypatch):
     model.set_experts_implementation("eager")
     params = SamplingParams(max_new_tokens=6, deterministic=True, logprobs=True)
     with Engine(model, config=EngineConfig(reference_rows=REFERENCE)) as engine:
+        if depends_on_place(model.model.layers[0].mlp.gate.weight):
+            with pytest.raises(DeterminismError, match=r"layers\.0\.mlp\.gate: linear: at 16 rows"):
+                engine.generate([[1, 2, 3]], params)
+            return
         alone = bits(solo(engine, ([1, 2, 3], params)))
         others = crowd(random.Random(2), 4)
         outputs = engine.generate(*zip(*[([1, 2, 3], params), *others], strict=True))

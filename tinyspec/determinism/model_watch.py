@@ -133,6 +133,11 @@ class ModelWatch:
             if name not in self.counters and name.removeprefix(OBJECT) not in self.counters
         ]
 
+    def written(self) -> None:
+        """Weights were written to in a way that torch does not record."""
+        if self._beside is not None:
+            self._beside.on_change(False)
+
     def _state(self) -> dict[str, Any]:
         own = {**self.weights, **self.structure, **self._identities, **self.taken_over}
         return own | self._others_described

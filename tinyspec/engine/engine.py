@@ -202,8 +202,7 @@ class Engine(Lifetime, Observed):
     def weights_changed(self) -> None:
         """To call after writing to weights through ``.data``, which torch does not record."""
         self.contract.drop_fingerprint()
-        if self._thinker is not None:
-            self._thinker.forget_states()
+        self.contract.watch.written()
         self.tracker.on_change()
 
     def generate(
@@ -280,8 +279,7 @@ class Engine(Lifetime, Observed):
 
     def step(self) -> list[RequestOutput]:
         """Run one pass; the outputs of requests that finished since the last call."""
-        if self.closed is not None:
-            raise idle(self.closed)
+        self._refuse_closed()
         self.tracker.advance()
         return self.tracker.take_finished()
 

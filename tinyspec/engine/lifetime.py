@@ -94,10 +94,13 @@ class Lifetime(HasTurns):
             self.closed = why
             uninstall(self.model, self.patched)
 
-    def _refuse_unfinished(self, what: str) -> None:
-        """Raise ValueError for ``what`` neither a closed nor a running engine does."""
+    def _refuse_closed(self) -> None:
         if self.closed is not None:
             raise idle(self.closed)
+
+    def _refuse_unfinished(self, what: str) -> None:
+        """Raise ValueError for ``what`` neither a closed nor a running engine does."""
+        self._refuse_closed()
         if unfinished := len(self.tracker.requests):
             raise refuse(what, f"{unfinished} unfinished requests", "none")
         self.core.settle()

@@ -83,7 +83,7 @@ class Thinker:
         return self._blocks
 
     def forget_states(self) -> None:
-        """Weights changed."""
+        """Make them anew."""
         self._states.clear()
 
     def _changed(self, beside: bool) -> None:
