@@ -83,7 +83,7 @@ def by_torch(
     fn: Linear, pool: Tensor, weight: Tensor, bias: Tensor | None, exact: Tensor
 ) -> Tensor:
     """The first rows of torch's product. Of the twin in fp32 the less exact of torch's two: at
-    width 1000 on AVX2 alone oneDNN's error is 2.3e-6 and MKL's 0.8e-6; with AVX-512 within twice of it.
+    width 1000 on AVX2 alone oneDNN's error is 2.3e-6 and MKL's 0.8e-6.
     """
     found = [F.linear(pool, weight, bias)]
     if fn is twins.linear and pool.dtype == torch.float32:
