@@ -82,7 +82,7 @@ COMPILED = [
     compile_layers,
     compile_forwards,
     pytest.param(compile_own_forward, marks=pytest.mark.slow("crosses", 2)),
-    pytest.param(compile_inside, marks=pytest.mark.slow("crosses", 2)),
+    compile_inside,
 ]
 
 

@@ -59,5 +59,6 @@ def hand_over(before: nn.Module, after: nn.Module) -> None:
         if name in held and held[name] is not own:
             write(held, name, own)
     for name in ("training", "_is_full_backward_hook"):
-        if vars(after)[name] is not vars(before)[name]:
-            write(vars(after), name, vars(before)[name])
+        own, table = getattr(before, name), vars(after)
+        if name in table and table[name] is not own:  # what is compiled asks the module inside
+            write(table, name, own)
