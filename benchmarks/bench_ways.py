@@ -2,17 +2,17 @@
 
 ``ratio`` above 1: with the way it is faster. A way that gains less than 3 % is to be removed. All
 but two run the workloads of ``bench_generate.py`` through a patched model's ``generate``, plain.
-``direct`` runs those of ``bench_share.py``, all requests deterministic, on two engines that are
-probed with and without it. ``keep-heap`` cannot be switched off again in a process, so each side of
-each round is a process. Before timing, three deterministic requests must have equal bits on both
-sides. What one workload leaves on the heap changes another's times, so each has a process of its
-own:
+``swapped in canonical passes`` runs those of ``bench_share.py``, all requests deterministic, on two
+engines that are probed with and without it. ``keep-heap`` cannot be switched off again in a
+process, so each side of each round is a process. Before timing, three deterministic requests must
+have equal bits on both sides. What one workload leaves on the heap changes another's times, so each
+has a process of its own:
 
     for run in equal-{1,4,16,64}:9 long:7 ragged:2; do
         pytest benchmarks/bench_ways.py -k "bench_way and ${run%:*}-" --rounds "${run#*:}" \\
             --benchmark-enable --benchmark-json="ways-${run%:*}.json"
     done
-    pytest benchmarks/bench_ways.py -k "keep_heap or direct" --rounds 3 \\
+    pytest benchmarks/bench_ways.py -k "keep_heap or canonical" --rounds 3 \\
         --benchmark-enable --benchmark-json=ways-others.json
     python benchmarks/render.py ways-*.json
 """
@@ -39,10 +39,10 @@ from benchmarks.ways import (
     FP32,
     WAYS,
     Way,
-    runs_directly,
     separate_probes,
-    without_direct,
+    swaps,
     without_keeping_the_heap,
+    without_swapping,
 )
 from benchmarks.workloads import (
     ARRIVING,
@@ -137,18 +137,21 @@ def bench_way(benchmark: Any, way: Way, name: str, dtype: str, smoke: bool, roun
     note(benchmark, way.name, name, dtype, ratio)
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("name", ARRIVING)
 @pytest.mark.benchmark(group="a way switched off against on, all requests deterministic")
-def bench_direct(benchmark: Any, name: str, smoke: bool, rounds: int, tmp_path: Path) -> None:
-    """Transposed linears (bf16, AMX) run directly where that was probed to have the same bits."""
+def bench_swapped_canonical(
+    benchmark: Any, name: str, dtype: str, smoke: bool, rounds: int, tmp_path: Path
+) -> None:
+    """Linears swap their operands where that was probed to have the same bits."""
     with ExitStack() as stack:
         with separate_probes(str(tmp_path / "on")):
-            on = stack.enter_context(open_engine(BF16, smoke))
-        if not smoke and not runs_directly(on.model):
-            pytest.skip("no linear runs directly in any bucket")
-        with separate_probes(str(tmp_path / "off")), without_direct():
-            off = stack.enter_context(open_engine(BF16, smoke))
-            assert not runs_directly(off.model)
+            on = stack.enter_context(open_engine(dtype, smoke))
+        if not smoke and not swaps(on.model):
+            pytest.skip("no linear swaps its operands in any bucket")
+        with separate_probes(str(tmp_path / "off")), without_swapping():
+            off = stack.enter_context(open_engine(dtype, smoke))
+            assert not swaps(off.model)
             assert deterministic_bits(on) == deterministic_bits(off)
         work = arriving(name, on.model.config.vocab_size, smoke)
         params = work.params(range(len(work.prompts)))
@@ -165,7 +168,7 @@ def bench_direct(benchmark: Any, name: str, smoke: bool, rounds: int, tmp_path: 
             assert serve(engine, work, params).tokens == expected
 
         ratio = in_turns(benchmark, lambda: run(on), lambda: run(off), rounds, prepare)
-    note(benchmark, "direct", name, BF16, ratio)
+    note(benchmark, "swapped in canonical passes", name, dtype, ratio)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])

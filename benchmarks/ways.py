@@ -17,7 +17,7 @@ from huggingface_hub import constants
 from torch import nn
 
 from tinyspec.determinism.probes import linears as linear_probes
-from tinyspec.model.cpu.linears import OneDnnLinear, TransposedLinear
+from tinyspec.model.cpu.linears import CpuLinear, OneDnnLinear, TransposedLinear
 from tinyspec.model.install import patched_of
 from tinyspec.runner import model_runner
 from tinyspec.scheduler.page_pool import PagePool
@@ -86,6 +86,13 @@ def _no_runs(model: Any) -> AbstractContextManager[object]:
 WAYS = (
     # fp32: up to 12 rows by MKL in fast mode, not by oneDNN.
     Way("mkl", (FP32,), _with(OneDnnLinear, "fast_rows", range(0)), _has(OneDnnLinear)),
+    # fp32, in fast mode: oneDNN with the weight as its first operand where that is faster.
+    Way(
+        "swapped",
+        (FP32,),
+        _with(OneDnnLinear, "faster_swapped", lambda rows: False),
+        _has(OneDnnLinear),
+    ),
     # Attention of plain passes by other calls than that of canonical ones.
     Way("plain-attention", (FP32, BF16), _canonical_attention),
     # The pages of a sequence lie in a run where there is room.
@@ -125,11 +132,11 @@ def separate_probes(folder: str) -> Iterator[None]:
         yield
 
 
-def without_direct() -> AbstractContextManager[object]:
-    """Engines probed while this lasts run transposed linears directly in no bucket."""
-    return patch.object(linear_probes, "TransposedLinear", _NoLinear)
+def without_swapping() -> AbstractContextManager[object]:
+    """Engines probed while this lasts swap the operands of linears in no canonical bucket."""
+    return patch.object(linear_probes, "CpuLinear", _NoLinear)
 
 
-def runs_directly(model: Any) -> bool:
-    """Whether any linear of a model runs directly in any bucket."""
-    return any(module.direct for module in _stand_ins(model, TransposedLinear))
+def swaps(model: Any) -> bool:
+    """Whether any linear of a model swaps its operands in any canonical bucket."""
+    return any(module.swapped for module in _stand_ins(model, CpuLinear))

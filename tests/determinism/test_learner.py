@@ -288,7 +288,7 @@ def test_a_doctor_finds_the_rest(monkeypatch):
             with Engine(tiny(), config=CONFIG) as engine:
                 engine.generate(prompts(1), DETERMINISTIC)
                 found = doctor(engine).facts
-                eager_facts[how] = found.sizes, found.canonical, found.tiles, found.direct
+                eager_facts[how] = found.sizes, found.canonical, found.tiles, found.swapped
     assert eager_facts[lazy] == eager_facts[eager]
     assert eager_facts[lazy][0] == [1, 2, 4, 8, 12, 16, 20, 24, 28, 32]
 

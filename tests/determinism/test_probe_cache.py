@@ -22,7 +22,7 @@ RESULTS = ProbeResults(
     unsound=(Unsound("a.b", "why"),),
     kernel_linears=("a.b",),
     tiles={"a.b": (4, 8)},
-    direct={"a.c": (8, 16)},
+    swapped={"a.c": (8, 16)},
     attention=(ComparedRows("decode", 7, 0),),
     labels={"a.b": {4: -1, 8: 0, 16: None}, "a.c": {8: 0, 100: 0}},
     compared=4,
@@ -116,7 +116,7 @@ def places(value: object, path: tuple = ()) -> list[tuple]:
 def fits(path: list, before: object, other: object) -> bool:
     """Whether ``other`` may stand in the place of ``before``, as far as its own type goes."""
     if other is KeyError:  # left out: of a list, or of a dict of names
-        return not isinstance(path[-1], str) or path[0] in ("tiles", "direct", "labels")
+        return not isinstance(path[-1], str) or path[0] in ("tiles", "swapped", "labels")
     if path[0] == "labels" and len(path) == 3:
         return other is None or type(other) is int
     return type(other) is type(before) or (type(before) is float and type(other) is int)

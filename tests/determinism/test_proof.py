@@ -143,7 +143,7 @@ def test_facts_as_json():
         unsound=(Unsound("a.b", "why"),),
         kernel_linears=("a.b",),
         tiles={"a.b": (4, 8)},
-        direct={"a.c": (8, 16)},
+        swapped={"a.c": (8, 16)},
         labels={"a.b": {4: -1, 8: 0, 16: None}, "a.c": {8: 0, 16: 0}},
         compared=4,
     )

@@ -277,7 +277,7 @@ class Contract:
         if results.unsound:
             self._ways.restore()
             self.known_fingerprint = None
-        elif self._ways.set(results.tiles, results.direct):
+        elif self._ways.set(results.tiles, results.swapped):
             self.watch.record()
         self._update_buckets(results)
         self._on_disk.keep(results)

@@ -263,10 +263,10 @@ class Learner:
         if not new:
             return
         whole = self._runner.buckets.sizes
-        labels, direct, unsound = yield from label_steps(work, name, new, whole)
-        found = self.results.with_labels(name, labels, direct)
+        labels, swapped, unsound = yield from label_steps(work, name, new, whole)
+        found = self.results.with_labels(name, labels, swapped)
         tiles = tile_counts(self._runner, found.labels)
-        self._keep(labels=found.labels, direct=found.direct, tiles=tiles)
+        self._keep(labels=found.labels, swapped=found.swapped, tiles=tiles)
         self._doubt(unsound)
 
     def _attention(self, name: str | int) -> Steps[None]:

@@ -1,5 +1,5 @@
-"""How a model's linears run so that results hold: by the linear kernel, in tiles of rows, by the
-direct product. Knows results, not how they are found.
+"""How a model's linears run so that results hold: by the linear kernel, in tiles of rows, with
+swapped operands. Knows results, not how they are found.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from tinyspec.config import EngineConfig
-from tinyspec.determinism.probes.linears import set_direct, set_tiles
+from tinyspec.determinism.probes.linears import set_swapped, set_tiles
 from tinyspec.kernels import backend
 from tinyspec.model.linear_kinds import linear_kinds
 from tinyspec.model.linears import kernel_stand_ins
@@ -47,14 +47,14 @@ class ModuleWays:
         self._changed()
         return tuple(n for n in names if model.get_submodule(n) is not before[n])
 
-    def set(self, tiles: Counts, direct: Counts) -> bool:
-        """Run linears in tiles of rows and by the direct product where results say so; whether
+    def set(self, tiles: Counts, swapped: Counts) -> bool:
+        """Run linears in tiles of rows and with swapped operands where results say so; whether
         that is new."""
-        if self._set == (tiles, direct):
+        if self._set == (tiles, swapped):
             return False
         set_tiles(self._runner, tiles)
-        set_direct(self._runner, direct)
-        self._set = tiles, direct
+        set_swapped(self._runner, swapped)
+        self._set = tiles, swapped
         self._runner.drop_graphs()
         return True
 
@@ -62,7 +62,7 @@ class ModuleWays:
         """Every linear as it was when the engine was made."""
         self._runner.tiles.unbind()
         self._patched.undo(self._num_swapped)
-        set_direct(self._runner, {})
+        set_swapped(self._runner, {})
         self._set = ({}, {})
         self._changed()
 

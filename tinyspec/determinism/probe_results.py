@@ -76,11 +76,11 @@ class ProbeResults:
 
     buckets: those that are known, the reference bucket first of all. kernel_linears: those that the
     linear kernel serves because the reference bucket would be unsound without it. tiles: first name
-    of a kind of linears, and the row counts of its tiles. direct: first name of a kind of
-    transposed linears, and the buckets of the direct product. attention: how many rows of each kind
-    were compared. labels: by function of rows (linear or element-wise module) and bucket. compared:
-    passes of the reference bucket that were compared end to end. routed: most rows of a pass whose
-    matmuls were found not to depend on values. costs: whether the reference bucket's are measured.
+    of a kind of linears, and the row counts of its tiles. swapped: likewise, and the buckets in
+    which its operands are swapped. attention: how many rows of each kind were compared. labels: by
+    function of rows (linear or element-wise module) and bucket. compared: passes of the reference
+    bucket that were compared end to end. routed: most rows of a pass whose matmuls were found not
+    to depend on values. costs: whether the reference bucket's are measured.
     """
 
     reference: int
@@ -88,7 +88,7 @@ class ProbeResults:
     unsound: tuple[Unsound, ...] = ()
     kernel_linears: tuple[str, ...] = ()
     tiles: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    direct: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    swapped: dict[str, tuple[int, ...]] = field(default_factory=dict)
     attention: tuple[ComparedRows, ...] = ()
     labels: dict[str, Labels] = field(default_factory=dict)
     compared: int = 0
@@ -154,14 +154,14 @@ class ProbeResults:
         """The functions of rows that have other bits in bucket ``rows``, where all were probed."""
         return [name for name, own in self.labels.items() if own[rows] != 0]
 
-    def with_labels(self, name: str, labels: Labels, direct: Iterable[int]) -> ProbeResults:
+    def with_labels(self, name: str, labels: Labels, swapped: Iterable[int]) -> ProbeResults:
         """After a function of rows was probed in more buckets."""
         both = {**self.labels[name], **labels}
-        products = sorted({*self.direct.get(name, ()), *direct})
+        rows = sorted({*self.swapped.get(name, ()), *swapped})
         return replace(
             self,
             labels={**self.labels, name: dict(sorted(both.items()))},
-            direct=self.direct | ({name: tuple(products)} if products else {}),
+            swapped=self.swapped | ({name: tuple(rows)} if rows else {}),
         )
 
     def with_bucket(self, bucket: BucketResult) -> ProbeResults:
@@ -189,8 +189,8 @@ class ProbeResults:
         found = self
         for name, labels in other.labels.items():
             new = {rows: label for rows, label in labels.items() if not self.known(name, rows)}
-            direct = [rows for rows in other.direct.get(name, ()) if rows in new]
-            found = found.with_labels(name, new, direct)
+            swapped = [rows for rows in other.swapped.get(name, ()) if rows in new]
+            found = found.with_labels(name, new, swapped)
         mine = {bucket.rows: bucket for bucket in self.buckets}
         for bucket in other.buckets:
             own = mine.get(bucket.rows, bucket)

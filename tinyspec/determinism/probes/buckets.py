@@ -46,19 +46,19 @@ LEAST_ROWS = 4
 def label_steps(
     work: Workspace, name: str, sizes: Collection[int], all_sizes: Collection[int]
 ) -> Steps[tuple[Labels, tuple[int, ...], list[Unsound]]]:
-    """Labels of a function of rows in the buckets ``sizes``, those in which it uses the direct
-    product from now on, and what is wrong with the reference bucket after all.
+    """Labels of a function of rows in the buckets ``sizes``, those in which its operands
+    are swapped from now on, and what is wrong with the reference bucket after all.
 
     all_sizes: the buckets to know; labels of other bits are told apart if ``sizes`` are all.
     """
-    found, direct = yield from work.function_steps(name, sizes)
+    found, swapped = yield from work.function_steps(name, sizes)
     unsound = [] if found.position else [Unsound(name, str(found.position))]
     whole = {*sizes, work.reference} >= {*all_sizes}
     labels = {
         rows: label if whole or label in (0, None) else OTHER
         for rows, label in found.labels.items()
     }
-    return labels, direct, unsound
+    return labels, swapped, unsound
 
 
 def routing_steps(work: Workspace) -> Steps[tuple[int, list[Unsound]]]:

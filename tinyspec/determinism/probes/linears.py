@@ -4,9 +4,9 @@ Weights are scratch weights. What is found holds for all values of weights: kern
 of additions are chosen by shapes, strides, dtypes and alignment before a number is read, and two
 orders that are not the same give other bits on inputs and weights made so that roundings show.
 
-A linear whose bits change with the number of rows runs in tiles of row counts that agree; one with
-a faster direct product uses it in the buckets where it has the same bits. Knows a model's linears,
-not its passes.
+A linear whose bits change with the number of rows runs in tiles of row counts that agree; one whose
+product is faster with its operands swapped swaps them in the buckets where that has the same bits.
+Knows a model's linears, not its passes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tinyspec.determinism.probes.bits import PositionResult
 from tinyspec.determinism.probes.row_functions import BucketInvariance, function_steps, probe_pool
 from tinyspec.determinism.probes.steps import Steps
-from tinyspec.model.cpu.linears import TransposedLinear
+from tinyspec.model.cpu.linears import CpuLinear
 from tinyspec.model.linear_kinds import linear_kinds, linear_shape, linear_weight
 from tinyspec.model.linears import is_plain
 from tinyspec.runner.model_runner import ModelRunner
@@ -37,7 +37,7 @@ def linear_steps(
     proven: PositionResult | None = None,
 ) -> Steps[tuple[BucketInvariance, tuple[int, ...]]]:
     """The result for the linear of this name in the buckets ``sizes``, the reference bucket's among
-    them, and those of them in which it uses the direct product from now on.
+    them, and those of them in which its operands are swapped from now on.
 
     proven: fact 1 in the reference bucket, where that is known.
     """
@@ -48,8 +48,8 @@ def linear_steps(
     pool = probe_pool(shape[0], dtype, runner.device, weight)
     yield
     probe = partial(steps_in_buckets, runner, pool=pool, name=name, proven=proven)
-    if isinstance(module, TransposedLinear):
-        return (yield from _transposed_steps(runner, module, sizes, probe))
+    if isinstance(module, CpuLinear):
+        return (yield from _swapped_steps(runner, module, sizes, probe))
     product: Callable[[Tensor], Tensor] = module
     if isinstance(module, nn.Linear) and type(module).__module__.startswith(ROUTERS):
         product = partial(nn.Linear.forward, module)
@@ -74,36 +74,35 @@ def steps_in_buckets(
     return function_steps(of_rows, pool, sizes, reference, name, search, proven)
 
 
-def _transposed_steps(
+def _swapped_steps(
     runner: ModelRunner,
-    module: TransposedLinear,
+    module: CpuLinear,
     sizes: Collection[int],
     probe: Callable[..., Steps[BucketInvariance]],
 ) -> Steps[tuple[BucketInvariance, tuple[int, ...]]]:
-    """The direct product is used where it is faster and has the bits of the reference bucket."""
+    """Operands are swapped where that is faster and has the bits of the reference bucket."""
     reference = runner.buckets.reference
 
-    def direct(x: Tensor) -> Tensor:
-        product = module.transposed_product if x.shape[1] == reference else module.direct_product
-        return product(x[0])[None]
+    def swapped(x: Tensor) -> Tensor:
+        return module.product(x) if x.shape[1] == reference else module.product_swapped(x)
 
-    faster = [n for n in sizes if n in module.fast_rows and n != reference]
+    faster = [n for n in sizes if module.faster_swapped(n) and n != reference]
     counts: tuple[int, ...] = ()
     if faster:
-        equal = yield from probe(direct, [reference, *faster])
+        equal = yield from probe(swapped, [reference, *faster])
         counts = tuple(n for n in faster if equal.canonical(n))
     result = yield from probe(module, [n for n in sizes if n not in counts])
     same: dict[int, int | None] = dict.fromkeys(counts, result.labels[reference])
     return replace(result, labels=result.labels | same), counts
 
 
-def set_direct(runner: ModelRunner, direct: Counts) -> None:
-    """Let transposed linears use the direct product in these buckets (``ProbeResults.direct``)."""
+def set_swapped(runner: ModelRunner, swapped: Counts) -> None:
+    """Let linears swap their operands in these buckets (``ProbeResults.swapped``)."""
     for first, names in linear_kinds(runner.model).items():
         for name in names:
             module = runner.model.get_submodule(name)
-            if isinstance(module, TransposedLinear):
-                module.direct = direct.get(first, ())
+            if isinstance(module, CpuLinear):
+                module.swapped = swapped.get(first, ())
 
 
 def tile_counts(

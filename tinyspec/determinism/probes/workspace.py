@@ -106,7 +106,7 @@ class Workspace:
         self, name: str, sizes: Collection[int], proven: bool = True
     ) -> Steps[Found]:
         """Facts 1 and 2 of a linear or another function of rows in the reference bucket and
-        ``sizes``, and the buckets in which it uses the direct product from now on.
+        ``sizes``, and the buckets in which its operands are swapped from now on.
 
         proven: fact 1 in the reference bucket is.
         """

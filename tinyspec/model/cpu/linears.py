@@ -3,18 +3,18 @@
 fp32: oneDNN's product, which is faster. The operator is private to torch (inductor emits it), so it
 is looked up and compared before use; where it is missing or disagrees, layers stay as they are.
 bf16 on a CPU with AMX: the transposed product, weight times rows as columns. The bits of its rows
-hardly ever depend on how many there are, while torch's default splits its sums by that number. At
-row counts where a probe finds that the direct product (rows times weight) has the same bits and is
-faster, it is used.
+hardly ever depend on how many there are, while torch's default splits its sums by that number.
 
-Both define canonical bits: the fingerprint names the classes. In fast mode torch's default serves
-the row counts at which it is faster: few in fp32 (MKL, on an Intel CPU), many in bf16.
+Both define canonical bits: the fingerprint names the classes. Either product can also be made with
+its operands swapped, which is faster at some row counts: canonical passes do so where a probe finds
+that the bits are the same. In fast mode the fastest operator serves any row count, torch's default
+among them: few rows in fp32 (MKL, on an Intel CPU), many in bf16.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,21 @@ from tinyspec.model.cpu.fast_mode import FastMode
 from tinyspec.model.linears import SharedLinear, is_plain
 from tinyspec.model.modules import children
 
-# Where MKL is faster on an Intel CPU (two cores, AMX), by elements of the weight: 42 layers of
-# 131,000 to 721,000 took 1.5, 2.1, 2.6 and 3.2 ms at 1, 4, 8, 12 rows, by oneDNN 2.3, 3.7, 4.0 and
-# 4.5, and from 16 rows on the same; of 2 million and more only 1 or 2 rows were faster by MKL.
+# Where MKL is faster on an Intel CPU: up to 12 rows of a weight of which each thread's share fits
+# in the cache of its core (2 MB), else up to 2. In a model of 43 linears, on one thread, 512 by 512
+# took MKL 44, 51, 64, 89 and 117 us at 1, 2, 4, 8 and 12 rows, oneDNN 68, 97, 120, 127 and 151; 512
+# by 1408 took MKL 117, 138, 225, 316 and 458, oneDNN 142, 227, 220, 250 and 274; alone and with two
+# threads MKL 52, 52, 72, 93 and 110, oneDNN 76, 105, 103, 118 and 125.
 MKL_ROWS, FEW_MKL_ROWS = 12, 2
-MKL_ELEMENTS = 1 << 16, 1 << 20
+MKL_ELEMENTS, MKL_SHARE = 1 << 16, 1 << 19
+# Where oneDNN is faster with the weight as its first operand, transposing the result included, as
+# its time is that of whole vectors of rows. In the same model 512 by 1408 took 250, 306, 321, 371
+# and 452 us at 8, 12, 16, 24 and 32 rows, swapped 252, 274, 286, 455 and 431; 1408 by 512 took 237,
+# 245, 278, 294, 434, 565 and 704 at 4, 8, 12, 16, 32, 48 and 64 rows, swapped 220, 219, 234, 239,
+# 329, 458 and 601: the deeper a linear, the less there is to transpose.
+VECTOR, DEEP = 16, 1024
+LEAST_COLUMNS, LEAST_COLUMNS_IF_DEEP = 9, 4
+MOST_COLUMNS, MOST_COLUMNS_IF_DEEP = 16, 64
 # Where the transposed product is faster in bf16 with AMX, as torch's default packs the weight in
 # every call: 43 layers of 131,000 to 4 million took 2.7, 2.9, 2.7, 2.8 and 3.1 ms at 1, 4, 8, 16,
 # 24 rows, transposed 2.2, 2.5, 2.6, 2.8 and 3.4; a whole model of them gained 13, 9, 8, 5 and 1 %.
@@ -50,20 +60,23 @@ def cpu_has(name: str) -> bool:
 def _mkl_rows(elements: int) -> int:
     """Rows up to which MKL is faster for an fp32 weight."""
     mkl = cpu_has("GenuineIntel") and torch.backends.mkl.is_available()
-    if not mkl or elements < MKL_ELEMENTS[0]:
+    if not mkl or elements < MKL_ELEMENTS:
         return 0
-    return MKL_ROWS if elements <= MKL_ELEMENTS[1] else FEW_MKL_ROWS
+    return MKL_ROWS if elements <= MKL_SHARE * torch.get_num_threads() else FEW_MKL_ROWS
 
 
 class CpuLinear(SharedLinear):
     """An ``nn.Linear`` with another operator than torch's default.
 
-    fast_rows: the row counts at which fast mode takes torch's default.
+    fast_rows: the row counts at which fast mode takes torch's default. swapped: those at which
+    canonical passes swap the operands of the product, because that is faster and a probe found the
+    same bits.
     """
 
     in_features: int
     out_features: int
     fast_rows = range(0)
+    swapped: Collection[int] = ()
 
     def __init__(self, linear: nn.Linear, fast_mode: FastMode | None = None):
         super().__init__(linear)
@@ -71,16 +84,32 @@ class CpuLinear(SharedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features]."""
-        if self._fast_mode.on and x.numel() // self.in_features in self.fast_rows:
+        if not self._fast_mode.on:
+            return self.canonical(x)
+        rows = x.numel() // self.in_features
+        if rows in self.fast_rows:
             return self.default(x)
-        return self.canonical(x)
+        return self.product_swapped(x) if self.faster_swapped(rows) else self.product(x)
+
+    def faster_swapped(self, rows: int) -> bool:
+        """Whether ``product_swapped`` is faster."""
+        raise NotImplementedError
 
     def differs_in_fast_mode(self, rows: int) -> bool:
         """Whether fast mode may change the bits of ``rows`` rows."""
-        return rows in self.fast_rows
+        raise NotImplementedError
 
     def canonical(self, x: Tensor) -> Tensor:
-        """The operator of every canonical pass."""
+        """What every canonical pass computes, in the faster way that is known to have its bits."""
+        swaps = self.swapped and x.numel() // self.in_features in self.swapped
+        return self.product_swapped(x) if swaps else self.product(x)
+
+    def product(self, x: Tensor) -> Tensor:
+        """x [..., in_features] -> [..., out_features]: what defines canonical bits."""
+        raise NotImplementedError
+
+    def product_swapped(self, x: Tensor) -> Tensor:
+        """As ``product``, with its operands swapped."""
         raise NotImplementedError
 
     def default(self, x: Tensor) -> Tensor:
@@ -89,37 +118,55 @@ class CpuLinear(SharedLinear):
 
 
 class OneDnnLinear(CpuLinear):
-    """fp32, by oneDNN."""
+    """fp32, by oneDNN: rows times weight, or weight times rows."""
 
     def __init__(self, linear: nn.Linear, fast_mode: FastMode | None = None):
         super().__init__(linear, fast_mode)
         self.fast_rows = range(_mkl_rows(linear.weight.numel()) + 1)
 
-    def canonical(self, x: Tensor) -> Tensor:
-        """By oneDNN."""
+    def faster_swapped(self, rows: int) -> bool:
+        deep = self.in_features >= DEEP
+        least = LEAST_COLUMNS_IF_DEEP if deep else LEAST_COLUMNS
+        most = MOST_COLUMNS_IF_DEEP if deep else MOST_COLUMNS
+        return least <= rows <= most and (rows <= VECTOR or rows % VECTOR == 0)
+
+    def differs_in_fast_mode(self, rows: int) -> bool:
+        swaps = self.faster_swapped(rows) and rows not in self.swapped
+        return rows in self.fast_rows or swaps
+
+    def product(self, x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+
+    def product_swapped(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features)
+        columns = torch.ops.mkldnn._linear_pointwise(self.weight, rows, None, "none", [], "")
+        out = columns.t().contiguous()
+        if self.bias is not None:
+            out += self.bias
+        return out.view(*x.shape[:-1], self.out_features)
 
 
 class TransposedLinear(CpuLinear):
-    """bf16, by the transposed product.
-
-    direct: the row counts at which the direct product is used instead, because it is faster and a
-    probe found the same bits.
-    """
+    """bf16, by the transposed product, weight times rows; swapped, the direct one."""
 
     fast_rows = range(TRANSPOSED_ROWS + 1, sys.maxsize)
-    direct: Collection[int] = ()
+
+    def faster_swapped(self, rows: int) -> bool:
+        return rows in self.fast_rows
 
     def differs_in_fast_mode(self, rows: int) -> bool:
         # The direct product is torch's default, but for the rounding of the bias.
-        same = rows in self.direct and self.bias is None
-        return super().differs_in_fast_mode(rows) and not same
+        same = rows in self.swapped and self.bias is None
+        return rows in self.fast_rows and not same
 
-    def canonical(self, x: Tensor) -> Tensor:
-        """By the transposed product, or the direct one where it has the same bits."""
-        rows = x.reshape(-1, self.in_features)
-        product = self.direct_product if len(rows) in self.direct else self.transposed_product
-        out = product(rows)
+    def product(self, x: Tensor) -> Tensor:
+        return self._with_bias(x, self.transposed_product)
+
+    def product_swapped(self, x: Tensor) -> Tensor:
+        return self._with_bias(x, self.direct_product)
+
+    def _with_bias(self, x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+        out = product(x.reshape(-1, self.in_features))
         if self.bias is not None:
             out += self.bias
         return out.view(*x.shape[:-1], self.out_features)
