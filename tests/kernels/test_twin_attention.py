@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from tests.support.tolerances import OPERATOR, close, norm_as_good_as_torch
 from tinyspec.determinism.probes.bits import same_bits
 from tinyspec.kernels.attention_metadata import AttentionMetadata
-from tinyspec.kernels.twins import attention_plan
+from tinyspec.kernels.twins import attention_cut, attention_plan
 from tinyspec.kernels.twins import paged_attention as twin
+from tinyspec.kernels.twins.attention_cut import cut_keeps_bits
 
 LENGTHS = (1, 5, 127, 128, 129, 300)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -224,6 +225,46 @@ def test_large_batches_are_cut_without_a_trace(monkeypatch):
     monkeypatch.setattr(attention_plan, "MAX_TILE_ROWS", 256)
     after = run(torch.float32, SHAPES[0], chosen, {})
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("scores", SCORES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_keys_behind_all_contexts_are_left_out(monkeypatch, dtype, scores):
+    """In calls of one tile a block, where that keeps all bits; a softcap's own sums attend to
+    whole tiles."""
+    cuts = cut_keeps_bits(dtype, SHAPES[0][0], 16 if dtype == torch.float16 else 4)
+    chosen = [(0, 1), (1, 5)]
+    before = run(dtype, SHAPES[0], chosen, scores)
+    keys = []
+    attend = twin.attend_tiles
+
+    def noted(q, k, v, plan, **more):
+        keys.append(plan.keys)
+        return attend(q, k, v, plan, **more)
+
+    monkeypatch.setattr(twin, "attend_tiles", noted)
+    after = run(dtype, SHAPES[0], chosen, scores)
+    assert set(keys) == {32 if cuts and "softcap" not in scores else 128}
+    monkeypatch.setattr(twin, "cut_keeps_bits", lambda *_: False)
+    del keys[:]
+    whole = run(dtype, SHAPES[0], chosen, scores)
+    assert set(keys) == {128}
+    assert all(map(torch.equal, before, after)) and all(map(torch.equal, before, whole))
+
+
+@pytest.mark.parametrize("at", [4, 32, 192, 768])
+def test_no_key_is_left_out_where_that_changes_a_bit(monkeypatch, at):
+    """Be it in calls of some number of query rows alone, and in the log-sum-exp."""
+    flash = attention_cut.flash_attention
+
+    def other(q, k, *args, **more):
+        out, lse = flash(q, k, *args, **more)
+        return out, lse.nextafter(lse + 1) if q.shape[2] == at and k.shape[2] == 96 else lse
+
+    check = cut_keeps_bits.__wrapped__
+    assert check(torch.float32, 64, 4) == cut_keeps_bits(torch.float32, 64, 4)
+    monkeypatch.setattr(attention_cut, "flash_attention", other)
+    assert not check(torch.float32, 64, 4)
 
 
 @pytest.mark.parametrize("scores", SCORES, ids=str)

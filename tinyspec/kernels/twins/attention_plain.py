@@ -151,7 +151,7 @@ def _plan(metadata: AttentionMetadata, causal: CausalMask, group: int, parts: in
         return _Plan(decode, [], prompts)
     single = set(rows)
     blocks = [block for block in query_blocks(metadata, causal) if block.row in single]
-    tiles = plan_calls(blocks, size, causal, group, parts, whole=False)
+    tiles = plan_calls(blocks, size, causal, group, parts, unit=1)
     return _Plan(None, tiles, prompts)
 
 

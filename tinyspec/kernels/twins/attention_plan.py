@@ -108,12 +108,13 @@ def plan_calls(
     parts: int,
     *,
     least: int = 0,
-    whole: bool = True,
+    unit: int = TILE,
 ) -> list[TileCall]:
     """Calls for ``blocks``, each block padded to ``padded_queries``, or not at all (``least`` 0).
 
-    group: query heads that share a head of the call, of which there are ``parts``. whole: whether
-    all keys of every tile are attended to, masked, where fewer would do.
+    group: query heads that share a head of the call, of which there are ``parts``. unit: where
+    blocks have one tile, the keys behind all contexts are left out in units of so many; 1: also the
+    mask where it would hide nothing.
     """
 
     def queries(block: Block) -> int:
@@ -138,7 +139,7 @@ def plan_calls(
 
     ordered = sorted(blocks, key=lambda b: (queries(b), -b.num_tiles))
     return [
-        _plan_call(batch, height, page_size, causal, group, parts, whole)
+        _plan_call(batch, height, page_size, causal, group, parts, unit)
         for height, alike in groupby(ordered, key=queries)
         for batch in batches(list(alike), height)
     ]
@@ -151,7 +152,7 @@ def _plan_call(
     causal: CausalMask,
     group: int,
     parts: int,
-    whole: bool,
+    unit: int,
 ) -> TileCall:
     # How many blocks have a first tile, a second one, ...: those with most tiles come first.
     counts = [
@@ -178,8 +179,8 @@ def _plan_call(
     position = (known[:, 1:] + inside)[list(owners)]  # [T, rows], or [1, rows] of one block
     newest, lowest = position - first, causal.lowest_key(position) - first
     # With one tile a block, the keys after those of all rows can be left out.
-    keys = TILE if whole or len(counts) > 1 else min(TILE, int(newest.max()) + 1)
-    mask = _mask(newest, lowest, keys, group, whole)
+    keys = TILE if len(counts) > 1 else min(TILE, -(-(int(newest.max()) + 1) // unit) * unit)
+    mask = _mask(newest, lowest, keys, group, whole=unit > 1)
     ends = list(accumulate(counts, initial=0))
     return TileCall(
         layout=layout,

@@ -8,6 +8,7 @@ rows or tiles share its call, provided that
   rows differ there, in fp16 with AVX512-FP16 at every head size; measured:
   ``benchmarks/probe.py``);
 - 16-bit heads come in units of 32;
+- keys that are left out behind all contexts of a call leave a multiple of KEYS_UNIT;
 - partials are merged one after the other from position 0.
 
 A tile that is masked for a row has weight exactly 0 in that merge, so the tiles that other rows
@@ -25,9 +26,10 @@ import torch
 from torch import Tensor
 
 from tinyspec.kernels.attention_metadata import AttentionMetadata
+from tinyspec.kernels.twins.attention_cut import KEYS_UNIT, cut_keeps_bits
 from tinyspec.kernels.twins.attention_mask import CausalMask
 from tinyspec.kernels.twins.attention_plain import plain_attention
-from tinyspec.kernels.twins.attention_plan import plan_calls, query_blocks
+from tinyspec.kernels.twins.attention_plan import TILE, plan_calls, query_blocks
 from tinyspec.kernels.twins.attention_tiles import attend_tiles
 
 
@@ -72,8 +74,9 @@ def paged_attention(
     plans = metadata.derived.get(key)
     if plans is None:
         causal, least = CausalMask(*bounds), _least_rows(q, softcap)
-        blocks = query_blocks(metadata, causal)
-        plans = plan_calls(blocks, metadata.page_size, causal, group, kv_heads, least=least)
+        unit = TILE if softcap or not cut_keeps_bits(q.dtype, q.shape[2], least) else KEYS_UNIT
+        blocks, size = query_blocks(metadata, causal), metadata.page_size
+        plans = plan_calls(blocks, size, causal, group, kv_heads, least=least, unit=unit)
         metadata.derived[key] = plans
 
     parts = [
