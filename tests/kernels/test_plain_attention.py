@@ -217,6 +217,61 @@ def test_no_call_over_an_odd_number_of_keys(monkeypatch):
         assert seen.pop().keys == keys
 
 
+APART = (  # length, rows, page size, pages; keys apart, whether the rest needs a mask
+    (300, 44, 128, [[3, 4, 5]], 256, False),
+    (300, 40, 128, [[3, 4, 5]], 256, True),
+    (131, 20, 24, [[2, 7, 4, 5, 11, 8]], 96, True),
+    (112, 80, 128, [[2]], 32, False),
+    (112, 80, 16, [[2, 9, 4, 5, 11, 8, 1]], 32, False),
+    (112, 112, 128, [[2]], 0, False),
+    (112, 12, 128, [[2]], 0, True),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", APART, ids=str)
+def test_keys_before_many_rows(monkeypatch, dtype, case):
+    """In a call of their own, without a mask; a bound's keys are not."""
+    length, rows, size, pages, apart, masked = case
+    monkeypatch.setattr(attention_plain, "APART", 16)
+    calls = results_of(monkeypatch, "_prompt_call")
+    decode(dtype, [length], pages, size, rows=[rows])
+    (call,) = calls
+    assert (call.apart, call.mask is not None) == (apart, masked)
+    decode(dtype, [length], pages, size, window=50, rows=[rows])
+    assert {call.apart for call in calls[1:]} == {0}
+
+
+@pytest.mark.parametrize("position", [64, 70])
+def test_masks_of_many_rows_are_cut(monkeypatch, position):
+    """Rows that need a mask run a few at a time, those that need none at once."""
+    monkeypatch.setattr(attention_plain, "APART", 16)
+    monkeypatch.setattr(attention_plain, "MASK_ROWS", 32)
+    calls = results_of(monkeypatch, "_prompt_call")
+    decode(torch.float32, [position + 60], [[2, 3]], 128, rows=[60])
+    assert [call.rows.stop - call.rows.start for call in calls] == ([60], [32, 28])[position > 64]
+    assert [call.apart for call in calls] == ([64], [64, 96])[position > 64]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
+@pytest.mark.parametrize("which", [0, 1], ids=["key", "value"])
+@pytest.mark.parametrize("place", [10, 70], ids=["apart", "behind"])
+def test_what_is_not_finite_shows_apart_too(monkeypatch, place, which, value):
+    """In the rows that attend to it alone, as in one call."""
+    q, *kv = sequences(torch.float32, SHAPES[0])[2]
+    q = q[64:112]
+    caches = [x[:112].clone()[None].contiguous() for x in kv]
+    caches[which][0, place, 0, 0] = value
+    metadata = AttentionMetadata.of([(64, 112)], [[0]], 112, exact=False)
+    found = []
+    for least in (1 << 20, 16):
+        monkeypatch.setattr(attention_plain, "APART", least)
+        metadata.derived.clear()
+        found.append(paged_attention(q, *caches, metadata, scale=1 / 8).isfinite())
+    assert torch.equal(*found) and not found[0].all()
+    assert found[0][: max(0, place - 64)].all()
+
+
 def test_a_masked_key_must_be_finite(monkeypatch):
     """Control: contexts of unlike pages would reach into what lies between them."""
     lengths, pages = [70, 200], [[1], [4, 5]]
