@@ -166,7 +166,7 @@ class Sampler:
             return Sampling(logits.new_zeros(0, dtype=torch.int64))
         device, count = logits.device, len(batch)
         raw = logits
-        if count != len(logits) or np.count_nonzero(batch.logits_row != np.arange(count)):
+        if count != logits.shape[0] or np.count_nonzero(batch.logits_row != np.arange(count)):
             raw = logits.index_select(0, to_device(batch.logits_row, device))
         filtered = np.zeros(0, np.int64)
         if np.count_nonzero(batch.temperature):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tinyspec.scheduler.columns import Array as Array
-from tinyspec.scheduler.columns import Columns
+from tinyspec.scheduler.columns import Columns, highest
 
 # Rows, tokens, pages and stop tokens that there is room for at first; each doubles when it is full.
 FIRST_ROWS, FIRST_TOKENS, FIRST_PAGES, FIRST_STOPS, NO_STOP = 16, 64, 4, 1, -1
@@ -168,9 +168,11 @@ class SequenceTable(Columns):
 
         A draft in the place of a token is replaced by it; those behind stay in their places.
         """
+        if not len(rows):
+            return
         starts = self.length[rows]
         ends = starts + counts
-        self.make_room(int(ends.max(initial=0)))
+        self.make_room(highest(ends))
         _write(self.ids, rows, starts, counts, tokens)
         self.length[rows] = ends
 
@@ -181,7 +183,8 @@ class SequenceTable(Columns):
 
     def stops_at(self, rows: Array, tokens: Array) -> Array:
         """[n] bool: which of ``tokens`` [n] end their sequences."""
-        return (self.stops[rows] == tokens[:, None]).any(1)
+        equal = self.stops[rows] == tokens[:, None]
+        return equal[:, 0] if equal.shape[1] == 1 else equal.any(1)
 
     def fills_page(self, rows: Array, page_size: int) -> Array:
         """[n] bool: whether pages have filled up with final KV that the prefix cache has not
