@@ -91,7 +91,7 @@ class Transfer:
         self._tensors = tensors
         self._event: torch.cuda.Event | None = None
         there = [tensor for tensor in tensors if tensor is not None]
-        self._is_there = there[0].device.type == "cpu"
+        self._is_there = there[0].is_cpu
         if not self._is_there:
             packed = pack(there)
             pinned = packed.device.type == "cuda"
