@@ -26,8 +26,8 @@ def _highest(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _chosen(rows: Tensor) -> Tensor:
-    """[N] int64: where the highest of each of ``rows`` [N, V] is, the lowest index on ties; -1 where
-    it is not finite. NumPy searches a row in a tenth to a third of torch's time."""
+    """[N] int64: where the highest of each of ``rows`` [N, V] is, the lowest index on ties; -1
+    where it is not finite. NumPy searches a row in a tenth to a third of torch's time."""
     if rows.shape[0] < LEAST_ROWS and rows.is_cpu:
         values = rows.numpy()
         places = values.argmax(1)  # of NaN, where there is one
