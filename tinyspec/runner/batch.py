@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tinyspec.kernels.attention_metadata import AttentionMetadata
 from tinyspec.runner.device_queue import to_device
-from tinyspec.scheduler.columns import Array, highest
 from tinyspec.scheduler.passes import Pass, spread
+from tinyspec.scheduler.sequence_table import Array, highest
 
 
 @dataclass

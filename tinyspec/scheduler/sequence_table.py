@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tinyspec.scheduler.columns import Array as Array
-from tinyspec.scheduler.columns import Columns, highest
+from tinyspec.scheduler.columns import Columns
 
 # Rows, tokens, pages and stop tokens that there is room for at first; each doubles when it is full.
 FIRST_ROWS, FIRST_TOKENS, FIRST_PAGES, FIRST_STOPS, NO_STOP = 16, 64, 4, 1, -1
@@ -233,6 +233,11 @@ class SequenceTable(Columns):
             setattr(self, name, after)
         self.sequences += [None] * more
         self._free += range(first, first + more)
+
+
+def highest(values: Array) -> int:
+    """The highest of ``values`` [n], n > 0: for few of them in a third of the time of ``max``."""
+    return int(values[values.argmax()])
 
 
 def _write(matrix: Array, rows: Array, starts: Array, counts: Array, values: Array) -> None:
