@@ -61,7 +61,8 @@ DICT_FIELDS = {"output_attentions", "output_hidden_states"}
 # Values of other fields that are served; None and False, which switch a field off, are for all.
 SERVED_VALUES = {"guidance_scale": (1,), "cache_implementation": ("dynamic", "static")}
 # logits_to_keep: of a prompt the last position's are kept, as they are by default.
-_KNOWN_ARGUMENTS = {*PROMPT_ARGUMENTS, *CALL_ARGUMENTS, *ADDED_ARGUMENTS, "logits_to_keep", "kwargs"}
+_KNOWN_ARGUMENTS = {*PROMPT_ARGUMENTS, *CALL_ARGUMENTS, *ADDED_ARGUMENTS}
+_KNOWN_ARGUMENTS |= {"logits_to_keep", "kwargs"}
 _KNOWN_FIELDS = {*SERVED_FIELDS, *INERT_FIELDS, *ADDED_ARGUMENTS}
 STEP_BY_STEP = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 SERVED_MODES = (*STEP_BY_STEP, GenerationMode.ASSISTED_GENERATION)
