@@ -5,6 +5,7 @@ own or wholly served, the next call works, and ``unpatch`` restores it.
 
 from __future__ import annotations
 
+import _signal
 import contextlib
 import random
 import signal
@@ -181,7 +182,7 @@ def test_ctrl_c_at_every_line_of_the_proof(no_results_on_disk):
 @pytest.fixture
 def nothing_is_held_back(monkeypatch):
     """As with a handler that is not Python's: the record alone counts."""
-    monkeypatch.setattr(signal, "getsignal", lambda number: None)
+    monkeypatch.setattr(_signal, "getsignal", lambda number: None)
     monkeypatch.setattr(signals, "handler", lambda: None)
 
 
@@ -198,9 +199,9 @@ def test_ctrl_c_at_every_line_of_an_exchange_that_is_not_held(deed, nothing_is_h
 
 def test_a_handler_that_is_not_pythons_stays(monkeypatch):
     """It could not be put back."""
-    monkeypatch.setattr(signal, "getsignal", lambda number: None)
+    monkeypatch.setattr(_signal, "getsignal", lambda number: None)
     set_to = []
-    monkeypatch.setattr(signal, "signal", lambda *args: set_to.append(args))
+    monkeypatch.setattr(_signal, "signal", lambda *args: set_to.append(args))
     with interrupts.between_steps(), interrupts.deferred_interrupt(), interrupts.at_once():
         pass
     assert set_to == []

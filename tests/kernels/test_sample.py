@@ -157,6 +157,23 @@ def test_the_highest_of_many_rows() -> None:
         assert torch.equal(places[sound], expected.indices[sound]) and int(places[6]) == 200
 
 
+@pytest.mark.parametrize("rows", [1, 5, twins.LEAST_ROWS - 1, twins.LEAST_ROWS + 1])
+def test_the_chosen_of_few_rows_as_of_many(rows: int) -> None:
+    """By NumPy as by torch: the lowest index on ties, none for NaN, +inf, and where all is out."""
+    for seed in range(40):
+        for logits in normal(rows, 513, seed=seed).round(decimals=1).split(1):
+            for place, value in ((0, None), (7, NAN), (512, INF), (slice(None), NEG), (3, NEG)):
+                changed = logits.repeat(rows, 1)
+                if value is not None:
+                    changed[-1, place] = value
+                best, places = changed.max(dim=-1)
+                expected = torch.where(best.isfinite(), places, -1)
+                before = changed.clone()
+                assert torch.equal(twins._chosen(changed), expected)
+                assert torch.equal(changed.nan_to_num(7.0), before.nan_to_num(7.0))
+                assert (int(expected[-1]) < 0) == (value is not None and place != 3), "control"
+
+
 def test_matches_reference_without_rows() -> None:
     tokens, logprobs = sample(*(x[:0] for x in case(1, 10)))
     assert tokens.shape == logprobs.shape == (0,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _signal
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -107,10 +108,10 @@ def _traced(files: set[str], at: Callable[[Line], None]) -> Iterator[None]:
 
 def interrupt_when_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in place of the next change of a handler."""
-    change = signal.signal
+    change = _signal.signal
 
     def interrupted(*args: Any) -> None:
-        monkeypatch.setattr(signal, "signal", change)
+        monkeypatch.setattr(_signal, "signal", change)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(signal, "signal", interrupted)
+    monkeypatch.setattr(_signal, "signal", interrupted)

@@ -1,7 +1,7 @@
 """Whether a model has changed since it was last looked at, told in a fraction of a millisecond.
 
 ``changed`` walks over no module: it compares lists of what every module and config held, classes,
-and address, version, shape and strides of every tensor. Only where one of them differs ``update``
+and address, version and form of every tensor. Only where one of them differs ``update``
 describes the model anew and says by name what changed. Knows no request.
 """
 
@@ -32,6 +32,7 @@ from tinyspec.determinism.model_state import (
 )
 from tinyspec.determinism.model_tables import ModelTables
 from tinyspec.determinism.optimizer_steps import OptimizerSteps
+from tinyspec.determinism.tensor_forms import TensorForms
 from tinyspec.model.patched_model import PatchedModel
 from tinyspec.model.quantized import is_packed, repack_weights, trace
 from tinyspec.model.torch_state import TorchState
@@ -39,9 +40,8 @@ from tinyspec.model.torch_state import TorchState
 logger = logging.getLogger("tinyspec")
 THREADS, PROCESS = "the number of threads", "the state of the process"
 OBJECT, STEPS = "the object ", "steps of optimizers"
-_ADDRESS, _VERSION, _FORM = Tensor.data_ptr, attrgetter("_version"), attrgetter("shape")
-_ASKS_FOR_GRADIENTS = attrgetter("requires_grad")
-_ABSENT = object()
+_ADDRESS, _VERSION = Tensor.data_ptr, attrgetter("_version")
+_ABSENT, _END = object(), (object(),)
 
 
 class ModelWatch:
@@ -90,11 +90,12 @@ class ModelWatch:
         return self._none if self._beside is None else self._beside.modules()
 
     def _same_tensors(self) -> bool:
-        held = list(chain.from_iterable(self._tensor_tables))
+        # Both have one mark behind them: the first that is not where it was shows another length.
+        held = chain(chain.from_iterable(self._tensor_tables), _END)
         return (
-            len(held) == len(self._held)
-            and all(map(is_, held, self._held))
+            all(map(is_, held, self._held))
             and self._traces == self._trace()
+            and self._forms.same()
             and self.weights[STEPS] == self._steps.count
             # An address is the same tensor's only as long as its memory was not freed.
             and not any(map(torch.UntypedStorage._expired, self._storages))
@@ -107,9 +108,6 @@ class ModelWatch:
         return [
             list(map(_ADDRESS, counted)),
             list(map(_VERSION, counted)),
-            list(map(_FORM, counted)),
-            list(map(Tensor.stride, counted)),
-            list(map(_ASKS_FOR_GRADIENTS, counted)),
             list(map(trace, self._packed)),
         ]
 
@@ -190,7 +188,7 @@ class ModelWatch:
         # ``Module.to`` changes these and no module.
         self._taken_settings |= {"dtype": self._model.dtype, "device": self._model.device}
         self._taken_buffers = self._patched.taken_buffers()
-        self._held = list(chain.from_iterable(self._tensor_tables))
+        self._held = [*chain.from_iterable(self._tensor_tables), *_END]
         found = (
             *tensors(self._model, self.counters),
             *tensors(self._others(), self.counters),
@@ -203,7 +201,7 @@ class ModelWatch:
         self._steps.follow(self._counted)
         self._storage_refs = [StorageWeakRef(tensor.untyped_storage()) for tensor in self._counted]
         self._storages = list({ref.cdata for ref in self._storage_refs})
-        self._traces = self._trace()
+        self._traces, self._forms = self._trace(), TensorForms(self._counted)
         self._bits = list(map(checksum, self._uncounted))
         if self._uncounted and not self._warned:
             self._warned = True

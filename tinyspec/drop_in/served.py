@@ -60,6 +60,10 @@ INERT_FIELDS = {
 DICT_FIELDS = {"output_attentions", "output_hidden_states"}
 # Values of other fields that are served; None and False, which switch a field off, are for all.
 SERVED_VALUES = {"guidance_scale": (1,), "cache_implementation": ("dynamic", "static")}
+# logits_to_keep: of a prompt the last position's are kept, as they are by default.
+_KNOWN_ARGUMENTS = {*PROMPT_ARGUMENTS, *CALL_ARGUMENTS, *ADDED_ARGUMENTS}
+_KNOWN_ARGUMENTS |= {"logits_to_keep", "kwargs"}
+_KNOWN_FIELDS = {*SERVED_FIELDS, *INERT_FIELDS, *ADDED_ARGUMENTS}
 STEP_BY_STEP = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 SERVED_MODES = (*STEP_BY_STEP, GenerationMode.ASSISTED_GENERATION)
 
@@ -81,12 +85,12 @@ def unserved_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> Ite
         size, expected = vocab_size(assistant), vocab_size(model)
         if size != expected:
             yield f"an assistant_model with a vocabulary of {size} tokens, not {expected}"
-    known = {*model.generation_config.to_dict(), "kwargs"}
-    # logits_to_keep: of a prompt the last position's are kept, as they are by default.
-    known |= {*PROMPT_ARGUMENTS, *CALL_ARGUMENTS, *ADDED_ARGUMENTS, "logits_to_keep"}
-    for name in inspect.signature(model.forward).parameters:
-        if name not in known and arguments.get(name) is not None:
-            yield f"{name} (an argument of the model's forward)"
+    known = vars(model.generation_config).keys() | _KNOWN_ARGUMENTS
+    others = {n for n, value in arguments.items() if n not in known and value is not None}
+    if others:
+        for name in inspect.signature(model.forward).parameters:
+            if name in others:
+                yield f"{name} (an argument of the model's forward)"
 
 
 def _unserved_prompts(arguments: dict[str, Any]) -> Iterator[str]:
@@ -125,9 +129,8 @@ def unserved_settings(config: GenerationConfig, assistant: Any = None) -> Iterat
         yield f"generation mode {mode.value} (num_beams={config.num_beams})"
     if config.prompt_lookup_num_tokens is not None and config.prompt_lookup_num_tokens < 1:
         yield f"prompt_lookup_num_tokens={config.prompt_lookup_num_tokens}"
-    known = {*SERVED_FIELDS, *INERT_FIELDS, *ADDED_ARGUMENTS}
-    for name, value in config.to_dict().items():
-        if name.startswith("_") or name in known or value is None or value is False:
+    for name, value in vars(config).items():
+        if value is None or value is False or name in _KNOWN_FIELDS or name.startswith("_"):
             continue
         of_dicts = name in DICT_FIELDS and not config.return_dict_in_generate
         states = name == "output_hidden_states" and mode in STEP_BY_STEP and value is True

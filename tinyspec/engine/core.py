@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from operator import index
 
+import numpy as np
+
 from tinyspec.engine.commit import Commits, Committer
 from tinyspec.engine.drafter import Drafter, FastPath, NgramDrafter
 from tinyspec.engine.launched import Launched, is_special
@@ -232,20 +234,19 @@ class EngineCore:
         table, works, alive = self.table, launched.works, launched.alive
         for result in found.special.values():
             self.runner.torch_state.stream.hand_out(result.scores, result.logits)
-        drafts = works.kinds == DRAFT
-        final = alive & ~drafts
+        final = alive & (works.kinds != DRAFT)
         table.advance(works.rows[final], ends[final], launched.work_pass.canonical)
         if prompt_logprobs is not None:
             launched.keep_prompt_logprobs(alive, ends, prompt_logprobs)
-        alive &= ends == works.ends
-        final &= alive
+        if ends is not works.ends:  # what was thought about
+            alive &= ends == works.ends
         rows, firsts, counts = launched.rows, launched.firsts, launched.counts
-        kept = final[launched.work]
+        kept = (final & alive)[launched.work]
         if launched.leads:
             rows = self._start_siblings(launched, alive)
             kept &= rows >= 0
-        if drafts.any():
-            drafting = (alive & drafts)[launched.work]
+        if launched.work_pass.has_drafts:
+            drafting = (alive & (works.kinds == DRAFT))[launched.work]
             # What follows a draft that ended the drafts was drafted before that was known.
             drafting &= ~table.draft_ended[rows]
             drafting_rows, tokens = rows[drafting], found.tokens[firsts[drafting]]
@@ -253,7 +254,7 @@ class EngineCore:
             if self.trace is not None:
                 self.trace.drafted(drafting_rows, tokens)
             launched.record.drafted = int(drafting.sum())
-        if not kept.all():
+        if np.count_nonzero(kept) < len(kept):
             rows, firsts, counts = rows[kept], firsts[kept], counts[kept]
             decisions = None if decisions is None else decisions[:, kept]
         lock_step = table.sequences[rows[0]].request.lock_step if len(rows) else None
@@ -288,8 +289,7 @@ class EngineCore:
 
     def _close(self, record: PassRecord, commits: Commits, seconds: float) -> None:
         record.number, record.seconds = self._number, seconds
-        record.drafted += self._proposed
-        self._proposed = 0
+        record.drafted, self._proposed = record.drafted + self._proposed, 0
         for name in ("committed", "accepted", "rolled_back", "rollbacks"):
             setattr(record, name, getattr(commits, name))
         self._number += 1

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import signal
+# What ``signal`` wraps: its own functions turn handlers into enums, in ten times as long.
+import _signal as signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 
 class _Guard:
-    """Replaces SIGINT's handler, and remembers whether the signal came."""
+    """Replaces SIGINT's handler, and remembers whether the signal came; as a context manager, a
+    step, to whose end the signal waits."""
 
     def __init__(self) -> None:
         self.in_step = False
@@ -37,6 +39,13 @@ class _Guard:
                 self.end()
             finally:
                 self.begin()
+
+    def __enter__(self) -> None:
+        self.in_step = True
+
+    def __exit__(self, *_: object) -> None:
+        self.in_step = False
+        self.flush()
 
 
 _guards: list[_Guard] = []
@@ -91,17 +100,16 @@ def at_once() -> Iterator[None]:
         _guards.append(guard)
 
 
-@contextmanager
-def deferred_interrupt() -> Iterator[None]:
+def deferred_interrupt() -> AbstractContextManager[object]:
     """Delay SIGINT until the block has ended."""
-    with between_steps():
-        guard = _guards[0] if _guards and in_main_thread() else None
-        if guard is None or guard.in_step:
-            yield
-            return
-        guard.in_step = True
-        try:
-            yield
-        finally:
-            guard.in_step = False
-            guard.flush()
+    if not in_main_thread():
+        return nullcontext()
+    if not _guards:
+        return _deferred_alone()
+    return nullcontext() if _guards[0].in_step else _guards[0]
+
+
+@contextmanager
+def _deferred_alone() -> Iterator[None]:
+    with between_steps(), _guards[0] if _guards else nullcontext():
+        yield

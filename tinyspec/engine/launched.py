@@ -64,13 +64,15 @@ class Launched:
     def of(cls, work_pass: Pass, record: PassRecord, admission: Admission) -> Launched:
         """Before it is handed to the device."""
         table, works = work_pass.table, work_pass.works
-        offsets = works.yields.cumsum() - works.yields
-        work = works.yields.nonzero()[0]
-        rows, firsts, counts = works.rows[work], offsets[work], works.yields[work]
+        offsets = works.cu_tokens - works.yields
+        work, rows, firsts, counts = offsets, works.rows, offsets, works.yields
+        if not works.single:
+            work = counts.nonzero()[0]
+            rows, firsts, counts = rows[work], firsts[work], counts[work]
         siblings: list[tuple[int, Sequence]] = []
         leads = False
         leading = table.draft_free[rows]
-        if leading.any():
+        if np.count_nonzero(leading):
             started, leads = _siblings(work_pass, work[leading], admission)
             siblings = [(len(work) + n, sibling) for n, (_, sibling) in enumerate(started)]
             work = np.concatenate([work, [n for n, _ in started]]).astype(np.int64)

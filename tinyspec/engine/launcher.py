@@ -103,7 +103,7 @@ class Launcher:
         self, launched: Launched, fresh: list[int], before: Launched | None
     ) -> Callable[[], tuple[Tensor, Tensor | None]]:
         runner, works, unscored = self.runner, launched.works, launched.unscored
-        ends = works.counts.cumsum()
+        ends = works.cu_rows
         wanted = launched.offsets if works.single else spread(ends - works.yields, works.yields)
         first = len(unscored)
         if unscored:  # these rows come first

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from threading import get_ident
 from typing import Any
 
@@ -103,12 +103,6 @@ class RequestTracker(HasTurns):
         for request in self.requests.values():
             request.fingerprint = fingerprint
 
-    def _users_code_ran(self) -> bool:
-        """Whether code of the user's may have run since the last call: the caller's, callbacks,
-        hooks and modules, drafters."""
-        called, watch = self._user_code.ran(), self._contract.watch
-        return called or watch.runs_user_code or self._core.drafts_by_user
-
     def _check_before_pass(self, called: bool = True) -> None:
         """Compare the model with what it was at the last pass: all of it where code of the user's
         was ``called`` in between, otherwise the number of threads."""
@@ -164,7 +158,9 @@ class RequestTracker(HasTurns):
         def ready() -> bool:
             return enough(sequence.finished for sequence in left)
 
-        with tqdm(total=len(left), unit="completion", disable=not progress, delay=2.0) as bar:
+        # A bar that is not shown would all the same start tqdm's thread.
+        bars = tqdm(total=len(left), unit="completion", delay=2.0) if progress else nullcontext()
+        with bars as bar:
             try:
                 self.add(requests)
                 while left:
@@ -182,7 +178,8 @@ class RequestTracker(HasTurns):
                 return []
             if ended:
                 left = [sequence for sequence in left if not sequence.finished]
-                bar.update(len(ended))
+                if bar is not None:
+                    bar.update(len(ended))
             if not left or self.turns.wanted:
                 return left
             self.advance()
@@ -199,7 +196,10 @@ class RequestTracker(HasTurns):
         """Run one step, and forget the requests that it finished."""
         self._cancel_dropped()
         self._refuse_other_number()
-        called, by_user = self._users_code_ran(), self._core.drafts_by_user
+        # Code of the user's that may have run since the last step: the caller's, callbacks, hooks
+        # and modules, drafters.
+        called, by_user = self._user_code.ran(), self._core.drafts_by_user
+        called = called or by_user or self._contract.watch.runs_user_code
         with self._core.runner.torch_state(again=called):
             if not by_user:  # where drafters may change the model, the check comes later
                 self._check_before_pass(called)

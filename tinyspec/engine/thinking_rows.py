@@ -42,7 +42,7 @@ class ThinkingRows:
         """None where the pass has no such rows."""
         works = work_pass.works
         places = work_pass.table.places("thinking", works.rows)
-        firsts = works.counts.cumsum() - works.counts
+        firsts = works.cu_rows - works.counts
         added: list[Array] = []
         states: list[Tensor] = []
         read: list[Array] = []

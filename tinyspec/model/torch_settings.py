@@ -7,7 +7,6 @@ neither models nor passes.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -174,17 +173,18 @@ class _Shared:
     when the last one ends it is as before the first."""
 
     def __init__(self) -> None:
-        self._threads: Counter[str] = Counter()  # by kind of device
+        self._threads: dict[str, int] = {}  # by kind of device
         self._before: list[tuple[Setting, Any]] = []  # in the order in which they were pinned
         self._lock = Lock()
 
     def acquire(self, device_type: str) -> None:
         with self._lock:
-            if not self._threads[device_type]:
+            threads = self._threads.get(device_type, 0)
+            if not threads:
                 known = [setting for setting, _ in self._before]
                 fresh = [s for s in _of_process(device_type) if s not in known]
                 self._before += [(setting, setting.get()) for setting in fresh]
-            self._threads[device_type] += 1
+            self._threads[device_type] = threads + 1
 
     def release(self, device_type: str) -> None:
         with self._lock:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import get_ident, local
 from typing import Any
 
@@ -110,6 +110,7 @@ class TorchState:
     def __init__(self, model: nn.Module):
         self._model = model
         self.stream = stream_of(next(model.parameters()).device)
+        self._kind = self.stream.device.type
         self._thread: int | None = None
         self._trained: list[nn.Module] = []
         self.prepare: Callable[[], object] = lambda: None
@@ -129,22 +130,24 @@ class TorchState:
         """List the model's modules again; to walk the tree at every pass would take longer."""
         self._modules = list(self._model.modules())
 
-    @contextmanager
-    def __call__(self, again: bool = True) -> Iterator[None]:
+    def __call__(self, again: bool = True) -> AbstractContextManager[None]:
         """The state while the block runs. A block within a block of the same thread only sets again
         what was changed in between; without ``again`` nothing was."""
-        if self.entered_here:
-            if not again:
-                yield
-                return
-            pin_again(self.stream.device.type)
-            self.stream.again()
-            self._evaluate()
-            with without_modes() if _modes.any_on() else nullcontext():
-                yield
-            return
-        kind = self.stream.device.type
-        with pinned(kind), self.stream(), torch.inference_mode(), without_modes():
+        if not self.entered_here:
+            return self._begun()
+        return self._set_again() if again else nullcontext()
+
+    @contextmanager
+    def _set_again(self) -> Iterator[None]:
+        pin_again(self._kind)
+        self.stream.again()
+        self._evaluate()
+        with without_modes() if _modes.any_on() else nullcontext():
+            yield
+
+    @contextmanager
+    def _begun(self) -> Iterator[None]:
+        with pinned(self._kind), self.stream(), torch.inference_mode(), without_modes():
             outer = _modes.stream
             try:
                 self._thread, _modes.stream = get_ident(), self.stream

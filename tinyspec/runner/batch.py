@@ -11,7 +11,7 @@ from torch import Tensor
 from tinyspec.kernels.attention_metadata import AttentionMetadata
 from tinyspec.runner.device_queue import to_device
 from tinyspec.scheduler.passes import Pass, spread
-from tinyspec.scheduler.sequence_table import Array
+from tinyspec.scheduler.sequence_table import Array, highest
 
 
 @dataclass
@@ -33,22 +33,22 @@ class Batch:
         """Pack the works of ``work_pass`` one after the other."""
         table, works = work_pass.table, work_pass.works
         packed = np.zeros((3, work_pass.bucket), np.int64)
-        first_rows = np.zeros(len(works) + 1, np.int32)
+        first_rows = np.empty(len(works) + 1, np.int32)
         pack_rows(work_pass, page_size, packed, first_rows)
-        width = int(table.num_pages[works.rows].max())
-        page_table = np.ascontiguousarray(table.pages[works.rows, :width])
+        width = highest(table.num_pages[works.rows])
+        page_table = np.ascontiguousarray(table.pages[works.rows][:, :width])
 
         def tensor(values: Array) -> Tensor:
             return to_device(values, device)
 
-        ids, positions, slot_mapping = tensor(packed).unbind()
+        ids, positions, slot_mapping = map(tensor, packed)
         metadata = AttentionMetadata(
             page_table=tensor(page_table),
             cu_seqlens_q=tensor(first_rows),
             seq_lens=tensor(works.ends.astype(np.int32)),
             page_size=page_size,
-            max_seqlen_q=int(works.counts.max()),
-            max_seqlen_k=int(works.ends.max()),
+            max_seqlen_q=1 if works.single else highest(works.counts),
+            max_seqlen_k=highest(works.ends),
         )
         return cls(ids, positions, slot_mapping, metadata, embeddings(work_pass))
 
@@ -58,9 +58,8 @@ def pack_rows(work_pass: Pass, page_size: int, packed: Array, first_rows: Array)
     first row of every work, then how many rows there are, to ``first_rows`` [works + 1]."""
     table, works = work_pass.table, work_pass.works
     row, position, counts, total = works.rows, works.starts, works.counts, works.num_rows
-    first_rows[0] = 0
-    counts.cumsum(out=first_rows[1:], dtype=np.int32)
-    if total > len(works):
+    first_rows[0], first_rows[1:] = 0, works.cu_rows
+    if not works.single:
         row, position = row.repeat(counts), spread(position, counts)
     page, offset = np.divmod(position, page_size)
     slots = table.pages[row, page] * np.int64(page_size) + offset
@@ -75,7 +74,7 @@ def embeddings(work_pass: Pass) -> list[tuple[int, Tensor]]:
     works = work_pass.works
     if not work_pass.table.places("has_embeds", works.rows):
         return []
-    firsts = works.counts.cumsum() - works.counts
+    firsts = works.cu_rows - works.counts
     spans = zip(firsts.tolist(), works.starts.tolist(), works.ends.tolist(), strict=True)
     return [
         (first, given[start:end])

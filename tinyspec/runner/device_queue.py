@@ -91,7 +91,8 @@ class Transfer:
         self._tensors = tensors
         self._event: torch.cuda.Event | None = None
         there = [tensor for tensor in tensors if tensor is not None]
-        if there[0].device.type != "cpu":
+        self._is_there = there[0].is_cpu
+        if not self._is_there:
             packed = pack(there)
             pinned = packed.device.type == "cuda"
             size = packed.shape
@@ -103,7 +104,7 @@ class Transfer:
 
     def fetch(self) -> list[Array | None]:
         """Waits until they have arrived."""
-        if all(tensor is None or tensor.device.type == "cpu" for tensor in self._tensors):
+        if self._is_there:
             return [None if tensor is None else tensor.numpy() for tensor in self._tensors]
         if self._event is not None:
             self._event.synchronize()

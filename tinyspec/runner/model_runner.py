@@ -211,7 +211,9 @@ class ModelRunner:
                 rows, sources = packed.newest
                 packed.batch.input_ids[rows] = tokens[sources].clamp(min=0)
             self.cache.zero(packed.fresh)
-            logits = self.forward(packed.batch, packed.keep, packed.canonical)[: packed.count]
+            logits = self.forward(packed.batch, packed.keep, packed.canonical)
+            if packed.count < logits.shape[0]:
+                logits = logits[: packed.count]
         self.after_pass()
         return logits
 

@@ -30,7 +30,8 @@ class SampleBatch:
     token's place in its sequence. temperature: 0 for greedy. top_k, top_p, min_p: 0, 1 and 0 where
     they are off, as for greedy rows. All [N]. logprobs: whether any row asks for its token's.
     special: the rows that need more, by their places. together: ids [N][L] for processors that are
-    called once for all rows.
+    called once for all rows. in_order: whether ``logits_row`` counts from 0. greedy: whether all
+    are.
     """
 
     logits_row: Array
@@ -44,13 +45,18 @@ class SampleBatch:
     special: dict[int, SpecialRow] = field(default_factory=dict)
     together: list[list[int]] | None = None
 
+    def __post_init__(self) -> None:
+        # Asked for behind a forward, which has the processor's caches for itself.
+        self.in_order = not np.count_nonzero(self.logits_row != np.arange(len(self)))
+        self.greedy = not np.count_nonzero(self.temperature)
+
     def __len__(self) -> int:
         return len(self.logits_row)
 
     def padded(self, rows: int) -> SampleBatch:
         """With greedy ones behind it that nobody takes, ``rows`` in all, if it is of the first."""
         own, more = len(self), rows - len(self)
-        if own == 0 or more <= 0 or np.count_nonzero(self.logits_row != np.arange(own)):
+        if own == 0 or more <= 0 or not self.in_order:
             return self
         off = {"logits_row": np.arange(own, rows), "top_p": np.ones(more)}
         names = ("logits_row", "key", "position", "temperature", "top_k", "top_p", "min_p")
@@ -141,7 +147,7 @@ NOT_FINITE = "the logits are not finite (NaN, +inf, or every token excluded)"
 def _columns(batch: SampleBatch, temperature: Array) -> Columns:
     """What the kernel is told of every row."""
     columns: Columns = [None, None, None, None]
-    if np.count_nonzero(temperature):
+    if not batch.greedy:
         columns[:3] = temperature.astype(np.float32), batch.key, batch.position
     if any(row.forced >= 0 for row in batch.special.values()):
         forced = np.full(len(batch), -1)
@@ -166,10 +172,10 @@ class Sampler:
             return Sampling(logits.new_zeros(0, dtype=torch.int64))
         device, count = logits.device, len(batch)
         raw = logits
-        if count != len(logits) or np.count_nonzero(batch.logits_row != np.arange(count)):
+        if count != logits.shape[0] or not batch.in_order:
             raw = logits.index_select(0, to_device(batch.logits_row, device))
         filtered = np.zeros(0, np.int64)
-        if np.count_nonzero(batch.temperature):
+        if not batch.greedy:
             filtered = np.flatnonzero((batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0))
         if not (len(filtered) or batch.special):  # the model's logits as they are
             columns = _columns(batch, batch.temperature)

@@ -22,7 +22,9 @@ class Works:
     rows: of the sequence table. kinds: prompt (all committed tokens, for a preempted sequence),
     decode (the newest token), draft (a deterministic request's newest token on the fast path),
     verify (the newest token and drafts). yields: how many of the last positions yield a token.
-    All [n] int64. num_rows, num_tokens: of all, sums of ``counts`` and of ``yields``.
+    All [n] int64. cu_rows, cu_tokens [n]: rows, and tokens that are yielded, up to the end of
+    each. num_rows, num_tokens: of all. single: whether each is one row, which yields a
+    token, as while all sequences decode.
     """
 
     rows: Array
@@ -33,12 +35,12 @@ class Works:
 
     def __post_init__(self) -> None:
         self.counts: Array = self.ends - self.starts
-        self.num_rows, self.num_tokens = int(self.counts.sum()), int(self.yields.sum())
-
-    @property
-    def single(self) -> bool:
-        """Whether each is one row, which yields a token, as while all sequences decode."""
-        return self.num_rows == self.num_tokens == len(self)
+        self.cu_rows: Array = self.counts.cumsum()
+        self.cu_tokens: Array = self.yields.cumsum()
+        some = len(self) > 0
+        self.num_rows = int(self.cu_rows[-1]) if some else 0
+        self.num_tokens = int(self.cu_tokens[-1]) if some else 0
+        self.single = self.num_rows == self.num_tokens == len(self)
 
     @classmethod
     def of(cls, table: SequenceTable, rows: Array, kinds: Array, counts: Array) -> Works:
@@ -125,8 +127,9 @@ class PassRecord:
     def of(cls, work_pass: Pass, waiting: int, pages_held: int) -> PassRecord:
         """Of a pass that is about to run; its number follows."""
         works, running = work_pass.works, len(work_pass.table)
-        rows = np.bincount(works.kinds, works.counts, len(KINDS)).astype(int).tolist()
-        sequences = np.bincount(works.kinds, minlength=len(KINDS)).tolist()
+        sequences = rows = np.bincount(works.kinds, minlength=len(KINDS)).tolist()
+        if not works.single:
+            rows = np.bincount(works.kinds, works.counts, len(KINDS)).astype(int).tolist()
         return cls(
             number=0,
             bucket=work_pass.bucket,

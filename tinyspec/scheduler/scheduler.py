@@ -28,6 +28,7 @@ from tinyspec.scheduler.passes import (
 from tinyspec.scheduler.sequence_table import Array, SequenceTable
 
 _Plan = list[tuple[Array, Array, Array]]
+NONE: Array = np.zeros(0, np.int64)
 
 
 @dataclass
@@ -73,11 +74,12 @@ class Scheduler:
         waiting = uncomputed > 1
         if table.any("thinking"):  # a last token alone may wait for a thought
             waiting |= table.unthought[rows] > 0
-        prompts, pending = rows[waiting], 0
-        if len(prompts):
-            rows = rows[~waiting]
-            prompts = self._without_followers(prompts)
+        prompts, pending = NONE, 0
+        if np.count_nonzero(waiting):
+            rows, prompts = rows[~waiting], self._without_followers(rows[waiting])
             pending = int(np.minimum(table.pending(prompts), table.runnable(prompts)).sum())
+        if not table.any("deterministic"):
+            return _Candidates(rows, NONE, NONE, prompts, NONE, prompts, pending)
         deterministic, asked = table.deterministic[rows], table.deterministic[prompts]
         others = rows[deterministic]
         full = table.drafts_are_full(others)
@@ -118,9 +120,8 @@ class Scheduler:
         return None
 
     def _pass(self, works: Works, candidates: _Candidates, canonical: bool) -> Pass:
-        rows = int(works.counts.sum())
-        smallest = self.buckets.fit(rows)
-        bucket = self.buckets.fit_canonical(rows) if canonical else smallest
+        smallest = self.buckets.fit(works.num_rows)
+        bucket = self.buckets.fit_canonical(works.num_rows) if canonical else smallest
         self._left_out = canonical and self._leaves_out(works, candidates)
         way = ""
         if canonical:  # also without a deterministic row: canonical pages may be shared
@@ -198,8 +199,8 @@ class Scheduler:
         room = most - len(plain) - len(drafting)
         for_drafts = room // 2 if len(candidates.plain_prompts) else room
         works, room = self._decoding(plain, self.table.num_drafts[plain], for_drafts, room)
-        drafts = _one_each(drafting, DRAFT)
-        return [works, drafts, *self._prompts(candidates.plain_prompts, room)]
+        prompts = self._prompts(candidates.plain_prompts, room)
+        return [works, _one_each(drafting, DRAFT), *prompts] if len(drafting) else [works, *prompts]
 
     @staticmethod
     def _decoding(
@@ -231,8 +232,10 @@ class Scheduler:
         rows, kinds, counts = parts[0]
         if len(parts) > 1:
             rows, kinds, counts = (np.concatenate(column) for column in zip(*parts, strict=True))
-        order = self.table.by_priority(rows)
-        works = Works.of(self.table, rows[order], kinds[order], counts[order])
+        if len(parts) > 1 or self.table.any("deterministic"):  # else in order of arrival
+            order = self.table.by_priority(rows)
+            rows, kinds, counts = rows[order], kinds[order], counts[order]
+        works = Works.of(self.table, rows, kinds, counts)
         granted = self.admission.make_room(works.rows, works.ends)
         if granted is None or granted.all():
             return works
@@ -274,5 +277,6 @@ class Scheduler:
 
 def _one_each(rows: Array, kind: int) -> tuple[Array, Array, Array]:
     """One row of ``kind`` for each of ``rows``."""
-    counts = np.ones_like(rows)
-    return rows, counts * kind, counts
+    kinds, counts = np.empty((2, len(rows)), np.int64)
+    kinds[:], counts[:] = kind, 1
+    return rows, kinds, counts

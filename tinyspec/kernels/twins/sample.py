@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isfinite
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,20 @@ def _highest(rows: Tensor) -> tuple[Tensor, Tensor]:
         dim=-1
     )
     return best, block * BLOCK + place
+
+
+def _chosen(rows: Tensor) -> Tensor:
+    """[N] int64: where the highest of each of ``rows`` [N, V] is, the lowest index on ties; -1
+    where it is not finite. NumPy searches a row in a tenth to a third of torch's time."""
+    if rows.shape[0] < LEAST_ROWS and rows.is_cpu:
+        values = rows.numpy()
+        places = values.argmax(1)  # of NaN, where there is one
+        for row, place in enumerate(places.tolist()):
+            if not isfinite(values.item(row, place)):
+                places[row] = -1
+        return torch.from_numpy(places)
+    best, tokens = _highest(rows)
+    return torch.where(best - best == 0, tokens, -1)
 
 
 def sample(
@@ -51,10 +67,9 @@ def sample(
         noised = sampled if forced is None else sampled & (forced < 0)
         rows = noised.nonzero().squeeze(-1)
         noisy[rows] += gumbel(keys[rows], positions[rows], logits.shape[1])
-    best, tokens = _highest(noisy)
+    tokens = _chosen(noisy)
     if forced is not None:
-        tokens = torch.where(forced < 0, tokens, forced)
-    tokens = torch.where(best - best == 0, tokens, -1)  # finite
+        tokens = torch.where((forced < 0) | (tokens < 0), tokens, forced)
     if not logprobs:
         return tokens, None
     # log_softmax reduces every row by itself in one order, whatever the number of rows.
