@@ -22,6 +22,8 @@ from tinyspec.determinism.probes.segments import segments
 from tinyspec.determinism.probes.steps import finished
 from tinyspec.kernels import backend as kernels
 from tinyspec.kernels import launch
+from tinyspec.kernels.twins import attention_tiles
+from tinyspec.kernels.twins import paged_attention as twin
 from tinyspec.model.attention_calls import LayerShape, Reach
 
 CONFIG = EngineConfig(reference_rows=8)
@@ -47,6 +49,23 @@ def test_sinks():
         whole, found = (probe_rows(k, shape, torch.float32, CPU) for k in (TWINS, bad))
         assert whole and bool(found) != sinks
         assert ("sinks" in found.name) == sinks
+
+
+@pytest.mark.parametrize("keys", [32, 64, 96])
+def test_keys_that_are_left_out(keys, monkeypatch):
+    """Calls over so many keys of a tile have other bits, unlike what was compared before use."""
+    shape = LayerShape(4, 2, 64)
+    monkeypatch.setattr(twin, "cut_keeps_bits", lambda *_: True)
+    flash = attention_tiles.flash_attention
+
+    def other(q, k, *args, **more):
+        out, lse = flash(q, k, *args, **more)
+        return out * (1 + (k.shape[2] == keys)), lse
+
+    monkeypatch.setattr(attention_tiles, "flash_attention", other)
+    assert not probe_rows(TWINS, shape, torch.float32, CPU)
+    monkeypatch.setattr(twin, "cut_keeps_bits", lambda *_: False)
+    assert probe_rows(TWINS, shape, torch.float32, CPU)
 
 
 def test_sinks_of_a_model():
