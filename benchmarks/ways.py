@@ -17,6 +17,7 @@ from huggingface_hub import constants
 from torch import nn
 
 from tinyspec.determinism.probes import linears as linear_probes
+from tinyspec.kernels.twins import attention_plain
 from tinyspec.model.cpu.linears import CpuLinear, OneDnnLinear, TransposedLinear
 from tinyspec.model.install import patched_of
 from tinyspec.runner import model_runner
@@ -83,6 +84,11 @@ def _no_runs(model: Any) -> AbstractContextManager[object]:
     return patch.object(PagePool, "_run", lambda pool, wanted: [])
 
 
+def _together(model: Any) -> AbstractContextManager[object]:
+    """Rows of a prompt attend to all their keys in one call."""
+    return patch.object(attention_plain, "APART", sys.maxsize)
+
+
 WAYS = (
     # fp32: up to 12 rows by MKL in fast mode, not by oneDNN.
     Way("mkl", (FP32,), _with(OneDnnLinear, "fast_rows", range(0)), _has(OneDnnLinear)),
@@ -92,6 +98,12 @@ WAYS = (
         (FP32,),
         _with(OneDnnLinear, "faster_swapped", lambda rows: False),
         _has(OneDnnLinear),
+    ),
+    # Rows of a prompt behind a long context attend to it in a call of their own, without a mask.
+    Way(
+        "keys-apart",
+        (FP32, BF16),
+        lambda model: patch.object(attention_plain, "APART", sys.maxsize),
     ),
     # Attention of plain passes by other calls than that of canonical ones.
     Way("plain-attention", (FP32, BF16), _canonical_attention),
