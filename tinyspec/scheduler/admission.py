@@ -106,7 +106,7 @@ class Admission:
 
     def match(self, sequence: Sequence) -> tuple[list[int], int]:
         """Cached pages that it can start from, and how many of the first are canonical."""
-        if self.prefix is None or sequence.recompute:
+        if self.prefix is None or not self.prefix.pages or sequence.recompute:
             return [], 0
         return self.prefix.match(sequence)
 
@@ -267,7 +267,7 @@ class Admission:
 
     def forget_plain(self) -> None:
         """No new request starts from pages that plain ones have computed so far."""
-        if self.prefix is not None:
+        if self.prefix is not None and self.prefix.pages:
             self.prefix.drop_plain()
 
     def forget_pages(self) -> None:
