@@ -47,12 +47,13 @@ class Works:
         """``counts`` [n] positions of each: a draft's last one, others' first that are not
         computed."""
         newest, starts = table.length[rows] - 1, table.computed[rows]
-        drafting = kinds == DRAFT if table.any("deterministic") else None
-        if drafting is not None:  # a draft's newest token is its last one, which yields one more
+        drafting = kinds == DRAFT
+        drafts = bool(np.count_nonzero(drafting))
+        if drafts:  # a draft's newest token is its last one, which yields one more
             starts = np.where(drafting, newest + table.num_drafts[rows], starts)
         ends = starts + counts
         yields = np.maximum(ends - newest, 0)
-        if drafting is not None:
+        if drafts:
             yields = np.where(drafting, 1, yields)
         return cls(rows, kinds, starts, ends, yields)
 
