@@ -76,10 +76,10 @@ class CpuLinear(SharedLinear):
     in_features: int
     out_features: int
     fast_rows = range(0)
-    swapped: Collection[int] = ()
 
     def __init__(self, linear: nn.Linear, fast_mode: FastMode | None = None):
         super().__init__(linear)
+        self.swapped: Collection[int] = ()
         self._fast_mode = fast_mode or FastMode()
 
     def forward(self, x: Tensor) -> Tensor:
