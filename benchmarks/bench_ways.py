@@ -1,18 +1,18 @@
 """What each optimization of a CPU gains: switched off against on, in turns in one process.
 
 ``ratio`` above 1: with the way it is faster. A way that gains less than 3 % is to be removed. All
-but two run the workloads of ``bench_generate.py`` through a patched model's ``generate``, plain.
+but three run the workloads of ``bench_generate.py`` through a patched model's ``generate``, plain.
 ``swapped in canonical passes`` runs those of ``bench_share.py``, all requests deterministic, on two
-engines that are probed with and without it. ``keep-heap`` cannot be switched off again in a
-process, so each side of each round is a process. Before timing, three deterministic requests must
-have equal bits on both sides. What one workload leaves on the heap changes another's times, so each
-has a process of its own:
+engines that are probed with and without it, ``bench_swapped_deep`` rows of equal length on a wider
+model. ``keep-heap`` cannot be switched off again in a process, so each side of each round is a
+process. Before timing, three deterministic requests must have equal bits on both sides. What one
+workload leaves on the heap changes another's times, so each has a process of its own:
 
     for run in equal-{1,4,16,64}:9 long:7 ragged:2; do
         pytest benchmarks/bench_ways.py -k "bench_way and ${run%:*}-" --rounds "${run#*:}" \\
             --benchmark-enable --benchmark-json="ways-${run%:*}.json"
     done
-    pytest benchmarks/bench_ways.py -k "keep_heap or canonical" --rounds 3 \\
+    pytest benchmarks/bench_ways.py -k "keep_heap or canonical or deep" --rounds 3 \\
         --benchmark-enable --benchmark-json=ways-others.json
     python benchmarks/render.py ways-*.json
 """
@@ -30,15 +30,19 @@ from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 
 from benchmarks.bench_generate import by_tinyspec, model_for, patched, workload
+from benchmarks.presets import PRESETS, build
 from benchmarks.ways import (
     BF16,
     FP32,
     WAYS,
     Way,
+    never_swapped,
     separate_probes,
     swaps,
     without_keeping_the_heap,
@@ -58,10 +62,12 @@ from benchmarks.workloads import (
     timed,
 )
 from tinyspec import Engine, EngineConfig
+from tinyspec.determinism.probes.attention import MANY_ROWS
 
 # Instead of a workload's name: ``deterministic_bits``.
 BITS = "bits"
 NAMES = ("equal-1", "equal-4", "equal-16", "equal-64", "long", "ragged")
+DEEP = EngineConfig(prefix_cache=False, max_model_len=1024, max_rows=1024)
 # Timed calls of a process, after one that is not timed.
 CALLS, CALLS_OF_LARGE = 3, 1
 
@@ -169,6 +175,41 @@ def bench_swapped_canonical(
 
         ratio = in_turns(benchmark, lambda: run(on), lambda: run(off), rounds, prepare)
     note(benchmark, "swapped in canonical passes", name, dtype, ratio)
+
+
+@cache
+def deep_model(smoke: bool) -> Any:
+    """Four layers of Qwen3-0.6B's shape and a small vocabulary, probed; what was found is on
+    disk."""
+    shape = dict(PRESETS["tiny" if smoke else "qwen3-0.6b"], vocab_size=8192)
+    with patch.dict(PRESETS, deep=shape):
+        model: Any = build("deep", torch.float32, DEVICE, layers=4)
+    model.generation_config.eos_token_id = None
+    with Engine(model, config=DEEP) as engine:
+        engine.contract.probe(attention_rows=MANY_ROWS)
+    return model
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["plain", "deterministic"])
+@pytest.mark.parametrize("rows", [4, 8, 16, 32, 64])
+def bench_swapped_deep(
+    benchmark: Any, rows: int, deterministic: bool, smoke: bool, rounds: int
+) -> None:
+    """Linears swap their operands, in fp32, where they are 1024 and more deep."""
+    model = deep_model(smoke)
+    work = of_shapes(str(rows), [(16, 4 if smoke else 24)] * rows, model.config.vocab_size)
+    with patched(model, DEEP):
+
+        def run() -> list[list[int]]:
+            return by_tinyspec(model, work, deterministic)
+
+        expected = run()
+        with never_swapped(model):
+            assert run() == expected or not deterministic
+        switch = alternating(lambda: never_swapped(model))
+        ratio = in_turns(benchmark, run, run, rounds, prepare=switch)
+    name = f"{rows} rows, {'deterministic' if deterministic else 'plain'}"
+    note(benchmark, "swapped", name, FP32, ratio)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])

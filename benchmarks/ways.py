@@ -144,6 +144,16 @@ def separate_probes(folder: str) -> Iterator[None]:
         yield
 
 
+def never_swapped(model: Any) -> AbstractContextManager[object]:
+    """Neither fast mode nor canonical passes swap the operands of linears."""
+    stack = ExitStack()
+    # Of the class: another attribute of a module would be another model, to be probed anew.
+    stack.enter_context(patch.object(OneDnnLinear, "faster_swapped", lambda self, rows: False))
+    for module in _stand_ins(model, CpuLinear):
+        stack.enter_context(patch.object(module, "swapped", ()))
+    return stack
+
+
 def without_swapping() -> AbstractContextManager[object]:
     """Engines probed while this lasts swap the operands of linears in no canonical bucket."""
     return patch.object(linear_probes, "CpuLinear", _NoLinear)
