@@ -89,22 +89,23 @@ def _together(model: Any) -> AbstractContextManager[object]:
     return patch.object(attention_plain, "APART", sys.maxsize)
 
 
+def never_swapped(model: Any) -> AbstractContextManager[object]:
+    """Neither fast mode nor canonical passes swap the operands of linears."""
+    stack = ExitStack()
+    # Of the class: another attribute of a module would be another model, to be probed anew.
+    stack.enter_context(patch.object(OneDnnLinear, "faster_swapped", lambda self, rows: False))
+    for module in _stand_ins(model, CpuLinear):
+        stack.enter_context(patch.object(module, "swapped", ()))
+    return stack
+
+
 WAYS = (
     # fp32: up to 12 rows by MKL in fast mode, not by oneDNN.
     Way("mkl", (FP32,), _with(OneDnnLinear, "fast_rows", range(0)), _has(OneDnnLinear)),
-    # fp32, in fast mode: oneDNN with the weight as its first operand where that is faster.
-    Way(
-        "swapped",
-        (FP32,),
-        _with(OneDnnLinear, "faster_swapped", lambda rows: False),
-        _has(OneDnnLinear),
-    ),
+    # fp32: oneDNN with the weight as its first operand where that is faster.
+    Way("swapped", (FP32,), never_swapped, _has(OneDnnLinear)),
     # Rows of a prompt behind a long context attend to it in a call of their own, without a mask.
-    Way(
-        "keys-apart",
-        (FP32, BF16),
-        lambda model: patch.object(attention_plain, "APART", sys.maxsize),
-    ),
+    Way("keys-apart", (FP32, BF16), _together),
     # Attention of plain passes by other calls than that of canonical ones.
     Way("plain-attention", (FP32, BF16), _canonical_attention),
     # The pages of a sequence lie in a run where there is room.
@@ -142,16 +143,6 @@ def separate_probes(folder: str) -> Iterator[None]:
     """Probe results are kept in, and read from, ``folder``."""
     with patch.object(constants, "HF_HOME", folder):
         yield
-
-
-def never_swapped(model: Any) -> AbstractContextManager[object]:
-    """Neither fast mode nor canonical passes swap the operands of linears."""
-    stack = ExitStack()
-    # Of the class: another attribute of a module would be another model, to be probed anew.
-    stack.enter_context(patch.object(OneDnnLinear, "faster_swapped", lambda self, rows: False))
-    for module in _stand_ins(model, CpuLinear):
-        stack.enter_context(patch.object(module, "swapped", ()))
-    return stack
 
 
 def without_swapping() -> AbstractContextManager[object]:

@@ -46,8 +46,8 @@ LEAST_ROWS = 4
 def label_steps(
     work: Workspace, name: str, sizes: Collection[int], all_sizes: Collection[int]
 ) -> Steps[tuple[Labels, tuple[int, ...], list[Unsound]]]:
-    """Labels of a function of rows in the buckets ``sizes``, those in which its operands
-    are swapped from now on, and what is wrong with the reference bucket after all.
+    """Labels of a function of rows in the buckets ``sizes``, those in which its operands are
+    swapped from now on, and what is wrong with the reference bucket after all.
 
     all_sizes: the buckets to know; labels of other bits are told apart if ``sizes`` are all.
     """

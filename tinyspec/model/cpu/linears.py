@@ -112,6 +112,13 @@ class CpuLinear(SharedLinear):
         """As ``product``, with its operands swapped."""
         raise NotImplementedError
 
+    def _with_bias(self, x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+        """``product`` of the rows of x as [R, in], the bias added, in x's shape."""
+        out = product(x.reshape(-1, self.in_features))
+        if self.bias is not None:
+            out += self.bias
+        return out.view(*x.shape[:-1], self.out_features)
+
     def default(self, x: Tensor) -> Tensor:
         """torch's default operator."""
         return nn.functional.linear(x, self.weight, self.bias)
@@ -138,12 +145,12 @@ class OneDnnLinear(CpuLinear):
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
 
     def product_swapped(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, self.in_features)
-        columns = torch.ops.mkldnn._linear_pointwise(self.weight, rows, None, "none", [], "")
-        out = columns.t().contiguous()
-        if self.bias is not None:
-            out += self.bias
-        return out.view(*x.shape[:-1], self.out_features)
+        return self._with_bias(x, self._weight_first)
+
+    def _weight_first(self, rows: Tensor) -> Tensor:
+        """[R, in] -> [R, out] without the bias, contiguous."""
+        out = torch.ops.mkldnn._linear_pointwise(self.weight, rows, None, "none", [], "")
+        return out.t().contiguous()
 
 
 class TransposedLinear(CpuLinear):
@@ -164,12 +171,6 @@ class TransposedLinear(CpuLinear):
 
     def product_swapped(self, x: Tensor) -> Tensor:
         return self._with_bias(x, self.direct_product)
-
-    def _with_bias(self, x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-        out = product(x.reshape(-1, self.in_features))
-        if self.bias is not None:
-            out += self.bias
-        return out.view(*x.shape[:-1], self.out_features)
 
     def transposed_product(self, rows: Tensor) -> Tensor:
         """[R, in] -> [R, out] without the bias, contiguous, as some callers need."""
