@@ -585,3 +585,22 @@ def test_prompt_logprobs_once_for_all_completions(engine):
     without = engine.generate([prompts(4)[3]], replace(params, prompt_logprobs=False))[0]
     assert without.prompt_logprobs is None
     assert without.completions[0].token_ids == one.completions[0].token_ids
+
+
+def test_padding_keeps_every_number():
+    """Keys fill 64 bits: one that passed through a float would be another noise."""
+    keys = [2**53 + 1, 2**62 + 3, -(2**61) - 1, 5]
+    params = SamplingParams(temperature=0.8, top_k=7, top_p=0.9, min_p=0.1)
+    rows = [SampleRow(n, params, key, 2**53 + n, 0, []) for n, key in enumerate(keys)]
+    batch = replace(batch_of(rows), special={})
+    padded = batch.padded(9)
+    assert len(padded) == 9 and padded.in_order
+    for name in ("logits_row", "key", "position", "temperature", "top_k", "top_p", "min_p"):
+        before, after = getattr(batch, name), getattr(padded, name)
+        assert after.dtype == before.dtype
+        assert after[: len(keys)].tolist() == before.tolist(), name
+    assert padded.temperature[len(keys) :].tolist() == [0.0] * 5
+    logits = torch.randn(9, VOCAB, generator=torch.Generator().manual_seed(0))
+    sampler = Sampler(kernels.load("torch"))
+    own = sampler.sample(logits[: len(keys)], batch).tokens
+    assert torch.equal(sampler.sample(logits, padded).tokens[: len(keys)], own)

@@ -59,9 +59,12 @@ class SampleBatch:
         if own == 0 or more <= 0 or not self.in_order:
             return self
         off = {"logits_row": np.arange(own, rows), "top_p": np.ones(more)}
-        names = ("logits_row", "key", "position", "temperature", "top_k", "top_p", "min_p")
-        both = {n: (getattr(self, n), off.get(n, np.zeros(more))) for n in names}
-        new: Any = {n: np.concatenate(b).astype(b[0].dtype) for n, b in both.items()}
+        new: Any = {}
+        for name in ("logits_row", "key", "position", "temperature", "top_k", "top_p", "min_p"):
+            column = getattr(self, name)
+            # In the column's own dtype: joined with floats, keys above 2^53 would be rounded.
+            behind = off.get(name, np.zeros(more)).astype(column.dtype)
+            new[name] = np.concatenate((column, behind))
         return replace(self, **new)
 
 

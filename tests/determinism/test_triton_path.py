@@ -1,0 +1,61 @@
+"""The contract on the Triton path as a whole: twins pose as kernels, all else is what a GPU runs.
+
+Passes and samples are padded there, which the twins' own path never does. Every needle is run alone
+and in crowds of several sizes and orders. Control: plain requests differ.
+"""
+
+import random
+
+import pytest
+
+from tests.support.budget import first
+from tests.support.cases import DTYPES, bits_of, engine_of, model_of, one_by_one, run, whole
+from tests.support.mixes import bits, crowd, needles, plain
+from tests.support.recorded import as_on_a_gpu
+
+SIZES = (1, 3, 8, 24)
+
+
+@pytest.fixture(autouse=True)
+def posing(monkeypatch):
+    as_on_a_gpu(monkeypatch)
+
+
+def triton_engine(model, **settings):
+    return engine_of(model, backend="triton", **settings)
+
+
+@pytest.fixture(scope="module", params=first(1, DTYPES, 4))
+def subject(request):
+    """A model, and the bits of every needle alone."""
+    model = model_of("shape-sensitive", request.param)
+    with pytest.MonkeyPatch.context() as patches:
+        as_on_a_gpu(patches)
+        with triton_engine(model) as engine:
+            return model, one_by_one(engine, needles())
+
+
+@pytest.mark.parametrize("verify", first(1, ("auto", "padded", "always"), 4))
+def test_crowds(subject, verify):
+    """Greedy and sampled needles, first, last and in between."""
+    model, alone = subject
+    with triton_engine(model, verify=verify) as engine:
+        for size in SIZES:
+            rng = random.Random(size)
+            others = crowd(rng, size)
+            mixed = [*enumerate(needles()), *((-1, other) for other in others)]
+            rng.shuffle(mixed)
+            outputs = run(engine, [request for _, request in mixed])
+            found = {n: bits(o) for (n, _), o in zip(mixed, outputs, strict=True) if n >= 0}
+            assert [found[n] for n in range(len(alone))] == alone, f"crowd of {size}"
+        assert engine.config.backend == "triton"
+        assert whole(engine)
+
+
+def test_control_plain_requests_differ(subject):
+    model, _ = subject
+    requests = [(prompt, plain(params)) for prompt, params in needles()]
+    with triton_engine(model) as engine:
+        alone = one_by_one(engine, requests)
+        among = bits_of(run(engine, [*requests, *crowd(random.Random(0), 9)]))[: len(alone)]
+    assert among != alone
