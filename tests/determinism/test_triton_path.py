@@ -13,7 +13,7 @@ from tests.support.cases import DTYPES, bits_of, engine_of, model_of, one_by_one
 from tests.support.mixes import bits, crowd, needles, plain
 from tests.support.recorded import as_on_a_gpu
 
-SIZES = (1, 3, 8, 24)
+SIZES = (2, 12)
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def triton_engine(model, **settings):
     return engine_of(model, backend="triton", **settings)
 
 
-@pytest.fixture(scope="module", params=first(1, DTYPES, 4))
+@pytest.fixture(scope="module", params=first(1, DTYPES, 9))
 def subject(request):
     """A model, and the bits of every needle alone."""
     model = model_of("shape-sensitive", request.param)
@@ -35,7 +35,7 @@ def subject(request):
             return model, one_by_one(engine, needles())
 
 
-@pytest.mark.parametrize("verify", first(1, ("auto", "padded", "always"), 4))
+@pytest.mark.parametrize("verify", first(1, ("auto", "padded", "always"), 9))
 def test_crowds(subject, verify):
     """Greedy and sampled needles, first, last and in between."""
     model, alone = subject

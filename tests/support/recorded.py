@@ -86,11 +86,22 @@ def recording() -> Iterator[Recording]:
         yield found
 
 
+def _in_fp32(twin: Callable[..., Any]) -> Callable[..., Any]:
+    def widened(logits: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return twin(logits.float(), *args, **kwargs)
+
+    return widened
+
+
 def as_on_a_gpu(patches: pytest.MonkeyPatch) -> Kernels:
     """Engines with ``backend="triton"`` compute with the twins, in all else as with Triton; the
     kernels that they would have. Modules of the tests count as a library's."""
     load, pages = backend.load, KVCache.__init__
-    twins = replace(load("torch"), backend="triton")
+    twins = load("torch")
+    of_logits = ("sample", "log_softmax", "softmax", "chosen_logprobs")
+    # The kernels read logits in the model's dtype and compute in fp32; the twins get them in fp32.
+    wide = {name: _in_fp32(getattr(twins, name)) for name in of_logits}
+    twins = replace(twins, backend="triton", **wide)
     patches.setattr(backend, "load", lambda name: twins if name == "triton" else load(name))
     libraries = {*model_tables.LIBRARIES, "tests"}
     patches.setattr(model_tables, "LIBRARIES", libraries)
