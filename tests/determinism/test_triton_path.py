@@ -54,8 +54,9 @@ def test_crowds(subject, verify):
 
 def test_control_plain_requests_differ(subject):
     model, _ = subject
-    requests = [(prompt, plain(params)) for prompt, params in needles()]
+    every = [*needles(), *crowd(random.Random(0), 9)]
+    requests = [(prompt, plain(params)) for prompt, params in every]
     with triton_engine(model) as engine:
-        alone = one_by_one(engine, requests)
-        among = bits_of(run(engine, [*requests, *crowd(random.Random(0), 9)]))[: len(alone)]
+        alone = one_by_one(engine, requests[: len(needles())])
+        among = bits_of(run(engine, requests))[: len(alone)]
     assert among != alone
