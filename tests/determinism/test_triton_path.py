@@ -8,12 +8,11 @@ import random
 
 import pytest
 
-from tests.support.budget import first
 from tests.support.cases import DTYPES, bits_of, engine_of, model_of, one_by_one, run, whole
 from tests.support.mixes import bits, crowd, needles, plain
 from tests.support.recorded import as_on_a_gpu
 
-SIZES = (2, 12)
+SIZES = (1, 3, 8, 24)
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +24,7 @@ def triton_engine(model, **settings):
     return engine_of(model, backend="triton", **settings)
 
 
-@pytest.fixture(scope="module", params=first(1, DTYPES, 9))
+@pytest.fixture(scope="module", params=list(DTYPES))
 def subject(request):
     """A model, and the bits of every needle alone."""
     model = model_of("shape-sensitive", request.param)
@@ -35,7 +34,7 @@ def subject(request):
             return model, one_by_one(engine, needles())
 
 
-@pytest.mark.parametrize("verify", first(1, ("auto", "padded", "always"), 9))
+@pytest.mark.parametrize("verify", ["auto", "padded", "always"])
 def test_crowds(subject, verify):
     """Greedy and sampled needles, first, last and in between."""
     model, alone = subject
@@ -48,7 +47,7 @@ def test_crowds(subject, verify):
             outputs = run(engine, [request for _, request in mixed])
             found = {n: bits(o) for (n, _), o in zip(mixed, outputs, strict=True) if n >= 0}
             assert [found[n] for n in range(len(alone))] == alone, f"crowd of {size}"
-        assert engine.config.backend == "triton"
+        assert engine.stats().preemptions == 0  # no pass failed and ran again
         assert whole(engine)
 
 
@@ -59,4 +58,5 @@ def test_control_plain_requests_differ(subject):
     with triton_engine(model) as engine:
         alone = one_by_one(engine, requests[: len(needles())])
         among = bits_of(run(engine, requests))[: len(alone)]
+        assert engine.stats().preemptions == 0
     assert among != alone

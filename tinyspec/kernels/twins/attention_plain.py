@@ -156,7 +156,7 @@ def _plan(metadata: AttentionMetadata, causal: CausalMask, group: int, parts: in
     for (first, end), length, pages in segments(metadata):
         if end == first + 1:
             alone.append((first, length, pages))
-        else:
+        elif end > first:  # passes of a fixed layout have segments without rows
             prompts += _prompt_calls(first, end, length, pages, size, causal)
     if not alone:
         return _Plan(None, [], prompts)
