@@ -283,7 +283,7 @@ def test_stop_and_cancel(served, caplog):
         ({"input_ids": [1, 128]}, ValueError, "input_ids=128"),
         ({"max_new_tokens": 0}, ValueError, "max_new_tokens"),
         ({"temperature": -1.0, "do_sample": True}, ValueError, "temperature"),
-        ({"no_such": 1}, ValueError, "no_such"),
+        ({"no_such": 1}, NotImplementedError, "no_such"),
         ({"seed": -1}, ValueError, "seed=-1"),
         ({"streamer": object()}, ValueError, "streamer"),
         ({"inputs_embeds": torch.ones(1, 2, 3)}, ValueError, "inputs_embeds"),

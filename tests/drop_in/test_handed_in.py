@@ -14,6 +14,7 @@ from transformers import DynamicCache, StaticCache
 from tests.drop_in.test_returned_cache import NEW, ROWS, differences, generate, mask_of, padded
 from tests.support import zoo
 from tests.support.drop_in import patched
+from tinyspec.model.private_names import CACHE, OLD_CACHE_NAMES
 
 MORE = torch.tensor([[7, 8, 9], [5, 6, 4], [9, 9, 3]])
 
@@ -36,8 +37,9 @@ def turn(model, sequences, **settings):
     return generate(model, given | {"attention_mask": mask}, **settings)
 
 
+@pytest.mark.parametrize("name", [CACHE, *OLD_CACHE_NAMES])
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
-def test_a_conversation_goes_on(kind):
+def test_a_conversation_goes_on(kind, name):
     """As transformers' own, in the same cache object; deterministic bits as without a cache."""
     own = zoo.tiny(kind)
     theirs = [generate(own, padded())]
@@ -45,7 +47,7 @@ def test_a_conversation_goes_on(kind):
     with patched(copy.deepcopy(own)) as model:
         first = generate(model, padded())
         cache, before = first.past_key_values, served(model)
-        second = turn(model, first.sequences, past_key_values=cache, output_scores=True)
+        second = turn(model, first.sequences, output_scores=True, **{name: cache})
         assert served(model) - before == NEW * len(ROWS)
         assert second.past_key_values is cache
         assert torch.equal(second.sequences, theirs[1].sequences)
@@ -92,8 +94,10 @@ def trained(model, out):
         model.get_input_embeddings().weight.mul_(1.5)
 
 
+# transformers renames the older one.
+@pytest.mark.parametrize("name", [CACHE, *OLD_CACHE_NAMES])
 @pytest.mark.parametrize("change", [scaled, replaced, another_prompt, trained])
-def test_what_is_not_as_it_was_returned_is_transformers_affair(model, change, caplog):
+def test_what_is_not_as_it_was_returned_is_transformers_affair(model, change, name, caplog):
     """It reads the cache as it is, which shows in the tokens' scores."""
     own = copy.deepcopy(model)
     out = generate(model, padded())
@@ -102,11 +106,11 @@ def test_what_is_not_as_it_was_returned_is_transformers_affair(model, change, ca
     change(own, mine)
     before = served(model)
     with caplog.at_level(logging.WARNING, logger="tinyspec"):
-        asked = {"output_scores": True, "past_key_values": out.past_key_values}
-        with pytest.raises(NotImplementedError, match="past_key_values"):
+        asked = {"output_scores": True, name: out.past_key_values}
+        with pytest.raises(NotImplementedError, match=name):
             turn(model, out.sequences, **asked, deterministic=True)
         found = turn(model, out.sequences, **asked)
-    assert "past_key_values" in caplog.text and served(model) == before
+    assert name in caplog.text and served(model) == before
     theirs = turn(own, mine.sequences, past_key_values=mine.past_key_values, output_scores=True)
     assert torch.equal(found.sequences, theirs.sequences)
     assert torch.allclose(found.scores[0], theirs.scores[0], atol=1e-4)

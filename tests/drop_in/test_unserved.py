@@ -86,6 +86,8 @@ UNSERVED = {
 GPT2_ONLY = {
     "token_type_ids": lambda m: {"token_type_ids": torch.ones_like(BLOCK)},
 }
+# A name that no version of transformers knows, on which its own ``generate`` complains.
+UNSERVED["invented"] = lambda m: {"invented": 3}
 CASES = [("llama", name) for name in UNSERVED]
 CASES += [("gpt2", name) for name in (*GPT2_ONLY, "num_beams", "past_key_values")]
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ast
 import copy
+import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, wraps
+from inspect import unwrap
 from pathlib import Path
 from threading import Thread
 from types import FunctionType, SimpleNamespace
@@ -431,13 +433,18 @@ def test_what_runs_is_what_is_tried():
         out, weights = forward(self, *args, **kwargs)
         return out * 0.3, weights
 
-    assert subclass(wraps(forward)(scaled)) == "interface"
+    # Tried and run with what is around it; one that keeps its function elsewhere calls it as it is.
+    assert subclass(wraps(forward)(scaled)) == "deferred"
+    kept = [forward]
+    elsewhere = wraps(forward)(lambda *args, **given: kept[0](*args, **given))
+    assert subclass(elsewhere) == "fused"
 
     def swapped(q, k, cos, sin, unsqueeze_dim=1):
         return k.repeat(1, 2, 1, 1), q[:, ::2]
 
-    scope = {**forward.__globals__, ropes.ROTATE: swapped}
-    assert subclass(FunctionType(forward.__code__, scope)) == "interface"
+    inside = unwrap(forward)
+    scope = {**inside.__globals__, ropes.ROTATE: swapped}
+    assert subclass(FunctionType(inside.__code__, scope)) == "interface"
 
 
 def test_norms_of_another_kind_are_not_fused():
@@ -607,7 +614,7 @@ def test_a_stand_in_is_freed_at_once():
 def rotated(stand_in, cos):
     """What a stand-in's forward is handed for q and k of ones."""
     q, k = torch.ones(1, 4, 3, 16), torch.ones(1, 2, 3, 16)
-    rotate = stand_in.tinyspec_forward.__globals__[ropes.ROTATE]
+    rotate = stand_in.tinyspec_rope
     return (q, k), rotate(q, k, cos, cos * 0.5)
 
 
@@ -679,7 +686,7 @@ def test_angles_are_worked_out_once_per_pass():
     found = set()
     for stand_in in stand_ins:
         q, k = torch.ones(1, 4, 3, 16), torch.ones(1, 2, 3, 16)
-        stand_in.tinyspec_forward.__globals__[ropes.ROTATE](q, k, cos, sin)
+        stand_in.tinyspec_rope(q, k, cos, sin)
         found.add(context.take_rope(stand_in, q, k).angles[0].data_ptr())
     assert len(stand_ins) > 1 and len(found) == 1 and len(segments.derived) == 1
 
@@ -719,3 +726,18 @@ def test_no_modeling_file_is_imported():
             elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
                 names = [ast.unparse(argument).lstrip("f'\"") for argument in node.args]
             assert not [name for name in names if name.startswith("transformers.models")], path
+
+
+def test_a_family_that_is_no_longer_fused_says_so_once(monkeypatch, caplog):
+    """Where transformers writes its attention in another way, as 5.24 did with decorators."""
+    monkeypatch.setattr(install, "WAYS", ())
+    install._warn_unfused.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="tinyspec"):
+        for kind in ("phi3", "phi3", "gpt2"):
+            model = tiny(kind)
+            install.install(model, CONFIG)
+            install.uninstall(model)
+    assert [line for line in caplog.messages if "keeps its own forward" in line] == [
+        line for line in caplog.messages if "attention of phi3" in line
+    ]
+    assert len(caplog.messages) == 1

@@ -143,11 +143,14 @@ def write(findings: dict[str, Finding]) -> None:
     head, tail = text.partition(BEGIN)[0], text.partition(END)[2]
     README.write_text(f"{head}{BEGIN}\n{render(findings)}\n{END}{tail}")
     supported = ROOT / "tinyspec" / "model" / "supported.py"
-    head, _, rest = supported.read_text().partition('TYPES = """')
-    tail = rest.partition('\n"""\n')[2]
-    kinds = " ".join(sorted(kind for kind, finding in findings.items() if not finding.refusal))
-    kept = fill(kinds, 96, break_on_hyphens=False)
-    supported.write_text(f'{head}TYPES = """\n{kept}\n"""\n{tail}')
+    source = supported.read_text()
+    for name, attention in (("FUSED_TYPES", FUSED), ("INTERFACE_TYPES", INTERFACE)):
+        head, _, rest = source.partition(f'{name} = """')
+        tail = rest.partition('\n"""\n')[2]
+        kinds = " ".join(sorted(k for k, found in findings.items() if found.attention == attention))
+        kept = fill(kinds, 96, break_on_hyphens=False)
+        source = f'{head}{name} = """\n{kept}\n"""\n{tail}'
+    supported.write_text(source)
 
 
 def walk(kinds: Iterable[str]) -> dict[str, Finding]:

@@ -121,6 +121,11 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "deepseek_v3": {"num_hidden_layers": 3, "first_k_dense_replace": 1},
+    "dory": {
+        **_ALTERNATING,
+        "rope_parameters": dict.fromkeys(ALTERNATING, _ROPE),
+        **{"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
+    },
     "dots1": {**_WINDOWS, **_DOTS, "first_k_dense_replace": 1},
     "dots3_note": {
         "vision_config": {"adapter_out_dim": 64},

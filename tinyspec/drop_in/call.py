@@ -27,6 +27,7 @@ from tinyspec.drop_in.settings import PreparedRequest
 from tinyspec.drop_in.streamers import Streamers
 from tinyspec.engine.drafter import Drafter, NgramDrafter, make_drafter
 from tinyspec.errors import refuse
+from tinyspec.model.private_names import CACHE
 from tinyspec.model.supported import max_positions, vocab_size
 from tinyspec.sampling_params import SamplingParams
 from tinyspec.scalars import plain
@@ -68,8 +69,7 @@ class Call:
         not_given = [n for n, value in arguments.items() if value is None and n in _OPTIONAL]
         self._arguments = _without(arguments, not_given)
         self.transformers_arguments = _without(self._arguments, ADDED_ARGUMENTS)
-        if cache is not None:
-            self.transformers_arguments["past_key_values"] = cache
+        self.transformers_arguments |= {} if cache is None else {CACHE: cache}
         self._prepared: list[PreparedRequest] = []
         self._shared: dict[tuple[object, ...], PreparedRequest] = {}
         self.params: list[SamplingParams] = []

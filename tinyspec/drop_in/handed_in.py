@@ -1,4 +1,4 @@
-"""Caches that callers hand in, ``past_key_values``, and tinyspec serves: empty ones, and those that
+"""Caches that callers hand in, and tinyspec serves: empty ones, and those that
 a call before has returned.
 
 A prompt whose start stands in such a cache is computed from its ids, or found among the engine's
@@ -44,16 +44,16 @@ class HandedIn:
         """The weights have changed."""
         self._held.clear()
 
-    def take(self, arguments: dict[str, Any]) -> DynamicCache | None:
-        """The cache among the arguments of a call, taken out of them where it can be served."""
-        cache = arguments.get("past_key_values")
+    def take(self, arguments: dict[str, Any], name: str) -> DynamicCache | None:
+        """The cache that is the argument ``name`` of a call, taken out where it can be served."""
+        cache = arguments.get(name)
         if type(cache) is not DynamicCache or arguments.get("use_cache") is False:
             return None
         if cache.offloading or any(type(layer) not in LAYERS for layer in cache.layers):
             return None
         if cache.get_seq_length() > 0 and not self._begins(cache, arguments):
             return None
-        del arguments["past_key_values"]
+        del arguments[name]
         return cache
 
     def _begins(self, cache: DynamicCache, arguments: dict[str, Any]) -> bool:

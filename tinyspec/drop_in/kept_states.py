@@ -16,6 +16,7 @@ from tinyspec.drop_in.call import Call
 from tinyspec.drop_in.handed_in import HandedIn, emptied
 from tinyspec.drop_in.prepare import Generate
 from tinyspec.drop_in.returned_cache import CLOSE, empty_cache, filled_cache, keeps_alike
+from tinyspec.model.private_names import CACHE
 from tinyspec.scheduler.request import Sequence
 
 logger = logging.getLogger("tinyspec")
@@ -43,15 +44,16 @@ class KeptStates:
         """The weights have changed."""
         self._handed_in.forget()
 
-    def take(self, arguments: dict[str, Any]) -> DynamicCache | None:
-        """The cache that a call hands in, taken out of its arguments where it can be served."""
-        return None if self._cache_alike is False else self._handed_in.take(arguments)
+    def take(self, arguments: dict[str, Any], name: str) -> DynamicCache | None:
+        """The cache that a call hands in as ``name``, taken out of its arguments where it can be
+        served."""
+        return None if self._cache_alike is False else self._handed_in.take(arguments, name)
 
     def prepare(self, call: Call) -> None:
         """Before a call is run: what cannot be kept for it makes it one for the model's own."""
         several = any(params.num_return_sequences > 1 for params in call.params)
         if call.cache is not None and call.cache.get_seq_length() > 0 and several:
-            call.unserved.append("past_key_values with num_return_sequences > 1")
+            call.unserved.append(f"{CACHE} with num_return_sequences > 1")
         if not call.unserved and "hidden" in call.keeps:
             if self._hidden_alike is None:
                 with self._locked():
@@ -78,9 +80,9 @@ class KeptStates:
         if "kv" in call.keeps:
             cache = self._cache(call, sequences)
             if cache is not None:
-                parts["past_key_values"] = cache
+                parts[CACHE] = cache
             elif call.cache is not None:
-                call.unserved.append("past_key_values of another form than keys and values")
+                call.unserved.append(f"{CACHE} of another form than keys and values")
         return parts
 
     def _cache(self, call: Call, sequences: list[Sequence]) -> Cache | None:

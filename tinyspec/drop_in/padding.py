@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from tinyspec.errors import refuse
+from tinyspec.model.private_names import CACHE_NAMES
 
 _MOVED = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "token_type_ids")
 # Of these tensors nothing says how they go with pads moved.
-_IN_THE_WAY = ("position_ids", "past_key_values", "negative_prompt_ids")
+_IN_THE_WAY = ("position_ids", *CACHE_NAMES, "negative_prompt_ids")
 
 
 class PadsInFront:

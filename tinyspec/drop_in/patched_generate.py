@@ -33,6 +33,7 @@ from tinyspec.engine.interrupts import at_once, between_steps, flush
 from tinyspec.errors import UnsupportedModelError
 from tinyspec.model.exchange import ABSENT, Place
 from tinyspec.model.install import refuse_served
+from tinyspec.model.private_names import CACHE, OLD_CACHE_NAMES
 from tinyspec.scheduler.passes import EngineStats
 
 logger = logging.getLogger("tinyspec")
@@ -215,9 +216,10 @@ class PatchedGenerate:
         """The result of ``generate`` for arguments by name."""
         if not arguments.keys().isdisjoint(TOKEN_TYPES):
             self._token_types.take(arguments)
-        cache = self._kept.take(arguments) if "past_key_values" in arguments else None
-        given = self._defaults, self._row_seeds, cache
-        call = Call(self._model, self._original, arguments, *given)
+        given = [name for name in (CACHE, *OLD_CACHE_NAMES) if name in arguments]
+        cache = self._kept.take(arguments, *given) if len(given) == 1 else None
+        seeds = self._defaults, self._row_seeds
+        call = Call(self._model, self._original, arguments, *seeds, cache)
         if call.ends_in_pads:
             self._log_once(
                 "generate: rows end in pads, which tinyspec leaves out; transformers would go on "

@@ -24,6 +24,7 @@ from tinyspec.drop_in.seeds import Defaults
 from tinyspec.drop_in.served import PROMPT_ARGUMENTS
 from tinyspec.engine.interrupts import between_steps, flush
 from tinyspec.engine.lifetime import restore
+from tinyspec.model.private_names import CACHE
 from tinyspec.model.wrappers import unwrap
 
 
@@ -149,9 +150,9 @@ def _unserved(
     """What transformers has prepared for its own decoding alone, if there is anything."""
     if any(isinstance(processor, PrefixConstrainedLogitsProcessor) for processor in processors):
         return "prefix_allowed_tokens_fn"
-    past = model_kwargs.get("past_key_values")
+    past = model_kwargs.get(CACHE)
     if past is not None and past.get_seq_length() > 0:
-        return "past_key_values"
+        return CACHE
     return f"num_beams={config.num_beams}" if config.num_beams > 1 else None
 
 
@@ -173,7 +174,7 @@ def _prompt_arguments(
 ) -> dict[str, Any]:
     """The prompts and what else goes to the model, without what transformers adds to it: the cache
     settings, and ``copies`` of every prompt, one for each completion."""
-    added = ("past_key_values", "use_cache", "logits_to_keep")
+    added = (CACHE, "use_cache", "logits_to_keep")
     arguments = {name: value for name, value in model_kwargs.items() if name not in added}
     embeds = arguments.get("inputs_embeds")
     if embeds is None or input_ids.shape[1] > 0:

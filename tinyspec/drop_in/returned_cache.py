@@ -1,4 +1,4 @@
-"""The ``past_key_values`` of a returned dict: keys and values of sequences as transformers keeps
+"""The cache of a returned dict: keys and values of sequences as transformers keeps
 them. Knows their shapes, and neither pages nor engines.
 """
 
@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from tinyspec.drop_in.prepare import Generate
 from tinyspec.drop_in.prompts import Prompt, Prompts
+from tinyspec.model.private_names import CACHE
 
 LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 # Tokens: no more than a window holds.
@@ -54,7 +55,7 @@ def keeps_alike(
     cache = empty_cache(model)
     mask = torch.ones(1, count, dtype=torch.long, device=model.device)
     config = GenerationConfig(max_new_tokens=1, num_beams=1, do_sample=False, pad_token_id=0)
-    generate(**given, attention_mask=mask, generation_config=config, past_key_values=cache)
+    generate(**given, attention_mask=mask, generation_config=config, **{CACHE: cache})
     layers = [own for own in cache.layers if isinstance(own, DynamicLayer)]
     if len(cache.layers) != len(kept) or any(type(own) not in LAYERS for own in cache.layers):
         return False

@@ -62,7 +62,8 @@ DICT_FIELDS = {"output_attentions", "output_hidden_states"}
 SERVED_VALUES = {"guidance_scale": (1,), "cache_implementation": ("dynamic", "static")}
 # logits_to_keep: of a prompt the last position's are kept, as they are by default.
 _KNOWN_ARGUMENTS = {*PROMPT_ARGUMENTS, *CALL_ARGUMENTS, *ADDED_ARGUMENTS}
-_KNOWN_ARGUMENTS |= {"logits_to_keep", "kwargs"}
+_KNOWN_ARGUMENTS |= {"generation_config", "logits_processor", "stopping_criteria", "kwargs"}
+_KNOWN_ARGUMENTS |= {"prefix_allowed_tokens_fn", "assistant_model", "logits_to_keep"}
 _KNOWN_FIELDS = {*SERVED_FIELDS, *INERT_FIELDS, *ADDED_ARGUMENTS}
 STEP_BY_STEP = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 SERVED_MODES = (*STEP_BY_STEP, GenerationMode.ASSISTED_GENERATION)
@@ -85,12 +86,10 @@ def unserved_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> Ite
         size, expected = vocab_size(assistant), vocab_size(model)
         if size != expected:
             yield f"an assistant_model with a vocabulary of {size} tokens, not {expected}"
-    known = vars(model.generation_config).keys() | _KNOWN_ARGUMENTS
-    others = {n for n, value in arguments.items() if n not in known and value is not None}
-    if others:
-        for name in inspect.signature(model.forward).parameters:
-            if name in others:
-                yield f"{name} (an argument of the model's forward)"
+    known = {*vars(model.generation_config), *_KNOWN_ARGUMENTS, *UNSERVED_ARGUMENTS}
+    others = [n for n, value in arguments.items() if n not in known and value is not None]
+    forward = inspect.signature(model.forward).parameters if others else {}
+    yield from (f"{n} (an argument of the model's forward)" if n in forward else n for n in others)
 
 
 def _unserved_prompts(arguments: dict[str, Any]) -> Iterator[str]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType
+from inspect import unwrap
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -79,9 +80,27 @@ class DeferredRope:
 
 def rotate_of(module: nn.Module) -> Rotate | None:
     """The ``apply_rotary_pos_emb`` that a module's forward calls, or None."""
-    forward: Any = type(module).forward
+    forward: Any = unwrap(type(module).forward)
     calls = ROTATE in forward.__code__.co_names
     return forward.__globals__.get(ROTATE) if calls else None
+
+
+def _rotating(function: Any, rotate: Any) -> Any:
+    """``function`` with ``rotate`` in place of ``apply_rotary_pos_emb``, its decorators around it.
+
+    A decorator keeps what it calls in its closure; one that does not calls the function as it was.
+    """
+    scope, cells = function.__globals__, function.__closure__
+    inside = getattr(function, "__wrapped__", None)
+    if inside is None:
+        scope = {**scope, ROTATE: rotate}
+    else:
+        own = CellType(_rotating(inside, rotate))
+        cells = tuple(own if cell.cell_contents is inside else cell for cell in cells)
+    code, name = function.__code__, function.__name__
+    made = FunctionType(code, scope, name, function.__defaults__, cells)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
 class _Rewired(nn.Module):
@@ -95,11 +114,7 @@ class _Rewired(nn.Module):
 def rewired(module: nn.Module, context: AttentionContext, rotate: Any) -> nn.Module:
     """A module that shares everything with ``module`` and runs its forward with ``rotate`` in place
     of ``apply_rotary_pos_emb``, and with another context."""
-    forward: Any = type(module).forward
-    scope = {**forward.__globals__, ROTATE: rotate}
-    code, name = forward.__code__, forward.__name__
-    run = FunctionType(code, scope, name, forward.__defaults__, forward.__closure__)
-    run.__kwdefaults__ = forward.__kwdefaults__
+    run = _rotating(type(module).forward, rotate)
     own = {"tinyspec_context": context, "tinyspec_forward": run, "tinyspec_rope": rotate}
     return standing_in(module, _Rewired, **own)
 

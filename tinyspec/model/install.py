@@ -6,12 +6,14 @@ Knows modules, nothing of passes.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import accumulate
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -33,6 +35,7 @@ from tinyspec.model.patched_model import PatchedModel
 from tinyspec.model.positions import GivenPositions, RopeTable
 from tinyspec.model.quantized import repack_weights
 from tinyspec.model.supported import (
+    FUSED,
     LEAST_POSITIONS,
     head_refusal,
     length_refusal,
@@ -44,6 +47,8 @@ from tinyspec.model.supported import (
 from tinyspec.model.torch_settings import pinned
 from tinyspec.model.torch_state import TorchState, without_modes
 from tinyspec.model.wrappers import compiled_modules, has_hooks
+
+logger = logging.getLogger("tinyspec")
 
 
 @cache
@@ -59,8 +64,9 @@ def _is_rotary(module: nn.Module) -> bool:
 
 def _counts_positions(module: nn.Module) -> bool:
     """Whether a module derives positions from the cache's length unless it is given them."""
-    takes = {"past_key_values_length", "position_ids"} <= {*_parameters(type(module).forward)}
-    return isinstance(module, nn.Embedding) and takes
+    takes = _parameters(type(module).forward) if isinstance(module, nn.Embedding) else ()
+    # "cache_length" and, before transformers 5.24, "past_key_values_length".
+    return "position_ids" in takes and any(name.endswith("_length") for name in takes)
 
 
 def _always_swapped(model: nn.Module) -> list[nn.Module]:
@@ -177,6 +183,18 @@ def _install(
     patched.left = False
 
 
+@cache
+def _warn_unfused(model_type: str) -> None:
+    """Say, once, that modules of this type were to have stand-ins."""
+    if model_type in FUSED:
+        logger.warning(
+            "attention of %s keeps its own forward in transformers %s, where tinyspec expects to "
+            "replace it: the model is served, more slowly",
+            model_type,
+            transformers.__version__,
+        )
+
+
 def _swap_attention(patched: PatchedModel, last: int) -> None:
     """Record the attention calls of the model, and replace the modules that have stand-ins."""
     model, context = patched.model, patched.context
@@ -185,6 +203,8 @@ def _swap_attention(patched: PatchedModel, last: int) -> None:
         modules = {id(call.module): call.module for call in calls}
         arguments = module_calls(model, context.record, modules, last)
         made = stand_ins(calls, arguments, context, WAYS)
+    if not made:
+        _warn_unfused(model.config.model_type)
     swapped = [modules[key] for key in made]
     for stand_in in made.values():
         if isinstance(stand_in, PagedAttention) and stand_in.has_norm:

@@ -20,6 +20,7 @@ from tinyspec.model.attention_calls import AttentionCall, LayerShape, ModuleCall
 from tinyspec.model.blame import failure
 from tinyspec.model.equivalence import ROWS as PROBE_ROWS
 from tinyspec.model.masks import Masks, UnknownAttention
+from tinyspec.model.private_names import CACHE_NAMES
 from tinyspec.model.supported import cache_windows, vocab_size
 
 ROWS = 12
@@ -28,7 +29,7 @@ ROUNDING = {torch.float32: 5e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 # Arguments of an attention call that do not change which keys a row sees, or nothing at all.
 SILENT = {
     *("softcap", "s_aux"),
-    *("dropout", "position_ids", "use_cache", "cache_position", "past_key_values", "layer_idx"),
+    *("dropout", "position_ids", "use_cache", "cache_position", *CACHE_NAMES, "layer_idx"),
     *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
     *("logits_to_keep", "head_mask", "position_embeddings"),
     *("input_ids", "inputs_embeds", "num_items_in_batch", "training"),

@@ -7,16 +7,23 @@ one is a refusal too.
 from __future__ import annotations
 
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import transformers
-from transformers import AttentionMaskInterface, DynamicCache, PreTrainedConfig
+from transformers import AttentionMaskInterface, DynamicCache, GenerationMixin, PreTrainedConfig
 
 # What configs keep the chosen implementations under. Set by these names, because the properties of
 # nearly the same name also write to the configs inside of a config.
 ATTENTION_CHOICE = "_attn_implementation_internal"
 EXPERTS_CHOICE = "_experts_implementation_internal"
 _missing: list[str] = []
+# What transformers calls the argument that holds a cache, newest first; what it is called here, and
+# what it is renamed from.
+CACHE_NAMES = ("cache", "past_key_values")
+_prepared = signature(GenerationMixin.prepare_inputs_for_generation).parameters
+CACHE = next((name for name in CACHE_NAMES if name in _prepared), CACHE_NAMES[0])
+OLD_CACHE_NAMES = CACHE_NAMES[CACHE_NAMES.index(CACHE) + 1 :]
 
 
 def private_name(module: str, name: str) -> Any:

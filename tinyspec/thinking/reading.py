@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from transformers import DynamicCache
 
+from tinyspec.model.private_names import CACHE
 from tinyspec.thinking.model import IGNORED, ThinkingModel
 from tinyspec.thinking.taps import tapped
 
@@ -54,7 +55,7 @@ def read(model: ThinkingModel, prompts: Sequence[Sequence[int]]) -> Reading:
         chunk = ids[:, start : start + size]
         added = None if states is None else states[:, : chunk.shape[1]]
         with tapped(*model.layers, added) as tap:
-            output = model.backbone(input_ids=chunk, past_key_values=cache, use_cache=True)
+            output = model.backbone(input_ids=chunk, use_cache=True, **{CACHE: cache})
         for row, length in enumerate(lengths):
             if start < length <= start + size:
                 logits[row] = output.logits[row, length - 1 - start]
@@ -77,7 +78,7 @@ def generate(
     answer = [int(reading.logits[0].argmax())]
     while len(answer) < max_new_tokens and answer[-1] != eos_token_id:
         token = torch.tensor([[answer[-1]]], device=model.device)
-        output = model.backbone(input_ids=token, past_key_values=reading.cache, use_cache=True)
+        output = model.backbone(input_ids=token, use_cache=True, **{CACHE: reading.cache})
         answer.append(int(output.logits[0, -1].argmax()))
     return reading.thoughts[0], answer
 
