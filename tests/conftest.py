@@ -12,8 +12,6 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="tinyspec-tests-")
 # No test needs the hub: a missing model is not looked for over the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# NumPy's OpenBLAS is not slot-invariant by default; interpreted kernels multiply through it.
-os.environ.setdefault("OPENBLAS_CORETYPE", "Nehalem")
 # Tiny passes: a worker thread that spins between them takes the core from threads with work.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
@@ -23,9 +21,11 @@ import transformers
 
 from tests.fuzz import tally
 from tests.support import budget, signals
+from tests.support.interpreter import products_in_order
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    products_in_order()
 
 transformers.logging.set_verbosity_error()
 # Tiny models are quickest so; tests in which threads matter ask for more.

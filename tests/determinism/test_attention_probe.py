@@ -13,6 +13,7 @@ from tinyspec.determinism.probes.attention import MANY_ROWS, probe_attention, pr
 from tinyspec.kernels import backend as kernels
 from tinyspec.kernels.twins import attention_plan, attention_tiles, paged_attention
 from tinyspec.kernels.twins.attention_plan import padded_queries
+from tinyspec.kernels.twins.attention_tiles import flash_attention
 from tinyspec.model.attention_calls import LayerShape, Reach
 from tinyspec.model.cpu.linears import cpu_has
 
@@ -53,7 +54,17 @@ def test_groups_that_are_no_power_of_two(dtype, heads):
     assert found, str(found)
 
 
-@pytest.mark.skipif(not cpu_has("avx512f"), reason="where the rest of a cut differs")
+def rest_of_a_cut_differs():
+    """Whether torch gives rows of a block of 4, behind 32 others, other bits here than among 32."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(300):
+        row, k, v = (torch.randn(1, 1, n, 96, generator=generator) for n in (1, 128, 128))
+        out, _ = flash_attention(row.expand(1, 1, 36, 96).contiguous(), k, v, 0.0)
+        if not torch.equal(out, out[:, :, :1].expand_as(out)):
+            return True
+    return False
+
+
 def test_control_other_heights(monkeypatch):
     """As it was: 12 rows of three heads were cut into 32 query rows and 4."""
     monkeypatch.setattr(
@@ -62,7 +73,8 @@ def test_control_other_heights(monkeypatch):
         lambda rows, group, least: -(-max(rows * group, least) // 12) * 12,
     )
     found = probe(torch.float32, 96, heads=(3, 1))
-    assert not found and found.differing < found.checked / 10
+    assert bool(found) is not rest_of_a_cut_differs()
+    assert found.differing < found.checked / 10
 
 
 @pytest.mark.slow("crosses", 10)

@@ -85,7 +85,8 @@ def test_every_verify_commits(drafter):
 
 
 def test_fast_path_acceptance_on_the_bundled_model():
-    """As drafter the fast path is right more than 99 times in 100, and little is undone."""
+    """As drafter the fast path is wrong less than once in 100 times. One wrong draft undoes all
+    that are behind it, which were not judged."""
     from benchmarks.storyteller.questions import sample_prompts
 
     texts = sample_prompts(24, seed=1)
@@ -99,9 +100,8 @@ def test_fast_path_acceptance_on_the_bundled_model():
         outputs = engine.generate(texts, params)
     stats = [output.completions[0].stats for output in outputs]
     drafted = sum(s.drafted for s in stats)
-    accepted = sum(s.accepted for s in stats)
     assert drafted > 300
-    assert accepted / drafted > 0.99
+    assert sum(s.rollbacks for s in stats) / drafted < 0.01
     for s in stats:
         assert s.drafted == s.accepted + s.rolled_back
         assert (s.rolled_back > 0) == (s.rollbacks > 0)
