@@ -12,6 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from textwrap import fill
 
@@ -25,6 +26,7 @@ from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams, Uns
 ROOT = Path(__file__).parents[2]
 README = ROOT / "tinyspec" / "model" / "README.md"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
+RENDERED = re.compile(r"\(transformers ([\d.]+);")
 CONFIG = EngineConfig(max_model_len=256, max_rows=64, reference_rows=16)
 TOKENS = 64
 FUSED, INTERFACE = "fused module", "attention interface"
@@ -125,6 +127,11 @@ def table() -> str:
     return text.partition(BEGIN)[2].partition(END)[0].strip()
 
 
+def rendered_with() -> str:
+    """The version of transformers that the table is of."""
+    return RENDERED.search(README.read_text())[1]
+
+
 def places() -> dict[str, list[str]]:
     """By model type: the cells of its row of the table, without the types."""
     found = {}
@@ -140,6 +147,7 @@ def places() -> dict[str, list[str]]:
 def write(findings: dict[str, Finding]) -> None:
     """Put the findings where they stand."""
     text = README.read_text()
+    text = RENDERED.sub(f"(transformers {version('transformers')};", text)
     head, tail = text.partition(BEGIN)[0], text.partition(END)[2]
     README.write_text(f"{head}{BEGIN}\n{render(findings)}\n{END}{tail}")
     supported = ROOT / "tinyspec" / "model" / "supported.py"

@@ -19,22 +19,22 @@ from tinyspec.model.private_names import missing_names
 from tinyspec.model.wrappers import has_hooks, own_forward
 
 FUSED_TYPES = """
-afmoe apertus arcee aria_text beam bitnet cohere cohere2 cohere2_moe cohere_compass_text cwm
-dbrx dots1 emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint fuyu gemma gemma2
-gemma3 gemma3_text glm glm4 glm4_moe got_ocr2 gpt_neox gpt_oss granite granite_swa granitemoe
-granitemoe_swa granitemoeshared helium hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe
-kolibri1 laguna llama mellum mimo_v2_flash minimax_m2 ministral ministral3 mistral mixtral
-mllama modernbert-decoder moss_transcribe_diarize nemotron olmo olmo2 olmo3 olmoe persimmon phi
-phi3 phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm
-starcoder2 vaultgemma
+afmoe apertus apertus1p5_text arcee aria_text beam bitnet cohere cohere2 cohere2_moe
+cohere_compass_text cwm dbrx dots1 emu3 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe
+flex_olmo flint fuyu gemma gemma2 gemma3 gemma3_text glm glm4 glm4_moe got_ocr2 gpt_neox gpt_oss
+granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hy_v3 hyperclovax
+internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama mellum mimo_v2_flash minimax_m2
+ministral ministral3 mistral mixtral mllama modernbert-decoder moss_transcribe_diarize nemotron
+olmo olmo2 olmo3 olmoe persimmon phi phi3 phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_moe
+sarvam_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma
 """
 INTERFACE_TYPES = """
-axk1 bart bert bert-generation bigbird_pegasus biogpt blenderbot blenderbot-small camembert ctrl
-data2vec-text deepseek_v2 deepseek_v3 diffllama electra ernie gemma3n_text gemma4 gemma4_text
-gemma4_unified gemma4_unified_text glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode hrm_text
-hunyuan_v1_dense hunyuan_v1_moe llama4 llama4_text longcat_flash marian mbart minicpm3 nanochat
-opt pegasus plbart roberta roberta-prelayernorm roc_bert whisper xlm-roberta xlm-roberta-xl xmod
-youtu
+axk1 bart bert bert-generation bigbird_pegasus biogpt blenderbot blenderbot-small camembert
+codegen ctrl data2vec-text deepseek_v2 deepseek_v3 diffllama dory electra ernie gemma3n_text
+gemma4 gemma4_text gemma4_unified gemma4_unified_text glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode
+gptj hrm_text hunyuan_v1_dense hunyuan_v1_moe llama4 llama4_text longcat_flash marian mbart
+minicpm3 nanochat opt pegasus plbart roberta roberta-prelayernorm roc_bert sarvam_mla whisper
+xlm-roberta xlm-roberta-xl xmod youtu
 """
 # Served by stand-ins of their attention modules; and those served by its function alone besides.
 FUSED = frozenset(FUSED_TYPES.split())
