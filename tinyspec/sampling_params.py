@@ -188,6 +188,11 @@ class SamplingParams:
         """Whether more than token ids and their number can end it, or is kept of its tokens."""
         return bool(self.stop_strings or self.stopping_criteria or self.top_logprobs)
 
+    @property
+    def needs_tokenizer(self) -> bool:
+        """Whether tokens that are promised depend on the tokenizer."""
+        return self.deterministic and bool(self.stop_strings)
+
     def resolve(self, **changes: Any) -> SamplingParams:
         """With the model's defaults filled in: a copy, where they change anything."""
         new = {name: value for name, value in changes.items() if getattr(self, name) is not value}

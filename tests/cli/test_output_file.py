@@ -106,6 +106,19 @@ def test_another_fingerprint_is_refused(generate, files):
     assert files[1].read_bytes() == before
 
 
+def test_outputs_with_stop_strings_are_continued(generate, files):
+    """Their fingerprint has the tokenizer; that of another is named."""
+    assert generate("--stop", "zzz")[0] == 0
+    before = files[1].read_bytes()
+    assert generate("--stop", "zzz", "--resume") == (0, "", "")
+    output, *others = (RequestOutput.from_json(line) for line in before.splitlines())
+    parts = {**output.fingerprint_parts, "tokenizer": "sha256 0"}
+    other = replace(output, fingerprint=digest_of(parts), fingerprint_parts=parts)
+    files[1].write_text("".join(o.to_json() + "\n" for o in (other, *others)))
+    status, _, err = generate("--stop", "zzz", "--resume")
+    assert status == 2 and f"some of {digest_of(parts)}: tokenizer" in err
+
+
 def test_aborted_outputs_stay_failures(generate, files):
     generate()
     output, *others = (RequestOutput.from_json(x) for x in files[1].read_text().splitlines())

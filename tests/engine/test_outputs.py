@@ -11,9 +11,18 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from tests.support.tiny import config_of, prompts, tiny
-from tinyspec import Completion, Engine, EngineConfig, RequestOutput, SamplingParams, StreamEvent
-from tinyspec.engine.tokenization import TextStream, ends_in_stop_string
+from tests.support.tiny import VOCAB, config_of, prompts, tiny
+from tinyspec import (
+    Completion,
+    Engine,
+    EngineConfig,
+    RequestOutput,
+    SamplingParams,
+    StreamEvent,
+    audit,
+)
+from tinyspec.determinism.fingerprint_parts import differences
+from tinyspec.engine.tokenization import TextStream, ends_in_stop_string, text_digest
 from tinyspec.outputs import CompletionStats
 from tinyspec.tools.demo import BUNDLED
 
@@ -337,6 +346,87 @@ def test_stop_strings_end_a_request(engine, tokenizer, stop, deterministic):
     assert completion.text == tokenizer.decode(ids[:count])
     if deterministic:
         assert completion.stats.drafted > 0
+
+
+def words(shift=0, decoder=None, **settings):
+    """A tokenizer of one word a token; shift: another token for every word."""
+    vocab = {f"word{n:03}": (n + shift) % VOCAB for n in range(VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="word000"))
+    tokenizer.decoder = decoder or decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings)
+
+
+def test_the_tokenizer_of_stop_strings_is_in_the_fingerprint():
+    """Where tokens depend on it, and nowhere else; audit knows its own and names another."""
+    params = SamplingParams(max_new_tokens=40, deterministic=True, ignore_eos=True, logprobs=True)
+    own, again, other = (
+        Engine(tiny(), tokenizer, EngineConfig(reference_rows=16))
+        for tokenizer in (words(), words(), words(shift=1))
+    )
+    with own, again, other:
+        ids = own.generate([[1, 2, 3]], params)[0].completions[0].token_ids
+        stop = own.tokenizer.decode([next(t for t in ids[5:] if t not in ids[:5])])
+        stops = replace(params, stop_strings=(stop,))
+        engines = own, again, other
+        first, second, third = (e.generate([[1, 2, 3]], [stops])[0] for e in engines)
+        assert first.completions[0].token_ids == second.completions[0].token_ids
+        assert first.completions[0].token_ids != third.completions[0].token_ids
+        assert first.fingerprint == second.fingerprint != third.fingerprint
+        parts = first.fingerprint_parts, third.fingerprint_parts
+        assert differences(*parts) == ["tokenizer"]
+        assert {**own.contract.fingerprint.parts, "tokenizer": parts[0]["tokenizer"]} == parts[0]
+        assert audit(again, [first]), str(audit(again, [first]))
+        (entry,) = audit(other, [first]).entries
+        assert entry.verdict == "not comparable" and entry.reason.endswith(": tokenizer")
+        plain = [e.generate([[1, 2, 3]], replace(stops, deterministic=False))[0] for e in engines]
+        without = [e.generate([[1, 2, 3]], params)[0] for e in engines]
+        assert {o.fingerprint for o in [*plain, *without]} == {own.fingerprint}
+        own.tokenizer.add_tokens(["more"])
+        assert own.generate([[1, 2, 3]], stops)[0].fingerprint != first.fingerprint
+
+
+class Spelled:
+    """Not a library's: nothing but a decode."""
+
+    def __init__(self, letters):
+        self.letters = letters
+
+    def decode(self, ids, **_):
+        return "".join(self.letters[token] for token in ids)
+
+
+def swapped_bytes(first, second):
+    """``byte_tokenizer`` with another byte behind two of its tokens."""
+    data = json.loads(byte_tokenizer().backend_tokenizer.to_str())
+    vocab = data["model"]["vocab"]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(data)), eos_token=END
+    )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: words(shift=n),
+        lambda n: words(decoder=decoders.Replace("d1", "d2") if n else None),
+        lambda n: words(clean_up_tokenization_spaces=bool(n)),
+        lambda n: Spelled("abc" if n else "abd"),  # of ids beyond, it raises
+        lambda n: swapped_bytes("Ł", "ł" if n else "Ł"),  # alone, neither is a character
+    ],
+    ids=["vocabulary", "decoder", "settings", "decode alone", "bytes"],
+)
+def test_tokenizers_that_decode_otherwise_have_other_digests(make):
+    digests = [text_digest(make(n), VOCAB) for n in (0, 0, 1, 1)]
+    assert digests[0] == digests[1] != digests[2] == digests[3]
+
+
+def test_a_tokenizer_that_was_used_keeps_its_digest():
+    used = byte_tokenizer()
+    used.pad_token = END
+    before = text_digest(used, 300)
+    used(["a", "the fox"], padding="max_length", max_length=9, truncation=True)
+    assert text_digest(used, 300) == before
 
 
 def test_special_tokens_are_not_text(engine, tokenizer):

@@ -356,7 +356,11 @@ def judge(engine: Engine, output: RequestOutput, known: dict[str, Any] | None = 
         text = json.dumps(output.fingerprint_parts, sort_keys=True)
         if spelled(hashlib.sha256(text.encode()).hexdigest()[:32]) != spelled(output.fingerprint):
             return DIFFERS
-    if spelled(output.fingerprint) != spelled(engine.fingerprint) or not params.deterministic:
+    own = engine.ready().tokenizer_digest()
+    if not params.needs_tokenizer and "tokenizer" not in (output.fingerprint_parts or {}):
+        own = None
+    expected = engine.contract.fingerprint.with_tokenizer(own).digest
+    if spelled(output.fingerprint) != spelled(expected) or not params.deterministic:
         return NOT_COMPARABLE
     known = {} if known is None else known
     request = spelled([output.prompt_token_ids, params.to_dict()])

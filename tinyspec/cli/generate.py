@@ -116,12 +116,14 @@ def _check_fingerprint(engine: Engine, file: OutputFile, name: str) -> None:
     from tinyspec.determinism.fingerprint_parts import explained
 
     written = [output for output in file.kept.values() if output.fingerprint is not None]
-    own = engine.fingerprint if written else ""
-    other = next((output for output in written if output.fingerprint != own), None)
-    if other is not None:
-        allowed = f"outputs of this engine, {own}; it has some of {other.fingerprint}"
-        why = explained(other.fingerprint_parts, engine.contract.fingerprint.parts)
-        raise refuse("--output", name, f"{allowed}: {why}" if why else allowed)
+    inputs = engine.ready()
+    for output in written:
+        digest = inputs.tokenizer_digest() if output.params.needs_tokenizer else None
+        own = engine.contract.fingerprint.with_tokenizer(digest)
+        if output.fingerprint != own.digest:
+            allowed = f"outputs of this engine, {own.digest}; it has some of {output.fingerprint}"
+            why = explained(output.fingerprint_parts, own.parts)
+            raise refuse("--output", name, f"{allowed}: {why}" if why else allowed)
 
 
 def _into_file(engine: Engine, jobs: list[Job], file: OutputFile, name: str) -> bool:

@@ -29,6 +29,12 @@ class Fingerprint:
         """32 hexadecimal digits."""
         return digest_of(self.parts)
 
+    def with_tokenizer(self, digest: str | None) -> Fingerprint:
+        """Of a request whose tokens depend on the tokenizer of this digest; None: on none."""
+        if digest is None:
+            return self
+        return Fingerprint({**self.parts, "tokenizer": DIGEST + digest[:32]})
+
 
 def digest_of(parts: Parts) -> str:
     """32 hexadecimal digits; other parts, in value or type, have others. Their order does not

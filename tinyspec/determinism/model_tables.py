@@ -156,6 +156,12 @@ def _is_users(hook: Any) -> bool:
     return top_package(hook if hasattr(hook, "__qualname__") else type(hook)) not in LIBRARIES
 
 
+def is_users(module: nn.Module) -> bool:
+    """Whether its class, a hook or a forward of its own comes from no known library."""
+    own = vars(module).get("forward", type(module))
+    return any(map(_is_users, (type(module), own, *hooks_of(module))))
+
+
 def _copy(table: Any) -> Any:
     # As a plain dict: an OrderedDict is slower to compare.
     return dict(table) if isinstance(table, dict) else table.copy()

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from tinyspec.config import EngineConfig
 from tinyspec.engine.thinker import Thinker
-from tinyspec.engine.tokenization import as_prompts, continuation_ids, to_token_ids
+from tinyspec.engine.tokenization import as_prompts, continuation_ids, text_digest, to_token_ids
 from tinyspec.engine.turns import HasTurns, Turns, in_turn
 from tinyspec.errors import refuse
 from tinyspec.model.supported import vocab_size
@@ -46,6 +46,7 @@ class InputProcessor(HasTurns):
         self.turns = turns  # tokenizers serve one thread at a time
         self._pool, self._thinker = pool, thinker
         self._tokenizer = tokenizer
+        self._digests: dict[int, str] = {}
         self._config = config
         self._vocab_size = vocab_size(model)
         self._model = model
@@ -132,12 +133,23 @@ class InputProcessor(HasTurns):
             seed = int(torch.randint(2**62, (1,), generator=self._seeds, device="cpu"))
         resolved = params.resolve(eos_token_id=eos, seed=seed)
         request = Request(f"request-{number}", prompt, resolved, number)
+        if params.needs_tokenizer:
+            request.tokenizer = self.tokenizer_digest()
         if params.thinking:
             assert self._thinker is not None
             size, root = self._thinker.config.chunk_size, self._thinker.root
             window = self._config.thinking_window
             request.thoughts = Thoughts(size, len(prompt), window, root=root)
         return request
+
+    @in_turn
+    def tokenizer_digest(self) -> str | None:
+        """Of the tokenizer with as many tokens as it has now; None where there is none."""
+        tokenizer = self._tokenizer
+        size = len(tokenizer) if hasattr(tokenizer, "__len__") else 0
+        if size not in self._digests and tokenizer is not None:
+            self._digests[size] = text_digest(tokenizer, self._vocab_size)
+        return self._digests.get(size)
 
     def _token_ids(self, field: str, ids: list[Any]) -> list[int]:
         """``ids``, checked to be tokens of the model."""

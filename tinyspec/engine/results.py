@@ -12,7 +12,7 @@ from tinyspec.scheduler.request import Request, Sequence
 
 def output_of(request: Request, tokenizer: Any) -> RequestOutput:
     """A finished request."""
-    known = request.fingerprint
+    known = request.fingerprint and request.fingerprint.with_tokenizer(request.tokenizer)
     return RequestOutput(
         request_id=request.request_id,
         prompt_token_ids=request.prompt,

@@ -258,7 +258,7 @@ class Request:
     hidden]. num_hidden: leading prompt tokens that are placeholders then. keeps: of scores,
     logits, kv, hidden. lock_step: whose rows its completions are. fingerprint: that it runs under,
     with its parts. thread: whose code its processors and criteria are; 0: none that steps.
-    thoughts: of the prompt, where it is thought about.
+    thoughts: of the prompt, where it is thought about. tokenizer: its digest, with stop strings.
     """
 
     request_id: str
@@ -275,6 +275,7 @@ class Request:
     fingerprint: Any = None
     thread: int = 0
     thoughts: Thoughts | None = None
+    tokenizer: str | None = None
 
     def __post_init__(self) -> None:
         assert self.params.seed is not None or self.params.temperature == 0

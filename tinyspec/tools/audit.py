@@ -12,12 +12,7 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
-from tinyspec.determinism.fingerprint_parts import (
-    Fingerprint,
-    are_parts,
-    digest_of,
-    explained,
-)
+from tinyspec.determinism.fingerprint_parts import are_parts, digest_of, explained
 from tinyspec.engine.engine import Engine
 from tinyspec.errors import refuse
 from tinyspec.outputs import Completion, RequestOutput
@@ -85,7 +80,7 @@ def _obstacles(output: RequestOutput, engine: Engine) -> Iterator[Finding]:
             reason = f"prompt_token_ids has {shown(token)}, which is no token id"
             yield Finding("prompt_token_ids", DIFFERS, reason)
     yield from _malformed_completions(output.completions, params)
-    yield from _other_fingerprint(output, engine.contract.fingerprint)
+    yield from _other_fingerprint(output, engine)
     if not params.deterministic:
         yield Finding("params", NOT_COMPARABLE, "it is plain: it was not asked to be deterministic")
     for function in (*params.logits_processors, *params.stopping_criteria):
@@ -99,13 +94,15 @@ def _obstacles(output: RequestOutput, engine: Engine) -> Iterator[Finding]:
             yield Finding("prompt_token_ids", DIFFERS, reason)
 
 
-def _other_fingerprint(output: RequestOutput, own: Fingerprint) -> Iterator[Finding]:
-    stated, parts = output.fingerprint, output.fingerprint_parts
+def _other_fingerprint(output: RequestOutput, engine: Engine) -> Iterator[Finding]:
+    stated, parts, own = output.fingerprint, output.fingerprint_parts, engine.contract.fingerprint
     if parts is not None and not (are_parts(parts) and identical(stated, digest_of(parts))):
         reason = f"its fingerprint_parts do not give its fingerprint {shown(stated)}"
         yield Finding("fingerprint_parts", DIFFERS, reason)
     if stated is None:
         yield Finding("fingerprint", NOT_COMPARABLE, "it has no fingerprint")
+    if output.params.needs_tokenizer or "tokenizer" in (parts or ()):
+        own = own.with_tokenizer(engine.ready().tokenizer_digest())
     if not identical(stated, own.digest):
         reason = "its fingerprint is " + shown(stated).strip("'")
         if why := explained(parts, own.parts):

@@ -18,7 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tinyspec.determinism.model_state import function_settings, functions
+from tinyspec.determinism.model_tables import is_users
 from tinyspec.determinism.probe_results import Unsound
+from tinyspec.determinism.probes.host_reads import HostReads
 from tinyspec.model.attention import AttentionContext
 from tinyspec.model.linear_kinds import linear_shape
 from tinyspec.model.quantized import is_packed
@@ -52,13 +55,15 @@ class Matmul:
 @dataclass(frozen=True)
 class RowOp:
     """A function of rows that is no linear: an element-wise module (activation, norm), or elsewhere
-    one operator (a router's matmul or sigmoid) with its parameters and constants."""
+    one operator (a router's matmul or sigmoid) with its parameters and constants. users: a module
+    that runs code of the user's, whose operators are recorded by themselves."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     fn: Callable[[Tensor], Tensor]  # of [1, R, *shape]
     weight: Tensor | None = None  # [out, in] of a matmul
+    users: bool = False
 
 
 @cache
@@ -72,7 +77,7 @@ class OpRecorder(TorchDispatchMode):
     """Records the matmuls of ``model`` in passes of ``rows`` rows, except inside the modules
     ``skipped``, and its other functions of rows, one of each kind.
 
-    logit_rows: how many of the rows are unembedded.
+    logit_rows: how many of the rows are unembedded. reads: of rows, on the host.
     """
 
     def __init__(
@@ -80,6 +85,14 @@ class OpRecorder(TorchDispatchMode):
     ):
         super().__init__()
         self.matmuls: list[Matmul] = []
+        self.reads = HostReads(rows)
+        # Modules around attention and experts, which are no functions of rows outside of a pass.
+        self._attends = {name[:end] for name in skipped for end, c in enumerate(name) if c == "."}
+        self._users = {
+            name: str((functions(m), function_settings(m)))
+            for name, m in model.named_modules()
+            if is_users(m)
+        }
         self._modules: dict[object, RowOp] = {}
         self._steps: dict[object, tuple[str, RowOp]] = {}
         self._rows = rows
@@ -101,6 +114,7 @@ class OpRecorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if self._in_attention or not self._skipped.isdisjoint(self._inside):
             return result
+        self.reads.follow(func, (args, kwargs), result, self._inside[-1] if self._inside else "")
         name, is_matmul = _operator(func)
         if is_matmul:
             self._note(name, func, args, kwargs or {})
@@ -185,15 +199,23 @@ class OpRecorder(TorchDispatchMode):
         self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         name = self._inside.pop()
-        if not isinstance(output, Tensor) or len(inputs) != 1 or list(module.children()):
+        users = name in self._users and name not in self._attends
+        whole = not list(module.children())
+        if not isinstance(output, Tensor) or len(inputs) != 1 or not (users or whole):
             return
-        self._whole.add(name)
+        if whole:
+            self._whole.add(name)
         x = inputs[0]
-        if name in self._linears or kwargs or not isinstance(x, Tensor) or x.dim() < 3:
+        if kwargs or not isinstance(x, Tensor) or x.dim() < 3 or not x.is_floating_point():
             return
-        if x.is_floating_point() and output.shape[:2] == x.shape[:2] in self._leading:
+        if output.shape[:2] == x.shape[:2] in self._leading:
             kind = (type(module), repr(module), x.shape[2:], x.dtype)
-            self._modules.setdefault(kind, RowOp(name, x.dtype, x.shape[2:], module))
+            op = RowOp(name, x.dtype, x.shape[2:], module)
+            if whole and name not in self._linears:
+                self._modules.setdefault(kind, op)
+            if users:
+                op = replace(op, name=f"{name}: as a whole", users=True)
+                self._modules.setdefault((*kind, self._users[name]), op)
 
     @contextmanager
     def _without_attention(self, context: AttentionContext) -> Iterator[None]:
@@ -202,6 +224,7 @@ class OpRecorder(TorchDispatchMode):
 
         def attend(*args: Any, **kwargs: Any) -> Tensor:
             self._in_attention = True
+            self._attends.update(self._inside)
             try:
                 return kernels.paged_attention(*args, **kwargs)
             finally:

@@ -13,11 +13,15 @@ from typing import TypeVar
 from torch import Tensor
 
 from tinyspec.config import EngineConfig
-from tinyspec.determinism.probes.bits import PositionResult
+from tinyspec.determinism.probes.bits import PositionResult, position_invariant
 from tinyspec.determinism.probes.linears import linear_steps, steps_in_buckets
 from tinyspec.determinism.probes.model import ModelProbe, ReferenceRows
 from tinyspec.determinism.probes.routing import TOKEN_SETS, OpRecorder, RowOp
-from tinyspec.determinism.probes.row_functions import BucketInvariance, probe_pool
+from tinyspec.determinism.probes.row_functions import (
+    REFERENCE_PASSES,
+    BucketInvariance,
+    probe_pool,
+)
 from tinyspec.determinism.probes.steps import Steps, within
 from tinyspec.model.fused_layer import fused_functions
 from tinyspec.model.install import patched_of
@@ -27,6 +31,8 @@ from tinyspec.model.scratch_model import ScratchModel
 from tinyspec.runner.capacity import refuse_shortage
 from tinyspec.runner.model_runner import ModelRunner
 
+# Times the needles of other probes, so that neighbours of ordinary size are larger.
+SMALL = 2.0**-10
 T = TypeVar("T")
 Found = tuple[BucketInvariance, tuple[int, ...]]
 
@@ -117,7 +123,21 @@ class Workspace:
             found = yield from self.on_scratch(linear_steps(self.runner, name, counts, position))
             return found
         op = self.ops[name]
-        return (yield from self.on_scratch(self._op_steps(op, counts, position))), ()
+        steps = self._users_steps(op, counts) if op.users else self._op_steps(op, counts, position)
+        return (yield from self.on_scratch(steps)), ()
+
+    def _users_steps(self, op: RowOp, sizes: list[int]) -> Steps[BucketInvariance]:
+        """Small rows beside much larger ones in the reference bucket: what compares all rows with
+        a number of its own shows there. Its operators are probed in every bucket."""
+        pool = probe_pool(prod(op.shape), op.dtype, self.runner.device)[::2] * SMALL
+
+        def of_rows(rows: Tensor) -> Tensor:
+            return op.fn(rows.view(1, -1, *op.shape))[0]
+
+        found = position_invariant(of_rows, pool, self.reference, op.name, REFERENCE_PASSES)
+        yield
+        labels: dict[int, int | None] = dict.fromkeys(sizes, 0 if found else None)
+        return BucketInvariance(op.name, self.reference, found, labels)
 
     def _op_steps(
         self, op: RowOp, sizes: list[int], proven: PositionResult | None

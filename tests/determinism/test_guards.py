@@ -1,0 +1,157 @@
+"""Code of a user's that looks at all rows of a pass at once is refused, by the name of its module.
+
+Each guard changes what a row gets beside a neighbour with large activations, in plain requests and
+where the refusal is taken back; the same modules without a guard are served.
+"""
+
+from types import MethodType
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.cases import bits_of, engine_of, greedy, text
+from tests.support.tiny import tiny
+from tinyspec import DeterminismError
+from tinyspec.determinism.probes import bits, host_reads, workspace
+
+LIMIT, LARGE, WIDTH = 9, 7, 64
+MLP, NORM = "model.layers.0.mlp", "model.layers.0.input_layernorm"
+# From a row's input and output, and all that it stands beside.
+ON_THE_HOST = {
+    "bool": lambda x, y: y * 0.5 if (x.abs() > LIMIT).any() else y,
+    "item": lambda x, y: y * 0.5 if x.abs().max().item() > LIMIT else y,
+    "count": lambda x, y: y * 0.5 if int((x.abs() > LIMIT).sum()) else y,
+    "tolist": lambda x, y: y * 0.5 if max(x.abs().amax(-1)[0].tolist()) > LIMIT else y,
+    "numpy": lambda x, y: y * 0.5 if x.numpy().max() > LIMIT else y,
+    "shape": lambda x, y: y * 0.5 if len(x[x.abs() > LIMIT]) else y,
+    "where": lambda x, y: y * 0.5 if len(torch.where(x.abs() > LIMIT)[0]) else y,
+    "equal": lambda x, y: y if torch.equal(x, x.clamp(-LIMIT, LIMIT)) else y * 0.5,
+}
+ON_THE_DEVICE = {
+    "any": lambda x, y: torch.where((x.abs() > LIMIT).any(), y * 0.5, y),
+    "max": lambda x, y: y / x.abs().max().clamp(min=LIMIT),
+}
+GUARDS = {**ON_THE_HOST, **ON_THE_DEVICE}
+HARMLESS = {
+    "nothing": lambda x, y: y,
+    "each row": lambda x, y: torch.where((x.abs() > LIMIT).any(-1, keepdim=True), y * 0.5, y),
+    "shapes": lambda x, y: y if x.shape[1] > 0 and len(x) == 1 else y * 0.5,
+    "a constant": lambda x, y: y * torch.tensor([0.5, 2.0])[1].item(),
+    "positions": lambda x, y: y if torch.arange(x.shape[1]).max().item() < 10**6 else y * 0.5,
+}
+
+
+class Around(nn.Module):
+    """A module of the user's around another, or around nothing."""
+
+    def __init__(self, inner, rule):
+        super().__init__()
+        self.inner, self.rule = inner, rule
+
+    def forward(self, x):
+        return self.rule(x, self.inner(x))
+
+
+class AroundLinear(nn.Linear):
+    """The rule reads the input of a product."""
+
+    def forward(self, x):
+        return self.rule(x, super().forward(x))
+
+
+def wrapped(model, rule):
+    model.model.layers[0].mlp = Around(model.model.layers[0].mlp, rule)
+    return MLP
+
+
+def leaf(model, rule):
+    norm = model.model.layers[0].input_layernorm
+    model.model.layers[0].input_layernorm = Around(None, lambda x, _: rule(x, norm(x)))
+    model.model.layers[0].input_layernorm.inner = nn.Identity()
+    return NORM
+
+
+def hooked(model, rule):
+    module = model.get_submodule(MLP)
+    module.register_forward_hook(lambda _, inputs, output: rule(inputs[0], output))
+    return MLP
+
+
+def own_forward(model, rule):
+    module = model.get_submodule(MLP)
+    inner = module.forward
+    module.forward = MethodType(lambda _, x: rule(x, inner(x)), module)
+    return MLP
+
+
+def linear(model, rule):
+    down = model.get_submodule(MLP).up_proj
+    down.__class__, down.rule = AroundLinear, rule
+    return f"{MLP}.up_proj"
+
+
+PLACES = {f.__name__: f for f in (wrapped, leaf, hooked, own_forward, linear)}
+
+
+def guarded(rule, place=wrapped):
+    """A model, and where it has the rule; ``LARGE`` has large activations in every norm's input,
+    of which one weight of the norm keeps enough."""
+    model = tiny()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[LARGE] = 3e4 * torch.eye(WIDTH)[3]
+        model.model.layers[0].post_attention_layernorm.weight[3] *= 5
+    return model, place(model, rule)
+
+
+def alone_and_beside(model, **changes):
+    """Bits of one request alone, and beside prompts of ``LARGE``."""
+    prompt = [token for token in text(9) if token != LARGE]
+    params = greedy(6, **changes)
+    with engine_of(model, prefix_cache=False) as engine:
+        (alone,) = engine.generate([prompt], params)
+        beside = engine.generate([prompt, [LARGE] * 5], params)[0]
+    return bits_of([alone]), bits_of([beside])
+
+
+@pytest.fixture(autouse=True)
+def _no_results(no_results_on_disk):
+    """Every model is probed anew."""
+
+
+@pytest.mark.parametrize("rule", GUARDS.values(), ids=GUARDS)
+def test_a_guard_over_the_pass_is_refused(rule):
+    model, name = guarded(rule)
+    how = "on the host" if rule in ON_THE_HOST.values() else "its neighbours"
+    with pytest.raises(DeterminismError, match=rf"^{name}: .*{how}"):
+        alone_and_beside(model)
+
+
+@pytest.mark.parametrize("rule", [ON_THE_HOST["bool"], ON_THE_DEVICE["any"]], ids=["host", "any"])
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_a_guard_anywhere_is_refused(place, rule):
+    model, name = guarded(rule, place)
+    with pytest.raises(DeterminismError, match=f"^{name}: "):
+        alone_and_beside(model)
+
+
+@pytest.mark.parametrize("rule", GUARDS.values(), ids=GUARDS)
+def test_control_guards_change_bits(rule, monkeypatch):
+    """With both checks taken back they are served, and a neighbour changes bits."""
+    monkeypatch.setattr(host_reads.HostReads, "unsound", lambda reads: [])
+    good = bits.PositionResult("module", 16, 0, 0, -1, -1)
+    monkeypatch.setattr(workspace, "position_invariant", lambda *_: good)
+    alone, beside = alone_and_beside(guarded(rule)[0])
+    assert alone != beside
+
+
+@pytest.mark.parametrize("rule", HARMLESS.values(), ids=HARMLESS)
+def test_what_looks_at_no_other_row_is_served(rule):
+    alone, beside = alone_and_beside(guarded(rule)[0])
+    assert alone == beside
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_modules_without_a_guard_are_served_anywhere(place):
+    alone, beside = alone_and_beside(guarded(HARMLESS["each row"], place)[0])
+    assert alone == beside
