@@ -18,6 +18,10 @@ class UnsupportedModelError(TinyspecError):
     """The model cannot be served; the message names the module or setting that prevents it."""
 
 
+class UnsupportedEnvironmentError(TinyspecError, RuntimeError):
+    """No model can be served as the process is set up; the message says what to set."""
+
+
 def unsupported(model: object, reason: str) -> UnsupportedModelError:
     """An UnsupportedModelError in the form that all have."""
     return UnsupportedModelError(f"{type(model).__name__} is not supported: {reason}")

@@ -16,7 +16,9 @@ from tinyspec import (
     Engine,
     EngineConfig,
     SamplingParams,
+    TinyspecError,
     UnsupportedModelError,
+    doctor,
 )
 from tinyspec.determinism import canary, environment
 from tinyspec.model import openmp
@@ -104,8 +106,14 @@ def test_a_shortage_of_threads_is_refused(monkeypatch, two_threads):
         monkeypatch.setattr(openmp, "settle", lambda: 1)
         with pytest.raises(DeterminismError, match=r"runs 1 of the 2.*set_num_threads\(1\)"):
             engine.generate(prompts(2), PARAMS)
-    with pytest.raises(UnsupportedModelError, match=r"runs 1 of the 2.*set_num_threads\(1\)"):
+    with pytest.raises(
+        RuntimeError, match=r"^OpenMP runs 1 of the 2.*set_num_threads\(1\)"
+    ) as found:
         Engine(tiny(), config=CONFIG)
+    assert isinstance(found.value, TinyspecError), "it says nothing of the model"
+    assert not isinstance(found.value, UnsupportedModelError)
+    report = doctor(tiny(), CONFIG)
+    assert not report and report.problems == (str(found.value),)
 
 
 def product():

@@ -144,6 +144,18 @@ def test_sequences_may_be_shorter_than_what_a_model_is_tried_with(known, monkeyp
     assert len(output[0].completions[0].token_ids) == 5
 
 
+@pytest.mark.parametrize("rows", [4, 7])
+def test_passes_may_be_smaller_than_what_a_model_is_tried_with(rows, monkeypatch):
+    """Of a class outside the table of types: the prompt of the comparison is cut to fit."""
+    monkeypatch.setattr(parity_check, "SERVED", frozenset())
+    config = EngineConfig(reference_rows=rows, max_rows=rows)
+    with Engine(tiny("llama"), config=config) as engine:
+        (output,) = engine.generate(
+            [list(range(3, 15))], SamplingParams(max_new_tokens=5, deterministic=True)
+        )
+    assert len(output.completions[0].token_ids) == 5
+
+
 def test_layers_that_run_by_the_value_of_rows_end_their_requests():
     """KV goes by the order of calls: a layer left out would shift all behind it."""
     model = tiny("llama")

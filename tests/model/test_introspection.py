@@ -11,10 +11,12 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+from tests.support.tiny import tiny as llama
 from tests.support.zoo import tiny
-from tinyspec import Engine, EngineConfig, UnsupportedModelError
+from tinyspec import Engine, EngineConfig, SamplingParams, UnsupportedModelError
 from tinyspec.model.attention_calls import Reach
 from tinyspec.model.masks import reach_of
+from tinyspec.runner import parity_check
 
 ROWS = 12
 
@@ -104,6 +106,25 @@ def test_no_mask_function_is_left_behind():
     with pytest.raises(UnsupportedModelError):
         Engine(tiny("moshi"))
     assert dict(AttentionMaskInterface._global_mapping) == before
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_weights_that_show_nothing_are_tried_with_others(known, monkeypatch):
+    """All zero, as before a checkpoint is loaded: of a type that is known, and of one that is
+    compared with its own generate as well."""
+    if not known:
+        monkeypatch.setattr(parity_check, "SERVED", frozenset())
+    model, filled = llama(), llama()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.zero_()
+    prompt, params = [list(range(3, 40))], SamplingParams(max_new_tokens=6)
+    with Engine(filled) as engine:
+        expected = engine.generate(prompt, params)[0].completions[0].token_ids
+    with Engine(model) as engine:
+        assert engine.generate(prompt, params)[0].completions[0].token_ids == [0] * 6
+        model.load_state_dict(filled.state_dict())
+        assert engine.generate(prompt, params)[0].completions[0].token_ids == expected
 
 
 def test_recording_leaves_generators_and_modes_alone():

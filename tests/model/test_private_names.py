@@ -59,8 +59,8 @@ def test_layers_of_the_cache(monkeypatch):
 def test_attributes_of_experts():
     model = tiny_moe()
     experts = model.model.layers[1].mlp.experts
-    del experts._is_expert_parallel, experts.has_gate
+    del experts.is_transposed, experts.has_gate
     before = everything(model)
-    with pytest.raises(UnsupportedModelError, match="did not set has_gate, _is_expert_parallel"):
+    with pytest.raises(UnsupportedModelError, match="did not set has_gate, is_transposed"):
         Engine(model)
     assert unlike(before, everything(model)) == []

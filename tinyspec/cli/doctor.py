@@ -9,7 +9,7 @@ from tinyspec.cli.common import add_model, add_report, make_engine, model_name
 from tinyspec.cli.interrupts import load_libraries
 from tinyspec.cli.parser import add_command
 from tinyspec.config import KV_DTYPES, EngineConfig
-from tinyspec.errors import UnsupportedModelError
+from tinyspec.errors import TinyspecError
 
 
 def add(commands: Any) -> None:
@@ -44,7 +44,7 @@ def _doctor(options: argparse.Namespace) -> int:
     try:
         with make_engine(options, config) as engine:
             report = doctor(engine, fresh=options.fresh)
-    except UnsupportedModelError as error:
+    except TinyspecError as error:
         given = model_name(options), options.dtype, options.device
         report = DoctorReport(*given, (str(error),))
     print(report.to_json() if options.json else report)

@@ -24,7 +24,7 @@ from tinyspec.determinism.model_watch import OBJECT, ModelWatch
 from tinyspec.determinism.module_ways import ModuleWays
 from tinyspec.determinism.notice import Notice
 from tinyspec.determinism.probe_results import ProbeResults, unsound_message
-from tinyspec.determinism.probes.autocast import refuse_autocast
+from tinyspec.determinism.probes.autocast import refuse_autocast, refuse_written
 from tinyspec.determinism.probes.reference import ReferenceProof
 from tinyspec.determinism.probes.steps import Steps, finished
 from tinyspec.determinism.probes.workspace import Workspace, warm_up
@@ -79,8 +79,9 @@ class Contract:
 
     @property
     def outdated(self) -> bool:
-        """Whether the model changed since it was probed, so that it must be probed again."""
-        return self._probed_structure is not None and self.results is None
+        """Whether the model changed since it was probed, or passes write to it."""
+        unproven = self._probed_structure is not None and self._learner is None
+        return unproven or bool(self.watch.by_passes)
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -119,9 +120,8 @@ class Contract:
     def refresh(self, digest: bool = True) -> list[str]:
         """Names of the weights, modules, settings and so on that changed since the last call.
 
-        If there are any the fingerprint is dropped, and the probe results as well unless only
-        weights changed. digest: compare the weights' bits as ``EngineConfig(verify_weights=True)``
-        asks for.
+        If there are any the fingerprint is dropped, and probe results unless only weights changed.
+        digest: compare the weights' bits where ``EngineConfig(verify_weights=True)`` asks for it.
         """
         changes = self.watch.update()
         before = self._weights_digest
@@ -154,8 +154,7 @@ class Contract:
         return ", ".join(shown[:3]) + (" and more" if len(shown) > 3 else "")
 
     def ensure(self) -> None:
-        """Raise DeterminismError, with the reason and the remedy, unless ``deterministic=True`` can
-        be served; proves the reference bucket if it has not been proven."""
+        """Raise DeterminismError unless ``deterministic=True`` can be served; proves it first."""
         results = self.prove()
         if results.unsound:
             raise DeterminismError(unsound_message(results))
@@ -176,9 +175,10 @@ class Contract:
         """What is known, the reference bucket at least: so far, on disk, or by a new proof (always
         if ``fresh``).
 
-        Raises DeterminismError where TunableOp is on, and for kernels that no probe can prove.
+        Raises DeterminismError for TunableOp, kernels that no probe can prove, and own writes.
         """
         refuse_unpinnable(self._runner.device.type)
+        refuse_written(self.watch.by_passes)
         if self._learner is None or fresh:
             reason = unprovable(self._model)
             if reason is not None:

@@ -48,8 +48,9 @@ class ModelWatch:
     """One model, as it was when ``update`` was last called.
 
     weights: address and version of every tensor, by name, and steps of optimizers. counters: names
-    of attributes that passes change, which are no settings. beside: other modules that run, which
-    are watched as well.
+    of attributes that passes change, which are no settings. suspects: names of what changed while
+    requests ran. by_passes: those that passes were seen to write to since the model last changed
+    otherwise, which are not followed. beside: other modules that run, which are watched as well.
     """
 
     def __init__(
@@ -60,6 +61,8 @@ class ModelWatch:
         self._model = patched.model
         self._torch_state = torch_state
         self.counters: set[str] = set()
+        self.suspects: set[str] = set()
+        self.by_passes: set[str] = set()
         self._steps = OptimizerSteps()
         self._warned = False
         self.record()
@@ -124,12 +127,16 @@ class ModelWatch:
         if self._beside is not None:
             self._beside.on_change(self._others_described != others)
         after = self._state()
-        return [
+        changes = [
             name
             for name in {**before, **after}
             if before.get(name, _ABSENT) != after.get(name, _ABSENT)
             if name not in self.counters and name.removeprefix(OBJECT) not in self.counters
         ]
+        if changes:  # perhaps passes write no more
+            self.counters -= self.by_passes
+            self.by_passes.clear()
+        return changes
 
     def written(self) -> None:
         """Weights were written to in a way that torch does not record."""
@@ -213,5 +220,11 @@ class ModelWatch:
 
     def absorb(self, everything: bool = False) -> None:
         """After a pass: what it changed itself is no setting. Looks at modules and hooks of the
-        user's, after the first pass at everything."""
+        user's, after the first pass at everything. Tensors that it wrote to are followed no more.
+        """
         self.counters |= self._tables.absorb(everything) | self._others_tables.absorb(everything)
+        if self.suspects:
+            now = {**weight_state(self._model), **weight_state(self._others())}
+            known = self.weights.keys() & self.suspects & now.keys()
+            self.by_passes |= {name for name in known if now[name] != self.weights[name]}
+            self.counters |= self.by_passes

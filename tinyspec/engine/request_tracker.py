@@ -72,6 +72,7 @@ class RequestTracker(HasTurns):
 
     def _refresh(self, digest: bool) -> None:
         if changes := self._contract.refresh(digest):
+            self._contract.watch.suspects |= {*changes} if self.requests else set()
             self.on_change(self._contract.summary(changes))
 
     @in_turn
@@ -104,8 +105,7 @@ class RequestTracker(HasTurns):
             request.fingerprint = fingerprint
 
     def _check_before_pass(self, called: bool = True) -> None:
-        """Compare the model with what it was at the last pass: all of it where code of the user's
-        was ``called`` in between, otherwise the number of threads."""
+        """Compare the model with what it was: all of it where code of the user's was ``called``."""
         contract, watch = self._contract, self._contract.watch
         if watch.changed() if called else watch.threads_changed:
             self._refresh(digest=False)

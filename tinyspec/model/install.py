@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from tinyspec.config import EngineConfig
-from tinyspec.errors import unsupported
+from tinyspec.errors import UnsupportedEnvironmentError, unsupported
 from tinyspec.model import openmp
 from tinyspec.model.attention import IMPLEMENTATION, PagedAttention, paged_attention_function
 from tinyspec.model.attention_calls import Layer
@@ -86,10 +86,12 @@ def refuse_served(model: PreTrainedModel) -> None:
 
 
 def refuse_unsupported(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError with the reason, or ValueError if the model is patched."""
+    """Raise UnsupportedModelError with the reason, UnsupportedEnvironmentError where no model could
+    be served, or ValueError if the model is patched."""
     refuse_served(model)
-    reason = openmp.shortage() if model.device.type == "cpu" else None
-    reason = reason or (
+    if model.device.type == "cpu" and (shortage := openmp.shortage()) is not None:
+        raise UnsupportedEnvironmentError(shortage)
+    reason = (
         refusal(model) or loading_refusal(model) or _swap_refusal(model, _always_swapped(model))
     )
     if reason is None and not any(map(calls_interface, model.modules())):
@@ -119,7 +121,7 @@ def install(
     config: resolved. linear: the kernel that is to serve all plain linears. owner: who will serve
     the model, and undoes this; what an owner left behind that is no more is undone here.
 
-    Raises UnsupportedModelError with the reason, ValueError if the model is patched already.
+    Raises as ``refuse_unsupported``.
     """
     assert config.max_model_len and config.max_rows
     if (record := record_of(model)) is not None and record.abandoned:

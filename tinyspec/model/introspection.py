@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +22,11 @@ from tinyspec.model.blame import failure
 from tinyspec.model.equivalence import ROWS as PROBE_ROWS
 from tinyspec.model.masks import Masks, UnknownAttention
 from tinyspec.model.private_names import CACHE_NAMES
+from tinyspec.model.scratch_weights import with_scratch_weights
 from tinyspec.model.supported import cache_windows, vocab_size
 
 ROWS = 12
+NO_POSITIONS = "its rows do not know their positions (it ignores position_ids)"
 # How much logits may differ, relative to the largest, when rows change places in a pass.
 ROUNDING = {torch.float32: 5e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 # Arguments of an attention call that do not change which keys a row sees, or nothing at all.
@@ -139,6 +142,19 @@ def attention_calls(
     record: sends calls of the attention ``implementation`` to a recorder. Raises
     UnsupportedModelError if a row depends on more than its position and what attention gets.
     """
+    calls, keeps_logits, reason = _tried(model, implementation, record)
+    if reason == NO_POSITIONS:  # as with weights that are zero, which show nothing
+        again = partial(_tried, model, implementation, record)
+        calls, keeps_logits, reason = with_scratch_weights(model, again)
+    if reason is not None:
+        raise unsupported(model, reason)
+    return calls, keeps_logits
+
+
+def _tried(
+    model: PreTrainedModel, implementation: str, record: Record
+) -> tuple[list[AttentionCall], bool, str | None]:
+    """As ``attention_calls``, by the weights that the model has, and why it is refused."""
     rows, masks = torch.arange(ROWS, device="cpu"), Masks()
     first, reversed_, moved = (AttentionRecorder(masks) for _ in range(3))
     with masks.registered(implementation):
@@ -157,15 +173,13 @@ def attention_calls(
     elif all(map(torch.equal, first.keys, moved.keys)) and torch.equal(
         logits[ends] if keeps_logits else logits, elsewhere
     ):
-        reason = "its rows do not know their positions (it ignores position_ids)"
+        reason = NO_POSITIONS
     windows = cache_windows(model) - {
         size for call in first.calls for size in (call.reach.window, call.reach.chunk)
     }
     if reason is None and windows:
         reason = f"its cache has a window of {min(windows)} where its masks have none"
-    if reason is not None:
-        raise unsupported(model, reason)
-    return first.calls, keeps_logits
+    return first.calls, keeps_logits, reason
 
 
 def probe_forward(model: PreTrainedModel, record: Record, last: int) -> None:

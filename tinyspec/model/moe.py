@@ -31,8 +31,9 @@ ALL_EXPERTS_FUNCTIONS: Any = private_name("transformers.integrations.moe", "ALL_
 # What transformers calls ``experts_function``, and where a module keeps its ``ExpertsState``.
 IMPLEMENTATION = "tinyspec"
 STATE = "tinyspec_experts"
-# What transformers' decorator sets on a module.
-DECORATED = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel")
+# What transformers' decorator sets on a module; newer ones also whether there is a norm behind it.
+DECORATED = ("has_gate", "has_bias", "is_transposed")
+NORM = "post_expert_norm"
 RowFunction = tuple[str, Callable[[Tensor], Tensor], tuple[int, ...], torch.dtype]
 
 
@@ -101,13 +102,17 @@ def kernel_forward(
     out = _project(module, name, hidden_states, [(e, p, p // slots) for e, p in pairs], linear)
     out = activate(module, out)
     out = _project(module, "down_proj", out, [(e, p, p) for e, p in pairs], linear)
-    if module.has_post_expert_norm:
+    if _has_norm(module):
         out = module.post_expert_norm(out)
     out = (out * weights.reshape(-1, 1)).view(rows, slots, -1)
     total = out[:, 0].float()
     for slot in range(1, slots):
         total = total + out[:, slot]
     return total.to(hidden_states.dtype)
+
+
+def _has_norm(module: Any) -> bool:
+    return getattr(module, f"has_{NORM}", False)
 
 
 def activate(module: Any, up: Tensor) -> Tensor:
@@ -167,7 +172,9 @@ def _servable(module: Any) -> bool:
     missing = [name for name in DECORATED if not hasattr(module, name)]
     if missing:
         raise unsupported(module, f"transformers did not set {', '.join(missing)} on the experts")
-    if module._is_expert_parallel:
+    # A part that is not known here would be left out.
+    known = {"act_fn", NORM} if _has_norm(module) else {"act_fn"}
+    if getattr(module, "_is_expert_parallel", False) or not module._modules.keys() <= known:
         return False
     names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
     weights: list[Any] = [getattr(module, name, None) for name in names]
@@ -218,7 +225,7 @@ def row_functions(experts: dict[str, Any]) -> list[RowFunction]:
         steps: list[tuple[str, Callable[..., Tensor], int]] = [
             ("activation", partial(activate, module), up.shape[out_axis])
         ]
-        if module.has_post_expert_norm:
+        if _has_norm(module):
             steps.append(("norm", module.post_expert_norm, down.shape[out_axis]))
         for step, fn, width in steps:
             key = (type(module), step, slots, width, up.dtype)

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tinyspec.errors import DeterminismError
+from tinyspec.model.blame import failure
 from tinyspec.model.packing import packed_like, same_format, shared, unpacked
 from tinyspec.model.quantized import extra_parts, is_packed, layout, parts, repack_weights
 from tinyspec.model.scratch_weights import (
@@ -72,7 +73,11 @@ class ScratchModel:
             return function()
 
         with self._own_states():
-            return with_weights(self._model, self._drawn, repacked)
+            try:
+                return with_weights(self._model, self._drawn, repacked)
+            except (AssertionError, ValueError) as error:  # as of a quantizer's range
+                why = failure(self._model, error)
+                raise DeterminismError(f"on weights of the proof's own making {why}") from error
 
     def _packed(self) -> dict[str, Tensor]:
         """A random packed weight for every packed one; those of one layout share their parts."""

@@ -20,7 +20,7 @@ from tinyspec.determinism.probes.attention import MANY_ROWS
 from tinyspec.determinism.probes.graphs import graph_refusals
 from tinyspec.engine.engine import Engine
 from tinyspec.engine.interrupts import at_once
-from tinyspec.errors import DeterminismError, UnsupportedModelError, refuse
+from tinyspec.errors import DeterminismError, TinyspecError, refuse
 from tinyspec.model.install import refuse_served
 from tinyspec.model.wrappers import unwrap
 from tinyspec.scheduler.buckets import Buckets
@@ -140,7 +140,7 @@ def doctor(
     try:
         refuse_served(unwrap(model_or_engine))
         engine = Engine(model_or_engine, config=config)
-    except UnsupportedModelError as error:
+    except TinyspecError as error:
         if not isinstance(model_or_engine, nn.Module):
             raise
         return _report(model_or_engine, begun, problems=(str(error),))

@@ -1,4 +1,5 @@
-"""Whether anything in a model's forward turns autocast on again inside a pass.
+"""Whether anything in a model's forward turns autocast on again inside a pass, or writes to the
+model's own tensors.
 
 Passes run without autocast, and wrappers around the forwards of modules are set aside
 (``model/wrappers.py``); but a forward may turn it on in its own code, and so may a hook. Modules by
@@ -8,7 +9,7 @@ themselves, as other probes call them, would not show it. Knows passes, not requ
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from tinyspec.errors import DeterminismError
+from tinyspec.model.quantized import is_packed, trace
 from tinyspec.runner.model_runner import ModelRunner
 
 
@@ -51,10 +53,11 @@ def _calling_module() -> nn.Module | None:
 
 
 def refuse_autocast(runner: ModelRunner, run_pass: Callable[[], None]) -> None:
-    """Raise DeterminismError if an operator of ``run_pass``, which it calls, runs under
-    autocast."""
+    """Raise DeterminismError if an operator of ``run_pass``, which it calls, runs under autocast,
+    or writes to a parameter or buffer."""
     watch = _Watch(runner.device.type)
     failed: Exception | None = None
+    before = _plain_tensors(runner.model)
     try:
         with runner.torch_state(), watch:
             run_pass()
@@ -71,3 +74,21 @@ def refuse_autocast(runner: ModelRunner, run_pass: Callable[[], None]) -> None:
             "load the model in the dtype that it is to compute in, and remove the autocast, to use "
             "deterministic=True"
         ) from failed
+    after = _plain_tensors(runner.model)
+    refuse_written({n for n in before.keys() & after.keys() if after[n] != before[n]})
+
+
+def _plain_tensors(model: nn.Module) -> dict[str, object]:
+    """What changes when a parameter or buffer is written to or replaced; packed ones are moved."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name: (id(x), *trace(x)) for name, x in named if not is_packed(x)}
+
+
+def refuse_written(names: Collection[str]) -> None:
+    """Raise DeterminismError if there are tensors that passes of the model write to."""
+    if names:
+        raise DeterminismError(
+            f"{min(names)} is written to by the model's own passes, as by observers for "
+            "quantization; use model.apply(torch.ao.quantization.disable_observer), or remove the "
+            "module, to use deterministic=True"
+        )
