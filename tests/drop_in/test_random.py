@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from transformers import GenerationConfig
+from transformers.generation.logits_process import ExponentialDecayLengthPenalty
 
 import tinyspec
 from tests.support.at_random import check_at_random
@@ -77,6 +78,12 @@ SAMPLING: dict[str, tuple[Any, ...]] = {
     "top_h": (0.3, 0.8),
     "renormalize_logits": (True,),
 }
+# In transformers 5.17 a stop token that is excluded gets NaN.
+_decayed = ExponentialDecayLengthPenalty((0, 1.6), [0], 0)(
+    torch.zeros(1, 3, dtype=torch.long), torch.full((1, 2), -torch.inf)
+)
+if _decayed.isnan().any():
+    del SETTINGS["exponential_decay_length_penalty"]
 # These make sense only beside a stop token.
 WITH_STOPS = ("exponential_decay_length_penalty", "min_length", "min_new_tokens")
 

@@ -74,7 +74,9 @@ def tiny(
     """A new tiny model in eval mode; the same weights for the same arguments."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config_of(family))
+        # transformers 5.17 takes SDPA for gemma2, which knows no softcap.
+        how = {"attn_implementation": "eager"} if family == "gemma2" else {}
+        model = AutoModelForCausalLM.from_config(config_of(family), **how)
     return model.to(dtype).eval()
 
 
