@@ -51,7 +51,9 @@ UNSERVED = {
         "watermarking_config": {"bias": 4.0, "seeding_scheme": "lefthash"}
     },
     "output_attentions": lambda m: {"output_attentions": True, **DICT},
-    "output_hidden_states": lambda m: {"output_hidden_states": [0, 1], **DICT},
+    "output_hidden_states": lambda m: {"output_hidden_states": True, **DICT},
+    "output_hidden_states-sampled": lambda m: {"output_hidden_states": True, **DICT, **SAMPLED},
+    "output_hidden_states-selected": lambda m: {"output_hidden_states": [0, 1], **DICT},
     "output_hidden_states-lookup": lambda m: {
         "input_ids": one(ROWS[0]),
         "attention_mask": None,
@@ -216,7 +218,6 @@ def test_lengths_near_the_models_own(family, name, caplog):
 
 # A value of every field that is neither honoured nor without effect.
 SET = {
-    "output_hidden_states": [0],
     "cache_implementation": "offloaded",
     "cache_config": {"nbits": 4},
     "max_cache_len": 64,

@@ -35,7 +35,7 @@ from tinyspec.scheduler.lock_step import LockStep
 from tinyspec.scheduler.noise import noise_key
 from tinyspec.scheduler.request import Sequence
 
-KEPT = ("scores", "logits", "hidden", "kv")
+KEPT = ("scores", "logits", "kv")
 # None unsets a generation setting; of these arguments it means "not given".
 _OPTIONAL = {
     *(*PROMPT_ARGUMENTS, *CALL_ARGUMENTS, *ADDED_ARGUMENTS, *served.UNSERVED_ARGUMENTS),
@@ -230,8 +230,8 @@ class Call:
         config = self.config
         if not config.return_dict_in_generate:
             return frozenset(() if self.cache is None else ("kv",))
-        wanted = config.output_scores, config.output_logits, config.output_hidden_states
-        return frozenset(compress(KEPT, (*wanted, config.use_cache is not False)))
+        wanted = config.output_scores, config.output_logits, config.use_cache is not False
+        return frozenset(compress(KEPT, wanted))
 
     @property
     def seeds(self) -> list[int | None]:

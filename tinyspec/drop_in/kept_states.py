@@ -1,5 +1,5 @@
-"""What calls of one model leave besides tokens and scores, in transformers' forms: caches and
-hidden states. Each is compared with the model's own once. Knows no engine.
+"""The caches that calls of one model leave, in transformers' forms; compared with the model's own
+once. Knows no engine.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from typing import Any
 
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from tinyspec.drop_in import hidden_states
 from tinyspec.drop_in.call import Call
 from tinyspec.drop_in.handed_in import HandedIn, emptied
 from tinyspec.drop_in.prepare import Generate
-from tinyspec.drop_in.returned_cache import CLOSE, empty_cache, filled_cache, keeps_alike
+from tinyspec.drop_in.returned_cache import empty_cache, filled_cache, keeps_alike
 from tinyspec.model.private_names import CACHE
 from tinyspec.scheduler.request import Sequence
 
@@ -35,10 +34,8 @@ class KeptStates:
         self._model, self._generate, self._locked = model, generate, locked
         self._kv_dtype = kv_dtype
         self._handed_in = HandedIn(model)
-        # Whether they are the model's own; None: not compared yet.
+        # Whether it is the model's own; None: not compared yet.
         self._cache_alike: bool | None = None
-        self._hidden_alike: bool | None = None
-        self._own_hidden: hidden_states.Step | None = None
 
     def forget(self) -> None:
         """The weights have changed."""
@@ -54,29 +51,11 @@ class KeptStates:
         several = any(params.num_return_sequences > 1 for params in call.params)
         if call.cache is not None and call.cache.get_seq_length() > 0 and several:
             call.unserved.append(f"{CACHE} with num_return_sequences > 1")
-        if not call.unserved and "hidden" in call.keeps:
-            if self._hidden_alike is None:
-                with self._locked():
-                    self._own_hidden = hidden_states.own(self._generate, self._model, call.prompts)
-                if self._own_hidden is None:
-                    self._hidden_alike = False
-            if self._hidden_alike is False:
-                call.unserved.append("output_hidden_states of this model")
 
     def of(self, call: Call, sequences: list[Sequence]) -> dict[str, Any]:
         """Parts of the returned dict, by name. What cannot be given makes the call one for the
         model's own ``generate`` after all."""
         parts: dict[str, Any] = {}
-        if "hidden" in call.keeps:
-            if self._own_hidden is not None:
-                given = self._own_hidden, sequences[0], CLOSE[self._kv_dtype]
-                self._hidden_alike = hidden_states.alike(*given)
-                self._own_hidden = None
-            if not self._hidden_alike:
-                call.unserved.append("output_hidden_states of this model")
-                return {}
-            counts = [params.num_return_sequences for params in call.params]
-            parts["hidden_states"] = hidden_states.steps(call.given, counts, sequences)
         if "kv" in call.keeps:
             cache = self._cache(call, sequences)
             if cache is not None:

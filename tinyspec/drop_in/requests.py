@@ -31,13 +31,11 @@ def new_requests(engine: Engine, call: Call) -> list[Request]:
             f"user code for rows of {max(pages)} pages with {engine.pool.num_pages} in all"
         )
         return []
-    if "hidden" in call.keeps and not engine.runner.shows_hidden:
-        call.unserved.append("output_hidden_states of fused layers")
     ids = [p.ids or [0] * len(p) for p in call.prompts]
     requests = engine.ready().of_ids(ids, call.params)
     for request, prompt in zip(requests, call.prompts, strict=True):
         request.embeds, request.num_hidden = prompt.embeds, len(prompt) - len(prompt.ids)
-        request.keeps, request.recompute = call.keeps, "hidden" in call.keeps
+        request.keeps = call.keeps
     if call.lock_step is not None:
         call.lock_step.own(requests)
     return requests

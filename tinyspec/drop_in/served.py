@@ -65,8 +65,11 @@ _KNOWN_ARGUMENTS = {*PROMPT_ARGUMENTS, *CALL_ARGUMENTS, *ADDED_ARGUMENTS}
 _KNOWN_ARGUMENTS |= {"generation_config", "logits_processor", "stopping_criteria", "kwargs"}
 _KNOWN_ARGUMENTS |= {"prefix_allowed_tokens_fn", "assistant_model", "logits_to_keep"}
 _KNOWN_FIELDS = {*SERVED_FIELDS, *INERT_FIELDS, *ADDED_ARGUMENTS}
-STEP_BY_STEP = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-SERVED_MODES = (*STEP_BY_STEP, GenerationMode.ASSISTED_GENERATION)
+SERVED_MODES = (
+    GenerationMode.GREEDY_SEARCH,
+    GenerationMode.SAMPLE,
+    GenerationMode.ASSISTED_GENERATION,
+)
 
 
 def unserved_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> Iterator[str]:
@@ -132,6 +135,5 @@ def unserved_settings(config: GenerationConfig, assistant: Any = None) -> Iterat
         if value is None or value is False or name in _KNOWN_FIELDS or name.startswith("_"):
             continue
         of_dicts = name in DICT_FIELDS and not config.return_dict_in_generate
-        states = name == "output_hidden_states" and mode in STEP_BY_STEP and value is True
-        if not (of_dicts or states or value in SERVED_VALUES.get(name, ())):
+        if not (of_dicts or value in SERVED_VALUES.get(name, ())):
             yield f"{name}={value!r}"

@@ -218,8 +218,7 @@ class Committer:
         """A sequence leaves; ``reason`` unless it has one."""
         sequence.finish_reason = sequence.finish_reason or reason
         self.runner.keep_kv(sequence)
-        handed_out = *chain(*sequence.kv), *(states for _, states in sequence.hidden)
-        self.runner.torch_state.stream.hand_out(*handed_out)
+        self.runner.torch_state.stream.hand_out(*chain(*sequence.kv))
         self._commits.ended.append(sequence)
         self.admission.remove(sequence)
 

@@ -156,7 +156,7 @@ class Admission:
             if (shared := self._next()) is not None:
                 self.waiting.remove(sequence)
                 self._start(sequence)
-                sequence.hidden, sequence.kv = [], []  # of passes that run again
+                sequence.kv = []  # of passes that run again
                 self.adopt(sequence, *shared)
             elif not self._make_way(sequence):
                 return
