@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from tinyspec.drop_in import prepare, served
@@ -27,7 +27,6 @@ from tinyspec.drop_in.settings import PreparedRequest
 from tinyspec.drop_in.streamers import Streamers
 from tinyspec.engine.drafter import Drafter, NgramDrafter, make_drafter
 from tinyspec.errors import refuse
-from tinyspec.model.private_names import CACHE
 from tinyspec.model.supported import max_positions, vocab_size
 from tinyspec.sampling_params import SamplingParams
 from tinyspec.scalars import plain
@@ -35,7 +34,7 @@ from tinyspec.scheduler.lock_step import LockStep
 from tinyspec.scheduler.noise import noise_key
 from tinyspec.scheduler.request import Sequence
 
-KEPT = ("scores", "logits", "kv")
+KEPT = ("scores", "logits")
 # None unsets a generation setting; of these arguments it means "not given".
 _OPTIONAL = {
     *(*PROMPT_ARGUMENTS, *CALL_ARGUMENTS, *ADDED_ARGUMENTS, *served.UNSERVED_ARGUMENTS),
@@ -48,10 +47,10 @@ class Call:
     """The arguments of one call, taken apart.
 
     arguments: by name. original: the model's own ``generate``. defaults, row_seeds: for what the
-    arguments do not say. cache: that was handed in, and is to be filled. ends_in_pads: whether a
-    row does; False for paged calls and those of a custom ``generate``. given: all prompts. prompts,
-    params: one of each per prompt. lock_step: where rows advance together. unserved: what only
-    ``original`` serves; where there is any, none is set. transformers_arguments: for ``original``.
+    arguments do not say. ends_in_pads: whether a row does; False for paged calls and those of a
+    custom ``generate``. given: all prompts. prompts, params: one of each per prompt. lock_step:
+    where rows advance together. unserved: what only ``original`` serves; where there is any, none
+    is set. transformers_arguments: for ``original``.
     Raises what it raises for bad arguments, ValueError.
     """
 
@@ -62,14 +61,12 @@ class Call:
         arguments: dict[str, Any],
         defaults: Defaults,
         row_seeds: RowSeeds,
-        cache: DynamicCache | None = None,
     ):
         self._model, self._original = model, original
-        self._defaults, self._row_seeds, self.cache = defaults, row_seeds, cache
+        self._defaults, self._row_seeds = defaults, row_seeds
         not_given = [n for n, value in arguments.items() if value is None and n in _OPTIONAL]
         self._arguments = _without(arguments, not_given)
         self.transformers_arguments = _without(self._arguments, ADDED_ARGUMENTS)
-        self.transformers_arguments |= {} if cache is None else {CACHE: cache}
         self._prepared: list[PreparedRequest] = []
         self._shared: dict[tuple[object, ...], PreparedRequest] = {}
         self.params: list[SamplingParams] = []
@@ -229,9 +226,8 @@ class Call:
         """Which of ``KEPT`` are part of the result."""
         config = self.config
         if not config.return_dict_in_generate:
-            return frozenset(() if self.cache is None else ("kv",))
-        wanted = config.output_scores, config.output_logits, config.use_cache is not False
-        return frozenset(compress(KEPT, wanted))
+            return frozenset()
+        return frozenset(compress(KEPT, (config.output_scores, config.output_logits)))
 
     @property
     def seeds(self) -> list[int | None]:
@@ -275,14 +271,12 @@ class Call:
         generated = [s.tokens[s.request.num_prompt :] for s in sequences]
         return append(self._padded_prompts(), generated, self.pad)
 
-    def output(
-        self, sequences: list[Sequence], parts: dict[str, Any]
-    ) -> Tensor | GenerateDecoderOnlyOutput:
-        """What ``generate`` returns for finished ``sequences``; parts: more of a dict, by name."""
+    def output(self, sequences: list[Sequence]) -> Tensor | GenerateDecoderOnlyOutput:
+        """What ``generate`` returns for finished ``sequences``."""
         ids = self.ids(sequences)
         if not self.config.return_dict_in_generate:
             return ids
-        steps = dict(parts)
+        steps: dict[str, Any] = {}
         if "scores" in self.keeps:
             steps["scores"] = stack_steps([s.scores for s in sequences], self.pad)
         if "logits" in self.keeps:

@@ -22,7 +22,6 @@ from tinyspec.config import EngineConfig
 from tinyspec.drop_in.access import Access
 from tinyspec.drop_in.call import Call
 from tinyspec.drop_in.continuous import Continuous
-from tinyspec.drop_in.kept_states import KeptStates
 from tinyspec.drop_in.original import own_method, served_signature
 from tinyspec.drop_in.requests import new_requests, run
 from tinyspec.drop_in.seeds import Defaults, RowSeeds
@@ -33,7 +32,6 @@ from tinyspec.engine.interrupts import at_once, between_steps, flush
 from tinyspec.errors import UnsupportedModelError
 from tinyspec.model.exchange import ABSENT, Place
 from tinyspec.model.install import refuse_served
-from tinyspec.model.private_names import CACHE, OLD_CACHE_NAMES
 from tinyspec.scheduler.passes import EngineStats
 
 logger = logging.getLogger("tinyspec")
@@ -79,9 +77,7 @@ class PatchedGenerate:
         self._waiting: set[int] = set()
         self._logged: set[str] = set()
         self._closed = self._in_original = False
-        locked = partial(self._locked, engine=False)
-        self._token_types = TokenTypes(model, locked)
-        self._kept = KeptStates(model, self._original, locked, self._config.kv_dtype)
+        self._token_types = TokenTypes(model, partial(self._locked, engine=False))
         self._drafter = make_drafter(self._config.drafter, model)
         refuse_served(model)
         self._engine: Engine | None = self._new_engine()
@@ -147,7 +143,6 @@ class PatchedGenerate:
 
     def weights_changed(self) -> None:
         """Say that weights were written in a way that leaves no trace (through ``.data``)."""
-        self._kept.forget()
         with self._resumed() as engine:
             engine.weights_changed()
 
@@ -216,17 +211,13 @@ class PatchedGenerate:
         """The result of ``generate`` for arguments by name."""
         if not arguments.keys().isdisjoint(TOKEN_TYPES):
             self._token_types.take(arguments)
-        given = [name for name in (CACHE, *OLD_CACHE_NAMES) if name in arguments]
-        cache = self._kept.take(arguments, *given) if len(given) == 1 else None
         seeds = self._defaults, self._row_seeds
-        call = Call(self._model, self._original, arguments, *seeds, cache)
+        call = Call(self._model, self._original, arguments, *seeds)
         if call.ends_in_pads:
             self._log_once(
                 "generate: rows end in pads, which tinyspec leaves out; transformers would go on "
                 "behind them. Pad on the left"
             )
-        if not call.unserved and (call.keeps or cache is not None):
-            self._kept.prepare(call)
         if call.unserved:
             return self._call_original(call)
         try:
@@ -239,9 +230,9 @@ class PatchedGenerate:
         if call.unserved:
             return self._call_original(call)
         self.seeds = call.seeds
-        sequences = [sequence for request in requests for sequence in request.sequences]
-        parts = self._kept.of(call, sequences) if call.keeps else {}
-        return self._call_original(call) if call.unserved else call.output(sequences, parts)
+        if call.config.return_dict_in_generate and call.config.use_cache is not False:
+            self._log_once("generate: past_key_values of returned dicts are None")
+        return call.output([sequence for request in requests for sequence in request.sequences])
 
     def _call_original(self, call: Call) -> Any:
         """The model's own ``generate`` serves the call, if it can."""

@@ -29,7 +29,6 @@ from tinyspec.runner.layer_taps import LayerTaps
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.passes import Pass
-from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.sequence_table import Array
 
 
@@ -225,11 +224,6 @@ class ModelRunner:
         batch, keep = self._fixed.batch(shape)
         batch.embeds = embeds
         return self.forward(batch, keep, shape.canonical)
-
-    def keep_kv(self, sequence: Sequence) -> None:
-        """Copy what is computed of its keys and values out of its pages, where they are kept."""
-        if "kv" in sequence.request.keeps and sequence.pages:
-            sequence.kv = self.cache.read_all(sequence.pages, sequence.computed, self.model.dtype)
 
     def forget_pages(self) -> None:
         """A pass that was packed may not run: what it was to tell the device is told again."""
