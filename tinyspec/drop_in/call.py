@@ -18,7 +18,6 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from tinyspec.drop_in import prepare, served
 from tinyspec.drop_in.batch_wide import lock_step
-from tinyspec.drop_in.padding import PadsInFront
 from tinyspec.drop_in.prepare import Generate
 from tinyspec.drop_in.prompts import Prompt, Prompts, append, ends_in_pads, mask_of, stack_steps
 from tinyspec.drop_in.seeds import Defaults, RowSeeds, check_base
@@ -47,8 +46,7 @@ class Call:
     """The arguments of one call, taken apart.
 
     arguments: by name. original: the model's own ``generate``. defaults, row_seeds: for what the
-    arguments do not say. ends_in_pads: whether a row does; False for paged calls and those of a
-    custom ``generate``. given: all prompts. prompts, params: one of each per prompt. lock_step:
+    arguments do not say. given: all prompts. prompts, params: one of each per prompt. lock_step:
     where rows advance together. unserved: what only ``original`` serves; where there is any, none
     is set. transformers_arguments: for ``original``.
     Raises what it raises for bad arguments, ValueError.
@@ -71,27 +69,13 @@ class Call:
         self._shared: dict[tuple[object, ...], PreparedRequest] = {}
         self.params: list[SamplingParams] = []
         self.lock_step: LockStep | None = None
-        self._mask = mask_of(self._arguments, model.generation_config)
-        paged = self._arguments.get("cache_implementation") == "paged"
-        others = paged or "custom_generate" in self._arguments
-        self.ends_in_pads = not others and ends_in_pads(self._mask)
         self.unserved = list(served.unserved_arguments(model, self._arguments))
-        if self.ends_in_pads:
-            given = _without(self._arguments, ADDED_ARGUMENTS).items()
-            of_all = {n: value for n, value in given if not prepare.is_per_request(n, value)}
-            prepare.warn_of_pads(original, of_all)
+        if ends_in_pads(mask_of(self._arguments, model.generation_config)):
+            self.unserved.append("a batch with rows that end in pads (pad on the left instead)")
         if not self.unserved:
             self._prepare()
         if not self.unserved:
             self._set_params()
-
-    def by_transformers(self) -> Any:
-        """The result of the model's own ``generate``."""
-        if not self.ends_in_pads:
-            return self._original(**self.transformers_arguments)
-        assert self._mask is not None
-        in_front = PadsInFront(self.transformers_arguments, self._mask)
-        return in_front.restore(self._original(**in_front.arguments))
 
     @property
     def tinyspec_only(self) -> str | None:

@@ -213,11 +213,6 @@ class PatchedGenerate:
             self._token_types.take(arguments)
         seeds = self._defaults, self._row_seeds
         call = Call(self._model, self._original, arguments, *seeds)
-        if call.ends_in_pads:
-            self._log_once(
-                "generate: rows end in pads, which tinyspec leaves out; transformers would go on "
-                "behind them. Pad on the left"
-            )
         if call.unserved:
             return self._call_original(call)
         try:
@@ -252,7 +247,7 @@ class PatchedGenerate:
             outer, self._in_original = self._in_original, True
             try:
                 with at_once():
-                    return call.by_transformers()
+                    return self._original(**call.transformers_arguments)
             finally:
                 self._in_original = outer
 
