@@ -63,7 +63,8 @@ class Call:
         self._model, self._original = model, original
         self._defaults, self._row_seeds = defaults, row_seeds
         not_given = [n for n, value in arguments.items() if value is None and n in _OPTIONAL]
-        self._arguments = _without(arguments, not_given)
+        by_default = served.default_token_types(model, arguments)
+        self._arguments = _without(arguments, (*not_given, *by_default))
         self.transformers_arguments = _without(self._arguments, ADDED_ARGUMENTS)
         self._prepared: list[PreparedRequest] = []
         self._shared: dict[tuple[object, ...], PreparedRequest] = {}

@@ -25,7 +25,6 @@ from tinyspec.drop_in.continuous import Continuous
 from tinyspec.drop_in.original import own_method, served_signature
 from tinyspec.drop_in.requests import new_requests, run
 from tinyspec.drop_in.seeds import Defaults, RowSeeds
-from tinyspec.drop_in.token_types import TOKEN_TYPES, TokenTypes
 from tinyspec.engine.drafter import make_drafter
 from tinyspec.engine.engine import Engine
 from tinyspec.engine.interrupts import at_once, between_steps, flush
@@ -77,7 +76,6 @@ class PatchedGenerate:
         self._waiting: set[int] = set()
         self._logged: set[str] = set()
         self._closed = self._in_original = False
-        self._token_types = TokenTypes(model, partial(self._locked, engine=False))
         self._drafter = make_drafter(self._config.drafter, model)
         refuse_served(model)
         self._engine: Engine | None = self._new_engine()
@@ -209,8 +207,6 @@ class PatchedGenerate:
 
     def serve(self, arguments: dict[str, Any]) -> Any:
         """The result of ``generate`` for arguments by name."""
-        if not arguments.keys().isdisjoint(TOKEN_TYPES):
-            self._token_types.take(arguments)
         seeds = self._defaults, self._row_seeds
         call = Call(self._model, self._original, arguments, *seeds)
         if call.unserved:
