@@ -49,11 +49,16 @@ def run(engine: Engine, requests: list[Request], call: Call, drafter: Drafter) -
         engine.run(requests, drafter)
     else:
         _stream(engine.follow(requests, drafter), sequences, streamers, call.pad)
+    raise_failed(sequences)
+    if streamers is not None:
+        streamers.end()
+
+
+def raise_failed(sequences: list[Sequence]) -> None:
+    """Raise what ended one of ``sequences`` early, if anything did."""
     aborted = [(s, n) for n, s in enumerate(sequences) if s.finish_reason == "abort"]
     for failed, n in sorted(aborted, key=lambda pair: pair[0].error is None)[:1]:
         raise failed.cause or RuntimeError(f"completion {n}: {failed.error}")
-    if streamers is not None:
-        streamers.end()
 
 
 def _stream(events: EventStream, sequences: list[Sequence], streamers: Streamers, pad: int) -> None:
