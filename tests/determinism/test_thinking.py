@@ -9,6 +9,7 @@ from torch import nn
 
 from tests.support.cases import drain
 from tests.support.mixes import Liar
+from tests.support.pages import kv_of
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.thinking import all_bits, engine_of, exact, params, prompt_of, thinking_model
 from tinyspec import Engine, EngineConfig
@@ -119,10 +120,7 @@ def test_the_bits_are_of_the_thoughts():
 
 
 def kv(engine, prompt, wanted):
-    (request,) = engine.prepare([prompt], wanted)
-    request.keeps = frozenset({"kv"})
-    engine.tracker.run([request])
-    return torch.stack([tensor for pair in request.sequences[0].kv for tensor in pair])
+    return torch.stack([tensor for pair in kv_of(engine, prompt, wanted) for tensor in pair])
 
 
 def test_keys_and_values():

@@ -81,7 +81,6 @@ def test_as_in_transformers(count, eos):
         found.append((out, criterion, matchers))
     (own, *theirs), (out, *ours) = found
     assert torch.equal(own.sequences, out.sequences)
-    assert own.past_key_values.get_seq_length() == out.past_key_values.get_seq_length()
     for mine, expected in zip(ours, theirs, strict=True):
         assert mine.seen == expected.seen
     for mine, expected in zip(

@@ -2,7 +2,6 @@
 computed again, and nobody can tell by the results.
 """
 
-from itertools import chain
 from threading import Thread
 
 import pytest
@@ -46,9 +45,7 @@ def asked(model, limits, count=5, **settings):
 
 def tensors(out):
     """All that a call returned."""
-    layers = [(layer.keys, layer.values) for layer in out.past_key_values.layers]
-    states = out.hidden_states or ()
-    return [out.sequences, *out.scores, *(out.logits or ()), *chain(*layers), *chain(*states)]
+    return [out.sequences, *out.scores, *(out.logits or ())]
 
 
 def same(one, other):
@@ -60,8 +57,8 @@ def same(one, other):
 @pytest.mark.parametrize("eos", [None, [9, 13, 54]], ids=["no eos", "eos"])
 @pytest.mark.parametrize("limits", TIGHT.values(), ids=TIGHT)
 def test_bits_are_those_of_rows_that_all_fit(limits, eos):
-    """Tokens, scores, logits, caches and hidden states, and every value that the code saw."""
-    model, more = zoo.tiny("llama"), {"eos_token_id": eos, "output_hidden_states": True}
+    """Tokens, scores and logits, and every value that the code saw."""
+    model, more = zoo.tiny("llama"), {"eos_token_id": eos}
     reference = {key: limits[key] for key in ("reference_rows",) if key in limits}
     roomy, criterion, matchers, none = asked(model, reference, **more)
     tight, *ours, preempted = asked(model, limits, **more)
@@ -96,11 +93,6 @@ def test_plain_rows_are_those_of_transformers(limits):
     assert preempted > 0
     assert torch.equal(own.sequences, out.sequences)
     assert ours[0].seen == criterion.seen and ours[1].seen == matchers.seen
-    for mine, theirs in zip(out.past_key_values.layers, own.past_key_values.layers, strict=True):
-        real = block(ROWS)["attention_mask"].bool()
-        keys = mine.keys.transpose(1, 2), theirs.keys.transpose(1, 2)
-        assert torch.allclose(*(k[:, :WIDTH][real] for k in keys), atol=1e-4)
-        assert torch.allclose(*(k[:, WIDTH:] for k in keys), atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["two places", "few pages"])

@@ -1,12 +1,15 @@
 """Token types that are all zero, as tokenizers give them."""
 
 import copy
+import inspect
 
 import pytest
 import torch
 
 from tests.support import zoo
 from tests.support.drop_in import patched
+from tinyspec.drop_in.served import TOKEN_TYPES, default_token_types
+from tinyspec.model.supported import SERVED
 
 IDS = torch.tensor([[5, 9, 4, 7], [8, 3, 6, 2]])
 ASKED = {"max_new_tokens": 4, "pad_token_id": 0, "do_sample": False, "output_logits": True}
@@ -40,3 +43,17 @@ def test_zeros_that_change_something_are_transformers_affair():
         with pytest.raises(NotImplementedError, match="token_type_ids"):
             model.generate(**given, **ASKED, seed=1)
     assert all(map(torch.equal, found.logits, expected.logits))
+
+
+def test_zeros_of_every_family_are_told_apart():
+    """Where they are left out, the model's own forward computes the same without them."""
+    found = {True: set(), False: set()}
+    for kind in sorted(SERVED):
+        model = zoo.tiny(kind)
+        for name in set(TOKEN_TYPES) & inspect.signature(model.forward).parameters.keys():
+            with torch.no_grad():
+                both = model(IDS, **{name: torch.zeros_like(IDS)}).logits, model(IDS).logits
+            left_out = default_token_types(model, {name: torch.zeros_like(IDS)}) == [name]
+            assert left_out == torch.equal(*both), (kind, name)
+            found[left_out].add(kind)
+    assert {"bert", "gemma3", "gemma4"} <= found[True] and {"gpt2", "gptj"} <= found[False]

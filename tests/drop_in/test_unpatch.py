@@ -38,8 +38,7 @@ def busy(family: str = "llama"):
 
 
 ADDED = {
-    *(".generate", ".generate_batch", ".init_continuous_batching", "._tinyspec"),
-    ".destroy_cached_continuous_batching_manager",
+    *(".generate", ".generate_batch", "._tinyspec"),
 }
 
 

@@ -14,6 +14,7 @@ import tinyspec
 from tests.support.judge import PAD, ROWS, defaults, listen, one, padded, pair
 from tests.support.tiny import tiny
 from tinyspec.drop_in import served
+from tinyspec.model.private_names import CACHE, OLD_CACHE_NAMES
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 BASE = {"max_new_tokens": 6, "pad_token_id": PAD}
@@ -51,7 +52,9 @@ UNSERVED = {
         "watermarking_config": {"bias": 4.0, "seeding_scheme": "lefthash"}
     },
     "output_attentions": lambda m: {"output_attentions": True, **DICT},
-    "output_hidden_states": lambda m: {"output_hidden_states": [0, 1], **DICT},
+    "output_hidden_states": lambda m: {"output_hidden_states": True, **DICT},
+    "output_hidden_states-sampled": lambda m: {"output_hidden_states": True, **DICT, **SAMPLED},
+    "output_hidden_states-selected": lambda m: {"output_hidden_states": [0, 1], **DICT},
     "output_hidden_states-lookup": lambda m: {
         "input_ids": one(ROWS[0]),
         "attention_mask": None,
@@ -61,7 +64,11 @@ UNSERVED = {
     },
     "cache_implementation": lambda m: {"cache_implementation": "offloaded"},
     "cache_implementation-dict": lambda m: {"cache_implementation": "offloaded", **DICT},
-    "past_key_values": lambda m: {"past_key_values": forwarded(m)},
+    **{name: lambda m, name=name: {name: forwarded(m)} for name in (CACHE, *OLD_CACHE_NAMES)},
+    **{
+        f"{name}-empty": lambda m, name=name: {name: DynamicCache(config=m.config)}
+        for name in (CACHE, *OLD_CACHE_NAMES)
+    },
     "past_key_values-static": lambda m: {
         "past_key_values": StaticCache(config=m.config, max_cache_len=64)
     },
@@ -89,7 +96,7 @@ GPT2_ONLY = {
 # A name that no version of transformers knows, on which its own ``generate`` complains.
 UNSERVED["invented"] = lambda m: {"invented": 3}
 CASES = [("llama", name) for name in UNSERVED]
-CASES += [("gpt2", name) for name in (*GPT2_ONLY, "num_beams", "past_key_values")]
+CASES += [("gpt2", name) for name in (*GPT2_ONLY, "num_beams", CACHE, *OLD_CACHE_NAMES)]
 
 
 def same(given, judged):
@@ -177,6 +184,27 @@ def test_served_calls_say_nothing(caplog):
     assert not same(given, own.generate(**BATCH, **BASE, num_beams=3)), "control"
 
 
+def test_returned_dicts_have_no_cache(caplog):
+    """Said once; nothing is said where transformers' own has none either."""
+    model, own = pair()
+    model, lines = copy.deepcopy(model), []
+    tinyspec.patch(model)
+    for more in ({"use_cache": False}, {}, {"deterministic": True}):
+        with caplog.at_level(logging.INFO, logger="tinyspec"):
+            out = model.generate(**BATCH, **BASE, **DICT, **more)
+        assert out.past_key_values is None
+        lines.append(caplog.text.count("past_key_values of returned dicts are None"))
+    assert lines == [0, 1, 1]
+    assert own.generate(**BATCH, **BASE, **DICT).past_key_values is not None, "control"
+
+
+def test_no_cache_is_served():
+    model, own = pair()
+    for name in (CACHE, *OLD_CACHE_NAMES):
+        given = model.generate(**BATCH, **BASE, **{name: None}, deterministic=True)
+        assert torch.equal(given, own.generate(**BATCH, **BASE))
+
+
 def test_flags_that_are_off_are_served(caplog):
     """deterministic=False and seed=None ask for nothing; beside num_beams they are no reason."""
     model, own = pair()
@@ -216,7 +244,6 @@ def test_lengths_near_the_models_own(family, name, caplog):
 
 # A value of every field that is neither honoured nor without effect.
 SET = {
-    "output_hidden_states": [0],
     "cache_implementation": "offloaded",
     "cache_config": {"nbits": 4},
     "max_cache_len": 64,

@@ -36,7 +36,7 @@ HELD = (
     *("model/install", "model/config_views", "model/torch_state", "model/torch_settings"),
     *("engine/engine", "engine/lifetime", "engine/interrupts", "engine/request_tracker"),
     *("engine/core", "engine/launcher", "determinism/contract", "determinism/probes/steps"),
-    *("drop_in/patched_generate", "drop_in/patching", "drop_in/continuous"),
+    *("drop_in/patched_generate", "drop_in/patching"),
     "runner/model_runner",
 )
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.support.cases import drain, whole
+from tests.support.pages import kv_of
 from tests.support.thinking import KINDS, NONE, engine_of, params, prompt_of, said, thinking_model
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.errors import UnsupportedModelError
@@ -83,21 +84,13 @@ def test_rounds():
                     assert found.thinking_passes == len(thoughts)
 
 
-def kv_of(engine, prompt, **changes):
-    """Keys and values of a prompt and its answer but the last token."""
-    (request,) = engine.prepare([prompt], params(**changes))
-    request.keeps = frozenset({"kv"})
-    engine.tracker.run([request])
-    return request.sequences[0].kv
-
-
 def test_keys_and_values():
     """Those of the sequential reading, to tolerance; without thoughts they are others."""
     model = thinking_model("qwen3")
     prompt = PROMPTS[-1]
     cache = read(model, [prompt]).cache
     with engine_of(model, thinking_window=4) as engine:
-        found, plain = kv_of(engine, prompt), kv_of(engine, prompt, thinking=False)
+        found, plain = (kv_of(engine, prompt, params(thinking=t)) for t in (True, False))
     for layer, ((k, v), (other, _)) in enumerate(zip(found, plain, strict=True)):
         expected = cache.layers[layer].keys[0].transpose(0, 1), cache.layers[layer].values[0]
         torch.testing.assert_close(k[: len(prompt)], expected[0], atol=1e-4, rtol=1e-4)

@@ -7,9 +7,10 @@ from hashlib import blake2b
 
 import torch
 
-from tinyspec import Engine
+from tinyspec import Engine, SamplingParams
 from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.prefix_cache import PrefixCache
+from tinyspec.scheduler.request import Sequence
 
 
 def unowned(pool: PagePool) -> list[int]:
@@ -47,6 +48,28 @@ def check_index(prefix: PrefixCache) -> None:
     assert len(prefix.pages) == len(prefix.keys)
     assert set(prefix.keys) == prefix.pool.cached
     assert set(prefix.pool.idle) <= prefix.pool.cached
+
+
+def kv_of(
+    engine: Engine, prompt: list[int], params: SamplingParams
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of a prompt and its answer but the last token, per layer; read from the pages
+    as the request ends."""
+    (request,) = engine.prepare([prompt], params)
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    cache, remove = engine.runner.cache, engine.admission.remove
+
+    def read(sequence: Sequence) -> None:
+        for layer in range(len(cache.k)):
+            found.append(cache.read(layer, sequence.pages, sequence.computed))
+        remove(sequence)
+
+    engine.admission.remove = read  # type: ignore[method-assign]
+    try:
+        engine.tracker.run([request])
+    finally:
+        engine.admission.remove = remove  # type: ignore[method-assign]
+    return found
 
 
 def page_kv(engine: Engine, page: int) -> bytes:

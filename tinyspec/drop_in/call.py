@@ -13,12 +13,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from tinyspec.drop_in import prepare, served
 from tinyspec.drop_in.batch_wide import lock_step
-from tinyspec.drop_in.padding import PadsInFront
 from tinyspec.drop_in.prepare import Generate
 from tinyspec.drop_in.prompts import Prompt, Prompts, append, ends_in_pads, mask_of, stack_steps
 from tinyspec.drop_in.seeds import Defaults, RowSeeds, check_base
@@ -27,7 +26,6 @@ from tinyspec.drop_in.settings import PreparedRequest
 from tinyspec.drop_in.streamers import Streamers
 from tinyspec.engine.drafter import Drafter, NgramDrafter, make_drafter
 from tinyspec.errors import refuse
-from tinyspec.model.private_names import CACHE
 from tinyspec.model.supported import max_positions, vocab_size
 from tinyspec.sampling_params import SamplingParams
 from tinyspec.scalars import plain
@@ -35,7 +33,7 @@ from tinyspec.scheduler.lock_step import LockStep
 from tinyspec.scheduler.noise import noise_key
 from tinyspec.scheduler.request import Sequence
 
-KEPT = ("scores", "logits", "hidden", "kv")
+KEPT = ("scores", "logits")
 # None unsets a generation setting; of these arguments it means "not given".
 _OPTIONAL = {
     *(*PROMPT_ARGUMENTS, *CALL_ARGUMENTS, *ADDED_ARGUMENTS, *served.UNSERVED_ARGUMENTS),
@@ -48,10 +46,9 @@ class Call:
     """The arguments of one call, taken apart.
 
     arguments: by name. original: the model's own ``generate``. defaults, row_seeds: for what the
-    arguments do not say. cache: that was handed in, and is to be filled. ends_in_pads: whether a
-    row does; False for paged calls and those of a custom ``generate``. given: all prompts. prompts,
-    params: one of each per prompt. lock_step: where rows advance together. unserved: what only
-    ``original`` serves; where there is any, none is set. transformers_arguments: for ``original``.
+    arguments do not say. given: all prompts. prompts, params: one of each per prompt. lock_step:
+    where rows advance together. unserved: what only ``original`` serves; where there is any, none
+    is set. transformers_arguments: for ``original``.
     Raises what it raises for bad arguments, ValueError.
     """
 
@@ -62,39 +59,24 @@ class Call:
         arguments: dict[str, Any],
         defaults: Defaults,
         row_seeds: RowSeeds,
-        cache: DynamicCache | None = None,
     ):
         self._model, self._original = model, original
-        self._defaults, self._row_seeds, self.cache = defaults, row_seeds, cache
+        self._defaults, self._row_seeds = defaults, row_seeds
         not_given = [n for n, value in arguments.items() if value is None and n in _OPTIONAL]
-        self._arguments = _without(arguments, not_given)
+        by_default = served.default_token_types(model, arguments)
+        self._arguments = _without(arguments, (*not_given, *by_default))
         self.transformers_arguments = _without(self._arguments, ADDED_ARGUMENTS)
-        self.transformers_arguments |= {} if cache is None else {CACHE: cache}
         self._prepared: list[PreparedRequest] = []
         self._shared: dict[tuple[object, ...], PreparedRequest] = {}
         self.params: list[SamplingParams] = []
         self.lock_step: LockStep | None = None
-        self._mask = mask_of(self._arguments, model.generation_config)
-        paged = self._arguments.get("cache_implementation") == "paged"
-        others = paged or "custom_generate" in self._arguments
-        self.ends_in_pads = not others and ends_in_pads(self._mask)
         self.unserved = list(served.unserved_arguments(model, self._arguments))
-        if self.ends_in_pads:
-            given = _without(self._arguments, ADDED_ARGUMENTS).items()
-            of_all = {n: value for n, value in given if not prepare.is_per_request(n, value)}
-            prepare.warn_of_pads(original, of_all)
+        if ends_in_pads(mask_of(self._arguments, model.generation_config)):
+            self.unserved.append("a batch with rows that end in pads (pad on the left instead)")
         if not self.unserved:
             self._prepare()
         if not self.unserved:
             self._set_params()
-
-    def by_transformers(self) -> Any:
-        """The result of the model's own ``generate``."""
-        if not self.ends_in_pads:
-            return self._original(**self.transformers_arguments)
-        assert self._mask is not None
-        in_front = PadsInFront(self.transformers_arguments, self._mask)
-        return in_front.restore(self._original(**in_front.arguments))
 
     @property
     def tinyspec_only(self) -> str | None:
@@ -229,9 +211,8 @@ class Call:
         """Which of ``KEPT`` are part of the result."""
         config = self.config
         if not config.return_dict_in_generate:
-            return frozenset(() if self.cache is None else ("kv",))
-        wanted = config.output_scores, config.output_logits, config.output_hidden_states
-        return frozenset(compress(KEPT, (*wanted, config.use_cache is not False)))
+            return frozenset()
+        return frozenset(compress(KEPT, (config.output_scores, config.output_logits)))
 
     @property
     def seeds(self) -> list[int | None]:
@@ -275,14 +256,12 @@ class Call:
         generated = [s.tokens[s.request.num_prompt :] for s in sequences]
         return append(self._padded_prompts(), generated, self.pad)
 
-    def output(
-        self, sequences: list[Sequence], parts: dict[str, Any]
-    ) -> Tensor | GenerateDecoderOnlyOutput:
-        """What ``generate`` returns for finished ``sequences``; parts: more of a dict, by name."""
+    def output(self, sequences: list[Sequence]) -> Tensor | GenerateDecoderOnlyOutput:
+        """What ``generate`` returns for finished ``sequences``."""
         ids = self.ids(sequences)
         if not self.config.return_dict_in_generate:
             return ids
-        steps = dict(parts)
+        steps: dict[str, Any] = {}
         if "scores" in self.keeps:
             steps["scores"] = stack_steps([s.scores for s in sequences], self.pad)
         if "logits" in self.keeps:

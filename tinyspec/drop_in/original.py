@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -27,3 +28,18 @@ def served_signature(original: Callable[..., Any]) -> inspect.Signature:
     parameters += [inspect.Parameter(name, kind, default=None) for name in ADDED_ARGUMENTS]
     # **kwargs come last; sorted keeps the order of all others.
     return signature.replace(parameters=sorted(parameters, key=lambda p: p.kind))
+
+
+class ServedMethod:
+    """A method of ``model`` that tinyspec serves; copies of the model get its own back."""
+
+    def __init__(self, model: PreTrainedModel, name: str, function: Callable[..., Any]):
+        functools.update_wrapper(self, function)
+        self._model, self._name, self._function = model, name, function
+        self._before = vars(model).get(name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return own_method, (self._model, self._name, self._before)

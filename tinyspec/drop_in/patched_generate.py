@@ -12,28 +12,23 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import transformers
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from tinyspec.config import EngineConfig
-from tinyspec.drop_in.access import Access
+from tinyspec.drop_in import continuous
 from tinyspec.drop_in.call import Call
-from tinyspec.drop_in.continuous import Continuous
-from tinyspec.drop_in.kept_states import KeptStates
-from tinyspec.drop_in.original import own_method, served_signature
+from tinyspec.drop_in.original import ServedMethod, own_method, served_signature
 from tinyspec.drop_in.requests import new_requests, run
 from tinyspec.drop_in.seeds import Defaults, RowSeeds
-from tinyspec.drop_in.token_types import TOKEN_TYPES, TokenTypes
 from tinyspec.engine.drafter import make_drafter
 from tinyspec.engine.engine import Engine
 from tinyspec.engine.interrupts import at_once, between_steps, flush
 from tinyspec.errors import UnsupportedModelError
 from tinyspec.model.exchange import ABSENT, Place
 from tinyspec.model.install import refuse_served
-from tinyspec.model.private_names import CACHE, OLD_CACHE_NAMES
 from tinyspec.scheduler.passes import EngineStats
 
 logger = logging.getLogger("tinyspec")
@@ -76,18 +71,16 @@ class PatchedGenerate:
         self._original: Callable[..., Any] = getattr(model, "generate")  # noqa: B009
         self._lock = threading.RLock()
         self._engine_thread: int | None = None
-        self._waiting: set[int] = set()
         self._logged: set[str] = set()
         self._closed = self._in_original = False
-        locked = partial(self._locked, engine=False)
-        self._token_types = TokenTypes(model, locked)
-        self._kept = KeptStates(model, self._original, locked, self._config.kv_dtype)
         self._drafter = make_drafter(self._config.drafter, model)
         refuse_served(model)
         self._engine: Engine | None = self._new_engine()
         self._engine.suspend()
         self._place = Place(vars(model), "generate", vars(model).get("generate", ABSENT), self)
-        self._continuous = Continuous(self._access())
+        own_batch = vars(model).get("generate_batch", ABSENT)
+        served = ServedMethod(model, "generate_batch", self.generate_batch)
+        self._batch_place = Place(vars(model), "generate_batch", own_batch, served)
         self.__doc__ = self._original.__doc__
         self.__name__ = "generate"
         self.__signature__ = served_signature(self._original)
@@ -96,32 +89,16 @@ class PatchedGenerate:
         """A copy of a patched model, in memory or on disk, is not patched."""
         return own_method, (self._model, "generate", self._before)
 
-    def _access(self) -> Access:
-        def call(arguments: dict[str, Any], seed: int | None) -> Call:
-            defaults = self._defaults if seed is None else replace(self._defaults, seed=seed)
-            return Call(self._model, self._original, arguments, defaults, self._row_seeds)
-
-        return Access(
-            model=self._model,
-            taken_apart=call,
-            resumed=self._resumed,
-            locked=partial(self._locked, engine=False),
-            requests=new_requests,
-            wanted=lambda: bool(self._waiting),
-            drafter=self._drafter,
-        )
-
     def put_in(self) -> None:
         """Let the model's methods be these."""
-        for place in (self._place, *self._continuous.places):
+        for place in (self._place, self._batch_place):
             place.put_in()
 
     def close(self) -> None:
         """Close the engine and give the model its own methods back; again, what is left to do
         where that was cut off."""
-        self._continuous.halt()
         with self._locked():
-            self._continuous.close()
+            self._batch_place.take_out()
             self._place.take_out()  # the last, as the others are found through it
             self._close_engine()
             self._closed = True
@@ -147,7 +124,6 @@ class PatchedGenerate:
 
     def weights_changed(self) -> None:
         """Say that weights were written in a way that leaves no trace (through ``.data``)."""
-        self._kept.forget()
         with self._resumed() as engine:
             engine.weights_changed()
 
@@ -191,12 +167,8 @@ class PatchedGenerate:
                 "criterion or streamer of the same model); use another model there"
             )
         with between_steps():
-            self._waiting.add(thread)
-            try:
-                while not self._lock.acquire(timeout=SECONDS_PER_LOOK):
-                    flush()
-            finally:
-                self._waiting.discard(thread)
+            while not self._lock.acquire(timeout=SECONDS_PER_LOOK):
+                flush()
             try:
                 self._engine_thread = thread if engine else None
                 yield
@@ -214,19 +186,8 @@ class PatchedGenerate:
 
     def serve(self, arguments: dict[str, Any]) -> Any:
         """The result of ``generate`` for arguments by name."""
-        if not arguments.keys().isdisjoint(TOKEN_TYPES):
-            self._token_types.take(arguments)
-        given = [name for name in (CACHE, *OLD_CACHE_NAMES) if name in arguments]
-        cache = self._kept.take(arguments, *given) if len(given) == 1 else None
         seeds = self._defaults, self._row_seeds
-        call = Call(self._model, self._original, arguments, *seeds, cache)
-        if call.ends_in_pads:
-            self._log_once(
-                "generate: rows end in pads, which tinyspec leaves out; transformers would go on "
-                "behind them. Pad on the left"
-            )
-        if not call.unserved and (call.keeps or cache is not None):
-            self._kept.prepare(call)
+        call = Call(self._model, self._original, arguments, *seeds)
         if call.unserved:
             return self._call_original(call)
         try:
@@ -239,9 +200,44 @@ class PatchedGenerate:
         if call.unserved:
             return self._call_original(call)
         self.seeds = call.seeds
-        sequences = [sequence for request in requests for sequence in request.sequences]
-        parts = self._kept.of(call, sequences) if call.keeps else {}
-        return self._call_original(call) if call.unserved else call.output(sequences, parts)
+        if call.config.return_dict_in_generate and call.config.use_cache is not False:
+            self._log_once("generate: past_key_values of returned dicts are None")
+        return call.output([sequence for request in requests for sequence in request.sequences])
+
+    def generate_batch(
+        self,
+        inputs: list[list[int]],
+        generation_config: GenerationConfig | None = None,
+        continuous_batching_config: Any = None,
+        record_timestamps: bool = False,
+        progress_bar: bool = False,
+        persistent_manager: bool = False,
+        warmup: bool = True,
+        **settings: Any,
+    ) -> dict[str, Any]:
+        """A ``GenerationOutput`` of each prompt, by id, in the order of the prompts, with the
+        tokens that ``generate`` gives the same rows.
+
+        settings: as ``generate`` takes them, ``seed`` and ``deterministic`` included. Of a
+        continuous_batching_config count return_logprobs and seed (a base). There is no manager to
+        keep or to warm up. Raises what ``generate`` raises, and NotImplementedError for what
+        tinyspec does not serve.
+        """
+        arguments = continuous.arguments_of(self._model, inputs, generation_config, settings)
+        if not arguments["input_ids"]:
+            return {}
+        base, defaults = getattr(continuous_batching_config, "seed", None), self._defaults
+        defaults = defaults if base is None else replace(defaults, seed=base)
+        call = Call(self._model, self._original, arguments, defaults, self._row_seeds)
+        continuous.refuse_unserved(call)
+        if getattr(continuous_batching_config, "return_logprobs", False):
+            call.params = [params.resolve(logprobs=True) for params in call.params]
+        drafter = call.drafter() or self._drafter
+        with self._resumed() as engine:
+            requests = new_requests(engine, call)
+            given = engine, requests, call, drafter, record_timestamps, progress_bar
+            outputs: dict[str, Any] = continuous.run(*given)
+        return outputs
 
     def _call_original(self, call: Call) -> Any:
         """The model's own ``generate`` serves the call, if it can."""
@@ -261,7 +257,7 @@ class PatchedGenerate:
             outer, self._in_original = self._in_original, True
             try:
                 with at_once():
-                    return call.by_transformers()
+                    return self._original(**call.transformers_arguments)
             finally:
                 self._in_original = outer
 

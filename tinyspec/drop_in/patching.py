@@ -49,8 +49,8 @@ def patch(
     model's own ``generate``, with a line in the log; together with what only tinyspec has it raises
     NotImplementedError.
 
-    ``generate_batch`` and ``init_continuous_batching`` are served too, with the tokens of
-    ``generate``; what tinyspec does not serve they refuse.
+    ``generate_batch`` is served too, with the tokens of ``generate``; what tinyspec does not serve
+    it refuses. Managers of continuous batching stay transformers' own.
 
     deterministic, seed: of calls that do not say otherwise. A seed that is an argument of
     ``generate`` is every row's; one that stands here or in a config is a base: a row's own is mixed

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -153,45 +152,23 @@ def user_processors(processors: list[Any], made: list[Any]) -> list[Any]:
     return [p for p in processors if id(p) not in found]
 
 
-def warn_of_pads(generate: Generate, arguments: dict[str, Any]) -> None:
-    """Let transformers say what it says of rows that end in pads, and nothing else."""
-
-    def hook(model: Any, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
-        return input_ids
-
-    quiet = {"streamer": None, "custom_generate": hook}
-    with warnings.catch_warnings(), _log_filter(lambda line: "right-padding" in line):
-        warnings.simplefilter("ignore")
-        generate(**{**arguments, **quiet})
-
-
 @contextmanager
 def log_lines_once() -> Iterator[None]:
     """Each line that transformers logs, once, while it prepares one request after the other."""
     seen: set[str] = set()
 
-    def is_new(line: str) -> bool:
+    def is_new(record: logging.LogRecord) -> bool:
+        line = record.getMessage()
         new = line not in seen
         seen.add(line)
         return new
 
-    with _log_filter(is_new):
-        yield
-
-
-@contextmanager
-def _log_filter(passes: Callable[[str], bool]) -> Iterator[None]:
-    """Of what transformers' generation logs only lines that pass."""
-
-    def record_passes(record: logging.LogRecord) -> bool:
-        return passes(record.getMessage())
-
     names = ("utils", "configuration_utils")
     loggers = [logging.getLogger(f"transformers.generation.{name}") for name in names]
     for logger in loggers:
-        logger.addFilter(record_passes)
+        logger.addFilter(is_new)
     try:
         yield
     finally:
         for logger in loggers:
-            logger.removeFilter(record_passes)
+            logger.removeFilter(is_new)

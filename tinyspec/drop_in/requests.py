@@ -31,13 +31,11 @@ def new_requests(engine: Engine, call: Call) -> list[Request]:
             f"user code for rows of {max(pages)} pages with {engine.pool.num_pages} in all"
         )
         return []
-    if "hidden" in call.keeps and not engine.runner.shows_hidden:
-        call.unserved.append("output_hidden_states of fused layers")
     ids = [p.ids or [0] * len(p) for p in call.prompts]
     requests = engine.ready().of_ids(ids, call.params)
     for request, prompt in zip(requests, call.prompts, strict=True):
         request.embeds, request.num_hidden = prompt.embeds, len(prompt) - len(prompt.ids)
-        request.keeps, request.recompute = call.keeps, "hidden" in call.keeps
+        request.keeps = call.keeps
     if call.lock_step is not None:
         call.lock_step.own(requests)
     return requests
@@ -51,11 +49,16 @@ def run(engine: Engine, requests: list[Request], call: Call, drafter: Drafter) -
         engine.run(requests, drafter)
     else:
         _stream(engine.follow(requests, drafter), sequences, streamers, call.pad)
+    raise_failed(sequences)
+    if streamers is not None:
+        streamers.end()
+
+
+def raise_failed(sequences: list[Sequence]) -> None:
+    """Raise what ended one of ``sequences`` early, if anything did."""
     aborted = [(s, n) for n, s in enumerate(sequences) if s.finish_reason == "abort"]
     for failed, n in sorted(aborted, key=lambda pair: pair[0].error is None)[:1]:
         raise failed.cause or RuntimeError(f"completion {n}: {failed.error}")
-    if streamers is not None:
-        streamers.end()
 
 
 def _stream(events: EventStream, sequences: list[Sequence], streamers: Streamers, pad: int) -> None:

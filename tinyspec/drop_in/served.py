@@ -28,6 +28,9 @@ UNSERVED_ARGUMENTS = (
     *("custom_generate", "negative_prompt_ids", "negative_prompt_attention_mask"),
     "assistant_tokenizer",
 )
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+# Types of models, besides those with an embedding of token types, for which type 0 is the default.
+TEXT_IS_ZERO = {"gemma3", "gemma4", "gemma4_unified", "hrm_text"}
 UNSERVED_PROCESSORS = (
     PrefixConstrainedLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
@@ -65,8 +68,11 @@ _KNOWN_ARGUMENTS = {*PROMPT_ARGUMENTS, *CALL_ARGUMENTS, *ADDED_ARGUMENTS}
 _KNOWN_ARGUMENTS |= {"generation_config", "logits_processor", "stopping_criteria", "kwargs"}
 _KNOWN_ARGUMENTS |= {"prefix_allowed_tokens_fn", "assistant_model", "logits_to_keep"}
 _KNOWN_FIELDS = {*SERVED_FIELDS, *INERT_FIELDS, *ADDED_ARGUMENTS}
-STEP_BY_STEP = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-SERVED_MODES = (*STEP_BY_STEP, GenerationMode.ASSISTED_GENERATION)
+SERVED_MODES = (
+    GenerationMode.GREEDY_SEARCH,
+    GenerationMode.SAMPLE,
+    GenerationMode.ASSISTED_GENERATION,
+)
 
 
 def unserved_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> Iterator[str]:
@@ -90,6 +96,21 @@ def unserved_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> Ite
     others = [n for n, value in arguments.items() if n not in known and value is not None]
     forward = inspect.signature(model.forward).parameters if others else {}
     yield from (f"{n} (an argument of the model's forward)" if n in forward else n for n in others)
+
+
+def default_token_types(model: PreTrainedModel, arguments: dict[str, Any]) -> list[str]:
+    """Names of token types among the arguments that are what the model has without them: all zero,
+    which tokenizers give for a text, and not looked up among the words (as by gpt2)."""
+    zeros = [
+        name
+        for name in TOKEN_TYPES
+        if isinstance(arguments.get(name), torch.Tensor) and not arguments[name].any()
+    ]
+    config = model.config
+    if not hasattr(config, "type_vocab_size") and config.model_type not in TEXT_IS_ZERO:
+        return []
+    forward = inspect.signature(model.forward).parameters if zeros else {}
+    return [name for name in zeros if name in forward]
 
 
 def _unserved_prompts(arguments: dict[str, Any]) -> Iterator[str]:
@@ -132,6 +153,5 @@ def unserved_settings(config: GenerationConfig, assistant: Any = None) -> Iterat
         if value is None or value is False or name in _KNOWN_FIELDS or name.startswith("_"):
             continue
         of_dicts = name in DICT_FIELDS and not config.return_dict_in_generate
-        states = name == "output_hidden_states" and mode in STEP_BY_STEP and value is True
-        if not (of_dicts or states or value in SERVED_VALUES.get(name, ())):
+        if not (of_dicts or value in SERVED_VALUES.get(name, ())):
             yield f"{name}={value!r}"

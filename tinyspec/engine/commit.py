@@ -8,7 +8,6 @@ their ids, or that keep more than ids and log-probabilities.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -48,7 +47,6 @@ class Committer:
 
     def __post_init__(self) -> None:
         self.table = self.admission.table
-        self.admission.on_wait = self.runner.keep_kv
 
     def take(self) -> Commits:
         """What was committed since the last call."""
@@ -217,9 +215,6 @@ class Committer:
     def _end(self, sequence: Sequence, reason: str) -> None:
         """A sequence leaves; ``reason`` unless it has one."""
         sequence.finish_reason = sequence.finish_reason or reason
-        self.runner.keep_kv(sequence)
-        handed_out = *chain(*sequence.kv), *(states for _, states in sequence.hidden)
-        self.runner.torch_state.stream.hand_out(*handed_out)
         self._commits.ended.append(sequence)
         self.admission.remove(sequence)
 

@@ -21,7 +21,7 @@ from tinyspec.runner.processors import SpecialRow
 from tinyspec.runner.sampler import SampleBatch, Sampler
 from tinyspec.sampling_params import SamplingParams
 from tinyspec.scheduler.admission import Admission
-from tinyspec.scheduler.passes import Pass, PassRecord, Works, spread
+from tinyspec.scheduler.passes import Pass, PassRecord, spread
 from tinyspec.scheduler.request import Sequence
 
 Work = Callable[[], Results]
@@ -120,36 +120,23 @@ class Launcher:
             some = np.flatnonzero((sources >= 0) & drawn)
             newest = np.stack([ends[some] - 1, sources[some]])
         packed = runner.pack(launched.work_pass, fresh, wanted, newest)
-        keeping = self._keeping_hidden(works)
         taps, thinking = runner.taps, None
         if taps is not None:
             thinking = ThinkingRows.of(launched.work_pass, runner.device)
         launched.thinking = thinking
 
         def forward() -> tuple[Tensor, Tensor | None]:
-            if keeping:
-                runner.ask_for_hidden()
             if taps is not None:
                 taps.ask(None if thinking is None else thinking.rows)
             logits = runner.run(packed, None if before is None else _tokens(before))
             if taps is not None and thinking is not None:
                 thinking.hidden = taps.take()
-            for n, sequence in keeping:
-                states = runner.hidden[:, ends[n] - works.counts[n] : ends[n]].clone()
-                sequence.hidden.append((int(works.starts[n]), states))
             if not first:
                 return logits, None
             scores = self.sampler.kernels.chosen_logprobs(logits[:first], targets)
             return logits[first:], scores
 
         return forward
-
-    def _keeping_hidden(self, works: Works) -> list[tuple[int, Sequence]]:
-        """Works of sequences that keep hidden states."""
-        table = self.admission.table
-        special = table.places("special_sampling", works.rows)
-        sequences = ((n, table.sequences[works.rows[n]]) for n in special)
-        return [(n, sequence) for n, sequence in sequences if "hidden" in sequence.request.keeps]
 
     def _samples(self, launched: Launched) -> SampleBatch:
         """What the sampler needs to know of every token."""

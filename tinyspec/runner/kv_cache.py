@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinyspec.kernels.twins.e4m3 import CODES, values
+from tinyspec.kernels.twins.e4m3 import CODES
 from tinyspec.model.attention_calls import LayerShape
 from tinyspec.runner.device_queue import to_device
 
@@ -86,10 +86,3 @@ class KVCache:
         """The first ``tokens`` keys and values of a sequence, [tokens, num_kv_heads, head_dim]."""
         k, v = self.k[layer][pages], self.v[layer][pages]
         return k.flatten(0, 1)[:tokens], v.flatten(0, 1)[:tokens]
-
-    def read_all(
-        self, pages: list[int], tokens: int, dtype: torch.dtype
-    ) -> list[tuple[Tensor, Tensor]]:
-        """As ``read``, of every layer, as numbers in ``dtype``."""
-        pairs = (self.read(layer, pages, tokens) for layer in range(len(self.k)))
-        return [(values(k, dtype), values(v, dtype)) for k, v in pairs]

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from tinyspec.config import EngineConfig
 from tinyspec.kernels.backend import Kernels
 from tinyspec.model.cpu.heap import keep_freed_memory
-from tinyspec.model.fused_layer import FusedLayer
 from tinyspec.model.introspection import accepted
 from tinyspec.model.patched_model import PatchedModel
 from tinyspec.model.supported import vocab_size
@@ -30,7 +29,6 @@ from tinyspec.runner.layer_taps import LayerTaps
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.passes import Pass
-from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.sequence_table import Array
 
 
@@ -85,16 +83,9 @@ class ModelRunner:
         self.tiles = patched.tiles
         self._fast_mode = patched.fast_mode
         self.after_pass: Callable[[], None] = lambda: None
-        self.hidden = torch.empty(0, dtype=model.dtype, device=model.device)
-        self._wants_hidden = False
         self.taps: LayerTaps | None = None
         self.graphs = PassGraphs(self.torch_state.stream, bool(config.cuda_graphs))
         self._fixed = FixedBatches(config, buckets.fit, buckets.fit_canonical, self.device)
-
-    @property
-    def shows_hidden(self) -> bool:
-        """Whether transformers sees what each layer puts out."""
-        return not any(isinstance(module, FusedLayer) for module in self.model.modules())
 
     def follow(self, after_pass: Callable[[], None], runs_user_code: Callable[[], bool]) -> None:
         """Call ``after_pass``, and ask before a pass whether it runs code of the user's, which the
@@ -193,10 +184,6 @@ class ModelRunner:
         taken = None if newest is None else to_device(newest, self.device)
         return PackedPass(batch, keep, count, canonical, fresh, taken)
 
-    def ask_for_hidden(self) -> None:
-        """Let the next pass leave ``hidden``."""
-        self._wants_hidden = True
-
     def run(self, packed: PackedPass | FixedPass, tokens: Tensor | None = None) -> Tensor:
         """Run a pass and return logits [N, V], as ``forward``; by Triton those of padding follow.
 
@@ -224,7 +211,7 @@ class ModelRunner:
         try:
             self._fixed.send(packed, tokens)
             forward = partial(self._forward_fixed, shape, packed.embeds)
-            if packed.embeds or self._wants_hidden or self._tapped:
+            if packed.embeds or self._tapped:
                 return forward()
             addresses = (*self._fixed.addresses, *(pool.data_ptr() for pool in pools))
             return self.graphs.run(shape, shape.canonical, addresses, forward)
@@ -237,11 +224,6 @@ class ModelRunner:
         batch, keep = self._fixed.batch(shape)
         batch.embeds = embeds
         return self.forward(batch, keep, shape.canonical)
-
-    def keep_kv(self, sequence: Sequence) -> None:
-        """Copy what is computed of its keys and values out of its pages, where they are kept."""
-        if "kv" in sequence.request.keeps and sequence.pages:
-            sequence.kv = self.cache.read_all(sequence.pages, sequence.computed, self.model.dtype)
 
     def forget_pages(self) -> None:
         """A pass that was packed may not run: what it was to tell the device is told again."""
@@ -264,10 +246,7 @@ class ModelRunner:
             more["position_ids"] = batch.positions[None]
         if self._keeps_logits:
             more["logits_to_keep"] = 0 if keep is None else keep
-        wants_hidden, self._wants_hidden = self._wants_hidden, False
-        if wants_hidden:
-            more["output_hidden_states"] = True
-        special = batch.embeds or wants_hidden or self._tapped
+        special = batch.embeds or self._tapped
         look = self.kernels.backend == "triton" and not special
         tapped = self.taps() if self.taps is not None and self._tapped else nullcontext()
         try:
@@ -278,8 +257,6 @@ class ModelRunner:
             context.end()
             self.tiles.on = False
             self._fast_mode.on = False
-        if wants_hidden:
-            self.hidden = torch.cat(output.hidden_states)
         logits, gathered = output.logits, keep is None or self._keeps_logits
         logits = logits[0] if gathered else logits[0, keep]
         return logits if self.kernels.backend == "triton" else logits.float()

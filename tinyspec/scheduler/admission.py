@@ -6,7 +6,7 @@ Knows nothing of passes; the scheduler asks for the pages that rows need.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -47,8 +47,6 @@ class Admission:
         # Sequences of a failed pass and how many tokens each had; most rows for the first of them.
         self.suspects: list[tuple[Sequence, int]] = []
         self.row_limit: int | None = None
-        # Called with one that waits for others of its call, before it is preempted.
-        self.on_wait: Callable[[Sequence], None] = lambda sequence: None
 
     @property
     def running(self) -> list[Sequence]:
@@ -156,7 +154,6 @@ class Admission:
             if (shared := self._next()) is not None:
                 self.waiting.remove(sequence)
                 self._start(sequence)
-                sequence.hidden, sequence.kv = [], []  # of passes that run again
                 self.adopt(sequence, *shared)
             elif not self._make_way(sequence):
                 return
@@ -253,7 +250,6 @@ class Admission:
     def _preempt(self, sequence: Sequence) -> None:
         """Give back its pages and queue it; it is computed again, to the same bits."""
         if waits_for_others(sequence):
-            self.on_wait(sequence)
             self.index_pages(sequence)
         self._stop(sequence)
         sequence.stats.preemptions += 1

@@ -28,10 +28,8 @@ class Sequence:
     drafts. given_tokens: the expected continuation (replay, scoring), used as drafts; the sequence
     ends where the canonical tokens diverge from it. teacher_forced: commit it whatever the logits
     say. error: why it ended early. cause: the exception behind it. scores, logits: per committed
-    token [V] fp32, processed and raw; kv: per layer keys and values of all tokens but the newest,
-    [length - 1, heads, dim]; hidden: of passes, the first position and [layers + 1, rows, hidden];
-    where the request keeps them. siblings: completions that start from this one's prompt as soon as
-    it is computed.
+    token [V] fp32, processed and raw, where the request keeps them. siblings: completions that
+    start from this one's prompt as soon as it is computed.
     """
 
     request: Request
@@ -50,8 +48,6 @@ class Sequence:
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     scores: list[Any] = field(default_factory=list)
     logits: list[Any] = field(default_factory=list)
-    kv: list[tuple[Any, Any]] = field(default_factory=list)
-    hidden: list[tuple[int, Any]] = field(default_factory=list)
     key: int = 0
     siblings: list[Sequence] = field(default_factory=list)
     _logprobs: list[float] = field(default_factory=list)
@@ -206,7 +202,7 @@ class Sequence:
         raw = params.logprobs and params.logprobs_mode == "raw"
         early = params.min_new_tokens > 0 and bool(params.stop_ids)
         special = params.needs_history or early or raw or params.top_logprobs > 0
-        kept = bool(request.keeps - {"kv"}) or request.lock_step is not None
+        kept = bool(request.keeps) or request.lock_step is not None
         row = table.add(
             self,
             order=request.arrival << INDEX_BITS | self.index,
@@ -256,7 +252,7 @@ class Request:
     arrival: number in order of arrival. prompt_logprobs: filled in as prompt rows run. recompute:
     use no cached page. embeds: the model's input in place of the prompt's tokens, [num_prompt,
     hidden]. num_hidden: leading prompt tokens that are placeholders then. keeps: of scores,
-    logits, kv, hidden. lock_step: whose rows its completions are. fingerprint: that it runs under,
+    logits. lock_step: whose rows its completions are. fingerprint: that it runs under,
     with its parts. thread: whose code its processors and criteria are; 0: none that steps.
     thoughts: of the prompt, where it is thought about. tokenizer: its digest, with stop strings.
     """
