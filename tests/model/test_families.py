@@ -57,6 +57,13 @@ def test_tokens_and_bits(kind):
     assert walk.contract_of(model) == TABLE[kind][1]
 
 
+def test_experts_of_its_own_are_refused():
+    """Rows that reach none of them in the proof's passes hid that their products follow the rows:
+    the probe saw no product at all, and a crowd changed bits."""
+    assert walk.contract_of(tiny("longcat_flash"), tokens=2) == TABLE["longcat_flash"][1]
+    assert TABLE["longcat_flash"][1] == walk.REFUSED
+
+
 # Families that nobody has tried
 
 
