@@ -14,9 +14,11 @@ import tinyspec
 from tests.support.judge import PAD, ROWS, defaults, listen, one, padded, pair
 from tests.support.tiny import tiny
 from tinyspec.drop_in import served
-from tinyspec.model.private_names import CACHE, OLD_CACHE_NAMES
+from tinyspec.model.private_names import CACHE, CACHE_NAMES
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+# The name of the argument that holds a cache, and older ones, which transformers renames.
+TAKEN = CACHE_NAMES[CACHE_NAMES.index(CACHE) :]
 BASE = {"max_new_tokens": 6, "pad_token_id": PAD}
 SAMPLED = {"do_sample": True}
 DICT = {"return_dict_in_generate": True}
@@ -64,10 +66,10 @@ UNSERVED = {
     },
     "cache_implementation": lambda m: {"cache_implementation": "offloaded"},
     "cache_implementation-dict": lambda m: {"cache_implementation": "offloaded", **DICT},
-    **{name: lambda m, name=name: {name: forwarded(m)} for name in (CACHE, *OLD_CACHE_NAMES)},
+    **{name: lambda m, name=name: {name: forwarded(m)} for name in TAKEN},
     **{
         f"{name}-empty": lambda m, name=name: {name: DynamicCache(config=m.config)}
-        for name in (CACHE, *OLD_CACHE_NAMES)
+        for name in TAKEN
     },
     "past_key_values-static": lambda m: {
         "past_key_values": StaticCache(config=m.config, max_cache_len=64)
@@ -96,7 +98,7 @@ GPT2_ONLY = {
 # A name that no version of transformers knows, on which its own ``generate`` complains.
 UNSERVED["invented"] = lambda m: {"invented": 3}
 CASES = [("llama", name) for name in UNSERVED]
-CASES += [("gpt2", name) for name in (*GPT2_ONLY, "num_beams", CACHE, *OLD_CACHE_NAMES)]
+CASES += [("gpt2", name) for name in (*GPT2_ONLY, "num_beams", *TAKEN)]
 
 
 def same(given, judged):
@@ -200,7 +202,7 @@ def test_returned_dicts_have_no_cache(caplog):
 
 def test_no_cache_is_served():
     model, own = pair()
-    for name in (CACHE, *OLD_CACHE_NAMES):
+    for name in TAKEN:
         given = model.generate(**BATCH, **BASE, **{name: None}, deterministic=True)
         assert torch.equal(given, own.generate(**BATCH, **BASE))
 

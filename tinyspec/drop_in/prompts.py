@@ -72,7 +72,6 @@ class Prompts:
             if list(map(len, masks)) != list(map(len, lists)):
                 raise refuse("attention_mask", masks, "lists as long as those of input_ids")
         kept = [list(compress(ids, mask)) for ids, mask in zip(lists, masks, strict=True)]
-        self._places = [list(compress(range(len(mask)), mask)) for mask in masks]
         self._width = len(masks[0])
         self.prompts = [Prompt(ids) for ids in kept]
         if embeds is not None:
@@ -85,9 +84,7 @@ class Prompts:
         prompt = self.prompts[index]
         before = len(prompt)
         if not self._masked and prompt.embeds is None and pad is not None and pad not in eos:
-            real = [i != pad for i in prompt.ids]
-            prompt.ids = list(compress(prompt.ids, real))
-            self._places[index] = list(compress(self._places[index], real))
+            prompt.ids = [i for i in prompt.ids if i != pad]
         return len(prompt) < before
 
     def padded(self, pad: int) -> Tensor:
@@ -101,12 +98,6 @@ class Prompts:
     def width(self) -> int:
         """Of the padded prompts, embeddings included."""
         return self._width if self._input_ids is not None else max(map(len, self.prompts))
-
-    def places(self, index: int) -> list[int]:
-        """Where each position of a prompt stands in the padded one."""
-        if self._input_ids is not None:
-            return self._places[index]
-        return list(range(self.width - len(self.prompts[index]), self.width))
 
 
 def _lists(given: Any) -> list[list[int]]:

@@ -18,12 +18,10 @@ from transformers import AttentionMaskInterface, DynamicCache, GenerationMixin, 
 ATTENTION_CHOICE = "_attn_implementation_internal"
 EXPERTS_CHOICE = "_experts_implementation_internal"
 _missing: list[str] = []
-# What transformers calls the argument that holds a cache, newest first; what it is called here, and
-# what it is renamed from.
+# What transformers calls the argument that holds a cache, newest first, and what it is called here.
 CACHE_NAMES = ("cache", "past_key_values")
 _prepared = signature(GenerationMixin.prepare_inputs_for_generation).parameters
 CACHE = next((name for name in CACHE_NAMES if name in _prepared), CACHE_NAMES[0])
-OLD_CACHE_NAMES = CACHE_NAMES[CACHE_NAMES.index(CACHE) + 1 :]
 
 
 def private_name(module: str, name: str) -> Any:
