@@ -13,11 +13,10 @@ from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.cli.main import main
 from tinyspec.tools.close_up import CloseUp, close_up
-from tinyspec.tools.drawing import COLOURS, shown
 from tinyspec.tools.timeline import LEGEND, cells_of, timeline
+from tinyspec.tools.trace_html import stacked, views
 from tinyspec.tools.trace_run import read
-from tinyspec.tools.trace_svg import svg
-from tinyspec.tools.trace_views import stacked, views
+from tinyspec.tools.trace_svg import COLOURS, shown, svg
 
 KINDS = ("svg", "html")
 

@@ -52,10 +52,9 @@ def _trace(options: argparse.Namespace) -> int:
         raise refuse("--output", options.output, f"a name that ends with {', '.join(KINDS)}")
     if options.cells is not None and options.cells < 1:
         raise refuse("--cells", options.cells, "an integer of at least 1")
-    from tinyspec.tools.trace_html import html
+    from tinyspec.tools.trace_html import html, stacked, views
     from tinyspec.tools.trace_run import read
     from tinyspec.tools.trace_svg import svg
-    from tinyspec.tools.trace_views import stacked, views
 
     run = read(options.file)
     if not run.passes:
