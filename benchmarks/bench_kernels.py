@@ -23,7 +23,6 @@ ON_CPU = (
     "sample 1 x 151936, greedy",
     "sample 1 x 151936, with noise",
     "linear 64 x 4096 x 4096",
-    "merged linear 64 x 4096 x (4096, 1024, 1024)",
     "residual and norm 64 x 4096",
     "gated 64 x 14336",
     "accept 64 x 17",

@@ -12,8 +12,8 @@ answer: the states alone, or each behind the sentence that it follows from. Run 
     python benchmarks/bench_thinking.py FOLDER [--rounds N] [--sentences N] [--batches 1 8 32]
         [--chain FOLDER] [--retold FOLDER] [--operations 10 20 40 100] [--smoke] [--json FILE]
 
-FOLDER: what ``python -m tinyspec.thinking.train parity --output FOLDER`` wrote, of the chains with
-``--mode chain`` and ``--mode retold``. Prints Markdown tables.
+FOLDER: what ``python -m benchmarks.coin_reader.train parity --output FOLDER`` wrote, of the chains
+with ``--mode chain`` and ``--mode retold``. Prints Markdown tables.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from benchmarks.coin_reader.tasks import TASKS, Example
 from tinyspec import Engine, EngineConfig, RequestOutput, SamplingParams
 from tinyspec.thinking.model import ThinkingModel
-from tinyspec.thinking.tasks import TASKS, Example
 
 WINDOWS: tuple[int | None, ...] = (1, 8, None)
 # Part of the sentences that change nothing, by workload.

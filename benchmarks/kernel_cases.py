@@ -51,8 +51,6 @@ SAMPLE = {
     for rows, kind in product((512, 64, 1), ("greedy", "with noise"))
 }
 LINEAR = {f"linear {rows} x 4096 x 4096": rows for rows in (1, 64, 2048)}
-# Rows times the widths of an 8B model's layer.
-MERGED = {f"merged linear {rows} x 4096 x (4096, 1024, 1024)": rows for rows in (1, 64, 2048)}
 NORM = {f"residual and norm {rows} x 4096": rows for rows in (64, 2048)}
 GATED = {f"gated {rows} x 14336": rows for rows in (64, 2048)}
 WRITES = {f"KV write {rows} rows": rows for rows in (4096, 64)}
@@ -194,25 +192,6 @@ def linear_case(rows: int, width: int) -> Case:
     return Case(calls, work, wrong, {"cublas": partial(F.linear, *calls[0].args)})
 
 
-def merged_case(rows: int, width: int, *outputs: int) -> Case:
-    work = roofline.linear(rows, width, sum(outputs))
-    calls = []
-    for _ in range(device_time.sets(work.bytes)):
-        weights = [normal(size, width) for size in outputs]
-        calls.append(partial(KERNELS.merged_linear, normal(rows, width), weights, [None] * 3))
-
-    def one_by_one(multiply: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
-        x, weights, _ = calls[0].args
-        return [multiply(x, weight) for weight in weights]
-
-    def wrong() -> str | None:
-        same = all(map(torch.equal, calls[0](), one_by_one(KERNELS.linear)))
-        return None if same else "other bits than one by one"
-
-    beside = {"linear": KERNELS.linear, "cublas": F.linear}
-    return Case(calls, work, wrong, {name: partial(one_by_one, f) for name, f in beside.items()})
-
-
 def norm_case(rows: int, width: int) -> Case:
     work = roofline.norm(rows, width)
     calls = []
@@ -287,9 +266,6 @@ def cases(smoke: bool) -> dict[str, Callable[[], Case]]:
         found[name] = partial(sample_case, *sizes, noise)
     for name, rows in LINEAR.items():
         found[name] = partial(linear_case, *((min(rows, 5), 64) if smoke else (rows, 4096)))
-    for name, rows in MERGED.items():
-        sizes = (min(rows, 5), 64, 64, 16, 16) if smoke else (rows, 4096, 4096, 1024, 1024)
-        found[name] = partial(merged_case, *sizes)
     for name, rows in NORM.items():
         found[name] = partial(norm_case, *((min(rows, 5), 64) if smoke else (rows, 4096)))
     for name, rows in GATED.items():

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.tools.demo import BUNDLED, PROMPTS, SEEDS, TEMPERATURE
+from tinyspec.tools.trace_html import stacked, views
 from tinyspec.tools.trace_run import run_of_passes
 from tinyspec.tools.trace_svg import svg
-from tinyspec.tools.trace_views import stacked, views
 
 RESULTS = Path(__file__).parent / "results" / "cpu"
 ALONE = 24  # passes

@@ -1,6 +1,6 @@
-"""Saved measurements as Markdown tables, and plots where matplotlib is installed.
+"""Saved measurements as Markdown tables.
 
-    python benchmarks/render.py results/*.json [--plots FOLDER] [--scrub]
+    python benchmarks/render.py results/*.json [--scrub]
 
 Reads what `probe.py --json` and `pytest --benchmark-json` save; benchmarks of one group share a
 table; where several files have one benchmark, a column names the file. Knows the two formats, and
@@ -31,7 +31,6 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="also draw medians, as PNG")
     parser.add_argument(
         "--scrub", action="store_true", help="take the host's name out of the files"
     )
@@ -44,9 +43,6 @@ def main(arguments: list[str] | None = None) -> int:
         if "environment" in report:
             print(probe_table(report))
         benchmarks += [{**found, "file": path.stem} for found in report.get("benchmarks", [])]
-        if options.plots and "benchmarks" in report:
-            options.plots.mkdir(parents=True, exist_ok=True)
-            plot(report, options.plots / f"{path.stem}.png")
     if benchmarks:
         print(benchmark_table(benchmarks))
     return 0
@@ -300,22 +296,6 @@ def _numbers_by_value(name: str) -> list[str | int]:
 
 def _number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def plot(report: dict[str, Any], path: Path) -> None:
-    """Medians as bars; without matplotlib a message instead."""
-    try:
-        from matplotlib import pyplot
-    except ImportError:
-        print("no plots: matplotlib is not installed")
-        return
-    names = [benchmark["name"] for benchmark in report["benchmarks"]]
-    medians = [1e3 * benchmark["stats"]["median"] for benchmark in report["benchmarks"]]
-    figure, axes = pyplot.subplots(figsize=(8, 1 + 0.3 * len(names)), layout="constrained")
-    axes.barh(names[::-1], medians[::-1])
-    axes.set_xlabel("median ms")
-    axes.set_xscale("log")
-    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

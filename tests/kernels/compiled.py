@@ -29,7 +29,7 @@ HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256, 512)
 KINDS = {"16-bit": torch.bfloat16, "fp32": torch.float32}
 CODED = " e4m3"  # behind the names of entries over a cache of codes
 OTHERS = (
-    *("sample", "sample_merge", "linear", "merged_linear", "add_rms_norm", "gated"),
+    *("sample", "sample_merge", "linear", "add_rms_norm", "gated"),
     *("kv_write", "accept", "work", "merge"),
 )
 

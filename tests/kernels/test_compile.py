@@ -87,8 +87,6 @@ def entries() -> dict[str, Callable[[], list[Call]]]:
         found[f"add_rms_norm {dtype} {width} {kind}"] = calls
     for dtype, kind, activation in product(dtypes, INNER, ("silu", "gelu", "gelu_tanh")):
         found[f"gated {dtype} {kind} {activation}"] = partial(gated_calls, dtype, kind, activation)
-    for dtype, kind in product(dtypes, LAYERS):
-        found[f"merged_linear {dtype} {kind}"] = partial(merged_linear_calls, dtype, kind)
     for dtype, kind, stored in product(dtypes, LAYERS, ("nk", "kn")):
         found[f"linear {dtype} {kind} {stored}"] = partial(linear_calls, dtype, kind, stored)
     return found
@@ -126,11 +124,6 @@ def add_rms_norm_calls(dtype: torch.dtype, width: int, kind: str) -> list[Call]:
 def gated_calls(dtype: torch.dtype, kind: str, activation: str) -> list[Call]:
     shapes = product(INNER[kind], (1, 16, 777))
     return [gated_call(dtype, activation, *shape) for shape in shapes]
-
-
-def merged_linear_calls(dtype: torch.dtype, kind: str) -> list[Call]:
-    cases = product(LAYERS[kind], (1, 16, 777), (2, 3), (True, False))
-    return [merged_linear_call(dtype, *case) for case in cases]
 
 
 def accept_call(requests: int, width: int, stops: int, page_size: int) -> Call:
@@ -230,16 +223,6 @@ def gated_call(dtype: torch.dtype, activation: str, width: int, rows: int) -> Ca
 
     both = torch.zeros(rows, 2 * width, dtype=dtype)
     return lambda: gated(both[:, :width], both[:, width:], activation)
-
-
-def merged_linear_call(dtype: torch.dtype, layer: tuple, rows: int, count: int, bias: bool) -> Call:
-    from tinyspec.kernels.merged_linear import merged_linear
-
-    width, outputs = layer
-    x = torch.zeros(rows, 3 * width, dtype=dtype)[:, :width]
-    weights = [torch.zeros(outputs * (1 + n), width, dtype=dtype) for n in range(count)]
-    shifts = [torch.zeros(len(w) + 1, dtype=dtype)[1:] if bias else None for w in weights]
-    return lambda: merged_linear(x, weights, shifts)
 
 
 def answer() -> None:
@@ -382,7 +365,6 @@ DOTS = {
     "attention torch.float32 64 extras=False": [],
     "linear torch.bfloat16 even nk": ["wgmma.mma_async"],
     "linear torch.float32 even kn": [],
-    "merged_linear torch.bfloat16 even": ["wgmma.mma_async"],
 }
 # Launched behind the kernel that an entry is named after.
 SECOND_KERNELS = {

@@ -18,7 +18,7 @@ from tests.support.mixes import bits, needles, plain, solo
 from tests.support.tiny import tiny
 from tests.support.tolerances import LOGPROBS, close
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
-from tinyspec.model import install, merged_linears
+from tinyspec.model import install
 from tinyspec.model.equivalence import SIZES, as_close
 from tinyspec.model.fused_layer import Form, FusedLayer, GatedMlp, fused_functions
 from tinyspec.model.fused_norm import FusedNorm
@@ -409,35 +409,6 @@ def test_twice_the_error():
     own[:, 0::SIZES] *= 1 + 2**-6
     assert not as_close(found, own, exact), "rows of one size"
     assert not as_close(own.float(), own, exact)
-
-
-def test_products_of_the_same_rows_are_one_launch(forced, monkeypatch):
-    """Where the linear kernel serves all of them; their own calls have the same bits."""
-    model, calls = zoo.tiny("qwen2"), []  # with biases
-    layers = model.config.num_hidden_layers
-    with Engine(model, config=replace(CONFIG, linear="always")) as engine:
-        context = engine.patched.context
-        counted = counting(context.kernels.merged_linear, calls)
-        context.kernels = replace(context.kernels, merged_linear=counted)
-        found = [prompt_logprobs(engine)]
-        assert len(calls) == 2 * layers
-        model.model.layers[0].self_attn.k_proj.register_forward_hook(lambda *_: None)
-        found.append(prompt_logprobs(engine))
-        assert len(calls) == 2 * layers + 2 * layers - 1
-        monkeypatch.setattr(merged_linears, "_can_be_merged", lambda linear: False)
-        found.append(prompt_logprobs(engine))
-        assert len(calls) == 2 * layers + 2 * layers - 1
-    assert all(torch.equal(each, found[0]) for each in found)
-
-
-def counting(function, calls):
-    """``function``, each of whose calls is noted."""
-
-    def call(*args, **kwargs):
-        calls.append(args)
-        return function(*args, **kwargs)
-
-    return call
 
 
 @pytest.mark.slow("crosses", 6)

@@ -6,12 +6,12 @@ from random import Random
 import pytest
 import torch
 
-from tinyspec.thinking import train
+from benchmarks.coin_reader import train
+from benchmarks.coin_reader.tasks import SIDES, TASKS
+from benchmarks.coin_reader.training import Run, Training
+from benchmarks.coin_reader.vocabulary import END, UNKNOWN
 from tinyspec.thinking.model import IGNORED, ThinkingModel
 from tinyspec.thinking.reading import first_answers
-from tinyspec.thinking.tasks import SIDES, TASKS
-from tinyspec.thinking.training import Run, Training
-from tinyspec.thinking.vocabulary import END, UNKNOWN
 
 SMALL = Run(steps=6, batch=4, hidden_size=32, layers=3, operations=3)
 

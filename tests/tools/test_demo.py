@@ -10,9 +10,8 @@ from tinyspec.outputs import Completion, RequestOutput
 from tinyspec.sampling_params import SamplingParams
 from tinyspec.tools import demo as module
 from tinyspec.tools.close_up import CloseUp
-from tinyspec.tools.close_up_text import lines
 from tinyspec.tools.demo import BUNDLED, SEEDS, Demo, Pair, demo
-from tinyspec.tools.terminal import Style
+from tinyspec.tools.terminal import Style, lines
 
 
 class Terminal(io.StringIO):

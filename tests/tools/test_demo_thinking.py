@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from benchmarks.coin_reader.tasks import TASKS
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.cli.main import main
 from tinyspec.outputs import Thought
 from tinyspec.thinking.config import ThinkingConfig
 from tinyspec.thinking.model import ThinkingModel
 from tinyspec.thinking.reading import read
-from tinyspec.thinking.tasks import TASKS
 from tinyspec.tools.demo_thinking import BUNDLED, PROMPT, WAYS, demo_thinking, rounds
 
 END = 1

@@ -1,6 +1,6 @@
 """The text table of doctor, audit and the demo."""
 
-from tinyspec.tools.table import table
+from tinyspec.tools.terminal import table
 
 
 def test_columns_are_aligned():

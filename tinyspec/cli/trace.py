@@ -9,7 +9,7 @@ from typing import Any
 from tinyspec.cli.parser import add_command
 from tinyspec.errors import refuse
 
-KINDS = (".png", ".svg", ".html")
+KINDS = (".svg", ".html")
 VIEWS = ("both", "timeline", "verify")
 # Cells side by side in a picture that is not scrolled.
 CELLS = 110
@@ -17,8 +17,7 @@ NOTES = (
     "The file is what engine.trace.save(...) wrote with EngineConfig(trace=True), or `generate "
     "--trace`; https://ui.perfetto.dev opens it as well. The timeline has a column for each pass, "
     "a lane for each completion and a cell for each token, over a strip of the KV cache; below it "
-    "stands one verify close up. .html scrolls through all passes and loads nothing; .png needs "
-    'matplotlib (pip install "tinyspec[plot]").'
+    "stands one verify close up. .html scrolls through all passes and loads nothing."
 )
 
 
@@ -27,7 +26,7 @@ def add(commands: Any) -> None:
         commands,
         "trace",
         _trace,
-        "a saved trace as a picture (.png, .svg) or a page (.html)",
+        "a saved trace as a picture (.svg) or a page (.html)",
         "tinyspec trace run.json -o run.html",
         NOTES,
     )
@@ -35,7 +34,7 @@ def add(commands: Any) -> None:
         "file", metavar="FILE", help="what engine.trace.save wrote; - is standard input"
     )
     parser.add_argument(
-        "-o", "--output", metavar="FILE", required=True, help="a .png, .svg or .html file"
+        "-o", "--output", metavar="FILE", required=True, help="a .svg or .html file"
     )
     parser.add_argument("--view", choices=VIEWS, default="both", help="default: %(default)s")
     parser.add_argument(
@@ -44,7 +43,6 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--cells", type=int, metavar="N", help=f"width in cells (default: {CELLS}; .html: all)"
     )
-    parser.add_argument("--dark", action="store_true", help="a dark .png; others adapt themselves")
 
 
 def _trace(options: argparse.Namespace) -> int:
@@ -54,11 +52,9 @@ def _trace(options: argparse.Namespace) -> int:
         raise refuse("--output", options.output, f"a name that ends with {', '.join(KINDS)}")
     if options.cells is not None and options.cells < 1:
         raise refuse("--cells", options.cells, "an integer of at least 1")
-    from tinyspec.tools.trace_figure import save_png
-    from tinyspec.tools.trace_html import html
+    from tinyspec.tools.trace_html import html, stacked, views
     from tinyspec.tools.trace_run import read
     from tinyspec.tools.trace_svg import svg
-    from tinyspec.tools.trace_views import stacked, views
 
     run = read(options.file)
     if not run.passes:
@@ -72,9 +68,7 @@ def _trace(options: argparse.Namespace) -> int:
     if kind == ".html":
         title = f"tinyspec: {Path(options.file).name}"
         path.write_text(html(run, drawings, title), encoding="utf-8")
-    elif kind == ".svg":
-        path.write_text(svg(stacked(drawings)) + "\n", encoding="utf-8")
     else:
-        save_png(stacked(drawings), path, dark=options.dark)
+        path.write_text(svg(stacked(drawings)) + "\n", encoding="utf-8")
     print(f"{path}: {len(run.passes)} passes, {len(run.lanes)} completions")
     return 0

@@ -26,7 +26,6 @@ class Kernels:
     softmax: Callable[..., Any]
     chosen_logprobs: Callable[..., Any]
     linear: Callable[..., Any]
-    merged_linear: Callable[..., Any]
     add_rms_norm: Callable[..., Any]
     gated: Callable[..., Any]
 
@@ -55,7 +54,6 @@ def load(backend: str) -> Kernels:
         "sample": "sample",
         **dict.fromkeys(("log_softmax", "softmax", "chosen_logprobs"), "log_softmax"),
         "linear": "linear",
-        "merged_linear": "merged_linear",
         "add_rms_norm": "rms_norm",
         "gated": "gated",
     }

@@ -23,19 +23,21 @@ from torch import Tensor
 from tinyspec.kernels import launch
 
 
-@triton.jit
-def linear_tile(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    out_ptr,
-    n_tile,
+@triton.jit(
+    do_not_specialize=["num_rows", "k_units", "n_units", "num_bias", "stride_x", "stride_w"],
+    do_not_specialize_on_alignment=["bias_ptr"],
+)
+def linear_kernel(
+    x_ptr,  # [R, K]
+    weight_ptr,  # [N, K], or [K, N] if TRANSPOSED
+    bias_ptr,  # [num_bias]
+    out_ptr,  # [R, N]
     num_rows,
-    k_units,
-    n_units,
-    num_bias,
-    stride_x,
-    stride_w,
+    k_units,  # K in units of VEC_K elements
+    n_units,  # N in units of VEC_N elements
+    num_bias,  # N, or 0: no bias
+    stride_x,  # in units of VEC_K elements
+    stride_w,  # in units of VEC_K elements, of VEC_N if TRANSPOSED
     TRANSPOSED: tl.constexpr,
     VEC_K: tl.constexpr,
     VEC_N: tl.constexpr,
@@ -43,9 +45,8 @@ def linear_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The tile of outputs number ``n_tile`` of this program's rows; the rest as in the kernel."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = n_tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     width = k_units * VEC_K
     row_mask = row < num_rows
@@ -72,49 +73,6 @@ def linear_tile(
     out = (acc + bias.to(tl.float32)[None, :]).to(out_ptr.dtype.element_ty)
     out_tile = out_ptr + (row * n_units)[:, None] * VEC_N + n[None, :]
     tl.store(out_tile, out, mask=row_mask[:, None] & n_mask[None, :])
-
-
-@triton.jit(
-    do_not_specialize=["num_rows", "k_units", "n_units", "num_bias", "stride_x", "stride_w"],
-    do_not_specialize_on_alignment=["bias_ptr"],
-)
-def linear_kernel(
-    x_ptr,  # [R, K]
-    weight_ptr,  # [N, K], or [K, N] if TRANSPOSED
-    bias_ptr,  # [num_bias]
-    out_ptr,  # [R, N]
-    num_rows,
-    k_units,  # K in units of VEC_K elements
-    n_units,  # N in units of VEC_N elements
-    num_bias,  # N, or 0: no bias
-    stride_x,  # in units of VEC_K elements
-    stride_w,  # in units of VEC_K elements, of VEC_N if TRANSPOSED
-    TRANSPOSED: tl.constexpr,
-    VEC_K: tl.constexpr,
-    VEC_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    linear_tile(
-        x_ptr,
-        weight_ptr,
-        bias_ptr,
-        out_ptr,
-        tl.program_id(1),
-        num_rows,
-        k_units,
-        n_units,
-        num_bias,
-        stride_x,
-        stride_w,
-        TRANSPOSED=TRANSPOSED,
-        VEC_K=VEC_K,
-        VEC_N=VEC_N,
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=BLOCK_N,
-        BLOCK_K=BLOCK_K,
-    )
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

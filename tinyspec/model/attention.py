@@ -20,8 +20,6 @@ from tinyspec.kernels.backend import Kernels
 from tinyspec.model.attention_calls import Layer
 from tinyspec.model.equivalence import eps_name
 from tinyspec.model.introspection import AttentionRecorder
-from tinyspec.model.linears import KernelLinear
-from tinyspec.model.merged_linears import products
 from tinyspec.model.stand_in import TABLES, share
 
 # The name of paged attention in transformers' registries. No mask function has this name, so models
@@ -226,11 +224,7 @@ class PagedAttention(nn.Module):
     ) -> tuple[Tensor, None]:
         """hidden_states [1, R, hidden]; position_embeddings cos and sin [1, R, rot]."""
         rows, linears = hidden_states.shape[1], (self.q_proj, self.k_proj, self.v_proj)
-        if isinstance(self.q_proj, KernelLinear):
-            made = products(hidden_states, linears, self.context.kernels)
-        else:
-            made = [linear(hidden_states) for linear in linears]
-        q, k, v = (part.view(rows, -1, self.head_dim) for part in made)
+        q, k, v = (linear(hidden_states).view(rows, -1, self.head_dim) for linear in linears)
         rope = self.context.angles(position_embeddings)
         out = self.context.attend(self, q, k, v, rope, self._norm(), **self.scores)
         return self.o_proj(out.view(1, rows, -1)), None

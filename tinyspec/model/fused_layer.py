@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from tinyspec.model.fused_norm import FusedNorm, ResidualStream, fused_norm
 from tinyspec.model.layer_structure import NORMS
 from tinyspec.model.linear_kinds import linear_shape
-from tinyspec.model.merged_linears import products
 from tinyspec.model.moe import RowFunction
 from tinyspec.model.stand_in import FusedModule, standing_in
 from tinyspec.model.torch_state import global_hooks
@@ -49,8 +48,7 @@ class GatedMlp(FusedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., H] -> [..., H]."""
-        gate, up = products(x, (self.gate_proj, self.up_proj), self.tinyspec_stream.kernels)
-        return self.down_proj(self.gated(gate, up))
+        return self.down_proj(self.gated(self.gate_proj(x), self.up_proj(x)))
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
         """act(gate) * up, both [..., I]."""

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 
 from tinyspec.tools.comparison import SAME
-from tinyspec.tools.table import table
+from tinyspec.tools.terminal import table
 
 
 @dataclass(frozen=True)

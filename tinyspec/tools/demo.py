@@ -15,9 +15,7 @@ from tinyspec.engine.engine import Engine
 from tinyspec.outputs import Completion, RequestOutput
 from tinyspec.sampling_params import SamplingParams
 from tinyspec.tools.close_up import close_up
-from tinyspec.tools.close_up_text import lines
-from tinyspec.tools.table import table
-from tinyspec.tools.terminal import Style
+from tinyspec.tools.terminal import Style, lines, table
 from tinyspec.tools.trace_run import run_of_passes
 
 # The model in the package, for demos and tests without a network, and its prompts.

@@ -12,10 +12,9 @@ from tinyspec.engine.engine import Engine
 from tinyspec.outputs import RequestOutput, Thought
 from tinyspec.sampling_params import SamplingParams
 from tinyspec.thinking.config import ThinkingConfig
-from tinyspec.tools.table import table
-from tinyspec.tools.terminal import Style
+from tinyspec.tools.terminal import Style, table
 
-# A model that was trained by ``python -m tinyspec.thinking.train parity``.
+# A model that was trained by ``python -m benchmarks.coin_reader.train parity``.
 BUNDLED = Path(__file__).resolve().parent / "coin_reader"
 PROMPT = (
     "A coin's state is heads. Alice flips the coin. The wind moves over the hill. A bird sings "

@@ -15,7 +15,7 @@ from typing import Any
 from tinyspec.determinism.fingerprint_parts import are_parts, differences
 from tinyspec.outputs import Completion, RequestOutput
 from tinyspec.tools.comparison import DIFFERS, NOT_COMPARABLE, SAME, identical, shown
-from tinyspec.tools.table import table
+from tinyspec.tools.terminal import table
 
 ONLY_FIRST, ONLY_SECOND = "only in the first", "only in the second"
 WHOLE = ("finish_reason", "error", "text")

@@ -24,7 +24,7 @@ from tinyspec.errors import DeterminismError, TinyspecError, refuse
 from tinyspec.model.install import refuse_served
 from tinyspec.model.wrappers import unwrap
 from tinyspec.scheduler.buckets import Buckets
-from tinyspec.tools.table import table
+from tinyspec.tools.terminal import table
 
 # Compared of each kind; see there.
 ATTENTION_ROWS = MANY_ROWS

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tinyspec.engine.traced import CANONICAL, DRAFT, PLAIN, PROMPT, VERIFIED, TracedWork
-from tinyspec.tools.drawing import Drawing, shown
 from tinyspec.tools.trace_run import Lane, Run, RunPass
+from tinyspec.tools.trace_svg import Drawing, shown
 
 # What a cell is, and how the legend calls it.
 LEGEND = {

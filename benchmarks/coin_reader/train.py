@@ -1,4 +1,4 @@
-"""``python -m tinyspec.thinking.train parity``: trains a small model that thinks.
+"""``python -m benchmarks.coin_reader.train parity``: trains a small model that thinks.
 
 Then shows how often it is right, also on longer prompts than it was trained on.
 """
@@ -15,8 +15,8 @@ from typing import get_args
 import torch
 from tqdm import tqdm
 
-from tinyspec.thinking.tasks import TASKS
-from tinyspec.thinking.training import Mode, Run, Training
+from benchmarks.coin_reader.tasks import TASKS
+from benchmarks.coin_reader.training import Mode, Run, Training
 
 # What each task needs to be learnt.
 RUNS = {
@@ -72,7 +72,7 @@ def _run(options: argparse.Namespace) -> Run:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m tinyspec.thinking.train", description=__doc__)
+    parser = argparse.ArgumentParser("python -m benchmarks.coin_reader.train", description=__doc__)
     parser.add_argument("task", choices=list(TASKS))
     parser.add_argument(
         "--mode",

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from tinyspec.thinking.vocabulary import END
+from benchmarks.coin_reader.vocabulary import END
 
 NAMES = ("Alice", "Bob", "Carol", "Dave", "Erin", "Frank", "Grace", "Heidi")
 SIDES = ("heads", "tails")
