@@ -3,7 +3,7 @@
 Both sides are engines over the same weights and run in turns in one process; the ratio is that of
 their medians, above 1 if the fused module is faster. Run with
 
-    pytest benchmarks/bench_attention.py --benchmark-enable --benchmark-json=FILE [--rounds N]
+    pytest benchmarks/bench_attention.py --full --benchmark-json=FILE [--rounds N]
 """
 
 from __future__ import annotations

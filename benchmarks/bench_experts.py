@@ -4,7 +4,7 @@ Canonical passes run every expert's rows by the linear kernel, others by transfo
 matmul. Both sides run in turns on one engine in one process; the ratio is that of their medians.
 The model has random weights and the shape of a small Qwen3-MoE. Run with
 
-    pytest benchmarks/bench_experts.py --benchmark-enable --benchmark-json=FILE [--rounds N]
+    pytest benchmarks/bench_experts.py --full --benchmark-json=FILE [--rounds N]
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ its own:
 
     for run in equal-{1,4,16,64}:9 long:7 ragged:2; do
         pytest benchmarks/bench_generate.py -k "${run%:*}-" --rounds "${run#*:}" \\
-            --benchmark-enable --benchmark-json="${run%:*}.json"
+            --full --benchmark-json="${run%:*}.json"
     done
     python benchmarks/render.py {equal-*,long,ragged}.json
 """

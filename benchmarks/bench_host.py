@@ -8,7 +8,7 @@ none of them stops. Deterministic requests have verify="padded": one token a ste
 what "auto" would choose by measured costs. The check for a changed model, which a step makes after
 code of the user's, is left out and has a column of its own. Run with
 
-    pytest benchmarks/bench_host.py --benchmark-enable --benchmark-json=FILE [--rounds N]
+    pytest benchmarks/bench_host.py --full --benchmark-json=FILE [--rounds N]
     python benchmarks/render.py FILE
 """
 

@@ -7,7 +7,7 @@ ratio is that of their medians. Everything is probed beforehand. A process each,
 
     for run in 1x64:9 16x64:7 64x64:5 256x64:3 4x512:5 4x2048:3 2x6000:3; do
         OMP_NUM_THREADS=1 pytest benchmarks/bench_promise.py -k "${run%:*}+" --rounds "${run#*:}" \\
-            --benchmark-enable --benchmark-json="promise-${run%:*}.json"
+            --full --benchmark-json="promise-${run%:*}.json"
     done
     python benchmarks/render.py promise-*.json
 """

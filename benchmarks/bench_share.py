@@ -5,7 +5,7 @@ weights, with the same prompts, seeds and arrivals; a ratio is that of their med
 random weights, its logits scaled until the next token has a trained model's entropy, which is
 measured. Run with
 
-    pytest benchmarks/bench_share.py --benchmark-enable --benchmark-json=FILE [--rounds N]
+    pytest benchmarks/bench_share.py --full --benchmark-json=FILE [--rounds N]
     python benchmarks/render.py FILE
 """
 

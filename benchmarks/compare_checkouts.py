@@ -93,11 +93,19 @@ def measure(checkout: Path, suites: list[str], size: str) -> Found:
             command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
             command += ["-p", "no:randomly", "benchmarks/bench_host.py", "--benchmark-enable"]
             command += ["--rounds", "3" if size == "full" else "1", f"--benchmark-json={saved}"]
-            command += ["--smoke"] if size == "smoke" else []
+            command += sized(checkout, size)
             run(command, checkout, settings)
             for one in json.loads(saved.read_text())["benchmarks"]:
                 found[f"host {one['param']}"] = one["stats"]["median"], ""
     return found
+
+
+def sized(checkout: Path, size: str) -> list[str]:
+    """Options of its suites; a checkout that has no ``--full`` has ``--smoke``."""
+    full = "--full" in (checkout / "benchmarks" / "conftest.py").read_text()
+    if size == "smoke":
+        return [] if full else ["--smoke"]
+    return ["--full"] if full else []
 
 
 def run(command: list[str], checkout: Path, settings: dict[str, str]) -> str:

@@ -9,6 +9,7 @@ depend on them. Knows engines, not kernels.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import random
 import time
@@ -25,11 +26,12 @@ import torch
 from benchmarks import journal, presets, roofline
 from benchmarks.bench_generate import by_generate, by_manager, by_tinyspec, patched
 from benchmarks.roofline import Device
-from benchmarks.workloads import DEVICE, Workload, of_shapes, serve, timed
+from benchmarks.workloads import DEVICE, Workload, difference, of_shapes, serve, timed
 from tinyspec import Engine, EngineConfig, SamplingParams, doctor
 
 BATCHES = (1, 4, 16, 64)
 CONTEXT, STEPS = 1024, 20
+SETTLED = 8  # tokens of every request before its passes are timed
 MODEL_LEN = 4096
 # nano-vllm's bench.py with its seed, tokens a second, TB/s of the device's memory (roofline.py, and
 # the makers' data sheets): what others published, on Qwen3-0.6B.
@@ -86,11 +88,14 @@ class Sections:
     def _steps(self, engine: Engine, batch: int, context: int, chosen: Any) -> dict[str, Any]:
         numbers = self._decoding(engine, batch, context, chosen)
         count = 3 if self.smoke else STEPS
-        before = engine.stats().committed
+        before = copy.deepcopy(engine.stats())
         seconds = timed(lambda: [engine.step() for _ in range(count)])
-        tokens = engine.stats().committed - before
+        passed = difference(engine.stats(), before)
+        tokens = passed.committed
         for number in numbers:
             engine.abort(number)
+        if passed.rows.get("prompt"):
+            raise RuntimeError(f"{passed.rows['prompt']} prompt rows in the passes that were timed")
         found = {
             "ms": round(1e3 * seconds / count, 3),
             "tokens_per_second": round(tokens / seconds, 1),
@@ -103,15 +108,19 @@ class Sections:
         return found
 
     def _decoding(self, engine: Engine, batch: int, context: int, chosen: Any) -> list[str]:
-        """Requests that all decode, with ``context`` tokens or a few more."""
+        """Requests that all decode, with ``context`` tokens or a few more, and have got ``SETTLED``
+        tokens each since the last prompt row: a GPU has captured their pass by then."""
         out = context // 2 + 8 * STEPS
         work = of_shapes("steps", [(context, out)] * batch, self.vocab)
         asked = zip(work.prompts, work.params(chosen), strict=True)
         numbers = [engine.add_request(list(prompt), params) for prompt, params in asked]
-        first = engine.stats().committed
-        while engine.stats().committed < first + 4 * batch:
+        settled = 0
+        while settled < SETTLED * batch:
             assert engine.has_unfinished()
             engine.step()
+            record = engine.records[-1]
+            busy = record.rows["prompt"] or record.waiting or record.running < batch
+            settled = 0 if busy else settled + record.committed
         return numbers
 
     def doctor(self) -> None:

@@ -6,8 +6,8 @@
 Needs torch, transformers, triton, pytest and pytest-benchmark, no network and no installed
 tinyspec; pytest-xdist and compute-sanitizer are used where they are. RESULTS, by default
 benchmarks/results/gpu, gets results.jsonl, to which every step appends as it measures, report.md
-(the same as tables, beside benchmarks/predictions.json), log.txt, traces and two probes. Every step
-is a process that knows its deadline. Exit status 1 if a step failed; one that ran out of time did
+(the same as tables, beside benchmarks/predictions.json), log.txt and traces. Every step is a
+process that knows its deadline. Exit status 1 if a step failed; one that ran out of time did
 not.
 """
 
@@ -72,11 +72,6 @@ def tests(section: str, *arguments: str, workers: int = 0) -> tuple[str, ...]:
     return (*command, *arguments)
 
 
-def probe(preset: str, out: Path, *arguments: str) -> tuple[str, ...]:
-    command = [sys.executable, "benchmarks/probe.py", "--preset", preset, "--dtype", "bfloat16"]
-    return (*command, "--json", str(out / f"probe-{preset}.json"), *arguments)
-
-
 def sanitized(command: tuple[str, ...]) -> tuple[str, ...] | None:
     """``command`` under compute-sanitizer, where it is installed."""
     found = shutil.which("compute-sanitizer") or shutil.which(
@@ -85,7 +80,7 @@ def sanitized(command: tuple[str, ...]) -> tuple[str, ...] | None:
     return (found, "--error-exitcode", "9", *command) if found else None
 
 
-def gpu_steps(out: Path) -> Iterator[Step]:
+def gpu_steps() -> Iterator[Step]:
     """In order; the limits of all sum to more than there is time, so that none of it is unused."""
     qwen, llama = "qwen3-0.6b", "llama-3.1-8b"
     yield Step("ceilings, kernels", 60, kernels("ceilings", "kernels"))
@@ -100,27 +95,21 @@ def gpu_steps(out: Path) -> Iterator[Step]:
     yield Step("sweep", 60, kernels("sweep"))
     if (command := sanitized(kernels("small"))) is not None:
         yield Step("sanitizer", 60, command)
-    more = ("--layers", "4", "--pool", "128", "--device", "cuda")
-    yield Step("probe: llama", 60, probe(llama, out, *more), told=False)
-    yield Step("probe: qwen", 60, probe(qwen, out, *more), told=False)
     for suite, chosen in SUITES.items():
-        rounds = ("--benchmark-enable", "--benchmark-only", "--rounds", "1", *chosen)
+        rounds = ("--full", "--benchmark-only", "--rounds", "1", *chosen)
         yield Step(suite, 90, tests("suites", f"benchmarks/{suite}.py", *rounds))
 
 
-def smoke_steps(out: Path) -> Iterator[Step]:
+def smoke_steps() -> Iterator[Step]:
     """The same code at tiny sizes."""
     command = kernels("ceilings", "kernels", "sweep", "small", "--smoke")
     yield Step("kernels", 120, command)
     sections = ("steps", "doctor", "compare", "nano", "trace", "--smoke")
     yield Step("models", 120, models("tiny", *sections))
     suites = sorted(f"benchmarks/{path.name}" for path in ROOT.glob("benchmarks/bench_*.py"))
-    # Without the two that take as long as all others.
-    yield Step("suites", 300, tests("suites", *suites, "--smoke", "-k", "not heap and not direct"))
+    yield Step("suites", 300, tests("suites", *suites))
     chosen = ("tests/kernels", "tests/test_gpu.py", "-m", "gpu", "--collect-only")
     yield Step("tests", 120, tests("tests", *chosen))
-    small = ("--device", "cpu", "--rows", "1,2,4,32", "--pool", "32", "--agreement", "32")
-    yield Step("probe", 120, probe("tiny", out, *small), told=False)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -140,7 +129,7 @@ def main(arguments: list[str] | None = None) -> int:
         kept = ROOT / "benchmarks" / "results" / "gpu"
         out = (options.results or (Path(cache) / "out" if options.smoke else kept)).resolve()
         out.mkdir(parents=True, exist_ok=True)
-        steps = list(smoke_steps(out) if options.smoke else gpu_steps(out))
+        steps = list(smoke_steps() if options.smoke else gpu_steps())
         if options.only:
             steps = [step for step in steps if step.name in options.only]
         return run_all(steps, out, Path(cache), deadline)

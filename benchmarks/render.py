@@ -1,23 +1,20 @@
 """Saved measurements as Markdown tables.
 
-    python benchmarks/render.py results/*.json [--scrub]
+    python benchmarks/render.py FILE ...
 
-Reads what `probe.py --json` and `pytest --benchmark-json` save; benchmarks of one group share a
-table; where several files have one benchmark, a column names the file. Knows the two formats, and
-measures nothing.
+Reads what `pytest --benchmark-json` saves; benchmarks of one group share a table; where several
+files have one benchmark, a column names the file. Measures nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
-SHOWN_ROWS = (1, 8, 32, 128, 256)
 LLM_42 = (
     "For comparison, as published and not measured here: LLM-42 (arXiv 2601.17768) reaches 0.84 to "
     "0.58 of non-deterministic throughput when all traffic is deterministic, on GPUs and with "
@@ -31,20 +28,11 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument(
-        "--scrub", action="store_true", help="take the host's name out of the files"
-    )
-    options = parser.parse_args(arguments)
     benchmarks: list[dict[str, Any]] = []
-    for path in options.files:
-        report = json.loads(path.read_text())
-        if options.scrub and report.get("machine_info", {}).pop("node", None):
-            path.write_text(json.dumps(report, indent=1) + "\n")
-        if "environment" in report:
-            print(probe_table(report))
-        benchmarks += [{**found, "file": path.stem} for found in report.get("benchmarks", [])]
-    if benchmarks:
-        print(benchmark_table(benchmarks))
+    for path in parser.parse_args(arguments).files:
+        found = json.loads(path.read_text())["benchmarks"]
+        benchmarks += [{**one, "file": path.stem} for one in found]
+    print(benchmark_table(benchmarks))
     return 0
 
 
@@ -52,137 +40,6 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
-
-
-def ranges(members: Sequence[int], tried: Sequence[int]) -> str:
-    """`members` of the sorted `tried`, runs of three and more as `first–last` (of those tried)."""
-    places = sorted(tried.index(member) for member in members)
-    runs: list[list[int]] = []
-    for place in places:
-        if runs and place == runs[-1][-1] + 1:
-            runs[-1].append(place)
-        else:
-            runs.append([place])
-    texts = []
-    for run in runs:
-        numbers = [str(tried[place]) for place in run]
-        texts += [f"{numbers[0]}–{numbers[-1]}"] if len(run) > 2 else numbers  # noqa: RUF001 range dash
-    return ", ".join(texts)
-
-
-def classes_text(measured: dict[str, Any]) -> str:
-    """Classes as ranges: the reference's in bold, then the others, then classes of one together.
-
-    Left out are row counts whose results depend on the row index: they agree with no other.
-    """
-    reference, moved = measured["reference"], measured.get("position_dependent", ())
-    tried = _tried(measured)
-    classes = [[n for n in members if n not in moved] for members in measured["classes"]]
-    if sorted(classes[0]) == tried:
-        return f"**all: {ranges(tried, tried)}**"
-    texts, singles = [], []
-    for members in sorted(filter(None, classes), key=lambda some: (reference not in some, some)):
-        if reference in members:
-            texts.append(f"**{ranges(members, tried)}**")
-        elif len(members) > 1:
-            texts.append(ranges(members, tried))
-        else:
-            singles += members
-    if singles:
-        texts.append(("each alone: " if len(singles) > 1 else "") + ranges(singles, tried))
-    return "; ".join(texts)
-
-
-def _tried(measured: dict[str, Any]) -> list[int]:
-    return sorted(n for members in measured["classes"] for n in members)
-
-
-def _moved(measured: dict[str, Any]) -> str:
-    return ranges(measured.get("position_dependent", ()), _tried(measured)) or "none"
-
-
-def probe_table(report: dict[str, Any]) -> str:
-    """All tables of a saved probe."""
-    model = report["model"]
-    title = f"### {model['name']}, {model['layers']} layers, {model['dtype']}"
-    notes = f"Weights: {model['weights']}; reference {model['reference']} rows (bold)"
-    notes += "; split-K off." if model["split_k"] == "off" else "."
-    settings = "; ".join(f"{key} {value}" for key, value in report["environment"].items())
-    parts = [title, settings + ".", notes]
-    if passes := _passes(report):
-        shown = [n for n in SHOWN_ROWS if str(n) in passes[0][-1]["ms"]]
-        header = ["rows through", "by", "row counts that agree bit for bit"]
-        header += [
-            "index matters at",
-            "differ at 1 row",
-            f"ms at {' / '.join(map(str, shown))} rows",
-        ]
-        parts.append(table(header, [_pass_row(name, way, m, shown) for name, way, m in passes]))
-    if "elementwise" in report:
-        parts.append(_elementwise(report["elementwise"]))
-    if "attention" in report:
-        header = ["attention", "what varies", "agree bit for bit", "index matters at"]
-        parts.append(table(header, [_attention_row(check) for check in report["attention"]]))
-    if found := report.get("agreement"):
-        share = 1 - found["other_token"] / found["compared"]
-        parts.append(
-            f"Fact 4: from the same state, passes of 1 and of {model['reference']} rows gave the "
-            f"same greedy token in {share:.2%} of {found['compared']} cases (other bits in the "
-            f"logits in {found['other_bits']})."
-        )
-    return "\n\n".join(parts) + "\n"
-
-
-def _passes(report: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
-    found = [
-        (f"{m['name'].split('.')[-1]} {m['in']} → {m['out']}", m["way"], m)
-        for m in report.get("linears", [])
-    ]
-    return found + (
-        [("whole model", "torch", report["model_pass"])] if "model_pass" in report else []
-    )
-
-
-def _pass_row(name: str, way: str, measured: dict[str, Any], shown: Sequence[int]) -> list[str]:
-    one = measured["differing"].get("1")
-    return [
-        name,
-        way,
-        classes_text(measured),
-        _moved(measured),
-        "" if one is None else f"{one} of {measured['pool']}",
-        " / ".join(f"{measured['ms'][str(n)]:.3g}" for n in shown),
-    ]
-
-
-def _elementwise(checks: list[dict[str, Any]]) -> str:
-    """One line for the ops that always agree, a table of the others."""
-    widths = sorted({check["width"] for check in checks})
-    verdicts: dict[str, dict[int, str]] = {}
-    for check in checks:
-        words = ["index"] * bool(check["position_dependent"])
-        words += ["row count"] * (len(check["classes"]) > 1)
-        verdicts.setdefault(check["op"], {})[check["width"]] = " and ".join(words) or "nothing"
-    fine = [op for op, found in verdicts.items() if set(found.values()) == {"nothing"}]
-    text = f"Depend on neither index nor row count at widths {', '.join(map(str, widths))}: "
-    text += (", ".join(fine) or "none") + "."
-    rows = [
-        [op, *(found[width] for width in widths)]
-        for op, found in verdicts.items()
-        if op not in fine
-    ]
-    header = ["a row's result depends on, at width", *map(str, widths)]
-    return text + ("\n\n" + table(header, rows) if rows else "")
-
-
-def _attention_row(check: dict[str, Any]) -> list[str]:
-    if "skipped" in check:
-        result, moved = f"skipped: {check['skipped']}", ""
-    elif "equal" in check:
-        result, moved = f"{check['equal']} of {check['of']}", ""
-    else:
-        result, moved = classes_text(check), _moved(check)
-    return [check["kernel"], check["varies"], result, moved]
 
 
 def benchmark_table(benchmarks: Iterable[dict[str, Any]]) -> str:
@@ -194,9 +51,6 @@ def benchmark_table(benchmarks: Iterable[dict[str, Any]]) -> str:
     for group, members in groups.items():
         if all("sweep" in member["extra_info"] for member in members):
             parts += _share_tables(group, [member["extra_info"] for member in members])
-            continue
-        if all("way" in member["extra_info"] for member in members):
-            parts += [f"### {group}", _way_table([member["extra_info"] for member in members])]
             continue
         if len({member["name"] for member in members}) < len(members):
             members = [
@@ -269,29 +123,6 @@ def _share_means(sweeps: list[dict[str, Any]]) -> list[str]:
         rows.append(row)
     header = ["dtype", "over", "50 %: geometric mean", "lowest", "100 %: geometric mean", "lowest"]
     return [table(header, rows), LLM_42]
-
-
-def _way_table(measured: list[dict[str, Any]]) -> str:
-    """A row a way and dtype: ratios by workload and their geometric mean; also that of the way."""
-    ratios: dict[str, dict[tuple[str, str], float]] = {}
-    for one in measured:
-        ratios.setdefault(one["way"], {})[one["dtype"], one["workload"]] = one["ratio"]
-    workloads = sorted({one["workload"] for one in measured}, key=_numbers_by_value)
-    rows = []
-    for way, found in sorted(ratios.items()):
-        for dtype in sorted({dtype for dtype, _ in found}):
-            mine = [found.get((dtype, name)) for name in workloads]
-            known = [ratio for ratio in mine if ratio is not None]
-            cells = ["" if ratio is None else f"{ratio:.3f}" for ratio in mine]
-            rows.append([way, dtype, *cells, f"{geometric_mean(known):.3f}", ""])
-        rows[-1][-1] = f"**{geometric_mean(found.values()):.3f}**"
-    header = ["way", "dtype", *workloads, "geometric mean", "of the way"]
-    return "Ratio: time without the way over time with it.\n\n" + table(header, rows)
-
-
-def _numbers_by_value(name: str) -> list[str | int]:
-    """A key to sort by: equal-4 before equal-16."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def _number(value: Any) -> str:

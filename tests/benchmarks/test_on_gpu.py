@@ -130,16 +130,16 @@ def test_tests_end_at_the_deadline(tmp_path, monkeypatch, capsys):
     assert (last["case"], last["passed"], last["failed"]) == ("out of time", 2, 1)
 
 
-def test_lists(tmp_path):
+def test_lists():
     """Names are used once; speed comes before tests; commands name files that exist."""
-    for steps in (list(gpu_steps(tmp_path)), list(smoke_steps(tmp_path))):
+    for steps in (list(gpu_steps()), list(smoke_steps())):
         names = [step.name for step in steps]
         assert len(set(names)) == len(names)
         for step in steps:
             for part in step.command:
                 if part.startswith(("benchmarks/", "tests/")):
                     assert (ROOT / part).exists()
-    names = [step.name for step in gpu_steps(tmp_path)]
+    names = [step.name for step in gpu_steps()]
     assert names[0] == "ceilings, kernels" and names.index("tests: kernels") > 3
 
 

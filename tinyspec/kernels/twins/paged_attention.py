@@ -5,8 +5,7 @@ rows or tiles share its call, provided that
 
 - query rows are as many as ``padded_queries`` says and, in fp16, for heads wider than 64 in fp32
   and with a softcap, 16 at least, both of a call and of what torch cuts it into (calls of 4 and 8
-  rows differ there, in fp16 with AVX512-FP16 at every head size; measured:
-  ``benchmarks/probe.py``);
+  rows differ there, in fp16 with AVX512-FP16 at every head size: measured);
 - 16-bit heads come in units of 32;
 - keys that are left out behind all contexts of a call leave a multiple of KEYS_UNIT;
 - partials are merged one after the other from position 0.
