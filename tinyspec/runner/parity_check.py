@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
-from math import isnan
+from math import isnan, nan
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ def check_parity(patched: PatchedModel, runner: ModelRunner) -> None:
 
 
 def _off(patched: PatchedModel, runner: ModelRunner) -> float:
-    """How far the logits are apart, relative to the largest; NaN where all are zero."""
+    """How far the logits are apart, relative to the largest; NaN where its own are all zero."""
     model = patched.model
     patched.suspend()
     try:
@@ -73,7 +73,8 @@ def _off(patched: PatchedModel, runner: ModelRunner) -> float:
     with runner.torch_state(), runner.on_pages(fresh) as cache:
         cache.zero(pages)
         found = [_logits(runner, tokens, pages, *piece)[-1] for piece in pairwise(cuts)]
-    return float((torch.stack(found[-STEPS:]) - expected).abs().max() / expected.abs().max())
+    apart = (torch.stack(found[-STEPS:]) - expected).abs().max().nan_to_num(torch.inf)
+    return float(apart / largest) if (largest := expected.abs().max()) else nan
 
 
 def _own_generate(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
