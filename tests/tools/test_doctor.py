@@ -73,8 +73,8 @@ class Nudges(nn.Module):
         super().__init__()
         self.inner, self.rows, self.row = inner, rows, row
 
-    def forward(self, x):
-        out = self.inner(x)
+    def forward(self, x, **given):
+        out = self.inner(x, **given)
         rows = x.shape[1]
         late = isinstance(self.row, int) and self.row >= rows
         if late or self.rows not in (None, rows):
@@ -150,8 +150,13 @@ def test_a_layer_that_breaks_one_bucket_end_to_end():
 
 
 def test_a_layer_that_breaks_the_reference_bucket_end_to_end():
+    """A module without attention inside is found by itself, a whole layer in the model's passes."""
     model = sound()
     model.model.layers[1].mlp = Nudges(model.model.layers[1].mlp, rows=8, row=5)
+    report = doctor(model, CONFIG)
+    assert not report and "model.layers.1.mlp: as a whole: at 8 rows" in report.problems[0]
+    model = sound()
+    model.model.layers[1] = Nudges(model.model.layers[1], rows=8, row=5)
     report = doctor(model, CONFIG)
     assert not report and "model: at 8 rows" in report.problems[0]
     with Engine(model, config=CONFIG) as engine, pytest.raises(DeterminismError, match="model"):
