@@ -6,10 +6,14 @@ import argparse
 import sys
 from typing import Any
 
-from tinyspec.cli.common import add_model, add_report, make_engine
-from tinyspec.cli.inputs import read_outputs
-from tinyspec.cli.interrupts import load_libraries
-from tinyspec.cli.parser import add_command
+from tinyspec.cli.common import (
+    add_command,
+    add_model,
+    add_report,
+    make_engine,
+    print_report,
+    read_outputs,
+)
 from tinyspec.cli.progress import summed_up
 from tinyspec.config import EngineConfig
 from tinyspec.errors import refuse
@@ -31,25 +35,19 @@ def add(commands: Any) -> None:
         NOTES,
     )
     parser.add_argument("file", metavar="FILE", help="one output a line; - is standard input")
-    add_model(parser, dtype="auto")
+    add_model(parser)
     add_report(parser)
 
 
 def _audit(options: argparse.Namespace) -> int:
-    load_libraries()
-    from tinyspec.tools.audit import audit
-
     outputs, complaints = read_outputs(options.file)
     if not outputs:
         allowed = "; ".join(complaints) or "a file with at least one output"
         raise refuse("file", options.file, allowed)
     with make_engine(options, EngineConfig(reference_rows=options.reference_rows)) as engine:
+        from tinyspec.tools.audit import audit
+
         count = sum(len(output.completions) for output in outputs)
         with summed_up(engine, sys.stderr, count):
             report = audit(engine, outputs, progress=sys.stderr.isatty())
-    print(report.to_json() if options.json else report)
-    for complaint in complaints:
-        print(f"tinyspec: {complaint}", file=sys.stderr)
-    if complaints:
-        return 2
-    return 0 if report else 1
+    return print_report(report, options.json, complaints)

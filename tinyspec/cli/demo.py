@@ -7,9 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from tinyspec.cli.common import add_model, make_engine
-from tinyspec.cli.interrupts import load_libraries
-from tinyspec.cli.parser import add_command
+from tinyspec.cli.common import add_command, add_model, load_libraries, make_engine
 from tinyspec.config import VERIFY, EngineConfig
 from tinyspec.errors import refuse
 

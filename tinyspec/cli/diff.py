@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
-from tinyspec.cli.inputs import STANDARD_INPUT, read_outputs
-from tinyspec.cli.parser import add_command
+from tinyspec.cli.common import STANDARD_INPUT, add_command, print_report, read_outputs
 from tinyspec.errors import refuse
 
 NOTES = (
@@ -38,10 +36,4 @@ def _diff(options: argparse.Namespace) -> int:
         raise refuse("second", options.second, "a file; standard input can be read once")
     first, complaints = read_outputs(options.first)
     second, others = read_outputs(options.second)
-    report = diff(first, second)
-    print(report.to_json() if options.json else report)
-    for complaint in complaints + others:
-        print(f"tinyspec: {complaint}", file=sys.stderr)
-    if complaints or others:
-        return 2
-    return 0 if report else 1
+    return print_report(diff(first, second), options.json, complaints + others)

@@ -5,9 +5,15 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from tinyspec.cli.common import add_model, add_report, make_engine, model_name
-from tinyspec.cli.interrupts import load_libraries
-from tinyspec.cli.parser import add_command
+from tinyspec.cli.common import (
+    add_command,
+    add_model,
+    add_report,
+    load_libraries,
+    make_engine,
+    model_name,
+    print_report,
+)
 from tinyspec.config import KV_DTYPES, EngineConfig
 from tinyspec.errors import TinyspecError
 
@@ -21,7 +27,7 @@ def add(commands: Any) -> None:
         "tinyspec doctor --model Qwen/Qwen3-0.6B --dtype bfloat16",
         "Exit status 0 if deterministic=True can be served, 1 if not. Results are kept on disk.",
     )
-    add_model(parser, dtype="auto")
+    add_model(parser)
     parser.add_argument("--max-rows", type=int, metavar="N", help="default: 2048")
     parser.add_argument(
         "--kv-dtype", default="auto", choices=KV_DTYPES, help="of the KV cache (default: auto)"
@@ -47,5 +53,4 @@ def _doctor(options: argparse.Namespace) -> int:
     except TinyspecError as error:
         given = model_name(options), options.dtype, options.device
         report = DoctorReport(*given, (str(error),))
-    print(report.to_json() if options.json else report)
-    return 0 if report else 1
+    return print_report(report, options.json)

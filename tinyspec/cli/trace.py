@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from tinyspec.cli.parser import add_command
+from tinyspec.cli.common import add_command
 from tinyspec.errors import refuse
 
 KINDS = (".svg", ".html")
