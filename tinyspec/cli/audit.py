@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-from typing import Any
+from argparse import ArgumentParser, Namespace
 
 from tinyspec.cli.common import (
-    add_command,
     add_model,
     add_report,
     make_engine,
@@ -18,6 +16,8 @@ from tinyspec.cli.progress import summed_up
 from tinyspec.config import EngineConfig
 from tinyspec.errors import refuse
 
+SUMMARY = "does this engine produce what `tinyspec generate --json` wrote, bit for bit?"
+EXAMPLE = "tinyspec audit outputs.jsonl --model Qwen/Qwen3-0.6B"
 NOTES = (
     "Exit status 0 if every completion is the same; 1 if one differs, is verified in part (it was "
     "aborted) or cannot be compared (a plain request; other weights, device, versions, dtype or "
@@ -25,21 +25,13 @@ NOTES = (
 )
 
 
-def add(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "audit",
-        _audit,
-        "does this engine produce what `tinyspec generate --json` wrote, bit for bit?",
-        "tinyspec audit outputs.jsonl --model Qwen/Qwen3-0.6B",
-        NOTES,
-    )
+def add(parser: ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="one output a line; - is standard input")
     add_model(parser)
     add_report(parser)
 
 
-def _audit(options: argparse.Namespace) -> int:
+def run(options: Namespace) -> int:
     outputs, complaints = read_outputs(options.file)
     if not outputs:
         allowed = "; ".join(complaints) or "a file with at least one output"

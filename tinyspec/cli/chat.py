@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
+from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinyspec.cli.common import add_command, add_model, make_engine, say, told
+from tinyspec.cli.common import add_model, make_engine, say, told
 from tinyspec.cli.jobs import OPTIONS, add_sampling, given, params_of
 from tinyspec.cli.progress import summed_up
 from tinyspec.config import EngineConfig
@@ -19,6 +19,8 @@ from tinyspec.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from tinyspec.engine.engine import Engine
 
+SUMMARY = "a conversation on the terminal"
+EXAMPLE = "tinyspec chat --model Qwen/Qwen3-0.6B --temperature 0.7 --seed 1 --deterministic"
 NOTES = (
     "A line is a message; answers come as they are generated, and the pages of the conversation "
     "stay in the prefix cache. /seed N, /deterministic [on|off], /save FILE (one output a line, "
@@ -30,15 +32,13 @@ MAX_NEW_TOKENS = 512
 SWITCH: dict[str, Any] = {"": True, "on": True, "off": False}
 
 
-def add(commands: Any) -> None:
-    example = "tinyspec chat --model Qwen/Qwen3-0.6B --temperature 0.7 --seed 1 --deterministic"
-    parser = add_command(commands, "chat", _chat, "a conversation on the terminal", example, NOTES)
+def add(parser: ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="the first message, from the system")
     add_model(parser)
     add_sampling(parser, [name for name in OPTIONS if name != "num_return_sequences"])
 
 
-def _chat(options: argparse.Namespace) -> int:
+def run(options: Namespace) -> int:
     params = params_of({"max_new_tokens": MAX_NEW_TOKENS} | given(options))
     terminal = sys.stdin.isatty()
     if terminal:

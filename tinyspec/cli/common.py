@@ -11,10 +11,11 @@ import os
 import signal
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from tinyspec.config import EngineConfig
@@ -39,26 +40,20 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
-def add_command(
-    commands: Any,
-    name: str,
-    run: Callable[[argparse.Namespace], int],
-    summary: str,
-    example: str,
-    notes: str,
-) -> argparse.ArgumentParser:
-    """The parser of one command: what it does in one line, further notes, and an example."""
-    notes = "\n".join(textwrap.wrap(notes, 79, break_on_hyphens=False))
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=summary,
-        description=summary,
-        epilog=f"{notes}\n\nexample:\n{textwrap.indent(example, '  ')}",
+def add_command(commands: Any, command: ModuleType) -> None:
+    """The parser of one command: SUMMARY, NOTES and EXAMPLE of its module, and the options that
+    ``add`` adds; ``run`` runs it."""
+    notes = "\n".join(textwrap.wrap(command.NOTES, 79, break_on_hyphens=False))
+    parser = commands.add_parser(
+        command.__name__.rpartition(".")[2],
+        help=command.SUMMARY,
+        description=command.SUMMARY,
+        epilog=f"{notes}\n\nexample:\n{textwrap.indent(command.EXAMPLE, '  ')}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser.set_defaults(run=run)
-    return parser
+    parser.set_defaults(run=command.run)
+    command.add(parser)
 
 
 def add_model(parser: argparse.ArgumentParser, dtype: str = "auto") -> None:
@@ -88,15 +83,12 @@ def print_report(report: Any, as_json: bool, complaints: Collection[str] = ()) -
 
 def make_engine(options: argparse.Namespace, config: EngineConfig) -> Engine:
     """The engine that the options ask for; bars of what is loaded are for terminals only."""
-    terminal = sys.stderr.isatty()
-    if terminal:
-        say(f"loading {options.model or 'the bundled model'}")
     load_libraries()
     from transformers.utils import logging
 
     from tinyspec.engine.engine import Engine
 
-    if not terminal:
+    if not sys.stderr.isatty():
         logging.disable_progress_bar()
     return Engine.from_pretrained(model_name(options), options.dtype, options.device, config)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
-from typing import Any
+from argparse import ArgumentParser, Namespace
 
-from tinyspec.cli.common import STANDARD_INPUT, add_command, print_report, read_outputs
+from tinyspec.cli.common import STANDARD_INPUT, print_report, read_outputs
 from tinyspec.errors import refuse
 
+SUMMARY = "the first token and bit in which two files of outputs differ, and why"
+EXAMPLE = "tinyspec diff monday.jsonl tuesday.jsonl"
 NOTES = (
     "Requests are matched by prompt and parameters, whatever their order. Where fingerprints "
     "differ the parts that do are named. Exit status 0 if every completion is the same in every "
@@ -15,21 +16,13 @@ NOTES = (
 )
 
 
-def add(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "diff",
-        _diff,
-        "the first token and bit in which two files of outputs differ, and why",
-        "tinyspec diff monday.jsonl tuesday.jsonl",
-        NOTES,
-    )
+def add(parser: ArgumentParser) -> None:
     parser.add_argument("first", metavar="FILE", help="one output a line; - is standard input")
     parser.add_argument("second", metavar="FILE", help="what it is compared with")
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
 
 
-def _diff(options: argparse.Namespace) -> int:
+def run(options: Namespace) -> int:
     from tinyspec.tools.diff import diff
 
     if options.first == options.second == STANDARD_INPUT:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
-from typing import Any
+from argparse import ArgumentParser, Namespace
 
 from tinyspec.cli.common import (
-    add_command,
     add_model,
     add_report,
     load_libraries,
@@ -17,16 +15,12 @@ from tinyspec.cli.common import (
 from tinyspec.config import KV_DTYPES, EngineConfig
 from tinyspec.errors import TinyspecError
 
+SUMMARY = "which buckets are canonical here, what breaks the others, and what each costs"
+EXAMPLE = "tinyspec doctor --model Qwen/Qwen3-0.6B --dtype bfloat16"
+NOTES = "Exit status 0 if deterministic=True can be served, 1 if not. Results are kept on disk."
 
-def add(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "doctor",
-        _doctor,
-        "which buckets are canonical here, what breaks the others, and what each costs",
-        "tinyspec doctor --model Qwen/Qwen3-0.6B --dtype bfloat16",
-        "Exit status 0 if deterministic=True can be served, 1 if not. Results are kept on disk.",
-    )
+
+def add(parser: ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--max-rows", type=int, metavar="N", help="default: 2048")
     parser.add_argument(
@@ -38,7 +32,7 @@ def add(commands: Any) -> None:
     add_report(parser)
 
 
-def _doctor(options: argparse.Namespace) -> int:
+def run(options: Namespace) -> int:
     load_libraries()
     from tinyspec.tools.doctor import DoctorReport, doctor
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
+from argparse import ArgumentParser, Namespace
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from tinyspec.cli.common import (
     STANDARD_INPUT,
     Line,
-    add_command,
     add_model,
     lines_of,
     make_engine,
@@ -31,6 +30,7 @@ from tinyspec.outputs import RequestOutput, StreamEvent
 if TYPE_CHECKING:
     from tinyspec.engine.engine import Engine
 
+SUMMARY = "generate for prompts given as arguments, in a file, or on standard input"
 EXAMPLE = """\
 tinyspec generate "Once there was a brave fox" --deterministic --max-new-tokens 40
 tinyspec generate --file prompts.jsonl --output outputs.jsonl --resume"""
@@ -47,15 +47,7 @@ JSON_LINES = (".jsonl", ".ndjson")
 OTHER_FILE = "use another file"
 
 
-def add(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "generate",
-        _generate,
-        "generate for prompts given as arguments, in a file, or on standard input",
-        EXAMPLE,
-        NOTES,
-    )
+def add(parser: ArgumentParser) -> None:
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="or - for standard input")
     parser.add_argument("--file", help="a prompt a line, or JSON lines; - is standard input")
     parser.add_argument("--json", action="store_true", help="JSON lines out instead of text")
@@ -66,7 +58,7 @@ def add(commands: Any) -> None:
     add_sampling(parser)
 
 
-def _generate(options: argparse.Namespace) -> int:
+def run(options: Namespace) -> int:
     if options.resume and options.output is None:
         raise refuse("--resume", True, "together with --output")
     if options.trace is not None:
@@ -84,13 +76,13 @@ def _generate(options: argparse.Namespace) -> int:
         try:
             if file is not None:
                 return int(_into_file(engine, jobs, file))
-            return int(_run(engine, jobs, _print_json if options.json else None))
+            return int(_generate(engine, jobs, _print_json if options.json else None))
         finally:
             if options.trace is not None:
                 engine.trace.save(options.trace)
 
 
-def _jobs(options: argparse.Namespace) -> list[Job]:
+def _jobs(options: Namespace) -> list[Job]:
     """Of the arguments and the file, or of standard input without either."""
     prompts, path, shared = options.prompts, options.file, given(options)
     if path is None and prompts in ([], [STANDARD_INPUT]):
@@ -187,7 +179,7 @@ def _into_file(engine: Engine, jobs: list[Job], file: OutputFile) -> bool:
     left = [job for job in jobs if job.job_id not in file.kept]
     before = [c for output in file.kept.values() for c in output.completions]
     try:
-        aborted = bool(left) and _run(engine, left, file.write)
+        aborted = bool(left) and _generate(engine, left, file.write)
     except KeyboardInterrupt:
         done = f"what has finished is in {file.path}; continue with --resume"
         raise KeyboardInterrupt(done) from None
@@ -234,7 +226,9 @@ class TextWriter:
         self._file.flush()
 
 
-def _run(engine: Engine, jobs: list[Job], write: Callable[[RequestOutput], object] | None) -> bool:
+def _generate(
+    engine: Engine, jobs: list[Job], write: Callable[[RequestOutput], object] | None
+) -> bool:
     """Run ``jobs``; ``write`` their outputs as they finish, or without it their texts in order.
     Returns whether one was aborted."""
     from tinyspec.engine.interrupts import between_steps

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from tinyspec.cli import audit, chat, demo, diff, doctor, generate, score, trace
-from tinyspec.cli.common import INTERRUPTED, Parser, say, told
+from tinyspec.cli.common import INTERRUPTED, Parser, add_command, say, told
 
 VERSION = "show the versions of tinyspec and of what its bits depend on"
 DESCRIPTION = "Deterministic continuous batching for Hugging Face models."
@@ -57,7 +57,7 @@ def _parser(arguments: Sequence[str] | None) -> Parser:
     parser.add_argument("--version", action="version", version=text, help=VERSION)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
-        command.add(commands)
+        add_command(commands, command)
     return parser
 
 

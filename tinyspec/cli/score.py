@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
+from argparse import ArgumentParser, Namespace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tinyspec.cli.common import add_command, add_model, make_engine, read_lines
+from tinyspec.cli.common import add_model, make_engine, read_lines
 from tinyspec.cli.jobs import (
     OF_THE_DISTRIBUTION,
     Job,
@@ -25,6 +25,7 @@ from tinyspec.errors import refuse
 if TYPE_CHECKING:
     from tinyspec.engine.engine import Engine
 
+SUMMARY = "log-probabilities of given continuations"
 EXAMPLE = """\
 tinyspec score "Once there was a brave" " fox"
 tinyspec score --file pairs.jsonl --json"""
@@ -37,10 +38,7 @@ NOTES = (
 TEXTS = ("prompt", "continuation")
 
 
-def add(commands: Any) -> None:
-    parser = add_command(
-        commands, "score", _score, "log-probabilities of given continuations", EXAMPLE, NOTES
-    )
+def add(parser: ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="?")
     parser.add_argument("continuation", nargs="?")
     parser.add_argument("--file", help="JSON lines; - is standard input")
@@ -49,7 +47,7 @@ def add(commands: Any) -> None:
     add_sampling(parser, OF_THE_DISTRIBUTION)
 
 
-def _score(options: argparse.Namespace) -> int:
+def run(options: Namespace) -> int:
     pairs = _pairs(options)
     if not pairs:
         raise refuse("pairs", [], "at least one prompt and its continuation")
@@ -67,7 +65,7 @@ def _score(options: argparse.Namespace) -> int:
     return 0
 
 
-def _pairs(options: argparse.Namespace) -> list[Job]:
+def _pairs(options: Namespace) -> list[Job]:
     """Of the arguments, or of the file."""
     shared, continuation = given(options), options.continuation
     if options.file is not None and options.prompt is None:
