@@ -5,13 +5,7 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, Namespace
 
-from tinyspec.cli.common import (
-    add_model,
-    add_report,
-    make_engine,
-    print_report,
-    read_outputs,
-)
+from tinyspec.cli.common import add_model, add_report, make_engine, print_report, read_outputs
 from tinyspec.cli.progress import summed_up
 from tinyspec.config import EngineConfig
 from tinyspec.errors import refuse

@@ -29,7 +29,7 @@ NOTES = (
 )
 COMMANDS = "/seed, /deterministic, /save, /clear, /help or /exit"
 MAX_NEW_TOKENS = 512
-SWITCH: dict[str, Any] = {"": True, "on": True, "off": False}
+SWITCH = {"": True, "on": True, "off": False}
 
 
 def add(parser: ArgumentParser) -> None:
@@ -127,8 +127,10 @@ class Chat:
             self.params = replace(self.params, seed=seed)
             return f"seed {seed}"
         if name == "/deterministic":
-            self.params = replace(self.params, deterministic=SWITCH.get(value, value))
-            return f"deterministic {'on' if self.params.deterministic else 'off'}"
+            if value not in SWITCH:
+                raise refuse("deterministic", value, "on or off")
+            self.params = replace(self.params, deterministic=SWITCH[value])
+            return f"deterministic {'on' if SWITCH[value] else 'off'}"
         if name == "/save":
             with Path(value).open("x") as file:
                 file.writelines(output.to_json() + "\n" for output in self.outputs)
