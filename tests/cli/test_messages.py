@@ -97,7 +97,7 @@ def test_standard_input_of_every_reader(command, served, stdin):
 
 INTERRUPTED = """
 import os, signal, time
-from tinyspec.cli.interrupts import ends_at_once
+from tinyspec.cli.common import ends_at_once
 signal.signal(signal.SIGINT, signal.default_int_handler)
 {before}
     os.kill(os.getpid(), signal.SIGINT)

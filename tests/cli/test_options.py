@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.tiny import tiny
 from tinyspec import Engine, RequestOutput, SamplingParams
-from tinyspec.cli.sampling import OPTIONS
+from tinyspec.cli.jobs import OPTIONS
 
 FUNCTIONS = {"logits_processors", "stopping_criteria"}
 GIVEN = {

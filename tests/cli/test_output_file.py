@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tinyspec import RequestOutput
-from tinyspec.cli.output_file import OutputFile
+from tinyspec.cli.generate import OutputFile
 from tinyspec.determinism.fingerprint_parts import digest_of
 
 PROMPTS = ["One day", "Once", "What is 1 + 2?"]

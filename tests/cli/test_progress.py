@@ -7,7 +7,7 @@ import pytest
 
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.cli import progress as module
-from tinyspec.cli.progress import Progress
+from tinyspec.cli.progress import Progress, summed_up
 from tinyspec.tools.demo import BUNDLED
 
 
@@ -28,9 +28,10 @@ def run(engine, file, live=True):
     with engine.stream(["Once", "One day", "One day"], params) as events:
         most = {(r.request_id, 0): r.params.max_new_tokens for r in events.requests}
         progress = Progress(engine, most, file, live)
-        for event in events:
-            progress.event(event)
-    progress.end()
+        with summed_up(engine, file, len(most)):
+            for event in events:
+                progress.event(event)
+            progress.clear()
     return progress
 
 
@@ -56,14 +57,16 @@ def test_drafts_and_the_cache_are_told():
     params = SamplingParams(max_new_tokens=12, deterministic=True, ignore_eos=True)
     with Engine.from_pretrained(BUNDLED, device="cpu", config=config) as engine:
         engine.generate("What is the last item: drum, coin, hat?", params)
-        progress = Progress(engine, {("request-1", 0): 12}, Terminal(), True)
+        file = Terminal()
+        progress = Progress(engine, {("request-1", 0): 12}, file, True)
         assert "drafts" not in progress.line(1.0), "of this run, not of those before"
-        (output,) = engine.generate("What is the last item: drum, coin, hat?", params)
+        with summed_up(engine, file, 1):
+            (output,) = engine.generate("What is the last item: drum, coin, hat?", params)
     stats = output.completions[0].stats
     accepted = round(100 * stats.accepted / stats.drafted)
     assert f", {accepted} % of drafts accepted, " in progress.line(1.0)
     assert stats.cached_prompt_tokens > 0
-    assert f"; {stats.cached_prompt_tokens} prompt tokens cached; " in progress.summary(1.0)
+    assert f"; {stats.cached_prompt_tokens} prompt tokens cached; " in file.getvalue()
 
 
 def test_quiet_elsewhere(bundled, impatient):

@@ -3,7 +3,7 @@
 import io
 
 from tinyspec import Completion, RequestOutput, SamplingParams, StreamEvent
-from tinyspec.cli.text_writer import TextWriter
+from tinyspec.cli.generate import TextWriter
 
 KEYS = [("a", 0), ("a", 1), ("b", 0)]
 EVENTS = [("b", 0, "x"), ("a", 0, "1"), ("b", 0, "y."), ("a", 1, "3."), ("a", 0, "2.")]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-import time
-from collections.abc import Callable
+from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinyspec.cli.common import add_model, make_engine
-from tinyspec.cli.parser import add_command
-from tinyspec.cli.sampling import OPTIONS, add_sampling, given, params_of
+from tinyspec.cli.common import add_model, make_engine, say, told
+from tinyspec.cli.jobs import OPTIONS, add_sampling, given, params_of
+from tinyspec.cli.progress import summed_up
 from tinyspec.config import EngineConfig
 from tinyspec.errors import TinyspecError, refuse
 from tinyspec.outputs import RequestOutput
@@ -21,25 +19,26 @@ from tinyspec.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from tinyspec.engine.engine import Engine
 
+SUMMARY = "a conversation on the terminal"
+EXAMPLE = "tinyspec chat --model Qwen/Qwen3-0.6B --temperature 0.7 --seed 1 --deterministic"
 NOTES = (
     "A line is a message; answers come as they are generated, and the pages of the conversation "
     "stay in the prefix cache. /seed N, /deterministic [on|off], /save FILE (one output a line, "
     "for `tinyspec audit`), /clear, /help and /exit are commands. Ctrl-C ends an answer, and at "
     "the prompt the chat (exit status 130), Ctrl-D as well (0)."
 )
+COMMANDS = "/seed, /deterministic, /save, /clear, /help or /exit"
 MAX_NEW_TOKENS = 512
 SWITCH = {"": True, "on": True, "off": False}
 
 
-def add(commands: Any) -> None:
-    example = "tinyspec chat --model Qwen/Qwen3-0.6B --temperature 0.7 --seed 1 --deterministic"
-    parser = add_command(commands, "chat", _chat, "a conversation on the terminal", example, NOTES)
+def add(parser: ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="the first message, from the system")
-    add_model(parser, dtype="auto")
+    add_model(parser)
     add_sampling(parser, [name for name in OPTIONS if name != "num_return_sequences"])
 
 
-def _chat(options: argparse.Namespace) -> int:
+def run(options: Namespace) -> int:
     params = params_of({"max_new_tokens": MAX_NEW_TOKENS} | given(options))
     terminal = sys.stdin.isatty()
     if terminal:
@@ -48,18 +47,12 @@ def _chat(options: argparse.Namespace) -> int:
         chat = Chat(engine, params, options.system)
         if terminal:
             print(f"{type(engine.model).__name__} on {engine.model.device}; /help tells the rest")
-        while (line := _line("> " if terminal else "")) is not None:
-            if chat.take(line):
-                break
+        try:
+            while not chat.take(input("> " if terminal else "")):
+                pass
+        except EOFError:
+            pass
     return 0
-
-
-def _line(prompt: str) -> str | None:
-    """The next line of the user's; None at the end."""
-    try:
-        return input(prompt)
-    except EOFError:
-        return None
 
 
 class Chat:
@@ -76,30 +69,19 @@ class Chat:
         self.outputs: list[RequestOutput] = []
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self._messages = list(self._system)
-        self._commands: dict[str, Callable[[str], str]] = {
-            "/seed": self._seed,
-            "/deterministic": self._deterministic,
-            "/save": self._save,
-            "/clear": self._clear,
-            "/help": lambda _: NOTES,
-        }
 
     def take(self, line: str) -> bool:
         """Answer a message or carry out a command; True for the command that ends the chat. What is
         wrong with either is said, and the conversation stays as it was."""
         name, _, rest = line.strip().partition(" ")
         try:
-            if name == "/exit":
-                return True
-            if name.startswith("/"):
-                if name not in self._commands:
-                    raise refuse("command", name, f"{', '.join(self._commands)} or /exit")
-                print(self._commands[name](rest.strip()))
-            elif name:
+            if name.startswith("/") and name != "/exit":
+                print(self._command(name, rest.strip()))
+            elif name and name != "/exit":
                 self._answer(line)
         except (ValueError, TinyspecError, OSError) as error:
-            print(f"tinyspec: {' '.join(str(error).split())}", file=sys.stderr)
-        return False
+            say(told(error))
+        return name == "/exit"
 
     def _answer(self, line: str) -> None:
         """Stream the answer to a message; Ctrl-C ends it where it is."""
@@ -107,26 +89,20 @@ class Chat:
 
         messages = [*self._messages, {"role": "user", "content": line}]
         (request,) = self.engine.prepare([messages], self._fitting(messages))
-        begun = time.perf_counter()
-        try:
-            with self.engine.follow([request]) as events:
-                for event in events:
-                    print(event.text, end="", flush=True)
-        except KeyboardInterrupt:
-            pass
-        print()
+        with summed_up(self.engine, sys.stderr, 1):
+            try:
+                with self.engine.follow([request]) as events:
+                    for event in events:
+                        print(event.text, end="", flush=True)
+            except KeyboardInterrupt:
+                pass
+            print()
         output = output_of(request, self.engine.tokenizer)
         (completion,) = output.completions
         if completion.error is not None:
             raise ValueError(f"the answer was aborted: {completion.error}")
         self._messages = [*messages, {"role": "assistant", "content": completion.text or ""}]
         self.outputs.append(output)
-        if sys.stderr.isatty():
-            count = len(completion.token_ids)
-            cached = f"{completion.stats.cached_prompt_tokens} of {len(output.prompt_token_ids)}"
-            speed = count / (time.perf_counter() - begun)
-            told = f"{count} tokens, {speed:.0f} a second; {cached} of the conversation cached"
-            print(f"({told})", file=sys.stderr)
 
     def _fitting(self, messages: list[dict[str, str]]) -> SamplingParams:
         """The parameters with as many tokens as the conversation leaves room for."""
@@ -142,29 +118,25 @@ class Chat:
         least = min(count, self.params.min_new_tokens)
         return replace(self.params, max_new_tokens=count, min_new_tokens=least)
 
-    def _seed(self, value: str) -> str:
-        try:
-            number = int(value)
-        except ValueError:
-            raise refuse("seed", value, "an integer in [0, 2**64)") from None
-        self.params = replace(self.params, seed=number)
-        greedy = "" if self.params.temperature else ", which nothing needs while temperature is 0"
-        return f"seed {number}{greedy}"
-
-    def _deterministic(self, value: str) -> str:
-        if value not in SWITCH:
-            raise refuse("deterministic", value, "on or off")
-        self.params = replace(self.params, deterministic=SWITCH[value])
-        return f"deterministic {'on' if SWITCH[value] else 'off'}"
-
-    def _save(self, name: str) -> str:
-        if not name:
-            raise refuse("file", name, "the name of a file")
-        with Path(name).open("x") as file:
-            file.writelines(output.to_json() + "\n" for output in self.outputs)
-        return f"{len(self.outputs)} answers in {name}"
-
-    def _clear(self, _: str) -> str:
-        self._messages = list(self._system)
-        self.outputs.clear()
-        return "a new conversation"
+    def _command(self, name: str, value: str) -> str:
+        """Carry out a command; what to print of it."""
+        if name == "/help":
+            return NOTES
+        if name == "/seed":
+            seed: Any = int(value) if value.isdecimal() else value
+            self.params = replace(self.params, seed=seed)
+            return f"seed {seed}"
+        if name == "/deterministic":
+            if value not in SWITCH:
+                raise refuse("deterministic", value, "on or off")
+            self.params = replace(self.params, deterministic=SWITCH[value])
+            return f"deterministic {'on' if SWITCH[value] else 'off'}"
+        if name == "/save":
+            with Path(value).open("x") as file:
+                file.writelines(output.to_json() + "\n" for output in self.outputs)
+            return f"{len(self.outputs)} answers in {value}"
+        if name == "/clear":
+            self._messages = list(self._system)
+            self.outputs.clear()
+            return "a new conversation"
+        raise refuse("command", name, COMMANDS)

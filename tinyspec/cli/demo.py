@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import ArgumentParser, Namespace
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-from tinyspec.cli.common import add_model, make_engine
-from tinyspec.cli.interrupts import load_libraries
-from tinyspec.cli.parser import add_command
+from tinyspec.cli.common import add_model, load_libraries, make_engine
 from tinyspec.config import VERIFY, EngineConfig
 from tinyspec.errors import refuse
 
+SUMMARY = "one request alone and in a crowd, without and with deterministic=True"
+EXAMPLE = "tinyspec demo --crowd 20"
 NOTES = (
     "Exit status 0 if the deterministic request has the same bits alone and in the crowd, 1 if "
     "not, whatever the plain one does. The verify that is drawn is one of this run; `tinyspec "
@@ -20,15 +19,7 @@ NOTES = (
 )
 
 
-def add(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "demo",
-        _demo,
-        "one request alone and in a crowd, without and with deterministic=True",
-        "tinyspec demo --crowd 20",
-        NOTES,
-    )
+def add(parser: ArgumentParser) -> None:
     add_model(parser, dtype="bfloat16")
     parser.add_argument(
         "--thinking",
@@ -42,11 +33,10 @@ def add(commands: Any) -> None:
     parser.add_argument("--verify", default="always", choices=VERIFY, help="default: always")
 
 
-def _demo(options: argparse.Namespace) -> int:
-    for name, least in (("crowd", 1), ("max_new_tokens", 1)):
-        if getattr(options, name) < least:
-            given = f"--{name.replace('_', '-')}"
-            raise refuse(given, getattr(options, name), f"an integer of at least {least}")
+def run(options: Namespace) -> int:
+    for name, value in (("crowd", options.crowd), ("max-new-tokens", options.max_new_tokens)):
+        if value < 1:
+            raise refuse(f"--{name}", value, "an integer of at least 1")
     if options.seed is not None and not 0 <= options.seed < 2**63:
         raise refuse("--seed", options.seed, "an integer in [0, 2**63)")
     load_libraries()
@@ -59,7 +49,7 @@ def _demo(options: argparse.Namespace) -> int:
         return demo(engine, options.crowd, options.max_new_tokens, options.seed)
 
 
-def _thinking(options: argparse.Namespace) -> int:
+def _thinking(options: Namespace) -> int:
     from tinyspec.thinking.config import ThinkingConfig
     from tinyspec.tools.demo_thinking import BUNDLED, PROMPT, WAYS, demo_thinking
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
-from typing import Any
+from argparse import ArgumentParser, Namespace
 
-from tinyspec.cli.inputs import STANDARD_INPUT, read_outputs
-from tinyspec.cli.parser import add_command
+from tinyspec.cli.common import STANDARD_INPUT, print_report, read_outputs
 from tinyspec.errors import refuse
 
+SUMMARY = "the first token and bit in which two files of outputs differ, and why"
+EXAMPLE = "tinyspec diff monday.jsonl tuesday.jsonl"
 NOTES = (
     "Requests are matched by prompt and parameters, whatever their order. Where fingerprints "
     "differ the parts that do are named. Exit status 0 if every completion is the same in every "
@@ -17,31 +16,17 @@ NOTES = (
 )
 
 
-def add(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "diff",
-        _diff,
-        "the first token and bit in which two files of outputs differ, and why",
-        "tinyspec diff monday.jsonl tuesday.jsonl",
-        NOTES,
-    )
+def add(parser: ArgumentParser) -> None:
     parser.add_argument("first", metavar="FILE", help="one output a line; - is standard input")
     parser.add_argument("second", metavar="FILE", help="what it is compared with")
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
 
 
-def _diff(options: argparse.Namespace) -> int:
+def run(options: Namespace) -> int:
     from tinyspec.tools.diff import diff
 
     if options.first == options.second == STANDARD_INPUT:
         raise refuse("second", options.second, "a file; standard input can be read once")
     first, complaints = read_outputs(options.first)
     second, others = read_outputs(options.second)
-    report = diff(first, second)
-    print(report.to_json() if options.json else report)
-    for complaint in complaints + others:
-        print(f"tinyspec: {complaint}", file=sys.stderr)
-    if complaints or others:
-        return 2
-    return 0 if report else 1
+    return print_report(diff(first, second), options.json, complaints + others)

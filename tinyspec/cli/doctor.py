@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
-from typing import Any
+from argparse import ArgumentParser, Namespace
 
-from tinyspec.cli.common import add_model, add_report, make_engine, model_name
-from tinyspec.cli.interrupts import load_libraries
-from tinyspec.cli.parser import add_command
+from tinyspec.cli.common import (
+    add_model,
+    add_report,
+    load_libraries,
+    make_engine,
+    model_name,
+    print_report,
+)
 from tinyspec.config import KV_DTYPES, EngineConfig
 from tinyspec.errors import TinyspecError
 
+SUMMARY = "which buckets are canonical here, what breaks the others, and what each costs"
+EXAMPLE = "tinyspec doctor --model Qwen/Qwen3-0.6B --dtype bfloat16"
+NOTES = "Exit status 0 if deterministic=True can be served, 1 if not. Results are kept on disk."
 
-def add(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "doctor",
-        _doctor,
-        "which buckets are canonical here, what breaks the others, and what each costs",
-        "tinyspec doctor --model Qwen/Qwen3-0.6B --dtype bfloat16",
-        "Exit status 0 if deterministic=True can be served, 1 if not. Results are kept on disk.",
-    )
-    add_model(parser, dtype="auto")
+
+def add(parser: ArgumentParser) -> None:
+    add_model(parser)
     parser.add_argument("--max-rows", type=int, metavar="N", help="default: 2048")
     parser.add_argument(
         "--kv-dtype", default="auto", choices=KV_DTYPES, help="of the KV cache (default: auto)"
@@ -32,7 +32,7 @@ def add(commands: Any) -> None:
     add_report(parser)
 
 
-def _doctor(options: argparse.Namespace) -> int:
+def run(options: Namespace) -> int:
     load_libraries()
     from tinyspec.tools.doctor import DoctorReport, doctor
 
@@ -47,5 +47,4 @@ def _doctor(options: argparse.Namespace) -> int:
     except TinyspecError as error:
         given = model_name(options), options.dtype, options.device
         report = DoctorReport(*given, (str(error),))
-    print(report.to_json() if options.json else report)
-    return 0 if report else 1
+    return print_report(report, options.json)

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-import argparse
+import json
 import sys
-from collections.abc import Callable
+from argparse import ArgumentParser, Namespace
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TextIO
 
-from tinyspec.cli.common import add_model, make_engine
-from tinyspec.cli.inputs import STANDARD_INPUT, are_json, read_lines
-from tinyspec.cli.jobs import Job, jobs_of_arguments, jobs_of_lines, prepare
-from tinyspec.cli.output_file import OutputFile
-from tinyspec.cli.parser import add_command
-from tinyspec.cli.progress import Progress
-from tinyspec.cli.sampling import add_sampling, given
-from tinyspec.cli.text_writer import TextWriter
+from tinyspec.cli.common import (
+    STANDARD_INPUT,
+    Line,
+    add_model,
+    lines_of,
+    make_engine,
+    output_of_line,
+    read_lines,
+    say,
+)
+from tinyspec.cli.jobs import Job, add_sampling, by_place, given, job_of_json, params_of
+from tinyspec.cli.progress import Progress, summed_up
 from tinyspec.config import EngineConfig
 from tinyspec.errors import refuse
-from tinyspec.outputs import RequestOutput, Thought
+from tinyspec.outputs import RequestOutput, StreamEvent
 
 if TYPE_CHECKING:
     from tinyspec.engine.engine import Engine
 
+SUMMARY = "generate for prompts given as arguments, in a file, or on standard input"
 EXAMPLE = """\
 tinyspec generate "Once there was a brave fox" --deterministic --max-new-tokens 40
 tinyspec generate --file prompts.jsonl --output outputs.jsonl --resume"""
@@ -36,128 +43,201 @@ NOTES = (
     "have one (plain ones alone have none). Exit status 1 if a completion was aborted, 2 for bad "
     "input, 130 after Ctrl-C."
 )
+JSON_LINES = (".jsonl", ".ndjson")
+OTHER_FILE = "use another file"
 
 
-def add(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "generate",
-        _generate,
-        "generate for prompts given as arguments, in a file, or on standard input",
-        EXAMPLE,
-        NOTES,
-    )
+def add(parser: ArgumentParser) -> None:
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="or - for standard input")
     parser.add_argument("--file", help="a prompt a line, or JSON lines; - is standard input")
     parser.add_argument("--json", action="store_true", help="JSON lines out instead of text")
     parser.add_argument("--output", metavar="FILE", help="write JSON lines into a new file")
     parser.add_argument("--trace", metavar="FILE", help="write what the passes did, for `trace`")
     parser.add_argument("--resume", action="store_true", help="continue the --output file")
-    add_model(parser, dtype="auto")
+    add_model(parser)
     add_sampling(parser)
 
 
-def _generate(options: argparse.Namespace) -> int:
+def run(options: Namespace) -> int:
     if options.resume and options.output is None:
         raise refuse("--resume", True, "together with --output")
-    _check_trace(options)
+    if options.trace is not None:
+        for name in ("file", "output"):
+            path = getattr(options, name)
+            if path is not None and Path(path).resolve() == Path(options.trace).resolve():
+                raise refuse("--trace", options.trace, f"another file than --{name}")
     jobs = _jobs(options)
     if not jobs:
         raise refuse("prompts", [], "at least one prompt")
     file = OutputFile(options.output, jobs, options.resume) if options.output else None
     if options.trace is not None:
         open(options.trace, "ab").close()  # where it cannot be written, nothing runs
-    left = jobs if file is None else [job for job in jobs if job.job_id not in file.kept]
     with make_engine(options, EngineConfig(trace=options.trace is not None)) as engine:
         try:
-            return int(_run_all(engine, left, file, options))
+            if file is not None:
+                return int(_into_file(engine, jobs, file))
+            return int(_generate(engine, jobs, _print_json if options.json else None))
         finally:
             if options.trace is not None:
                 engine.trace.save(options.trace)
 
 
-def _check_trace(options: argparse.Namespace) -> None:
-    """Raise ValueError where the trace would be written over the prompts or the outputs."""
-    if options.trace is None:
-        return
-    for name in ("file", "output"):
-        path = getattr(options, name)
-        if path is not None and Path(path).resolve() == Path(options.trace).resolve():
-            raise refuse("--trace", options.trace, f"another file than --{name}")
-
-
-def _run_all(
-    engine: Engine, jobs: list[Job], file: OutputFile | None, options: argparse.Namespace
-) -> bool:
-    """Whether a completion was aborted, now or in an earlier run of the file."""
-    if file is None:
-        return _run(engine, jobs, options.json)
-    _check_fingerprint(engine, file, options.output)
-    kept = [c for output in file.kept.values() for c in output.completions]
-    before = any(completion.finish_reason == "abort" for completion in kept)
-    return _into_file(engine, jobs, file, options.output) or before
-
-
-def _jobs(options: argparse.Namespace) -> list[Job]:
+def _jobs(options: Namespace) -> list[Job]:
     """Of the arguments and the file, or of standard input without either."""
     prompts, path, shared = options.prompts, options.file, given(options)
     if path is None and prompts in ([], [STANDARD_INPUT]):
         prompts, path = [], STANDARD_INPUT
-    jobs = jobs_of_arguments(prompts, shared)
-    if path is not None:
-        if path == STANDARD_INPUT and sys.stdin.isatty():
-            print("tinyspec: one prompt a line, Ctrl-D ends", file=sys.stderr)
-        lines = read_lines(path)
-        jobs += jobs_of_lines(lines, are_json(path, lines), shared)
-    return jobs
+    params = params_of(shared)
+    jobs = [
+        Job("argument", number, f"prompt {number}", params, prompt)
+        for number, prompt in enumerate(prompts, start=1)
+    ]
+    if path is None:
+        return jobs
+    if path == STANDARD_INPUT and sys.stdin.isatty():
+        say("one prompt a line, Ctrl-D ends")
+    lines = read_lines(path)
+    if Path(path).suffix in JSON_LINES or _begin_with_json(lines):
+        return jobs + [job_of_json(line, shared) for line in lines]
+    return jobs + [Job("line", line.number, line.place, params, line.text) for line in lines]
 
 
-def _check_fingerprint(engine: Engine, file: OutputFile, name: str) -> None:
-    from tinyspec.determinism.fingerprint_parts import explained
-
-    written = [output for output in file.kept.values() if output.fingerprint is not None]
-    inputs = engine.ready()
-    for output in written:
-        digest = inputs.tokenizer_digest() if output.params.needs_tokenizer else None
-        own = engine.contract.fingerprint.with_tokenizer(digest)
-        if output.fingerprint != own.digest:
-            allowed = f"outputs of this engine, {own.digest}; it has some of {output.fingerprint}"
-            why = explained(output.fingerprint_parts, own.parts)
-            raise refuse("--output", name, f"{allowed}: {why}" if why else allowed)
-
-
-def _into_file(engine: Engine, jobs: list[Job], file: OutputFile, name: str) -> bool:
-    """Run ``jobs`` and append their outputs to the file; whether one was aborted."""
-    file.open()
+def _begin_with_json(lines: list[Line]) -> bool:
+    """Whether the first line holds a JSON object."""
     try:
-        return bool(jobs) and _run(engine, jobs, True, file.write)
+        return bool(lines) and isinstance(json.loads(lines[0].text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _print_json(output: RequestOutput) -> None:
+    print(output.to_json(), flush=True)
+
+
+class OutputFile:
+    """Holds one output a line, in the order in which they finished; each has the id of its job.
+
+    kept: outputs that are there already, by the id of their job. A last line that was cut off is
+    dropped.
+
+    Raises ValueError for a file that exists unless ``resume``, and for one whose outputs are not
+    those of ``jobs``: their place in the input, prompts and parameters.
+    """
+
+    def __init__(self, path: str, jobs: list[Job], resume: bool):
+        self.path = Path(path)
+        self.kept: dict[str, RequestOutput] = {}
+        data = self.path.read_bytes() if self.path.exists() else b""
+        if data and not resume:
+            raise refuse("--output", path, "a file that does not exist; --resume continues one")
+        self._whole = data.rfind(b"\n") + 1
+        by_id, at_place = {job.job_id for job in jobs}, {job.place_id: job for job in jobs}
+        for line in lines_of(path, data[: self._whole]):
+            output = output_of_line(line)
+            name = str(output.request_id)
+            job = at_place.get(name.rpartition("-")[0])
+            if job is None:
+                raise ValueError(f"{line.place}: the input has nothing at {name!r}; {OTHER_FILE}")
+            if name not in by_id:
+                changed = f"prompt or parameters changed since it was written; {OTHER_FILE}"
+                raise ValueError(f"{line.place}: {job.place}: {changed}")
+            if name in self.kept:
+                raise ValueError(f"{line.place}: {job.place} stands twice in this file")
+            self.kept[name] = output
+
+    def begin(self) -> None:
+        """Make the file, or drop a last line that was cut off."""
+        with self.path.open("ab") as file:
+            file.truncate(self._whole)
+
+    def write(self, output: RequestOutput) -> None:
+        """Append an output at once: what is written is there whatever happens later."""
+        with self.path.open("ab") as file:
+            file.write(output.to_json().encode() + b"\n")
+
+    def check_fingerprint(self, engine: Engine) -> None:
+        """Raise ValueError where an output has another fingerprint than it would have now."""
+        from tinyspec.determinism.fingerprint_parts import explained
+
+        inputs = engine.ready()
+        for output in self.kept.values():
+            if output.fingerprint is None:
+                continue
+            digest = inputs.tokenizer_digest() if output.params.needs_tokenizer else None
+            own = engine.contract.fingerprint.with_tokenizer(digest)
+            if output.fingerprint != own.digest:
+                why = explained(output.fingerprint_parts, own.parts)
+                allowed = f"outputs of this engine, {own.digest}; it has some of "
+                allowed += ": ".join(filter(None, (output.fingerprint, why)))
+                raise refuse("--output", str(self.path), allowed)
+
+
+def _into_file(engine: Engine, jobs: list[Job], file: OutputFile) -> bool:
+    """Append the outputs that the file lacks; whether one was aborted, now or in an earlier run."""
+    file.check_fingerprint(engine)
+    file.begin()
+    left = [job for job in jobs if job.job_id not in file.kept]
+    before = [c for output in file.kept.values() for c in output.completions]
+    try:
+        aborted = bool(left) and _generate(engine, left, file.write)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"what has finished is in {name}; continue with --resume") from None
-    finally:
-        file.close()
+        done = f"what has finished is in {file.path}; continue with --resume"
+        raise KeyboardInterrupt(done) from None
+    return aborted or any(completion.finish_reason == "abort" for completion in before)
 
 
-def _print_thoughts(place: str, thoughts: list[Thought]) -> None:
-    """Those that are not trivial, beside the completions."""
-    for thought in thoughts:
-        if len(thought.token_ids) > 1 or thought.cut:
-            text = thought.token_ids if thought.text is None else thought.text.strip()
-            cut = " (cut)" if thought.cut else ""
-            print(f"tinyspec: {place}: chunk {thought.chunk}: {text}{cut}", file=sys.stderr)
+class TextWriter:
+    """Writes one completion after the other, each followed by a line feed, while all of them grow.
+
+    live: the first that is unfinished is shown as it grows, what came of the others in the meantime
+    follows when it is their turn; otherwise each is written as a whole. keys: (request id, index)
+    of the completions, in order.
+    """
+
+    def __init__(self, keys: Iterable[tuple[str, int]], file: TextIO, live: bool):
+        self._waiting = deque(keys)
+        self._texts: dict[tuple[str, int], str] = dict.fromkeys(self._waiting, "")
+        self._ended: set[tuple[str, int]] = set()
+        self._file, self._live = file, live
+
+    def event(self, event: StreamEvent) -> None:
+        """Tokens that one completion got."""
+        if self._live:
+            self._add((event.request_id, event.index), event.text, event.finish_reason is not None)
+
+    def output(self, output: RequestOutput) -> None:
+        """A request has finished."""
+        if not self._live:
+            for index, completion in enumerate(output.completions):
+                self._add((output.request_id, index), completion.text, True)
+
+    def _add(self, key: tuple[str, int], text: str | None, ended: bool) -> None:
+        self._texts[key] += text or ""
+        if ended:
+            self._ended.add(key)
+        while self._waiting:
+            first = self._waiting[0]
+            self._file.write(self._texts.pop(first))
+            if first not in self._ended:
+                self._texts[first] = ""
+                break
+            self._file.write("\n")
+            self._waiting.popleft()
+        self._file.flush()
 
 
-def _run(
-    engine: Engine,
-    jobs: list[Job],
-    as_json: bool,
-    write: Callable[[RequestOutput], object] = lambda output: print(output.to_json(), flush=True),
+def _generate(
+    engine: Engine, jobs: list[Job], write: Callable[[RequestOutput], object] | None
 ) -> bool:
-    """Run ``jobs``; write their outputs as they finish, or their texts in order. Returns whether
-    one was aborted."""
+    """Run ``jobs``; ``write`` their outputs as they finish, or without it their texts in order.
+    Returns whether one was aborted."""
     from tinyspec.engine.interrupts import between_steps
     from tinyspec.engine.results import output_of
 
-    requests = prepare(engine, jobs)
+    requests = by_place(
+        jobs,
+        lambda some: engine.prepare([job.prompt for job in some], [job.params for job in some]),
+    )
     of = {request.request_id: (request, job) for request, job in zip(requests, jobs, strict=True)}
     unfinished = {request.request_id: len(request.sequences) for request in requests}
     most = {
@@ -167,16 +247,18 @@ def _run(
     }
     terminal = sys.stdout.isatty()
     text = TextWriter(most, sys.stdout, live=terminal)
-    progress = Progress(engine, most, sys.stderr, live=as_json or not terminal)
+    progress = Progress(engine, most, sys.stderr, live=write is not None or not terminal)
     aborted = False
     # The command changes no model between the steps.
-    with between_steps(), engine.follow(requests) as events, engine.tracker.hold_state():
+    with (
+        summed_up(engine, sys.stderr, len(most)),
+        between_steps(),
+        engine.follow(requests) as events,
+        engine.tracker.hold_state(),
+    ):
         for event in events:
             progress.event(event)
-            if event.thoughts and not as_json:
-                progress.clear()
-                _print_thoughts(of[event.request_id][1].place, event.thoughts)
-            if not as_json:
+            if write is None:
                 text.event(event)
             unfinished[event.request_id] -= event.finish_reason is not None
             if unfinished[event.request_id]:
@@ -184,13 +266,12 @@ def _run(
             request, job = of[event.request_id]
             output = output_of(request, engine.tokenizer)
             progress.clear()
-            if as_json:
-                write(replace(output, request_id=job.job_id))
-            else:
+            if write is None:
                 text.output(output)
+            else:
+                write(replace(output, request_id=job.job_id))
             for completion in output.completions:
                 if completion.finish_reason == "abort":
                     aborted = True
-                    print(f"tinyspec: {job.place}: aborted: {completion.error}", file=sys.stderr)
-    progress.end()
+                    say(f"{job.place}: aborted: {completion.error}")
     return aborted

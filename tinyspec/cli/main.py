@@ -6,19 +6,18 @@ Commands import torch and transformers when they run, so that ``--help`` does wi
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 
 from tinyspec.cli import audit, chat, demo, diff, doctor, generate, score, trace
-from tinyspec.cli.interrupts import INTERRUPTED, ignore_further
-from tinyspec.cli.parser import Parser
-from tinyspec.errors import TinyspecError
+from tinyspec.cli.common import INTERRUPTED, Parser, add_command, say, told
 
 VERSION = "show the versions of tinyspec and of what its bits depend on"
 DESCRIPTION = "Deterministic continuous batching for Hugging Face models."
 COMMANDS = (demo, generate, chat, score, doctor, audit, diff, trace)
-LIBRARIES = ("torch", "transformers", "triton")
 # As shells report a process that a pipe which nobody reads has ended.
 CLOSED_PIPE = 141
 
@@ -32,9 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except KeyboardInterrupt as error:
-        if arguments is None:
-            ignore_further()
-        _say(f"interrupted{''.join(f': {what}' for what in error.args)}")
+        if arguments is None:  # the process ends: another Ctrl-C comes too late
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if sys.stderr.isatty():
+            print(file=sys.stderr)
+        say(": ".join(["interrupted", *map(str, error.args)]))
         return INTERRUPTED
     except BrokenPipeError:
         # Nor may what is left in the buffer be written when the interpreter ends.
@@ -43,23 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if options.debug:
             raise
-        _say(told(error))
+        say(told(error))
         return 2
-
-
-def told(error: Exception) -> str:
-    """What an error says, with its type where it was not raised for users to read."""
-    message = str(error)
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{error.filename}: {error.strerror}"
-    if not isinstance(error, (ValueError, TinyspecError, OSError)):
-        message = f"{type(error).__name__}: {message} (--debug shows the traceback)"
-    return message
-
-
-def _say(message: str) -> None:
-    start = "\n" if sys.stderr.isatty() and message.startswith("interrupted") else ""
-    print(f"{start}tinyspec: {' '.join(message.split())}", file=sys.stderr)
 
 
 def _parser(arguments: Sequence[str] | None) -> Parser:
@@ -67,25 +53,23 @@ def _parser(arguments: Sequence[str] | None) -> Parser:
     raw = RawDescriptionHelpFormatter
     parser = Parser(prog="tinyspec", description=DESCRIPTION, formatter_class=raw)
     wanted = "--version" in (sys.argv[1:] if arguments is None else arguments)
-    parser.add_argument(
-        "--version", action="version", version=_versions() if wanted else "", help=VERSION
-    )
+    text = _versions() if wanted else ""
+    parser.add_argument("--version", action="version", version=text, help=VERSION)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
-        command.add(commands)
+        add_command(commands, command)
     return parser
 
 
 def _versions() -> str:
     """Of the package and of what its bits depend on, without importing them."""
-    from importlib.metadata import PackageNotFoundError, version
 
     def found(name: str) -> str:
         try:
-            return version(name)
+            return f"{name} {version(name)}"
         except PackageNotFoundError:
-            return "(not installed)"
+            return f"{name} (not installed)"
 
     python = ".".join(map(str, sys.version_info[:3]))
-    others = ", ".join(f"{name} {found(name)}" for name in LIBRARIES)
-    return f"tinyspec {found('tinyspec')} (Python {python}, {others})"
+    others = ", ".join(map(found, ("torch", "transformers", "triton")))
+    return f"{found('tinyspec')} (Python {python}, {others})"

@@ -15,7 +15,6 @@ from tinyspec.outputs import StreamEvent
 
 if TYPE_CHECKING:
     from tinyspec.engine.engine import Engine
-    from tinyspec.scheduler.passes import EngineStats
 
 # Seconds without a word, and between two changes of the line.
 PATIENCE, EVERY = 2.0, 0.2
@@ -28,8 +27,7 @@ class Progress:
     def __init__(self, engine: Engine, most: dict[tuple[str, int], int], file: TextIO, live: bool):
         self._engine, self._most, self._file = engine, dict(most), file
         self._total = len(most)
-        self._terminal = file.isatty()
-        self._live = live and self._terminal
+        self._live = live and file.isatty()
         self._before = deepcopy(engine.stats())
         self._begun = time.perf_counter()
         self._next = PATIENCE
@@ -42,7 +40,7 @@ class Progress:
         self._most[key] -= len(event.token_ids)
         if event.finish_reason is not None:
             del self._most[key]
-        if self._live and (seconds := self._seconds()) >= self._next:
+        if self._live and (seconds := time.perf_counter() - self._begun) >= self._next:
             self._next = seconds + EVERY
             line = self.line(seconds)
             self._file.write(f"\r{line:{self._width}}")
@@ -56,39 +54,19 @@ class Progress:
             self._file.flush()
             self._width = 0
 
-    def end(self) -> None:
-        """The line that stays."""
-        self.clear()
-        if self._terminal:
-            self._file.write(f"tinyspec: {self.summary(self._seconds())}\n")
-
     def line(self, seconds: float) -> str:
         """After so many seconds: how far, how fast, and how long still."""
         stats, before, pool = self._engine.stats(), self._before, self._engine.pool
-        parts = [f"{self._done} of {self._total} completions", self._speed(seconds)]
+        done = self._total - len(self._most)
+        parts = [f"{done} of {self._total} completions", _speed(self._tokens, seconds)]
         if drafted := stats.drafted - before.drafted:
-            parts.append(
-                f"{_percent(stats.accepted - before.accepted, drafted)} of drafts accepted"
-            )
+            accepted = _percent(stats.accepted - before.accepted, drafted)
+            parts.append(f"{accepted} of drafts accepted")
         parts.append(f"{pool.num_pages - pool.num_free} of {pool.num_pages} pages")
         if self._tokens:
             left = round(seconds * sum(self._most.values()) / self._tokens)
             parts.append(f"at most {left // 60}:{left % 60:02d} left")
         return ", ".join(parts)
-
-    def summary(self, seconds: float) -> str:
-        """Of the whole run, which took so many seconds."""
-        return _summary(self._engine, self._before, seconds, self._done, self._tokens)
-
-    @property
-    def _done(self) -> int:
-        return self._total - len(self._most)
-
-    def _seconds(self) -> float:
-        return time.perf_counter() - self._begun
-
-    def _speed(self, seconds: float) -> str:
-        return _speed(self._tokens, seconds)
 
 
 @contextmanager
@@ -96,24 +74,17 @@ def summed_up(engine: Engine, file: TextIO, completions: int) -> Iterator[None]:
     """A block that runs so many completions: the line about it at its end, on a terminal."""
     before, begun = deepcopy(engine.stats()), time.perf_counter()
     yield
-    if file.isatty():
-        seconds = time.perf_counter() - begun
-        tokens = engine.stats().committed - before.committed
-        file.write(f"tinyspec: {_summary(engine, before, seconds, completions, tokens)}\n")
-
-
-def _summary(
-    engine: Engine, before: EngineStats, seconds: float, completions: int, tokens: int
-) -> str:
-    """Of what ran since ``before``."""
-    stats = engine.stats()
+    if not file.isatty():
+        return
+    seconds, stats = time.perf_counter() - begun, engine.stats()
+    tokens = stats.committed - before.committed
     passes = sum(stats.passes.values()) - sum(before.passes.values())
     canonical = _percent(stats.canonical_passes - before.canonical_passes, passes)
     cached = stats.cached_prompt_tokens - before.cached_prompt_tokens
-    return (
-        f"{completions} completions, {tokens} tokens in {seconds:.1f} s "
+    file.write(
+        f"tinyspec: {completions} completions, {tokens} tokens in {seconds:.1f} s "
         f"({_speed(tokens, seconds)}); {cached} prompt tokens cached; {canonical} of "
-        f"{passes} passes canonical"
+        f"{passes} passes canonical\n"
     )
 
 

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from argparse import ArgumentParser, Namespace
+from functools import partial
+from typing import TYPE_CHECKING
 
-from tinyspec.cli.common import add_model, make_engine
-from tinyspec.cli.inputs import Line, check_prompt, json_object, read_lines
-from tinyspec.cli.parser import add_command
+from tinyspec.cli.common import add_model, make_engine, read_lines
+from tinyspec.cli.jobs import (
+    OF_THE_DISTRIBUTION,
+    Job,
+    add_sampling,
+    by_place,
+    given,
+    job_of_json,
+    params_of,
+)
 from tinyspec.cli.progress import summed_up
-from tinyspec.cli.sampling import OF_THE_DISTRIBUTION, add_sampling, given, params_of
 from tinyspec.config import EngineConfig
 from tinyspec.errors import refuse
-from tinyspec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from tinyspec.engine.engine import Engine
 
+SUMMARY = "log-probabilities of given continuations"
 EXAMPLE = """\
 tinyspec score "Once there was a brave" " fox"
 tinyspec score --file pairs.jsonl --json"""
@@ -32,34 +38,22 @@ NOTES = (
 TEXTS = ("prompt", "continuation")
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A prompt, what continues it, and where in the input they stand."""
-
-    number: int
-    place: str
-    prompt: Any
-    continuation: Any
-    params: SamplingParams
-
-
-def add(commands: Any) -> None:
-    parser = add_command(
-        commands, "score", _score, "log-probabilities of given continuations", EXAMPLE, NOTES
-    )
+def add(parser: ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="?")
     parser.add_argument("continuation", nargs="?")
     parser.add_argument("--file", help="JSON lines; - is standard input")
     parser.add_argument("--json", action="store_true", help="JSON lines out, with every token's")
-    add_model(parser, dtype="auto")
+    add_model(parser)
     add_sampling(parser, OF_THE_DISTRIBUTION)
 
 
-def _score(options: argparse.Namespace) -> int:
+def run(options: Namespace) -> int:
     pairs = _pairs(options)
+    if not pairs:
+        raise refuse("pairs", [], "at least one prompt and its continuation")
     with make_engine(options, EngineConfig()) as engine:
         with summed_up(engine, sys.stderr, len(pairs)):
-            scores = _scores(engine, pairs, progress=sys.stderr.isatty())
+            scores = by_place(pairs, partial(_scores, engine), ValueError)
         fingerprint = engine.fingerprint
     for pair, logprobs in zip(pairs, scores, strict=True):
         if options.json:
@@ -71,46 +65,19 @@ def _score(options: argparse.Namespace) -> int:
     return 0
 
 
-def _pairs(options: argparse.Namespace) -> list[Pair]:
+def _pairs(options: Namespace) -> list[Job]:
     """Of the arguments, or of the file."""
-    shared = given(options)
+    shared, continuation = given(options), options.continuation
     if options.file is not None and options.prompt is None:
-        return [_pair(line, shared) for line in read_lines(options.file)]
-    if options.file is not None or options.continuation is None:
-        raise refuse(
-            "continuation", options.continuation, "a prompt and its continuation, or --file"
-        )
-    return [Pair(1, "argument", options.prompt, options.continuation, params_of(shared))]
+        lines = read_lines(options.file)
+        return [job_of_json(line, shared, TEXTS, OF_THE_DISTRIBUTION) for line in lines]
+    if options.file is not None or continuation is None:
+        raise refuse("continuation", continuation, "a prompt and its continuation, or --file")
+    return [Job("argument", 1, "argument", params_of(shared), options.prompt, continuation)]
 
 
-def _pair(line: Line, shared: dict[str, Any]) -> Pair:
-    values = json_object(line, TEXTS)
-    prompt, continuation = (values.pop(name) for name in TEXTS)
-    try:
-        check_prompt("prompt", prompt)
-        check_prompt("continuation", continuation)
-        params = params_of(shared | values, OF_THE_DISTRIBUTION)
-    except ValueError as error:
-        raise ValueError(f"{line.place}: {error}") from error
-    return Pair(line.number, line.place, prompt, continuation, params)
-
-
-def _scores(engine: Engine, pairs: list[Pair], progress: bool) -> list[list[float]]:
-    """For each pair its log-probabilities. Raises ValueError naming the place of a bad one."""
-
-    def score(some: list[Pair]) -> list[list[float]]:
-        texts = [pair.prompt for pair in some], [pair.continuation for pair in some]
-        params = [pair.params for pair in some]
-        return engine.score(*texts, params, progress=progress and len(some) > 1)
-
-    if not pairs:
-        raise refuse("pairs", [], "at least one prompt and its continuation")
-    try:
-        return score(pairs)
-    except ValueError:
-        for pair in pairs:
-            try:
-                score([pair])
-            except ValueError as error:
-                raise ValueError(f"{pair.place}: {error}") from error
-        raise
+def _scores(engine: Engine, pairs: list[Job]) -> list[list[float]]:
+    """For each pair its log-probabilities."""
+    texts = [pair.prompt for pair in pairs], [pair.continuation for pair in pairs]
+    progress = len(pairs) > 1 and sys.stderr.isatty()
+    return engine.score(*texts, [pair.params for pair in pairs], progress=progress)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
-from typing import Any
 
-from tinyspec.cli.parser import add_command
 from tinyspec.errors import refuse
 
 KINDS = (".svg", ".html")
 VIEWS = ("both", "timeline", "verify")
 # Cells side by side in a picture that is not scrolled.
 CELLS = 110
+SUMMARY = "a saved trace as a picture (.svg) or a page (.html)"
+EXAMPLE = "tinyspec trace run.json -o run.html"
 NOTES = (
     "The file is what engine.trace.save(...) wrote with EngineConfig(trace=True), or `generate "
     "--trace`; https://ui.perfetto.dev opens it as well. The timeline has a column for each pass, "
@@ -21,15 +21,7 @@ NOTES = (
 )
 
 
-def add(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "trace",
-        _trace,
-        "a saved trace as a picture (.svg) or a page (.html)",
-        "tinyspec trace run.json -o run.html",
-        NOTES,
-    )
+def add(parser: ArgumentParser) -> None:
     parser.add_argument(
         "file", metavar="FILE", help="what engine.trace.save wrote; - is standard input"
     )
@@ -45,7 +37,7 @@ def add(commands: Any) -> None:
     )
 
 
-def _trace(options: argparse.Namespace) -> int:
+def run(options: Namespace) -> int:
     path = Path(options.output)
     kind = path.suffix.lower()
     if kind not in KINDS:
@@ -56,19 +48,19 @@ def _trace(options: argparse.Namespace) -> int:
     from tinyspec.tools.trace_run import read
     from tinyspec.tools.trace_svg import svg
 
-    run = read(options.file)
-    if not run.passes:
+    traced = read(options.file)
+    if not traced.passes:
         raise refuse("file", options.file, "a trace with at least one pass")
-    last = max(one.number for one in run.passes)
-    run.passes = [one for one in run.passes if one.number >= options.first]
-    if not run.passes:
+    last = max(one.number for one in traced.passes)
+    traced.passes = [one for one in traced.passes if one.number >= options.first]
+    if not traced.passes:
         raise refuse("--first", options.first, f"at most {last}, the last pass in {options.file}")
     most = options.cells or (None if kind == ".html" else CELLS)
-    drawings = views(run, options.view, most)
+    drawings = views(traced, options.view, most)
     if kind == ".html":
         title = f"tinyspec: {Path(options.file).name}"
-        path.write_text(html(run, drawings, title), encoding="utf-8")
+        path.write_text(html(traced, drawings, title), encoding="utf-8")
     else:
         path.write_text(svg(stacked(drawings)) + "\n", encoding="utf-8")
-    print(f"{path}: {len(run.passes)} passes, {len(run.lanes)} completions")
+    print(f"{path}: {len(traced.passes)} passes, {len(traced.lanes)} completions")
     return 0
