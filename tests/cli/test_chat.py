@@ -12,7 +12,9 @@ LINES = "What is 1 + 2?\n/seed 5\n/deterministic\nAnd 3 + 4?\n"
 def test_a_conversation(command, served, stdin, tmp_path):
     """Every answer is that to the conversation so far, and audit takes what /save writes."""
     saved = tmp_path / "chat.jsonl"
-    stdin(f"{LINES}/save {saved}\n/save {saved}\n/clear\n/nothing\n/seed x\n/exit\nnot read\n")
+    stdin(
+        f"{LINES}/save {saved}\n/save {saved}\n/clear\n/nothing\n/seed x\n/save\n/exit\nnot read\n"
+    )
     status, out, err = command("chat", "--max-new-tokens", 12, "--temperature", 0.5, "--logprobs")
     assert status == 0
     first, second = (RequestOutput.from_json(line) for line in saved.read_text().splitlines())
@@ -21,7 +23,8 @@ def test_a_conversation(command, served, stdin, tmp_path):
     assert out == "\n".join([*parts, "a new conversation", ""])
     complaints = err.splitlines()
     assert "File exists" in complaints[0] and "command='/nothing' is not" in complaints[1]
-    assert "seed='x' is not allowed" in complaints[2] and len(complaints) == 3
+    assert "seed='x' is not allowed" in complaints[2]
+    assert "the name of a file" in complaints[3] and len(complaints) == 4
 
     messages = [
         {"role": "user", "content": "What is 1 + 2?"},

@@ -132,6 +132,8 @@ class Chat:
             self.params = replace(self.params, deterministic=SWITCH[value])
             return f"deterministic {'on' if SWITCH[value] else 'off'}"
         if name == "/save":
+            if not value:
+                raise refuse("file", value, "the name of a file")
             with Path(value).open("x") as file:
                 file.writelines(output.to_json() + "\n" for output in self.outputs)
             return f"{len(self.outputs)} answers in {value}"

@@ -25,7 +25,7 @@ from tinyspec.cli.jobs import Job, add_sampling, by_place, given, job_of_json, p
 from tinyspec.cli.progress import Progress, summed_up
 from tinyspec.config import EngineConfig
 from tinyspec.errors import refuse
-from tinyspec.outputs import RequestOutput, StreamEvent
+from tinyspec.outputs import RequestOutput, StreamEvent, Thought
 
 if TYPE_CHECKING:
     from tinyspec.engine.engine import Engine
@@ -226,6 +226,13 @@ class TextWriter:
         self._file.flush()
 
 
+def _say_thoughts(place: str, thoughts: list[Thought]) -> None:
+    for thought in thoughts:
+        if len(thought.token_ids) > 1 or thought.cut:
+            text = thought.token_ids if thought.text is None else thought.text.strip()
+            say(f"{place}: chunk {thought.chunk}: {text}{' (cut)' if thought.cut else ''}")
+
+
 def _generate(
     engine: Engine, jobs: list[Job], write: Callable[[RequestOutput], object] | None
 ) -> bool:
@@ -259,6 +266,9 @@ def _generate(
         for event in events:
             progress.event(event)
             if write is None:
+                if event.thoughts:
+                    progress.clear()
+                    _say_thoughts(of[event.request_id][1].place, event.thoughts)
                 text.event(event)
             unfinished[event.request_id] -= event.finish_reason is not None
             if unfinished[event.request_id]:
