@@ -9,7 +9,6 @@ import pytest
 
 from tinyspec import RequestOutput
 from tinyspec.cli.main import main
-from tinyspec.tools.demo_thinking import BUNDLED as COIN_READER
 
 
 def run(capsys, *arguments):
@@ -162,11 +161,3 @@ def test_a_missing_model(capsys):
     status, _, err = run(capsys, "generate", "--model", "no/such/folder", "x")
     assert status == 2
     assert "no/such/folder" in err
-
-
-def test_thoughts_are_said_beside_the_answer(capsys):
-    """On standard error, one line for each that is not trivial, before the text."""
-    question = "A coin's state is heads. Alice flips, then Bob flips. What's the state?"
-    assert main(["generate", question, "--thinking", "--model", str(COIN_READER)]) == 0
-    said = capsys.readouterr().err
-    assert "chunk " in said
