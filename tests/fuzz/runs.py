@@ -25,9 +25,10 @@ from tests.fuzz.influences import Influence
 from tests.fuzz.ledger import Ledger, failure, noticed
 from tests.fuzz.worker import outputs_of
 from tinyspec import DeterminismError, UnsupportedModelError
+from tinyspec.errors import UnsupportedEnvironmentError
 
 PACKAGE = Path(tinyspec.__file__).parent
-REFUSALS = (DeterminismError, UnsupportedModelError)
+REFUSALS = (DeterminismError, UnsupportedModelError, UnsupportedEnvironmentError)
 
 
 def refused(error: Exception) -> bool:

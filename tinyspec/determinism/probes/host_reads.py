@@ -54,12 +54,17 @@ class HostReads:
         for x in _tensors(result):
             if depends or (x.is_floating_point() and x.shape[:2] == self._lead):
                 self._of_rows.add(StorageWeakRef(x.untyped_storage()))
-        if depends and _reads(func):
-            # Rows that are taken by number have a shape that depends on none.
-            masked = func is not torch.ops.aten.index.Tensor or any(
-                x.dtype in (torch.bool, torch.uint8) for x in tensors
-            )
-            self.found += [where] if masked else []
+        if depends and _reads(func) and not self._selects_alike(func, tensors):
+            self.found.append(where)
+
+    def _selects_alike(self, func: Any, tensors: list[Tensor]) -> bool:
+        """Whether an index takes the same rows whatever rows hold: by number, or by a mask that
+        is not made of them and takes all."""
+        masks = [x for x in tensors if x.dtype in (torch.bool, torch.uint8)]
+        return func is torch.ops.aten.index.Tensor and all(
+            StorageWeakRef(mask.untyped_storage()) not in self._of_rows and bool(mask.all())
+            for mask in masks
+        )
 
     def unsound(self) -> list[Unsound]:
         """The first of the modules; empty if there is none."""
