@@ -183,7 +183,7 @@ def bench_step(
     assert record.canonical == (kind == "deterministic")
     assert record.committed == sequences + (prompts > 0)
     parts = _parts(engine, more, steps)
-    with engine.tracker.hold_state():
+    with engine.lock("bench"), engine.runner.torch_state():
         held = _thread_seconds(engine.step, steps, more)
     for number in numbers:
         output = engine.abort(number)

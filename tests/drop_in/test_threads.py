@@ -255,7 +255,7 @@ def test_an_interrupt_that_leaves_requests_over(monkeypatch):
 
     prompt = [5, 17, 3]
     with patched(tiny()) as model:
-        monkeypatch.setattr("tinyspec.engine.engine.RequestTracker.hold_state", interrupted)
+        monkeypatch.setattr("tinyspec.engine.engine.RequestTracker._drive", interrupted)
         with pytest.raises(KeyboardInterrupt):
             greedy(model, prompt)
         monkeypatch.undo()

@@ -192,7 +192,7 @@ def test_what_the_users_code_raises_ends_its_request(served, expected, error):
 def test_a_step_that_raises_fails_its_calls_and_no_later_one(served, expected, monkeypatch):
     step = served.engine.core.step
 
-    def fails(check):
+    def fails():
         monkeypatch.setattr(served.engine.core, "step", step)
         raise MemoryError("no memory")
 

@@ -15,7 +15,7 @@ from tests.support.changes import FOLLOWED, REFUSED, model_for
 from tests.support.mixes import bits
 from tests.support.tiny import prompts
 from tinyspec import Engine, EngineConfig, SamplingParams
-from tinyspec.engine import user_code
+from tinyspec.engine import request_tracker
 
 CONFIG = {"reference_rows": 8, "max_rows": 16, "page_size": 16, "max_sequences": 1}
 TOKENS, AT = 10, 4  # the change comes behind so many tokens
@@ -307,7 +307,7 @@ def test_what_is_looked_at(monkeypatch):
         watch, looks = engine.contract.watch, []
         whole = watch.changed
         monkeypatch.setattr(watch, "changed", lambda: (looks.append(1), whole())[1])
-        monkeypatch.setattr(user_code, "other_threads", lambda: False)
+        monkeypatch.setattr(request_tracker, "other_threads", lambda: False)
         passes = engine.stats().passes.copy()
         engine.generate([PROMPT], asking())
         assert len(looks) == 2, "when called, and before the first pass"
@@ -320,7 +320,7 @@ def test_what_is_looked_at(monkeypatch):
             steps += 1
         assert len(looks) == steps + 1 > 5
         looks.clear()
-        monkeypatch.setattr(user_code, "other_threads", lambda: True)
+        monkeypatch.setattr(request_tracker, "other_threads", lambda: True)
         engine.generate([PROMPT], asking())
         assert len(looks) > 5
 

@@ -24,7 +24,7 @@ from tests.support.drop_in import PAD, SMALL, portrait
 from tests.support.moe import tiny_moe
 from tests.support.tiny import config_of
 from tinyspec import Engine
-from tinyspec.engine import interrupts
+from tinyspec.engine import lock as interrupts
 from tinyspec.model import exchange, torch_settings
 
 pytestmark = pytest.mark.usefixtures("sigint")
@@ -34,7 +34,7 @@ EXCHANGE = ("model/exchange", "model/patched_model", "model/lending", "model/row
 HELD = (
     *EXCHANGE,
     *("model/install", "model/config_views", "model/torch_state", "model/torch_settings"),
-    *("engine/engine", "engine/lifetime", "engine/interrupts", "engine/request_tracker"),
+    *("engine/engine", "engine/lifetime", "engine/lock", "engine/request_tracker"),
     *("engine/core", "engine/launcher", "determinism/contract", "determinism/probes/steps"),
     *("drop_in/patched_generate", "drop_in/patching"),
     "runner/model_runner",
@@ -176,7 +176,7 @@ def test_ctrl_c_at_every_line(deed):
 
 @pytest.mark.slow("random use", 600)
 def test_ctrl_c_at_every_line_of_the_proof(no_results_on_disk):
-    run_lines("prove", ("determinism/contract", "determinism/probes/steps", "engine/interrupts"))
+    run_lines("prove", ("determinism/contract", "determinism/probes/steps", "engine/lock"))
 
 
 @pytest.fixture
@@ -202,7 +202,7 @@ def test_a_handler_that_is_not_pythons_stays(monkeypatch):
     monkeypatch.setattr(_signal, "getsignal", lambda number: None)
     set_to = []
     monkeypatch.setattr(_signal, "signal", lambda *args: set_to.append(args))
-    with interrupts.between_steps(), interrupts.deferred_interrupt(), interrupts.at_once():
+    with interrupts.between_steps(), interrupts.at_once():
         pass
     assert set_to == []
 

@@ -1,6 +1,5 @@
 """What a step sets while it runs, once for many steps: the ambient state and Ctrl-C."""
 
-from contextlib import suppress
 from threading import Event, Thread
 
 import pytest
@@ -10,7 +9,7 @@ from tests.support import signals
 from tests.support.patience import PATIENCE
 from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, SamplingParams
-from tinyspec.engine.interrupts import between_steps, deferred_interrupt
+from tinyspec.engine.lock import at_once, between_steps, flush
 from tinyspec.model.torch_state import TorchState
 
 pytestmark = pytest.mark.usefixtures("sigint")
@@ -93,49 +92,29 @@ def test_modules_that_came_meanwhile():
 
 
 def test_interrupts_come_between_steps():
-    order = []
-    with pytest.raises(KeyboardInterrupt), between_steps():
-        for step in range(3):
-            with deferred_interrupt():
-                order.append(("begun", step))
-                if step == 1:
-                    signals.interrupt()
-                order.append(("ended", step))
-    assert order == [("begun", 0), ("ended", 0), ("begun", 1), ("ended", 1)]
-    assert signals.handler() is signals.RAISE
-
-
-def test_what_comes_before_the_first_step_leaves_nothing_behind(monkeypatch):
-    """The handler of before may raise while ours takes its place."""
-    signals.interrupt_when_set(monkeypatch)
-    with pytest.raises(KeyboardInterrupt), deferred_interrupt():
-        raise AssertionError("not entered")
-    test_interrupts_come_between_steps()
-
-
-def test_a_step_within_a_step_lets_the_outer_one_end():
-    ended = []
-    with pytest.raises(KeyboardInterrupt), deferred_interrupt():
-        with deferred_interrupt():
-            signals.interrupt()
-        ended.append("inner")
-        with between_steps(), deferred_interrupt():
-            pass
-        ended.append("outer")
-    assert ended == ["inner", "outer"]
-    assert signals.handler() is signals.RAISE
-
-
-def test_a_handler_that_returns_is_called_every_time():
+    """Held back in a block; what came takes effect at ``flush`` and at its end, every time."""
     calls = []
     with signals.handled_by(lambda number, frame: calls.append(number)), between_steps():
-        for _ in range(3):
-            with deferred_interrupt():
-                signals.interrupt()
         signals.interrupt()
-        with suppress(ValueError), deferred_interrupt():
-            raise ValueError
-    assert calls == [signals.SIGINT] * 4
+        with between_steps():
+            signals.interrupt()
+        assert calls == []
+        flush()
+        assert len(calls) == 1
+        with at_once():
+            signals.interrupt()
+            assert len(calls) == 2
+        signals.interrupt()
+    assert len(calls) == 3
+
+
+def test_what_comes_before_a_block_leaves_nothing_behind(monkeypatch):
+    """The handler of before may raise while ours takes its place."""
+    signals.interrupt_when_set(monkeypatch)
+    with pytest.raises(KeyboardInterrupt), between_steps():
+        raise AssertionError("not entered")
+    test_interrupts_come_between_steps()
+    assert signals.handler() is signals.RAISE
 
 
 @pytest.mark.parametrize("streamed", [False, True])

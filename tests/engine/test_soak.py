@@ -107,13 +107,13 @@ class Soak:
             rng.choice((self.change, self.copy, self.release, self.abort, self.fail))(rng)
 
     def change(self, rng):
-        with self.engine.turns.turn():
+        with self.engine.lock("soak"):
             seed = self.has["engine"] = rng.choice(OF_THE_ENGINE)
             self.served.load_state_dict(self.judge.truth.weights[seed])
         self.judge.counts["weight changes"] += 1
 
     def copy(self, rng):
-        with self.engine.turns.turn():
+        with self.engine.lock("soak"):
             twin = copy.deepcopy(self.served)
             seed = self.has["engine"]
         self.judge.model("copies", seed, twin)

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from tinyspec.config import EngineConfig
-from tinyspec.engine.interrupts import in_main_thread
+from tinyspec.engine.lock import in_main_thread
 from tinyspec.errors import TinyspecError
 from tinyspec.outputs import RequestOutput, no_name_twice
 

@@ -238,7 +238,7 @@ def _generate(
 ) -> bool:
     """Run ``jobs``; ``write`` their outputs as they finish, or without it their texts in order.
     Returns whether one was aborted."""
-    from tinyspec.engine.interrupts import between_steps
+    from tinyspec.engine.lock import between_steps
     from tinyspec.engine.results import output_of
 
     requests = by_place(
@@ -256,12 +256,10 @@ def _generate(
     text = TextWriter(most, sys.stdout, live=terminal)
     progress = Progress(engine, most, sys.stderr, live=write is not None or not terminal)
     aborted = False
-    # The command changes no model between the steps.
     with (
         summed_up(engine, sys.stderr, len(most)),
         between_steps(),
         engine.follow(requests) as events,
-        engine.tracker.hold_state(),
     ):
         for event in events:
             progress.event(event)

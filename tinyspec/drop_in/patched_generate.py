@@ -25,7 +25,7 @@ from tinyspec.drop_in.requests import new_requests, run
 from tinyspec.drop_in.seeds import Defaults, RowSeeds
 from tinyspec.engine.drafter import make_drafter
 from tinyspec.engine.engine import Engine
-from tinyspec.engine.interrupts import at_once, between_steps, flush
+from tinyspec.engine.lock import at_once, between_steps, flush
 from tinyspec.errors import UnsupportedModelError
 from tinyspec.model.exchange import ABSENT, Place
 from tinyspec.model.install import refuse_served
@@ -159,7 +159,7 @@ class PatchedGenerate:
         from within the engine's own. Without ``engine`` transformers runs, and may call
         ``generate`` again."""
         if self._engine is not None:  # where the lock is held by a thread that is not here
-            self._engine.turns.check_process()
+            self._engine.lock.check_process()
         thread = threading.get_ident()
         if self._engine_thread == thread:
             raise RuntimeError(

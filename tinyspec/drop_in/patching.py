@@ -22,8 +22,8 @@ from tinyspec.drop_in.prepare import prepare, user_processors
 from tinyspec.drop_in.prompts import Prompt
 from tinyspec.drop_in.seeds import Defaults
 from tinyspec.drop_in.served import PROMPT_ARGUMENTS
-from tinyspec.engine.interrupts import between_steps, flush
 from tinyspec.engine.lifetime import restore
+from tinyspec.engine.lock import between_steps, flush
 from tinyspec.model.private_names import CACHE
 from tinyspec.model.wrappers import unwrap
 

@@ -14,13 +14,13 @@ import torch
 from tinyspec.config import EngineConfig
 from tinyspec.engine.async_worker import FINALIZERS_WAIT, AsyncWorker, Call
 from tinyspec.engine.engine import Engine, Params
-from tinyspec.engine.turns import HasTurns
+from tinyspec.engine.lock import OneProcess
 from tinyspec.errors import refuse
 from tinyspec.outputs import RequestOutput, StreamEvent
 from tinyspec.scalars import plain
 
 
-class AsyncEngine(HasTurns):
+class AsyncEngine(OneProcess):
     """Generates for any number of asyncio tasks, whose requests share the passes of one Engine.
 
     Passes run in a thread of their own, and so does the user's code in requests. Cancelling a task
@@ -48,7 +48,7 @@ class AsyncEngine(HasTurns):
         if given and (tokenizer, config) != (None, None):
             raise refuse("tokenizer, config", (tokenizer, config), "None with an Engine")
         self.engine: Engine = model if given else Engine(model, tokenizer, config)
-        self.turns = self.engine.turns
+        self.lock = self.engine.lock
         self._worker = AsyncWorker(self.engine, max_requests, closes=not given)
         weakref.finalize(self, self._worker.stop, FINALIZERS_WAIT).atexit = False
 

@@ -15,9 +15,9 @@ from threading import Lock, Thread, current_thread
 from typing import Any
 
 from tinyspec.engine.engine import Engine
+from tinyspec.engine.lock import LOOK
 from tinyspec.engine.results import output_of
 from tinyspec.engine.stream import EventStream
-from tinyspec.engine.turns import LOOK
 from tinyspec.errors import refuse
 from tinyspec.scheduler.request import Request
 
@@ -99,7 +99,7 @@ class AsyncWorker:
     def tell(self, call: Call) -> None:
         """The task waits for its next answer, or has ended it. Raises ValueError where no worker
         is left to answer."""
-        self._engine.turns.check_process()
+        self._engine.tracker.lock.check_process()
         with self._lock:
             if self._stopped:
                 raise refuse("engine", "closed", "an engine that is open")
@@ -114,12 +114,12 @@ class AsyncWorker:
 
     def stop(self, seconds: float | None = None) -> None:
         """Fail the calls that are unfinished, and end the thread; wait for that, at most so many
-        ``seconds``, but not within a turn of the calling thread, which the worker may need."""
-        if self._engine.turns.forked:
+        ``seconds``, but not where the calling thread has the lock, which the worker may need."""
+        if self._engine.tracker.lock.forked:
             return
         self._stopping = True
         self._wake()
-        if current_thread() is not self._thread and not self._engine.turns.mine:
+        if current_thread() is not self._thread and not self._engine.tracker.lock.mine:
             self._thread.join(seconds)
 
     def _work(self) -> None:
@@ -145,13 +145,20 @@ class AsyncWorker:
             unfinished = [call for call in self._running if not call.finished]
             try:
                 if unfinished:
-                    self._engine.tracker.advance()
+                    self._step(unfinished)
             except BaseException as error:  # of no request: the engine's own
                 self._fail(unfinished, error)
             self._answer()
             if not unfinished and not self._told:
                 # Other threads may be using the engine, and calls wait for them.
                 self._gate.acquire(timeout=LOOK if self._waiting else -1)
+
+    def _step(self, unfinished: list[Call]) -> None:
+        """Unless another thread has stepped for them meanwhile."""
+        tracker = self._engine.tracker
+        with tracker.lock("generate"):
+            if not all(call.finished for call in unfinished):
+                tracker.advance()
 
     def _take(self) -> None:
         while self._told:
@@ -176,7 +183,7 @@ class AsyncWorker:
 
     def _answer(self) -> None:
         """To calls that wait for an answer and can have one."""
-        with self._engine.turns.turn():
+        with self._engine.tracker.lock("generate"):
             for call in [call for call in self._running if call.asked]:
                 try:
                     found = call.answer(self._engine.tokenizer)

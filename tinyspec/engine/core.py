@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -65,11 +64,11 @@ class EngineCore:
         """Whether drafts come from the user's drafter or model."""
         return type(self.drafter) not in (FastPath, NgramDrafter)
 
-    def step(self, before_pass: Callable[[], None] | None = None) -> Commits:
-        """Run one pass, in the state of ``runner.torch_state``; what it committed. before_pass:
-        called once drafts are proposed. With ``overlap`` the pass after it is under way then."""
+    def step(self) -> Commits:
+        """Run one pass, in the state of ``runner.torch_state``; what it committed. With ``overlap``
+        the pass after it is under way then."""
         began = time.perf_counter()
-        launched = self._next(before_pass)
+        launched = self._next()
         if launched is None:
             return self.committer.take()
         if self.overlap:
@@ -90,14 +89,18 @@ class EngineCore:
             self.trace.close(launched, began, commits.ended)
         return commits
 
-    def _next(self, before_pass: Callable[[], None] | None) -> Launched | None:
-        """The pass to be committed next: the one that is under way, or a new one."""
-        if self._under_way is None or not self._under_way.alive.any():
-            self._drop_under_way()
+    def propose(self) -> None:
+        """Before a step: let the drafter propose, unless its pass is under way."""
+        if not self._is_under_way:
             self._propose()
-        if before_pass is not None:
-            before_pass()
-        if self._under_way is not None and self._under_way.alive.any():
+
+    @property
+    def _is_under_way(self) -> bool:
+        return self._under_way is not None and bool(self._under_way.alive.any())
+
+    def _next(self) -> Launched | None:
+        """The pass to be committed next: the one that is under way, or a new one."""
+        if self._is_under_way:
             launched, self._under_way = self._under_way, None
             return launched
         self._drop_under_way()
@@ -189,7 +192,7 @@ class EngineCore:
         except Exception:
             proposals = [self._ask_alone(sequence, longest) for sequence, _ in asked]
         for (sequence, limit), proposal in zip(asked, proposals, strict=True):
-            if sequence.running:  # the drafter may have ended it, or changed the model
+            if sequence.running:  # unless the drafter raised for it
                 self._add_proposal(sequence, proposal[:limit])
 
     def _ask(self, sequences: list[Sequence], n: int) -> list[list[int]]:

@@ -15,16 +15,15 @@ from tinyspec.engine.commit import Committer
 from tinyspec.engine.core import EngineCore
 from tinyspec.engine.drafter import Drafter, make_drafter
 from tinyspec.engine.input_processor import InputProcessor
-from tinyspec.engine.interrupts import between_steps, flush
 from tinyspec.engine.lifetime import Lifetime, taken_over
 from tinyspec.engine.loading import load
+from tinyspec.engine.lock import between_steps, flush, locked
 from tinyspec.engine.observed import Observed, passes_traced, records_of
 from tinyspec.engine.refusals import idle
 from tinyspec.engine.request_tracker import RequestTracker
 from tinyspec.engine.stream import EventStream
 from tinyspec.engine.thinker import Thinker, unwrapped
 from tinyspec.engine.trace import Trace
-from tinyspec.engine.turns import in_turns
 from tinyspec.errors import refuse
 from tinyspec.kernels import backend
 from tinyspec.model.install import install, uninstall
@@ -45,7 +44,6 @@ from tinyspec.thinking.model import ThinkingModel
 Params = SamplingParams | list[SamplingParams] | None
 
 
-@in_turns("suspend", "resume", "reserve", "release", "step", "weights_changed", "ready", "follow")
 class Engine(Lifetime, Observed):
     """Generates from a loaded causal LM, whose attention it patches until ``close``.
 
@@ -121,8 +119,8 @@ class Engine(Lifetime, Observed):
         beside = None if self._thinker is None else self._thinker.beside
         self.contract = Contract(self.model, runner, config, beside)
         self.tracker = RequestTracker(self.core, self.contract, self.tokenizer)
-        self.turns = turns = self.tracker.turns
-        given = (self.model, self.tokenizer, config, self.pool, turns, self._thinker)
+        self.lock = self.tracker.lock
+        given = (self.model, self.tokenizer, config, self.pool, self._thinker)
         self._inputs = InputProcessor(*given)
         self.contract.pause = flush
 
@@ -137,6 +135,7 @@ class Engine(Lifetime, Observed):
         """An engine for a model on the hub or in a folder; device "auto": a GPU if there is one."""
         return cls(*load(name_or_path, dtype, device), config)
 
+    @locked
     def suspend(self) -> None:
         """Give the model its own attention back until ``resume``. The prefix cache keeps only
         pages of deterministic requests: plain outputs must not depend on earlier plain requests.
@@ -151,6 +150,7 @@ class Engine(Lifetime, Observed):
         self.patched.suspend()
         self.tracker.suspended = True
 
+    @locked
     def resume(self) -> bool:
         """Patch the model's attention again; False if modules, hooks, config, dtype or device have
         changed, which takes a new engine."""
@@ -161,6 +161,7 @@ class Engine(Lifetime, Observed):
         self.tracker.suspended = False
         return True
 
+    @locked
     def reserve(self, num_pages: int) -> None:
         """Let the page pool grow to ``num_pages``, or as far as memory allows; its pages stay.
 
@@ -177,6 +178,7 @@ class Engine(Lifetime, Observed):
                 self.runner.extend(there + more)
                 self.pool.extend(more)
 
+    @locked
     def release(self) -> None:
         """Give the page pool's memory back; the next request takes it again.
 
@@ -192,8 +194,11 @@ class Engine(Lifetime, Observed):
     @property
     def fingerprint(self) -> str:
         """Digest of everything that bits depend on; outputs with equal digests are comparable."""
-        return self.tracker.fingerprint()
+        with self.lock("fingerprint"):
+            self.check_model()
+            return self.contract.fingerprint.digest
 
+    @locked
     def check_model(self) -> None:
         """Compare weights, modules and threads with those of the last call; after a change, drop
         what was computed before. Raises ValueError for a closed or suspended engine."""
@@ -201,9 +206,7 @@ class Engine(Lifetime, Observed):
 
     def weights_changed(self) -> None:
         """To call after writing to weights through ``.data``, which torch does not record."""
-        self.contract.drop_fingerprint()
-        self.contract.watch.written()
-        self.tracker.on_change()
+        self.tracker.weights_changed()
 
     def generate(
         self, prompts: Any, params: Params = None, progress: bool = False
@@ -216,7 +219,9 @@ class Engine(Lifetime, Observed):
 
         Raises ValueError naming the field, and DeterminismError, before anything runs.
         """
-        return self.tracker.finish(self.prepare(prompts, params), progress)
+        with self.lock("generate"):
+            requests = self.prepare(prompts, params)
+        return self.tracker.finish(requests, progress)
 
     def score(
         self, prompts: Any, continuations: Any, params: Params = None, progress: bool = False
@@ -229,7 +234,8 @@ class Engine(Lifetime, Observed):
 
         Raises as ``generate``, and RuntimeError where a pass failed or logits were not finite.
         """
-        requests = self.ready().scored(prompts, continuations, params)
+        with self.lock("score"):
+            requests = self.ready().scored(prompts, continuations, params)
         completions = [o.completions[0] for o in self.tracker.finish(requests, progress)]
         for completion in completions:
             if completion.error is not None:
@@ -244,20 +250,25 @@ class Engine(Lifetime, Observed):
         A completion ends with the first token that differs from the given output's, with
         finish_reason "abort". ``tinyspec.audit`` compares the two. progress: as for ``generate``.
         """
-        return self.tracker.finish(self.ready().replayed(outputs), progress)
+        with self.lock("replay"):
+            requests = self.ready().replayed(outputs)
+        return self.tracker.finish(requests, progress)
 
     def stream(self, prompts: Any, params: Params = None) -> EventStream:
         """Committed tokens of ``prompts`` as they come; arguments and errors as ``generate``.
 
         Closing the stream aborts what is unfinished.
         """
-        return self.follow(self.prepare(prompts, params))
+        with self.lock("stream"):
+            return self.follow(self.prepare(prompts, params))
 
+    @locked
     def prepare(self, prompts: Any, params: Params = None) -> list[Request]:
         """One checked request per prompt, for ``follow`` or ``run``; arguments and errors as
         ``generate``."""
         return self.ready().requests(prompts, params)
 
+    @locked
     def follow(self, requests: list[Request], drafter: Drafter | None = None) -> EventStream:
         """Queue what ``prepare`` made; committed tokens as they come. ``drafter`` replaces the
         engine's from now on."""
@@ -275,8 +286,10 @@ class Engine(Lifetime, Observed):
 
     def add_request(self, prompt: Any, params: SamplingParams | None = None) -> str:
         """Queue one prompt; the id under which ``step`` will report it. Raises as ``generate``."""
-        return self.tracker.queue(*self.ready().requests([prompt], params))
+        with self.lock("add_request"):
+            return self.tracker.queue(*self.ready().requests([prompt], params))
 
+    @locked
     def step(self) -> list[RequestOutput]:
         """Run one pass; the outputs of requests that finished since the last call."""
         self._refuse_closed()
@@ -292,6 +305,7 @@ class Engine(Lifetime, Observed):
         """Whether ``step`` has anything left to run or to return."""
         return self.tracker.has_unfinished()
 
+    @locked
     def ready(self) -> InputProcessor:
         """The maker of requests, after a check of engine, weights and memory."""
         self.check_model()

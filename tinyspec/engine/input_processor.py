@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from tinyspec.config import EngineConfig
 from tinyspec.engine.thinker import Thinker
 from tinyspec.engine.tokenization import as_prompts, continuation_ids, text_digest, to_token_ids
-from tinyspec.engine.turns import HasTurns, Turns, in_turn
 from tinyspec.errors import refuse
 from tinyspec.model.supported import vocab_size
 from tinyspec.outputs import RequestOutput
@@ -27,7 +26,7 @@ from tinyspec.scheduler.request import Request
 from tinyspec.scheduler.thoughts import Thoughts
 
 
-class InputProcessor(HasTurns):
+class InputProcessor:
     """Checks prompts and parameters against one model and one pool, and numbers the requests."""
 
     def __init__(
@@ -36,14 +35,12 @@ class InputProcessor(HasTurns):
         tokenizer: Any,
         config: EngineConfig,
         pool: PagePool,
-        turns: Turns,
         thinker: Thinker | None = None,
     ):
         if isinstance(tokenizer, EngineConfig):
             raise refuse("tokenizer", tokenizer, "a tokenizer or None; did you mean config=?")
         if isinstance(tokenizer, str):
             raise refuse("tokenizer", tokenizer, "a tokenizer or None; AutoTokenizer loads one")
-        self.turns = turns  # tokenizers serve one thread at a time
         self._pool, self._thinker = pool, thinker
         self._tokenizer = tokenizer
         self._digests: dict[int, str] = {}
@@ -54,7 +51,6 @@ class InputProcessor(HasTurns):
         self._seeds = torch.Generator()
         self._seeds.manual_seed(secrets.randbits(63) if config.seed is None else config.seed)
 
-    @in_turn
     def requests(self, prompts: Any, params: Any) -> list[Request]:
         """One request per prompt; ``params`` is one for all, or a list of as many.
 
@@ -65,7 +61,6 @@ class InputProcessor(HasTurns):
             raise refuse("prompts", prompts, "at least one prompt")
         return self.of_ids([to_token_ids(p, self._tokenizer) for p in given], params)
 
-    @in_turn
     def of_ids(self, prompts: list[list[int]], params: Any) -> list[Request]:
         """As ``requests``, for the token ids of each prompt."""
         each = self._params(params, len(prompts))
@@ -76,7 +71,6 @@ class InputProcessor(HasTurns):
             self._thinker.prove()
         return [self._request(p, wanted) for p, wanted in zip(ids, each, strict=True)]
 
-    @in_turn
     def scored(self, prompts: Any, continuations: Any, params: Any) -> list[Request]:
         """Requests for the log-probabilities of given continuations."""
         given, follow = as_prompts(prompts), as_prompts(continuations)
@@ -101,7 +95,6 @@ class InputProcessor(HasTurns):
             request.sequences[0].teacher_forced = True
         return requests
 
-    @in_turn
     def replayed(self, outputs: Many[RequestOutput]) -> list[Request]:
         """Finished requests once more, with their tokens given; no cached page is used."""
         params = [replace(output.params, deterministic=True) for output in outputs]
@@ -142,7 +135,6 @@ class InputProcessor(HasTurns):
             request.thoughts = Thoughts(size, len(prompt), window, root=root)
         return request
 
-    @in_turn
     def tokenizer_digest(self) -> str | None:
         """Of the tokenizer with as many tokens as it has now; None where there is none."""
         tokenizer = self._tokenizer

@@ -17,10 +17,9 @@ from transformers import PreTrainedModel
 
 from tinyspec.determinism.contract import Contract
 from tinyspec.engine.core import EngineCore
-from tinyspec.engine.interrupts import between_steps
+from tinyspec.engine.lock import OneProcess, between_steps
 from tinyspec.engine.refusals import idle
 from tinyspec.engine.request_tracker import RequestTracker
-from tinyspec.engine.turns import HasTurns
 from tinyspec.errors import refuse
 from tinyspec.model.install import record_of, refuse_served, uninstall
 from tinyspec.model.patched_model import PatchedModel
@@ -29,7 +28,7 @@ from tinyspec.runner.model_runner import ModelRunner
 logger = logging.getLogger("tinyspec")
 
 
-class Lifetime(HasTurns):
+class Lifetime(OneProcess):
     """Base of an engine.
 
     closed: why the engine is no more, None while it is open. suspended: the model is its own until
@@ -72,19 +71,14 @@ class Lifetime(HasTurns):
     @between_steps()
     def _end(self, why: str) -> None:
         if self.closed is None:
-            with self.turns.turn():
-                self._end_in_turn(why)
+            with self.lock("close"):
+                self._end_locked(why)
         elif record_of(self.model) is self.patched:  # it was cut off
             uninstall(self.model, self.patched)
 
-    def _end_in_turn(self, why: str) -> None:
+    def _end_locked(self, why: str) -> None:
         if self.closed is not None:  # by another thread
             return
-        if self.runner.torch_state.entered_here:
-            raise RuntimeError(
-                "the engine was closed from within itself (by a logits processor, criterion or "
-                "hook of a request that it runs); close it after the call"
-            )
         try:
             self.tracker.close(why)
             self.core.settle()
@@ -101,6 +95,7 @@ class Lifetime(HasTurns):
     def _refuse_unfinished(self, what: str) -> None:
         """Raise ValueError for ``what`` neither a closed nor a running engine does."""
         self._refuse_closed()
+        self.tracker.cancel_dropped()
         if unfinished := len(self.tracker.requests):
             raise refuse(what, f"{unfinished} unfinished requests", "none")
         self.core.settle()
@@ -140,7 +135,7 @@ def _take_over(model: PreTrainedModel) -> Lifetime | None:
     if owner.closed is not None:  # it was interrupted while it was made, or closed
         uninstall(model, record)
         return None
-    with owner.turns.turn():
+    with owner.lock("Engine"):
         if unfinished := len(owner.tracker.requests):
             raise ValueError(
                 f"model is not allowed: another Engine serves it and has {unfinished} unfinished "

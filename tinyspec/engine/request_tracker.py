@@ -6,10 +6,11 @@ What a request has got so far is in its sequences. Knows no prompt text and no t
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
+from dataclasses import replace
 from threading import get_ident
 from typing import Any
 
@@ -18,49 +19,47 @@ from tqdm import tqdm
 from tinyspec.determinism.contract import Contract
 from tinyspec.engine.commit import Commits
 from tinyspec.engine.core import EngineCore
-from tinyspec.engine.interrupts import between_steps, deferred_interrupt
+from tinyspec.engine.lock import StepLock, between_steps, flush
 from tinyspec.engine.refusals import idle, not_followed, refuse_other_number
 from tinyspec.engine.results import output_of
-from tinyspec.engine.turns import HasTurns, Turns, in_turn
-from tinyspec.engine.user_code import UserCode
 from tinyspec.errors import DeterminismError, refuse
 from tinyspec.outputs import RequestOutput
 from tinyspec.scheduler.request import Request, Sequence
 
+# Threads of libraries that touch no model.
+HARMLESS = ("TMonitor",)  # tqdm's
 
-class RequestTracker(HasTurns):
+
+class RequestTracker:
     """Unfinished requests of one engine by id, and those of ``queue`` that have finished and were
-    not taken. Threads take turns; requests of all run in the same passes."""
+    not taken. Whoever holds ``lock`` steps for all, so requests of all threads share passes."""
 
     def __init__(self, core: EngineCore, contract: Contract, tokenizer: Any):
         self.requests: dict[str, Request] = {}
         self._core, self._contract, self._tokenizer = core, contract, tokenizer
-        self._user_code = UserCode()
+        self._calls_user: set[str] = set()
+        self._threads = False
         self._queued: set[str] = set()
         self._finished: deque[Request] = deque()
         self._outputs: list[RequestOutput] = []
+        # To be aborted: streams that were collected, and what a step's own code asked for.
         self._dropped: list[Request] = []
+        self._written = False
         self.closed: str | None = None
         self.suspended = False
-        self.turns = Turns(self._cancel_dropped, lambda: bool(self._dropped))
+        self.lock = StepLock()
 
-    @in_turn
     def check_model(self) -> None:
         """Compare the model with what it was at the last call.
 
         Raises ValueError where that takes a new engine, and for one that is closed or suspended.
         """
+        self.cancel_dropped()
         self._refuse_idle()
         self._refuse_other_number()
         self._refresh(digest=True)
         if self._contract.stale is not None:
             raise ValueError(not_followed(self._contract.stale))
-
-    @in_turn
-    def fingerprint(self) -> str:
-        """Of the model as it is. Raises as ``check_model``."""
-        self.check_model()
-        return self._contract.fingerprint.digest
 
     def _refuse_idle(self) -> None:
         if self.closed is not None or self.suspended:
@@ -75,7 +74,16 @@ class RequestTracker(HasTurns):
             self._contract.watch.suspects |= {*changes} if self.requests else set()
             self.on_change(self._contract.summary(changes))
 
-    @in_turn
+    def weights_changed(self) -> None:
+        """Weights were written; within a step it takes effect at its end."""
+        if self.lock.mine and self.lock.in_step:
+            self._written = True
+            return
+        with self.lock("weights_changed"):
+            self._contract.drop_fingerprint()
+            self._contract.watch.written()
+            self.on_change()
+
     def on_change(self, what: str = "the weights") -> None:
         """Drop everything computed with the model as it was; ``what`` changed.
 
@@ -118,33 +126,33 @@ class RequestTracker(HasTurns):
                 self._abort(request, error)
                 self._forget(request)
 
-    @in_turn
     def add(self, requests: list[Request]) -> None:
         """Begin requests; DeterminismError if the contract cannot be kept."""
-        self._refuse_idle()  # since they were prepared
-        fingerprint = self._contract.known_fingerprint
-        if any(request.params.deterministic for request in requests):
-            self._contract.ensure()
-            fingerprint = self._contract.fingerprint
-        for request in requests:
-            request.fingerprint, request.thread = fingerprint, get_ident()
-            self.requests[request.request_id] = request
-            self._user_code.add(request)
-            for sequence in {*request.sequences} - {*request.sequences[0].siblings}:
-                self._core.admission.add(sequence)
+        with self.lock("generate"):
+            self._refuse_idle()  # since they were prepared
+            fingerprint = self._contract.known_fingerprint
+            if any(request.params.deterministic for request in requests):
+                self._contract.ensure()
+                fingerprint = self._contract.fingerprint
+            for request in requests:
+                request.fingerprint, request.thread = fingerprint, get_ident()
+                self.requests[request.request_id] = request
+                params = request.params
+                if params.logits_processors or params.stopping_criteria or request.lock_step:
+                    self._calls_user.add(request.request_id)
+                for sequence in {*request.sequences} - {*request.sequences[0].siblings}:
+                    self._core.admission.add(sequence)
 
-    @in_turn
     def queue(self, request: Request) -> str:
         """Begin a request whose output ``take_finished`` returns; its id."""
         self.add([request])
         self._queued.add(request.request_id)
         return request.request_id
 
-    @between_steps()
     def finish(self, requests: list[Request], progress: bool = False) -> list[RequestOutput]:
         """Run ``requests`` to their end; their outputs, in their order."""
         self.run(requests, progress)
-        with self.turns.turn():  # a tokenizer serves one thread at a time
+        with self.lock("generate"):  # a tokenizer serves one thread at a time
             return [output_of(request, self._tokenizer) for request in requests]
 
     @between_steps()
@@ -164,7 +172,8 @@ class RequestTracker(HasTurns):
             try:
                 self.add(requests)
                 while left:
-                    with self.turns.turn(ready), self.hold_state():
+                    # The state is set once for all steps: none of the caller's code runs between.
+                    with self.lock("generate", ready), self._core.runner.torch_state():
                         left = self._drive(left, bar, until_abort)
             finally:
                 self.cancel(requests)
@@ -172,6 +181,7 @@ class RequestTracker(HasTurns):
     def _drive(self, left: list[Sequence], bar: Any, until_abort: bool) -> list[Sequence]:
         """Run steps until all of ``left`` have finished, one was aborted if that ends all, or
         another thread wants the turn; those that are to be waited for."""
+        called = True
         while True:
             ended = [sequence for sequence in left if sequence.finished]
             if until_abort and any(s.finish_reason == "abort" for s in ended):
@@ -180,33 +190,53 @@ class RequestTracker(HasTurns):
                 left = [sequence for sequence in left if not sequence.finished]
                 if bar is not None:
                     bar.update(len(ended))
-            if not left or self.turns.wanted:
+            if not left or self.lock.wanted:
                 return left
-            self.advance()
+            self.advance(called)
+            flush()
+            called = False
 
-    @contextmanager
-    def hold_state(self) -> Iterator[None]:
-        """Set torch's state and the interrupt handler once for all steps of the block, which must
-        run no code of the user between them."""
-        with between_steps(), self._core.runner.torch_state(), self._user_code.shut_out():
-            yield
-
-    @in_turn
-    def advance(self) -> None:
-        """Run one step, and forget the requests that it finished."""
-        self._cancel_dropped()
+    def advance(self, called: bool = True) -> None:
+        """Run one step, and forget the requests that it finished; to call with ``lock``. called:
+        whether the caller has run code of its own since the last step."""
+        self.cancel_dropped()
         self._refuse_other_number()
-        # Code of the user's that may have run since the last step: the caller's, callbacks, hooks
-        # and modules, drafters.
-        called, by_user = self._user_code.ran(), self._core.drafts_by_user
-        called = called or by_user or self._contract.watch.runs_user_code
-        with self._core.runner.torch_state(again=called):
-            if not by_user:  # where drafters may change the model, the check comes later
-                self._check_before_pass(called)
+        core = self._core
+        called |= core.drafts_by_user or self._runs_user_code()
+        with core.runner.torch_state(again=called):
             begun = time.perf_counter()
-            with deferred_interrupt():
-                self._step(self._check_before_pass if by_user else None)
-                self._learn(time.perf_counter() - begun)
+            with self.lock.step():
+                core.propose()
+            self._check_before_pass(called)
+            commits = None
+            try:
+                with self.lock.step():
+                    commits = core.step()
+            finally:
+                self._finish(core.recover() if commits is None else commits)
+            self._learn(time.perf_counter() - begun)
+
+    def _runs_user_code(self) -> bool:
+        """Whether code of the user's may have run since the last call: callbacks of requests, hooks
+        and modules, other threads. Not seen are signal handlers and finalizers."""
+        before, self._threads = self._threads, other_threads()  # one may have ended meanwhile
+        by_request = bool(self._calls_user) or self._contract.watch.runs_user_code
+        return by_request or self._threads or before
+
+    def _finish(self, commits: Commits) -> None:
+        """After a step: what its own code asked for is done, and finished requests are
+        forgotten."""
+        written, self._written = self._written, False
+        for sequence in commits.ended:
+            request = sequence.request
+            if written and request.params.deterministic:  # its last tokens are of both
+                sequence.finish_reason = "abort"
+                sequence.error = "the weights changed while it was running"
+            if request.finished and self._unfinished(request):
+                self._forget(request)
+        self.cancel_dropped()
+        if written:
+            self.weights_changed()
 
     def _learn(self, seconds: float) -> None:
         """After a step of so many seconds: learn what makes deterministic requests faster. They end
@@ -219,30 +249,14 @@ class RequestTracker(HasTurns):
             asking = [r for r in self.requests.values() if r.params.deterministic]
             self._abort_all(asking, str(error))
 
-    def _step(self, check: Callable[[], None] | None) -> None:
-        try:
-            commits = self._core.step(check)
-        except BaseException:
-            self._take(self._core.recover())
-            raise
-        self._take(commits)
-
-    def _take(self, commits: Commits) -> None:
-        """Forget the requests that a step finished."""
-        for sequence in commits.ended:
-            request = sequence.request
-            if request.finished and self._unfinished(request):
-                self._forget(request)
-
     def _forget(self, request: Request) -> None:
         """A request has finished."""
         del self.requests[request.request_id]
-        self._user_code.remove(request.request_id)
+        self._calls_user.discard(request.request_id)
         if request.request_id in self._queued:
             self._queued.remove(request.request_id)
             self._finished.append(request)
 
-    @in_turn
     def take_finished(self) -> list[RequestOutput]:
         """Outputs that became ready since the last call."""
         while self._finished:  # what a tokenizer raises leaves the rest for the next call
@@ -252,41 +266,48 @@ class RequestTracker(HasTurns):
 
     def has_unfinished(self) -> bool:
         """Whether requests are unfinished or outputs not taken."""
-        return bool(self.requests or self._finished or self._outputs)
+        dropped = {request.request_id for request in tuple(self._dropped)}
+        return bool(self.requests.keys() - dropped or self._finished or self._outputs)
 
-    @in_turn
     def abort(self, request_id: str) -> RequestOutput:
-        """End one request; ValueError if none of that id is unfinished."""
-        request = self.requests.get(request_id)
-        if request is None:
-            raise refuse("request_id", request_id, "the id of an unfinished request")
-        self.cancel([request])
-        return output_of(request, self._tokenizer)
+        """End one request; ValueError if none of that id is unfinished. Within a step it ends with
+        that, and what is returned is what it has so far."""
+        within = self.lock.mine and self.lock.in_step
+        with nullcontext() if within else self.lock("abort"):
+            request = self.requests.get(request_id)
+            if request is None or request in self._dropped:
+                raise refuse("request_id", request_id, "the id of an unfinished request")
+            if not within:
+                self.cancel([request])
+                return output_of(request, self._tokenizer)
+            self._queued.discard(request_id)
+            self._dropped.append(request)
+        output = output_of(request, self._tokenizer)
+        ended = [replace(c, finish_reason=c.finish_reason or "abort") for c in output.completions]
+        return replace(output, completions=ended)
 
     def cancel(self, requests: list[Request]) -> None:
         """Abort those of ``requests`` that are unfinished; nothing else reports them."""
         if not any(map(self._unfinished, requests)):
             return
-        with self.turns.turn():
+        with self.lock("abort"):
             for request in filter(self._unfinished, requests):
                 self._queued.discard(request.request_id)
                 self._abort(request)
                 self._forget(request)
 
     def drop(self, requests: list[Request]) -> None:
-        """As ``cancel``, at any line of any thread: at once, or by the thread that has the turn."""
+        """As ``cancel``, at any line of any thread, as finalizers are: by the next call or step."""
         self._dropped += filter(self._unfinished, requests)
-        if self._dropped:
-            self.turns.try_turn()
 
-    @in_turn
     def close(self, why: str) -> None:
         """Abort all; no request can be added any more, which is refused with ``why``."""
         self.closed = why
         self._queued.clear()
         self._abort_all(list(self.requests.values()), "the engine was closed")
 
-    def _cancel_dropped(self) -> None:
+    def cancel_dropped(self) -> None:
+        """Abort what was dropped; to call with ``lock``."""
         while self._dropped:
             self.cancel([self._dropped.pop()])
 
@@ -298,3 +319,14 @@ class RequestTracker(HasTurns):
         for sequence in [s for s in request.sequences if not s.finished]:
             sequence.finish_reason, sequence.error = "abort", error
             self._core.admission.remove(sequence)
+
+
+def other_threads() -> bool:
+    """Whether there is another Python thread that may run code of the user's."""
+    if threading.active_count() == 1:
+        return False
+    own = get_ident()
+    return any(
+        thread.ident != own and type(thread).__name__ not in HARMLESS
+        for thread in threading.enumerate()
+    )

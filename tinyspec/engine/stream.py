@@ -39,7 +39,7 @@ class EventStream(Iterator[StreamEvent]):
 
     def __next__(self) -> StreamEvent:
         while not self._events:
-            with self._tracker.turns.turn(self._ready):
+            with self._tracker.lock("stream", self._ready):
                 self._look()  # first of all, as others may have run the engine
                 if not self._events:
                     if not self._open:
@@ -86,7 +86,7 @@ class EventStream(Iterator[StreamEvent]):
     def take(self) -> list[StreamEvent] | None:
         """What there is now, without running the engine: None where there is nothing yet, an empty
         list where nothing will come."""
-        with self._tracker.turns.turn():
+        with self._tracker.lock("stream"):
             self._look()
         events = list(self._events)
         self._events.clear()

@@ -19,7 +19,7 @@ from tinyspec.determinism.probe_results import ProbeResults
 from tinyspec.determinism.probes.attention import MANY_ROWS
 from tinyspec.determinism.probes.graphs import graph_refusals
 from tinyspec.engine.engine import Engine
-from tinyspec.engine.interrupts import at_once
+from tinyspec.engine.lock import at_once
 from tinyspec.errors import DeterminismError, TinyspecError, refuse
 from tinyspec.model.install import refuse_served
 from tinyspec.model.wrappers import unwrap
@@ -135,7 +135,7 @@ def doctor(
     if isinstance(model_or_engine, Engine):
         if config is not None:
             raise refuse("config", config, "None for an engine, which has its own config")
-        with model_or_engine.turns.turn(), at_once():
+        with model_or_engine.lock("doctor"), at_once():
             return _examine(model_or_engine, fresh, begun)
     try:
         refuse_served(unwrap(model_or_engine))

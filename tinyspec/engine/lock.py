@@ -1,0 +1,221 @@
+"""One lock around a step: whoever holds it has the engine, and steps for all. Knows no requests.
+
+Ctrl-C takes effect between steps: SIGINT is held back in the main thread while it has the lock.
+"""
+
+from __future__ import annotations
+
+# What ``signal`` wraps: its own functions turn handlers into enums, in ten times as long.
+import _signal as signal
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from threading import Condition, Lock, get_ident
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from tinyspec.errors import refuse
+
+# Seconds between two looks of a thread that waits for what cannot wake it: Ctrl-C, for the main
+# one.
+LOOK = 0.05
+
+
+def _always() -> bool:
+    return True
+
+
+class StepLock:
+    """Held by one thread at a time. A thread that waits gets it between two steps of another one.
+
+    in_step: a step is running, from within which nothing may take it.
+    """
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._changed = Condition(Lock())
+        self._owner: int | None = None
+        # Of each thread that waits: whether it wants more than to step.
+        self._waiting: list[Callable[[], bool]] = []
+        self.in_step = False
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a fork of the process that made the engine."""
+        return os.getpid() != self._process
+
+    def check_process(self) -> None:
+        """Raise ValueError in a forked process: threads and locks of the parent are not there, and
+        OpenMP and CUDA do not work on."""
+        if self.forked:
+            raise refuse(
+                "engine",
+                f"one of process {self._process}",
+                "in a forked process its threads are missing; make an engine of its own in a "
+                'process started by the "spawn" method',
+            )
+
+    @property
+    def mine(self) -> bool:
+        """Whether the calling thread holds it."""
+        return self._owner == get_ident() and not self.forked
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a thread waits that wants more than to step."""
+        return any(ready() for ready in tuple(self._waiting))
+
+    @contextmanager
+    def __call__(self, what: str, ready: Callable[[], bool] = _always) -> Iterator[None]:
+        """A block during which no other thread uses the engine; within another block of the same
+        thread it does nothing.
+
+        what: the call that needs it. ready: whether it has more to do than to step, which another
+        thread may do for it meanwhile; called by other threads. Raises ValueError in a forked
+        process, RuntimeError naming ``what`` within a step of the calling thread.
+        """
+        self.check_process()
+        if self.mine:
+            if self.in_step:
+                raise RuntimeError(
+                    f"{what} was called from within a step of the same engine (by a logits "
+                    "processor, criterion, drafter or hook); only abort and weights_changed may be "
+                    "called there"
+                )
+            yield
+            return
+        with between_steps():
+            self._take(ready)
+            try:
+                yield
+            finally:
+                with self._changed:
+                    self._owner = None
+                    self._changed.notify_all()
+
+    def _take(self, ready: Callable[[], bool]) -> None:
+        with self._changed:
+            self._waiting.append(ready)
+            try:
+                while self._owner is not None or (self.wanted and not ready()):
+                    self._changed.wait(LOOK if in_main_thread() else None)
+                    flush()
+                self._owner = get_ident()
+            finally:
+                self._waiting.remove(ready)
+                if self._owner is None:  # interrupted: those that only step let it go first
+                    self._changed.notify_all()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A block that is a step, of the thread that holds it."""
+        self.in_step = True
+        try:
+            yield
+        finally:
+            self.in_step = False
+
+
+class OneProcess:
+    """What belongs to one model and one process, and which threads share by its lock."""
+
+    lock: StepLock
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled: it belongs to one model and one "
+            "process; make another where it is needed"
+        )
+
+
+S = TypeVar("S", bound=OneProcess)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def locked(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """``method``, during which no other thread uses the engine."""
+
+    @wraps(method)
+    def run(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self.lock(method.__name__):
+            return method(self, *args, **kwargs)
+
+    return run
+
+
+class _Guard:
+    """Replaces SIGINT's handler, and remembers whether the signal came."""
+
+    def __init__(self) -> None:
+        self._came = False
+        self._previous: Any = None
+
+    def _remember(self, number: int, frame: object) -> None:
+        self._came = True
+
+    def begin(self) -> None:
+        self._previous = signal.signal(signal.SIGINT, self._remember)
+
+    def end(self) -> None:
+        """Restore the previous handler and pass on the signal, if it came."""
+        signal.signal(signal.SIGINT, self._previous)
+        if self._came:
+            self._came = False
+            signal.raise_signal(signal.SIGINT)
+
+    def flush(self) -> None:
+        """Pass the signal on, if it came, and go on holding it back."""
+        if self._came:
+            try:
+                self.end()
+            finally:
+                self.begin()
+
+
+_guards: list[_Guard] = []  # at most one
+
+
+def in_main_thread() -> bool:
+    """Whether signals are handled in the calling thread."""
+    return threading.current_thread() is threading.main_thread()
+
+
+@contextmanager
+def between_steps() -> Iterator[None]:
+    """Hold SIGINT back to the end of the block, or to the next ``flush`` in it."""
+    # A handler that was not set from Python (None) could not be restored.
+    if _guards or not in_main_thread() or signal.getsignal(signal.SIGINT) is None:
+        yield
+        return
+    guard = _Guard()
+    guard.begin()  # may raise if a signal has just come
+    _guards.append(guard)
+    try:
+        yield
+    finally:
+        if guard in _guards:
+            _guards.remove(guard)
+            guard.end()
+
+
+def flush() -> None:
+    """Within ``between_steps``: a signal that came takes effect now."""
+    if _guards and in_main_thread():
+        _guards[0].flush()
+
+
+@contextmanager
+def at_once() -> Iterator[None]:
+    """Within ``between_steps``: a block in which SIGINT takes effect at once."""
+    if not _guards or not in_main_thread():
+        yield
+        return
+    guard = _guards.pop()
+    try:
+        guard.end()
+        yield
+    finally:
+        guard.begin()
+        _guards.append(guard)
