@@ -233,3 +233,68 @@ def test_lengths_by_default_and_lists_of_them():
         for lengths in ({"max_new_tokens": [3, 4, 4]}, {"max_length": [66, 67, 67]}):
             with pytest.raises(ValueError, match=rf"^{next(iter(lengths))}=.*one value"):
                 model.generate(**given, **asked | lengths, logits_processor=[Matchers(3)])
+
+
+PAGES = -(-(max(map(len, ROWS)) + NEW) // 8)
+TIGHT = {
+    "places": ({"max_sequences": 4}, "max_sequences=4"),
+    "pages": ({"num_pages": 3 * PAGES}, f"{3 * PAGES} pages"),
+    "a row's pages": ({"num_pages": PAGES - 1}, f"{PAGES - 1} pages"),
+}
+
+
+@pytest.mark.parametrize(("limits", "named"), TIGHT.values(), ids=TIGHT)
+def test_rows_that_do_not_all_fit(limits, named, caplog):
+    """They are handed back, or refused where they are deterministic, before the first token."""
+    model, given, code = zoo.tiny("llama"), block(ROWS), {"logits_processor": [Matchers(5)]}
+    own = generate(model, given, logits_processor=[Matchers(5)])
+    with patched(model, EngineConfig(reference_rows=16, page_size=8, **limits)):
+        with pytest.raises(NotImplementedError, match=rf"all of 5 rows .*{named}"):
+            generate(model, given, deterministic=True, **code)
+        assert not code["logits_processor"][0].seen
+        out = generate(model, given, **code)
+        assert named in caplog.text and model.generate.stats().committed == 0
+    assert torch.equal(own.sequences, out.sequences)
+    with patched(model, EngineConfig(reference_rows=16, page_size=8, max_sequences=5)):
+        generate(model, given, deterministic=True, logits_processor=[Matchers(5)])
+        assert model.generate.stats().committed == 5 * NEW
+
+
+def test_prompts_that_are_embeddings():
+    """The code sees what was generated behind them."""
+    model, found = zoo.tiny("llama"), []
+    ids, mask = block(ROWS).values()
+    given = {"inputs_embeds": model.get_input_embeddings()(ids).detach(), "attention_mask": mask}
+    for rows in (64, 16):
+        with patched(model, EngineConfig(reference_rows=16, page_size=8, max_rows=rows)):
+            code = {"logits_processor": [RowWise()], "deterministic": True}
+            found.append(generate(model, given, **code))
+            assert model.generate.stats().committed == 5 * NEW
+    assert torch.equal(found[0].sequences, found[1].sequences)
+    assert all(map(torch.equal, found[0].scores, found[1].scores))
+
+
+class Streamer:
+    def __init__(self):
+        self.tokens, self.ended = [], False
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()
+
+    def end(self):
+        self.ended = True
+
+
+def test_streamers_and_a_trace_get_a_token_of_every_row_a_step():
+    model, width = zoo.tiny("llama"), max(map(len, ROWS))
+    streamers = [Streamer() for _ in ROWS]
+    with patched(model, EngineConfig(reference_rows=16, page_size=8, trace=True)):
+        code = {"deterministic": True, "logits_processor": [Matchers(5)]}
+        out = generate(model, block(ROWS), streamer=streamers, **code)
+        passes = model.generate._engine.trace.passes()
+    for n, streamer in enumerate(streamers):
+        assert streamer.ended and streamer.tokens[-NEW:] == out.sequences[n, -NEW:].tolist()
+    told = {name: [] for name in sorted({work.request_id for one in passes for work in one.works})}
+    for work in (work for one in passes for work in one.works):
+        told[work.request_id] += work.tokens
+    assert list(told.values()) == out.sequences[:, width:].tolist()

@@ -1,4 +1,4 @@
-"""Calls with batch-wide code whose rows take turns, cut off or refused: nothing is left of them."""
+"""Calls with batch-wide code that are cut off: nothing is left of them."""
 
 import sys
 
@@ -6,11 +6,18 @@ import pytest
 import torch
 from transformers import LogitsProcessor
 
-from tests.drop_in.test_batch_wide import ROWS, Matchers, block, generate
-from tests.drop_in.test_batch_wide_tight import FEW_PAGES, NEW, ROOMY, TIGHT, WIDTH, same
+from tests.drop_in.test_batch_wide import NEW, ROWS, SMALL, Matchers, block, generate
 from tests.support import signals, zoo
 from tests.support.drop_in import patched
 from tinyspec import EngineConfig
+
+WIDTH = max(map(len, ROWS))
+
+
+def same(one, other):
+    """Whether all that two calls returned has the same bits."""
+    pairs = zip((one.sequences, *one.scores), (other.sequences, *other.scores), strict=True)
+    return all(map(torch.equal, *zip(*pairs, strict=True)))
 
 
 class AtStep(LogitsProcessor):
@@ -42,7 +49,6 @@ def raises():
 
 
 @pytest.mark.crossed(2.0)
-@pytest.mark.parametrize("name", ["two places", "few pages", "a row's pages"])
 @pytest.mark.parametrize(
     ("what", "error"),
     [(raises, Mine), (signals.interrupt, KeyboardInterrupt), (lambda: sys.exit(3), SystemExit)],
@@ -51,11 +57,11 @@ def raises():
 @pytest.mark.parametrize(
     ("place", "kind"), [("logits_processor", AtStep), ("stopping_criteria", EndsAtStep)]
 )
-def test_nothing_is_left_of_a_call_that_is_cut_off(place, kind, what, error, name, sigint):
+def test_nothing_is_left_of_a_call_that_is_cut_off(place, kind, what, error, sigint):
     """In its first step and later ones; the next call has the bits of any other."""
     model, given = zoo.tiny("llama"), block(ROWS)
     asked_for = {"deterministic": True, "seed": 3, "do_sample": True}
-    with patched(model, EngineConfig(**ROOMY | TIGHT[name])):
+    with patched(model, SMALL):
         before = generate(model, given, logits_processor=[Matchers(5)], **asked_for)
         for steps in (0, 5):
             with pytest.raises(error):
@@ -64,7 +70,6 @@ def test_nothing_is_left_of_a_call_that_is_cut_off(place, kind, what, error, nam
             assert engine.pool.num_held == 0 and not len(engine.admission.table)
             assert not engine.admission.waiting and not engine.has_unfinished()
         after = generate(model, given, logits_processor=[Matchers(5)], **asked_for)
-        assert model.generate.stats().preemptions > 0
     assert same(before, after)
 
 
@@ -78,7 +83,7 @@ def test_weights_that_the_code_changes(deterministic):
             model.lm_head.weight.mul_(-1)
 
     given |= {"logits_processor": [AtStep(4, negated)], "deterministic": deterministic}
-    with patched(model, EngineConfig(**ROOMY, max_sequences=2)):
+    with patched(model, SMALL):
         if deterministic:
             with pytest.raises(RuntimeError, match="changed while it was running"):
                 generate(model, given)
@@ -100,8 +105,10 @@ def test_weights_that_change_while_rows_wait_for_others(deterministic):
                 module.weight.mul_(-1)
 
     model.lm_head.register_forward_hook(negate)
-    with patched(model, EngineConfig(**ROOMY, max_sequences=1)):
-        for passes in (-1, 3, -1):
+    with patched(
+        model, EngineConfig(reference_rows=16, page_size=8, max_rows=16, prefix_cache=False)
+    ):
+        for passes in (-1, 2, -1):
             matchers, left[0] = Matchers(5), passes
             settings = {"deterministic": deterministic, "max_new_tokens": 2}
             generate(model, given, logits_processor=[matchers], **settings)
@@ -109,18 +116,3 @@ def test_weights_that_change_while_rows_wait_for_others(deterministic):
     before, changed, after = found
     assert torch.allclose(before, -after, atol=1e-4)
     assert (torch.equal if deterministic else torch.allclose)(changed, after)
-
-
-def test_a_row_that_can_never_fit(caplog):
-    """It is handed back or refused before the first token, by the pages that it needs."""
-    model, given, code = zoo.tiny("llama"), block(ROWS), {"logits_processor": [Matchers(5)]}
-    limits = {"num_pages": FEW_PAGES - 3}
-    own = generate(model, given, logits_processor=[Matchers(5)])
-    with patched(model, EngineConfig(**ROOMY | limits)):
-        with pytest.raises(NotImplementedError, match=f"rows of {FEW_PAGES - 2} pages"):
-            generate(model, given, deterministic=True, **code)
-        assert not code["logits_processor"][0].seen
-        out = generate(model, given, **code)
-        assert f"with {FEW_PAGES - 3} in all" in caplog.text
-        assert model.generate.stats().committed == 0
-    assert torch.equal(own.sequences, out.sequences)

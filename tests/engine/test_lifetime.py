@@ -214,7 +214,10 @@ def test_a_processor_that_closes_the_engine(close):
         expected = answer(engine)
         params = SamplingParams(max_new_tokens=3, logits_processors=[closes])
         completion = engine.generate([PROMPT], params)[0].completions[0]
-        assert completion.finish_reason == "abort" and "was called from within a step" in completion.error
+        assert (
+            completion.finish_reason == "abort"
+            and "was called from within a step" in completion.error
+        )
         assert answer(engine) == expected
 
 

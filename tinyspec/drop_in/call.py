@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from tinyspec.drop_in import prepare, served
-from tinyspec.drop_in.batch_wide import lock_step
+from tinyspec.drop_in.batch_wide import WideRows, wide_rows
 from tinyspec.drop_in.prepare import Generate
 from tinyspec.drop_in.prompts import Prompt, Prompts, append, ends_in_pads, mask_of, stack_steps
 from tinyspec.drop_in.seeds import Defaults, RowSeeds, check_base
@@ -29,7 +29,6 @@ from tinyspec.errors import refuse
 from tinyspec.model.supported import max_positions, vocab_size
 from tinyspec.sampling_params import SamplingParams
 from tinyspec.scalars import plain
-from tinyspec.scheduler.lock_step import LockStep
 from tinyspec.scheduler.noise import noise_key
 from tinyspec.scheduler.request import Sequence
 
@@ -46,9 +45,9 @@ class Call:
     """The arguments of one call, taken apart.
 
     arguments: by name. original: the model's own ``generate``. defaults, row_seeds: for what the
-    arguments do not say. given: all prompts. prompts, params: one of each per prompt. lock_step:
-    where rows advance together. unserved: what only ``original`` serves; where there is any, none
-    is set. transformers_arguments: for ``original``.
+    arguments do not say. given: all prompts. prompts, params: one of each per prompt. wide: the
+    rows in step, where code of the user's is called for all of them at once. unserved: what only
+    ``original`` serves; where there is any, none is set. transformers_arguments: for ``original``.
     Raises what it raises for bad arguments, ValueError.
     """
 
@@ -69,7 +68,7 @@ class Call:
         self._prepared: list[PreparedRequest] = []
         self._shared: dict[tuple[object, ...], PreparedRequest] = {}
         self.params: list[SamplingParams] = []
-        self.lock_step: LockStep | None = None
+        self.wide: WideRows | None = None
         self.unserved = list(served.unserved_arguments(model, self._arguments))
         if ends_in_pads(mask_of(self._arguments, model.generation_config)):
             self.unserved.append("a batch with rows that end in pads (pad on the left instead)")
@@ -181,7 +180,7 @@ class Call:
         if any(p.logits_processors or p.stopping_criteria for p in self.params):
             padded, spare = self._padded_prompts(), self.given.width - max(map(len, self.prompts))
             given = (self._arguments, self._prepared, self.params, padded.tolist(), spare)
-            self.lock_step = lock_step(*given)
+            self.wide = wide_rows(*given)
         needs_seed = [p.temperature > 0 and p.seed is None for p in self.params]
         if self.unserved or not any(needs_seed):
             return

@@ -12,23 +12,24 @@ from tinyspec.scheduler.request import Request, Sequence
 
 def new_requests(engine: Engine, call: Call) -> list[Request]:
     """The engine's requests, with pages reserved for all that may run at once, where none
-    runs yet; none where a row of those that advance together cannot fit."""
+    runs yet; none where rows in step do not all fit."""
     size = engine.config.page_size or 1
     pages = []
     for prompt, params in zip(call.prompts, call.params, strict=True):
         first = -(-(len(prompt) + params.max_new_tokens) // size)
         # Completions share the prompt's full pages, unless each computes them.
-        further = first - (len(prompt) // size if call.lock_step is None else 0)
+        further = first - (len(prompt) // size if call.wide is None else 0)
         pages += [first] + [further] * (params.num_return_sequences - 1)
     most = engine.config.max_sequences
     needed = sum(sorted(pages)[-most:])
-    if call.lock_step is not None:
-        needed += min(len(pages), most)  # that admission may ask for one more of each
+    if call.wide is not None:
+        needed = sum(pages) + len(pages)  # that admission may ask for one more of each
     if not engine.has_unfinished():
         engine.reserve(needed)
-    if call.lock_step is not None and max(pages) > engine.pool.num_pages:
+    if call.wide is not None and (len(pages) > most or needed > engine.pool.num_pages):
         call.unserved.append(
-            f"user code for rows of {max(pages)} pages with {engine.pool.num_pages} in all"
+            f"user code for all of {len(pages)} rows ({needed} pages) at once, where there are "
+            f"max_sequences={most} and {engine.pool.num_pages} pages"
         )
         return []
     ids = [p.ids or [0] * len(p) for p in call.prompts]
@@ -36,8 +37,6 @@ def new_requests(engine: Engine, call: Call) -> list[Request]:
     for request, prompt in zip(requests, call.prompts, strict=True):
         request.embeds, request.num_hidden = prompt.embeds, len(prompt) - len(prompt.ids)
         request.keeps = call.keeps
-    if call.lock_step is not None:
-        call.lock_step.own(requests)
     return requests
 
 
@@ -45,7 +44,9 @@ def run(engine: Engine, requests: list[Request], call: Call, drafter: Drafter) -
     """Run requests to their end. Raises what a processor or a criterion raised."""
     sequences = [sequence for request in requests for sequence in request.sequences]
     streamers = call.streamers()
-    if streamers is None:
+    if call.wide is not None:
+        call.wide.run(engine, requests, streamers, call.pad)
+    elif streamers is None:
         engine.run(requests, drafter)
     else:
         _stream(engine.follow(requests, drafter), sequences, streamers, call.pad)

@@ -177,8 +177,6 @@ class Committer:
         if special:
             counts, stopped = counts.copy(), stopped.copy()
         for n in special:
-            if not table.used[rows[n]]:  # another one's criterion ended it
-                continue
             sequence = table.sequences[rows[n]]
             counts[n] = self._append_one_by_one(
                 sequence, tokens[n, : counts[n]], places[n].tolist(), found.special
@@ -194,12 +192,9 @@ class Committer:
         """After ``counts`` [n] of ``tokens`` [n, W] were added: KV before the newest is final, full
         pages can be shared, and sequences that ``stopped`` leave."""
         table = self.table
-        alive = table.used[rows]  # a criterion may have ended some
-        if np.count_nonzero(alive) < len(rows):
-            rows, counts, tokens, stopped = (x[alive] for x in (rows, counts, tokens, stopped))
         if self.trace is not None:
             self.trace.committed(rows, counts, tokens)
-        table.settle(rows[table.num_pages[rows] > 0])  # others wait while they get a token
+        table.settle(rows)
         for row in rows[table.draft_free[rows]].tolist():
             table.sequences[row].forbid_drafts(False)
         self._commits.committed += int(counts.sum())
@@ -210,9 +205,32 @@ class Committer:
             last = tokens[np.arange(len(rows)), counts - 1]
             by_token = table.stops_at(rows, last)
             for n in np.flatnonzero(stopped).tolist():
-                self._end(table.sequences[rows[n]], "stop" if by_token[n] else "length")
+                self.end(table.sequences[rows[n]], "stop" if by_token[n] else "length")
 
-    def _end(self, sequence: Sequence, reason: str) -> None:
+    def keep_logits(self, rows: Array, places: Array, found: Sampled) -> None:
+        """Let the sequences in ``rows`` [n] wait for tokens from outside, with the logits that were
+        ``found`` at ``places`` [n]."""
+        for row, place in zip(rows.tolist(), places.tolist(), strict=True):
+            sequence = self.table.sequences[row]
+            sequence.next_logits = found.special.get(place, SpecialResult()).logits
+            if sequence.next_logits is None:
+                self.fail(sequence, NOT_FINITE)
+
+    def supply(
+        self, sequences: list[Sequence], tokens: list[int], logprobs: list[float] | None
+    ) -> None:
+        """Commit a token to each of ``sequences``, which wait for it."""
+        for n, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
+            sequence.supply(token, None if logprobs is None else logprobs[n])
+        running = [n for n, sequence in enumerate(sequences) if sequence.running]
+        self._commits.committed += len(sequences) - len(running)
+        if running:  # others were preempted while they waited
+            rows = np.array([sequences[n].row for n in running])
+            given = np.array([[tokens[n]] for n in running])
+            count = np.ones(len(rows), np.int64)
+            self.finish(rows, count, given, np.zeros(len(rows), np.bool_))
+
+    def end(self, sequence: Sequence, reason: str) -> None:
         """A sequence leaves; ``reason`` unless it has one."""
         sequence.finish_reason = sequence.finish_reason or reason
         self._commits.ended.append(sequence)
@@ -242,8 +260,6 @@ class Committer:
                 return n + 1
             except BaseException as error:  # an interrupt: nothing stays half committed
                 self._raised, stopped = self._raised or error, False
-            if not sequence.running:  # its own criterion ended it
-                return n + 1
             if sequence.diverged:
                 sequence.finish_reason = "abort"
             elif stopped:
@@ -290,4 +306,4 @@ class Committer:
         sequence.siblings = []
         sequence.error, sequence.cause = error, cause
         self.admission.unindex_pages(sequence)
-        self._end(sequence, "abort")
+        self.end(sequence, "abort")

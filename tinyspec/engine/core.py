@@ -19,7 +19,6 @@ from tinyspec.engine.launched import Launched, is_special
 from tinyspec.engine.launcher import FailedPass, Launcher
 from tinyspec.engine.thinker import Thinker
 from tinyspec.engine.thought_commits import ThoughtCommitter
-from tinyspec.engine.together import Together
 from tinyspec.engine.trace import Trace
 from tinyspec.model.torch_state import callers_modes
 from tinyspec.runner.model_runner import ModelRunner
@@ -55,7 +54,6 @@ class EngineCore:
         self.table = self.admission.table
         self.launcher = Launcher(self.admission, self.runner, self.sampler)
         self.committer.trace = self.trace
-        self.together = Together(self.committer, self.sampler)
         thinker = self.thinker
         self.thoughts = None if thinker is None else ThoughtCommitter(self.committer, thinker)
 
@@ -131,6 +129,19 @@ class EngineCore:
             with self.runner.torch_state():
                 self._drop_under_way()
 
+    def end(self, sequences: list[Sequence], reasons: list[str]) -> Commits:
+        """After tokens from outside: those with a reason end with it; what was committed."""
+        for sequence, reason in zip(sequences, reasons, strict=True):
+            if reason:
+                self.committer.end(sequence, reason)
+        commits = self.committer.take()
+        self.stats.committed += commits.committed
+        if self.records:
+            self.records[-1].committed += commits.committed
+        if self.trace is not None:
+            self.trace.supplied(commits.ended)
+        return commits
+
     def _drop_under_way(self) -> None:
         """Wait for a pass whose sequences are gone; what it raised concerns no other."""
         launched, self._under_way = self._under_way, None
@@ -150,16 +161,14 @@ class EngineCore:
         work_pass = launched.work_pass
         table, rows = work_pass.table, work_pass.works.rows[launched.alive]
         sequences: list[Sequence] = [table.sequences[row] for row in rows.tolist()]
-        # Of rows that advance together none goes on without another.
-        together = bool(sequences) and sequences[0].request.lock_step is not None
-        if len(work_pass.works) > 1 and not together:
+        if len(work_pass.works) > 1:
             self.admission.isolate(sequences)
         elif not sequences:
             return
         elif sequences[0].num_drafts:
             sequences[0].forbid_drafts()
             self.admission.isolate(sequences)
-        elif work_pass.rows > 1 and not together:
+        elif work_pass.rows > 1:
             self.admission.isolate(sequences, row_limit=work_pass.rows // 2)
         else:
             why = f"the pass raised {type(error).__name__}: {error}"
@@ -260,10 +269,12 @@ class EngineCore:
         if np.count_nonzero(kept) < len(kept):
             rows, firsts, counts = rows[kept], firsts[kept], counts[kept]
             decisions = None if decisions is None else decisions[:, kept]
-        lock_step = table.sequences[rows[0]].request.lock_step if len(rows) else None
-        if lock_step is not None:
-            self.together.take(lock_step, rows, firsts, found)
-        elif len(rows):
+        if supplied := table.places("supplied", rows):
+            self.committer.keep_logits(rows[supplied], firsts[supplied], found)
+            others = np.delete(np.arange(len(rows)), supplied)
+            rows, firsts, counts = rows[others], firsts[others], counts[others]
+            decisions = None if decisions is None else decisions[:, others]
+        if len(rows):
             self.committer.commit(rows, firsts, counts, found, decisions)
 
     def _start_siblings(self, launched: Launched, alive: Array) -> Array:

@@ -184,7 +184,7 @@ def _tokens(launched: Launched) -> Tensor:
 
 def _special_row(sequence: Sequence, position: int) -> SpecialRow:
     request, params = sequence.request, sequence.params
-    if request.lock_step is not None:  # sampled when the logits of all are there
+    if request.supplied:  # its logits are what is wanted
         return SpecialRow(GREEDY, 0, [], keeps_logits=True)
     generated = position - request.num_prompt
     forced = sequence.given_tokens if sequence.teacher_forced else None

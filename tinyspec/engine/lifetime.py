@@ -95,7 +95,7 @@ class Lifetime(OneProcess):
     def _refuse_unfinished(self, what: str) -> None:
         """Raise ValueError for ``what`` neither a closed nor a running engine does."""
         self._refuse_closed()
-        self.tracker.cancel_dropped()
+        self.tracker.apply_asked()
         if unfinished := len(self.tracker.requests):
             raise refuse(what, f"{unfinished} unfinished requests", "none")
         self.core.settle()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from threading import get_ident
@@ -54,7 +55,7 @@ class RequestTracker:
 
         Raises ValueError where that takes a new engine, and for one that is closed or suspended.
         """
-        self.cancel_dropped()
+        self.apply_asked()
         self._refuse_idle()
         self._refuse_other_number()
         self._refresh(digest=True)
@@ -138,7 +139,7 @@ class RequestTracker:
                 request.fingerprint, request.thread = fingerprint, get_ident()
                 self.requests[request.request_id] = request
                 params = request.params
-                if params.logits_processors or params.stopping_criteria or request.lock_step:
+                if params.logits_processors or params.stopping_criteria:
                     self._calls_user.add(request.request_id)
                 for sequence in {*request.sequences} - {*request.sequences[0].siblings}:
                     self._core.admission.add(sequence)
@@ -160,46 +161,56 @@ class RequestTracker:
         self, requests: list[Request], progress: bool = False, until_abort: bool = False
     ) -> None:
         """Run ``requests`` to their end, or ``until_abort`` of one, which ends the others."""
-        left = [sequence for request in requests for sequence in request.sequences]
-        enough = any if until_abort else all
+        sequences = [sequence for request in requests for sequence in request.sequences]
 
-        def ready() -> bool:
-            return enough(sequence.finished for sequence in left)
+        def done() -> bool:
+            if until_abort and any(s.finish_reason == "abort" for s in sequences):
+                return True
+            return all(sequence.finished for sequence in sequences)
 
         # A bar that is not shown would all the same start tqdm's thread.
-        bars = tqdm(total=len(left), unit="completion", delay=2.0) if progress else nullcontext()
-        with bars as bar:
+        with (
+            tqdm(total=len(sequences), unit="completion", delay=2.0)
+            if progress
+            else (nullcontext()) as bar
+        ):
             try:
                 self.add(requests)
-                while left:
-                    # The state is set once for all steps: none of the caller's code runs between.
-                    with self.lock("generate", ready), self._core.runner.torch_state():
-                        left = self._drive(left, bar, until_abort)
+                self.run_until(done, sequences, bar)
             finally:
                 self.cancel(requests)
 
-    def _drive(self, left: list[Sequence], bar: Any, until_abort: bool) -> list[Sequence]:
-        """Run steps until all of ``left`` have finished, one was aborted if that ends all, or
-        another thread wants the turn; those that are to be waited for."""
-        called = True
-        while True:
-            ended = [sequence for sequence in left if sequence.finished]
-            if until_abort and any(s.finish_reason == "abort" for s in ended):
-                return []
-            if ended:
-                left = [sequence for sequence in left if not sequence.finished]
-                if bar is not None:
-                    bar.update(len(ended))
-            if not left or self.lock.wanted:
-                return left
-            self.advance(called)
-            flush()
-            called = False
+    def run_until(
+        self, done: Callable[[], bool], sequences: Iterable[Sequence] = (), bar: Any = None
+    ) -> None:
+        """Run steps until ``done``, for all threads; one that has something else to do gets in
+        between. bar: shows how many of ``sequences`` have finished."""
+        while not done():
+            # The state is set once for all steps: none of the caller's code runs between them.
+            with self.lock("generate", done), self._core.runner.torch_state():
+                called = True
+                while not (done() or (self.lock.wanted and not called)):
+                    self.advance(called)
+                    called = False
+                    if bar is not None:
+                        bar.update(sum(s.finished for s in sequences) - bar.n)
+                    flush()
+
+    def supply(
+        self, sequences: list[Sequence], tokens: list[int], logprobs: list[float] | None
+    ) -> None:
+        """Commit a token from outside to each of ``sequences``, which wait for theirs; to call with
+        ``lock``, and ``end`` afterwards. logprobs: of the tokens, where any is wanted."""
+        self._core.committer.supply(sequences, tokens, logprobs)
+
+    def end(self, sequences: list[Sequence], reasons: list[str]) -> None:
+        """After ``supply``: those of ``sequences`` that have a reason end with it."""
+        self._finish(self._core.end(sequences, reasons))
 
     def advance(self, called: bool = True) -> None:
         """Run one step, and forget the requests that it finished; to call with ``lock``. called:
         whether the caller has run code of its own since the last step."""
-        self.cancel_dropped()
+        self.apply_asked()
         self._refuse_other_number()
         core = self._core
         called |= core.drafts_by_user or self._runs_user_code()
@@ -224,19 +235,16 @@ class RequestTracker:
         return by_request or self._threads or before
 
     def _finish(self, commits: Commits) -> None:
-        """After a step: what its own code asked for is done, and finished requests are
-        forgotten."""
-        written, self._written = self._written, False
+        """After a step: forget the requests that it finished, and do what its own code asked
+        for."""
         for sequence in commits.ended:
             request = sequence.request
-            if written and request.params.deterministic:  # its last tokens are of both
+            if self._written and request.params.deterministic:  # its last tokens are of both
                 sequence.finish_reason = "abort"
                 sequence.error = "the weights changed while it was running"
             if request.finished and self._unfinished(request):
                 self._forget(request)
-        self.cancel_dropped()
-        if written:
-            self.weights_changed()
+        self.apply_asked()
 
     def _learn(self, seconds: float) -> None:
         """After a step of so many seconds: learn what makes deterministic requests faster. They end
@@ -306,10 +314,14 @@ class RequestTracker:
         self._queued.clear()
         self._abort_all(list(self.requests.values()), "the engine was closed")
 
-    def cancel_dropped(self) -> None:
-        """Abort what was dropped; to call with ``lock``."""
+    def apply_asked(self) -> None:
+        """Do what was asked for where it could not be done, within a step or by a finalizer; to
+        call with ``lock``."""
         while self._dropped:
             self.cancel([self._dropped.pop()])
+        if self._written:
+            self._written = False
+            self.weights_changed()
 
     def _unfinished(self, request: Request) -> bool:
         return self.requests.get(request.request_id) is request

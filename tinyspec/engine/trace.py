@@ -108,6 +108,14 @@ class Trace:
         )
         self._clear()
 
+    def supplied(self, ended: list[Sequence]) -> None:
+        """Tokens from outside were committed after a pass, and ``ended`` sequences have
+        finished."""
+        if self._kept:
+            self._kept[-1].committed.extend(self._committed)
+            self._kept[-1].ended.extend((name_of(s), s.finish_reason) for s in ended)
+        self._committed = []
+
     def passes(self) -> list[TracedPass]:
         """The passes that are kept, in order; drafts of before the first of them are -1."""
         replay = Replay()

@@ -14,11 +14,21 @@ from tinyspec.model.torch_state import callers_modes
 from tinyspec.runner.logits_filters import penalise_repetition
 from tinyspec.runner.scores import Scores
 from tinyspec.sampling_params import SamplingParams
-from tinyspec.scheduler.lock_step import BatchWide
 
 Processor = Callable[..., Tensor]
 # What processors raised, by place.
 Errors = dict[int, tuple[str, Exception]]
+
+
+class BatchWide:
+    """A processor that is called once for all rows: [B, V] scores from ids [B, L] and scores."""
+
+    def __init__(self, processor: Processor):
+        self._processor = processor
+        self.__qualname__ = getattr(processor, "__qualname__", type(processor).__qualname__)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return self._processor(input_ids, scores)
 
 
 @dataclass

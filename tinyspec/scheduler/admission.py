@@ -6,13 +6,10 @@ Knows nothing of passes; the scheduler asks for the pages that rows need.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 
 from tinyspec.config import EngineConfig
-from tinyspec.scheduler.lock_step import forget_logits, waits_for_others
 from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.prefix_cache import PrefixCache
 from tinyspec.scheduler.request import Sequence
@@ -155,37 +152,12 @@ class Admission:
                 self.waiting.remove(sequence)
                 self._start(sequence)
                 self.adopt(sequence, *shared)
-            elif not self._make_way(sequence):
+            else:
                 return
 
     def _first_waiting(self) -> Sequence | None:
-        """The next sequence to start."""
-        able = (s for s in self.waiting if s.request.lock_step is None or not waits_for_others(s))
-        return next(able, None)
-
-    def _make_way(self, sequence: Sequence) -> bool:
-        """Preempt one that waits for the logits of ``sequence``, if there is one."""
-        if sequence.request.lock_step is None or not len(self.table):
-            return False
-        if found := waits_for_others(last := self._last_running()):
-            self._preempt(last)
-        return found
-
-    @contextmanager
-    def at_once(self, sequences: list[Sequence]) -> Iterator[None]:
-        """A block in which all of ``sequences`` have rows of the table, to get tokens; those that
-        wait have no pages in it, and wait on afterwards."""
-        waiting = [sequence for sequence in sequences if not sequence.running]
-        for sequence in waiting:
-            self.waiting.remove(sequence)
-            self._start(sequence)
-        try:
-            yield
-        finally:
-            for sequence in waiting:
-                if sequence.running:
-                    self._stop(sequence)
-                    self.add(sequence)
+        """The next sequence to start: none that waits for a token from outside."""
+        return next((s for s in self.waiting if s.next_logits is None), None)
 
     def _next(self) -> tuple[list[int], int] | None:
         """The pages that the next waiting sequence starts from, and how many are canonical; None
@@ -238,19 +210,25 @@ class Admission:
         self.pool.truncate(sequence.pages, tokens)
         sequence.pages_changed()
 
-    def preempt_last(self) -> None:
-        """Preempt the sequence of the lowest priority."""
-        self._preempt(self._last_running())
+    def make_way(self) -> bool:
+        """No sequence that runs has found pages: preempt one, if others can do with its pages. One
+        that waits for a token from outside needs nothing else, so it goes first."""
+        running = self.running
+        held = [sequence for sequence in running if sequence.next_logits is not None]
+        if held and (len(held) < len(running) or self._first_waiting() is not None):
+            self._preempt(max(held, key=priority))
+            self.admit()
+            return True
+        if found := not held and len(running) > 1:
+            self._preempt(self._last_running())
+        return found
 
     def _last_running(self) -> Sequence:
-        """The sequence to preempt first: of those that wait for others of their call, which need
-        nothing but a token, or else of all, that of the lowest priority."""
-        return max(self.running, key=lambda s: (waits_for_others(s), priority(s)))
+        """The sequence of the lowest priority, which is preempted first."""
+        return max(self.running, key=priority)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Give back its pages and queue it; it is computed again, to the same bits."""
-        if waits_for_others(sequence):
-            self.index_pages(sequence)
         self._stop(sequence)
         sequence.stats.preemptions += 1
         self.preemptions += 1
@@ -269,13 +247,14 @@ class Admission:
     def forget_pages(self) -> None:
         """Drop the values of all pages: the weights changed, or the pool is given back."""
         for sequence in (*self.running, *self.waiting):
-            forget_logits(sequence)
+            sequence.next_logits = None
         self.preempt_all()
         if self.prefix is not None:
             self.prefix.clear()
 
     def isolate(self, suspects: list[Sequence], row_limit: int | None = None) -> None:
-        """A pass of these failed: each runs alone until it has one more token, or fails.
+        """A pass of these failed: each runs alone until it has one more token or its
+        logits, or fails.
 
         row_limit: most rows of a pass of the first of them.
         """
@@ -287,7 +266,8 @@ class Admission:
     def _drop_cleared_suspects(self) -> None:
         while self.suspects:
             sequence, tokens = self.suspects[0]
-            if not sequence.finished and sequence.length == tokens:
+            waits = sequence.next_logits is not None  # it has run, and gets no token before others
+            if not (sequence.finished or waits) and sequence.length == tokens:
                 return
             del self.suspects[0]
             self.row_limit = None

@@ -33,7 +33,7 @@ class Columns:
     logprobs_wanted. special_sampling: the sampler needs its parameters and history.
     special_commit: tokens are committed one by one. given: its continuation is. has_embeds,
     scores_prompt: parts of the prompt enter as embeddings, or its log-probabilities are wanted.
-    thinking: states are added to its prompt.
+    thinking: states are added to its prompt. supplied: its tokens come from outside.
 
     And what changes: length: committed tokens. computed: leading positions whose KV is final.
     canonical: those of them whose KV is canonical. frozen: leading positions in shared pages, which
@@ -62,6 +62,7 @@ class Columns:
     has_embeds: Array
     scores_prompt: Array
     thinking: Array
+    supplied: Array
     length: Array
     computed: Array
     canonical: Array
@@ -83,11 +84,11 @@ class Columns:
     # What ``any`` can tell, as they stay as they are.
     _FIXED = (
         *("deterministic", "temperature", "logprobs_wanted", "special_sampling"),
-        *("special_commit", "given", "has_embeds", "scores_prompt", "thinking"),
+        *("special_commit", "given", "has_embeds", "scores_prompt", "thinking", "supplied"),
     )
     _FLAGS = (
         *("used", "deterministic", "logprobs_wanted", "special_sampling", "special_commit"),
-        *("given", "has_embeds", "scores_prompt", "thinking"),
+        *("given", "has_embeds", "scores_prompt", "thinking", "supplied"),
         *("proposed", "draft_ended", "draft_free"),
     )
     _REALS = ("temperature", "top_p", "min_p")

@@ -29,7 +29,8 @@ class Sequence:
     ends where the canonical tokens diverge from it. teacher_forced: commit it whatever the logits
     say. error: why it ended early. cause: the exception behind it. scores, logits: per committed
     token [V] fp32, processed and raw, where the request keeps them. siblings: completions that
-    start from this one's prompt as soon as it is computed.
+    start from this one's prompt as soon as it is computed. next_logits: [V] fp32 of its next token,
+    where that is supplied from outside: it waits for it, and needs no pages meanwhile.
     """
 
     request: Request
@@ -50,6 +51,7 @@ class Sequence:
     logits: list[Any] = field(default_factory=list)
     key: int = 0
     siblings: list[Sequence] = field(default_factory=list)
+    next_logits: Any = None
     _logprobs: list[float] = field(default_factory=list)
     _stats: CompletionStats = field(default_factory=CompletionStats)
 
@@ -168,6 +170,20 @@ class Sequence:
         place = self.num_generated - 1
         return self.ids(self.length - 1, self.length) != self.given_tokens[place : place + 1]
 
+    def supply(self, token: int, logprob: float | None) -> None:
+        """Commit the token that it waits for, whether it runs or not."""
+        self.next_logits = None
+        if self.table is None:
+            self._tokens.append(token)
+            if self.params.logprobs and logprob is not None:
+                self._logprobs.append(logprob)
+            return
+        place = self.length
+        self.table.set_ids(self.row, place, [token])
+        self.table.length[self.row] = place + 1
+        if logprob is not None:
+            self.table.logprobs[self.row, place] = logprob
+
     def take_pages(self, pages: list[int]) -> None:
         """Start from ``pages``."""
         self.pages = pages
@@ -193,7 +209,19 @@ class Sequence:
     def _window(self, window: int) -> int:
         """Most drafts that may wait: all of the tokens that are given."""
         most = window if self.given_tokens is None else self.params.max_new_tokens
-        return most if self.params.draftable and self.request.lock_step is None else 0
+        return most if self.params.draftable and not self.request.supplied else 0
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Temperature, noise key and filters, in numbers."""
+        params = self.params
+        return {
+            "temperature": params.temperature,
+            "key": self.key,
+            "top_k": (params.filtered and params.top_k) or 0,
+            "top_p": 1.0 if params.top_p is None or not params.filtered else params.top_p,
+            "min_p": (params.filtered and params.min_p) or 0.0,
+        }
 
     def enter(self, table: SequenceTable, window: int) -> None:
         """Take a row of ``table``; nothing is computed yet. window: most drafts that may wait."""
@@ -202,17 +230,13 @@ class Sequence:
         raw = params.logprobs and params.logprobs_mode == "raw"
         early = params.min_new_tokens > 0 and bool(params.stop_ids)
         special = params.needs_history or early or raw or params.top_logprobs > 0
-        kept = bool(request.keeps) or request.lock_step is not None
+        kept = bool(request.keeps) or request.supplied
         row = table.add(
             self,
             order=request.arrival << INDEX_BITS | self.index,
             deterministic=params.deterministic,
             most=prompt + params.max_new_tokens,
-            temperature=params.temperature,
-            key=self.key,
-            top_k=(params.filtered and params.top_k) or 0,
-            top_p=1.0 if params.top_p is None or not params.filtered else params.top_p,
-            min_p=(params.filtered and params.min_p) or 0.0,
+            **self.sampling,
             logprobs_wanted=params.logprobs or params.top_logprobs > 0,
             special_sampling=special or kept or self.teacher_forced,
             special_commit=self.given_tokens is not None or kept or params.checks_text,
@@ -220,6 +244,7 @@ class Sequence:
             has_embeds=request.embeds is not None,
             scores_prompt=params.prompt_logprobs,
             thinking=request.thoughts is not None,
+            supplied=request.supplied,
             window=self._window(window),
         )
         table.set_ids(row, 0, self._tokens)
@@ -252,9 +277,10 @@ class Request:
     arrival: number in order of arrival. prompt_logprobs: filled in as prompt rows run. recompute:
     use no cached page. embeds: the model's input in place of the prompt's tokens, [num_prompt,
     hidden]. num_hidden: leading prompt tokens that are placeholders then. keeps: of scores,
-    logits. lock_step: whose rows its completions are. fingerprint: that it runs under,
-    with its parts. thread: whose code its processors and criteria are; 0: none that steps.
-    thoughts: of the prompt, where it is thought about. tokenizer: its digest, with stop strings.
+    logits. supplied: whether its tokens come from outside (``Sequence.supply``); each completion
+    computes the prompt then. fingerprint: that it runs under, with its parts. thread: whose code
+    its processors and criteria are; 0: none that steps. thoughts: of the prompt, where it is
+    thought about. tokenizer: its digest, with stop strings.
     """
 
     request_id: str
@@ -267,7 +293,7 @@ class Request:
     embeds: Any = None
     num_hidden: int = 0
     keeps: frozenset[str] = frozenset()
-    lock_step: Any = None
+    supplied: bool = False
     fingerprint: Any = None
     thread: int = 0
     thoughts: Thoughts | None = None

@@ -69,7 +69,7 @@ class Scheduler:
     def _candidates(self) -> _Candidates:
         table, rows = self.table, self.admission.eligible()
         uncomputed = table.pending(rows)
-        if np.count_nonzero(uncomputed) < len(rows):  # some wait for others of their call
+        if np.count_nonzero(uncomputed) < len(rows):  # some wait for a token from outside
             rows, uncomputed = rows[uncomputed > 0], uncomputed[uncomputed > 0]
         waiting = uncomputed > 1
         if table.any("thinking"):  # a last token alone may wait for a thought
@@ -98,9 +98,8 @@ class Scheduler:
         if self.table.foresees:  # the table as it will be: no sequence enters or leaves
             return self._plan()
         self.admission.admit()
-        while (planned := self._plan()) is None and len(self.table) > 1:
-            # The rows of a pass went to sequences that found no pages.
-            self.admission.preempt_last()
+        while (planned := self._plan()) is None and self.admission.make_way():
+            pass
         return planned
 
     def _plan(self) -> Pass | None:
