@@ -11,7 +11,7 @@ from tinyspec import Engine, EngineConfig
 from tinyspec.determinism import fingerprint, probe_cache
 from tinyspec.determinism.checksum import row_checksums
 from tinyspec.determinism.code_digest import PACKAGE, file_digest, syntax_digest
-from tinyspec.engine.thinker import CODE
+from tinyspec.thinking.thinker import CODE
 
 # One file of each wing that decides bits, twins and kernels apart.
 FILES = ("kernels/philox.py", "kernels/twins/philox.py", "model/row_tiles.py", "runner/sampler.py")

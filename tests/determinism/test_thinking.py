@@ -14,8 +14,8 @@ from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.thinking import all_bits, engine_of, exact, params, prompt_of, thinking_model
 from tinyspec import Engine, EngineConfig
 from tinyspec.determinism.probes.batches import BatchFunction, mixing
-from tinyspec.engine.chunk_batches import REFERENCE
 from tinyspec.thinking.model import ThinkingModel
+from tinyspec.thinking.thinker import REFERENCE
 
 NEEDLES = [
     (prompt_of(67, 67), exact()),

@@ -27,7 +27,7 @@ from tests.support.mixes import bits
 from tests.support.patience import PATIENCE
 from tests.support.tiny import tiny
 from tinyspec import AsyncEngine, Engine, EngineConfig, SamplingParams
-from tinyspec.engine.async_worker import Call
+from tinyspec.engine.async_engine import Call
 from tinyspec.engine.stream import EventStream
 from tinyspec.model.patched_model import PatchedModel
 
@@ -329,7 +329,7 @@ def test_streams_are_taken_without_steps():
     """What the worker reads, it does not run."""
     with Engine(tiny()) as engine:
         stream = engine.stream([[1, 2]], SamplingParams(max_new_tokens=1, eos_token_id=0))
-        assert isinstance(stream, EventStream) and stream.take() is None
+        assert isinstance(stream, EventStream) and stream.new_events() is None
         engine.step()
-        assert [event.finish_reason for event in stream.take()] == ["length"]
-        assert stream.take() == []
+        assert [event.finish_reason for event in stream.new_events()] == ["length"]
+        assert stream.new_events() == []

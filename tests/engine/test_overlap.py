@@ -224,7 +224,7 @@ def test_surplus_rows_touch_nobodys_pages():
         assert bits_of(outputs[:12]) == expected[:12]
         assert writes.surplus > 0 and engine.stats().cached_prompt_tokens > 0
         assert {c.finish_reason for o in outputs for c in o.completions} >= {"stop"}
-        engine.core.settle()
+        engine.core.drain()
         assert whole(engine)
 
 

@@ -6,7 +6,7 @@ import torch
 from tests.support.cases import drain, whole
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.thinking import all_bits, engine_of, exact, params, prompt_of, thinking_model
-from tinyspec.engine.thinker import NOT_FINITE, Thinker
+from tinyspec.thinking.thinker import NOT_FINITE, Thinker
 
 PROMPT = prompt_of(80, 80)
 

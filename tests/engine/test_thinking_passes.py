@@ -9,9 +9,9 @@ from tests.support.graphs import with_graphs
 from tests.support.late_device import queue_of
 from tests.support.thinking import all_bits, engine_of, exact, params, prompt_of, said
 from tests.support.thinking import thinking_model as new_model
-from tinyspec.engine.thinker import Thinker
 from tinyspec.runner import graphs
 from tinyspec.thinking.reading import generate
+from tinyspec.thinking.thinker import Thinker
 
 PROMPTS = [prompt_of(n, n) for n in (21, 67, 80, 5)]
 REQUESTS = [*((p, exact(20)) for p in PROMPTS), *((p, exact(30, thinking=False)) for p in PROMPTS)]

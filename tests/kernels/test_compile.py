@@ -366,7 +366,7 @@ DOTS = {
     "linear torch.bfloat16 even nk": ["wgmma.mma_async"],
     "linear torch.float32 even kn": [],
 }
-# Launched behind the kernel that an entry is named after.
+# InFlightPass behind the kernel that an entry is named after.
 SECOND_KERNELS = {
     "attention_kernel": ("work_kernel", "merge_kernel"),
     "sample_kernel": ("sample_merge_kernel",),

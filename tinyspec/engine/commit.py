@@ -48,7 +48,7 @@ class Committer:
     def __post_init__(self) -> None:
         self.table = self.admission.table
 
-    def take(self) -> Commits:
+    def new_commits(self) -> Commits:
         """What was committed since the last call."""
         commits, self._commits = self._commits, Commits()
         return commits

@@ -15,9 +15,8 @@ import numpy as np
 
 from tinyspec.engine.commit import Commits, Committer
 from tinyspec.engine.drafter import Drafter, FastPath, NgramDrafter
-from tinyspec.engine.launched import Launched, is_special
+from tinyspec.engine.in_flight import InFlightPass, is_special
 from tinyspec.engine.launcher import FailedPass, Launcher
-from tinyspec.engine.thinker import Thinker
 from tinyspec.engine.thought_commits import ThoughtCommitter
 from tinyspec.engine.trace import Trace
 from tinyspec.model.torch_state import callers_modes
@@ -28,6 +27,7 @@ from tinyspec.scheduler.passes import DRAFT, EngineStats, Pass, PassRecord
 from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.scheduler import Scheduler
 from tinyspec.scheduler.sequence_table import Array
+from tinyspec.thinking.thinker import Thinker
 
 
 @dataclass(eq=False)
@@ -46,7 +46,7 @@ class EngineCore:
     trace: Trace | None = None
     thinker: Thinker | None = None
     stats: EngineStats = field(default_factory=EngineStats)
-    _under_way: Launched | None = None
+    _under_way: InFlightPass | None = None
     _proposed: int = 0
     _number: int = 0
 
@@ -68,20 +68,20 @@ class EngineCore:
         began = time.perf_counter()
         launched = self._next()
         if launched is None:
-            return self.committer.take()
+            return self.committer.new_commits()
         if self.overlap:
             self._under_way = self._look_ahead(launched)
         if self.trace is not None:
             self.trace.begin(launched, self._under_way)
         try:
             results = launched.fetch()
-            ends = self.thoughts.take(launched) if self.thoughts else launched.works.ends
+            ends = self.thoughts.commit(launched) if self.thoughts else launched.works.ends
         except FailedPass as failure:
             assert isinstance(failure.__cause__, Exception)
             self._isolate_failure(launched, failure.__cause__)
         else:
             self._commit(launched, ends, *results)
-        commits = self.committer.take()
+        commits = self.committer.new_commits()
         self._close(launched.record, commits, time.perf_counter() - began)
         if self.trace is not None:
             self.trace.close(launched, began, commits.ended)
@@ -96,7 +96,7 @@ class EngineCore:
     def _is_under_way(self) -> bool:
         return self._under_way is not None and bool(self._under_way.alive.any())
 
-    def _next(self) -> Launched | None:
+    def _next(self) -> InFlightPass | None:
         """The pass to be committed next: the one that is under way, or a new one."""
         if self._is_under_way:
             launched, self._under_way = self._under_way, None
@@ -107,7 +107,7 @@ class EngineCore:
             return None
         return self.launcher.launch(work_pass, self._record(work_pass))
 
-    def _look_ahead(self, launched: Launched) -> Launched | None:
+    def _look_ahead(self, launched: InFlightPass) -> InFlightPass | None:
         """Launch the pass after ``launched``, whose results are not in, where it can be drawn up
         without them: what they would change is left out when they are committed."""
         ahead = isinstance(self.drafter, FastPath) and launched.predictable
@@ -115,14 +115,14 @@ class EngineCore:
         # be in the pass is planned.
         if not ahead or is_special(self.table) or not launched.alive.all():
             return None
-        with launched.foresight():
+        with launched.committed_ahead():
             if not self.admission.settled or (work_pass := self.scheduler.schedule()) is None:
                 return None
             packed = self.launcher.pack(work_pass, self._record(work_pass), launched)
         # Code of the user's in the model may end requests: the table is set back by then.
         return self.launcher.start(*packed)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait for a pass that is under way: to call when no request is unfinished, so that its
         tokens belong to none."""
         if self._under_way is not None:
@@ -134,7 +134,7 @@ class EngineCore:
         for sequence, reason in zip(sequences, reasons, strict=True):
             if reason:
                 self.committer.end(sequence, reason)
-        commits = self.committer.take()
+        commits = self.committer.new_commits()
         self.stats.committed += commits.committed
         if self.records:
             self.records[-1].committed += commits.committed
@@ -153,9 +153,9 @@ class EngineCore:
         """After a step that raised: all running sequences are computed again. Returns what the step
         had committed, which stays."""
         self.admission.preempt_all()
-        return self.committer.take()
+        return self.committer.new_commits()
 
-    def _isolate_failure(self, launched: Launched, error: Exception) -> None:
+    def _isolate_failure(self, launched: InFlightPass, error: Exception) -> None:
         """The pass raised: run its sequences one by one, then without drafts, then with fewer rows;
         the one that raises all the same fails."""
         work_pass = launched.work_pass
@@ -234,7 +234,7 @@ class EngineCore:
 
     def _commit(
         self,
-        launched: Launched,
+        launched: InFlightPass,
         ends: Array,
         found: Sampled,
         decisions: Array | None,
@@ -277,7 +277,7 @@ class EngineCore:
         if len(rows):
             self.committer.commit(rows, firsts, counts, found, decisions)
 
-    def _start_siblings(self, launched: Launched, alive: Array) -> Array:
+    def _start_siblings(self, launched: InFlightPass, alive: Array) -> Array:
         """Start the siblings of prompts that are computed, those without a place wait; the rows of
         ``launched``, siblings' own among them, -1 for those that do not start."""
         places = {sibling: place for place, sibling in launched.siblings}

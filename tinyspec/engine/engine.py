@@ -22,7 +22,6 @@ from tinyspec.engine.observed import Observed, passes_traced, records_of
 from tinyspec.engine.refusals import idle
 from tinyspec.engine.request_tracker import RequestTracker
 from tinyspec.engine.stream import EventStream
-from tinyspec.engine.thinker import Thinker, unwrapped
 from tinyspec.engine.trace import Trace
 from tinyspec.errors import refuse
 from tinyspec.kernels import backend
@@ -40,6 +39,7 @@ from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.request import Request
 from tinyspec.scheduler.scheduler import Scheduler
 from tinyspec.thinking.model import ThinkingModel
+from tinyspec.thinking.thinker import Thinker, unwrapped
 
 Params = SamplingParams | list[SamplingParams] | None
 
@@ -144,7 +144,7 @@ class Engine(Lifetime, Observed):
         """
         if self.closed is not None or self.tracker.requests:
             self._refuse_unfinished("suspend")
-        self.core.settle()
+        self.core.drain()
         self.contract.rest()
         self.admission.forget_plain()
         self.patched.suspend()

@@ -15,7 +15,6 @@ import torch
 from transformers import PreTrainedModel
 
 from tinyspec.config import EngineConfig
-from tinyspec.engine.thinker import Thinker
 from tinyspec.engine.tokenization import as_prompts, continuation_ids, text_digest, to_token_ids
 from tinyspec.errors import refuse
 from tinyspec.model.supported import vocab_size
@@ -24,6 +23,7 @@ from tinyspec.sampling_params import SamplingParams
 from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.request import Request
 from tinyspec.scheduler.thoughts import Thoughts
+from tinyspec.thinking.thinker import Thinker
 
 
 class InputProcessor:

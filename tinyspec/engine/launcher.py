@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from tinyspec.engine.comparison import Comparison
-from tinyspec.engine.launched import Launched, Results
-from tinyspec.engine.thinking_rows import ThinkingRows
+from tinyspec.engine.in_flight import InFlightPass, Results
+from tinyspec.kernels.backend import Kernels
 from tinyspec.runner.device_queue import DeviceQueue, to_device
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.processors import SpecialRow
@@ -23,6 +23,68 @@ from tinyspec.sampling_params import SamplingParams
 from tinyspec.scheduler.admission import Admission
 from tinyspec.scheduler.passes import Pass, PassRecord, spread
 from tinyspec.scheduler.request import Sequence
+from tinyspec.scheduler.sequence_table import Array, SequenceTable
+from tinyspec.thinking.thinking_rows import ThinkingRows
+
+
+class Comparison:
+    """What ``accept_truncate`` reads, for the sequences of a pass that have drafts to verify."""
+
+    def __init__(
+        self,
+        table: SequenceTable,
+        rows: Array,
+        firsts: Array,
+        counts: Array,
+        unknown: Array,
+        device: torch.device,
+    ):
+        """rows [S]: of ``table``. firsts, counts [S]: places of their tokens among those sampled.
+        unknown [S]: for a newest draft without an id its place among the tokens of the pass before,
+        else -1."""
+        drafts, lengths = table.num_drafts[rows], table.length[rows]
+        place = np.arange(max(int(counts.max()), int(drafts.max())))
+        table.make_room(int(lengths.max()) + len(place))
+        guesses = table.ids[rows[:, None], lengths[:, None] + place]
+        guesses[place >= drafts[:, None]] = -1
+        some = np.flatnonzero(unknown >= 0)
+        last = np.stack([some, drafts[some] - 1, unknown[some]])
+        places = firsts[:, None] + np.minimum(place, counts[:, None] - 1)
+        columns = drafts, lengths - 1, table.most[rows] - lengths, table.num_pages[rows]
+        self._guesses, self._places, self._excess, self._stops = (
+            to_device(x, device)
+            for x in (guesses, places, place >= counts[:, None], table.stops[rows])
+        )
+        packed = to_device(np.stack(columns).astype(np.int32), device)
+        self._drafts, self._starts, self._remaining, self._pages = packed.unbind()
+        self._last = to_device(last, device) if len(some) else None
+
+    def run(
+        self, kernels: Kernels, page_size: int, tokens: Tensor, before: Tensor | None
+    ) -> Tensor:
+        """Decisions [5, S] int32, in the order of ``AcceptResult``, on the sampled ``tokens``;
+        before: tokens of the pass before. A sequence is verified up to its first row without a
+        token; where that is its first row, its decision means nothing."""
+        targets = tokens[self._places].masked_fill_(self._excess, -1)
+        good = (targets >= 0).long().cumprod(1).sum(1).clamp_(min=1).int()
+        if self._last is not None:
+            assert before is not None
+            sequence, place, source = self._last
+            self._guesses[sequence, place] = before[source]
+        return torch.stack(
+            kernels.accept_truncate(
+                self._guesses,
+                targets,
+                good,
+                self._drafts,
+                self._starts,
+                self._remaining,
+                self._stops,
+                self._pages,
+                page_size,
+            )
+        )
+
 
 Work = Callable[[], Results]
 GREEDY = SamplingParams()
@@ -43,23 +105,23 @@ class Launcher:
     def __post_init__(self) -> None:
         self.queue = DeviceQueue()
 
-    def launch(self, work_pass: Pass, record: PassRecord) -> Launched:
+    def launch(self, work_pass: Pass, record: PassRecord) -> InFlightPass:
         """Pack a pass and start it."""
         return self.start(*self.pack(work_pass, record))
 
-    def start(self, launched: Launched, work: Work) -> Launched:
+    def start(self, launched: InFlightPass, work: Work) -> InFlightPass:
         """Hand over what ``pack`` returned."""
         launched.pending = self.queue.launch(work)
         return launched
 
     def pack(
-        self, work_pass: Pass, record: PassRecord, before: Launched | None = None
-    ) -> tuple[Launched, Work]:
+        self, work_pass: Pass, record: PassRecord, before: InFlightPass | None = None
+    ) -> tuple[InFlightPass, Work]:
         """A pass, and its work for the device, which reads nothing that may change meanwhile.
 
-        before: a pass whose results are not in, as if it were committed (``foresight``).
+        before: a pass whose results are not in, as if it were committed (``committed_ahead``).
         """
-        launched = Launched.of(work_pass, record, self.admission)
+        launched = InFlightPass.of(work_pass, record, self.admission)
         forward = self._forward(launched, before)
         batch = self._samples(launched)
         compare = self._comparison(launched, before)
@@ -80,7 +142,7 @@ class Launcher:
         return launched, work
 
     def _forward(
-        self, launched: Launched, before: Launched | None
+        self, launched: InFlightPass, before: InFlightPass | None
     ) -> Callable[[], tuple[Tensor, Tensor | None]]:
         """A function that runs the pass: logits of the rows that yield tokens, and the missing
         log-probabilities of prompt tokens. It raises FailedPass."""
@@ -100,7 +162,7 @@ class Launcher:
         return run
 
     def _packed(
-        self, launched: Launched, fresh: list[int], before: Launched | None
+        self, launched: InFlightPass, fresh: list[int], before: InFlightPass | None
     ) -> Callable[[], tuple[Tensor, Tensor | None]]:
         runner, works, unscored = self.runner, launched.works, launched.unscored
         ends = works.cu_rows
@@ -138,7 +200,7 @@ class Launcher:
 
         return forward
 
-    def _samples(self, launched: Launched) -> SampleBatch:
+    def _samples(self, launched: InFlightPass) -> SampleBatch:
         """What the sampler needs to know of every token."""
         table, works, counts = self.admission.table, launched.works, launched.counts
         row, position = launched.rows, works.ends[launched.work]
@@ -162,7 +224,7 @@ class Launcher:
             logits_row, key, position, temperature, top_k, top_p, min_p, wanted, special
         )
 
-    def _comparison(self, launched: Launched, before: Launched | None) -> Comparison | None:
+    def _comparison(self, launched: InFlightPass, before: InFlightPass | None) -> Comparison | None:
         which = launched.verified
         if not len(which):
             return None
@@ -177,7 +239,7 @@ def _fail(error: Exception) -> tuple[Tensor, Tensor | None]:
     raise FailedPass from error
 
 
-def _tokens(launched: Launched) -> Tensor:
+def _tokens(launched: InFlightPass) -> Tensor:
     """Its tokens where they lie."""
     return launched.pending.results.sampling.tokens
 

@@ -81,7 +81,7 @@ class Lifetime(OneProcess):
             return
         try:
             self.tracker.close(why)
-            self.core.settle()
+            self.core.drain()
             self.runner.release()
             self.contract.rest()
         finally:
@@ -98,7 +98,7 @@ class Lifetime(OneProcess):
         self.tracker.apply_asked()
         if unfinished := len(self.tracker.requests):
             raise refuse(what, f"{unfinished} unfinished requests", "none")
-        self.core.settle()
+        self.core.drain()
 
 
 def _give_back(record: ref[PatchedModel]) -> None:

@@ -83,7 +83,7 @@ class EventStream(Iterator[StreamEvent]):
             if sequence.finished:
                 del unfinished[sequence]
 
-    def take(self) -> list[StreamEvent] | None:
+    def new_events(self) -> list[StreamEvent] | None:
         """What there is now, without running the engine: None where there is nothing yet, an empty
         list where nothing will come."""
         with self._tracker.lock("stream"):

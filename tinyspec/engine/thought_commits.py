@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from tinyspec.engine.commit import Committer
-from tinyspec.engine.launched import Launched
+from tinyspec.engine.in_flight import InFlightPass
 from tinyspec.engine.launcher import FailedPass
-from tinyspec.engine.thinker import NOT_FINITE, Thinker
-from tinyspec.engine.thinking_rows import Span
 from tinyspec.outputs import Thought
 from tinyspec.scheduler.sequence_table import Array
 from tinyspec.scheduler.thoughts import Thoughts
+from tinyspec.thinking.thinker import NOT_FINITE, Thinker
+from tinyspec.thinking.thinking_rows import Span
 
 
 @dataclass(eq=False)
@@ -41,7 +41,7 @@ class ThoughtCommitter:
     committer: Committer
     thinker: Thinker
 
-    def take(self, launched: Launched) -> Array:
+    def commit(self, launched: InFlightPass) -> Array:
         """[works] int64: up to where the positions of each work in a pass that has run are good.
         Raises FailedPass where a block raises."""
         ends: Array = launched.works.ends.copy()
@@ -57,7 +57,7 @@ class ThoughtCommitter:
         self._truncate(launched, ends)
         return ends
 
-    def _chunks(self, launched: Launched, ends: Array) -> list[_Chunks]:
+    def _chunks(self, launched: InFlightPass, ends: Array) -> list[_Chunks]:
         """Of the sequences that are still there, one of each request: after a change of the model
         several may read the same prompt, and the others go on when its thoughts are known."""
         thinking, alive = launched.thinking, launched.alive
@@ -140,7 +140,7 @@ class ThoughtCommitter:
             self.committer.fail(sequence, f"the thought of chunk {number} has no finite logits")
         thoughts.window = thoughts.width = 1
 
-    def _truncate(self, launched: Launched, ends: Array) -> None:
+    def _truncate(self, launched: InFlightPass, ends: Array) -> None:
         assert launched.thinking is not None
         alive = launched.alive
         for span in launched.thinking.spans:

@@ -11,9 +11,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from tinyspec.engine.kept_pass import Kept, Name
-from tinyspec.engine.launched import Launched
-from tinyspec.engine.traced import Replay, TracedPass
+from tinyspec.engine.in_flight import InFlightPass
+from tinyspec.engine.traced import Kept, Name, Replay, TracedPass
 from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.sequence_table import Array, SequenceTable
 
@@ -47,7 +46,7 @@ class Trace:
         self._verified: list[tuple[Array, Array, Array]] = []
         self._committed: list[tuple[Array, Array, Array]] = []
 
-    def begin(self, *launched: Launched | None) -> None:
+    def begin(self, *launched: InFlightPass | None) -> None:
         """``launched``, of which the first is about to be committed: to call while the sequences
         that it ends are there."""
         if self._named == self._table.stays:
@@ -85,7 +84,7 @@ class Trace:
         self._learn_names()  # completions may have started from another one's prompt
         self._committed.append((self._table.entry[rows], counts, tokens))
 
-    def close(self, launched: Launched, began: float, ended: list[Sequence]) -> None:
+    def close(self, launched: InFlightPass, began: float, ended: list[Sequence]) -> None:
         """The pass is committed, or has failed; ``ended`` sequences have finished."""
         table, works = self._table, launched.works
         rows = works.rows

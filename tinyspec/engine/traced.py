@@ -6,9 +6,44 @@ Draws up what ``trace`` keeps. Knows no engine.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from tinyspec.engine.kept_pass import Kept, Name
-from tinyspec.scheduler.passes import KINDS, VERIFY, PassRecord
+from tinyspec.scheduler.passes import KINDS, VERIFY, PassRecord, Works
+from tinyspec.scheduler.sequence_table import Array
+
+
+class Name(NamedTuple):
+    """Whose a stay in the table is."""
+
+    request_id: str
+    completion: int
+    prompt_tokens: int
+    deterministic: bool
+
+
+class Kept(NamedTuple):
+    """One pass as it is kept, in arrays that nobody writes to any more.
+
+    began: seconds of ``time.perf_counter``. names: of stays in the table. entries: of the works'
+    rows when the pass was launched, and after it was committed. computed, pages: of these rows,
+    after it. proposed: (sequence, drafts) of a drafter. drafts: (rows, tokens) of the fast path.
+    verified: (rows, drafts, decisions). committed: (entries, counts, tokens). ended: sequences.
+    """
+
+    record: PassRecord
+    began: float
+    works: Works
+    names: dict[int, Name]
+    entries: Array
+    after: Array
+    computed: Array
+    pages: Array
+    proposed: list[tuple[Name, list[int]]]
+    drafts: list[tuple[Array, Array]]
+    verified: list[tuple[Array, Array, Array]]
+    committed: list[tuple[Array, Array, Array]]
+    ended: list[tuple[Name, str | None]]
+
 
 PROMPT, CANONICAL, PLAIN, DRAFT, VERIFIED = "prompt", "canonical", "plain", "draft", "verify"
 # Completions that get a token without rows, from another one's prompt or when all have theirs, or

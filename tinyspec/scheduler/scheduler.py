@@ -95,7 +95,7 @@ class Scheduler:
 
     def schedule(self) -> Pass | None:
         """The next pass, its pages granted; None when nothing can run."""
-        if self.table.foresees:  # the table as it will be: no sequence enters or leaves
+        if self.table.ahead:  # the table as it will be: no sequence enters or leaves
             return self._plan()
         self.admission.admit()
         while (planned := self._plan()) is None and self.admission.make_way():
@@ -238,7 +238,7 @@ class Scheduler:
         granted = self.admission.make_room(works.rows, works.ends)
         if granted is None or granted.all():
             return works
-        if self.table.foresees:  # to be planned with preemption
+        if self.table.ahead:  # to be planned with preemption
             granted[:] = False
         return works.take(granted)
 

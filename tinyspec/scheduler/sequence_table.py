@@ -32,7 +32,7 @@ class SequenceTable(Columns):
         self._rows: Array | None = None
         self._any: dict[str, bool] = {}
         self.stays = 0
-        self.foresees = False  # in a block of ``foresight``
+        self.ahead = False  # as it will be once a pass under way is committed
         self._columns: dict[str, Any] = {
             **dict.fromkeys(self._FLAGS, np.bool_),
             **dict.fromkeys(self._REALS, np.float64),

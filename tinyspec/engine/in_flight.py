@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
 
-from tinyspec.engine.thinking_rows import ThinkingRows
 from tinyspec.runner.device_queue import Pending
 from tinyspec.runner.sampler import Sampled, Sampling
 from tinyspec.scheduler.admission import Admission
-from tinyspec.scheduler.foresight import foresight
 from tinyspec.scheduler.passes import DRAFT, Pass, PassRecord, Works
 from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.sequence_table import Array, SequenceTable
+from tinyspec.thinking.thinking_rows import ThinkingRows
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Results:
 
 
 @dataclass(eq=False)
-class Launched:
+class InFlightPass:
     """A pass under way, and the n sequences that get tokens from it: siblings that start come last.
 
     entries: of the works' rows when it was launched; a row that has another by now holds another
@@ -61,7 +61,7 @@ class Launched:
     thinking: ThinkingRows | None = None
 
     @classmethod
-    def of(cls, work_pass: Pass, record: PassRecord, admission: Admission) -> Launched:
+    def of(cls, work_pass: Pass, record: PassRecord, admission: Admission) -> InFlightPass:
         """Before it is handed to the device."""
         table, works = work_pass.table, work_pass.works
         offsets = works.cu_tokens - works.yields
@@ -111,15 +111,29 @@ class Launched:
         thinks = self.thinking is not None and bool(self.thinking.spans)
         return not (len(self.verified) or self.leads or self.pending.failed or thinks)
 
-    def foresight(self) -> AbstractContextManager[None]:
-        """A block in which the sequence table is as if it were committed."""
+    @contextmanager
+    def committed_ahead(self) -> Iterator[None]:
+        """A block in which the sequence table is as it will be once it is committed, but for the
+        ids of its tokens. No sequence may enter or leave in it."""
         works, table = self.works, self.work_pass.table
         drafting = works.kinds == DRAFT
-        final = ~drafting
-        grown = self.rows[final[self.work]]
-        rows, ends = works.rows[final], works.ends[final]
-        drafted = works.rows[drafting]
-        return foresight(table, rows, ends, self.work_pass.canonical, grown, drafted)
+        rows, drafted = works.rows[~drafting], works.rows[drafting]
+        grown = self.rows[~drafting[self.work]]
+        touched = np.concatenate([rows, drafted])
+        table.make_room(int((table.length[touched] + table.num_drafts[touched]).max(initial=0)) + 1)
+        columns = (table.length, table.computed, table.canonical, table.num_drafts)
+        before = [column[touched] for column in columns]
+        table.ahead = True
+        try:
+            table.advance(rows, works.ends[~drafting], self.work_pass.canonical)
+            table.length[grown] += 1
+            table.settle(grown)
+            table.num_drafts[drafted] += 1
+            yield
+        finally:
+            table.ahead = False
+            for column, values in zip(columns, before, strict=True):
+                column[touched] = values
 
     def sources(self, rows: Array) -> Array:
         """[n]: where among its tokens the newest one of each of ``rows`` is; -1: elsewhere."""
