@@ -5,20 +5,15 @@ Results are those of an unpatched one.
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    TextIteratorStreamer,
-    TextStreamer,
     pipeline,
 )
 
 from tests.support.drop_in import PAD, greedy, own, patched, random_ids
-from tests.support.patience import PATIENCE
 from tests.support.tiny import tiny
 from tinyspec.tools.demo import BUNDLED
 
@@ -94,21 +89,6 @@ def test_a_pipeline_hands_on_what_tinyspec_adds(model, tokenizer):
     assert pipe(TEXTS[1], **{**asked, "seed": 4}) != alone
 
 
-def test_chat_template(model, plain, tokenizer):
-    inputs = tokenizer.apply_chat_template(
-        CHATS, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
-    )
-    found = model.generate(**inputs, **GREEDY)
-    for place, chat in enumerate(CHATS):
-        one = tokenizer.apply_chat_template(
-            chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        expected = plain.generate(**one, **GREEDY)[0, one["input_ids"].shape[1] :].tolist()
-        tokens = found[place, inputs["input_ids"].shape[1] :].tolist()
-        assert tokens[: len(expected)] == expected
-        assert set(tokens[len(expected) :]) <= {tokenizer.pad_token_id}
-
-
 def test_a_chat_of_several_turns(model, plain, tokenizer):
     said = {}
     for one in (model, plain):
@@ -123,41 +103,6 @@ def test_a_chat_of_several_turns(model, plain, tokenizer):
             chat.append({"role": "assistant", "content": text})
         said[one] = chat
     assert said[model] == said[plain]
-
-
-def test_stop_strings_and_tokenizer(model, plain, tokenizer):
-    inputs = tokenizer(TEXTS[1], return_tensors="pt")
-    asked = {"tokenizer": tokenizer, "max_new_tokens": 40, "do_sample": False}
-    whole = plain.generate(**inputs, **asked)
-    inside = tokenizer.decode(whole[0, 20:22])
-    expected = plain.generate(**inputs, **asked, stop_strings=["never said", inside])
-    assert expected.shape[1] < whole.shape[1]
-    assert torch.equal(
-        model.generate(**inputs, **asked, stop_strings=["never said", inside]), expected
-    )
-
-
-def test_text_iterator_streamer_in_a_thread(model, plain, tokenizer):
-    inputs = tokenizer(TEXTS[1], return_tensors="pt")
-    texts = []
-    for one in (model, plain):
-        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=PATIENCE)
-        arguments = {**inputs, **GREEDY, "streamer": streamer}
-        thread = threading.Thread(target=one.generate, kwargs=arguments)
-        thread.start()
-        texts.append(list(streamer))
-        thread.join()
-    assert texts[0] == texts[1]
-    assert len(texts[0]) > 3
-
-
-def test_text_streamer_prints(model, plain, tokenizer, capsys):
-    inputs = tokenizer(TEXTS[1], return_tensors="pt")
-    printed = []
-    for one in (model, plain):
-        one.generate(**inputs, **GREEDY, streamer=TextStreamer(tokenizer))
-        printed.append(capsys.readouterr().out)
-    assert printed[0] == printed[1] != ""
 
 
 def test_no_grad_inference_mode_and_autocast():

@@ -195,15 +195,3 @@ def test_streamers_of_a_failed_call_raise_as_transformers():
     for streamer in (object(), 5, "text"):
         ours, theirs = (listen(m.generate, SAME, **BASE, streamer=streamer) for m in pair())
         assert type(ours.error) is type(theirs.error) is AttributeError
-
-
-def test_generate_within_generate_says_what_to_do():
-    model, own = pair()
-
-    class Nested(AttentionRecorder):
-        def put(self, value):
-            model.generate(SAME, **BASE)
-
-    with pytest.raises(RuntimeError, match="another model"):
-        model.generate(SAME, **BASE, streamer=Nested())
-    assert torch.equal(model.generate(SAME, **BASE), own.generate(SAME, **BASE))

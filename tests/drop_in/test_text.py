@@ -11,7 +11,6 @@ from transformers import (
     GenerationConfig,
     TextIteratorStreamer,
     TextStreamer,
-    pipeline,
 )
 from transformers.generation import StopStringCriteria
 
@@ -64,16 +63,6 @@ def test_a_chat_template(models, tokenizer):
     inputs.pop("token_type_ids", None)
     given, judged = (m.generate(**inputs, max_new_tokens=NEW) for m in (model, own))
     assert torch.equal(given, judged)
-
-
-def test_a_pipeline(models, tokenizer):
-    texts = [
-        pipeline("text-generation", m, tokenizer=tokenizer)(
-            TEXTS, max_new_tokens=NEW, do_sample=False
-        )
-        for m in models
-    ]
-    assert texts[0] == texts[1]
 
 
 STOPS = {

@@ -283,45 +283,6 @@ def test_completions_of_one_prompt_fail_alone(engine, deterministic, call):
     assert untouched(engine)
 
 
-class Proposes:
-    """A drafter that proposes whatever it is given, for every sequence."""
-
-    def __init__(self, proposal):
-        self.proposal = proposal
-
-    def propose(self, sequences, n):
-        if isinstance(self.proposal, Exception):
-            raise self.proposal
-        return [self.proposal for _ in sequences]
-
-
-@pytest.mark.parametrize(
-    "proposal",
-    [[VOCAB], [-1], ["a"], [1.5], list(range(100)), (3, 4), None, 7, RuntimeError("boom")],
-    ids=str,
-)
-def test_a_bad_drafter_takes_nobody_down(proposal):
-    """What is no token is no draft; a drafter that fails ends only those for whom it was asked."""
-    config = EngineConfig(reference_rows=16, drafter=Proposes(proposal))
-    model = tiny()
-    with Engine(model) as engine:
-        expected = engine.generate([[1, 2, 3]], SHORT)[0].completions[0].token_ids
-    with Engine(model, config=config) as engine:
-        brief = SamplingParams(max_new_tokens=1)  # one token is never drafted for
-        asking, plain, other = engine.generate(
-            [[5, 6], [1, 2, 3], [1, 2, 3]], [DETERMINISTIC, SHORT, brief]
-        )
-        assert other.completions[0].token_ids == expected[:1]
-        drafts = isinstance(proposal, (list, tuple)) and all(isinstance(t, int) for t in proposal)
-        for output in (asking, plain):
-            completion = output.completions[0]
-            assert (completion.finish_reason == "abort") == (completion.error is not None)
-            assert completion.finish_reason == ("length" if drafts else "abort")
-        if drafts:
-            assert plain.completions[0].token_ids == expected
-        assert untouched(engine)
-
-
 def test_end_token_outside_the_vocabulary(engine):
     """A config may name an end token that the model does not have; it cannot be sampled."""
     model = tiny()

@@ -63,16 +63,6 @@ def test_interrupt_leaves_a_usable_engine(sigint):
             assert bits(engine.generate(prompts(4)[3:], DETERMINISTIC)[0]) == expected
 
 
-def test_closing_a_stream_aborts_its_requests():
-    with Engine(tiny()) as engine:
-        stream = engine.stream(prompts(4), SamplingParams(max_new_tokens=50))
-        next(stream)
-        assert engine.has_unfinished()
-        stream.close()
-        assert not engine.has_unfinished()
-        assert whole(engine)
-
-
 def given_up(engine, request_id):
     engine.abort(request_id)
 
@@ -296,73 +286,6 @@ def test_drafts_that_are_no_tokens_are_left_out(odd):
         # No more than the window at a time, and nothing that is no token.
         drafted = [record.drafted for record in engine.records]
     assert 0 < max(drafted) <= 6
-
-
-class Breaks:
-    """A logits processor or a stopping criterion; fails from its ``at``-th call on."""
-
-    def __init__(self, at, value=None):
-        self.left, self.value = at, value
-
-    def __call__(self, ids, scores):
-        self.left -= 1
-        if self.left < 0:
-            if self.value is None:
-                raise KeyError("lost")
-            return self.value
-        return False if scores is None else scores
-
-
-@pytest.mark.crossed(0.5)
-@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "plain"])
-@pytest.mark.parametrize("stateless", [True, False], ids=["stateless", "stateful"])
-@pytest.mark.parametrize("value", [None, torch.zeros(1, 3), "text"], ids=["raises", "short", "str"])
-def test_a_processor_that_breaks(value, stateless, deterministic):
-    """At its fifth token, or from the first on: that request aborts, the others do not notice."""
-    model = model_of("shape-sensitive")
-    expected = alone(model)
-    with steady(model, page_size=8, draft_window=3) as engine:
-        for at in (0, 4):
-            breaks = Breaks(at, value)
-            breaks.stateless = stateless
-            wanted = SamplingParams(
-                max_new_tokens=20, deterministic=deterministic, logits_processors=[breaks]
-            )
-            outputs = run(engine, [*four()[:2], (text(20, seed=9), wanted), *four()[2:]])
-            completion = outputs.pop(2).completions[0]
-            assert completion.finish_reason == "abort"
-            assert "logits processor Breaks raised" in completion.error
-            # Drafted tokens are looked at before they are committed.
-            assert len(completion.token_ids) <= at
-            assert stateless or len(completion.token_ids) == at
-            assert bits_of(outputs) == expected
-            assert whole(engine)
-        # Control: one that holds out is no error.
-        wanted = SamplingParams(max_new_tokens=3, logits_processors=[Breaks(99)])
-        assert run(engine, [([1], wanted)])[0].completions[0].error is None
-
-
-@pytest.mark.crossed(0.5)
-@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "plain"])
-@pytest.mark.parametrize("value", [None, "text"], ids=["raises", "str"])
-def test_a_criterion_that_breaks(value, deterministic):
-    """Each completion is a sequence of its own: only the one at the fault ends."""
-    model = model_of("shape-sensitive")
-    expected = alone(model)
-    for at in (0, 7):
-        with steady(model, page_size=8, draft_window=3) as engine:
-            wanted = SamplingParams(
-                max_new_tokens=15,
-                deterministic=deterministic,
-                stopping_criteria=[Breaks(at, value)],
-            )
-            outputs = run(engine, [*four()[:2], (text(20, seed=9), wanted), *four()[2:]])
-            completion = outputs.pop(2).completions[0]
-            assert completion.finish_reason == "abort"
-            assert "a stopping criterion raised" in completion.error
-            assert len(completion.token_ids) == at + 1
-            assert bits_of(outputs) == expected
-            assert whole(engine)
 
 
 @pytest.mark.parametrize("place", [0, 1, 4])
