@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from threading import get_ident
 from typing import Any
@@ -21,14 +21,19 @@ from tinyspec.determinism.contract import Contract
 from tinyspec.engine.commit import Commits
 from tinyspec.engine.core import EngineCore
 from tinyspec.engine.lock import StepLock, between_steps, flush
-from tinyspec.engine.refusals import idle, not_followed, refuse_other_number
+from tinyspec.engine.refusals import idle, refuse_other_number
 from tinyspec.engine.results import output_of
-from tinyspec.errors import DeterminismError, refuse
+from tinyspec.errors import DeterminismError, TinyspecError, refuse
 from tinyspec.outputs import RequestOutput
 from tinyspec.scheduler.request import Request, Sequence
 
 # Threads of libraries that touch no model.
 HARMLESS = ("TMonitor",)  # tqdm's
+
+
+def _told(error: Exception) -> str:
+    known = isinstance(error, TinyspecError)
+    return str(error) if known else f"{type(error).__name__}: {error}"
 
 
 class RequestTracker:
@@ -47,33 +52,36 @@ class RequestTracker:
         self._dropped: list[Request] = []
         self._written = False
         self.closed: str | None = None
-        self.suspended = False
         self.lock = StepLock()
 
     def check_model(self) -> None:
         """Compare the model with what it was at the last call.
 
-        Raises ValueError where that takes a new engine, and for one that is closed or suspended.
+        Raises ValueError for an engine that is closed, and what keeps the model as it is now from
+        being served.
         """
         self.apply_asked()
         self._refuse_idle()
         self._refuse_other_number()
         self._refresh(digest=True)
-        if self._contract.stale is not None:
-            raise ValueError(not_followed(self._contract.stale))
 
     def _refuse_idle(self) -> None:
-        if self.closed is not None or self.suspended:
+        if self.closed is not None:
             raise idle(self.closed)
 
     def _refuse_other_number(self) -> None:
-        if self.requests and self._contract.watch.threads_changed:
+        if self.requests and self._contract.threads_changed:
             refuse_other_number(self.requests.values())
 
     def _refresh(self, digest: bool) -> None:
-        if changes := self._contract.refresh(digest):
-            self._contract.watch.suspects |= {*changes} if self.requests else set()
-            self.on_change(self._contract.summary(changes))
+        try:
+            what = self._contract.refresh(digest)
+        except Exception as error:  # none is made of the model as it is now
+            self._core.admission.forget_pages()
+            self._abort_all(list(self.requests.values()), _told(error))
+            raise
+        if what is not None:
+            self.on_change(what)
 
     def weights_changed(self) -> None:
         """Weights were written; within a step it takes effect at its end."""
@@ -81,21 +89,18 @@ class RequestTracker:
             self._written = True
             return
         with self.lock("weights_changed"):
-            self._contract.drop_fingerprint()
-            self._contract.watch.written()
+            self._refresh(digest=False)
+            self._contract.weights_changed()
             self.on_change()
 
     def on_change(self, what: str = "the weights") -> None:
         """Drop everything computed with the model as it was; ``what`` changed.
 
         Plain requests and those without tokens continue with the model as it is. A deterministic
-        one that has tokens is aborted, and all are where the model cannot be served any more.
+        one that has tokens is aborted.
         """
         contract = self._contract
         self._core.admission.forget_pages()
-        if contract.stale is not None:
-            self._abort_all(list(self.requests.values()), not_followed(contract.stale))
-            return
         asking = [request for request in self.requests.values() if request.params.deterministic]
         begun = [r for r in asking if any(s.num_generated for s in r.sequences)]
         self._abort_all(begun, f"{what} changed while it was running")
@@ -107,19 +112,17 @@ class RequestTracker:
             contract.ensure()
             fingerprint = contract.fingerprint
         except Exception as error:  # of whatever the model is made of now
-            known = isinstance(error, DeterminismError)
-            self._abort_all(asking, str(error) if known else f"{type(error).__name__}: {error}")
+            self._abort_all(asking, _told(error))
             return
         for request in self.requests.values():
             request.fingerprint = fingerprint
 
     def _check_before_pass(self, called: bool = True) -> None:
         """Compare the model with what it was: all of it where code of the user's was ``called``."""
-        contract, watch = self._contract, self._contract.watch
-        if watch.changed() if called else watch.threads_changed:
-            self._refresh(digest=False)
-        if contract.outdated and any(r.params.deterministic for r in self.requests.values()):
-            self.on_change()
+        contract = self._contract
+        if contract.changed() if called else contract.threads_changed:
+            with suppress(TinyspecError, ValueError):  # which every request was told
+                self._refresh(digest=False)
 
     def _abort_all(self, requests: list[Request], error: str) -> None:
         for request in requests:
@@ -219,19 +222,21 @@ class RequestTracker:
             with self.lock.step():
                 core.propose()
             self._check_before_pass(called)
-            commits = None
+            commits, marks = None, self._contract.marks()
             try:
                 with self.lock.step():
                     commits = core.step()
             finally:
                 self._finish(core.recover() if commits is None else commits)
+            if self._contract.after_step(marks):
+                self._end_asking()
             self._learn(time.perf_counter() - begun)
 
     def _runs_user_code(self) -> bool:
         """Whether code of the user's may have run since the last call: callbacks of requests, hooks
         and modules, other threads. Not seen are signal handlers and finalizers."""
         before, self._threads = self._threads, other_threads()  # one may have ended meanwhile
-        by_request = bool(self._calls_user) or self._contract.watch.runs_user_code
+        by_request = bool(self._calls_user) or self._contract.runs_user_code
         return by_request or self._threads or before
 
     def _finish(self, commits: Commits) -> None:
@@ -249,12 +254,16 @@ class RequestTracker:
     def _learn(self, seconds: float) -> None:
         """After a step of so many seconds: learn what makes deterministic requests faster. They end
         where that shows that none can be served."""
-        if not self._core.table.any("deterministic") or self._contract.learn(seconds):
-            return
+        if self._core.table.any("deterministic") and not self._contract.learn(seconds):
+            self._end_asking()
+
+    def _end_asking(self) -> None:
+        """Abort deterministic requests where none can be served."""
+        asking = [r for r in self.requests.values() if r.params.deterministic]
         try:
-            self._contract.ensure()
+            if asking:
+                self._contract.ensure()
         except DeterminismError as error:
-            asking = [r for r in self.requests.values() if r.params.deterministic]
             self._abort_all(asking, str(error))
 
     def _forget(self, request: Request) -> None:
