@@ -52,7 +52,7 @@ def test_a_forked_process_is_told():
         held, done = threading.Event(), threading.Event()
 
         def hold():
-            with model.generate._locked():
+            with model.generate._changed:
                 held.set()
                 done.wait(PATIENCE)
 
@@ -85,25 +85,60 @@ def test_a_thread_whose_call_transformers_serves():
     assert found == [[beams] * 10, [greedy(own(), prompt, 40)] * 10]
 
 
-@pytest.mark.parametrize("beams", [1, 2])
-@pytest.mark.parametrize("hook", ["logits_processor", "stopping_criteria", "streamer"])
-def test_generate_from_within_itself_says_so(hook, beams):
-    def called(ids, scores, **_):
-        return greedy(model, [1, 2], num_beams=beams)
+@pytest.mark.parametrize("hook", ["logits_processor", "stopping_criteria"])
+def test_generate_from_within_a_step_says_so(hook):
+    """What transformers serves runs there on the model's own modules."""
+    prompt, beams = [1, 2, 3], greedy(own(), [1, 2], num_beams=2)
 
-    class Streamer:
+    def called(ids, scores, **_):
+        assert greedy(model, [1, 2], num_beams=2) == beams
+        return greedy(model, [1, 2])
+
+    with patched(tiny()) as model:
+        with pytest.raises(RuntimeError, match="generate was called from within a step"):
+            greedy(model, prompt, **{hook: [called]})
+        assert greedy(model, prompt) == greedy(own(), prompt)
+
+
+def test_generate_from_a_streamer():
+    """It is called between steps, so another call may run there."""
+    found = []
+
+    class Asks:
         def put(self, tokens):
-            if tokens.ndim == 1:  # the prompt comes before anything runs
-                called(tokens, None)
+            found.append(greedy(model, [1, 2]))
 
         def end(self):
             pass
 
     with patched(tiny()) as model:
-        given = Streamer() if hook == "streamer" else [called]
-        with pytest.raises(RuntimeError, match="within itself"):
-            greedy(model, [1, 2, 3], **{hook: given})
-        assert greedy(model, [1, 2, 3]) == greedy(own(), [1, 2, 3])
+        assert greedy(model, [1, 2, 3], streamer=Asks()) == greedy(own(), [1, 2, 3])
+    assert len(found) > 3 and all(tokens == greedy(own(), [1, 2]) for tokens in found)
+
+
+def test_threads_share_passes():
+    """A later call's tokens come before the last of a long one, which began first."""
+    begun, order = threading.Event(), []
+
+    def tells(ids, scores):
+        begun.set()
+        return scores
+
+    with patched(tiny()) as model:
+
+        def later():
+            begun.wait(PATIENCE)
+            order.append(greedy(model, random_ids(9), 8))
+            order.append("later")
+
+        thread = threading.Thread(target=later)
+        thread.start()
+        long = greedy(model, random_ids(5, 1), 150, logits_processor=[tells])
+        order.append("first")
+        thread.join(PATIENCE)
+        most = max(record.running for record in model.generate._engine.records)
+    assert order == [greedy(own(), random_ids(9), 8), "later", "first"] and most == 2
+    assert long == greedy(own(), random_ids(5, 1), 150)
 
 
 def test_another_patched_model_within_a_call():
@@ -255,7 +290,7 @@ def test_an_interrupt_that_leaves_requests_over(monkeypatch):
 
     prompt = [5, 17, 3]
     with patched(tiny()) as model:
-        monkeypatch.setattr("tinyspec.engine.engine.RequestTracker._drive", interrupted)
+        monkeypatch.setattr("tinyspec.engine.engine.RequestTracker.run_until", interrupted)
         with pytest.raises(KeyboardInterrupt):
             greedy(model, prompt)
         monkeypatch.undo()

@@ -24,13 +24,11 @@ from tinyspec.drop_in.requests import new_requests, run
 from tinyspec.drop_in.seeds import Defaults, RowSeeds
 from tinyspec.engine.drafter import make_drafter
 from tinyspec.engine.engine import Engine
-from tinyspec.engine.lock import at_once, between_steps, flush
+from tinyspec.engine.lock import LOOK
 from tinyspec.errors import UnsupportedModelError
 from tinyspec.scheduler.passes import EngineStats
 
 logger = logging.getLogger("tinyspec")
-# How often a call that waits for another thread's looks whether Ctrl-C came.
-SECONDS_PER_LOOK = 0.1
 
 
 class PatchedGenerate:
@@ -66,10 +64,12 @@ class PatchedGenerate:
         self.seeds: list[int | None] = []
         self._before = vars(model).get("generate")
         self._original: Callable[..., Any] = getattr(model, "generate")  # noqa: B009
-        self._lock = threading.RLock()
-        self._engine_thread: int | None = None
+        # Threads of the calls that the engine serves now; guarded by ``_changed``.
+        self._callers: list[int] = []
+        self._changed = threading.Condition()
+        self._in_original: set[int] = set()
         self._logged: set[str] = set()
-        self._closed = self._in_original = False
+        self._closed = False
         self._drafter = make_drafter(self._config.drafter, model)
         if isinstance(self._before, PatchedGenerate):
             raise ValueError(
@@ -93,16 +93,30 @@ class PatchedGenerate:
         vars(self._model).update(self._methods)
 
     def close(self) -> None:
-        """Close the engine and give the model its own methods back; again, what is left to do
-        where that was cut off."""
+        """Once no call is served any more, close the engine and give the model its own methods
+        back. Raises RuntimeError from within a call of the same thread."""
+        self._check_process()
+        if threading.get_ident() in self._callers:
+            raise RuntimeError(
+                "unpatch was called from within generate (by a logits processor, criterion or "
+                "streamer of the same model); call it after that"
+            )
         table = vars(self._model)
-        with self._locked():
+        with self._changed:
+            while self._callers:
+                self._changed.wait(LOOK)
             for name, served in self._methods.items():
                 if table.get(name) is served:
                     own = self._own[name]
                     table.pop(name) if own is None else table.update({name: own})
             self._close_engine()
             self._closed = True
+
+    def _check_process(self) -> None:
+        """Raise ValueError in a forked process, where locks may be held by threads that are not
+        there."""
+        if self._engine is not None:
+            self._engine.lock.check_process()
 
     def _new_engine(self) -> Engine:
         return Engine(self._model, config=self._config, grows=True)
@@ -134,46 +148,38 @@ class PatchedGenerate:
 
     @contextmanager
     def _serving(self) -> Iterator[Engine]:
-        """The engine, for one call; another one where the model has moved to another device."""
-        with self._locked():
+        """The engine, for one call of several that threads may have under way; another one where
+        the model has moved to another device."""
+        self._check_process()
+        thread = threading.get_ident()
+        with self._changed:
             engine = self._engine
             if self._closed or (engine is not None and engine.closed is not None):
                 raise RuntimeError("this model was unpatched; call tinyspec.patch(model) again")
-            if engine is None or engine.runner.device != self._model.device:
+            moved = engine is not None and engine.runner.device != self._model.device
+            if engine is None or (moved and not self._callers):
                 self._close_engine()
                 engine = self._engine = self._new_engine()
+            self._callers.append(thread)
+        try:
+            yield engine
+        finally:
             try:
-                yield engine
+                self._leave(engine)
             finally:
-                if engine.has_unfinished():  # after an interrupt between two steps
-                    self._close_engine()
-                else:
-                    if self._releases:
-                        engine.release()
-                    engine.forget_plain()
+                with self._changed:
+                    self._callers.remove(thread)
+                    self._changed.notify_all()
 
-    @contextmanager
-    def _locked(self, engine: bool = True) -> Iterator[None]:
-        """Keeps other threads' calls waiting and Ctrl-C until a step has ended, and refuses calls
-        from within the engine's own. Without ``engine`` transformers runs, and may call
-        ``generate`` again."""
-        if self._engine is not None:  # where the lock is held by a thread that is not here
-            self._engine.lock.check_process()
-        thread = threading.get_ident()
-        if self._engine_thread == thread:
-            raise RuntimeError(
-                "generate or unpatch was called from within itself (by a logits processor, "
-                "criterion or streamer of the same model); use another model there"
-            )
-        with between_steps():
-            while not self._lock.acquire(timeout=SECONDS_PER_LOOK):
-                flush()
-            try:
-                self._engine_thread = thread if engine else None
-                yield
-            finally:
-                self._engine_thread = None
-                self._lock.release()
+    def _leave(self, engine: Engine) -> None:
+        """After the last of the calls under way: plain outputs must not depend on earlier ones."""
+        if engine.closed is not None or engine.has_unfinished():
+            return
+        with engine.lock("generate"):
+            if not engine.has_unfinished():
+                if self._releases:
+                    engine.release()
+                engine.forget_plain()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         bound = self._parameters.bind(self._model, *args, **kwargs)
@@ -246,19 +252,17 @@ class PatchedGenerate:
                 f"{unserved} is not supported by tinyspec, and {call.tinyspec_only} is not "
                 "supported by transformers; leave out one of them"
             )
-        with self._locked(engine=False):
-            # Calls that transformers makes in turn are not logged.
-            if not self._in_original:
-                self._log_once(
-                    f"generate: {unserved} is not served by tinyspec; transformers' own generate "
-                    "runs"
-                )
-            outer, self._in_original = self._in_original, True
-            try:
-                with at_once():
-                    return self._original(**call.transformers_arguments)
-            finally:
-                self._in_original = outer
+        thread = threading.get_ident()
+        if thread in self._in_original:  # a call that transformers makes in turn
+            return self._original(**call.transformers_arguments)
+        self._log_once(
+            f"generate: {unserved} is not served by tinyspec; transformers' own generate runs"
+        )
+        self._in_original.add(thread)
+        try:
+            return self._original(**call.transformers_arguments)
+        finally:
+            self._in_original.discard(thread)
 
     def _log_once(self, line: str) -> None:
         if line not in self._logged:

@@ -11,8 +11,8 @@ from tinyspec.scheduler.request import Request, Sequence
 
 
 def new_requests(engine: Engine, call: Call) -> list[Request]:
-    """The engine's requests, with pages reserved for all that may run at once, where none
-    runs yet; none where rows in step do not all fit."""
+    """The engine's requests, with pages reserved for all that may run at once; none where rows in
+    step do not all fit."""
     size = engine.config.page_size or 1
     pages = []
     for prompt, params in zip(call.prompts, call.params, strict=True):
@@ -24,16 +24,16 @@ def new_requests(engine: Engine, call: Call) -> list[Request]:
     needed = sum(sorted(pages)[-most:])
     if call.wide is not None:
         needed = sum(pages) + len(pages)  # that admission may ask for one more of each
-    if not engine.has_unfinished():
-        engine.reserve(needed)
-    if call.wide is not None and (len(pages) > most or needed > engine.pool.num_pages):
-        call.unserved.append(
-            f"user code for all of {len(pages)} rows ({needed} pages) at once, where there are "
-            f"max_sequences={most} and {engine.pool.num_pages} pages"
-        )
-        return []
-    ids = [p.ids or [0] * len(p) for p in call.prompts]
-    requests = engine.ready().of_ids(ids, call.params)
+    with engine.lock("generate"):
+        engine.reserve(needed + engine.pool.num_held)  # of calls of other threads
+        if call.wide is not None and (len(pages) > most or needed > engine.pool.num_pages):
+            call.unserved.append(
+                f"user code for all of {len(pages)} rows ({needed} pages) at once, where there are "
+                f"max_sequences={most} and {engine.pool.num_pages} pages"
+            )
+            return []
+        ids = [p.ids or [0] * len(p) for p in call.prompts]
+        requests = engine.ready().of_ids(ids, call.params)
     for request, prompt in zip(requests, call.prompts, strict=True):
         request.embeds, request.num_hidden = prompt.embeds, len(prompt) - len(prompt.ids)
         request.keeps = call.keeps

@@ -123,8 +123,7 @@ class EngineCore:
         return self.launcher.start(*packed)
 
     def drain(self) -> None:
-        """Wait for a pass that is under way: to call when no request is unfinished, so that its
-        tokens belong to none."""
+        """Wait for a pass that is under way, and drop it: whoever goes on runs it again."""
         if self._under_way is not None:
             with self.runner.torch_state():
                 self._drop_under_way()

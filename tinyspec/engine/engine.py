@@ -193,15 +193,11 @@ class Engine(OneProcess, Observed):
 
     @locked
     def reserve(self, num_pages: int) -> None:
-        """Let the page pool grow to ``num_pages``, or as far as memory allows; its pages stay.
-
-        Raises ValueError while requests are unfinished.
-        """
-        if self.closed is not None:
-            raise idle(self.closed)
+        """Let the page pool grow to ``num_pages``, or as far as memory allows; its pages stay."""
+        self._refuse_closed()
         there = self.pool.num_pages
         if num_pages > there and self.config.num_pages is None:
-            self._refuse_unfinished("reserve")
+            self.core.drain()
             layers, taken = self.patched.layers, self.runner.pages_taken
             more = min(num_pages, most_pages(self.config, layers, self.model, taken)) - there
             if more > 0:
@@ -312,7 +308,8 @@ class Engine(OneProcess, Observed):
         """Run what ``prepare`` made to its end, or to the first abort, which ends all; what they
         have got is in their sequences. ``drafter`` as for ``follow``."""
         if drafter is not None:
-            self.core.drafter = drafter
+            with self.lock("generate"):
+                self.core.drafter = drafter
         self.tracker.run(requests, until_abort=True)
 
     def add_request(self, prompt: Any, params: SamplingParams | None = None) -> str:

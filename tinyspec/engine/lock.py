@@ -36,8 +36,8 @@ class StepLock:
         self._process = os.getpid()
         self._changed = Condition(Lock())
         self._owner: int | None = None
-        # Of each thread that waits: whether it wants more than to step.
-        self._waiting: list[Callable[[], bool]] = []
+        # In order: of each thread that waits, whether it wants more than to step.
+        self._waiting: list[tuple[Callable[[], bool]]] = []
         self.in_step = False
 
     @property
@@ -64,7 +64,7 @@ class StepLock:
     @property
     def wanted(self) -> bool:
         """Whether a thread waits that wants more than to step."""
-        return any(ready() for ready in tuple(self._waiting))
+        return any(ready() for (ready,) in tuple(self._waiting))
 
     @contextmanager
     def __call__(self, what: str, ready: Callable[[], bool] = _always) -> Iterator[None]:
@@ -95,26 +95,33 @@ class StepLock:
                     self._changed.notify_all()
 
     def _take(self, ready: Callable[[], bool]) -> None:
+        entry = (ready,)
         with self._changed:
-            self._waiting.append(ready)
+            self._waiting.append(entry)
             try:
-                while self._owner is not None or (self.wanted and not ready()):
+                while self._owner is not None or not self._is_next(entry):
                     self._changed.wait(LOOK if in_main_thread() else None)
                     flush()
                 self._owner = get_ident()
             finally:
-                self._waiting.remove(ready)
-                if self._owner is None:  # interrupted: those that only step let it go first
+                self._waiting = [other for other in self._waiting if other is not entry]
+                if self._owner is None:  # interrupted
                     self._changed.notify_all()
+
+    def _is_next(self, entry: tuple[Callable[[], bool]]) -> bool:
+        """Whether no other thread comes first: those that want more than to step, in order."""
+        first = next((one for one in self._waiting if one[0]()), entry)
+        return first is entry
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """A block that is a step, of the thread that holds it."""
-        self.in_step = True
+        """A block of the thread that holds it that is a step, or runs the model otherwise: code of
+        the user's in it may not take the lock."""
+        outer, self.in_step = self.in_step, True
         try:
             yield
         finally:
-            self.in_step = False
+            self.in_step = outer
 
 
 class OneProcess:

@@ -75,7 +75,8 @@ class RequestTracker:
 
     def _refresh(self, digest: bool) -> None:
         try:
-            what = self._contract.refresh(digest)
+            with self.lock.step():  # a new copy runs the model's hooks
+                what = self._contract.refresh(digest)
         except Exception as error:  # none is made of the model as it is now
             self._core.admission.forget_pages()
             self._abort_all(list(self.requests.values()), _told(error))
@@ -136,7 +137,8 @@ class RequestTracker:
             self._refuse_idle()  # since they were prepared
             fingerprint = self._contract.known_fingerprint
             if any(request.params.deterministic for request in requests):
-                self._contract.ensure()
+                with self.lock.step():
+                    self._contract.ensure()
                 fingerprint = self._contract.fingerprint
             for request in requests:
                 request.fingerprint, request.thread = fingerprint, get_ident()
@@ -228,9 +230,10 @@ class RequestTracker:
                     commits = core.step()
             finally:
                 self._finish(core.recover() if commits is None else commits)
-            if self._contract.after_step(marks):
-                self._end_asking()
-            self._learn(time.perf_counter() - begun)
+            with self.lock.step():
+                if self._contract.after_step(marks):
+                    self._end_asking()
+                self._learn(time.perf_counter() - begun)
 
     def _runs_user_code(self) -> bool:
         """Whether code of the user's may have run since the last call: callbacks of requests, hooks
