@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from threading import Condition, Lock, get_ident
+from threading import Lock, get_ident
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from tinyspec.errors import refuse
@@ -26,6 +26,15 @@ def _always() -> bool:
     return True
 
 
+class _Waiting:
+    """A thread that waits. ready: whether it wants more than to step; gate: open once it has the
+    lock."""
+
+    def __init__(self, ready: Callable[[], bool]):
+        self.thread, self.ready, self.gate = get_ident(), ready, Lock()
+        self.gate.acquire()
+
+
 class StepLock:
     """Held by one thread at a time. A thread that waits gets it between two steps of another one.
 
@@ -34,10 +43,9 @@ class StepLock:
 
     def __init__(self) -> None:
         self._process = os.getpid()
-        self._changed = Condition(Lock())
+        self._lock = Lock()
         self._owner: int | None = None
-        # In order: of each thread that waits, whether it wants more than to step.
-        self._waiting: list[tuple[Callable[[], bool]]] = []
+        self._waiting: list[_Waiting] = []
         self.in_step = False
 
     @property
@@ -64,7 +72,7 @@ class StepLock:
     @property
     def wanted(self) -> bool:
         """Whether a thread waits that wants more than to step."""
-        return any(ready() for (ready,) in tuple(self._waiting))
+        return any(one.ready() for one in tuple(self._waiting))
 
     @contextmanager
     def __call__(self, what: str, ready: Callable[[], bool] = _always) -> Iterator[None]:
@@ -90,28 +98,35 @@ class StepLock:
             try:
                 yield
             finally:
-                with self._changed:
-                    self._owner = None
-                    self._changed.notify_all()
+                self._give()
 
     def _take(self, ready: Callable[[], bool]) -> None:
-        entry = (ready,)
-        with self._changed:
-            self._waiting.append(entry)
-            try:
-                while self._owner is not None or not self._is_next(entry):
-                    self._changed.wait(LOOK if in_main_thread() else None)
-                    flush()
+        with self._lock:
+            if self._owner is None:
                 self._owner = get_ident()
-            finally:
-                self._waiting = [other for other in self._waiting if other is not entry]
-                if self._owner is None:  # interrupted
-                    self._changed.notify_all()
+                return
+            own = _Waiting(ready)
+            self._waiting.append(own)
+        try:
+            while not own.gate.acquire(timeout=LOOK if in_main_thread() else -1):
+                flush()
+        except BaseException:
+            with self._lock:
+                waits = own in self._waiting
+                self._waiting = [other for other in self._waiting if other is not own]
+            if not waits:  # it has got it meanwhile
+                self._give()
+            raise
 
-    def _is_next(self, entry: tuple[Callable[[], bool]]) -> bool:
-        """Whether no other thread comes first: those that want more than to step, in order."""
-        first = next((one for one in self._waiting if one[0]()), entry)
-        return first is entry
+    def _give(self) -> None:
+        """To the first that wants more than to step, or else to the first."""
+        with self._lock:
+            self._owner = None
+            if self._waiting:
+                following = next((one for one in self._waiting if one.ready()), self._waiting[0])
+                self._waiting.remove(following)
+                self._owner = following.thread
+                following.gate.release()
 
     @contextmanager
     def step(self) -> Iterator[None]:
