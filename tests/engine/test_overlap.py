@@ -297,8 +297,6 @@ def test_nothing_is_under_way_after(leave):
         assert stopped.finish_reason == "stop" and under_way(engine) is not None
         getattr(engine, leave)()
         assert under_way(engine) is None and not queue_of(engine).waiting
-        if leave == "suspend":
-            assert engine.resume()
         if leave != "close":
             assert engine.generate([text(9)], greedy(20))[0].completions[0].token_ids == first
 
