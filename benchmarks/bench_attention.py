@@ -58,7 +58,7 @@ def interface_only(model: Any) -> Any:
 
 def have_stand_ins(engine: Engine, modules: list[Any]) -> list[bool]:
     """Which of the modules that were in the model before have a stand-in in the engine."""
-    replaced = {id(before) for _, _, before, _ in engine.patched.swapped}
+    replaced = {id(one.own) for one in engine.patched.swapped}
     return [id(module) in replaced for module in modules]
 
 
