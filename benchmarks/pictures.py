@@ -12,9 +12,9 @@ from pathlib import Path
 
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.tools.demo import BUNDLED, PROMPTS, SEEDS, TEMPERATURE
-from tinyspec.tools.trace_html import stacked, views
+from tinyspec.tools.drawing import svg
+from tinyspec.tools.timeline import views
 from tinyspec.tools.trace_run import run_of_passes
-from tinyspec.tools.trace_svg import svg
 
 RESULTS = Path(__file__).parent / "results" / "cpu"
 ALONE = 24  # passes
@@ -37,7 +37,8 @@ def main() -> None:
         run = run_of_passes(engine.trace.passes(), engine.tokenizer)
     for view in ("timeline", "verify"):
         path = RESULTS / f"trace-{view}.svg"
-        path.write_text(svg(stacked(views(run, view, CELLS))) + "\n", encoding="utf-8")
+        (drawing,) = views(run, view, CELLS)
+        path.write_text(svg(drawing) + "\n", encoding="utf-8")
         print(path, path.stat().st_size, "bytes")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
@@ -17,18 +17,53 @@ from tinyspec.engine.engine import Engine
 from tinyspec.errors import refuse
 from tinyspec.outputs import Completion, RequestOutput
 from tinyspec.sampling_params import SamplingParams
-from tinyspec.tools.audit_report import AuditEntry, AuditReport
 from tinyspec.tools.comparison import (
     DIFFERS,
     NOT_COMPARABLE,
     PER_TOKEN,
     SAME,
     VERDICTS,
+    Entry,
     Finding,
+    Report,
     compare,
     identical,
     shown,
 )
+
+
+@dataclass(frozen=True)
+class AuditEntry(Entry):
+    """The verdict on one completion.
+
+    verdict: "same"; "differs"; "partial" if all that can be compared is the same, but not all can
+    (an aborted request's end, text without a tokenizer); "not comparable" if this engine cannot
+    repeat the request. position: 0 also for the prompt's log-probabilities. tokens: leading tokens
+    that are the same, as are their log-probabilities. verified: the fields that were compared as a
+    whole and are the same.
+    """
+
+    tokens: int = 0
+    verified: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class AuditReport(Report):
+    """Verdicts on every completion, in the order of the outputs; truthy when there are some and all
+    are the same. fingerprint: of the engine that replayed them."""
+
+    fingerprint: str
+    entries: list[AuditEntry] = field(default_factory=list)
+    columns = (
+        *(("request", "request_id"), ("index", "index"), ("tokens", "tokens")),
+        *(("verdict", "verdict"), ("verified", "verified")),
+    )
+
+    def __bool__(self) -> bool:
+        return bool(self.entries) and all(entry.verdict == SAME for entry in self.entries)
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}; engine {self.fingerprint}"
 
 
 def audit(engine: Engine, outputs: Iterable[RequestOutput], progress: bool = False) -> AuditReport:
@@ -56,15 +91,14 @@ def audit(engine: Engine, outputs: Iterable[RequestOutput], progress: bool = Fal
     obstacles = [next(refusals) if obstacle is None else obstacle for obstacle in obstacles]
     sound = [o for o, obstacle in zip(outputs, obstacles, strict=True) if obstacle is None]
     replayed = iter(engine.replay(list(map(_replayable, sound)), progress) if sound else [])
-    entries: list[AuditEntry] = []
+    entries = []
     for output, obstacle in zip(outputs, obstacles, strict=True):
         again = next(replayed) if obstacle is None else None
         for index in range(_count(output.completions) or 1):
+            findings = [obstacle] if obstacle is not None else []
             if again is not None:
                 findings = compare(output, again, index, engine.tokenizer)
-                entries.append(_entry(output, index, findings))
-            elif obstacle is not None:
-                entries.append(_entry(output, index, [obstacle]))
+            entries.append(_entry(output, index, findings))
     return AuditReport(fingerprint, entries)
 
 
@@ -175,13 +209,6 @@ def _entry(output: RequestOutput, index: int, findings: list[Finding]) -> AuditE
     places = [finding.position for finding in compared if finding.position is not None]
     if compared and not places:
         places = [len(output.completions[index].token_ids)]
-    name = output.request_id
-    return AuditEntry(
-        name if isinstance(name, str) else shown(name),
-        index,
-        verdict,
-        min(places, default=0),
-        position,
-        reason,
-        tuple(finding.field for finding in findings if finding.verdict == SAME),
-    )
+    name = output.request_id if isinstance(output.request_id, str) else shown(output.request_id)
+    verified = tuple(finding.field for finding in findings if finding.verdict == SAME)
+    return AuditEntry(name, index, verdict, position, reason, min(places, default=0), verified)
