@@ -215,7 +215,6 @@ def of_preset(preset: str, batch: int, context: int, layers: int, linear: str = 
     passes = []
     for count in (layers, layers + 1):
         model: Any = presets.build(preset, torch.bfloat16, "cpu", count)
-        model.generation_config.eos_token_id = None
         passes.append(decode_pass(model, batch, context, linear))
     whole = presets.PRESETS[preset]["num_hidden_layers"]
     return passes[1].beside(passes[0], whole - layers - 1)

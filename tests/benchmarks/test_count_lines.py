@@ -36,10 +36,6 @@ def test_code_lines():
     assert code_lines(SOURCE) == 11
 
 
-def test_nothing():
-    assert code_lines('"""Only a docstring."""\n\n# and a comment\n') == 0
-
-
 def test_table(tmp_path, capsys):
     (tmp_path / "wing").mkdir()
     (tmp_path / "wing" / "one.py").write_text(SOURCE)

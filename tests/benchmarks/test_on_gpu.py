@@ -48,26 +48,6 @@ def test_a_cut_line_is_left_out(tmp_path):
     assert "| one | 1.5 |  |  |\n| two |  | in ./x.py / y |  |" in report(tmp_path / "f")
 
 
-def test_what_runs_is_journaled(tmp_path):
-    lines = Journal(tmp_path / "f", time.time() + 60)
-    lines.run("s", "fine", lambda: {"x": 1})
-    assert not lines.failed
-    lines.run("s", "no time", lambda: {"x": 2}, least=100)
-    lines.run("s", "wrong", lambda: 1 / 0)
-    fine, late, wrong = journal.read(tmp_path / "f")
-    assert fine["x"] == 1 and late["result"] == "no time"
-    assert wrong["error"] == "ZeroDivisionError: division by zero" and lines.failed
-
-
-def test_verdicts(tmp_path, monkeypatch):
-    known = {"section": "s", "case": "c", "column": "us", "low": 2, "high": 3, "why": "so"}
-    monkeypatch.setattr(journal, "predictions", lambda: [known])
-    for found, verdict in ((2.5, "us 2 to 3: yes"), (3.5, "us 2 to 3: no")):
-        lines = Journal(tmp_path / str(found))
-        lines.add("s", "c", us=found)
-        assert f"| c | {found} | {verdict} |" in report(lines.path)
-
-
 def test_steps(tmp_path, monkeypatch, capsys):
     """One step fails, one hangs, and the others run; what each had written stays."""
     monkeypatch.setattr(on_gpu, "GRACE_S", 0.2)
@@ -105,29 +85,6 @@ def test_deadlines_are_told(tmp_path, capsys):
     run_steps([Step("a", 9, tell), Step("b", 99, tell)], tmp_path, 30)
     a, b = map(float, re.findall(r"left (\S+)", (tmp_path / "log.txt").read_text()))
     assert 5 < a < 9 and 15 < b < 30
-
-
-TESTS = """
-import time
-
-def test_passes(): pass
-def test_fails(): assert 1 == 2, "so it says"
-def test_lasts(): time.sleep(max(0, UNTIL + 0.1 - time.time()))
-def test_never_begins(): pass
-"""
-
-
-@pytest.mark.slow("environments", 5)
-def test_tests_end_at_the_deadline(tmp_path, monkeypatch, capsys):
-    """What failed is there, with its reason; nothing begins after the deadline."""
-    file, seconds = tmp_path / "test_some.py", 4
-    file.write_text(f"UNTIL = {time.time() + seconds}\n{TESTS}")
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    command = on_gpu.tests("some", str(file), f"--rootdir={tmp_path}", "-c", os.devnull)
-    assert run_steps([Step("some", seconds, command)], tmp_path, 60)["some"] == "out of time"
-    failed, last = (n for n in journal.read(tmp_path / "results.jsonl") if n["section"] == "some")
-    assert failed["case"].endswith("test_fails") and "so it says" in failed["error"]
-    assert (last["case"], last["passed"], last["failed"]) == ("out of time", 2, 1)
 
 
 def test_lists():

@@ -99,27 +99,6 @@ def test_a_prompt_is_bound_by_operations():
     assert works["unembedding"].operations == 2 * 4096 * 128256, "of the last row alone"
 
 
-def test_a_generation():
-    """Three tokens for each of two prompts of five: a pass of ten rows, then two of two."""
-    passes = [roofline.step(QWEN, [(0, 5)] * 2)]
-    passes += [roofline.step(QWEN, [(n - 1, n)] * 2) for n in (6, 7)]
-    expected = sum(roofline.floor(works, COPY) for works in passes)
-    assert roofline.generation(QWEN, 2, 5, 3, COPY) == pytest.approx(expected)
-
-
-def test_names():
-    assert roofline.named("NVIDIA H200") is roofline.DEVICES["H200"]
-    assert roofline.named("NVIDIA H100 80GB HBM3") is roofline.DEVICES["H100"]
-    assert roofline.named("some other card") is None
-
-
-def test_beside_a_time():
-    work = Work(4_300_000)
-    found = roofline.over_floor(2e-6, work, COPY)
-    assert found == {"GB_per_s": 2150.0, "floor_us": 1.0, "over_floor": 2.0}
-    assert roofline.over_floor(2e-6, work, None) == {"GB_per_s": 2150.0}
-
-
 def test_command(capsys):
     assert roofline.main(["--preset", "qwen3-0.6b", "--batch", "64", "--bandwidth", "4300"]) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("| all"))

@@ -78,12 +78,6 @@ def test_quiet_elsewhere(bundled, impatient):
     assert "\r" not in file.getvalue() and file.getvalue().count("\n") == 1
 
 
-def test_quick_runs_have_one_line(bundled):
-    file = Terminal()
-    run(bundled, file)
-    assert "\r" not in file.getvalue()
-
-
 def test_the_command_tells_it(command, served, monkeypatch, impatient, tmp_path):
     file = Terminal()
     monkeypatch.setattr(sys, "stderr", file)

@@ -42,14 +42,6 @@ def pair(mine, its, logprobs=((0.1, 0.2, 0.3), (0.1, 0.2, 0.3))):
     return Pair(outputs[0], [outputs[1]])
 
 
-def test_where_two_texts_part():
-    assert pair([1, 2, 3], [1, 2, 3]).identical
-    assert pair([1, 2, 3], [1, 4, 3]).parts_at == 1
-    assert pair([1, 2], [1, 2, 3]).parts_at == 2
-    bits = pair([1, 2, 3], [1, 2, 3], ((0.1, 0.2, 0.3), (0.1, 0.2, 0.4)))
-    assert bits.parts_at is None and bits.logprobs_differ == (1, 3) and not bits.identical
-
-
 def test_it_shows_its_own_run(engine, capsys):
     assert demo(engine, 3, 12, patience=0.0) == 0
     out = capsys.readouterr().out
@@ -124,9 +116,3 @@ def test_a_rollback_in_characters():
     assert text.splitlines()[-1].endswith("25 canonical + 3 verified")
     assert max(map(len, text.splitlines())) <= 100
     assert "\033[31m" in "\n".join(lines(rollback(), Style(Terminal())))
-
-
-def test_terminals_that_know_no_signs():
-    text = "\n".join(lines(rollback(), Style(Ascii())))
-    text.encode("ascii")
-    assert "Rollback" in text

@@ -12,7 +12,6 @@ from transformers import AutoTokenizer
 from benchmarks.coin_reader.tasks import TASKS
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.cli.main import main
-from tinyspec.outputs import Thought
 from tinyspec.thinking.config import ThinkingConfig
 from tinyspec.thinking.model import ThinkingModel
 from tinyspec.thinking.reading import read
@@ -71,14 +70,6 @@ def test_without_states_it_is_wrong(model, tokenizer, monkeypatch):
 
 def test_it_is_small():
     assert sum(path.stat().st_size for path in Path(BUNDLED).iterdir()) < 2e6
-
-
-def test_rounds():
-    """Of thoughts that are trivial or not: what runs and what stays."""
-    thoughts = [Thought(n, [END] if n in (1, 2, 4) else [5, END]) for n in range(6)]
-    assert list(rounds(thoughts, 1, END)) == [(1, 1)] * 6
-    assert list(rounds(thoughts, None, END)) == [(6, 1), (5, 3), (2, 2)]
-    assert list(rounds(thoughts, 2, END)) == [(2, 1), (2, 2), (2, 1), (2, 2)]
 
 
 class Ascii(io.StringIO):

@@ -13,12 +13,11 @@ from tests.support.mixes import HalfLiar
 from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.cli.main import main
-from tinyspec.engine.traced import VERIFIED, TracedWork
-from tinyspec.tools.drawing import COLOURS, shown
+from tinyspec.tools.drawing import COLOURS
 from tinyspec.tools.terminal import Style
 from tinyspec.tools.timeline import LEGEND, cells_of, timeline
-from tinyspec.tools.trace_run import Run, RunPass, read
-from tinyspec.tools.verify_picture import describe, draw, lines, picture
+from tinyspec.tools.trace_run import read
+from tinyspec.tools.verify_picture import describe, draw, lines
 
 KINDS = ("svg", "html")
 
@@ -96,14 +95,6 @@ def test_the_close_up_says_what_happened(saved):
         assert all(f">{word}<" in drawing for word in (panel.name, panel.name.lower()))
 
 
-def test_a_close_up_without_a_rollback():
-    work = TracedWork("a", 0, 5, True, VERIFIED, 9, 3, [2, 3, 4], 1, [2, 3], [2, 3, 4], accepted=2)
-    one = RunPass(3, 0.0, 1.0, 32, True, "", 1, {}, 3, [work])
-    outcome = picture(one, work, Run([one], {}), fast=True).panels[-1]
-    assert outcome.name == "No rollback" and outcome.cache == {"canonical": 9, "accepted": 3}
-    assert [token.colour for token in outcome.tokens[1:]] == ["accepted", "accepted", "bonus"]
-
-
 def test_a_window_of_passes(saved, tmp_path):
     path, _, _ = saved
     run = read(path)
@@ -148,12 +139,6 @@ def test_generate_writes_one(tmp_path, capsys):
     text = "".join(run.text(token) for one in run.passes for w in one.works for token in w.tokens)
     assert text.strip() == capsys.readouterr().out.strip()
     assert json.loads(file.read_text())["traceEvents"]
-
-
-def test_texts_of_tokens():
-    assert shown(" a\nb") == "\N{MIDDLE DOT}a\\nb"
-    assert shown("\ud800\x00") == "\\ud800\\x00"
-    assert shown("x" * 20) == "x" * 13 + "\N{HORIZONTAL ELLIPSIS}"
 
 
 NASTY = "<script>'\"&]]>\x00\x1b\ud800\u2028\u202e\uffff\n"
