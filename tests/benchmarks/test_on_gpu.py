@@ -103,12 +103,11 @@ def test_lists():
 def test_predictions():
     """Every prediction is of a case that is measured."""
     from benchmarks.kernel_cases import cases
-    from benchmarks.measure_kernels import CEILINGS, SWEEP, SWEPT, sweep_name
+    from benchmarks.measure_kernels import CEILINGS
     from benchmarks.measure_models import BATCHES, SIDES
     from benchmarks.presets import PRESETS
 
     known = {("ceilings", name) for name in CEILINGS} | {("kernels", name) for name in cases(False)}
-    known |= {("sweep", sweep_name(*one)) for one in product(SWEPT, SWEEP)}
     known |= {("steps", f"{p}, batch {batch}") for p, batch in product(PRESETS, BATCHES)}
     known |= {("nano-vllm's workload", f"{p}, {n} % deterministic") for p in PRESETS for n in (0,)}
     ragged = product(PRESETS, (64, 256), SIDES)
@@ -162,7 +161,7 @@ def test_killed_half_way(tmp_path):
     os.killpg(child.pid, signal.SIGKILL)
     child.wait()
     seen = sections()
-    assert {"run", "environment", "ceilings", "kernels", "sweep", "small kernels"} <= set(seen)
+    assert {"run", "environment", "ceilings", "kernels", "small kernels"} <= set(seen)
     assert "nano-vllm's workload" not in seen, "it was not cut half-way"
     time.sleep(1)
     assert sections() == seen and not alive(child.pid)
@@ -171,4 +170,4 @@ def test_killed_half_way(tmp_path):
     assert "### kernels" in report(file)
     assert "=== models" in (out / "log.txt").read_text()
     assert results(out)["kernels"] == "passed" and "models" not in results(out)
-    assert "### sweep" in (out / "report.md").read_text()
+    assert "### kernels" in (out / "report.md").read_text()

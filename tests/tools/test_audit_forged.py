@@ -72,76 +72,46 @@ def of_first(*path):
 # Path, change, position (None: not at a token), words of the reason.
 FOUND = [
     (of_first("token_ids", 2), float, 2, ".0, but the engine has"),
-    (of_first("token_ids", 2), str, 2, "', but the engine has"),
     (of_first("token_ids", 2), None, 2, "token None"),
-    (of_first("token_ids", 2), lambda t: [t], 2, "token ["),
     (of_first("token_ids", 2), lambda t: (t + 1) % VOCAB, 2, "but the engine has"),
-    (of_first("token_ids", 2), -1, 2, "token -1"),
-    (of_first("token_ids", 2), VOCAB, 2, f"token {VOCAB}"),
     (of_first("token_ids", 2), 10**30, 2, "token 1000"),
-    (of_first("token_ids", TOKENS - 1), float, TOKENS - 1, ".0, but the engine has"),
-    (of_first("token_ids"), [], 0, "it ends, but the engine continues"),
     (of_first("token_ids"), "12", 0, "token_ids is '12', not a list"),
-    (of_first("token_ids"), None, 0, "token_ids is None"),
     (of_first("token_ids"), lambda t: t[:-1], TOKENS - 1, "the engine continues"),
     (of_first("token_ids"), lambda t: [*t, 3], TOKENS, "the engine ends before it"),
     (of_first("logprobs"), None, None, "it has no logprobs, which its parameters ask for"),
     (of_first("logprobs"), "abc", None, "logprobs is 'abc', not a list"),
-    (of_first("logprobs"), {"0": 1.0}, None, "not a list"),
     (of_first("logprobs"), lambda v: v[:-1], TOKENS - 1, f"{TOKENS - 1} logprobs for {TOKENS}"),
     (of_first("logprobs"), lambda v: [*v, -1.0], TOKENS, f"{TOKENS + 1} logprobs for {TOKENS}"),
-    (of_first("logprobs"), [], 0, f"0 logprobs for {TOKENS} tokens"),
-    (of_first("logprobs", 3), math.nan, 3, "logprobs nan, but the engine has"),
-    (of_first("logprobs", 3), str, 3, "logprobs '-"),
     (of_first("logprobs", 3), int, 3, "logprobs"),
-    (of_first("logprobs", 3), None, 3, "logprobs None"),
     (of_first("logprobs", 3), lambda v: math.nextafter(v, 0.0), 3, "logprobs"),
     (of_first("top_logprobs"), None, None, "it has no top_logprobs"),
-    (of_first("top_logprobs"), 7, None, "top_logprobs is 7, not a list"),
-    (of_first("top_logprobs"), lambda v: v[1:], 0, "top_logprobs"),
     (of_first("top_logprobs"), lambda v: [*v, v[0]], TOKENS, f"{TOKENS + 1} top_logprobs"),
-    (of_first("top_logprobs", 4), lambda row: row[:-1], 4, "top_logprobs"),
     (of_first("top_logprobs", 4), lambda row: row[::-1], 4, "top_logprobs"),
-    (of_first("top_logprobs", 4), 5, 4, "top_logprobs 5"),
-    (of_first("top_logprobs", 4, 1), lambda pair: [*pair, 1], 4, "top_logprobs"),
-    (of_first("top_logprobs", 4, 1), 5, 4, "top_logprobs"),
     (of_first("top_logprobs", 4, 1, 0), float, 4, "top_logprobs"),
     (of_first("top_logprobs", 4, 1, 1), lambda v: math.nextafter(v, 0.0), 4, "top_logprobs"),
     (("prompt_logprobs",), None, None, "it has no prompt_logprobs"),
-    (("prompt_logprobs",), {}, None, "prompt_logprobs is {}, not a list"),
     (("prompt_logprobs",), lambda v: v[:-1], 0, "11 prompt_logprobs for 12"),
     (("prompt_logprobs", 0), -1.0, 0, "of prompt token 0"),
-    (("prompt_logprobs", 5), None, 0, "of prompt token 5 None"),
     (("prompt_logprobs", 5), lambda v: math.nextafter(v, 0.0), 0, "of prompt token 5"),
     (of_first("text"), 5, None, "text 5"),
-    (of_first("finish_reason"), None, TOKENS, "it ends with None"),
-    (of_first("finish_reason"), "eos", TOKENS, "it ends with 'eos'"),
     (of_first("finish_reason"), "stop", TOKENS, "but the engine with 'length'"),
-    (of_first("finish_reason"), 3, TOKENS, "it ends with 3"),
     (of_first("finish_reason"), "abort", TOKENS, "it ends with 'abort'"),
     (of_first("error"), "out of memory", None, "error is 'out of memory'"),
-    (of_first("error"), "", None, "error is ''"),
     (of_first("error"), 0, None, "error is 0"),
     (("completions",), [], None, "it has 0 of 2 completions"),
-    (("completions",), lambda c: c[:1], None, "it has 1 of 2 completions"),
     (("completions",), lambda c: [*c, c[0]], None, "it has 3 of 2 completions"),
     (("completions",), lambda c: c[::-1], 0, "but the engine has"),
-    (("completions",), lambda c: [c[1], c[1]], 0, "but the engine has"),
-    (("prompt_token_ids",), [], None, "prompt_token_ids is []"),
     (("prompt_token_ids",), "Once", None, "prompt_token_ids is 'Once'"),
     (("prompt_token_ids",), [{"role": "user", "content": "a"}], None, "which is no token id"),
     (("prompt_token_ids", 3), float, None, "which is no token id"),
     (("prompt_token_ids", 3), True, None, "prompt_token_ids has True"),
-    (("prompt_token_ids", 3), -1, None, "not in a vocabulary"),
     (("prompt_token_ids", 3), VOCAB, None, f"{VOCAB}, not in a vocabulary of {VOCAB}"),
     (("params", "seed"), None, None, "seed is None"),
     (("params", "eos_token_id"), None, None, "eos_token_id is None"),
     (("params", "max_new_tokens"), TOKENS - 2, TOKENS - 2, "the engine ends before it"),
     (("params", "max_new_tokens"), TOKENS + 2, TOKENS, "the engine continues"),
-    (("params", "num_return_sequences"), 3, None, "it has 2 of 3 completions"),
     (("params", "num_return_sequences"), 10**9, None, "it has 2 of 1000000000 completions"),
     (("params", "logprobs"), False, None, "it has logprobs, which its parameters do not ask for"),
-    (("params", "top_logprobs"), 0, None, "it has top_logprobs, which its"),
     (("params", "top_logprobs"), 4, 0, "top_logprobs"),
     (("params", "prompt_logprobs"), False, None, "it has prompt_logprobs, which its"),
 ]
@@ -173,49 +143,37 @@ class Unprintable(int):
         raise RuntimeError("never")
 
 
+# Values that JSON does not keep: of the first completion, of the output.
 IN_MEMORY = [
-    ("token_ids", lambda c: [np.int64(c.token_ids[0]), *c.token_ids[1:]]),
     ("token_ids", lambda c: [*c.token_ids[:-1], np.int64(c.token_ids[-1])]),
     ("token_ids", lambda c: [Unprintable(c.token_ids[0]), *c.token_ids[1:]]),
     ("token_ids", lambda c: [10**5000, *c.token_ids[1:]]),
-    ("token_ids", lambda c: tuple(c.token_ids)),
     ("token_ids", lambda c: torch.tensor(c.token_ids)),
     ("logprobs", lambda c: list(map(np.float64, c.logprobs))),
-    ("logprobs", lambda c: list(map(np.float32, c.logprobs))),
-    ("logprobs", lambda c: torch.tensor(c.logprobs)),
     ("logprobs", lambda c: tuple(c.logprobs)),
     ("top_logprobs", lambda c: [list(map(list, row)) for row in c.top_logprobs]),
     ("finish_reason", lambda c: np.array(["length"])),
     ("error", lambda c: RuntimeError("none")),
 ]
+WHOLE = [
+    ("params", lambda o: o.params.to_dict()),
+    ("prompt_token_ids", lambda o: torch.tensor(o.prompt_token_ids)),
+    ("completions", lambda o: [json.loads(c.to_json()) for c in o.completions]),
+    ("completions", lambda o: None),
+    ("prompt_logprobs", lambda o: tuple(o.prompt_logprobs)),
+]
 
 
-@pytest.mark.parametrize(("field", "change"), IN_MEMORY)
-def test_other_types_are_found(engine, honest, field, change):
+def test_other_types_are_found(engine, honest):
     first, second = honest.completions
-    changed = replace(first, **{field: change(first)})
-    entries = entries_of(engine, honest, replace(honest, completions=[changed, second]))
-    assert [entry.verdict for entry in entries] == ["differs", "same"]
-
-
-@pytest.mark.parametrize(
-    ("field", "change"),
-    [
-        ("params", lambda o: o.params.to_dict()),
-        ("params", lambda o: None),
-        ("prompt_token_ids", lambda o: tuple(o.prompt_token_ids)),
-        ("prompt_token_ids", lambda o: torch.tensor(o.prompt_token_ids)),
-        ("prompt_token_ids", lambda o: [np.int64(t) for t in o.prompt_token_ids]),
-        ("completions", lambda o: tuple(o.completions)),
-        ("completions", lambda o: [json.loads(c.to_json()) for c in o.completions]),
-        ("completions", lambda o: None),
-        ("prompt_logprobs", lambda o: tuple(o.prompt_logprobs)),
-    ],
-)
-def test_outputs_of_other_types_are_found(engine, honest, field, change):
-    entries = entries_of(engine, honest, replace(honest, **{field: change(honest)}))
-    assert {entry.verdict for entry in entries} == {"differs"}
-    assert field in entries[0].reason
+    for name, change in IN_MEMORY:
+        changed = replace(first, **{name: change(first)})
+        entries = entries_of(engine, honest, replace(honest, completions=[changed, second]))
+        assert [entry.verdict for entry in entries] == ["differs", "same"], name
+    for name, change in WHOLE:
+        entries = entries_of(engine, honest, replace(honest, **{name: change(honest)}))
+        assert {entry.verdict for entry in entries} == {"differs"}
+        assert name in entries[0].reason
 
 
 def ones(ids, scores):
@@ -260,24 +218,16 @@ def test_requests_that_the_engine_refuses(engine, honest, bare):
         assert entry.verdict == "not comparable" and path[1] in entry.reason
 
 
-@pytest.mark.parametrize(
-    ("path", "change"),
-    [
-        (("request_id",), "another"),
+def test_what_says_nothing_else_is_the_same(engine, honest, bare):
+    """Fields that are no functions of the request, and parameters that change nothing."""
+    for path, change in (
         (("request_id",), 7),
         (of_first("stats", "drafted"), 10**6),
         (("params", "min_p"), 0.0),
         (("params", "stop_strings"), list),
-    ],
-)
-def test_what_says_nothing_else_is_the_same(engine, honest, path, change):
-    """Fields that are no functions of the request, and parameters that change nothing."""
-    report = audit(engine, [edited(honest, path, change)])
-    assert report, str(report)
-    assert len(report.to_json()) > 0
-
-
-def test_the_seed_of_a_greedy_output_changes_nothing(engine, bare):
+    ):
+        report = audit(engine, [edited(honest, path, change)])
+        assert report, str(report)
     assert audit(engine, [edited(bare, ("params", "seed"), 3)])
 
 

@@ -7,9 +7,7 @@ import pytest
 
 from tinyspec import Engine, EngineConfig
 from tinyspec.engine.traced import VERIFIED, TracedWork
-from tinyspec.outputs import Completion, RequestOutput
-from tinyspec.sampling_params import SamplingParams
-from tinyspec.tools.demo import BUNDLED, SEEDS, Demo, Pair, demo
+from tinyspec.tools.demo import BUNDLED, SEEDS, Demo, demo
 from tinyspec.tools.terminal import Style
 from tinyspec.tools.trace_run import Run, RunPass
 from tinyspec.tools.verify_picture import lines, picture
@@ -22,24 +20,11 @@ class Terminal(io.StringIO):
         return True
 
 
-class Ascii(Terminal):
-    encoding = "ascii"
-
-
 @pytest.fixture(scope="module")
 def engine():
     config = EngineConfig(verify="always", trace=True, draft_window=3)
     with Engine.from_pretrained(BUNDLED, "bfloat16", "cpu", config) as engine:
         yield engine
-
-
-def pair(mine, its, logprobs=((0.1, 0.2, 0.3), (0.1, 0.2, 0.3))):
-    """Of these tokens."""
-    outputs = [
-        RequestOutput("a", [1], SamplingParams(), [Completion(list(ids), logprobs=list(values))])
-        for ids, values in zip((mine, its), logprobs, strict=True)
-    ]
-    return Pair(outputs[0], [outputs[1]])
 
 
 def test_it_shows_its_own_run(engine, capsys):

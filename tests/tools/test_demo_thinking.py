@@ -6,7 +6,6 @@ from pathlib import Path
 from random import Random
 
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 from benchmarks.coin_reader.tasks import TASKS
@@ -59,13 +58,6 @@ def test_the_engine_is_right_and_thinks_what_the_reading_thinks(
     found = by_engine()
     assert found == (reading.thoughts, words(tokenizer, reading))
     assert found[1] == answers
-
-
-def test_without_states_it_is_wrong(model, tokenizer, monkeypatch):
-    prompts, answers = prompts_of(tokenizer, 40, 60)
-    monkeypatch.setattr(ThinkingModel, "states", lambda self, ids: torch.zeros(len(ids), 8, 64))
-    found = words(tokenizer, read(model, prompts))
-    assert sum(a == b for a, b in zip(found, answers, strict=True)) < 0.75 * len(answers)
 
 
 def test_it_is_small():

@@ -124,13 +124,6 @@ def test_position_sensitive_linear_is_named(name):
         engine.generate([[1, 2]], DETERMINISTIC)
 
 
-def test_a_layer_that_breaks_one_bucket_end_to_end():
-    model = sound()
-    model.model.layers[1].mlp = Nudges(model.model.layers[1].mlp, rows=12)
-    report = doctor(model, CONFIG)
-    assert report and broken_by(report) == {12: ["model"]}
-
-
 def test_a_layer_that_breaks_the_reference_bucket_end_to_end():
     """A module without attention inside is found by itself, a whole layer in the model's passes."""
     model = sound()
@@ -163,22 +156,6 @@ def test_keys_that_differ_where_no_logit_does():
     control = doctor(model, CONFIG)
     attention.k_proj = Nudges(attention.k_proj, rows=16, row=11)
     assert not broken_by(control) and broken_by(doctor(model, CONFIG)) == {16: ["model"]}
-
-
-def test_keys_that_are_not_written(monkeypatch):
-    """What an earlier pass left in the pool does not pass for written."""
-    with Engine(sound(), config=CONFIG) as engine:
-        context = engine.patched.context
-        whole = context.kernels.fused_kv_write
-
-        def forgetful(q, k, v, cos, sin, k_cache, v_cache, slots, **norm):
-            slots = torch.full_like(slots, -1) if len(q) == 12 else slots
-            return whole(q, k, v, cos, sin, k_cache, v_cache, slots, **norm)
-
-        context.kernels = dataclasses.replace(context.kernels, fused_kv_write=forgetful)
-        assert broken_by(doctor(engine, fresh=True)) == {12: ["model"]}
-        context.kernels = dataclasses.replace(context.kernels, fused_kv_write=whole)
-        assert not broken_by(doctor(engine, fresh=True))
 
 
 def test_attention_that_depends_on_the_pass(no_results_on_disk):

@@ -85,10 +85,8 @@ def audit(engine: Engine, outputs: Iterable[RequestOutput], progress: bool = Fal
             raise refuse("outputs", output, "RequestOutputs")
     engine.check_model()
     fingerprint = engine.fingerprint
-    obstacles = [next(_obstacles(output, engine), None) for output in outputs]
-    clear = [o for o, obstacle in zip(outputs, obstacles, strict=True) if obstacle is None]
-    refusals = iter(_refusals(engine, clear))
-    obstacles = [next(refusals) if obstacle is None else obstacle for obstacle in obstacles]
+    inputs = engine.ready()
+    obstacles = [next(_obstacles(output, engine, inputs), None) for output in outputs]
     sound = [o for o, obstacle in zip(outputs, obstacles, strict=True) if obstacle is None]
     replayed = iter(engine.replay(list(map(_replayable, sound)), progress) if sound else [])
     entries = []
@@ -102,8 +100,9 @@ def audit(engine: Engine, outputs: Iterable[RequestOutput], progress: bool = Fal
     return AuditReport(fingerprint, entries)
 
 
-def _obstacles(output: RequestOutput, engine: Engine) -> Iterator[Finding]:
-    """What keeps an output from being replayed: no engine writes it, or another one did."""
+def _obstacles(output: RequestOutput, engine: Engine, inputs: Any) -> Iterator[Finding]:
+    """What keeps an output from being replayed: no engine writes it, another one did, or this one
+    does not take its request. inputs: the engine's maker of requests."""
     params, prompt = output.params, output.prompt_token_ids
     yield from _malformed_params(params)
     if type(prompt) is not list or not prompt:
@@ -114,7 +113,7 @@ def _obstacles(output: RequestOutput, engine: Engine) -> Iterator[Finding]:
             reason = f"prompt_token_ids has {shown(token)}, which is no token id"
             yield Finding("prompt_token_ids", DIFFERS, reason)
     yield from _malformed_completions(output.completions, params)
-    yield from _other_fingerprint(output, engine)
+    yield from _other_fingerprint(output, engine, inputs)
     if not params.deterministic:
         yield Finding("params", NOT_COMPARABLE, "it is plain: it was not asked to be deterministic")
     for function in (*params.logits_processors, *params.stopping_criteria):
@@ -126,9 +125,10 @@ def _obstacles(output: RequestOutput, engine: Engine) -> Iterator[Finding]:
         if not 0 <= token < vocab_size:
             reason = f"prompt_token_ids has {shown(token)}, not in a vocabulary of {vocab_size}"
             yield Finding("prompt_token_ids", DIFFERS, reason)
+    yield from _refused(output, inputs)
 
 
-def _other_fingerprint(output: RequestOutput, engine: Engine) -> Iterator[Finding]:
+def _other_fingerprint(output: RequestOutput, engine: Engine, inputs: Any) -> Iterator[Finding]:
     stated, parts, own = output.fingerprint, output.fingerprint_parts, engine.contract.fingerprint
     if parts is not None and not (are_parts(parts) and identical(stated, digest_of(parts))):
         reason = f"its fingerprint_parts do not give its fingerprint {shown(stated)}"
@@ -136,7 +136,7 @@ def _other_fingerprint(output: RequestOutput, engine: Engine) -> Iterator[Findin
     if stated is None:
         yield Finding("fingerprint", NOT_COMPARABLE, "it has no fingerprint")
     if output.params.needs_tokenizer or "tokenizer" in (parts or ()):
-        own = own.with_tokenizer(engine.ready().tokenizer_digest())
+        own = own.with_tokenizer(inputs.tokenizer_digest())
     if not identical(stated, own.digest):
         reason = "its fingerprint is " + shown(stated).strip("'")
         if why := explained(parts, own.parts):
@@ -171,19 +171,11 @@ def _count(completions: Any) -> int:
     return len(completions) if type(completions) is list else 0
 
 
-def _refusals(engine: Engine, outputs: list[RequestOutput]) -> list[Finding | None]:
-    """For each output why the engine does not take its request; None where it does."""
-
-    def refusal(some: list[RequestOutput]) -> Finding | None:
-        try:
-            engine.prepare([o.prompt_token_ids for o in some], [o.params for o in some])
-        except ValueError as error:
-            return Finding("params", NOT_COMPARABLE, f"this engine refuses it: {error}")
-        return None
-
-    if not outputs or refusal(outputs) is None:
-        return [None] * len(outputs)
-    return [refusal([output]) for output in outputs]
+def _refused(output: RequestOutput, inputs: Any) -> Iterator[Finding]:
+    try:
+        inputs.requests([output.prompt_token_ids], [output.params])
+    except ValueError as error:
+        yield Finding("params", NOT_COMPARABLE, f"this engine refuses it: {error}")
 
 
 def _replayable(output: RequestOutput) -> RequestOutput:
