@@ -39,8 +39,7 @@ SEQUENCES = (1, 16, 64, 256, 1024)
 STEPS = 100
 # Steps in which prompts are still computed while the first requests decode, at most.
 PROMPT_STEPS = 1000
-# The last is plain requests beside which one prompt is computed in every step.
-KINDS = ("plain", "deterministic", "sampled", "mixed with prompts")
+KINDS = ("plain", "deterministic", "sampled")
 SAMPLED = {"temperature": 0.8, "top_p": 0.9, "logprobs": True}
 
 
@@ -95,8 +94,8 @@ def stubbed(kind: str, smoke: bool) -> Iterator[tuple[Engine, Callable[[], objec
     """An engine whose steps compute nothing, probed before, and its check for a changed model."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # thread time sees one
-    most = max(SEQUENCES) + 1  # and a prompt
-    settings = {"max_rows": 512, "max_sequences": 257} if smoke else {"max_sequences": most}
+    most = max(SEQUENCES)
+    settings = {"max_rows": 512, "max_sequences": 256} if smoke else {"max_sequences": most}
     config = EngineConfig(verify="padded", **settings)
     with Engine(build(SMOKE_LAYERS if smoke else LAYERS), config=config) as engine:
         asked = SamplingParams(max_new_tokens=2, deterministic=kind == "deterministic")
@@ -145,18 +144,13 @@ def bench_step(
         if engine.records[-1].rows["decode"] == sequences:
             break
 
-    def more() -> None:
-        if kind == "mixed with prompts":
-            engine.add_request(list(work.prompts[0]), SamplingParams(max_new_tokens=1))
-
-    benchmark.pedantic(engine.step, setup=more, rounds=steps, iterations=1, warmup_rounds=2)
+    benchmark.pedantic(engine.step, rounds=steps, iterations=1, warmup_rounds=2)
     record = engine.records[-1]
-    prompts = prompt if kind == "mixed with prompts" else 0
-    assert record.rows == {"prompt": prompts, "decode": sequences, "draft": 0, "verify": 0}
+    assert record.rows == {"prompt": 0, "decode": sequences, "draft": 0, "verify": 0}
     assert record.canonical == (kind == "deterministic")
-    assert record.committed == sequences + (prompts > 0)
+    assert record.committed == sequences
     with engine.tracker.hold_state():
-        held = _thread_seconds(engine.step, steps, more)
+        held = _thread_seconds(engine.step, steps)
     for number in numbers:
         output = engine.abort(number)
         assert set(output.completions[0].token_ids) == {0}
@@ -170,13 +164,10 @@ def bench_step(
     benchmark.extra_info["model_check_ms"] = 1e3 * median(_thread_seconds(model_check, steps))
 
 
-def _thread_seconds(
-    function: Callable[[], object], times: int, before: Callable[[], None] = lambda: None
-) -> list[float]:
+def _thread_seconds(function: Callable[[], object], times: int) -> list[float]:
     """Thread time of each call of ``function``."""
     seconds = []
     for _ in range(times):
-        before()
         began = time.thread_time()
         function()
         seconds.append(time.thread_time() - began)

@@ -15,12 +15,6 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-LLM_42 = (
-    "For comparison, as published and not measured here: LLM-42 (arXiv 2601.17768) reaches 0.84 to "
-    "0.58 of non-deterministic throughput when all traffic is deterministic, on GPUs and with "
-    "models and workloads of its own."
-)
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the tables of all files."""
@@ -94,7 +88,7 @@ def _share_means(sweeps: list[dict[str, Any]]) -> list[str]:
             row += [f"{geometric_mean(ratios):.3f}", f"{min(ratios):.3f}"]
         rows.append(row)
     header = ["dtype", "over", "50 %: geometric mean", "lowest", "100 %: geometric mean", "lowest"]
-    return [table(header, rows), LLM_42]
+    return [table(header, rows)]
 
 
 def _number(value: Any) -> str:

@@ -10,7 +10,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from tests.support.cases import greedy, model_of, steady, text
 from tests.support.tiny import VOCAB
@@ -176,26 +175,6 @@ def test_other_types_are_found(engine, honest):
         assert name in entries[0].reason
 
 
-def ones(ids, scores):
-    """Token 1 is certain."""
-    certain = torch.full_like(scores, -torch.inf)
-    certain[:, 1] = 0
-    return certain
-
-
-def test_true_is_not_one(engine, honest):
-    (output,) = engine.generate([text(5)], greedy(4, logits_processors=[ones]))
-    assert output.completions[0].token_ids == [1, 1, 1, 1]
-    assert audit(engine, [output])
-    for place in range(4):
-        tokens = [1, 1, 1, 1]
-        tokens[place] = True
-        forged = replace(output, completions=[replace(output.completions[0], token_ids=tokens)])
-        (entry,) = entries_of(engine, honest, forged)
-        assert (entry.verdict, entry.position, entry.tokens) == ("differs", place, place)
-        assert entry.reason == "token True, but the engine has 1"
-
-
 def test_the_sign_of_zero(engine, honest):
     """One token left by the filter: its log-probability is exactly 0."""
     (output,) = engine.generate([text(5)], greedy(4, temperature=1.0, seed=1, top_k=1))
@@ -281,24 +260,6 @@ def test_aborted_before_the_first_token(honest):
         assert (entry.verdict, entry.position) == ("differs", 0)
 
 
-def fails(ids, scores):
-    if ids.shape[1] >= 9:
-        raise RuntimeError("nine")
-    return scores
-
-
-def test_failed_outputs_are_partial(engine, honest):
-    (output,) = engine.generate([text(5)], greedy(8, logits_processors=[fails]))
-    assert len(output.completions[0].token_ids) == 4 and output.completions[0].error
-    (entry,) = entries_of(engine, honest, output)
-    assert (entry.verdict, entry.tokens) == ("partial", 4)
-    # Said to go on where the engine fails: nothing there to compare with.
-    tokens, values = [*output.completions[0].token_ids, 3], [*output.completions[0].logprobs, -1.0]
-    longer = replace(output.completions[0], token_ids=tokens, logprobs=values)
-    (entry,) = entries_of(engine, honest, replace(output, completions=[longer]))
-    assert entry.verdict == "not comparable" and "nine" in entry.reason
-
-
 @pytest.fixture(scope="module")
 def reader():
     """An engine with a tokenizer, and outputs with text."""
@@ -326,21 +287,3 @@ def test_text_is_compared(reader):
         assert (entry.verdict, entry.position, kept.verdict) == (verdict, None, "same"), entry
         assert "text" in entry.reason and "text" not in entry.verified
         assert entry.tokens == len(output.completions[0].token_ids)
-
-
-def test_text_without_a_tokenizer_is_not_verified(reader):
-    _, (output, _) = reader
-    model = AutoModelForCausalLM.from_pretrained(BUNDLED)
-    with Engine(model) as engine:
-        forged = edited(output, of_first("text"), "anything")
-        report = audit(engine, [output, forged, edited(output, of_first("text"), None)])
-    assert [entry.verdict for entry in report.entries] == ["partial", "partial", "same"]
-    assert "no tokenizer" in report.entries[0].reason
-    assert not any("text" in entry.verified for entry in report.entries)
-
-
-def test_a_closed_engine_is_refused(honest):
-    engine = steady(model_of("as is"))
-    engine.close()
-    with pytest.raises(ValueError, match="engine="):
-        audit(engine, [honest])

@@ -112,13 +112,6 @@ def test_other_requests():
     assert "1 completions -> 2" in only(diff([output()], [both]))[2]
 
 
-def test_repeated_requests_are_matched_in_order():
-    first, second = output(token_ids=[5, 6, 8]), output(token_ids=[5, 6, 9])
-    assert diff([first, second], [first, second])
-    assert not diff([first, second], [second, first])
-    assert diff([first, first], [first, first])
-
-
 def test_the_command(tmp_path, capsys):
     one, other, bad = tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "c.jsonl"
     one.write_text("".join(output(n).to_json() + "\n" for n in range(2)))

@@ -158,21 +158,6 @@ def test_keys_that_differ_where_no_logit_does():
     assert not broken_by(control) and broken_by(doctor(model, CONFIG)) == {16: ["model"]}
 
 
-def test_attention_that_depends_on_the_pass(no_results_on_disk):
-    """Named, though every bucket agrees with itself."""
-    with Engine(sound(), config=CONFIG) as engine:
-        context = engine.patched.context
-        whole = context.kernels.paged_attention
-
-        def other(q, *args, **kwargs):
-            out = whole(q, *args, **kwargs)
-            return out * (1 + 2e-7) if len(q) > 500 else out  # a whole prompt at once
-
-        context.kernels = dataclasses.replace(context.kernels, paged_attention=other)
-        report = doctor(engine, fresh=True)
-        assert not report and "attention" in report.problems[0]
-
-
 @pytest.mark.slow("crosses", 3)
 def test_many_rows_of_attention(monkeypatch):
     """Looked at once, reported, and kept on disk; what they show refuses the model."""
@@ -210,32 +195,6 @@ def test_a_rare_difference_of_attention(no_results_on_disk):
         assert report.facts.canonical == [] and report.facts.attention[0].differing
         with pytest.raises(DeterminismError, match="attention"):
             engine.generate([[1, 2]], DETERMINISTIC)
-
-
-class Steps(RowByRowLinear):
-    """Sums that are the same from 12 rows on, and others below."""
-
-    def _split_at(self, x, cut):
-        return super()._split_at(x, 3 if self.many else cut)
-
-    def forward(self, x):
-        self.many = x.shape[1] >= 12
-        return super().forward(x)
-
-
-@pytest.mark.slow("crosses", 6)
-def test_other_reference_rows_are_suggested():
-    config = EngineConfig(reference_rows=8, max_rows=40)
-    report = doctor(replace_linears(tiny(), Steps), config)
-    assert report.facts.canonical == [1, 2, 4, 8]
-    (alternative,) = report.facts.alternatives
-    assert alternative.reference_rows == (12, 16, 20, 24, 28, 32, 40)
-    assert alternative.canonical == 7
-    assert "reference_rows of 12, 16, 20" in str(report)
-    better = EngineConfig(reference_rows=12, max_rows=40)
-    report = doctor(replace_linears(tiny(), Steps), better)
-    assert report.facts.canonical == list(alternative.reference_rows)
-    assert report.facts.alternatives == ()
 
 
 def test_an_unsupported_model_is_reported():

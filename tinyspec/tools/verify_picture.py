@@ -201,7 +201,7 @@ def draw(one: Picture) -> Drawing:
         _pile(drawing, x, panel)
         for row, token in enumerate(panel.tokens):
             _block(drawing, x, TOP + CACHE + 8 + row * BLOCK, token, panel.name == "Verify")
-        for line, words in enumerate(textwrap.wrap(panel.note, 40)):
+        for line, words in enumerate(textwrap.wrap(panel.note, 36)):
             y = TOP + CACHE + 24 + rows * BLOCK + 13 * line
             drawing.text(x, y, words, colour="faint")
     return drawing
@@ -229,7 +229,8 @@ def _block(drawing: Drawing, x: float, y: float, token: Token, marked: bool) -> 
     drawing.rect(x, y, 92 if token.label else PANEL - 4, BLOCK - 3, token.colour, round=3)
     drawing.text(x + 5, y + 13, token.label, bold=True, colour=colour)
     words = shown(token.text, 9) if token.label else token.text
-    drawing.text(x + (28 if token.label else 5), y + 13, words, colour=colour)
+    indent, size = (28, 10) if token.label else (5, 9)
+    drawing.text(x + indent, y + 13, words, size, colour)
     if marked:
         drawing.text(x + 98, y + 13, token.mark, size=11)
         drawing.text(x + 114, y + 13, token.said)
