@@ -81,7 +81,7 @@ def stub(engine: Engine) -> Callable[[], object]:
     engine.runner.model = forward
     context.kernels = core.sampler.kernels = stubs
     context.check = lambda: None  # that every layer called attention
-    return engine.contract.watch.changed
+    return engine.contract.changed
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -103,7 +103,7 @@ def stubbed(kind: str, smoke: bool) -> Iterator[tuple[Engine, Callable[[], objec
         if asked.deterministic:
             engine.contract.probe(attention_rows=MANY_ROWS)
         check = stub(engine)
-        engine.contract.watch.changed = lambda: False  # type: ignore[method-assign]
+        engine.contract.changed = lambda: False  # type: ignore[method-assign]
         yield engine, check
     torch.set_num_threads(threads)
 
