@@ -14,6 +14,7 @@ from typing import Any
 from tinyspec.engine.engine import Engine
 from tinyspec.outputs import Completion, RequestOutput
 from tinyspec.sampling_params import SamplingParams
+from tinyspec.tools.comparison import first_place
 from tinyspec.tools.terminal import Style, table
 from tinyspec.tools.trace_run import run_of_passes
 from tinyspec.tools.verify_picture import describe, lines
@@ -44,11 +45,7 @@ class Pair:
     @property
     def parts_at(self) -> int | None:
         """The first token that differs; None where all are the same."""
-        one, other = (completion.token_ids for completion in self.completions)
-        if one == other:
-            return None
-        same = (a == b for a, b in zip(one, other, strict=False))
-        return next((n for n, equal in enumerate(same) if not equal), min(len(one), len(other)))
+        return first_place(*(completion.token_ids for completion in self.completions))
 
     @property
     def logprobs_differ(self) -> tuple[int, int]:
