@@ -29,6 +29,7 @@ from tinyspec.tools.comparison import (
     compare,
     identical,
     shown,
+    wrong,
 )
 
 
@@ -106,25 +107,23 @@ def _obstacles(output: RequestOutput, engine: Engine, inputs: Any) -> Iterator[F
     params, prompt = output.params, output.prompt_token_ids
     yield from _malformed_params(params)
     if type(prompt) is not list or not prompt:
-        reason = f"prompt_token_ids is {shown(prompt)}, not a list of tokens"
-        yield Finding("prompt_token_ids", DIFFERS, reason)
+        yield wrong("prompt_token_ids", f"is {shown(prompt)}, not a list of tokens")
     for token in prompt:
         if type(token) is not int:
-            reason = f"prompt_token_ids has {shown(token)}, which is no token id"
-            yield Finding("prompt_token_ids", DIFFERS, reason)
+            yield wrong("prompt_token_ids", f"has {shown(token)}, which is no token id")
     yield from _malformed_completions(output.completions, params)
     yield from _other_fingerprint(output, engine, inputs)
     if not params.deterministic:
         yield Finding("params", NOT_COMPARABLE, "it is plain: it was not asked to be deterministic")
     for function in (*params.logits_processors, *params.stopping_criteria):
         if not callable(function):
-            reason = f"only the name of the function {function} is known"
-            yield Finding("params", NOT_COMPARABLE, reason)
+            said = f"only the name of the function {function} is known"
+            yield Finding("params", NOT_COMPARABLE, said)
     vocab_size = engine.runner.vocab_size
     for token in prompt:
         if not 0 <= token < vocab_size:
-            reason = f"prompt_token_ids has {shown(token)}, not in a vocabulary of {vocab_size}"
-            yield Finding("prompt_token_ids", DIFFERS, reason)
+            said = f"has {shown(token)}, not in a vocabulary of {vocab_size}"
+            yield wrong("prompt_token_ids", said)
     yield from _refused(output, inputs)
 
 
@@ -146,7 +145,7 @@ def _other_fingerprint(output: RequestOutput, engine: Engine, inputs: Any) -> It
 
 def _malformed_params(params: Any) -> Iterator[Finding]:
     if not isinstance(params, SamplingParams):
-        yield Finding("params", DIFFERS, f"params is {shown(params)}, not SamplingParams")
+        yield wrong("params", f"is {shown(params)}, not SamplingParams")
     try:
         replace(params)
     except (ValueError, TypeError) as error:
@@ -163,8 +162,7 @@ def _malformed_completions(completions: Any, params: SamplingParams) -> Iterator
         yield Finding("completions", DIFFERS, f"it has {count} of {asked} completions")
     for completion in completions:
         if not isinstance(completion, Completion):
-            reason = f"completions has {shown(completion)}, which is no Completion"
-            yield Finding("completions", DIFFERS, reason)
+            yield wrong("completions", f"has {shown(completion)}, which is no Completion")
 
 
 def _count(completions: Any) -> int:

@@ -72,6 +72,11 @@ class Finding:
     position: int | None = None
 
 
+def wrong(field: str, said: str, position: int | None = None) -> Finding:
+    """A field that differs, with what is said of it behind its name."""
+    return Finding(field, DIFFERS, f"{field} {said}", position)
+
+
 def compare(
     output: RequestOutput, again: RequestOutput, index: int, tokenizer: Any
 ) -> list[Finding]:
@@ -123,7 +128,7 @@ def shown(value: Any) -> str:
 def _tokens(found: Any, mine: Completion) -> Finding:
     name, own = PER_TOKEN[0], mine.token_ids
     if type(found) is not list:
-        return Finding(name, DIFFERS, f"token_ids is {shown(found)}, not a list", 0)
+        return wrong(name, f"is {shown(found)}, not a list", 0)
     place = first_place(found, own[: len(found)])
     if place is None:
         return Finding(name, SAME)
@@ -148,8 +153,8 @@ def _per_token(name: str, theirs: Completion, mine: Completion, tokens: Finding)
     count = len(theirs.token_ids) if whole else tokens.position or 0
     known = min(len(found), count, len(own))
     if (place := first_place(found[:known], own[:known])) is not None:
-        reason = f"{name} {shown(found[place])}, but the engine has {shown(own[place])}"
-        return Finding(name, DIFFERS, reason, place)
+        said = f"{shown(found[place])}, but the engine has {shown(own[place])}"
+        return wrong(name, said, place)
     if len(found) < count or (whole and len(found) > count):
         reason = f"{len(found)} {name} for {len(theirs.token_ids)} tokens"
         return Finding(name, DIFFERS, reason, min(len(found), count))
@@ -161,12 +166,10 @@ def _malformed(name: str, found: Any, own: list[Any] | None) -> Finding | None:
     if type(found) is type(own):
         return None
     if own is None:
-        reason = f"it has {name}, which its parameters do not ask for"
-    elif found is None:
-        reason = f"it has no {name}, which its parameters ask for"
-    else:
-        reason = f"{name} is {shown(found)}, not a list"
-    return Finding(name, DIFFERS, reason)
+        return Finding(name, DIFFERS, f"it has {name}, which its parameters do not ask for")
+    if found is None:
+        return Finding(name, DIFFERS, f"it has no {name}, which its parameters ask for")
+    return wrong(name, f"is {shown(found)}, not a list")
 
 
 def _end(theirs: Completion, mine: Completion) -> Finding:
@@ -193,7 +196,7 @@ def _error(theirs: Completion, end: Finding | None) -> Finding | None:
     if theirs.error is None or (aborted and type(theirs.error) is str):
         return Finding("error", SAME) if end is not None and end.verdict == SAME else None
     allowed = "text or nothing" if aborted else "nothing, as it was not aborted"
-    return Finding("error", DIFFERS, f"error is {shown(theirs.error)} instead of {allowed}")
+    return wrong("error", f"is {shown(theirs.error)} instead of {allowed}")
 
 
 def _text(theirs: Completion, tokenizer: Any) -> Finding | None:
@@ -207,7 +210,7 @@ def _text(theirs: Completion, tokenizer: Any) -> Finding | None:
         return Finding("text", PARTIAL, "it has no text, and the engine's tokenizer makes some")
     if identical(found, own):
         return None if own is None else Finding("text", SAME)
-    return Finding("text", DIFFERS, f"text {shown(found)}, but the engine's is {shown(own)}")
+    return wrong("text", f"{shown(found)}, but the engine's is {shown(own)}")
 
 
 def _thoughts(output: RequestOutput, again: RequestOutput, mine: Completion) -> Finding | None:
