@@ -17,7 +17,7 @@ from tests.support.drop_in import PAD, SMALL, greedy, own, patched, random_ids
 from tests.support.memory import PROMPTS, generate, needed, page_bytes, pool_of, watched
 from tests.support.tiny import FAMILIES, tiny
 from tinyspec import EngineConfig
-from tinyspec.kernels.twins.attention_layout import layout_of
+from tinyspec.kernels.twins.attention_plan import layout_of
 from tinyspec.model.positions import RopeTable
 
 

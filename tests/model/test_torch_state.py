@@ -16,7 +16,7 @@ from tests.fuzz.ambient import can_round
 from tests.support.cases import bits_of, text
 from tests.support.tiny import tiny
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
-from tinyspec.kernels.twins.attention_layout import layout_of
+from tinyspec.kernels.twins.attention_plan import layout_of
 from tinyspec.model import openmp, torch_settings
 from tinyspec.model.torch_state import TorchState
 from tinyspec.runner import processors

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.support.drop_in import PAD, SMALL, random_ids
-from tinyspec.kernels.twins.attention_layout import layout_of
+from tinyspec.kernels.twins.attention_plan import layout_of
 from tinyspec.model import torch_state
 from tinyspec.runner.kv_cache import KVCache
 
