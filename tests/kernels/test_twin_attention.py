@@ -12,12 +12,12 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from tinyspec.kernels.twins.attention_cut import cut_keeps_bits
+from tinyspec.kernels.twins.attention_tiles import cut_keeps_bits
 
 from tests.support.tolerances import OPERATOR, close, norm_as_good_as_torch
 from tinyspec.determinism.probes.bits import same_bits
 from tinyspec.kernels.attention_metadata import AttentionMetadata
-from tinyspec.kernels.twins import attention_cut, attention_plan
+from tinyspec.kernels.twins import attention_plan, attention_tiles
 from tinyspec.kernels.twins import paged_attention as twin
 
 LENGTHS = (1, 5, 127, 128, 129, 300)
@@ -255,7 +255,7 @@ def test_keys_behind_all_contexts_are_left_out(monkeypatch, dtype, scores):
 @pytest.mark.parametrize("at", [4, 32, 192, 768])
 def test_no_key_is_left_out_where_that_changes_a_bit(monkeypatch, at):
     """Be it in calls of some number of query rows alone, and in the log-sum-exp."""
-    flash = attention_cut.flash_attention
+    flash = attention_tiles.flash_attention
 
     def other(q, k, *args, **more):
         out, lse = flash(q, k, *args, **more)
@@ -263,7 +263,7 @@ def test_no_key_is_left_out_where_that_changes_a_bit(monkeypatch, at):
 
     check = cut_keeps_bits.__wrapped__
     assert check(torch.float32, 64, 4) == cut_keeps_bits(torch.float32, 64, 4)
-    monkeypatch.setattr(attention_cut, "flash_attention", other)
+    monkeypatch.setattr(attention_tiles, "flash_attention", other)
     assert not check(torch.float32, 64, 4)
 
 
