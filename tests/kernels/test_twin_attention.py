@@ -12,13 +12,13 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from tinyspec.kernels.twins.attention_tiles import cut_keeps_bits
 
 from tests.support.tolerances import OPERATOR, close, norm_as_good_as_torch
 from tinyspec.determinism.probes.bits import same_bits
 from tinyspec.kernels.attention_metadata import AttentionMetadata
 from tinyspec.kernels.twins import attention_plan, attention_tiles
 from tinyspec.kernels.twins import paged_attention as twin
+from tinyspec.kernels.twins.attention_tiles import cut_keeps_bits
 
 LENGTHS = (1, 5, 127, 128, 129, 300)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

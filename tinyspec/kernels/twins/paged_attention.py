@@ -74,9 +74,9 @@ def paged_attention(
     group = q.shape[1] // kv_heads
     plain: list[PlainCall] = []
     if not metadata.exact and not softcap and sinks is None:
-        if ("plain", causal) not in derived:
-            derived["plain", causal] = plain_calls(metadata, causal)
-        plain = derived["plain", causal]
+        if ("plain", causal, group) not in derived:
+            derived["plain", causal, group] = plain_calls(metadata, causal, group, q.dtype)
+        plain = derived["plain", causal, group]
     found: list[tuple[slice | Tensor, Tensor]] = []
     for call in plain:
         part = call.attend(q, k_cache, v_cache, scale)
