@@ -19,9 +19,9 @@ from tests.kernels.cases import (
     poisoned,  # noqa: F401 - a fixture
 )
 from tests.support.tolerances import assert_as_good_as_torch
-from tinyspec.kernels import gated as triton
-from tinyspec.kernels.gated import gated
-from tinyspec.kernels.twins import gated as twins
+from tinyspec.kernels import hidden_states as triton
+from tinyspec.kernels.hidden_states import gated
+from tinyspec.kernels.twins import hidden_states as twins
 
 FUNCTIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}

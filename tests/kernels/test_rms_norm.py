@@ -18,8 +18,8 @@ from tests.kernels.cases import (
 )
 from tests.support.tolerances import assert_as_good_as_torch
 from tinyspec.kernels import launch
-from tinyspec.kernels.rms_norm import add_rms_norm
-from tinyspec.kernels.twins import rms_norm as twins
+from tinyspec.kernels.hidden_states import add_rms_norm
+from tinyspec.kernels.twins import hidden_states as twins
 
 EPS = 1e-5
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}

@@ -23,8 +23,7 @@ from tests.kernels.cases import (
 )
 from tests.support.tolerances import assert_as_good_as_torch
 from tinyspec.kernels import launch
-from tinyspec.kernels.philox import philox
-from tinyspec.kernels.sample import sample
+from tinyspec.kernels.sample import philox, sample
 from tinyspec.kernels.twins import sample as twins
 
 NEG, INF, NAN = float("-inf"), float("inf"), float("nan")

@@ -23,9 +23,7 @@ from tests.support.tiny import VOCAB, prompts, tiny
 from tests.support.tolerances import FORMULA, LOGPROBS, NOISE, near
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.kernels import backend as kernels
-from tinyspec.kernels.twins.log_softmax import softmax
-from tinyspec.kernels.twins.philox import gumbel, philox
-from tinyspec.kernels.twins.sample import sample
+from tinyspec.kernels.twins.sample import gumbel, philox, sample, softmax
 from tinyspec.runner import logits_filters
 from tinyspec.runner.logits_filters import keep_top_k, penalise_repetition
 from tinyspec.runner.sampler import Sampler
