@@ -5,9 +5,7 @@ Controls: graphs that replay the lengths, tokens or page tables of their capture
 
 from __future__ import annotations
 
-import logging
 import random
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -21,7 +19,6 @@ from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.determinism import model_state, model_tables
-from tinyspec.model.device_stream import DeviceStream
 from tinyspec.runner import graphs
 from tinyspec.runner.graphs import PassGraphs
 
@@ -71,22 +68,6 @@ def test_same_bits_of_two(monkeypatch):
     assert served(TWO) == expected
     assert 1 < log.captures < log.replays
     assert all(len(addresses) == 1 for addresses in log.results.values())
-
-
-@LASTS
-def test_nothing_is_captured_while_another_thread_uses_the_stream(monkeypatch):
-    log, others = with_graphs(monkeypatch), ["one"]
-
-    @contextmanager
-    def alone(stream):
-        yield not others
-
-    monkeypatch.setattr(DeviceStream, "alone", alone)
-    plain = [(prompt, SamplingParams(max_new_tokens=9, logprobs=True)) for prompt, _ in TWO]
-    expected = eager(plain)
-    assert served(plain) == expected and log.captures == 0
-    others.clear()
-    assert served(plain) == expected and log.captures > 0
 
 
 @pytest.mark.slow("crosses", 8)
@@ -246,14 +227,6 @@ def test_a_capture_that_fails(monkeypatch, caplog):
     assert served(TWO) == expected
     assert log.captures == 2 and log.replays == 0  # canonical passes and others
     assert "no graph today" in caplog.text
-
-
-@LASTS
-def test_log(monkeypatch, caplog):
-    with_graphs(monkeypatch)
-    with caplog.at_level(logging.INFO, "tinyspec"):
-        served(TWO)
-    assert "captured graph 1: PassShape(bucket=" in caplog.text
 
 
 @pytest.mark.parametrize(("device", "backend"), [("cpu", "torch"), ("cpu", "triton")])

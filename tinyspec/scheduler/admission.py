@@ -138,8 +138,8 @@ class Admission:
         if self.suspects:
             return np.array([self.suspects[0][0].row])
         table, rows = self.table, self.table.rows
-        # On foresight there are sequences that have all their tokens and are still here.
-        return rows[table.length[rows] < table.most[rows]] if table.foresees else rows
+        # Ahead of results there are sequences that have all their tokens and are still here.
+        return rows[table.length[rows] < table.most[rows]] if table.is_ahead else rows
 
     def admit(self) -> None:
         """Start waiting sequences while pages are likely to last for one token of each."""
@@ -209,7 +209,7 @@ class Admission:
 
     def make_room(self, rows: Array, tokens: Array) -> Array | None:
         """[n] bool: which of ``rows`` [n], by falling priority, have pages for their first
-        ``tokens`` [n]; those of lower priority are preempted if need be, but not on foresight.
+        ``tokens`` [n]; those of lower priority are preempted if need be, but not ahead of results.
         None: all have."""
         short = tokens > self.table.num_pages[rows] * self.pool.page_size
         if not np.count_nonzero(short):
@@ -223,7 +223,7 @@ class Admission:
 
     def _make_room(self, sequence: Sequence, tokens: int) -> bool:
         while not self.pool.can_grow(sequence.pages, tokens):
-            if self.table.foresees:
+            if self.table.is_ahead:
                 return False
             victim = self._last_running()
             if victim is sequence:

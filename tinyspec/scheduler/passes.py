@@ -13,6 +13,8 @@ from tinyspec.scheduler.sequence_table import Array, SequenceTable
 PROMPT, DECODE, DRAFT, VERIFY = range(4)
 KINDS = ("prompt", "decode", "draft", "verify")
 DIRECT, PADDED, DRAFTING = "direct", "padded", "draft"
+# Of a record, what ``EngineStats`` sums.
+SUMMED = (*("padding", "committed", "drafted", "accepted", "rolled_back", "rollbacks", "seconds"),)
 
 
 @dataclass
@@ -180,10 +182,5 @@ class EngineStats:
             self.ways[record.way] = self.ways.get(record.way, 0) + 1
         for kind, rows in record.rows.items():
             self.rows[kind] += rows
-        self.padding += record.padding
-        self.committed += record.committed
-        self.drafted += record.drafted
-        self.accepted += record.accepted
-        self.rolled_back += record.rolled_back
-        self.rollbacks += record.rollbacks
-        self.seconds += record.seconds
+        for name in SUMMED:
+            setattr(self, name, getattr(self, name) + getattr(record, name))

@@ -95,7 +95,7 @@ class Scheduler:
 
     def schedule(self) -> Pass | None:
         """The next pass, its pages granted; None when nothing can run."""
-        if self.table.foresees:  # the table as it will be: no sequence enters or leaves
+        if self.table.is_ahead:  # the table as it will be: no sequence enters or leaves
             return self._plan()
         self.admission.admit()
         while (planned := self._plan()) is None and len(self.table) > 1:
@@ -239,7 +239,7 @@ class Scheduler:
         granted = self.admission.make_room(works.rows, works.ends)
         if granted is None or granted.all():
             return works
-        if self.table.foresees:  # to be planned with preemption
+        if self.table.is_ahead:  # to be planned with preemption
             granted[:] = False
         return works.take(granted)
 
