@@ -154,54 +154,27 @@ def test_contexts_anywhere(monkeypatch, dtype):
     assert calls == [None]
 
 
-def test_no_call_over_an_odd_number_of_keys(monkeypatch):
-    """Beyond the context, as far as its pages go; what is behind them stays unread."""
-    seen = results_of(monkeypatch, "_prompt_call")
-    for size, length, rows, keys in (
-        (128, 101, 101, 112),
-        (128, 131, 31, 144),
-        (24, 101, 101, 112),
-        (24, 118, 18, 120),
-    ):
-        pages = list(range(2, 2 + -(-length // size)))
-        decode(torch.bfloat16, [length], [pages], size, rows=[rows])
-        assert seen.pop().keys == keys
-
-
-APART = (  # length, rows, page size, pages; keys apart, whether the rest needs a mask
-    (300, 44, 128, [[3, 4, 5]], 256, False),
-    (300, 40, 128, [[3, 4, 5]], 256, True),
-    (131, 20, 24, [[2, 7, 4, 5, 11, 8]], 96, True),
-    (112, 80, 128, [[2]], 32, False),
-    (112, 80, 16, [[2, 9, 4, 5, 11, 8, 1]], 32, False),
-    (112, 112, 128, [[2]], 0, False),
-    (112, 12, 128, [[2]], 0, True),
-)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", APART, ids=str)
-def test_keys_before_many_rows(monkeypatch, dtype, case):
-    """In a call of their own, without a mask; a bound's keys are not."""
-    length, rows, size, pages, apart, masked = case
+@pytest.mark.parametrize("mask_rows", [512, 32])
+def test_rows_of_prompts(monkeypatch, dtype, mask_rows):
+    """Behind keys that they all attend to, in a call apart, and cut where they need masks; pages
+    that end within the context, and lie anywhere."""
     monkeypatch.setattr(attention_plain, "APART", 16)
-    calls = results_of(monkeypatch, "_prompt_call")
-    decode(dtype, [length], pages, size, rows=[rows])
-    (call,) = calls
-    assert (call.apart, call.mask is not None) == (apart, masked)
-    decode(dtype, [length], pages, size, window=50, rows=[rows])
-    assert {call.apart for call in calls[1:]} == {0}
-
-
-@pytest.mark.parametrize("position", [64, 70])
-def test_masks_of_many_rows_are_cut(monkeypatch, position):
-    """Rows that need a mask run a few at a time, those that need none at once."""
-    monkeypatch.setattr(attention_plain, "APART", 16)
-    monkeypatch.setattr(attention_plain, "MASK_ROWS", 32)
-    calls = results_of(monkeypatch, "_prompt_call")
-    decode(torch.float32, [position + 60], [[2, 3]], 128, rows=[60])
-    assert [call.rows.stop - call.rows.start for call in calls] == ([60], [32, 28])[position > 64]
-    assert [call.apart for call in calls] == ([64], [64, 96])[position > 64]
+    monkeypatch.setattr(attention_plain, "MASK_ROWS", mask_rows)
+    for length, rows, size, pages in (
+        (300, 44, 128, [3, 4, 5]),
+        (300, 40, 128, [3, 4, 5]),
+        (131, 20, 24, [2, 7, 4, 5, 11, 8]),
+        (112, 80, 16, [2, 9, 4, 5, 11, 8, 1]),
+        (112, 112, 128, [2]),
+        (101, 101, 24, [1, 2, 3, 4, 5]),
+        (112, 12, 128, [2]),
+    ):
+        calls = results_of(monkeypatch, "_prompt_call")
+        decode(dtype, [length], [pages], size, rows=[rows])
+        assert (calls[0].apart > 0) == (16 <= rows < length)
+        decode(dtype, [length], [pages], size, window=50, rows=[rows])
+        assert not calls[-1].apart
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
