@@ -12,7 +12,7 @@ from tinyspec.engine.thinking_rows import ThinkingRows
 from tinyspec.runner.device_queue import Pending
 from tinyspec.runner.sampler import Sampled, Sampling
 from tinyspec.scheduler.admission import Admission
-from tinyspec.scheduler.passes import DRAFT, Pass, PassRecord, Works
+from tinyspec.scheduler.passes import DRAFT, Pass, PassRecord, ScheduledRows
 from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.sequence_table import Array, SequenceTable, ahead_of_results
 
@@ -94,7 +94,7 @@ class Launched:
         )
 
     @property
-    def works(self) -> Works:
+    def works(self) -> ScheduledRows:
         return self.work_pass.works
 
     @property

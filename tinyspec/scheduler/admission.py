@@ -118,7 +118,7 @@ class Admission:
         sequence.frozen = len(pages) * self.pool.page_size
         sequence.computed = min(sequence.frozen, sequence.length - 1)
         if (thoughts := sequence.request.thoughts) is not None and self.prefix is not None:
-            thoughts.take(self.prefix.thoughts(pages))
+            thoughts.adopt(self.prefix.thoughts(pages))
             for each in sequence.request.sequences:
                 each.thought()
             if thoughts.unthought:  # a chunk is read from its first token on

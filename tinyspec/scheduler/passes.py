@@ -18,7 +18,7 @@ SUMMED = (*("padding", "committed", "drafted", "accepted", "rolled_back", "rollb
 
 
 @dataclass
-class Works:
+class ScheduledRows:
     """Consecutive rows of n sequences, one work each: positions ``starts`` to ``ends - 1``.
 
     rows: of the sequence table. kinds: prompt (all committed tokens, for a preempted sequence),
@@ -45,7 +45,7 @@ class Works:
         self.single = self.num_rows == self.num_tokens == len(self)
 
     @classmethod
-    def of(cls, table: SequenceTable, rows: Array, kinds: Array, counts: Array) -> Works:
+    def of(cls, table: SequenceTable, rows: Array, kinds: Array, counts: Array) -> ScheduledRows:
         """``counts`` [n] positions of each: a draft's last one, others' first that are not
         computed."""
         newest, starts = table.length[rows] - 1, table.computed[rows]
@@ -59,10 +59,10 @@ class Works:
             yields = np.where(drafting, 1, yields)
         return cls(rows, kinds, starts, ends, yields)
 
-    def take(self, which: Array) -> Works:
+    def only(self, which: Array) -> ScheduledRows:
         """Those at the places ``which``, or where it is True."""
         found = (self.rows, self.kinds, self.starts, self.ends, self.yields)
-        return Works(*(column[which] for column in found))
+        return ScheduledRows(*(column[which] for column in found))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -70,13 +70,13 @@ class Works:
 
 @dataclass
 class Pass:
-    """Works that share one forward pass, padded up to ``bucket`` rows.
+    """ScheduledRows that share one forward pass, padded up to ``bucket`` rows.
 
     way: "direct" (canonical, in the smallest bucket that fits), "padded" (canonical, in a larger
     bucket), "draft" (deterministic rows are drafts to verify later), "" (plain rows only).
     """
 
-    works: Works
+    works: ScheduledRows
     table: SequenceTable
     bucket: int
     canonical: bool
