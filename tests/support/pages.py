@@ -8,6 +8,7 @@ from hashlib import blake2b
 import torch
 
 from tinyspec import Engine, SamplingParams
+from tinyspec.runner.kv_cache import KVCache
 from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.prefix_cache import PrefixCache
 from tinyspec.scheduler.request import Sequence
@@ -61,7 +62,7 @@ def kv_of(
 
     def read(sequence: Sequence) -> None:
         for layer in range(len(cache.k)):
-            found.append(cache.read(layer, sequence.pages, sequence.computed))
+            found.append(read_kv(cache, layer, sequence.pages, sequence.computed))
         remove(sequence)
 
     engine.admission.remove = read  # type: ignore[method-assign]
@@ -70,6 +71,14 @@ def kv_of(
     finally:
         engine.admission.remove = remove  # type: ignore[method-assign]
     return found
+
+
+def read_kv(
+    cache: KVCache, layer: int, pages: list[int], tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first ``tokens`` keys and values of a sequence, [tokens, num_kv_heads, head_dim]."""
+    k, v = cache.k[layer][pages], cache.v[layer][pages]
+    return k.flatten(0, 1)[:tokens], v.flatten(0, 1)[:tokens]
 
 
 def page_kv(engine: Engine, page: int) -> bytes:

@@ -112,6 +112,8 @@ def _tile_calls(
     """Canonical calls for all rows that the ``plain`` ones leave."""
     served = {row for call in plain for row in range(call.rows.start, call.rows.stop)}
     blocks = [block for block in query_blocks(metadata, causal) if block.row not in served]
+    if not blocks:
+        return []
     group, least = q.shape[1] // kv_heads, _least_rows(q, softcap)
     unit = TILE if softcap or not cut_keeps_bits(q.dtype, q.shape[2], least) else KEYS_UNIT
     size = metadata.page_size
