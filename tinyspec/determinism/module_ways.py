@@ -67,5 +67,4 @@ class ModuleWays:
         self._changed()
 
     def _changed(self) -> None:
-        self._runner.torch_state.refresh_modules()
         self._runner.drop_graphs()

@@ -13,8 +13,6 @@ from functools import cache, partial
 import torch
 from torch import Tensor, nn
 
-from tinyspec.model.exchange import ABSENT, write
-
 
 class RowTiles:
     """The layers of one model that run in tiles while ``on``. bound: they, and how each runs."""
@@ -26,8 +24,10 @@ class RowTiles:
     def bind(self, modules: Iterable[nn.Module], counts: Collection[int]) -> None:
         """Run ``modules`` in tiles of the row counts ``counts``, whose bits agree."""
         for module in modules:
-            self.bound.append((module, self._tiled(module.forward, counts)))
-        self.resume()
+            tiled = self._tiled(module.forward, counts)
+            self.bound.append((module, tiled))
+            # On the instance: modules, parameters and their names stay what they are.
+            vars(module)["forward"] = tiled
 
     def holds(self, module: nn.Module) -> bool:
         """Whether ``module`` was bound."""
@@ -35,20 +35,9 @@ class RowTiles:
 
     def unbind(self) -> None:
         """Remove the tiled forwards."""
-        self.suspend()
+        for module, _ in self.bound:
+            del vars(module)["forward"]
         self.bound = []
-
-    def suspend(self) -> None:
-        """Remove the tiled forwards until ``resume``."""
-        for module, tiled in self.bound:
-            if vars(module).get("forward") is tiled:
-                write(vars(module), "forward", ABSENT)
-
-    def resume(self) -> None:
-        """Set the tiled forwards again."""
-        for module, tiled in self.bound:
-            # On the instance: modules, parameters and their names stay what they are.
-            write(vars(module), "forward", tiled)
 
     def _tiled(
         self, forward: Callable[[Tensor], Tensor], counts: Collection[int]
