@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple, TypeVar
 
@@ -96,49 +95,6 @@ def as_slice(numbers: list[int]) -> slice | Tensor:
     return slice(numbers[0], stop, step) if even else integers(numbers)
 
 
-class Layout(NamedTuple):
-    """Where the query rows of a call are taken from, and its results go to.
-
-    height: pass rows that a block's query rows are taken from; a short block repeats its last row.
-    gather: [T * parts * height] the groups of heads, counted through the pass, that are every
-            tile's query rows.
-    rows:   [n] the pass rows that the call computes, ascending.
-    picked: [n * parts * group] where these have their heads in the result [B, parts, queries]; None
-            where that is 0, 1, 2, ...
-    """
-
-    height: int
-    gather: Tensor
-    rows: Tensor
-    picked: Tensor | None
-
-
-# Decode rows keep their places from step to step.
-@lru_cache(maxsize=16)
-def layout_of(
-    blocks: tuple[tuple[int, int], ...],
-    owners: tuple[int, ...],
-    queries: int,
-    group: int,
-    parts: int,
-) -> Layout:
-    """The layout of a call for ``blocks`` (first row, rows); owners: block of every tile."""
-    height = -(-queries // group)
-    known = torch.tensor(blocks, dtype=torch.int64, device="cpu")
-    rows = known[:, :1] + torch.minimum(integers(range(height)), known[:, 1:] - 1)
-    gather = rows[list(owners), None] * parts + integers(range(parts))[:, None]
-    own = sorted((row, n * parts * queries, count) for n, (row, count) in enumerate(blocks))
-    query = integers([place + n * group for _, place, count in own for n in range(count)])
-    heads = integers(range(group)) + integers(range(parts))[:, None] * queries
-    picked = (query[:, None, None] + heads).flatten()
-    return Layout(
-        height=height,
-        gather=gather.flatten(),
-        rows=integers([first + n for first, _, count in own for n in range(count)]),
-        picked=None if torch.equal(picked, integers(range(len(picked)))) else picked,
-    )
-
-
 @dataclass
 class Block:
     """Up to BLOCK_ROWS consecutive rows of one segment, and the tiles that they attend to."""
@@ -157,6 +113,12 @@ class TileCall:
     ordered by depth, then by block, or, where they are dense in the cache, as they lie there.
 
     queries: query rows of every block in each of the call's heads.
+    height: pass rows that a block's query rows are taken from; a short block repeats its last row.
+    gather: [T * parts * height] the groups of heads, counted through the pass, that are every
+            tile's query rows.
+    rows:   [n] the pass rows that the call computes, ascending.
+    picked: [n * parts * group] where these have their heads in the result [B, parts, queries]; None
+            where that is 0, 1, 2, ...
     owners: [T] block of every tile; None where tiles and blocks are the same in the same order, or
             all tiles are one block's, whose query rows are there once.
     mask:   [T, 1, queries, keys] fp32, 0 or MASKED.
@@ -166,8 +128,11 @@ class TileCall:
     depths: indices of the blocks' first tiles, of their second tiles, and so on.
     """
 
-    layout: Layout
     queries: int
+    height: int
+    gather: Tensor
+    rows: Tensor
+    picked: Tensor | None
     owners: Tensor | None
     mask: Tensor
     keys: int
@@ -273,16 +238,15 @@ def _plan_call(
         at = dict(zip(index, pairs, strict=True))
         pairs = [at.get(place, pairs[0]) for place in range(span[1] - span[0])]
 
-    owners = tuple(b for b, _ in pairs) if len(blocks) > 1 else (0,)
-    places = tuple((block.row, block.rows) for block in blocks)
-    layout = layout_of(places, owners, queries, group, parts)
-    known = torch.tensor(
-        [(block.rows - 1, block.position) for block in blocks], dtype=torch.int64, device="cpu"
-    )
-    inside = torch.minimum(integers(range(layout.height)), known[:, :1])
-    # Of every query row of every tile, counted from the tile's first key.
+    owners = [b for b, _ in pairs] if len(blocks) > 1 else [0]
+    # Of every row of every tile: its row in the pass, and its position from the tile's first key.
+    height = -(-queries // group)
+    columns = [(block.row, block.rows - 1, block.position) for block in blocks]
+    known = torch.tensor(columns, dtype=torch.int64, device="cpu")
+    inside = torch.minimum(integers(range(height)), known[:, 1:2])
+    gather = (known[:, :1] + inside)[owners, None] * parts + integers(range(parts))[:, None]
     first = integers([number for _, number in pairs])[:, None] * TILE
-    position = (known[:, 1:] + inside)[list(owners)]  # [T, rows], or [1, rows] of one block
+    position = (known[:, 2:] + inside)[owners]  # [T, rows], or [1, rows] of one block
     newest, lowest = position - first, causal.lowest_key(position) - first
     # With one tile a block, the keys after those of all rows can be left out.
     keys = TILE if len(counts) > 1 else min(TILE, -(-(int(newest.max()) + 1) // unit) * unit)
@@ -290,16 +254,32 @@ def _plan_call(
     seen = (key <= newest[..., None]) & (key >= lowest[..., None])
     mask = masked(~seen).repeat_interleave(group, dim=1)[:, None]
     ends = list(accumulate(counts, initial=0))
+    rows, picked = _results(blocks, queries, group, parts)
     return TileCall(
-        layout=layout,
         queries=queries,
-        owners=None if owners == tuple(range(len(blocks))) else integers(owners),
+        height=height,
+        gather=gather.flatten(),
+        rows=rows,
+        picked=picked,
+        owners=None if owners == list(range(len(blocks))) else integers(owners),
         mask=mask[:, :, :queries],
         keys=keys,
         tiles=tiles,
         span=span,
         depths=[as_slice(index[start:end]) for start, end in pairwise(ends)],
     )
+
+
+def _results(
+    blocks: list[Block], queries: int, group: int, parts: int
+) -> tuple[Tensor, Tensor | None]:
+    """``TileCall.rows`` and ``TileCall.picked``."""
+    own = sorted((block.row, n * parts * queries, block.rows) for n, block in enumerate(blocks))
+    query = integers([place + n * group for _, place, count in own for n in range(count)])
+    heads = integers(range(group)) + integers(range(parts))[:, None] * queries
+    picked = (query[:, None, None] + heads).flatten()
+    rows = integers([first + n for first, _, count in own for n in range(count)])
+    return rows, None if torch.equal(picked, integers(range(len(picked)))) else picked
 
 
 def _find_tiles(

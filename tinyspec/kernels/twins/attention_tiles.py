@@ -150,7 +150,7 @@ def attend_tiles(
         packed, k, v = (pad(x, (0, -dim % HEAD_UNIT)) for x in (packed, k, v))
     sink_rows = None
     if sinks is not None:
-        sink_rows = sinks.float().view(-1, 1, group).expand(-1, plan.layout.height, -1)
+        sink_rows = sinks.float().view(-1, 1, group).expand(-1, plan.height, -1)
         sink_rows = sink_rows.flatten(1)[:, : plan.queries]
     merged, highest = _merge(*_partials(packed, k, v, plan.mask, scale, softcap), plan, sink_rows)
     found = _outputs(merged, q, plan)
@@ -171,9 +171,8 @@ def _inputs(
     The query rows of a single block are repeated without a copy.
     """
     _, heads, dim = q.shape
-    layout = plan.layout
-    packed = q.reshape(-1, group * dim).index_select(0, layout.gather)
-    packed = packed.reshape(-1, heads // group, layout.height * group, dim)[:, :, : plan.queries]
+    packed = q.reshape(-1, group * dim).index_select(0, plan.gather)
+    packed = packed.reshape(-1, heads // group, plan.height * group, dim)[:, :, : plan.queries]
     k, v = _tiles_of(k_cache, v_cache, plan)
     if k.dtype != q.dtype:
         k, v = values(k, q.dtype), values(v, q.dtype)
@@ -186,10 +185,10 @@ def _outputs(merged: Tensor, q: Tensor, plan: TileCall) -> Tensor:
     if merged.shape[3] > dim:
         merged = merged[..., :dim]
     found = merged.to(q.dtype).reshape(-1, dim)
-    if plan.layout.picked is None:
-        found = found[: len(plan.layout.rows) * heads].contiguous()
+    if plan.picked is None:
+        found = found[: len(plan.rows) * heads].contiguous()
     else:
-        found = found.index_select(0, plan.layout.picked)
+        found = found.index_select(0, plan.picked)
     return found.view(-1, heads, dim)
 
 

@@ -92,7 +92,7 @@ def paged_attention(
         part = attend_tiles(
             q, k_cache, v_cache, tiles, group=group, scale=scale, softcap=softcap, sinks=sinks
         )
-        found.append((tiles.layout.rows, part))
+        found.append((tiles.rows, part))
     if len(found) == 1 and len(found[0][1]) == len(q):
         return found[0][1]
     result = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
