@@ -309,9 +309,9 @@ def test_learning_leaves_no_trace(monkeypatch):
             engine.contract.ensure()
             pages = engine.pool.num_held
             engine.step()
-            assert not engine.contract.watch.changed()
+            assert not engine.contract.changed()
             engine.generate(prompts(1), DETERMINISTIC)
-            assert not engine.contract.watch.changed()
+            assert not engine.contract.changed()
             assert engine.pool.num_held >= pages
             stats.append((engine.stats().committed, len(engine.records)))
             assert sum(engine.stats().passes.values()) == len(engine.records)

@@ -7,6 +7,7 @@ modules, shapes and device, not on the values of weights, and is kept on disk.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
@@ -30,7 +31,7 @@ from tinyspec.determinism.model_state import (
 from tinyspec.determinism.module_ways import ModuleWays
 from tinyspec.determinism.notice import Notice
 from tinyspec.determinism.probe_results import ProbeResults, unsound_message
-from tinyspec.determinism.probes.autocast import refuse_autocast
+from tinyspec.determinism.probes.autocast import refuse_autocast, refuse_written
 from tinyspec.determinism.probes.reference import ReferenceProof
 from tinyspec.determinism.probes.steps import Steps, finished
 from tinyspec.determinism.probes.workspace import Workspace, warm_up
@@ -43,6 +44,7 @@ from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.scheduler.buckets import Buckets
 
 T = TypeVar("T")
+logger = logging.getLogger("tinyspec")
 THREADS, PROCESS = "the number of threads", "the state of the process"
 WAITING = "proving that deterministic=True can be kept here, once for this model and machine"
 
@@ -74,6 +76,12 @@ class Contract:
         self._ambient = ambient(runner.device)
         self.serve(patched_of(runner.model))
         runner.graphs.runs_user_code = lambda: self.runs_user_code
+        if uncounted := len(self._patched.outline.uncounted):
+            logger.warning(
+                "%d tensors of the model were made in torch.inference_mode and count no writes: "
+                "their bits are digested at every call and after code of the user's",
+                uncounted,
+            )
 
     def serve(self, patched: PatchedModel) -> None:
         """The model that the runner serves from now on: nothing is known of it."""
@@ -154,9 +162,9 @@ class Contract:
             else:
                 self.weights_changed()
             return change.what
-        if digest and self._config.verify_weights and self._weights_digest is not None:
+        if digest and self._config.verify_weights:
             before, self._weights_digest = self._weights_digest, self._digests()
-            if before != self._weights_digest:
+            if before not in (None, self._weights_digest):
                 self.known_fingerprint = None
                 return WEIGHTS
         return what
@@ -168,6 +176,14 @@ class Contract:
         self.rest()
         self._forget()
         return THREADS if before[0] != self._ambient[0] else PROCESS
+
+    def marks(self) -> list[tuple[str, object]]:
+        """Before a step, for ``after_step``."""
+        return self._patched.marks()
+
+    def after_step(self, marks: list[tuple[str, object]]) -> bool:
+        """Whether passes of the step wrote to buffers, which deterministic requests end with."""
+        return self._patched.keep_apart(marks)
 
     def weights_changed(self) -> None:
         """Numbers of weights did: what was computed from them is computed again."""
@@ -204,6 +220,7 @@ class Contract:
         Raises DeterminismError for TunableOp, kernels that no probe can prove, and own writes.
         """
         refuse_unpinnable(self._runner.device.type)
+        refuse_written(self._patched.written)
         if self._learner is None or fresh:
             reason = unprovable(self._model)
             if reason is not None:
