@@ -17,13 +17,11 @@ from tests.support.drop_in import PAD, SMALL, greedy, own, patched, random_ids
 from tests.support.memory import PROMPTS, generate, needed, page_bytes, pool_of, watched
 from tests.support.tiny import FAMILIES, tiny
 from tinyspec import EngineConfig
-from tinyspec.kernels.twins.attention_layout import layout_of
 from tinyspec.model.positions import RopeTable
 
 
 def large_tensors(least: int) -> set[int]:
     """Storages of ``least`` bytes and more that Python knows of."""
-    layout_of.cache_clear()  # of the latest calls of the attention twin: places, no values
     gc.collect()
     found = set()
     for thing in gc.get_objects():

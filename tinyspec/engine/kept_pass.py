@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tinyspec.scheduler.passes import PassRecord, Works
+from tinyspec.scheduler.passes import PassRecord, ScheduledRows
 from tinyspec.scheduler.sequence_table import Array
 
 
@@ -28,7 +28,7 @@ class Kept(NamedTuple):
 
     record: PassRecord
     began: float
-    works: Works
+    works: ScheduledRows
     names: dict[int, Name]
     entries: Array
     after: Array

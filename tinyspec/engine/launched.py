@@ -12,10 +12,9 @@ from tinyspec.engine.thinking_rows import ThinkingRows
 from tinyspec.runner.device_queue import Pending
 from tinyspec.runner.sampler import Sampled, Sampling
 from tinyspec.scheduler.admission import Admission
-from tinyspec.scheduler.foresight import foresight
-from tinyspec.scheduler.passes import DRAFT, Pass, PassRecord, Works
+from tinyspec.scheduler.passes import DRAFT, Pass, PassRecord, ScheduledRows
 from tinyspec.scheduler.request import Sequence
-from tinyspec.scheduler.sequence_table import Array, SequenceTable
+from tinyspec.scheduler.sequence_table import Array, SequenceTable, ahead_of_results
 
 
 @dataclass
@@ -95,7 +94,7 @@ class Launched:
         )
 
     @property
-    def works(self) -> Works:
+    def works(self) -> ScheduledRows:
         return self.work_pass.works
 
     @property
@@ -119,7 +118,7 @@ class Launched:
         grown = self.rows[final[self.work]]
         rows, ends = works.rows[final], works.ends[final]
         drafted = works.rows[drafting]
-        return foresight(table, rows, ends, self.work_pass.canonical, grown, drafted)
+        return ahead_of_results(table, rows, ends, self.work_pass.canonical, grown, drafted)
 
     def sources(self, rows: Array) -> Array:
         """[n]: where among its tokens the newest one of each of ``rows`` is; -1: elsewhere."""

@@ -57,7 +57,7 @@ class Launcher:
     ) -> tuple[Launched, Work]:
         """A pass, and its work for the device, which reads nothing that may change meanwhile.
 
-        before: a pass whose results are not in, as if it were committed (``foresight``).
+        before: a pass whose results are not in, as if it were committed (``ahead_of_results``).
         """
         launched = Launched.of(work_pass, record, self.admission)
         forward = self._forward(launched, before)
