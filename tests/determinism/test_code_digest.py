@@ -14,7 +14,7 @@ from tinyspec.model.checksum import row_checksums
 from tinyspec.thinking.thinker import CODE
 
 # One file of each wing that decides bits, twins and kernels apart.
-FILES = ("kernels/philox.py", "kernels/twins/philox.py", "model/row_tiles.py", "runner/sampler.py")
+FILES = ("kernels/sample.py", "kernels/twins/sample.py", "model/row_tiles.py", "runner/sampler.py")
 digest_of = {
     "syntax": syntax_digest.__wrapped__,
     "files": file_digest.__wrapped__,

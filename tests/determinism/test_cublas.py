@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tinyspec.determinism import cublas, environment
-from tinyspec.kernels import variables
+from tinyspec.kernels import backend
 
 LINE = "7f00-7f01 r-xp 00000000 08:01 42    {}"
 
@@ -84,7 +84,7 @@ def test_variables(told, monkeypatch):
     monkeypatch.setattr(cublas, "_C", SimpleNamespace())
     if told:
         cublas._C._cuda_getCublasWorkspaceSize = lambda: 1 << 25
-    left_out = variables.WORKSPACES if told else ()
+    left_out = backend.WORKSPACES if told else ()
     expected = {name: value for name, value in VARIABLES.items() if name not in left_out}
     assert cublas.settings() == expected
 

@@ -17,13 +17,11 @@ from tests.support.drop_in import PAD, SMALL, greedy, own, patched, random_ids
 from tests.support.memory import PROMPTS, generate, needed, page_bytes, pool_of, watched
 from tests.support.tiny import FAMILIES, tiny
 from tinyspec import EngineConfig
-from tinyspec.kernels.twins.attention_layout import layout_of
 from tinyspec.model.positions import RopeTable
 
 
 def large_tensors(least: int) -> set[int]:
     """Storages of ``least`` bytes and more that Python knows of."""
-    layout_of.cache_clear()  # of the latest calls of the attention twin: places, no values
     gc.collect()
     found = set()
     for thing in gc.get_objects():
@@ -39,8 +37,8 @@ def tables_of(model) -> set[int]:
     found = []
     for *_, module in model.generate._engine.patched.swapped:
         if isinstance(module, RopeTable):
-            found.append(module._positions)
-            for made in module._tables.values():
+            found.append(module.tinyspec_positions)
+            for made in module.tinyspec_tables.values():
                 found += [made] if isinstance(made, torch.Tensor) else made
     return {table.untyped_storage().data_ptr() for table in found}
 

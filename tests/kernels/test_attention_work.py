@@ -14,7 +14,6 @@ import torch
 from triton.runtime import interpreter
 
 from tests.kernels.cases import (
-    DEVICE,
     ints,
     normal,
     poisoned,  # noqa: F401 - a fixture
@@ -120,41 +119,6 @@ def test_workspace() -> None:
         assert used <= entries and (used > 0) == (entries > 0)
         for item, first, _ in work.starts.tolist():
             assert first == 0 or work.tiles[item // SETTINGS["heads"], 5] >= 0
-
-
-def test_same_launches_whatever_the_pass_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Grids, numbers and shapes of two passes with as many rows, segments and pages."""
-
-    def launches(spans: list[tuple[int, int]]) -> list:
-        found = []
-
-        class Recorder:
-            def __init__(self, name: str) -> None:
-                self.name = name
-
-            def __getitem__(self, grid: tuple[int, ...]):
-                def record(**arguments: object) -> None:
-                    shapes = {
-                        k: v.shape if isinstance(v, torch.Tensor) else v
-                        for k, v in arguments.items()
-                    }
-                    found.append((self.name, grid, shapes))
-
-                return record
-
-        for name in ("attention_kernel", "merge_kernel"):
-            monkeypatch.setattr(paged_attention, name, Recorder(name))
-        metadata = metadata_of(spans)
-        metadata.page_table = ints(torch.zeros(len(spans), 8192))
-        cache = torch.zeros(2, 16, 2, 64, device=DEVICE)
-        rows = sum(rows for rows, _ in spans)
-        q = torch.zeros(rows, 4, 64, device=DEVICE)
-        paged_attention.paged_attention(q, cache, cache.clone(), metadata, scale=1.0)
-        return found
-
-    first = launches([(1, 131072), (1, 3), (6, 6)])
-    assert first == launches([(4, 4), (3, 9000), (1, 1)]) and len(first) == 2
-    assert first != launches([(4, 4), (3, 9000), (2, 2)])
 
 
 def work_of_any_order(work: WorkList, heads: int, programs: int, seed: int) -> WorkList:

@@ -209,7 +209,7 @@ def linear_call(dtype: torch.dtype, stored: str, layer: tuple, rows: int, bias: 
 
 
 def add_rms_norm_call(dtype: torch.dtype, width: int, rows: int, add: bool, offset: bool) -> Call:
-    from tinyspec.kernels.rms_norm import add_rms_norm
+    from tinyspec.kernels.hidden_states import add_rms_norm
 
     # A residual cut out of a wider one, a weight at any address.
     x, wide = torch.zeros(rows, width, dtype=dtype), torch.zeros(rows, 2 * width, dtype=dtype)
@@ -219,7 +219,7 @@ def add_rms_norm_call(dtype: torch.dtype, width: int, rows: int, add: bool, offs
 
 
 def gated_call(dtype: torch.dtype, activation: str, width: int, rows: int) -> Call:
-    from tinyspec.kernels.gated import gated
+    from tinyspec.kernels.hidden_states import gated
 
     both = torch.zeros(rows, 2 * width, dtype=dtype)
     return lambda: gated(both[:, :width], both[:, width:], activation)

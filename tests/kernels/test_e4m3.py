@@ -17,11 +17,10 @@ from torch import Tensor
 
 from tests.kernels.cases import DEVICE, DTYPES, normal
 from tests.kernels.test_kv_write import TURNS, angles, slots
-from tests.kernels.test_paged_attention import Sequence, dense, launched, lay_out
+from tests.kernels.test_paged_attention import Sequence, launched, lay_out
 from tests.support.budget import first
 from tinyspec.determinism.probes.bits import same_bits
 from tinyspec.kernels import e4m3, kv_write
-from tinyspec.kernels import paged_attention as attention
 from tinyspec.kernels.twins import e4m3 as twin
 from tinyspec.kernels.twins import kv_write as twin_write
 from tinyspec.kernels.twins import paged_attention as twin_attention
@@ -125,14 +124,6 @@ def test_every_code_has_its_number() -> None:
     assert torch.equal(wrong.isnan().cpu(), bad) and (wrong.cpu()[~bad] == 0).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_number_that_came_from_a_code_goes_back_to_it(kind: str) -> None:
-    codes = torch.arange(256, dtype=torch.int32).to(CODES)
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[kind]
-    expected = codes.where(codes != NAN | 0x80, NAN)
-    assert torch.equal(twin.stored(twin.values(codes, dtype), CODES), expected)
-
-
 def written(module: object, cast: torch.dtype | None, **inputs: Tensor | None) -> list[Tensor]:
     """q, and the caches that a KV write leaves; ``cast``: their dtype."""
     q, k, v = (inputs[name] for name in "qkv")
@@ -230,33 +221,6 @@ def test_the_twins_attention_is_that_of_the_numbers(
     assert outs[0].isnan().any() and not outs[0].isnan().all()
 
 
-def rounding(x: Tensor) -> Tensor:
-    """The most by which a code is off a number up to 448."""
-    return torch.maximum(x.abs() * 2.0**-4, torch.tensor(2.0**-10, dtype=x.dtype))
-
-
-@pytest.mark.parametrize("module", [attention, twin_attention], ids=["kernel", "twin"])
-def test_error_against_the_model_s_own_cache(module: object) -> None:
-    """Keys move scores by d, and so weights by no more than exp(2 d); values are rounded beside."""
-    start, stop, heads, kv_heads, dim = 60, 67, 4, 2, 64
-    sequence = Sequence.make(stop, heads, kv_heads, dim, torch.float32)
-    coded = Sequence(sequence.q, *(twin.stored(x, CODES) for x in (sequence.k, sequence.v)))
-    work = lay_out([(coded, start, stop)])
-    given = (work.q, work.k_cache, work.v_cache, work.metadata)
-    found = module.paged_attention(*given, scale=dim**-0.5)  # type: ignore[attr-defined]
-    exact = dense(sequence, start, stop, torch.float64)
-
-    q, k, v = (x.double().cpu() for x in (sequence.q[start:], sequence.k, sequence.v))
-    k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
-    moved = torch.einsum("rhd,khd->rhk", q.abs(), rounding(k)).amax(-1) * dim**-0.5
-    bound = (torch.exp(2 * moved) - 1)[..., None] * v.abs().amax(0) + rounding(v).amax(0)
-    error = (found.double() - exact).abs().cpu()
-    assert (error <= bound).all()
-    # Control: codes do round, and the error of all rows is as small as that of one number.
-    assert 1e-4 < error.max() < 0.1
-    assert error.pow(2).mean().sqrt() < 2.0**-4 * exact.pow(2).mean().sqrt()
-
-
 @pytest.mark.slow("crosses", 3)
 @pytest.mark.parametrize("mode", ["walk", "spread"])
 def test_row_invariant(mode: str) -> None:
@@ -272,11 +236,3 @@ def test_row_invariant(mode: str) -> None:
         crowd = lay_out([(other, 90, 99), (sequence, 62, 66), (other, 3, 4)], 128, fill=NAN)()
     assert torch.equal(alone, prompt[places])
     assert torch.equal(crowd[9:13], prompt[62:66])
-
-
-def test_refuses_other_caches() -> None:
-    work = lay_out([(Sequence.make(5, 2, 1, 32, torch.float32), 0, 5)])
-    for dtype in (torch.int8, torch.float8_e4m3fn, torch.float16):
-        k, v = (cache.to(dtype) for cache in (work.k_cache, work.v_cache))
-        with pytest.raises(AssertionError):
-            attention.paged_attention(work.q, k, v, work.metadata, scale=1.0)

@@ -217,15 +217,6 @@ def test_matches_reference(name: str, mode: str, dtype: torch.dtype) -> None:
     assert_as_good_as_torch(out, same, exact)
 
 
-def test_matches_reference_at_table_split() -> None:
-    """The table's own split and choice of mode."""
-    sequence = Sequence.make(1030, 2, 1, 32, torch.float32)
-    chunks = [(sequence, 1025, 1030), (sequence, 511, 512)]
-    exact = torch.cat([dense(*chunk, torch.float64) for chunk in chunks])
-    same = torch.cat([dense(*chunk, torch.float32) for chunk in chunks])
-    assert_as_good_as_torch(lay_out(chunks)(), same, exact)
-
-
 def test_matches_reference_when_empty() -> None:
     work = lay_out([(Sequence.make(5, 2, 1, 32, torch.float32), 0, 5)], padding=3)
     whole = work()
@@ -390,9 +381,3 @@ def test_padding_untouched(bound: dict[str, int], mode: str, dtype: torch.dtype)
     assert all(
         torch.equal(a.nan_to_num(3), b.nan_to_num(3)) for a, b in zip(after, before, strict=True)
     )
-
-
-def test_refuses_a_window_in_chunks() -> None:
-    work = lay_out([(Sequence.make(5, 2, 1, 32, torch.float32), 0, 5)])
-    with pytest.raises(AssertionError):
-        work(window=3, chunk=4)

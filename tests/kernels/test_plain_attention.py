@@ -17,7 +17,7 @@ from tests.support.tolerances import norm_as_good_as_torch, within_units
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.kernels.attention_metadata import AttentionMetadata
 from tinyspec.kernels.twins import attention_plain
-from tinyspec.kernels.twins.paged_attention import paged_attention
+from tinyspec.kernels.twins import paged_attention as twin
 
 SCORES = (
     {},
@@ -64,43 +64,19 @@ def test_other_bits():
         assert not torch.equal(exact, plain)
 
 
-def test_who_takes_it(monkeypatch):
-    """Passes that hold a deterministic row take it for drafts only."""
-    engine = Engine(tiny(), config=EngineConfig(reference_rows=16, verify="always"))
-    greedy = [SamplingParams(max_new_tokens=12, deterministic=d) for d in (False, True)]
-    with engine:
-        engine.generate(prompts(2), greedy)  # whatever is probed, is probed now
-        seen = []
-        attend = engine.runner._context.kernels.paged_attention
-
-        def spy(*args, **kwargs):
-            seen.append(args[3].exact)
-            return attend(*args, **kwargs)
-
-        kernels = engine.runner._context.kernels
-        monkeypatch.setattr(
-            engine.runner._context,
-            "kernels",
-            kernels.__class__(**{**vars(kernels), "paged_attention": spy}),
-        )
-        for params, expected in ((greedy[0], {False}), (greedy[1], {True, False})):
-            del seen[:]
+@pytest.mark.parametrize("verify", ["padded", "always"])
+def test_who_takes_it(monkeypatch, verify):
+    """Plain rows, and drafts of deterministic ones; canonical passes never."""
+    taken = []
+    plan = twin.plain_calls
+    monkeypatch.setattr(twin, "plain_calls", lambda *args: taken.append(1) or plan(*args))
+    with Engine(tiny(), config=EngineConfig(reference_rows=16, verify=verify)) as engine:
+        for deterministic, found in ((False, True), (True, verify == "always")):
+            engine.generate(prompts(2), SamplingParams(max_new_tokens=1, deterministic=True))
+            del taken[:]  # whatever is probed, is probed by now
+            params = SamplingParams(max_new_tokens=12, deterministic=deterministic)
             engine.generate(prompts(2), params)
-            assert set(seen) == expected
-        layers = len(engine.runner.layers)
-        passes = []
-        run_pass = engine.runner.run
-
-        def watch(work_pass, *args):
-            del seen[:]
-            out = run_pass(work_pass, *args)
-            passes.append((work_pass.canonical, list(seen)))
-            return out
-
-        monkeypatch.setattr(engine.runner, "run", watch)
-        engine.generate(prompts(2), greedy)
-        assert {canonical for canonical, _ in passes} == {True, False}
-        assert all(exact == [canonical] * layers for canonical, exact in passes)
+            assert bool(taken) == found
 
 
 def results_of(monkeypatch, name):
@@ -114,12 +90,6 @@ def results_of(monkeypatch, name):
 
     monkeypatch.setattr(attention_plain, name, note)
     return found
-
-
-@pytest.fixture
-def even_plans(monkeypatch):
-    """What was found of contexts at even distances, pass by pass."""
-    return results_of(monkeypatch, "_decode_call")
 
 
 def decode(dtype, lengths, pages, size, window=0, rows=()):
@@ -148,109 +118,63 @@ def decode(dtype, lengths, pages, size, window=0, rows=()):
             expected.append(torch.einsum("hl,lhd->hd", weights, v))
     spans = [(length - count, length) for length, count in zip(lengths, rows, strict=True)]
     metadata = AttentionMetadata.of(spans, pages, size, exact=False)
-    found = paged_attention(q, *caches, metadata, scale=dim**-0.5, window=window)
+    found = twin.paged_attention(q, *caches, metadata, scale=dim**-0.5, window=window)
     assert within_units(found, torch.stack(expected), 16), "NaN included"
 
 
-EVEN = (
-    ([70], [[3]]),
-    ([200], [[3, 4]]),
-    ([70, 70, 70], [[2], [3], [4]]),
-    ([70, 5, 128], [[2], [4], [6]]),
-    ([130, 256], [[1, 2], [5, 6]]),
-)
-UNEVEN = (
-    ([200], [[3, 1]]),
-    ([70, 70, 70], [[2], [3], [5]]),
-    ([70, 70], [[3], [2]]),
-    ([70, 200], [[1], [4, 5]]),
-)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_even_contexts_run_in_one_call(dtype, even_plans):
-    """And nothing between them is read, which NaN would show."""
-    for lengths, pages in EVEN:
-        decode(dtype, lengths, pages, 128)
-        assert even_plans.pop() is not None and not even_plans
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_other_contexts_do_not(dtype, even_plans):
-    for lengths, pages in UNEVEN:
-        decode(dtype, lengths, pages, 128)
-        assert even_plans.pop() is None and not even_plans
-    decode(dtype, [70, 70], [[2], [3]], 128, window=30)
-    assert even_plans.pop() is None
-
-
-MIXED = (
+CONTEXTS = (  # lengths, pages, rows of each, whether the rows that are alone run in one call
+    ([70], [[3]], (1,), True),
+    ([200], [[3, 4]], (1,), True),
+    ([70, 70, 70], [[2], [3], [4]], (1, 1, 1), True),
+    ([70, 5, 128], [[2], [4], [6]], (1, 1, 1), True),
+    ([130, 256], [[1, 2], [5, 6]], (1, 1), True),
+    ([200], [[3, 1]], (1,), False),
+    ([70, 70, 70], [[2], [3], [5]], (1, 1, 1), False),
+    ([70, 70], [[3], [2]], (1, 1), False),
+    ([70, 200], [[1], [4, 5]], (1, 1), False),
     ([70, 70, 90, 131], [[2], [3], [5], [7, 8]], (1, 1, 90, 31), True),
     ([40, 70, 70, 70], [[1], [3], [5], [7]], (40, 1, 1, 1), True),
     ([70, 70, 90, 131], [[2], [4], [5], [7, 8]], (1, 1, 1, 31), False),
     ([70, 90, 70], [[2], [3], [4]], (1, 90, 1), False),
-    ([90, 131], [[5], [7, 9]], (90, 31), None),
+    ([90, 131], [[5], [7, 9]], (90, 31), False),
 )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_beside_prompts(dtype, even_plans):
-    """Rows that are alone and follow each other run in one call there, too."""
-    for lengths, pages, rows, found in MIXED:
+def test_contexts_anywhere(monkeypatch, dtype):
+    """Decode rows of even contexts run in one call, beside prompts too; nothing between contexts
+    is read, which NaN would show."""
+    calls = results_of(monkeypatch, "_decode_call")
+    for lengths, pages, rows, even in CONTEXTS:
+        del calls[:]
         decode(dtype, lengths, pages, 128, rows=rows)
-        plans = [plan is not None for plan in even_plans]
-        assert plans == ([] if found is None else [found])
-        even_plans.clear()
-
-
-def test_no_call_over_an_odd_number_of_keys(monkeypatch):
-    """Beyond the context, as far as its pages go; what is behind them stays unread."""
-    seen = results_of(monkeypatch, "_prompt_call")
-    for size, length, rows, keys in (
-        (128, 101, 101, 112),
-        (128, 131, 31, 144),
-        (24, 101, 101, 112),
-        (24, 118, 18, 120),
-    ):
-        pages = list(range(2, 2 + -(-length // size)))
-        decode(torch.bfloat16, [length], [pages], size, rows=[rows])
-        assert seen.pop().keys == keys
-
-
-APART = (  # length, rows, page size, pages; keys apart, whether the rest needs a mask
-    (300, 44, 128, [[3, 4, 5]], 256, False),
-    (300, 40, 128, [[3, 4, 5]], 256, True),
-    (131, 20, 24, [[2, 7, 4, 5, 11, 8]], 96, True),
-    (112, 80, 128, [[2]], 32, False),
-    (112, 80, 16, [[2, 9, 4, 5, 11, 8, 1]], 32, False),
-    (112, 112, 128, [[2]], 0, False),
-    (112, 12, 128, [[2]], 0, True),
-)
+        assert [call is not None for call in calls] == ([even] if 1 in rows else [])
+    del calls[:]
+    decode(dtype, [70, 70], [[2], [3]], 128, window=30)
+    assert calls == [None]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", APART, ids=str)
-def test_keys_before_many_rows(monkeypatch, dtype, case):
-    """In a call of their own, without a mask; a bound's keys are not."""
-    length, rows, size, pages, apart, masked = case
+@pytest.mark.parametrize("mask_rows", [512, 32])
+def test_rows_of_prompts(monkeypatch, dtype, mask_rows):
+    """Behind keys that they all attend to, in a call apart, and cut where they need masks; pages
+    that end within the context, and lie anywhere."""
     monkeypatch.setattr(attention_plain, "APART", 16)
-    calls = results_of(monkeypatch, "_prompt_call")
-    decode(dtype, [length], pages, size, rows=[rows])
-    (call,) = calls
-    assert (call.apart, call.mask is not None) == (apart, masked)
-    decode(dtype, [length], pages, size, window=50, rows=[rows])
-    assert {call.apart for call in calls[1:]} == {0}
-
-
-@pytest.mark.parametrize("position", [64, 70])
-def test_masks_of_many_rows_are_cut(monkeypatch, position):
-    """Rows that need a mask run a few at a time, those that need none at once."""
-    monkeypatch.setattr(attention_plain, "APART", 16)
-    monkeypatch.setattr(attention_plain, "MASK_ROWS", 32)
-    calls = results_of(monkeypatch, "_prompt_call")
-    decode(torch.float32, [position + 60], [[2, 3]], 128, rows=[60])
-    assert [call.rows.stop - call.rows.start for call in calls] == ([60], [32, 28])[position > 64]
-    assert [call.apart for call in calls] == ([64], [64, 96])[position > 64]
+    monkeypatch.setattr(attention_plain, "MASK_ROWS", mask_rows)
+    for length, rows, size, pages in (
+        (300, 44, 128, [3, 4, 5]),
+        (300, 40, 128, [3, 4, 5]),
+        (131, 20, 24, [2, 7, 4, 5, 11, 8]),
+        (112, 80, 16, [2, 9, 4, 5, 11, 8, 1]),
+        (112, 112, 128, [2]),
+        (101, 101, 24, [1, 2, 3, 4, 5]),
+        (112, 12, 128, [2]),
+    ):
+        calls = results_of(monkeypatch, "_prompt_call")
+        decode(dtype, [length], [pages], size, rows=[rows])
+        assert (calls[0].apart > 0) == (16 <= rows < length)
+        decode(dtype, [length], [pages], size, window=50, rows=[rows])
+        assert not calls[-1].apart
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
@@ -267,7 +191,7 @@ def test_what_is_not_finite_shows_apart_too(monkeypatch, place, which, value):
     for least in (1 << 20, 16):
         monkeypatch.setattr(attention_plain, "APART", least)
         metadata.derived.clear()
-        found.append(paged_attention(q, *caches, metadata, scale=1 / 8).isfinite())
+        found.append(twin.paged_attention(q, *caches, metadata, scale=1 / 8).isfinite())
     assert torch.equal(*found) and not found[0].all()
     assert found[0][: max(0, place - 64)].all()
 
@@ -276,7 +200,7 @@ def test_a_masked_key_must_be_finite(monkeypatch):
     """Control: contexts of unlike pages would reach into what lies between them."""
     lengths, pages = [70, 200], [[1], [4, 5]]
     decode(torch.float32, lengths, pages, 128)
-    whole = attention_plain._DecodeCall(slice(0, 2), 128, 3 * 128, 200, torch.zeros(2, 1, 1, 200))
+    whole = attention_plain.DecodeCall(slice(0, 2), 128, 3 * 128, 200, torch.zeros(2, 1, 1, 200))
     whole.mask[0, ..., 70:] = -1e30
     monkeypatch.setattr(attention_plain, "_decode_call", lambda *args: whole)
     monkeypatch.setattr(attention_plain, "all_finite", lambda *_: True)
@@ -300,5 +224,5 @@ def test_queries_may_lie_anyhow(exact, kv_heads, rows, lengths, dtype, dim):
         spans = [(length - rows, length) for length in lengths]
         tables = [[1], [3, 4]][: len(spans)]
         metadata = AttentionMetadata.of(spans, tables, size, exact=exact)
-        found.append(paged_attention(q, *caches, metadata, scale=dim**-0.5))
+        found.append(twin.paged_attention(q, *caches, metadata, scale=dim**-0.5))
     assert all(torch.equal(out, found[0]) and out.is_contiguous() for out in found)

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from tests.support.tolerances import OPERATOR, close, norm_as_good_as_torch
 from tinyspec.determinism.probes.bits import same_bits
 from tinyspec.kernels.attention_metadata import AttentionMetadata
-from tinyspec.kernels.twins import attention_cut, attention_plan
+from tinyspec.kernels.twins import attention_plan, attention_tiles
 from tinyspec.kernels.twins import paged_attention as twin
-from tinyspec.kernels.twins.attention_cut import cut_keeps_bits
+from tinyspec.kernels.twins.attention_tiles import cut_keeps_bits
 
 LENGTHS = (1, 5, 127, 128, 129, 300)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -219,14 +219,6 @@ def test_control_another_tile_differs(monkeypatch):
     assert close(before, after, OPERATOR)
 
 
-def test_large_batches_are_cut_without_a_trace(monkeypatch):
-    chosen = [(n, length) for n, length in enumerate(LENGTHS)]
-    before = run(torch.float32, SHAPES[0], chosen, {})
-    monkeypatch.setattr(attention_plan, "MAX_TILE_ROWS", 256)
-    after = run(torch.float32, SHAPES[0], chosen, {})
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-
 @pytest.mark.parametrize("scores", SCORES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_keys_behind_all_contexts_are_left_out(monkeypatch, dtype, scores):
@@ -255,7 +247,7 @@ def test_keys_behind_all_contexts_are_left_out(monkeypatch, dtype, scores):
 @pytest.mark.parametrize("at", [4, 32, 192, 768])
 def test_no_key_is_left_out_where_that_changes_a_bit(monkeypatch, at):
     """Be it in calls of some number of query rows alone, and in the log-sum-exp."""
-    flash = attention_cut.flash_attention
+    flash = attention_tiles.flash_attention
 
     def other(q, k, *args, **more):
         out, lse = flash(q, k, *args, **more)
@@ -263,22 +255,22 @@ def test_no_key_is_left_out_where_that_changes_a_bit(monkeypatch, at):
 
     check = cut_keeps_bits.__wrapped__
     assert check(torch.float32, 64, 4) == cut_keeps_bits(torch.float32, 64, 4)
-    monkeypatch.setattr(attention_cut, "flash_attention", other)
+    monkeypatch.setattr(attention_tiles, "flash_attention", other)
     assert not check(torch.float32, 64, 4)
 
 
+@pytest.mark.parametrize("limit, number", [("ALONE_TILES", 2), ("MAX_TILE_ROWS", 256)])
 @pytest.mark.parametrize("scores", SCORES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_blocks_in_calls_of_their_own(monkeypatch, dtype, scores):
-    """As in one call with others, and that it makes more calls shows that they were."""
+def test_calls_are_cut_without_a_trace(monkeypatch, scores, limit, number):
+    """More calls, the same bits."""
     calls = []
     attend = twin.attend_tiles
     monkeypatch.setattr(twin, "attend_tiles", lambda *a, **k: calls.append(1) or attend(*a, **k))
     chosen = [(n, length) for n, length in enumerate(LENGTHS)]
-    before = run(dtype, SHAPES[0], chosen, scores, scattered=False)
+    before = run(torch.float32, SHAPES[0], chosen, scores, scattered=False)
     together = len(calls)
-    monkeypatch.setattr(attention_plan, "ALONE_TILES", 2)
-    after = run(dtype, SHAPES[0], chosen, scores, scattered=False)
+    monkeypatch.setattr(attention_plan, limit, number)
+    after = run(torch.float32, SHAPES[0], chosen, scores, scattered=False)
     assert len(calls) - together > together
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 

@@ -90,11 +90,11 @@ def test_only_at_the_row_counts_that_are_alike(alike, dtype, bias):
 
 def test_the_probe_finds_them(alike, dtype):
     with Engine(tiny("llama", dtype), config=CONFIG) as engine:
-        assert swapped_of(engine.model) == {()}
+        assert swapped_of(engine.runner.model) == {()}
         facts = engine.contract.probe()
         assert_canonical(facts, dtype)
         assert set(facts.swapped.values()) == {(32, 64)}
-        assert swapped_of(engine.model) == {(32, 64)}
+        assert swapped_of(engine.runner.model) == {(32, 64)}
         for fact in facts.buckets:
             if fact.canonical and fact.rows >= 16:
                 assert bool(fact.tiled) == (fact.rows > 16 and fact.rows not in (32, 64))
@@ -132,7 +132,7 @@ def test_facts_on_disk_say_where(alike, dtype, monkeypatch):
     for _ in range(2):
         with Engine(tiny("llama", dtype), config=CONFIG) as engine:
             engine.contract.ensure()
-            assert swapped_of(engine.model) == {(32, 64)}
+            assert swapped_of(engine.runner.model) == {(32, 64)}
     assert len(kept) == 1
 
 
@@ -144,15 +144,15 @@ def test_without_a_proof_none(alike, dtype, monkeypatch):
     model = tiny("llama", dtype)
     with Engine(model, config=CONFIG) as engine:
         engine.contract.ensure()
-        assert swapped_of(model) == {(32, 64)}
+        assert swapped_of(engine.runner.model) == {(32, 64)}
         broken = PositionResult("attention", 16, 1, 1, 0, 0)
         monkeypatch.setattr(reference, "probe_attention", lambda runner: [broken])
         assert engine.contract.probe(fresh=True).unsound
-        assert swapped_of(model) == {()}
+        assert swapped_of(engine.runner.model) == {()}
     monkeypatch.setattr(probe_cache, "load", kept.get)
     with Engine(model, config=CONFIG) as engine:
         assert engine.contract.probe().unsound
-        assert swapped_of(model) == {()}
+        assert swapped_of(engine.runner.model) == {()}
 
 
 def test_found_anew(alike, dtype, monkeypatch):
@@ -162,7 +162,7 @@ def test_found_anew(alike, dtype, monkeypatch):
         in_two = partialmethod(product, cuts=2)
         monkeypatch.setattr(KINDS[dtype], "product_swapped", in_two)
         facts = engine.contract.probe(fresh=True)
-        assert facts.swapped == {} and swapped_of(engine.model) == {()}
+        assert facts.swapped == {} and swapped_of(engine.runner.model) == {()}
         assert_canonical(facts, dtype)
 
 

@@ -16,7 +16,6 @@ from tests.fuzz.ambient import can_round
 from tests.support.cases import bits_of, text
 from tests.support.tiny import tiny
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
-from tinyspec.kernels.twins.attention_layout import layout_of
 from tinyspec.model import openmp, torch_settings
 from tinyspec.model.torch_state import TorchState
 from tinyspec.runner import processors
@@ -206,15 +205,6 @@ CHANGES_BITS = {
 }
 
 
-@pytest.fixture
-def own_layouts() -> Iterator[None]:
-    """What attention keeps from pass to pass is computed with wrong products in the controls."""
-    layout_of.cache_clear()
-    yield
-    layout_of.cache_clear()
-
-
-@pytest.mark.usefixtures("own_layouts")
 @pytest.mark.parametrize(("name", "family"), CHANGES_BITS.items())
 def test_control_unpinned_settings_change_bits(name, family, monkeypatch):
     """Without the pins, and without the modes set aside."""
@@ -345,7 +335,7 @@ def test_workers_that_flush(two_threads):
     def begin_workers() -> None:
         torch.set_flush_denormal(True)
         found.append(int((numbers * 1.0).count_nonzero()))
-        with TorchState(tiny())():
+        with TorchState(torch.device("cpu"))():
             found.append(int((numbers * 1.0).count_nonzero()))
         found.append(openmp.flushes())
 

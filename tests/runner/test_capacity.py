@@ -5,9 +5,7 @@ import torch
 
 from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
-from tinyspec.model.supported import max_positions
 from tinyspec.runner import capacity
-from tinyspec.runner.kv_cache import KVCache
 
 # Of a page of 16 tokens: two layers of k and v, two heads of 16, in fp32.
 PAGE = 2 * 2 * 2 * 16 * 16 * 4
@@ -99,13 +97,6 @@ def test_a_pool_that_grows_takes_a_share_too(monkeypatch):
         engine.reserve(200)
         assert engine.pool.num_pages == 40
         engine.generate(prompts(2), SHORT)
-
-
-def test_page_bytes(monkeypatch):
-    """The size that these tests reckon with."""
-    with engine_of(num_pages=1) as engine:
-        assert KVCache.page_bytes(engine.patched.layers, 16, engine.model.dtype) == PAGE
-        assert max_positions(engine.model) == 512
 
 
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")

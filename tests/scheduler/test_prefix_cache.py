@@ -1,6 +1,6 @@
 """What an engine may start from: prompts in a warm cache, to the bits of a cold one.
 
-tests/scheduler/test_prefix_index.py has the index itself.
+tests/scheduler/test_pages.py has the index itself.
 """
 
 import random
@@ -141,19 +141,6 @@ def test_a_prompt_that_is_there_already(length):
             assert bits_of_one(engine, request) == (cached, alone)
             before = indexed_kv(engine)
         assert len(before) >= 3 and indexed_kv(engine) == before
-
-
-def test_a_plain_row_over_a_shared_page_writes_nothing():
-    """A plain request recomputes the last row of a prompt that it found whole: for its logits."""
-    with engine_of(model_of("shape-sensitive"), page_size=16) as engine:
-        alone = bits_of_one(engine, (PROMPT, greedy(9)))[1]
-        before = indexed_kv(engine)
-        output = engine.generate([PROMPT], SamplingParams(max_new_tokens=1))[0]
-        assert tokens_cached(output) == [47]
-        # Control: that row was one of another pass, so its KV would have been another.
-        assert engine.records[-1].bucket == 1 and not engine.records[-1].canonical
-        assert indexed_kv(engine) == before
-        assert bits_of_one(engine, (PROMPT, greedy(9))) == ([47], alone)
 
 
 def test_indexed_pages_are_never_written():
@@ -316,18 +303,3 @@ def test_what_a_failed_request_had_indexed_is_dropped(deterministic):
         assert tokens_cached(output[0]) == [15] and bits_of(output) == bits_of(other)
         assert tokens_cached(engine.generate([PROMPT], greedy(1))[0]) == [0]
         assert whole(engine)
-
-
-def test_aborted_requests_leave_sound_pages():
-    """What an aborted request had computed may serve others, and has the right bits."""
-    request = ([*PROMPT, 3], greedy(14))
-    with engine_of(model_of("shape-sensitive"), page_size=8, prefix_cache=False) as engine:
-        alone = bits_of_one(engine, request)[1]
-    with engine_of(model_of("shape-sensitive"), page_size=8) as engine:
-        request_id = engine.add_request(PROMPT, greedy(60))
-        for _ in range(9):
-            engine.step()
-        engine.abort(request_id)
-        assert whole(engine)
-        assert bits_of_one(engine, request) == ([48], alone)
-        assert drain(engine) == {}

@@ -230,42 +230,27 @@ def random_simulation(seed, tight=False, **settings):
     return simulation
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_random_traces(seed):
-    random_simulation(seed).run()
+# Traces that found a fault once: all rows of a pass fell to a plain prompt that found no pages.
+FOUND = ((53, True), (89, False), (109, True), (359, True))
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_tightest_pool(seed):
-    """No page more than the longest request needs: everything finishes all the same."""
-    random_simulation(seed, tight=True).run()
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_one_sequence_at_a_time(seed):
-    random_simulation(seed, tight=True, max_sequences=1).run()
-
-
-@pytest.mark.parametrize("seed, tight", [(53, True), (89, False), (109, True), (359, True)])
-def test_rows_without_pages_do_not_stop_the_others(seed, tight):
-    """All rows of a pass fall to a plain prompt that finds no pages, though others could run."""
+@pytest.mark.parametrize("seed, tight", [*((n, n % 2 > 0) for n in range(80)), *FOUND])
+def test_random_traces(seed, tight):
+    """Everything finishes, also with no page more than the longest request needs."""
     random_simulation(seed, tight).run()
-
-
-def test_preemption_happens_in_traces():
-    """Control: tight pools do preempt deterministic sequences and plain ones, forks included."""
-    preempted = []
-    for seed in range(40):
-        simulation = random_simulation(seed, tight=True, max_sequences=30)
-        while simulation.unfinished:
-            simulation.step()
-            preempted += simulation.admission.preempted
-    assert {s.deterministic for s in preempted} == {True, False}
-    assert any(s.index > 0 for s in preempted)
+    if seed % 8 == 1:
+        random_simulation(seed, tight=True, max_sequences=1).run()
 
 
 def test_preemption_order():
-    """Plain before deterministic, newest first."""
+    """Plain before deterministic, newest first; tight pools of random traces do preempt forks."""
+    forks = []
+    for seed in range(10):
+        tight = random_simulation(seed, tight=True, max_sequences=30)
+        while tight.unfinished:
+            tight.step()
+            forks += [s for s in tight.admission.preempted if s.index > 0]
+    assert {s.deterministic for s in forks} == {True, False}
     simulation = Simulation(0, num_pages=24, page_size=1, reference_rows=4, max_rows=16)
     simulation.acceptance, simulation.proposing = 1.0, False
     for deterministic in (True, False, True, False, True):

@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.support.recorded import as_on_a_gpu
 from tinyspec import config
 from tinyspec.model.device_stream import DeviceStream
-from tinyspec.runner import graph_safety, graphs
+from tinyspec.runner import graphs
 
 
 @dataclass
@@ -62,5 +62,5 @@ def with_graphs(
 
     patches.setitem(graphs.MAKERS, "cpu", maker)
     # The twins read what they have computed.
-    patches.setattr(graph_safety, "_asks_the_host", lambda *_: None)
+    patches.setattr(graphs, "_asks_the_host", lambda *_: None)
     return log

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.support.drop_in import PAD, SMALL, random_ids
-from tinyspec.kernels.twins.attention_layout import layout_of
 from tinyspec.model import torch_state
 from tinyspec.runner.kv_cache import KVCache
 
@@ -66,7 +65,6 @@ def watched(job: Callable[[], Any]) -> tuple[Watch, Any]:
     # Passes set modes aside, and this one is to see them.
     with patch.object(torch_state, "without_modes", nullcontext), Watch() as watch:
         result = job()
-        layout_of.cache_clear()  # of the latest calls of the attention twin: places, no values
     return watch, result
 
 

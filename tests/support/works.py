@@ -9,7 +9,7 @@ from tinyspec.scheduler.request import Sequence
 
 
 class Work(NamedTuple):
-    """Positions ``start`` to ``end - 1`` of one sequence; see ``passes.Works``."""
+    """Positions ``start`` to ``end - 1`` of one sequence; see ``passes.ScheduledRows``."""
 
     sequence: Sequence
     kind: int

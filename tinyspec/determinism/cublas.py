@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tinyspec.kernels import variables
+from tinyspec.kernels import backend
 
 _C: Any = torch._C
 # Of this process, a line for every part of a file that is mapped; it ends with the path.
@@ -52,5 +52,5 @@ def _version(library: Any) -> str:
 def settings() -> dict[str, str]:
     """What is set of the variables, but for those whose effect torch tells (``environment``)."""
     told = hasattr(_C, "_cuda_getCublasWorkspaceSize")
-    left_out = variables.WORKSPACES if told else ()
-    return {n: value for n, value in variables.of_cublas().items() if n not in left_out}
+    left_out = backend.WORKSPACES if told else ()
+    return {n: value for n, value in backend.of_cublas().items() if n not in left_out}

@@ -29,8 +29,7 @@ from tinyspec.errors import refuse
 from tinyspec.model.supported import max_positions, vocab_size
 from tinyspec.sampling_params import SamplingParams
 from tinyspec.scalars import plain
-from tinyspec.scheduler.noise import noise_key
-from tinyspec.scheduler.request import Sequence
+from tinyspec.scheduler.request import Sequence, noise_key
 
 KEPT = ("scores", "logits")
 # None unsets a generation setting; of these arguments it means "not given".

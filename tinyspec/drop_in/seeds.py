@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from tinyspec.errors import refuse
 from tinyspec.scalars import plain
-from tinyspec.scheduler.noise import noise_key
+from tinyspec.scheduler.request import noise_key
 
 _MASK = (1 << 63) - 1
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from tinyspec.runner.device_queue import Pending
 from tinyspec.runner.sampler import Sampled, Sampling
 from tinyspec.scheduler.admission import Admission
-from tinyspec.scheduler.passes import DRAFT, Pass, PassRecord, Works
+from tinyspec.scheduler.passes import DRAFT, Pass, PassRecord, ScheduledRows
 from tinyspec.scheduler.request import Sequence
-from tinyspec.scheduler.sequence_table import Array, SequenceTable
+from tinyspec.scheduler.sequence_table import Array, SequenceTable, ahead_of_results
 from tinyspec.thinking.thinking_rows import ThinkingRows
 
 
@@ -95,7 +95,7 @@ class InFlightPass:
         )
 
     @property
-    def works(self) -> Works:
+    def works(self) -> ScheduledRows:
         return self.work_pass.works
 
     @property
@@ -117,23 +117,12 @@ class InFlightPass:
         ids of its tokens. No sequence may enter or leave in it."""
         works, table = self.works, self.work_pass.table
         drafting = works.kinds == DRAFT
-        rows, drafted = works.rows[~drafting], works.rows[drafting]
-        grown = self.rows[~drafting[self.work]]
-        touched = np.concatenate([rows, drafted])
-        table.make_room(int((table.length[touched] + table.num_drafts[touched]).max(initial=0)) + 1)
-        columns = (table.length, table.computed, table.canonical, table.num_drafts)
-        before = [column[touched] for column in columns]
-        table.ahead = True
-        try:
-            table.advance(rows, works.ends[~drafting], self.work_pass.canonical)
-            table.length[grown] += 1
-            table.settle(grown)
-            table.num_drafts[drafted] += 1
+        final = ~drafting
+        grown = self.rows[final[self.work]]
+        rows, ends = works.rows[final], works.ends[final]
+        drafted = works.rows[drafting]
+        with ahead_of_results(table, rows, ends, self.work_pass.canonical, grown, drafted):
             yield
-        finally:
-            table.ahead = False
-            for column, values in zip(columns, before, strict=True):
-                column[touched] = values
 
     def sources(self, rows: Array) -> Array:
         """[n]: where among its tokens the newest one of each of ``rows`` is; -1: elsewhere."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tinyspec.scheduler.passes import KINDS, VERIFY, PassRecord, Works
+from tinyspec.scheduler.passes import KINDS, VERIFY, PassRecord, ScheduledRows
 from tinyspec.scheduler.sequence_table import Array
 
 
@@ -32,7 +32,7 @@ class Kept(NamedTuple):
 
     record: PassRecord
     began: float
-    works: Works
+    works: ScheduledRows
     names: dict[int, Name]
     entries: Array
     after: Array

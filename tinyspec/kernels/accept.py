@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tinyspec.kernels import launch
-from tinyspec.kernels.accept_result import AcceptResult
+from tinyspec.kernels.twins.accept import AcceptResult
 
 
 @triton.jit(

@@ -1,16 +1,23 @@
 """The engine's kernels: Triton on a GPU, their plain-torch twins on a CPU, one set of signatures.
 
-Which of the two runs is decided once per engine, by ``load``.
+Which of the two runs is decided once per engine, by ``load``. All that the package reads of the
+environment is read here.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from tinyspec.kernels.variables import interprets_triton
+# What cuBLAS, and torch where it calls cuBLAS, look at once and tell by no function. What only
+# logs, no product depends on.
+PREFIXES = ("CUBLAS", "TORCH_CUBLAS", "NVIDIA_TF32_OVERRIDE", "DISABLE_ADDMM_CUDA_LT")
+LOGS = "_LOG"
+# Sizes of workspaces, which torch tells since 2.13.
+WORKSPACES = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE")
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,17 @@ class Kernels:
     linear: Callable[..., Any]
     add_rms_norm: Callable[..., Any]
     gated: Callable[..., Any]
+
+
+def interprets_triton() -> bool:
+    """Whether Triton's kernels run interpreted, on a CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def of_cublas() -> dict[str, str]:
+    """What is set of the variables that cuBLAS's products may depend on."""
+    found = (name for name in os.environ if name.startswith(PREFIXES) and LOGS not in name)
+    return {name: os.environ[name] for name in sorted(found)}
 
 
 def refusal(backend: str, device_type: str) -> str | None:
@@ -51,11 +69,9 @@ def load(backend: str) -> Kernels:
         "fused_kv_write": "kv_write",
         "paged_attention": "paged_attention",
         "accept_truncate": "accept",
-        "sample": "sample",
-        **dict.fromkeys(("log_softmax", "softmax", "chosen_logprobs"), "log_softmax"),
+        **dict.fromkeys(("sample", "log_softmax", "softmax", "chosen_logprobs"), "sample"),
         "linear": "linear",
-        "add_rms_norm": "rms_norm",
-        "gated": "gated",
+        **dict.fromkeys(("add_rms_norm", "gated"), "hidden_states"),
     }
     kernels = {
         name: getattr(import_module(f"{package}.{module}"), name)

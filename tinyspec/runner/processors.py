@@ -1,5 +1,10 @@
-"""What changes logits before temperature and filters: repetition penalty, minimum length, and the
-user's processors. Rows are changed in place, each by itself but where a processor takes all.
+"""What changes logits before a token is drawn: repetition penalty, minimum length and the user's
+processors, then top-k, top-p and min-p.
+
+Rows are changed each by itself but where a processor takes all. Whether a row is changed follows
+from its own request, so what it is computed in does as well. Filters sum probabilities as 40-bit
+integers, so the order of addition does not matter, and ties go to the lowest index; transformers'
+warpers use an unstable sort and a floating-point scan instead.
 """
 
 from __future__ import annotations
@@ -7,15 +12,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tinyspec.model.torch_state import callers_modes
-from tinyspec.runner.logits_filters import penalise_repetition
-from tinyspec.runner.scores import Scores
+from tinyspec.runner.device_queue import to_device
 from tinyspec.sampling_params import SamplingParams
+from tinyspec.scheduler.sequence_table import Array
 
 Processor = Callable[..., Tensor]
+Softmax = Callable[[Tensor], Tensor]
+_ONE = 1 << 40
 # What processors raised, by place.
 Errors = dict[int, tuple[str, Exception]]
 
@@ -29,6 +37,46 @@ class BatchWide:
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         return self._processor(input_ids, scores)
+
+
+class Scores:
+    """Rows [N, V] of which those at ``places``, ascending, are to be changed.
+
+    raw: the logits in the model's dtype, never written. own: rows in fp32 that may be written,
+    None where there are none: all, if the logits are in fp32, else those at ``places``.
+    """
+
+    def __init__(self, raw: Tensor, places: Array):
+        self.raw, self.places = raw, places
+        self.own: Tensor | None = None
+        if not len(places):
+            return
+        if raw.dtype == torch.float32:
+            self.own, self._index = raw.clone(), np.arange(len(raw))
+        else:
+            self.own = raw.index_select(0, to_device(places, raw.device)).float()
+            self._index = np.full(len(raw), -1)
+            self._index[places] = np.arange(len(places))
+
+    @property
+    def whole(self) -> Tensor:
+        """[N, V], in which rows that stand ``apart`` are unchanged."""
+        return self.raw if self.own is None or self.apart is not None else self.own
+
+    @property
+    def apart(self) -> Tensor | None:
+        """The changed rows [C, V], where they are of another dtype than the others."""
+        return self.own if self.own is not None and len(self.own) < len(self.raw) else None
+
+    def index(self, places: Array) -> Array:
+        """Where in ``own`` the rows at ``places`` are."""
+        return self._index[places]
+
+    def row(self, place: int) -> Tensor:
+        """[1, V]"""
+        at = -1 if self.own is None else int(self._index[place])
+        rows, at = (self.raw, place) if self.own is None or at < 0 else (self.own, at)
+        return rows[at : at + 1]
 
 
 @dataclass
@@ -134,3 +182,49 @@ def _processed(processor: Processor, history: Tensor, scores: Tensor, thread: in
         raise ValueError(f"it returned scores of shape {tuple(found.shape)}")
     unsound = (scores == torch.inf) | (found == torch.inf).all(-1, keepdim=True)
     return found.where(unsound, found.clamp(max=torch.finfo(torch.float32).max))
+
+
+def keep_top_k(logits: Tensor, k: Tensor, most: int | None = None) -> Tensor:
+    """Exclude (-inf) all but the ``k[n]`` highest of each row [N, V]; k = 0 keeps all.
+
+    most: the largest of ``k``, none of which is 0; without it the device is asked, and waited for.
+    """
+    vocab = logits.shape[1]
+    k = torch.where(k > 0, k.clamp(max=vocab), vocab).long()
+    highest = logits.topk(int(k.max()) if most is None else min(most, vocab)).values
+    threshold = highest.gather(1, k[:, None] - 1)
+    above = logits > threshold
+    tied = logits == threshold
+    places = k[:, None] - above.sum(-1, keepdim=True)
+    keep = above | (tied & (tied.cumsum(-1) <= places))
+    return logits.masked_fill(~keep, -torch.inf)
+
+
+def keep_top_p(logits: Tensor, p: Tensor, softmax: Softmax) -> Tensor:
+    """Exclude the least likely tokens whose probabilities together are at most 1 - p[n].
+
+    softmax: of rows [N, V], each by itself.
+    """
+    ordered, index = logits.sort(dim=-1, descending=True, stable=True)
+    shares = (softmax(ordered).double() * _ONE).round().long()
+    before = shares.cumsum(-1) - shares
+    # The share from this token down to the least likely one must exceed what may be cut.
+    rest = shares.sum(-1, keepdim=True) - before
+    cut = ((1.0 - p.double()) * _ONE).floor().long()
+    keep = rest > cut[:, None]
+    keep[:, 0] = True
+    return logits.masked_fill(~torch.zeros_like(keep).scatter_(1, index, keep), -torch.inf)
+
+
+def keep_min_p(logits: Tensor, p: Tensor, softmax: Softmax) -> Tensor:
+    """Exclude tokens less likely than ``p[n]`` times the likeliest of the row; softmax as above."""
+    shares = softmax(logits)
+    return logits.masked_fill(shares < p[:, None] * shares.amax(-1, keepdim=True), -torch.inf)
+
+
+def penalise_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """CTRL's penalty on one row [V]: tokens ``seen`` have positive logits divided by ``penalty``,
+    negative ones multiplied (Keskar et al., 2019)."""
+    scores = logits[seen]
+    changed = torch.where(scores < 0, scores * penalty, scores / penalty)
+    return logits.index_copy(0, seen, changed)

@@ -16,9 +16,14 @@ from torch import Tensor
 
 from tinyspec.kernels.backend import Kernels
 from tinyspec.runner.device_queue import to_device
-from tinyspec.runner.logits_filters import keep_min_p, keep_top_k, keep_top_p
-from tinyspec.runner.processors import SpecialRow, process
-from tinyspec.runner.scores import Scores
+from tinyspec.runner.processors import (
+    Scores,
+    SpecialRow,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    process,
+)
 from tinyspec.scheduler.sequence_table import Array
 
 

@@ -115,7 +115,7 @@ class Admission:
         sequence.frozen = len(pages) * self.pool.page_size
         sequence.computed = min(sequence.frozen, sequence.length - 1)
         if (thoughts := sequence.request.thoughts) is not None and self.prefix is not None:
-            thoughts.take(self.prefix.thoughts(pages))
+            thoughts.adopt(self.prefix.thoughts(pages))
             for each in sequence.request.sequences:
                 each.thought()
             if thoughts.unthought:  # a chunk is read from its first token on
@@ -136,7 +136,7 @@ class Admission:
             return np.array([self.suspects[0][0].row])
         table, rows = self.table, self.table.rows
         # Ahead of results there are sequences that have all their tokens and are still here.
-        return rows[table.length[rows] < table.most[rows]] if table.ahead else rows
+        return rows[table.length[rows] < table.most[rows]] if table.is_ahead else rows
 
     def admit(self) -> None:
         """Start waiting sequences while pages are likely to last for one token of each."""
@@ -181,8 +181,7 @@ class Admission:
 
     def make_room(self, rows: Array, tokens: Array) -> Array | None:
         """[n] bool: which of ``rows`` [n], by falling priority, have pages for their first
-        ``tokens`` [n]; those of lower priority are preempted if need be, but not
-        ahead of results.
+        ``tokens`` [n]; those of lower priority are preempted if need be, but not ahead of results.
         None: all have."""
         short = tokens > self.table.num_pages[rows] * self.pool.page_size
         if not np.count_nonzero(short):
@@ -196,7 +195,7 @@ class Admission:
 
     def _make_room(self, sequence: Sequence, tokens: int) -> bool:
         while not self.pool.can_grow(sequence.pages, tokens):
-            if self.table.ahead:
+            if self.table.is_ahead:
                 return False
             victim = self._last_running()
             if victim is sequence:

@@ -13,10 +13,12 @@ from tinyspec.scheduler.sequence_table import Array, SequenceTable
 PROMPT, DECODE, DRAFT, VERIFY = range(4)
 KINDS = ("prompt", "decode", "draft", "verify")
 DIRECT, PADDED, DRAFTING = "direct", "padded", "draft"
+# Of a record, what ``EngineStats`` sums.
+SUMMED = (*("padding", "committed", "drafted", "accepted", "rolled_back", "rollbacks", "seconds"),)
 
 
 @dataclass
-class Works:
+class ScheduledRows:
     """Consecutive rows of n sequences, one work each: positions ``starts`` to ``ends - 1``.
 
     rows: of the sequence table. kinds: prompt (all committed tokens, for a preempted sequence),
@@ -43,7 +45,7 @@ class Works:
         self.single = self.num_rows == self.num_tokens == len(self)
 
     @classmethod
-    def of(cls, table: SequenceTable, rows: Array, kinds: Array, counts: Array) -> Works:
+    def of(cls, table: SequenceTable, rows: Array, kinds: Array, counts: Array) -> ScheduledRows:
         """``counts`` [n] positions of each: a draft's last one, others' first that are not
         computed."""
         newest, starts = table.length[rows] - 1, table.computed[rows]
@@ -57,10 +59,10 @@ class Works:
             yields = np.where(drafting, 1, yields)
         return cls(rows, kinds, starts, ends, yields)
 
-    def take(self, which: Array) -> Works:
+    def only(self, which: Array) -> ScheduledRows:
         """Those at the places ``which``, or where it is True."""
         found = (self.rows, self.kinds, self.starts, self.ends, self.yields)
-        return Works(*(column[which] for column in found))
+        return ScheduledRows(*(column[which] for column in found))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -68,13 +70,13 @@ class Works:
 
 @dataclass
 class Pass:
-    """Works that share one forward pass, padded up to ``bucket`` rows.
+    """ScheduledRows that share one forward pass, padded up to ``bucket`` rows.
 
     way: "direct" (canonical, in the smallest bucket that fits), "padded" (canonical, in a larger
     bucket), "draft" (deterministic rows are drafts to verify later), "" (plain rows only).
     """
 
-    works: Works
+    works: ScheduledRows
     table: SequenceTable
     bucket: int
     canonical: bool
@@ -180,10 +182,5 @@ class EngineStats:
             self.ways[record.way] = self.ways.get(record.way, 0) + 1
         for kind, rows in record.rows.items():
             self.rows[kind] += rows
-        self.padding += record.padding
-        self.committed += record.committed
-        self.drafted += record.drafted
-        self.accepted += record.accepted
-        self.rolled_back += record.rolled_back
-        self.rollbacks += record.rollbacks
-        self.seconds += record.seconds
+        for name in SUMMED:
+            setattr(self, name, getattr(self, name) + getattr(record, name))

@@ -23,7 +23,7 @@ from tinyspec.scheduler.passes import (
     PROMPT,
     VERIFY,
     Pass,
-    Works,
+    ScheduledRows,
 )
 from tinyspec.scheduler.sequence_table import Array, SequenceTable
 
@@ -95,7 +95,7 @@ class Scheduler:
 
     def schedule(self) -> Pass | None:
         """The next pass, its pages granted; None when nothing can run."""
-        if self.table.ahead:  # the table as it will be: no sequence enters or leaves
+        if self.table.is_ahead:  # the table as it will be: no sequence enters or leaves
             return self._plan()
         self.admission.admit()
         while (planned := self._plan()) is None and self.admission.make_way():
@@ -118,7 +118,7 @@ class Scheduler:
             candidates = self._candidates()  # without those that were preempted
         return None
 
-    def _pass(self, works: Works, candidates: _Candidates, canonical: bool) -> Pass:
+    def _pass(self, works: ScheduledRows, candidates: _Candidates, canonical: bool) -> Pass:
         smallest = self.buckets.fit(works.num_rows)
         bucket = self.buckets.fit_canonical(works.num_rows) if canonical else smallest
         self._left_out = canonical and self._leaves_out(works, candidates)
@@ -129,7 +129,7 @@ class Scheduler:
             way = DRAFTING
         return Pass(works, self.table, bucket, canonical, way)
 
-    def _leaves_out(self, works: Works, candidates: _Candidates) -> bool:
+    def _leaves_out(self, works: ScheduledRows, candidates: _Candidates) -> bool:
         """Whether a sequence that could also run in a fast pass has no row."""
         if len(works) == len(self.table):
             return False
@@ -223,24 +223,24 @@ class Scheduler:
         some = counts > 0
         return [(rows[some], np.full(int(some.sum()), PROMPT), counts[some])]
 
-    def _grant(self, plan: _Plan) -> Works:
+    def _grant(self, plan: _Plan) -> ScheduledRows:
         """The works of a plan that have pages, by priority; others wait for another pass."""
         parts = [part for part in plan if len(part[0])]
         if not parts:
-            return Works.of(self.table, *plan[0])
+            return ScheduledRows.of(self.table, *plan[0])
         rows, kinds, counts = parts[0]
         if len(parts) > 1:
             rows, kinds, counts = (np.concatenate(column) for column in zip(*parts, strict=True))
         if len(parts) > 1 or self.table.any("deterministic"):  # else in order of arrival
             order = self.table.by_priority(rows)
             rows, kinds, counts = rows[order], kinds[order], counts[order]
-        works = Works.of(self.table, rows, kinds, counts)
+        works = ScheduledRows.of(self.table, rows, kinds, counts)
         granted = self.admission.make_room(works.rows, works.ends)
         if granted is None or granted.all():
             return works
-        if self.table.ahead:  # to be planned with preemption
+        if self.table.is_ahead:  # to be planned with preemption
             granted[:] = False
-        return works.take(granted)
+        return works.only(granted)
 
     def _without_followers(self, rows: Array) -> Array:
         """Prompts without those whose first page another of them is about to finish computing.

@@ -6,16 +6,87 @@ or commits a pass reads and writes columns of many rows at once.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
 
-from tinyspec.scheduler.columns import Array as Array
-from tinyspec.scheduler.columns import Columns
-
+Array = np.ndarray[Any, Any]
+# What a column holds, by the name of its type.
+Flags = np.ndarray[Any, Any]
+Reals = np.ndarray[Any, Any]
+Counts = np.ndarray[Any, Any]
+KINDS = {"Flags": np.bool_, "Reals": np.float64, "Counts": np.int64}
 # Rows, tokens, pages and stop tokens that there is room for at first; each doubles when it is full.
 FIRST_ROWS, FIRST_TOKENS, FIRST_PAGES, FIRST_STOPS, NO_STOP = 16, 64, 4, 1, -1
+
+
+class Columns:
+    """One number of each running sequence, [R] each.
+
+    What a sequence is stays as it is: used: whether the row is. entry: a number of its
+    own for every stay of a sequence in the table, 0 in a free row. order: of arrival.
+    deterministic. most: tokens at which it ends. window: most drafts that may wait. temperature: 0
+    for greedy. key: of the noise. top_k, top_p, min_p: filters, 0, 1 and 0 where they are off.
+    logprobs_wanted. special_sampling: the sampler needs its parameters and history.
+    special_commit: tokens are committed one by one. given: its continuation is. has_embeds,
+    scores_prompt: parts of the prompt enter as embeddings, or its log-probabilities are wanted.
+    thinking: states are added to its prompt. supplied: its tokens come from outside.
+
+    And what changes: length: committed tokens. computed: leading positions whose KV is final.
+    canonical: those of them whose KV is canonical. frozen: leading positions in shared pages, which
+    must not be written. indexed: leading pages that the prefix cache has seen. num_pages.
+    num_drafts. draft_free: none may wait. proposed: the drafts came from a drafter, so they have no
+    KV. draft_ended: the last draft is a stop token or failed. drafted, accepted, rolled_back,
+    rollbacks, verify_passes: counts since they were last added to its statistics. unthought: chunks
+    of the prompt without a thought. reach: positions that may run before more are thought about.
+    """
+
+    used: Flags
+    entry: Counts
+    order: Counts
+    deterministic: Flags
+    most: Counts
+    window: Counts
+    temperature: Reals
+    key: Counts
+    top_k: Counts
+    top_p: Reals
+    min_p: Reals
+    logprobs_wanted: Flags
+    special_sampling: Flags
+    special_commit: Flags
+    given: Flags
+    has_embeds: Flags
+    scores_prompt: Flags
+    thinking: Flags
+    supplied: Flags
+    length: Counts
+    computed: Counts
+    canonical: Counts
+    frozen: Counts
+    indexed: Counts
+    num_pages: Counts
+    num_drafts: Counts
+    proposed: Flags
+    draft_ended: Flags
+    draft_free: Flags
+    drafted: Counts
+    accepted: Counts
+    rolled_back: Counts
+    rollbacks: Counts
+    verify_passes: Counts
+    unthought: Counts
+    reach: Counts
+
+    # What ``any`` can tell, as they stay as they are.
+    _FIXED = (
+        *("deterministic", "temperature", "logprobs_wanted", "special_sampling"),
+        *("special_commit", "given", "has_embeds", "scores_prompt", "thinking", "supplied"),
+    )
+    STATS = ("drafted", "accepted", "rolled_back", "rollbacks", "verify_passes")
 
 
 class SequenceTable(Columns):
@@ -32,12 +103,8 @@ class SequenceTable(Columns):
         self._rows: Array | None = None
         self._any: dict[str, bool] = {}
         self.stays = 0
-        self.ahead = False  # as it will be once a pass under way is committed
-        self._columns: dict[str, Any] = {
-            **dict.fromkeys(self._FLAGS, np.bool_),
-            **dict.fromkeys(self._REALS, np.float64),
-            **dict.fromkeys((*self._COUNTS, *self.STATS), np.int64),
-        }
+        self.is_ahead = False  # in a block of ``ahead_of_results``
+        self._columns = {name: KINDS[kind] for name, kind in Columns.__annotations__.items()}
         for name, kind in self._columns.items():
             setattr(self, name, np.zeros(0, kind))
         self.ids: Array = np.zeros((0, FIRST_TOKENS), np.int64)
@@ -254,3 +321,41 @@ def _wider(before: Array, width: int) -> Array:
     after = np.zeros((len(before), max(width, 2 * before.shape[1])), before.dtype)
     after[:, : before.shape[1]] = before
     return after
+
+
+@contextmanager
+def ahead_of_results(
+    table: SequenceTable, rows: Array, ends: Array, canonical: bool, grown: Array, drafted: Array
+) -> Iterator[None]:
+    """A block in which ``table`` is as if a pass were committed that is not: ``rows`` have run
+    (``advance``), ``grown`` have a token and ``drafted`` a draft more, ids not written. No sequence
+    may enter or leave in it."""
+    touched = np.concatenate([rows, drafted])
+    table.make_room(int((table.length[touched] + table.num_drafts[touched]).max(initial=0)) + 1)
+    columns = (table.length, table.computed, table.canonical, table.num_drafts)
+    before = [column[touched] for column in columns]
+    table.is_ahead = True
+    try:
+        table.advance(rows, ends, canonical)
+        table.length[grown] += 1
+        table.settle(grown)
+        table.num_drafts[drafted] += 1
+        yield
+    finally:
+        table.is_ahead = False
+        for column, values in zip(columns, before, strict=True):
+            column[touched] = values
+
+
+def column(name: str) -> Any:
+    """A property of a sequence that its row of the table keeps: 0 for one that does not run, of
+    which nothing is computed."""
+
+    def get(self: Any) -> Any:
+        return getattr(self.table, name)[self.row].item() if self.table is not None else 0
+
+    def set(self: Any, value: Any) -> None:
+        assert self.table is not None
+        getattr(self.table, name)[self.row] = value
+
+    return property(get, set)

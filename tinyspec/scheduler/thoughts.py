@@ -99,7 +99,7 @@ class Thoughts:
         """Whether the thoughts that positions up to ``end``, and their chunks, hang on are."""
         return self.canonical >= end // self.chunk_size
 
-    def take(self, made: list[Made]) -> None:
+    def adopt(self, made: list[Made]) -> None:
         """Of the first chunks, made for another prompt; those that are known stay."""
         for each in made[len(self.found) :]:
             self.add(*each)

@@ -19,8 +19,8 @@ from tinyspec.determinism.probes.steps import Steps, finished
 from tinyspec.kernels import launch
 from tinyspec.kernels.attention_metadata import AttentionMetadata
 from tinyspec.kernels.backend import Kernels
-from tinyspec.kernels.twins.attention_cut import KEYS_UNIT
 from tinyspec.kernels.twins.attention_plan import TILE
+from tinyspec.kernels.twins.attention_tiles import KEYS_UNIT
 from tinyspec.kernels.twins.e4m3 import CODES, stored
 from tinyspec.model.attention_calls import LayerShape, Reach
 from tinyspec.model.patched_model import patched_of

@@ -1,11 +1,10 @@
-"""Attention of rows that need not be canonical: the same pages, by the fastest calls on a CPU.
+"""Attention of rows that need not be canonical, where it is faster: the same pages, in fewer calls.
 
-Rows that are alone in their segments (decode rows) are not padded, in calls of one query row (bf16,
-fp16) or of one group of heads (fp32): one call over all their contexts where those lie in the cache
-at even distances, else calls over the tiles of the canonical reduction. Several rows of a sequence
-go in one call over its context. Same mathematics, other bits, which may depend on what shares the
-pass; but not whether they are finite. Many rows behind a long context attend to what lies before
-them and to each other in a call each: neither needs a mask.
+Rows that are alone in their segments (decode rows) go in one call over all their contexts where
+those lie in the cache at even distances; where they do not, the canonical reduction is as fast.
+Several rows of a sequence go in one call over its context. Same mathematics, other bits, which may
+depend on what shares the pass; but not whether they are finite. Many rows behind a long context
+attend to what lies before them and to each other in a call each: neither needs a mask.
 """
 
 from __future__ import annotations
@@ -18,11 +17,15 @@ import torch
 from torch import Tensor
 
 from tinyspec.kernels.attention_metadata import AttentionMetadata
-from tinyspec.kernels.twins.attention_mask import CausalMask, all_finite, masked, segments
-from tinyspec.kernels.twins.attention_plan import TileCall, plan_calls, query_blocks
-from tinyspec.kernels.twins.attention_tiles import attend_plainly, flash_attention
+from tinyspec.kernels.twins.attention_plan import (
+    CausalMask,
+    all_finite,
+    integers,
+    masked,
+    segments,
+)
+from tinyspec.kernels.twins.attention_tiles import flash_attention
 from tinyspec.kernels.twins.e4m3 import values
-from tinyspec.kernels.twins.index_tensors import integers
 
 # Rows of a call that has a mask: rows * context * 4 bytes.
 MASK_ROWS = 512
@@ -36,7 +39,7 @@ APART = 256
 
 
 @dataclass
-class _PromptCall:
+class PromptCall:
     """Consecutive rows of one sequence, and the pages that they attend to.
 
     pages: their slots as a range, where they follow each other in the cache, else the pages.
@@ -51,9 +54,32 @@ class _PromptCall:
     apart: int
     mask: Tensor | None
 
+    def _context(self, cache: Tensor, dtype: torch.dtype) -> Tensor:
+        """Keys or values, [1, Hkv, keys, D]: a view where the pages follow each other."""
+        pages = self.pages
+        found = cache[pages] if isinstance(pages, slice) else cache.index_select(0, pages)
+        return values(found.flatten(0, 1)[: self.keys].transpose(0, 1)[None], dtype)
+
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float) -> Tensor | None:
+        """Attention of its rows [rows, Hq, D]; None where something is not finite, and it may be
+        what a row does not attend to."""
+        k, v = self._context(k_cache, q.dtype), self._context(v_cache, q.dtype)
+        rows, apart, mask = q[self.rows].transpose(0, 1)[None], self.apart, self.mask
+        own = k[:, :, apart:], v[:, :, apart:]
+        out, lse = flash_attention(rows, *own, 0.0, mask is None, attn_mask=mask, scale=scale)
+        if not all_finite(out, lse):
+            return None
+        if apart:
+            earlier, its = flash_attention(rows, k[:, :, :apart], v[:, :, :apart], 0.0, scale=scale)
+            weight = torch.sigmoid(its - lse)[..., None]
+            out = torch.lerp(out.float(), earlier.float(), weight).to(q.dtype)
+            if not all_finite(out, its):
+                return None
+        return out[0].transpose(0, 1).contiguous()
+
 
 @dataclass
-class _DecodeCall:
+class DecodeCall:
     """All rows that are alone in their segments; their contexts start at even distances.
 
     rows: they follow each other. start, step: slot of the first context, and from one to the next.
@@ -67,19 +93,31 @@ class _DecodeCall:
     keys: int
     mask: Tensor | None
 
+    def _contexts(self, cache: Tensor, dtype: torch.dtype) -> Tensor:
+        """Keys or values, a view [rows, Hkv, keys, D]."""
+        _, _, heads, dim = cache.shape
+        wide, rows = heads * dim, self.rows.stop - self.rows.start
+        shape, strides = (rows, heads, self.keys, dim), (self.step * wide, dim, wide, 1)
+        start = cache.storage_offset() + self.start * wide
+        return values(cache.as_strided(shape, strides, start), dtype)
 
-@dataclass
-class _Plan:
-    """Calls for some rows of the pass each; ``tiles`` for decode rows that no ``decode`` serves."""
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float) -> Tensor | None:
+        """As ``PromptCall.attend``."""
+        k, v = self._contexts(k_cache, q.dtype), self._contexts(v_cache, q.dtype)
+        heads, dim = q.shape[1:]
+        rows = q[self.rows].reshape(len(k), k.shape[1], -1, dim)
+        out, lse = flash_attention(rows, k, v, 0.0, attn_mask=self.mask, scale=scale)
+        if self.mask is not None and not all_finite(out, lse):
+            return None
+        return out.reshape(-1, heads, dim).contiguous()
 
-    decode: _DecodeCall | None
-    tiles: list[TileCall]
-    prompts: list[_PromptCall]
+
+PlainCall = PromptCall | DecodeCall
 
 
 def _prompt_call(
     first: int, end: int, length: int, pages: list[int], size: int, causal: CausalMask
-) -> _PromptCall:
+) -> PromptCall:
     rows = end - first
     position = length - rows
     lowest = max(0, causal.lowest_key(position)) // size
@@ -98,7 +136,7 @@ def _prompt_call(
             hidden |= key < causal.lowest_key(row)
         mask = masked(hidden)[None, None]
     where = slice(read[0], read[-1] + 1) if _consecutive(read) else integers(read)
-    return _PromptCall(slice(first, end), where, keys, apart, mask)
+    return PromptCall(slice(first, end), where, keys, apart, mask)
 
 
 def _apart(rows: int, position: int) -> int:
@@ -109,7 +147,7 @@ def _apart(rows: int, position: int) -> int:
 
 def _prompt_calls(
     first: int, end: int, length: int, pages: list[int], size: int, causal: CausalMask
-) -> Iterator[_PromptCall]:
+) -> Iterator[PromptCall]:
     """The rows of a sequence: all at once where no mask is needed, else cut, to bound the masks."""
     rows, bounded = end - first, causal.lowest_key(length - 1) > 0
     masked = bounded or _apart(rows, length - rows) < length - rows
@@ -121,7 +159,7 @@ def _prompt_calls(
 
 def _decode_call(
     rows: list[int], lengths: list[int], tables: list[list[int]], size: int, causal: CausalMask
-) -> _DecodeCall | None:
+) -> DecodeCall | None:
     """One call for these rows over contexts of these lengths on these pages, if they lie so."""
     count = -(-lengths[0] // size)
     firsts = [pages[0] for pages in tables]
@@ -142,128 +180,31 @@ def _decode_call(
     if min(lengths) < keys:
         hidden = integers(range(keys)) >= integers(lengths)[:, None]
         mask = masked(hidden)[:, None, None]
-    return _DecodeCall(slice(rows[0], rows[-1] + 1), firsts[0] * size, step * size, keys, mask)
+    return DecodeCall(slice(rows[0], rows[-1] + 1), firsts[0] * size, step * size, keys, mask)
 
 
 def _consecutive(numbers: list[int]) -> bool:
     return all(after == before + 1 for before, after in pairwise(numbers))
 
 
-def _plan(metadata: AttentionMetadata, causal: CausalMask, group: int, parts: int) -> _Plan:
+def plain_calls(
+    metadata: AttentionMetadata, causal: CausalMask, group: int, dtype: torch.dtype
+) -> list[PlainCall]:
+    """Calls for the rows of a pass but those that the canonical reduction serves as fast.
+
+    group: query heads of a KV head; torch multiplies a single row of bf16 numbers in three times
+    the time of the four that the canonical reduction makes of it.
+    """
     size = metadata.page_size
     alone: list[tuple[int, int, list[int]]] = []
-    prompts: list[_PromptCall] = []
+    calls: list[PlainCall] = []
     for (first, end), length, pages in segments(metadata):
         if end == first + 1:
             alone.append((first, length, pages))
         elif end > first:  # passes of a fixed layout have segments without rows
-            prompts += _prompt_calls(first, end, length, pages, size, causal)
-    if not alone:
-        return _Plan(None, [], prompts)
-    rows, lengths, tables = map(list, zip(*alone, strict=True))
-    decode = _decode_call(rows, lengths, tables, size, causal)
-    if decode is not None:
-        return _Plan(decode, [], prompts)
-    single = set(rows)
-    blocks = [block for block in query_blocks(metadata, causal) if block.row in single]
-    tiles = plan_calls(blocks, size, causal, group, parts, unit=1)
-    return _Plan(None, tiles, prompts)
-
-
-def _attend_decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, call: _DecodeCall, group: int, scale: float
-) -> Tensor | None:
-    rows, heads, dim = q.shape
-    kv_heads = k_cache.shape[2]
-    shape = rows, kv_heads, call.keys, dim
-    wide = kv_heads * dim
-    strides = call.step * wide, dim, wide, 1
-    k, v = (
-        x.as_strided(shape, strides, x.storage_offset() + call.start * wide)
-        for x in (k_cache, v_cache)
-    )
-    if k.dtype != q.dtype:
-        k, v = values(k, q.dtype), values(v, q.dtype)
-    out, lse = flash_attention(
-        q.view(rows, heads // group, group, dim), k, v, 0.0, attn_mask=call.mask, scale=scale
-    )
-    if call.mask is not None and not all_finite(out, lse):
-        return None
-    return out.reshape(rows, heads, dim).contiguous()
-
-
-def _context(cache: Tensor, call: _PromptCall) -> Tensor:
-    """Keys or values of a call, [1, Hkv, keys, D]: a view where its pages follow each other."""
-    pages = call.pages
-    found = cache[pages] if isinstance(pages, slice) else cache.index_select(0, pages)
-    return found.flatten(0, 1)[: call.keys].transpose(0, 1)[None]
-
-
-def plain_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    metadata: AttentionMetadata,
-    *,
-    scale: float,
-    bounds: tuple[int, int],
-) -> Tensor | None:
-    """As ``paged_attention``, without softcap and sinks, and without a promise for the bits.
-
-    bounds: window and chunk.
-    None where something is not finite, and it may be what a row does not attend to: these ways
-    cannot tell.
-    """
-    group = q.shape[1] // k_cache.shape[2] if q.dtype == torch.float32 else 1
-    key = "plain", bounds, group
-    plan = metadata.derived.get(key)
-    if plan is None:
-        plan = _plan(metadata, CausalMask(*bounds), group, q.shape[1] // group)
-        metadata.derived[key] = plan
-    decode = plan.decode
-    if decode is not None and decode.rows == slice(0, len(q)):
-        return _attend_decode(q, k_cache, v_cache, decode, group, scale)
-
-    parts = [attend_plainly(q, k_cache, v_cache, call, group, scale) for call in plan.tiles]
-    rows: list[slice | Tensor] = [call.layout.rows for call in plan.tiles]
-    if decode is not None:
-        rows.append(decode.rows)
-        parts.append(_attend_decode(q[decode.rows], k_cache, v_cache, decode, group, scale))
-    for prompt in plan.prompts:
-        rows.append(prompt.rows)
-        parts.append(_attend_prompt(q[prompt.rows], k_cache, v_cache, prompt, scale))
-    if len(parts) == 1 and parts[0] is not None and len(parts[0]) == len(q):
-        return parts[0]
-    result = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    for place, part in zip(rows, parts, strict=True):
-        if part is None:
-            return None
-        result[place] = part
-    return result
-
-
-def _attend_prompt(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, call: _PromptCall, scale: float
-) -> Tensor | None:
-    k, v = _context(k_cache, call), _context(v_cache, call)
-    if k.dtype != q.dtype:
-        k, v = values(k, q.dtype), values(v, q.dtype)
-    rows, apart = q.transpose(0, 1)[None], call.apart
-    out, lse = flash_attention(
-        rows,
-        k[:, :, apart:],
-        v[:, :, apart:],
-        0.0,
-        call.mask is None,
-        attn_mask=call.mask,
-        scale=scale,
-    )
-    if not all_finite(out, lse):
-        return None
-    if apart:
-        earlier, its = flash_attention(rows, k[:, :, :apart], v[:, :, :apart], 0.0, scale=scale)
-        weight = torch.sigmoid(its - lse)[..., None]
-        out = torch.lerp(out.float(), earlier.float(), weight).to(q.dtype)
-        if not all_finite(out, its):
-            return None
-    return out[0].transpose(0, 1).contiguous()
+            calls += _prompt_calls(first, end, length, pages, size, causal)
+    if alone and (group > 1 or dtype != torch.bfloat16):
+        rows, lengths, tables = map(list, zip(*alone, strict=True))
+        decode = _decode_call(rows, lengths, tables, size, causal)
+        calls += [] if decode is None else [decode]
+    return calls

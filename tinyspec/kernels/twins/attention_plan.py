@@ -6,17 +6,16 @@ and no values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from tinyspec.kernels.attention_metadata import AttentionMetadata
-from tinyspec.kernels.twins.attention_layout import Layout, layout_of
-from tinyspec.kernels.twins.attention_mask import CausalMask, masked, segments
-from tinyspec.kernels.twins.index_tensors import as_slice, integers
 
 TILE = 128
 # Query rows of one block. More would only mask more of the tiles behind the block's own rows.
@@ -25,11 +24,75 @@ BLOCK_ROWS = 128
 MAX_TILE_ROWS = 1 << 13
 # A block of so many query rows and tiles has a call of its own: it reads the tiles where they are
 # and repeats no query row, while blocks of one sequence in one call gather what they share. 512
-# rows from position 1536 on take 22 ms instead of 33 in fp32, 13 instead of 13.5 in bf16 (8 heads
-# of 64, one thread). With few tiles the calls cost as much as they save.
+# rows from position 1536 on take a fourth less time so in fp32; with few tiles the calls cost as
+# much as they save.
 ALONE_QUERIES, ALONE_TILES = 64, 8
 # torch multiplies so many query rows at a time, from 192 of them on twice as many, from 768 on 256.
 QUERY_UNIT = 32
+# Finite, so that a tile that is masked for a row yields a finite result, which then weighs 0; and
+# larger than any score.
+MASKED = -3e38
+# Between any sum of scores and one masked score.
+UNLIKELY = -MASKED / 2
+
+Position = TypeVar("Position", int, Tensor)
+
+
+class CausalMask(NamedTuple):
+    """A row attends to its own key and those before it: the last ``window`` of them, or those since
+    the last multiple of ``chunk``; 0: no such bound."""
+
+    window: int = 0
+    chunk: int = 0
+
+    def lowest_key(self, position: Position) -> Position:
+        """First key of a row at ``position``; 0 or less: all."""
+        if self.chunk:
+            return position - position % self.chunk
+        return position - self.window + 1 if self.window else position * 0
+
+
+def segments(metadata: AttentionMetadata) -> Iterator[tuple[tuple[int, int], int, list[int]]]:
+    """Of every segment its rows (first, end), its context length and its pages."""
+    return zip(
+        pairwise(metadata.cu_seqlens_q.tolist()),
+        metadata.seq_lens.tolist(),
+        metadata.page_table.tolist(),
+        strict=True,
+    )
+
+
+def masked(hidden: Tensor) -> Tensor:
+    """fp32 in the shape of ``hidden``: MASKED where it is True, else 0."""
+    zeros = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+    return zeros.masked_fill_(hidden, MASKED)
+
+
+def all_finite(out: Tensor, highest: Tensor) -> bool:
+    """Whether results and the highest scores that they come from are finite and not MASKED, by
+    their sums: False also where these are beyond fp32.
+
+    In 16 bits torch makes 0 of a row with a score of +inf. Where all scores of a row are -inf, only
+    masked ones are left.
+    """
+    wide = torch.float32 if out.dtype == torch.float16 else None
+    total = float(out.sum(dtype=wide)), float(highest.sum())
+    return math.isfinite(total[0]) and abs(total[1]) < UNLIKELY
+
+
+def integers(values: Sequence[int]) -> Tensor:
+    """[n] int64; a range is counted by torch."""
+    if isinstance(values, range):
+        return torch.arange(values.start, values.stop, dtype=torch.int64, device="cpu")
+    return torch.tensor(values, dtype=torch.int64, device="cpu")
+
+
+def as_slice(numbers: list[int]) -> slice | Tensor:
+    """As a slice where they rise by even steps."""
+    step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
+    stop = numbers[-1] + 1
+    even = step > 0 and numbers == list(range(numbers[0], stop, step))
+    return slice(numbers[0], stop, step) if even else integers(numbers)
 
 
 @dataclass
@@ -50,19 +113,28 @@ class TileCall:
     ordered by depth, then by block, or, where they are dense in the cache, as they lie there.
 
     queries: query rows of every block in each of the call's heads.
+    height: pass rows that a block's query rows are taken from; a short block repeats its last row.
+    gather: [T * parts * height] the groups of heads, counted through the pass, that are every
+            tile's query rows.
+    rows:   [n] the pass rows that the call computes, ascending.
+    picked: [n * parts * group] where these have their heads in the result [B, parts, queries]; None
+            where that is 0, 1, 2, ...
     owners: [T] block of every tile; None where tiles and blocks are the same in the same order, or
             all tiles are one block's, whose query rows are there once.
-    mask:   [T, 1, queries, keys] fp32, 0 or MASKED; None where nothing is masked.
+    mask:   [T, 1, queries, keys] fp32, 0 or MASKED.
     keys:   how many keys of every tile are attended to.
     tiles:  [T, TILE] slots, or [T] tiles of the cache where pages hold whole tiles.
     span:   where the tiles are dense in the cache, the range of them.
     depths: indices of the blocks' first tiles, of their second tiles, and so on.
     """
 
-    layout: Layout
     queries: int
+    height: int
+    gather: Tensor
+    rows: Tensor
+    picked: Tensor | None
     owners: Tensor | None
-    mask: Tensor | None
+    mask: Tensor
     keys: int
     tiles: Tensor
     span: tuple[int, int] | None
@@ -107,18 +179,17 @@ def plan_calls(
     group: int,
     parts: int,
     *,
-    least: int = 0,
-    unit: int = TILE,
+    least: int,
+    unit: int,
 ) -> list[TileCall]:
-    """Calls for ``blocks``, each block padded to ``padded_queries``, or not at all (``least`` 0).
+    """Calls for ``blocks``, each block padded to ``padded_queries``.
 
     group: query heads that share a head of the call, of which there are ``parts``. unit: where
-    blocks have one tile, the keys behind all contexts are left out in units of so many; 1: also the
-    mask where it would hide nothing.
+    blocks have one tile, the keys behind all contexts are left out in units of so many.
     """
 
     def queries(block: Block) -> int:
-        return padded_queries(block.rows, group, least) if least else block.rows * group
+        return padded_queries(block.rows, group, least)
 
     def batches(blocks: list[Block], height: int) -> Iterator[list[Block]]:
         """Cut so that no call's scratch exceeds MAX_TILE_ROWS (a single block may)."""
@@ -167,31 +238,48 @@ def _plan_call(
         at = dict(zip(index, pairs, strict=True))
         pairs = [at.get(place, pairs[0]) for place in range(span[1] - span[0])]
 
-    owners = tuple(b for b, _ in pairs) if len(blocks) > 1 else (0,)
-    places = tuple((block.row, block.rows) for block in blocks)
-    layout = layout_of(places, owners, queries, group, parts)
-    known = torch.tensor(
-        [(block.rows - 1, block.position) for block in blocks], dtype=torch.int64, device="cpu"
-    )
-    inside = torch.minimum(integers(range(layout.height)), known[:, :1])
-    # Of every query row of every tile, counted from the tile's first key.
+    owners = [b for b, _ in pairs] if len(blocks) > 1 else [0]
+    # Of every row of every tile: its row in the pass, and its position from the tile's first key.
+    height = -(-queries // group)
+    columns = [(block.row, block.rows - 1, block.position) for block in blocks]
+    known = torch.tensor(columns, dtype=torch.int64, device="cpu")
+    inside = torch.minimum(integers(range(height)), known[:, 1:2])
+    gather = (known[:, :1] + inside)[owners, None] * parts + integers(range(parts))[:, None]
     first = integers([number for _, number in pairs])[:, None] * TILE
-    position = (known[:, 1:] + inside)[list(owners)]  # [T, rows], or [1, rows] of one block
+    position = (known[:, 2:] + inside)[owners]  # [T, rows], or [1, rows] of one block
     newest, lowest = position - first, causal.lowest_key(position) - first
     # With one tile a block, the keys after those of all rows can be left out.
     keys = TILE if len(counts) > 1 else min(TILE, -(-(int(newest.max()) + 1) // unit) * unit)
-    mask = _mask(newest, lowest, keys, group, whole=unit > 1)
+    key = integers(range(keys))
+    seen = (key <= newest[..., None]) & (key >= lowest[..., None])
+    mask = masked(~seen).repeat_interleave(group, dim=1)[:, None]
     ends = list(accumulate(counts, initial=0))
+    rows, picked = _results(blocks, queries, group, parts)
     return TileCall(
-        layout=layout,
         queries=queries,
-        owners=None if owners == tuple(range(len(blocks))) else integers(owners),
-        mask=mask if mask is None else mask[:, :, :queries],
+        height=height,
+        gather=gather.flatten(),
+        rows=rows,
+        picked=picked,
+        owners=None if owners == list(range(len(blocks))) else integers(owners),
+        mask=mask[:, :, :queries],
         keys=keys,
         tiles=tiles,
         span=span,
         depths=[as_slice(index[start:end]) for start, end in pairwise(ends)],
     )
+
+
+def _results(
+    blocks: list[Block], queries: int, group: int, parts: int
+) -> tuple[Tensor, Tensor | None]:
+    """``TileCall.rows`` and ``TileCall.picked``."""
+    own = sorted((block.row, n * parts * queries, block.rows) for n, block in enumerate(blocks))
+    query = integers([place + n * group for _, place, count in own for n in range(count)])
+    heads = integers(range(group)) + integers(range(parts))[:, None] * queries
+    picked = (query[:, None, None] + heads).flatten()
+    rows = integers([first + n for first, _, count in own for n in range(count)])
+    return rows, None if torch.equal(picked, integers(range(len(picked)))) else picked
 
 
 def _find_tiles(
@@ -219,15 +307,3 @@ def _slots(blocks: list[Block], pairs: list[tuple[int, int]], page_size: int) ->
     page = torch.minimum(token // page_size, integers(last)[:, None])
     table = torch.tensor([blocks[b].pages for b, _ in pairs], dtype=torch.int64, device="cpu")
     return table.gather(1, page) * page_size + token % page_size
-
-
-def _mask(newest: Tensor, lowest: Tensor, keys: int, group: int, whole: bool) -> Tensor | None:
-    """[T, 1, rows * group, keys] fp32 for rows that attend to ``lowest`` to ``newest`` [T, rows] of
-    the keys of a tile; None where that is all of them, unless ``whole``."""
-    key = integers(range(keys))
-    seen = key <= newest[..., None]
-    if (lowest > 0).any():
-        seen &= key >= lowest[..., None]
-    if seen.all() and not whole:
-        return None
-    return masked(~seen).repeat_interleave(group, dim=1)[:, None]

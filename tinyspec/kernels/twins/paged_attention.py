@@ -15,21 +15,28 @@ need, and those that a whole block skips by its window or chunk, change nothing.
 not finite in keys and values that a row does not attend to. A row is NaN where it attends to a
 value that is not finite.
 
-Plain rows (``exact=False``) go by ``plain_attention`` instead. Does not know requests or passes;
-calls share only what ``AttentionMetadata.derived`` keeps for the layers of one pass.
+Of passes that need not be canonical (``exact=False``) the rows for which there is a faster call go
+by ``attention_plain`` instead. Does not know requests or passes; calls share only what
+``AttentionMetadata.derived`` keeps for the layers of one pass.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from tinyspec.kernels.attention_metadata import AttentionMetadata
-from tinyspec.kernels.twins.attention_cut import KEYS_UNIT, cut_keeps_bits
-from tinyspec.kernels.twins.attention_mask import CausalMask
-from tinyspec.kernels.twins.attention_plain import plain_attention
-from tinyspec.kernels.twins.attention_plan import TILE, plan_calls, query_blocks
-from tinyspec.kernels.twins.attention_tiles import attend_tiles
+from tinyspec.kernels.twins.attention_plain import PlainCall, plain_calls
+from tinyspec.kernels.twins.attention_plan import (
+    TILE,
+    CausalMask,
+    TileCall,
+    plan_calls,
+    query_blocks,
+)
+from tinyspec.kernels.twins.attention_tiles import KEYS_UNIT, attend_tiles, cut_keeps_bits
 
 
 def _least_rows(q: Tensor, softcap: float) -> int:
@@ -62,31 +69,52 @@ def paged_attention(
     [Hq]: one more logit per head in the softmax's denominator.
     """
     assert not (window and chunk)
-    bounds = window, chunk
-    if not metadata.exact and not softcap and sinks is None:
-        plain = plain_attention(q, k_cache, v_cache, metadata, scale=scale, bounds=bounds)
-        if plain is not None:
-            return plain
+    causal, derived = CausalMask(window, chunk), metadata.derived
     kv_heads = k_cache.shape[2]
     group = q.shape[1] // kv_heads
-    key = "tiles", bounds, group, q.shape, softcap > 0
-    plans = metadata.derived.get(key)
-    if plans is None:
-        causal, least = CausalMask(*bounds), _least_rows(q, softcap)
-        unit = TILE if softcap or not cut_keeps_bits(q.dtype, q.shape[2], least) else KEYS_UNIT
-        blocks, size = query_blocks(metadata, causal), metadata.page_size
-        plans = plan_calls(blocks, size, causal, group, kv_heads, least=least, unit=unit)
-        metadata.derived[key] = plans
+    plain: list[PlainCall] = []
+    if not metadata.exact and not softcap and sinks is None:
+        if ("plain", causal, group) not in derived:
+            derived["plain", causal, group] = plain_calls(metadata, causal, group, q.dtype)
+        plain = derived["plain", causal, group]
+    found: list[tuple[slice | Tensor, Tensor]] = []
+    for call in plain:
+        part = call.attend(q, k_cache, v_cache, scale)
+        if part is None:
+            plain, found = [], []
+            break
+        found.append((call.rows, part))
 
-    parts = [
-        attend_tiles(
-            q, k_cache, v_cache, plan, group=group, scale=scale, softcap=softcap, sinks=sinks
+    key = "tiles", causal, group, q.shape, softcap > 0, len(plain)
+    if key not in derived:
+        derived[key] = _tile_calls(metadata, causal, q, kv_heads, plain, softcap)
+    for tiles in derived[key]:
+        part = attend_tiles(
+            q, k_cache, v_cache, tiles, group=group, scale=scale, softcap=softcap, sinks=sinks
         )
-        for plan in plans
-    ]
-    if len(parts) == 1 and len(parts[0]) == len(q):
-        return parts[0]
+        found.append((tiles.rows, part))
+    if len(found) == 1 and len(found[0][1]) == len(q):
+        return found[0][1]
     result = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    for plan, part in zip(plans, parts, strict=True):
-        result.index_copy_(0, plan.layout.rows, part)
+    for rows, part in found:
+        result[rows] = part
     return result
+
+
+def _tile_calls(
+    metadata: AttentionMetadata,
+    causal: CausalMask,
+    q: Tensor,
+    kv_heads: int,
+    plain: Sequence[PlainCall],
+    softcap: float,
+) -> list[TileCall]:
+    """Canonical calls for all rows that the ``plain`` ones leave."""
+    served = {row for call in plain for row in range(call.rows.start, call.rows.stop)}
+    blocks = [block for block in query_blocks(metadata, causal) if block.row not in served]
+    if not blocks:
+        return []
+    group, least = q.shape[1] // kv_heads, _least_rows(q, softcap)
+    unit = TILE if softcap or not cut_keeps_bits(q.dtype, q.shape[2], least) else KEYS_UNIT
+    size = metadata.page_size
+    return plan_calls(blocks, size, causal, group, kv_heads, least=least, unit=unit)

@@ -1,4 +1,9 @@
-"""Twin of sample: temperature, seeded Gumbel noise, argmax, log-probability of the chosen token."""
+"""Twin of sample: temperature, seeded Gumbel noise, argmax, log-probability of the chosen token.
+
+Noise is philox4x32-10 in 64-bit integers (Salmon et al., "Parallel random numbers: as easy as 1, 2,
+3", SC 2011). Log-probabilities are torch's own, which reduces every row by itself on a CPU: their
+bits depend neither on a row's address nor on the number of rows.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +12,39 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from tinyspec.kernels.twins.philox import gumbel
-
+_LOW = 0xFFFFFFFF
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
 BLOCK, LEAST_ROWS = 128, 16
+
+
+def philox(counter: tuple[Tensor, Tensor], key: Tensor) -> tuple[Tensor, ...]:
+    """Four uint32 outputs (as int64) of counter (c0, c1, 0, 0) under the 64-bit ``key``."""
+    c0, c1 = torch.broadcast_tensors(*counter)
+    c2 = c3 = torch.zeros_like(c0)
+    k0, k1 = key & _LOW, (key >> 32) & _LOW
+    for _ in range(10):
+        p0, p1 = c0 * _M0, c2 * _M1
+        c0, c1, c2, c3 = (
+            ((p1 >> 32) & _LOW) ^ c1 ^ k0,
+            p1 & _LOW,
+            ((p0 >> 32) & _LOW) ^ c3 ^ k1,
+            p0 & _LOW,
+        )
+        k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
+    return c0, c1, c2, c3
+
+
+def gumbel(keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Gumbel noise [N, vocab_size] fp32; entry (n, v) depends on (keys[n], positions[n], v) alone.
+
+    u = ((x >> 9) + 1/2) / 2**23 lies strictly between 0 and 1.
+    """
+    quads = torch.arange((vocab_size + 3) // 4, dtype=torch.int64, device=keys.device)
+    lanes = philox((quads[None, :], positions[:, None]), keys[:, None])
+    x = torch.stack(lanes, dim=-1).flatten(1)[:, :vocab_size]
+    u = ((x >> 9).float() + 0.5) * 2.0**-23
+    return u.log_().neg_().log_().neg_()
 
 
 def _highest(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,3 +110,24 @@ def sample(
     # log_softmax reduces every row by itself in one order, whatever the number of rows.
     logprobs_of_all = torch.log_softmax(scaled, dim=-1)
     return tokens, logprobs_of_all.gather(1, tokens.clamp(min=0)[:, None]).squeeze(1)
+
+
+def log_softmax(logits: Tensor, temperature: Tensor | None = None) -> Tensor:
+    """Log-probabilities [N, V] fp32 under softmax(logits / T).
+
+    logits [N, V] fp32; temperature [N] fp32, 0 or None for T = 1. A row without a finite maximum
+    yields NaN.
+    """
+    if temperature is not None:
+        logits = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
+    return torch.log_softmax(logits, dim=-1)
+
+
+def softmax(logits: Tensor) -> Tensor:
+    """Probabilities [N, V] fp32; logits as for ``log_softmax``."""
+    return torch.softmax(logits, dim=-1)
+
+
+def chosen_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Log-probabilities [N] fp32 of ``tokens`` [N] int64 under softmax(logits)."""
+    return torch.log_softmax(logits, dim=-1).gather(1, tokens[:, None]).squeeze(1)

@@ -1,4 +1,4 @@
-"""PrefixCache and PagePool on random traces, against a dictionary of token lists. Host only."""
+"""PagePool and PrefixCache on random traces, against a dictionary; and where pages lie."""
 
 import random
 
@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from tests.support.pages import check_index, unowned
-from tinyspec import SamplingParams
-from tinyspec.scheduler.page_pool import PagePool
+from tests.support.tiny import tiny
+from tinyspec import Engine, EngineConfig, SamplingParams
+from tinyspec.scheduler.page_pool import LONGEST_RUN, PagePool
 from tinyspec.scheduler.prefix_cache import PrefixCache
-from tinyspec.scheduler.request import Request
+from tinyspec.scheduler.request import Request, Sequence
 from tinyspec.scheduler.sequence_table import SequenceTable
 
 
@@ -30,7 +31,8 @@ class Trace:
         self.alive = []
         self.idle_since = {}
         self.clock = 0
-        self.seen = dict.fromkeys(("hits", "mixed", "evictions", "forks", "refused"), 0)
+        counted = ("hits", "mixed", "evictions", "forks", "refused", "rollbacks")
+        self.seen = dict.fromkeys(counted, 0)
 
     def evicted(self, page):
         """The pool takes a page that nobody owns, once nothing is free; who waits longest goes."""
@@ -120,13 +122,32 @@ class Trace:
             self.pool.grow(sequence.pages, len(sequence.tokens))
             self.compute(sequence)
 
+    def roll_back(self):
+        """Pages for drafts, which are all rejected: the sequence has its own, and the pool too."""
+        sequence = self.rng.choice(self.alive)
+        pages, free = list(sequence.pages), self.pool.num_free
+        tokens = len(sequence.tokens) + self.rng.randint(1, 3 * self.pool.page_size)
+        need = self.pool.pages_for(tokens) - len(pages)
+        assert self.pool.can_grow(pages, tokens) == (need <= free)
+        if need <= free:
+            self.pool.grow(sequence.pages, tokens)
+            assert self.pool.num_free == free - need
+            for _ in range(2):
+                self.pool.truncate(sequence.pages, len(sequence.tokens))
+            assert sequence.pages == pages and self.pool.num_free == free
+            self.seen["rollbacks"] += need > 0
+
     def fork(self):
         leader = self.rng.choice(self.alive)
+        full, rest = divmod(leader.computed, self.pool.page_size)
+        assert self.pool.can_fork(leader.computed) == (rest == 0 or self.pool.num_free > 0)
         if not self.pool.can_fork(leader.computed):
             return
         self.seen["forks"] += 1
         sibling = self.sequence(list(leader.tokens), leader.deterministic)
-        sibling.pages, _ = self.pool.fork(leader.pages, leader.computed)
+        sibling.pages, copy = self.pool.fork(leader.pages, leader.computed)
+        assert sibling.pages[:full] == leader.pages[:full] and sibling.pages is not leader.pages
+        assert copy == ((leader.pages[full], sibling.pages[full]) if rest else None)
         sibling.canonical = leader.canonical
         self.alive.append(sibling)
         self.compute(sibling)
@@ -171,7 +192,7 @@ class Trace:
             moves = [self.start, self.clear]
             if self.alive:
                 moves += [self.start, self.extend, self.extend, self.fork, self.finish]
-                moves += [self.finish, self.distrust]
+                moves += [self.finish, self.distrust, self.roll_back]
             self.rng.choice(moves)()
             self.check()
         for sequence in self.alive:
@@ -201,3 +222,93 @@ def test_nothing_matches_across_a_clear():
     assert cache.match(sequence) == ([], 0)
     # Computed before, finished after: what a running sequence still adds is under the new version.
     assert len(cache) == 0
+
+
+def test_pages_lie_in_runs():
+    """As long as a sequence may become, the lowest first; what is given back serves again."""
+    pool = PagePool(12, 1)
+    tables: list[list[int]] = [[] for _ in range(3)]
+    for tokens in (1, 2, 4):
+        for table in tables:
+            pool.grow(table, tokens, most=4)
+    assert tables == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    pool.free(tables[2])
+    pool.truncate(tables[0], 1)
+    again: list[int] = []
+    pool.grow(again, 1, most=4)
+    pool.grow(tables[0], 2)
+    pool.grow(tables[0], 4, most=4)
+    pool.grow(again, 4)
+    assert (tables[0], again) == ([0, 1, 2, 3], [8, 9, 10, 11])
+
+
+def test_without_knowing_more_the_lowest_free_page():
+    """Control: pages of sequences that grow in turns lie in turns."""
+    pool = PagePool(6, 1)
+    tables: list[list[int]] = [[] for _ in range(3)]
+    for tokens in (1, 2):
+        for table in tables:
+            pool.grow(table, tokens)
+    assert tables == [[0, 3], [1, 4], [2, 5]]
+    pool.free(tables[2])
+    pool.free(tables[0])
+    again: list[int] = []
+    pool.grow(again, 3)
+    assert again == [0, 2, 3]
+    assert pool.take_fresh() == [0, 1, 2, 3, 4, 5, 0, 2, 3]
+    assert pool.take_fresh() == []
+
+
+def test_a_page_put_aside_is_free():
+    """Others get it before anything is evicted, and its sequence goes on elsewhere."""
+    pool = PagePool(6, 1)
+    kept, first, second = [], [], []
+    pool.grow(kept, 1)
+    pool.keep(0)
+    pool.free(kept)
+    pool.grow(first, 1, most=4)
+    assert (pool.num_held, pool.num_free) == (1, 5)
+    pool.grow(second, 4)
+    assert (first, second) == ([1], [5, 3, 4, 2])
+    evicted = []
+    pool.on_evict = evicted.append
+    pool.grow(first, 2)
+    assert (first, evicted) == ([1, 0], [0])
+
+
+def test_runs_are_bounded():
+    """However much a sequence may want, and however free pages lie."""
+    pool = PagePool(3 * LONGEST_RUN, 1)
+    pages: list[int] = []
+    pool.grow(pages, 1, most=1 << 30)
+    assert pool.reserved == {0: LONGEST_RUN - 1}
+    scattered = PagePool(4 * LONGEST_RUN, 1)
+    everything: list[int] = []
+    scattered.grow(everything, scattered.num_pages)
+    for page in everything[: 2 * LONGEST_RUN : 2]:
+        scattered.free([page])
+    # A run of three lies behind more than are looked at.
+    scattered.free(everything[-3:])
+    found: list[int] = []
+    scattered.grow(found, 1, most=LONGEST_RUN)
+    assert found == [0] and not scattered.reserved
+    scattered.grow(found, 2, most=4)
+    assert found == [0, 4 * LONGEST_RUN - 3]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_an_engine_says_how_long_a_sequence_may_become(known, monkeypatch):
+    """Control: where it does not, pages of sequences that decode side by side lie in turns."""
+    if not known:
+        monkeypatch.setattr(Sequence, "most_tokens", 0)
+    config = EngineConfig(page_size=16, num_pages=64, max_sequences=8, prefix_cache=False)
+    runs = set()
+    with Engine(tiny(), config=config) as engine:
+        for prompt in ([5] * 10, [6] * 20, [7] * 30):
+            engine.add_request(prompt, SamplingParams(max_new_tokens=60, ignore_eos=True))
+        while engine.has_unfinished():
+            engine.step()
+            for sequence in engine.admission.running:
+                first = sequence.pages[0]
+                runs.add(sequence.pages == list(range(first, first + len(sequence.pages))))
+    assert runs == ({True} if known else {True, False})
