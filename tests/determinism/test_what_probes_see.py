@@ -8,18 +8,18 @@ from itertools import pairwise
 
 import pytest
 import torch
+from tinyspec.determinism.learner import ATTENTION, Task
+from tinyspec.determinism.probes.reference import FIRST_PASSES
+from tinyspec.determinism.probes.segments import segments
+from tinyspec.determinism.probes.steps import finished
 from transformers import LlamaForCausalLM
 
 from tests.support import zoo
 from tests.support.tiny import config_of, tiny
 from tinyspec import Engine, EngineConfig
-from tinyspec.determinism.learner import ATTENTION, Task
 from tinyspec.determinism.probes import attention, model, row_functions
 from tinyspec.determinism.probes.attention import LENGTH, probe_attention, probe_rows
-from tinyspec.determinism.probes.reference import FIRST_PASSES
 from tinyspec.determinism.probes.row_functions import probe_function, probe_pool
-from tinyspec.determinism.probes.segments import segments
-from tinyspec.determinism.probes.steps import finished
 from tinyspec.kernels import backend as kernels
 from tinyspec.kernels import launch
 from tinyspec.kernels.twins import attention_tiles

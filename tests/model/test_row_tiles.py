@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tinyspec.determinism.probes.steps import finished
 from torch import nn
 
 from tests.support.budget import first
@@ -18,7 +19,6 @@ from tests.support.tiny import tiny
 from tests.support.tolerances import SHORT_SUM, close
 from tinyspec import Engine, EngineConfig, SamplingParams, doctor
 from tinyspec.determinism.probes import buckets
-from tinyspec.determinism.probes.steps import finished
 from tinyspec.model.cpu import linears
 from tinyspec.model.row_tiles import RowTiles, split_rows
 

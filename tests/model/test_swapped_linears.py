@@ -10,6 +10,7 @@ from functools import partialmethod
 
 import pytest
 import torch
+from tinyspec.determinism.probes.linears import set_swapped
 from torch import nn
 
 from tests.support.mixes import bits, crowd, needles, solo
@@ -18,7 +19,6 @@ from tinyspec import Engine, EngineConfig, doctor
 from tinyspec.determinism import probe_cache
 from tinyspec.determinism.probes import reference
 from tinyspec.determinism.probes.bits import PositionResult
-from tinyspec.determinism.probes.linears import set_swapped
 from tinyspec.model.cpu import linears
 from tinyspec.model.cpu.fast_mode import FastMode
 from tinyspec.model.cpu.linears import CpuLinear, OneDnnLinear, TransposedLinear

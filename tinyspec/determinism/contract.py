@@ -1,15 +1,18 @@
 """Whether this engine can serve ``deterministic=True``, and the fingerprint of its outputs.
 
-Before the first deterministic token probes find whether the reference bucket is sound. Which other
-buckets are canonical, and what each costs, is learnt while requests run. What is found depends on
-modules, shapes and device, not on the values of weights, and is kept on disk.
+Before the first deterministic token probes find whether the reference bucket is sound. Every other
+bucket of the ladder is proven whole, in one go, once requests would have used it often enough, or
+all by ``probe``. What is found depends on modules, shapes and device, not on the values of weights,
+and is kept on disk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import time
+from collections.abc import Callable, Collection
 from contextlib import suppress
-from typing import TypeVar
+from dataclasses import replace
 
 from transformers import PreTrainedModel
 
@@ -18,25 +21,78 @@ from tinyspec.determinism import probe_cache
 from tinyspec.determinism.beside import Beside
 from tinyspec.determinism.fingerprint import digest_weights, fingerprint
 from tinyspec.determinism.fingerprint_parts import Fingerprint
-from tinyspec.determinism.learner import SLICE, Learner
+from tinyspec.determinism.ladder import Ladder
 from tinyspec.determinism.model_state import LAYOUT, adapter_state, experts, layouts, settings
 from tinyspec.determinism.model_watch import OBJECT, ModelWatch
-from tinyspec.determinism.module_ways import ModuleWays
-from tinyspec.determinism.notice import Notice
 from tinyspec.determinism.probe_results import ProbeResults, unsound_message
+from tinyspec.determinism.probes.attention import MANY_ROWS
 from tinyspec.determinism.probes.autocast import refuse_autocast, refuse_written
-from tinyspec.determinism.probes.reference import ReferenceProof
-from tinyspec.determinism.probes.steps import Steps, finished
-from tinyspec.determinism.probes.workspace import Workspace, warm_up
+from tinyspec.determinism.probes.model import ModelProbe
+from tinyspec.determinism.probes.prober import Prober
+from tinyspec.determinism.probes.proof import ReferenceProof, prove, set_tiles
 from tinyspec.errors import DeterminismError
+from tinyspec.kernels import backend
 from tinyspec.model.install import patched_of
+from tinyspec.model.linear_kinds import linear_kinds
+from tinyspec.model.linears import kernel_stand_ins
+from tinyspec.model.patched_model import PatchedModel
 from tinyspec.model.quantized import repack_weights, unprovable
 from tinyspec.model.torch_state import refuse_unpinnable
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.scheduler.buckets import Buckets
 
-T = TypeVar("T")
-WAITING = "proving that deterministic=True can be kept here, once for this model and machine"
+logger = logging.getLogger("tinyspec")
+
+
+class LinearModes:
+    """How the linears of one engine's model run so that results hold: by the linear kernel, or in
+    tiles of rows."""
+
+    def __init__(self, patched: PatchedModel, runner: ModelRunner, config: EngineConfig):
+        self._patched, self._runner, self._config = patched, runner, config
+        self._num_swapped = len(patched.swapped)
+        self._tiled: tuple[str, ...] = ()
+
+    def serve_kinds(self, kinds: Collection[str]) -> tuple[str, ...]:
+        """Let the linear kernel serve all plain linears of these kinds, unless the config fixes
+        whom it serves; their names."""
+        if self._config.linear != "auto":
+            return ()
+        every = linear_kinds(self._patched.model)
+        return self.serve([name for kind in kinds for name in every[kind]])
+
+    def serve(self, names: Collection[str]) -> tuple[str, ...]:
+        """Let the linear kernel serve the plain linears among ``names``; the names of those."""
+        if not names:
+            return ()
+        model = self._patched.model
+        before = {name: model.get_submodule(name) for name in names}
+        linear = backend.load(self._config.backend).linear
+        for parent, name, module in kernel_stand_ins(model, linear, only=names):
+            self._patched.swap(parent, name, module)
+        self._changed()
+        return tuple(n for n in names if model.get_submodule(n) is not before[n])
+
+    def tile(self, names: tuple[str, ...]) -> bool:
+        """Run linears of these kinds in tiles of rows in large canonical passes; whether that is
+        new."""
+        if self._tiled == names:
+            return False
+        set_tiles(self._runner, names)
+        self._tiled = names
+        self._runner.drop_graphs()
+        return True
+
+    def restore(self) -> None:
+        """Every linear as it was when the engine was made."""
+        self._runner.tiles.unbind()
+        self._patched.undo(self._num_swapped)
+        self._tiled = ()
+        self._changed()
+
+    def _changed(self) -> None:
+        self._runner.torch_state.refresh_modules()
+        self._runner.drop_graphs()
 
 
 class Contract:
@@ -45,7 +101,8 @@ class Contract:
     buckets: of the engine; canonical ones are marked as they become known. known_fingerprint: None
     before it is first needed and after the model changed. watch: the model as it was at the last
     ``refresh``. stale: what of the model changed that the engine took from it when it was made, or
-    None. pause: called between the steps of a proof. beside: what runs beside the model.
+    None. results: what is known; None before it is first needed and after the model changed. pause:
+    called between the passes of a proof. beside: what runs beside the model.
     """
 
     def __init__(
@@ -59,12 +116,13 @@ class Contract:
         self._beside = beside
         self._patched = patched_of(model)
         self.buckets: Buckets = runner.buckets
-        self._ways = ModuleWays(self._patched, runner, config)
+        self._modes = LinearModes(self._patched, runner, config)
+        self._ladder = Ladder(self.buckets, config)
         self._weights_digest: dict[str, str] | None = None
         self.known_fingerprint: Fingerprint | None = None
-        self._learner: Learner | None = None
+        self.results: ProbeResults | None = None
         self._probed_structure: object = None
-        self._on_disk = probe_cache.Growing("")
+        self._key = ""
         repack_weights(self._model, self._model.dtype)
         self.watch = ModelWatch(self._patched, runner.torch_state, beside)
         self._taken_over = self.watch.taken_over
@@ -73,14 +131,9 @@ class Contract:
         runner.follow(self.watch.absorb, lambda: self.watch.runs_user_code)
 
     @property
-    def results(self) -> ProbeResults | None:
-        """What is known; None before it is first needed and after the model changed."""
-        return None if self._learner is None else self._learner.results
-
-    @property
     def outdated(self) -> bool:
         """Whether the model changed since it was probed, or passes write to it."""
-        unproven = self._probed_structure is not None and self._learner is None
+        unproven = self._probed_structure is not None and self.results is None
         return unproven or bool(self.watch.by_passes)
 
     @property
@@ -134,8 +187,8 @@ class Contract:
             if before is not None and before != self._weights_digest:
                 self.known_fingerprint = None
                 changes = list(self.watch.weights)
-        if self._learner is not None and self.watch.structure != self._probed_structure:
-            self._learner = None
+        if self.results is not None and self.watch.structure != self._probed_structure:
+            self.results = None
             self.buckets.forget()
         return changes
 
@@ -159,9 +212,9 @@ class Contract:
         if results.unsound:
             raise DeterminismError(unsound_message(results))
         if self._config.verify == "direct":
-            largest = self.buckets.fit(self._config.max_sequences)
-            self._find([rows for rows in self.buckets.sizes if rows <= largest])
-            results = self.prove()
+            most = self._config.max_sequences
+            largest = next((n for n in self.buckets.sizes if n >= most), self.buckets.sizes[-1])
+            results = self._prove_more([rows for rows in self.buckets.sizes if rows <= largest])
             lacking = [b.rows for b in results.buckets if b.rows <= largest and not b.canonical]
             if lacking:
                 raise DeterminismError(
@@ -179,7 +232,7 @@ class Contract:
         """
         refuse_unpinnable(self._runner.device.type)
         refuse_written(self.watch.by_passes)
-        if self._learner is None or fresh:
+        if self.results is None or fresh:
             reason = unprovable(self._model)
             if reason is not None:
                 raise DeterminismError(
@@ -187,100 +240,118 @@ class Contract:
                     "needs weights without quantization, or quantization that does not depend on "
                     "activations"
                 )
-            self._learner = None
-            learner = self._begin(fresh)
+            self.results = None
+            results = self._begin(fresh)
             known = len(self.watch.counters)
             self.watch.absorb(everything=True)
             if len(self.watch.counters) > known:
                 self.drop_fingerprint()
-            self._learner = learner
-            self._use(learner.results)
+            self._use(results)
             self.watch.record()
             self._probed_structure = self.watch.structure
-        return self._learner.results
+        assert self.results is not None
+        return self.results
 
-    def probe(self, fresh: bool = False, attention_rows: int = 0) -> ProbeResults:
+    def probe(self, fresh: bool = False, attention_rows: int = MANY_ROWS) -> ProbeResults:
         """All probe results, found at once. attention_rows: to compare of each kind."""
-        self.prove(fresh)
-        self._find(None, attention_rows)
-        return self.prove()
+        if self.prove(fresh).unsound:
+            return self.prove()
+        return self._prove_more(self.buckets.sizes, attention_rows)
 
-    def _find(self, sizes: list[int] | None, attention_rows: int = 0) -> None:
-        assert self._learner is not None
+    def _prove_more(
+        self, sizes: Collection[int], attention_rows: int | None = None
+    ) -> ProbeResults:
+        """The results with these buckets; attention_rows: as for ``prove``."""
+        results, begun = self.prove(), time.perf_counter()
+        new = [rows for rows in sizes if rows not in results.sizes]
+        if not new and all(kind.checked >= (attention_rows or 0) for kind in results.attention):
+            return results
         try:
             with self._runner.torch_state():
-                self._learner.finish(sizes, attention_rows)
-        finally:
-            self._on_disk.save(self._learner.results)
+                prober = Prober(self._runner, self._config, self.pause)
+                found = prove(prober, results, new, attention_rows)
+        except BaseException:
+            self._modes.tile(results.tiled)
+            raise
+        logger.info("proved passes of %s rows in %.1f s", new, time.perf_counter() - begun)
+        self._use(found)
+        return found
 
-    def learn(self, seconds: float) -> bool:
-        """Between passes, which took ``seconds``: go on with what is not known. False where the
-        reference bucket turns out unsound: ``ensure`` raises from then on."""
-        learner = self._learner
-        if learner is None or self._config.verify == "always" or not learner.earn(seconds):
+    def prove_repaid(self, seconds: float, accepted: float) -> bool:
+        """After a pass of so many seconds with deterministic requests: prove a further bucket, if
+        that is worth its time. False where the reference bucket turns out unsound: ``ensure``
+        raises from then on. accepted: chance that a draft is."""
+        results = self.results
+        if results is None or results.unsound or self._config.verify == "always":
             return True
-        if not self.watch.changed():  # what changed is looked at before the next pass
-            with self._runner.torch_state():
-                learner.learn()
-            self._on_disk.keep(learner.results)
-            self.watch.absorb()
-        return not learner.results.unsound
+        rows = self._ladder.next(results, seconds, accepted)
+        if rows is None or self.watch.changed():  # that is looked at before the next pass
+            return True
+        try:
+            results = self._prove_more([rows])
+        except Exception as error:  # requests go on without it
+            self._ladder.failed.add(rows)
+            logger.warning("passes of %d rows could not be probed: %s", rows, error)
+        self.watch.absorb()
+        return not results.unsound
 
     def rest(self) -> None:
-        """Store what is known, and free the memory that learning and graphs take."""
+        """Free the memory that graphs take."""
         self._runner.drop_graphs()
-        if self._learner is not None:
-            self._on_disk.save(self._learner.results)
-            self._learner.rest()
 
-    def _begin(self, fresh: bool) -> Learner:
-        """With results from disk or of a proof of the reference bucket."""
-        self._ways.restore()
+    def _begin(self, fresh: bool) -> ProbeResults:
+        """From disk, or of a proof of the reference bucket."""
+        self._modes.restore()
         self.known_fingerprint = None
-        key = self._results_key()
-        self._on_disk = probe_cache.Growing(key)
+        self._key = self._results_key()
         if fresh:
-            probe_cache.forget(key)
-        results = None if fresh else probe_cache.load(key)
-        work: Workspace | None = None
+            probe_cache.forget(self._key)
+        results = None if fresh else probe_cache.load(self._key)
         if results is None:
-            with self._runner.torch_state():
-                work = Workspace(self._runner, self._config, SLICE)
             try:
-                results = self._prove_reference(work)
+                with self._runner.torch_state():
+                    return self._prove_reference()
             except BaseException:
-                self._ways.restore()
+                self._modes.restore()
                 raise
-        else:
-            if not results.unsound:
-                self._ways.serve(results.kernel_linears)
-            refuse_autocast(self._runner, lambda: warm_up(self._runner, self._config))
-        return Learner(self._runner, self._config, results, self._use, work)
+        if not results.unsound:
+            self._modes.serve(results.kernel_linears)
+        refuse_autocast(self._runner, self._warm_up)
+        return results
 
-    def _prove_reference(self, work: Workspace) -> ProbeResults:
-        proof = ReferenceProof(work)
-        notice = Notice(WAITING, self.pause, lambda: proof.stage)
-
-        def run(steps: Steps[T]) -> T:
-            with self._runner.torch_state():
-                return finished(steps, notice)
-
+    def _prove_reference(self) -> ProbeResults:
+        logger.info("proving that deterministic=True can be kept, once for this model and machine")
+        begun = time.perf_counter()
+        proof = ReferenceProof(Prober(self._runner, self._config, self.pause))
         served: tuple[str, ...] = ()
-        if broken := run(proof.linears()):
-            served = self._ways.serve_kinds(broken)
+        if broken := proof.linears():
+            served = self._modes.serve_kinds(broken)
             if served:
-                run(proof.linears())
-        return run(proof.rest(served))
+                proof.linears()
+        results = proof.rest(served)
+        (bucket,) = results.buckets
+        return results.with_bucket(replace(bucket, proof=time.perf_counter() - begun))
+
+    def _warm_up(self) -> None:
+        """Compiles and loads what a first pass needs, before a request."""
+        sizes = self.buckets.sizes
+        sizes = sizes if self._runner.device.type == "cuda" else [self.buckets.reference]
+        ModelProbe(self._runner, self._config, sizes[-1]).warm_up(sizes)
 
     def _use(self, results: ProbeResults) -> None:
         """Let passes go by these results, and store them."""
+        self.results = results
         if results.unsound:
-            self._ways.restore()
+            self._modes.restore()
             self.known_fingerprint = None
-        elif self._ways.set(results.tiles, results.swapped):
-            self.watch.record()
-        self._update_buckets(results)
-        self._on_disk.keep(results)
+            self.buckets.forget()
+        else:
+            if self._modes.tile(results.tiled):
+                self.watch.record()
+            always = self._config.verify == "always"
+            canonical = [results.reference] if always else results.canonical
+            self.buckets.learn(canonical, results.seconds, results.own_way)
+        probe_cache.store(self._key, results)
 
     def _results_key(self) -> str:
         """Of results on disk: all that they depend on, which no value of a weight is."""
@@ -289,12 +360,3 @@ class Contract:
         rest = fingerprint(model, {"weights": ""}, self._config, self._runner.device).digest
         found = experts(model), layouts(model), settings(model), adapter_state(model)
         return probe_cache.key_of(rest, *found, self.buckets.sizes, self._config.linear)
-
-    def _update_buckets(self, results: ProbeResults) -> None:
-        results = results.filled()
-        if results.unsound:
-            self.buckets.forget()
-        elif self._config.verify == "always":
-            self.buckets.learn([results.reference], results.seconds)
-        else:
-            self.buckets.learn(results.canonical, results.seconds, results.tiled)

@@ -84,6 +84,8 @@ class EngineCore:
             self._isolate_failure(launched, failure.__cause__)
         else:
             self._commit(launched, ends, *results)
+            bucket, canonical = launched.record.bucket, launched.record.canonical
+            self.scheduler.buckets.ran(bucket, canonical, time.perf_counter() - began)
         commits = self.committer.take()
         self._close(launched.record, commits, time.perf_counter() - began)
         if self.trace is not None:
@@ -297,4 +299,5 @@ class EngineCore:
         self.stats.cached_prompt_tokens = self.admission.cached_prompt_tokens
         self.records.append(record)
         self.stats.add(record)
+        self.scheduler.observe(commits.accepted, commits.rollbacks)
         self.scheduler.acceptance = (self.stats.accepted + 1) / (self.stats.drafted + 2)

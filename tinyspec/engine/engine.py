@@ -15,7 +15,7 @@ from tinyspec.engine.commit import Committer
 from tinyspec.engine.core import EngineCore
 from tinyspec.engine.drafter import Drafter, make_drafter
 from tinyspec.engine.input_processor import InputProcessor
-from tinyspec.engine.interrupts import between_steps, flush
+from tinyspec.engine.interrupts import at_once, between_steps, flush
 from tinyspec.engine.lifetime import Lifetime, taken_over
 from tinyspec.engine.loading import load
 from tinyspec.engine.observed import Observed, passes_traced, records_of
@@ -193,6 +193,18 @@ class Engine(Lifetime, Observed):
     def fingerprint(self) -> str:
         """Digest of everything that bits depend on; outputs with equal digests are comparable."""
         return self.tracker.fingerprint()
+
+    def warm_up(self) -> None:
+        """Prove now what requests would prove once it repays its time: every bucket that
+        deterministic requests may use. Results are kept on disk.
+
+        Raises ValueError while requests are unfinished, DeterminismError where none can be served.
+        """
+        self._refuse_unfinished("warm_up")
+        with self.turns.turn(), at_once():
+            self.check_model()
+            self.contract.probe()
+            self.contract.ensure()
 
     def check_model(self) -> None:
         """Compare weights, modules and threads with those of the last call; after a change, drop

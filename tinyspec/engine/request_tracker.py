@@ -206,12 +206,15 @@ class RequestTracker(HasTurns):
             begun = time.perf_counter()
             with deferred_interrupt():
                 self._step(self._check_before_pass if by_user else None)
-                self._learn(time.perf_counter() - begun)
+            self._prove_repaid(time.perf_counter() - begun)
 
-    def _learn(self, seconds: float) -> None:
-        """After a step of so many seconds: learn what makes deterministic requests faster. They end
+    def _prove_repaid(self, seconds: float) -> None:
+        """After a step of so many seconds: prove what makes deterministic requests faster. They end
         where that shows that none can be served."""
-        if not self._core.table.any("deterministic") or self._contract.learn(seconds):
+        accepted = self._core.scheduler.accepted()
+        if not self._core.table.any("deterministic"):
+            return
+        if self._contract.prove_repaid(seconds, accepted):
             return
         try:
             self._contract.ensure()
