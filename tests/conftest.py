@@ -87,7 +87,7 @@ def _seeded() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _fixed_costs() -> Iterator[None]:
+def _fixed_costs() -> Iterator[Any]:
     """The scheduler chooses by costs of buckets, and every test has the same ones: measured, they
     would be others on a busy machine. A doctor looks at no more rows of attention than the proof
     does."""
@@ -95,11 +95,18 @@ def _fixed_costs() -> Iterator[None]:
     from tinyspec.scheduler.buckets import Buckets, row_counts
 
     costs = {rows: 1e-3 * (1 + rows / 32) for rows in row_counts(4096)}
+    ran = Buckets.ran
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(ProbeResults, "seconds", costs)
         patches.setattr(Buckets, "ran", lambda *_: None)
         patches.setattr("tinyspec.tools.doctor.ATTENTION_ROWS", 1)
-        yield
+        yield ran
+
+
+@pytest.fixture
+def passes_count(_fixed_costs, monkeypatch):
+    """The passes that ran decide what buckets cost, as they do for users."""
+    monkeypatch.setattr("tinyspec.scheduler.buckets.Buckets.ran", _fixed_costs)
 
 
 @pytest.fixture(autouse=True)

@@ -309,8 +309,7 @@ class Contract:
         results = None if fresh else probe_cache.load(self._key)
         if results is None:
             try:
-                with self._runner.torch_state():
-                    return self._prove_reference()
+                return self._prove_reference()
             except BaseException:
                 self._modes.restore()
                 raise
@@ -322,13 +321,15 @@ class Contract:
     def _prove_reference(self) -> ProbeResults:
         logger.info("proving that deterministic=True can be kept, once for this model and machine")
         begun = time.perf_counter()
-        proof = ReferenceProof(Prober(self._runner, self._config, self.pause))
-        served: tuple[str, ...] = ()
-        if broken := proof.linears():
-            served = self._modes.serve_kinds(broken)
+        state = self._runner.torch_state
+        with state():
+            proof = ReferenceProof(Prober(self._runner, self._config, self.pause))
+            broken = proof.linears()
+        served = self._modes.serve_kinds(broken)
+        with state():
             if served:
                 proof.linears()
-        results = proof.rest(served)
+            results = proof.rest(served)
         (bucket,) = results.buckets
         return results.with_bucket(replace(bucket, proof=time.perf_counter() - begun))
 

@@ -11,7 +11,10 @@ from math import inf
 from tinyspec.config import EngineConfig
 
 # The row counts that may be canonical, by device kind; of others a GPU's.
-LADDER = {"cpu": (2, 4, 16, 32, 64, 128, 256, 1024), "cuda": (8, 32, 128, 256, 512, 2048)}
+LADDER = {
+    "cpu": (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024),
+    "cuda": (8, 32, 128, 256, 512, 2048),
+}
 # Of a pass's cost so much grows with its rows, where nothing tells more.
 GROWS = 0.5
 # What a pass cost is forgotten by so much in every further pass of its kind: the fastest of a few

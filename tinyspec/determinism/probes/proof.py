@@ -85,7 +85,8 @@ class ReferenceProof:
         self.unsound += wrong
         self.unsound += compare(prober, probe, range(1, FIRST_PASSES + 1))
         seconds = probe.took.get(prober.reference, 0.0)
-        bucket = BucketResult(prober.reference, not self.unsound, (), seconds)
+        own_way = _fast_mode_names(prober, prober.reference)
+        bucket = BucketResult(prober.reference, not self.unsound, (), seconds, own_way)
         return ProbeResults(
             prober.reference,
             (bucket,),
