@@ -50,7 +50,7 @@ def build(dtype: torch.dtype, smoke: bool) -> Any:
 def engine(request: pytest.FixtureRequest, smoke: bool) -> Iterator[Engine]:
     model = build(getattr(torch, request.param), smoke)
     with Engine(model, config=EngineConfig(prefix_cache=False)) as engine:
-        engine.contract.probe()  # at once, not while requests run
+        engine.warm_up()
         engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4, deterministic=True))
         yield engine
 

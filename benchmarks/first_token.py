@@ -61,17 +61,17 @@ def measure(engine: Engine, seconds: float) -> dict[str, Any]:
         if time.perf_counter() - begun > seconds:
             break
     stream.close()
-    found["tokens_while_learning"] = committed
+    found["tokens_while_proving"] = committed
     found["known_buckets"] = engine.contract.results.sizes
     rates = {}
-    for name in ("learning", "everything_known"):
+    for name in ("by_then", "everything_known"):
         if name == "everything_known":
-            found["rest_s"] = [round(t, 1) for t in timed(engine.contract.probe)]
+            found["rest_s"] = [round(t, 1) for t in timed(engine.warm_up)]
         runs = [timed(lambda: engine.generate([PROMPT], tokens(TOKENS))) for _ in range(3)]
         rates[name] = [TOKENS / min(side) for side in zip(*runs, strict=True)]
         found[f"tokens_per_s_{name}"] = [round(rate, 1) for rate in rates[name]]
     found["share_of_full_speed"] = [
-        round(a / b, 2) for a, b in zip(rates["learning"], rates["everything_known"], strict=True)
+        round(a / b, 2) for a, b in zip(rates["by_then"], rates["everything_known"], strict=True)
     ]
     return found
 

@@ -164,7 +164,7 @@ def test_triton_stays_in_the_kernels():
 
 def test_short_files():
     lengths = {name: len(path.read_text().splitlines()) for name, path in FILES.items()}
-    assert {name: length for name, length in lengths.items() if length > 300} == {}
+    assert {name: length for name, length in lengths.items() if length > 400} == {}
 
 
 def test_no_atomics_and_no_autotune():
