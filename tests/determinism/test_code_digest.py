@@ -9,9 +9,9 @@ import torch
 from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig
 from tinyspec.determinism import fingerprint, probe_cache
-from tinyspec.determinism.checksum import row_checksums
 from tinyspec.determinism.code_digest import PACKAGE, file_digest, syntax_digest
 from tinyspec.engine.thinker import CODE
+from tinyspec.model.checksum import row_checksums
 
 # One file of each wing that decides bits, twins and kernels apart.
 FILES = ("kernels/philox.py", "kernels/twins/philox.py", "model/row_tiles.py", "runner/sampler.py")

@@ -16,10 +16,10 @@ from tests.support.sensitive import PositionSensitiveLinear, ShapeSensitiveLinea
 from tests.support.tiny import prompts, tiny
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
 from tinyspec.determinism import probe_cache
-from tinyspec.determinism.checksum import checksum
 from tinyspec.determinism.model_state import adapter_state
 from tinyspec.determinism.probe_results import BucketResult, ProbeResults, Unsound
 from tinyspec.kernels import twins
+from tinyspec.model.checksum import checksum
 from tinyspec.model.cpu.fast_mode import FastMode
 from tinyspec.model.cpu.linears import cpu_stand_ins
 from tinyspec.model.linears import KernelLinear

@@ -14,14 +14,13 @@ from tinyspec.determinism.model_state import function_settings, functions
 
 @dataclass(frozen=True, eq=False)
 class Beside:
-    """name: of the part of the fingerprint. modules: gives them as they are now, in one module that
-    stays the same. settings: what else their results depend on. on_change: called where anything
-    of the model or of these changed, with whether these modules, their hooks or settings did."""
+    """name: of the part of the fingerprint. modules: gives them as they are now, in one module.
+    settings: what else their results depend on. on_change: called where weights changed."""
 
     name: str
     modules: Callable[[], nn.Module]
     settings: str
-    on_change: Callable[[bool], None]
+    on_change: Callable[[], None]
 
     def digest(self, ignored: Collection[str] = ()) -> str:
         """Of weights, structure and settings; ignored: names of attributes that are none."""

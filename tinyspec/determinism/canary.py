@@ -18,14 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tinyspec.determinism.checksum import checksum
 from tinyspec.determinism.environment import ambient
 from tinyspec.kernels import backend
 from tinyspec.kernels.attention_metadata import AttentionMetadata
 from tinyspec.model.attention_calls import LayerShape
+from tinyspec.model.checksum import checksum
 from tinyspec.model.cpu.linears import CpuLinear
-from tinyspec.model.install import patched_of
 from tinyspec.model.linear_kinds import distinct_linears, linear_shape
+from tinyspec.model.patched_model import patched_of
 from tinyspec.model.torch_state import TorchState
 
 # Kinds of linears and heads, and outputs of a linear: more would cost more and show little more.
@@ -87,7 +87,7 @@ def canary(model: PreTrainedModel, rows: int) -> str:
     """
     kernels = patched_of(model).context.kernels
     assert kernels is not None
-    with TorchState(model)():
+    with TorchState(model.device)():
         return _digest(Used.of(model), rows, model.device, kernels.backend, ambient(model.device))
 
 

@@ -14,34 +14,41 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
 
-from transformers import PreTrainedModel
+import torch
 
 from tinyspec.config import EngineConfig
 from tinyspec.determinism import probe_cache
 from tinyspec.determinism.beside import Beside
+from tinyspec.determinism.environment import ambient
 from tinyspec.determinism.fingerprint import digest_weights, fingerprint
 from tinyspec.determinism.fingerprint_parts import Fingerprint
 from tinyspec.determinism.ladder import Ladder
-from tinyspec.determinism.model_state import LAYOUT, adapter_state, experts, layouts, settings
-from tinyspec.determinism.model_watch import OBJECT, ModelWatch
+from tinyspec.determinism.model_state import (
+    adapter_state,
+    experts,
+    layouts,
+    runs_user_code,
+    settings,
+)
 from tinyspec.determinism.probe_results import ProbeResults, unsound_message
 from tinyspec.determinism.probes.attention import MANY_ROWS
-from tinyspec.determinism.probes.autocast import refuse_autocast, refuse_written
+from tinyspec.determinism.probes.autocast import refuse_autocast
 from tinyspec.determinism.probes.model import ModelProbe
 from tinyspec.determinism.probes.prober import Prober
 from tinyspec.determinism.probes.proof import ReferenceProof, prove, set_tiles
 from tinyspec.errors import DeterminismError
 from tinyspec.kernels import backend
-from tinyspec.model.install import patched_of
 from tinyspec.model.linear_kinds import linear_kinds
 from tinyspec.model.linears import kernel_stand_ins
-from tinyspec.model.patched_model import PatchedModel
-from tinyspec.model.quantized import repack_weights, unprovable
+from tinyspec.model.outline import WEIGHTS
+from tinyspec.model.patched_model import PatchedModel, patched_of
+from tinyspec.model.quantized import unprovable
 from tinyspec.model.torch_state import refuse_unpinnable
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.scheduler.buckets import Buckets
 
 logger = logging.getLogger("tinyspec")
+THREADS, PROCESS = "the number of threads", "the state of the process"
 
 
 class LinearModes:
@@ -73,15 +80,12 @@ class LinearModes:
         self._changed()
         return tuple(n for n in names if model.get_submodule(n) is not before[n])
 
-    def tile(self, names: tuple[str, ...]) -> bool:
-        """Run linears of these kinds in tiles of rows in large canonical passes; whether that is
-        new."""
-        if self._tiled == names:
-            return False
-        set_tiles(self._runner, names)
-        self._tiled = names
-        self._runner.drop_graphs()
-        return True
+    def tile(self, names: tuple[str, ...]) -> None:
+        """Run linears of these kinds in tiles of rows in large canonical passes."""
+        if self._tiled != names:
+            set_tiles(self._runner, names)
+            self._tiled = names
+            self._runner.drop_graphs()
 
     def restore(self) -> None:
         """Every linear as it was when the engine was made."""
@@ -91,7 +95,6 @@ class LinearModes:
         self._changed()
 
     def _changed(self) -> None:
-        self._runner.torch_state.refresh_modules()
         self._runner.drop_graphs()
 
 
@@ -99,42 +102,45 @@ class Contract:
     """Fingerprint and probe results of one engine.
 
     buckets: of the engine; canonical ones are marked as they become known. known_fingerprint: None
-    before it is first needed and after the model changed. watch: the model as it was at the last
-    ``refresh``. stale: what of the model changed that the engine took from it when it was made, or
-    None. results: what is known; None before it is first needed and after the model changed. pause:
-    called between the passes of a proof. beside: what runs beside the model.
+    before it is first needed and after the model changed. runs_user_code: whether passes run hooks
+    or modules of no known library. renew: makes another shadow, which is given to ``serve``. pause:
+    called between the passes of a proof. results: what is known; None before it is first needed and
+    after the model changed. beside: what runs beside the model.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
         runner: ModelRunner,
         config: EngineConfig,
         beside: Beside | None = None,
+        renew: Callable[[], None] = lambda: None,
     ):
-        self._model, self._runner, self._config = model, runner, config
-        self._beside = beside
-        self._patched = patched_of(model)
-        self.buckets: Buckets = runner.buckets
-        self._modes = LinearModes(self._patched, runner, config)
-        self._ladder = Ladder(self.buckets, config)
+        self.results: ProbeResults | None = None
         self._weights_digest: dict[str, str] | None = None
         self.known_fingerprint: Fingerprint | None = None
-        self.results: ProbeResults | None = None
-        self._probed_structure: object = None
+        self._runner, self._config = runner, config
+        self._beside, self._renew = beside, renew
+        self.buckets: Buckets = runner.buckets
         self._key = ""
-        repack_weights(self._model, self._model.dtype)
-        self.watch = ModelWatch(self._patched, runner.torch_state, beside)
-        self._taken_over = self.watch.taken_over
-        self.stale: str | None = None
         self.pause: Callable[[], None] = lambda: None
-        runner.follow(self.watch.absorb, lambda: self.watch.runs_user_code)
+        self._ambient = ambient(runner.device)
+        self.serve(patched_of(runner.model))
+        runner.graphs.runs_user_code = lambda: self.runs_user_code
 
-    @property
-    def outdated(self) -> bool:
-        """Whether the model changed since it was probed, or passes write to it."""
-        unproven = self._probed_structure is not None and self.results is None
-        return unproven or bool(self.watch.by_passes)
+    def serve(self, patched: PatchedModel) -> None:
+        """The model that the runner serves from now on: nothing is known of it."""
+        self._patched, self._model = patched, patched.model
+        self._modes = LinearModes(patched, self._runner, self._config)
+        self._ladder = Ladder(self.buckets, self._config)
+        self.runs_user_code = runs_user_code(patched.root)
+        self._layouts = layouts(self._model)
+        self._forget()
+
+    def _forget(self) -> None:
+        """What was found out of the model and the process holds no more."""
+        self.results = None
+        self.buckets.forget()
+        self.drop_fingerprint()
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -151,60 +157,75 @@ class Contract:
     def _current_fingerprint(self) -> Fingerprint:
         """The fingerprint with the modules that are installed now."""
         if self.known_fingerprint is None:
-            # Another thread may have run or copied the model by itself since the last pass.
-            self._patched.take_back()
             if self._weights_digest is None:
                 self._weights_digest = self._digests()
-            given = (self._weights_digest, self._config, self._runner.device, self.watch.counters)
+            counters = self._patched.counters()
+            given = (self._weights_digest, self._config, self._runner.device, counters)
             self.known_fingerprint = fingerprint(self._model, *given)
         return self.known_fingerprint
 
     def _digests(self) -> dict[str, str]:
         """Of weights, by the part of the fingerprint."""
-        found = {"weights": digest_weights(self._model, self.watch.counters)}
+        counters = self._patched.counters()
+        found = {"weights": digest_weights(self._model, counters)}
         if self._beside is not None:
-            found[self._beside.name] = self._beside.digest(self.watch.counters)
+            found[self._beside.name] = self._beside.digest(counters)
         return found
 
     def drop_fingerprint(self) -> None:
         """The weights changed: the next fingerprint needs a new digest of them."""
         self._weights_digest = self.known_fingerprint = None
 
-    def refresh(self, digest: bool = True) -> list[str]:
-        """Names of the weights, modules, settings and so on that changed since the last call.
+    @property
+    def threads_changed(self) -> bool:
+        """Whether torch runs on another number of threads."""
+        return torch.get_num_threads() != self._ambient[0]
 
-        If there are any the fingerprint is dropped, and probe results unless only weights changed.
-        digest: compare the weights' bits where ``EngineConfig(verify_weights=True)`` asks for it.
+    def changed(self) -> bool:
+        """Whether anything may have changed since the last ``refresh``."""
+        same = ambient(self._runner.device) == self._ambient
+        return not same or self._patched.outline.changed() is not None
+
+    def refresh(self, digest: bool = True) -> str | None:
+        """Follow what changed of process and model since the last call, and name it.
+
+        The fingerprint is dropped, and probe results unless only numbers changed. digest: compare
+        the weights' bits where ``EngineConfig(verify_weights=True)`` asks for it. Raises where the
+        model cannot be served as it is now.
         """
-        changes = self.watch.update()
-        before = self._weights_digest
-        if changes:
+        what = self._follow_process()
+        change = self._patched.outline.changed()
+        if change is not None:
             self.rest()
-            self.drop_fingerprint()
-            self.stale = self._changed_since_load()
-        elif digest and self._config.verify_weights:
-            self._weights_digest = self._digests()
-            if before is not None and before != self._weights_digest:
+            if change.structure:
+                self._renew()
+            else:
+                self.weights_changed()
+            return change.what
+        if digest and self._config.verify_weights and self._weights_digest is not None:
+            before, self._weights_digest = self._weights_digest, self._digests()
+            if before != self._weights_digest:
                 self.known_fingerprint = None
-                changes = list(self.watch.weights)
-        if self.results is not None and self.watch.structure != self._probed_structure:
-            self.results = None
-            self.buckets.forget()
-        return changes
+                return WEIGHTS
+        return what
 
-    def _changed_since_load(self) -> str | None:
-        """The first thing that the engine took from the model and that is not so any more."""
-        now, then = self.watch.taken_over, self._taken_over
-        return next((n for n in {**then, **now} if n not in now or now[n] != then.get(n)), None)
+    def _follow_process(self) -> str | None:
+        before, self._ambient = self._ambient, ambient(self._runner.device)
+        if before == self._ambient:
+            return None
+        self.rest()
+        self._forget()
+        return THREADS if before[0] != self._ambient[0] else PROCESS
 
-    def summary(self, changes: list[str]) -> str:
-        """What changed, in a few words."""
-        told = [n for n in changes if n not in self.watch.weights and not n.startswith(LAYOUT)]
-        named = [n for n in told if not n.startswith(OBJECT)]
-        if not told or (not named and len(told) < len(changes)):
-            return "the weights"  # and perhaps the objects that hold them
-        shown = list(dict.fromkeys(n.removeprefix(OBJECT) for n in named or told))
-        return ", ".join(shown[:3]) + (" and more" if len(shown) > 3 else "")
+    def weights_changed(self) -> None:
+        """Numbers of weights did: what was computed from them is computed again."""
+        self.drop_fingerprint()
+        self._patched.follow_weights()
+        if self._beside is not None:
+            self._beside.on_change()
+        if (found := layouts(self._model)) != self._layouts:
+            self._layouts = found
+            self._forget()
 
     def ensure(self) -> None:
         """Raise DeterminismError unless ``deterministic=True`` can be served; proves it first."""
@@ -231,7 +252,6 @@ class Contract:
         Raises DeterminismError for TunableOp, kernels that no probe can prove, and own writes.
         """
         refuse_unpinnable(self._runner.device.type)
-        refuse_written(self.watch.by_passes)
         if self.results is None or fresh:
             reason = unprovable(self._model)
             if reason is not None:
@@ -241,14 +261,7 @@ class Contract:
                     "activations"
                 )
             self.results = None
-            results = self._begin(fresh)
-            known = len(self.watch.counters)
-            self.watch.absorb(everything=True)
-            if len(self.watch.counters) > known:
-                self.drop_fingerprint()
-            self._use(results)
-            self.watch.record()
-            self._probed_structure = self.watch.structure
+            self._use(self._begin(fresh))
         assert self.results is not None
         return self.results
 
@@ -285,14 +298,13 @@ class Contract:
         if results is None or results.unsound or self._config.verify == "always":
             return True
         rows = self._ladder.next(results, seconds, accepted)
-        if rows is None or self.watch.changed():  # that is looked at before the next pass
+        if rows is None or self.changed():  # that is looked at before the next pass
             return True
         try:
             results = self._prove_more([rows])
         except Exception as error:  # requests go on without it
             self._ladder.failed.add(rows)
             logger.warning("passes of %d rows could not be probed: %s", rows, error)
-        self.watch.absorb()
         return not results.unsound
 
     def rest(self) -> None:
@@ -347,8 +359,7 @@ class Contract:
             self.known_fingerprint = None
             self.buckets.forget()
         else:
-            if self._modes.tile(results.tiled):
-                self.watch.record()
+            self._modes.tile(results.tiled)
             always = self._config.verify == "always"
             canonical = [results.reference] if always else results.canonical
             self.buckets.learn(canonical, results.seconds, results.own_way)
@@ -357,7 +368,6 @@ class Contract:
     def _results_key(self) -> str:
         """Of results on disk: all that they depend on, which no value of a weight is."""
         model = self._model
-        self._patched.take_back()
         rest = fingerprint(model, {"weights": ""}, self._config, self._runner.device).digest
         found = experts(model), layouts(model), settings(model), adapter_state(model)
         return probe_cache.key_of(rest, *found, self.buckets.sizes, self._config.linear)

@@ -20,15 +20,15 @@ from transformers import PreTrainedModel
 
 from tinyspec.config import EngineConfig
 from tinyspec.determinism.canary import canary
-from tinyspec.determinism.checksum import checksum
 from tinyspec.determinism.code_digest import syntax_digest
 from tinyspec.determinism.environment import environment
 from tinyspec.determinism.fingerprint_parts import DIGEST, Fingerprint, shortened
 from tinyspec.determinism.model_state import adapter_state, function_settings, functions, tensors
-from tinyspec.model.install import patched_of
+from tinyspec.model.checksum import checksum
 from tinyspec.model.linear_kinds import linear_shape
 from tinyspec.model.linears import KernelLinear, SharedLinear
 from tinyspec.model.moe import kernel_experts
+from tinyspec.model.patched_model import patched_of
 from tinyspec.model.quantized import extra_parts, is_packed, packing_format, parts
 from tinyspec.model.torch_state import without_modes
 

@@ -1,8 +1,7 @@
 """What the bits of a pass depend on in a model: weights, modules, hooks, settings, adapters.
 
-``weight_state`` tells objects of one process apart. All else is described as it would be in any
-process, without addresses: what a function or an object of the user's holds beyond its code and its
-plain values is not seen. Knows no engine.
+All is described as it would be in any process, without addresses: what a function or an object of
+the user's holds beyond its code and its plain values is not seen. Knows no engine.
 """
 
 from __future__ import annotations
@@ -18,13 +17,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from tinyspec.determinism.checksum import checksum
 from tinyspec.model.moe import implementations
-from tinyspec.model.positions import GivenPositions, RopeTable
-from tinyspec.model.quantized import is_packed, layout, parts, trace
+from tinyspec.model.quantized import layout
 from tinyspec.model.row_tiles import RowTiles
 from tinyspec.model.torch_state import global_hooks
-from tinyspec.model.wrappers import hooks_of, is_wrapped, own_forward
+from tinyspec.model.wrappers import hooks_of, own_forward
 
 PLAIN = (bool, int, float, str, type(None))
 _CONSTANT = (bool, float, str)
@@ -45,21 +42,28 @@ def top_package(kind: Any) -> str:
     return (getattr(kind, "__module__", None) or "").split(".")[0]
 
 
-def named_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Name and module of every module of ``model``, and of those that stand-ins keep to
-    themselves."""
-    for name, module in model.named_modules():
-        yield name, module
-        if isinstance(module, (RopeTable, GivenPositions)):
-            for inner, part in module._original[0].named_modules():
-                yield f"{name}.original.{inner}".rstrip("."), part
+def is_users(module: nn.Module) -> bool:
+    """Whether its class, a hook or a forward of its own comes from no known library."""
+    own = vars(module).get("forward", type(module))
+    return any(map(_is_users, (type(module), own, *hooks_of(module))))
+
+
+def _is_users(hook: Any) -> bool:
+    return top_package(hook if hasattr(hook, "__qualname__") else type(hook)) not in LIBRARIES
+
+
+def runs_user_code(model: nn.Module) -> bool:
+    """Whether passes run hooks or modules of no known library."""
+    hooks = (hook for module in model.modules() for hook in hooks_of(module))
+    kinds = {type(module) for module in model.modules()}
+    return bool(global_hooks()) or any(map(_is_users, (*kinds, *hooks)))
 
 
 def tensors(model: nn.Module, ignored: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
     """Name and tensor of every parameter, buffer and attribute but ``ignored``, each tensor
     once."""
     seen: set[int] = set()
-    for name, module in named_parts(model):
+    for name, module in model.named_modules():
         tables: list[dict[str, Any]] = [module._parameters, module._buffers]
         if top_package(type(module)) != "tinyspec":
             tables.append(vars(module))
@@ -70,26 +74,6 @@ def tensors(model: nn.Module, ignored: Collection[str] = ()) -> Iterator[tuple[s
                     if full not in ignored:
                         seen.add(id(value))
                         yield full, value
-
-
-def uncounted(tensor: Tensor) -> list[Tensor]:
-    """The parts of a tensor that count no writes: made in inference mode."""
-    return [part for part in parts(tensor).values() if part.is_inference()]
-
-
-def weight_state(model: nn.Module, ignored: Collection[str] = ()) -> dict[str, Any]:
-    """By name, what changes when a tensor is written to: address and version, or the bits."""
-    return {
-        name: (_memory(tensor), *trace(tensor), *map(checksum, uncounted(tensor)))
-        for name, tensor in tensors(model, ignored)
-    }
-
-
-def _memory(tensor: Tensor) -> Any:
-    """Which memory a tensor reads, and how: its data may be replaced at one address."""
-    if is_packed(tensor):
-        return None
-    return tensor.untyped_storage()._cdata, tensor.shape, tensor.stride()
 
 
 def adapter_state(model: nn.Module) -> list[tuple[str, str, str]]:
@@ -128,7 +112,7 @@ def functions(model: nn.Module) -> dict[str, Any]:
     """By name: class, hooks and own forward of every module; hooks on all modules."""
     found: dict[str, Any] = {"hooks of all modules": list(map(description, global_hooks()))}
     kinds: dict[type, Any] = {}
-    for name, module in named_parts(model):
+    for name, module in model.named_modules():
         kind = type(module)
         if kind not in kinds:
             kinds[kind] = class_description(kind)
@@ -136,8 +120,7 @@ def functions(model: nn.Module) -> dict[str, Any]:
         if getattr(own, "__qualname__", "").startswith(RowTiles.__name__):
             own = None  # in tiles it has the same bits
         hooks = [description(hook) for hook in hooks_of(module)]
-        how = kinds[kind], hooks, description(own), is_wrapped(module)
-        found[name or type(model).__name__] = list(how)
+        found[name or type(model).__name__] = [kinds[kind], hooks, description(own)]
     return found
 
 
@@ -157,7 +140,7 @@ def raw_settings(model: nn.Module, ignored: Collection[str] = ()) -> Iterator[tu
     Of transformers', torch's and our own modules these are public plain values and functions, of
     others all that they hold. Adapters have a description of their own.
     """
-    for name, module in named_parts(model):
+    for name, module in model.named_modules():
         package = top_package(type(module))
         if package not in OWN and _switches_adapters(module):
             continue
@@ -189,19 +172,6 @@ def _enters(value: Any, package: str) -> bool:
     if isinstance(value, (list, tuple, dict, set)):
         return package != "tinyspec"
     return isinstance(value, PLAIN) or callable(value)
-
-
-def identities(model: nn.Module, ignored: Collection[str] = ()) -> dict[str, Any]:
-    """By name, the objects that descriptions may not tell apart, as long as they live: modules,
-    hooks, functions."""
-    found: dict[str, Any] = {}
-    for name, module in named_parts(model):
-        hooks = [id(hook) for hook in hooks_of(module)]
-        found[name or type(model).__name__] = id(module), hooks, id(vars(module).get("forward"))
-    for name, value in raw_settings(model, ignored):
-        if not isinstance(value, PLAIN):
-            found[name] = id(value)
-    return found
 
 
 def function_settings(model: nn.Module, ignored: Collection[str] = ()) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """The ``generate`` of one patched model, and the engine behind it.
 
-The engine's modules are in the model only while a call runs. Knows when calls run, and nothing of
-their arguments.
+Knows when calls run, and nothing of their arguments.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ from tinyspec.engine.drafter import make_drafter
 from tinyspec.engine.engine import Engine
 from tinyspec.engine.interrupts import at_once, between_steps, flush
 from tinyspec.errors import UnsupportedModelError
-from tinyspec.model.exchange import ABSENT, Place
-from tinyspec.model.install import refuse_served
 from tinyspec.scheduler.passes import EngineStats
 
 logger = logging.getLogger("tinyspec")
@@ -74,13 +71,15 @@ class PatchedGenerate:
         self._logged: set[str] = set()
         self._closed = self._in_original = False
         self._drafter = make_drafter(self._config.drafter, model)
-        refuse_served(model)
+        if isinstance(self._before, PatchedGenerate):
+            raise ValueError(
+                "model is not allowed: it is patched; call tinyspec.unpatch(model) first"
+            )
         self._engine: Engine | None = self._new_engine()
-        self._engine.suspend()
-        self._place = Place(vars(model), "generate", vars(model).get("generate", ABSENT), self)
-        own_batch = vars(model).get("generate_batch", ABSENT)
-        served = ServedMethod(model, "generate_batch", self.generate_batch)
-        self._batch_place = Place(vars(model), "generate_batch", own_batch, served)
+        batch = ServedMethod(model, "generate_batch", self.generate_batch)
+        # The last is given back last, as the others are found through it.
+        self._methods: dict[str, Any] = {"generate_batch": batch, "generate": self}
+        self._own = {name: vars(model).get(name) for name in self._methods}
         self.__doc__ = self._original.__doc__
         self.__name__ = "generate"
         self.__signature__ = served_signature(self._original)
@@ -91,22 +90,22 @@ class PatchedGenerate:
 
     def put_in(self) -> None:
         """Let the model's methods be these."""
-        for place in (self._place, self._batch_place):
-            place.put_in()
+        vars(self._model).update(self._methods)
 
     def close(self) -> None:
         """Close the engine and give the model its own methods back; again, what is left to do
         where that was cut off."""
+        table = vars(self._model)
         with self._locked():
-            self._batch_place.take_out()
-            self._place.take_out()  # the last, as the others are found through it
+            for name, served in self._methods.items():
+                if table.get(name) is served:
+                    own = self._own[name]
+                    table.pop(name) if own is None else table.update({name: own})
             self._close_engine()
             self._closed = True
 
     def _new_engine(self) -> Engine:
-        engine = Engine(self._model, config=self._config, grows=True)
-        engine.exclusive = True
-        return engine
+        return Engine(self._model, config=self._config, grows=True)
 
     def _close_engine(self) -> None:
         if self._engine is not None:
@@ -115,7 +114,7 @@ class PatchedGenerate:
 
     def release(self) -> None:
         """Free the page pool's memory; the next call allocates it again."""
-        with self._resumed() as engine:
+        with self._serving() as engine:
             engine.release()
 
     def stats(self) -> EngineStats:
@@ -124,23 +123,23 @@ class PatchedGenerate:
 
     def weights_changed(self) -> None:
         """Say that weights were written in a way that leaves no trace (through ``.data``)."""
-        with self._resumed() as engine:
+        with self._serving() as engine:
             engine.weights_changed()
 
     @property
     def fingerprint(self) -> str:
         """Digest of all that the bits of deterministic requests depend on."""
-        with self._resumed() as engine:
+        with self._serving() as engine:
             return engine.fingerprint
 
     @contextmanager
-    def _resumed(self) -> Iterator[Engine]:
-        """The engine, in the model while the block runs; a new one where the old does not fit."""
+    def _serving(self) -> Iterator[Engine]:
+        """The engine, for one call; another one where the model has moved to another device."""
         with self._locked():
             engine = self._engine
             if self._closed or (engine is not None and engine.closed is not None):
                 raise RuntimeError("this model was unpatched; call tinyspec.patch(model) again")
-            if engine is None or not engine.resume():
+            if engine is None or engine.runner.device != self._model.device:
                 self._close_engine()
                 engine = self._engine = self._new_engine()
             try:
@@ -151,7 +150,7 @@ class PatchedGenerate:
                 else:
                     if self._releases:
                         engine.release()
-                    engine.suspend()
+                    engine.forget_plain()
 
     @contextmanager
     def _locked(self, engine: bool = True) -> Iterator[None]:
@@ -191,7 +190,7 @@ class PatchedGenerate:
         if call.unserved:
             return self._call_original(call)
         try:
-            with self._resumed() as engine:
+            with self._serving() as engine:
                 requests = new_requests(engine, call)
                 if not call.unserved:
                     run(engine, requests, call, call.drafter() or self._drafter)
@@ -233,7 +232,7 @@ class PatchedGenerate:
         if getattr(continuous_batching_config, "return_logprobs", False):
             call.params = [params.resolve(logprobs=True) for params in call.params]
         drafter = call.drafter() or self._drafter
-        with self._resumed() as engine:
+        with self._serving() as engine:
             requests = new_requests(engine, call)
             given = engine, requests, call, drafter, record_timestamps, progress_bar
             outputs: dict[str, Any] = continuous.run(*given)

@@ -23,7 +23,6 @@ from tinyspec.drop_in.prompts import Prompt
 from tinyspec.drop_in.seeds import Defaults
 from tinyspec.drop_in.served import PROMPT_ARGUMENTS
 from tinyspec.engine.interrupts import between_steps, flush
-from tinyspec.engine.lifetime import restore
 from tinyspec.model.private_names import CACHE
 from tinyspec.model.wrappers import unwrap
 
@@ -64,7 +63,7 @@ def patch(
     ``model.generate`` also has ``release()``, ``stats()``, ``weights_changed()``, ``fingerprint``
     and ``seeds``, those of the rows of the latest call, which a returned dict has as an attribute.
     Raises UnsupportedModelError naming what is in the way, ValueError naming a bad value or if the
-    model is patched already or served by an Engine, and RuntimeError if transformers' ``generate``
+    model is patched already, and RuntimeError if transformers' ``generate``
     has no ``custom_generate``.
     """
     inside = unwrap(model)
@@ -85,14 +84,11 @@ def patch(
 
 @between_steps()
 def unpatch(model: PreTrainedModel) -> None:
-    """Give ``model`` back to itself, whoever serves it: its own ``generate``, and its own attention
-    where an Engine is open, which is closed; what was cut off is finished. A model that nobody
-    serves is left alone."""
-    inside = unwrap(model)
-    patched_generate = vars(inside).get("generate")
+    """Give ``model`` its own ``generate`` back; what was cut off is finished. A model that is not
+    patched is left alone."""
+    patched_generate = vars(unwrap(model)).get("generate")
     if isinstance(patched_generate, PatchedGenerate):
         patched_generate.close()
-    restore(inside)
 
 
 def generate(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from transformers import PreTrainedModel
@@ -16,7 +16,6 @@ from tinyspec.engine.core import EngineCore
 from tinyspec.engine.drafter import Drafter, make_drafter
 from tinyspec.engine.input_processor import InputProcessor
 from tinyspec.engine.interrupts import at_once, between_steps, flush
-from tinyspec.engine.lifetime import Lifetime, taken_over
 from tinyspec.engine.loading import load
 from tinyspec.engine.observed import Observed, passes_traced, records_of
 from tinyspec.engine.refusals import idle
@@ -27,7 +26,8 @@ from tinyspec.engine.trace import Trace
 from tinyspec.engine.turns import in_turns
 from tinyspec.errors import refuse
 from tinyspec.kernels import backend
-from tinyspec.model.install import install, uninstall
+from tinyspec.model.install import install
+from tinyspec.model.patched_model import PatchedModel
 from tinyspec.model.supported import max_positions
 from tinyspec.outputs import RequestOutput
 from tinyspec.runner.capacity import most_pages
@@ -45,9 +45,9 @@ from tinyspec.thinking.model import ThinkingModel
 Params = SamplingParams | list[SamplingParams] | None
 
 
-@in_turns("suspend", "resume", "reserve", "release", "step", "weights_changed", "ready", "follow")
-class Engine(Lifetime, Observed):
-    """Generates from a loaded causal LM, whose attention it patches until ``close``.
+@in_turns("forget_plain", "reserve", "release", "step", "weights_changed", "ready", "follow")
+class Engine(Observed):
+    """Generates from a loaded causal LM, by a copy of its modules over the same weights.
 
     model: a transformers causal LM on one device; of PEFT's or torch.compile's wrapper the model
     inside is served. tokenizer: for text prompts, stop strings and text outputs. grows: start with
@@ -56,16 +56,17 @@ class Engine(Lifetime, Observed):
     Threads may share one: requests of all, and the user's code in them, run in the same passes in
     any thread that waits, and any thread's ``step`` returns what ``add_request`` of all gave.
     For tests and tools to look at, and free to change: ``core`` (one step), ``admission`` (waiting
-    and running sequences), ``pool`` (pages), ``runner`` (one pass), ``patched`` (the changes to the
-    model), ``tracker`` (unfinished requests), ``contract`` (fingerprint and proof).
+    and running sequences), ``pool`` (pages), ``runner`` (one pass), ``patched`` (the copy that
+    runs), ``tracker`` (unfinished requests), ``contract`` (fingerprint and proof).
 
-    An engine that served the model so far and has no unfinished requests is closed, with a line in
-    the log. One that is dropped gives the model back when it is collected. Beside an open engine
-    the model can be run by itself, saved and copied while no step runs.
+    The model is never touched: it can be run, trained, changed, saved and copied at any time, and
+    several engines may serve it. Every call follows what changed of it since the last one; plain
+    requests that are running then start again, deterministic ones with tokens are aborted.
 
-    Raises UnsupportedModelError, or ValueError for a setting that does not fit, for a patched model
-    and for one whose engine has unfinished requests.
+    Raises UnsupportedModelError, or ValueError for a setting that does not fit.
     """
+
+    closed: str | None = "not finished"
 
     @between_steps()
     def __init__(
@@ -86,19 +87,19 @@ class Engine(Lifetime, Observed):
         drafter = make_drafter(config.drafter, own)
         self.model, self.tokenizer, self.config = own, tokenizer, config
         self._grows = grows and config.num_pages is None
+        self._thinking = thinking
         self._thinker = None if thinking is None else Thinker(thinking, config)
         kernels = backend.load(config.backend)
-        linear = kernels.linear if config.linear == "always" else None
-        with taken_over(own):
-            self._keep(install(own, config, linear, owner=self))
-            try:
-                most = 1 if self._grows else most_pages(config, self.patched.layers, self.model)
-                self._build(drafter, kernels, most)
-                flush()
-            except BaseException:
-                uninstall(own, self.patched)
-                raise
+        self._linear = kernels.linear if config.linear == "always" else None
+        self.patched = self._installed()
+        most = 1 if self._grows else most_pages(config, self.patched.layers, self.model)
+        self._build(drafter, kernels, most)
+        flush()
         self.closed = None
+
+    def _installed(self) -> PatchedModel:
+        """A shadow of the model as it is now."""
+        return install(self.model, self.config, self._linear, self._thinking)
 
     def _build(self, drafter: Drafter, kernels: backend.Kernels, num_pages: int) -> None:
         config = self.config
@@ -107,8 +108,7 @@ class Engine(Lifetime, Observed):
         self.pool = PagePool(num_pages, config.page_size)
         self.admission = admission = Admission(config, self.pool)
         scheduler = Scheduler(config, admission, buckets)
-        patched, pool = self.patched, self.pool
-        self.runner = runner = ModelRunner(self.model, patched, pool, kernels, buckets, config)
+        self.runner = runner = ModelRunner(self.patched, self.pool, kernels, buckets, config)
         check_parity(self.patched, runner)
         committer = Committer(admission, self.tokenizer, runner)
         parts = (admission, scheduler, runner, Sampler(kernels), committer, drafter)
@@ -116,15 +116,65 @@ class Engine(Lifetime, Observed):
         trace = Trace(traced, admission.table, self.tokenizer) if traced else None
         if self._thinker is not None:
             self._thinker.follow(runner)
+            self._thinker.serve(self.patched.root)
         more = (records_of(config), bool(config.overlap), trace, self._thinker)
         self.core = EngineCore(*parts, *more)
         beside = None if self._thinker is None else self._thinker.beside
-        self.contract = Contract(self.model, runner, config, beside)
+        self.contract = Contract(runner, config, beside, self._renew)
         self.tracker = RequestTracker(self.core, self.contract, self.tokenizer)
         self.turns = turns = self.tracker.turns
         given = (self.model, self.tokenizer, config, self.pool, turns, self._thinker)
         self._inputs = InputProcessor(*given)
         self.contract.pause = flush
+
+    def _renew(self) -> None:
+        """Serve the model as it is now, which has another structure."""
+        if (device := self.model.device) != self.runner.device:
+            allowed = f"{self.runner.device}, where this engine was made"
+            raise refuse("model.device", str(device), allowed)
+        patched = self._installed()
+        if self._thinker is not None:
+            self._thinker.serve(patched.root)
+        self.core.settle()
+        self.patched = patched
+        self.runner.serve(patched)
+        self.contract.serve(patched)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @between_steps()
+    def close(self) -> None:
+        """Abort what is unfinished and give the memory back.
+
+        Raises RuntimeError where code of the user's that a step calls asks for it.
+        """
+        if self.closed is None:
+            with self.turns.turn():
+                if self.runner.torch_state.entered_here:
+                    raise RuntimeError(
+                        "the engine was closed from within itself (by a logits processor, "
+                        "criterion or hook of a request that it runs); close it after the call"
+                    )
+                self.closed = "closed"
+                self.tracker.close(self.closed)
+                self.core.settle()
+                self.runner.release()
+                self.contract.rest()
+
+    def _refuse_closed(self) -> None:
+        if self.closed is not None:
+            raise idle(self.closed)
+
+    def _refuse_unfinished(self, what: str) -> None:
+        """Raise ValueError for ``what`` neither a closed nor a running engine does."""
+        self._refuse_closed()
+        if unfinished := len(self.tracker.requests):
+            raise refuse(what, f"{unfinished} unfinished requests", "none")
+        self.core.settle()
 
     @classmethod
     def from_pretrained(
@@ -137,29 +187,15 @@ class Engine(Lifetime, Observed):
         """An engine for a model on the hub or in a folder; device "auto": a GPU if there is one."""
         return cls(*load(name_or_path, dtype, device), config)
 
-    def suspend(self) -> None:
-        """Give the model its own attention back until ``resume``. The prefix cache keeps only
-        pages of deterministic requests: plain outputs must not depend on earlier plain requests.
+    def forget_plain(self) -> None:
+        """Between calls whose plain outputs must not depend on earlier ones: the prefix cache keeps
+        only pages of deterministic requests, and memory that proofs and graphs take is given back.
 
         Raises ValueError while requests are unfinished.
         """
-        if self.closed is not None or self.tracker.requests:
-            self._refuse_unfinished("suspend")
-        self.core.settle()
+        self._refuse_unfinished("forget_plain")
         self.contract.rest()
         self.admission.forget_plain()
-        self.patched.suspend()
-        self.tracker.suspended = True
-
-    def resume(self) -> bool:
-        """Patch the model's attention again; False if modules, hooks, config, dtype or device have
-        changed, which takes a new engine."""
-        if self.closed is not None:
-            raise idle(self.closed)
-        if self.contract.stale is not None or not self.patched.resume():
-            return False
-        self.tracker.suspended = False
-        return True
 
     def reserve(self, num_pages: int) -> None:
         """Let the page pool grow to ``num_pages``, or as far as memory allows; its pages stay.
@@ -208,14 +244,13 @@ class Engine(Lifetime, Observed):
 
     def check_model(self) -> None:
         """Compare weights, modules and threads with those of the last call; after a change, drop
-        what was computed before. Raises ValueError for a closed or suspended engine."""
+        what was computed before. Raises ValueError for a closed engine, and what keeps the model as
+        it is now from being served."""
         self.tracker.check_model()
 
     def weights_changed(self) -> None:
         """To call after writing to weights through ``.data``, which torch does not record."""
-        self.contract.drop_fingerprint()
-        self.contract.watch.written()
-        self.tracker.on_change()
+        self.tracker.weights_changed()
 
     def generate(
         self, prompts: Any, params: Params = None, progress: bool = False

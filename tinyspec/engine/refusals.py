@@ -1,4 +1,4 @@
-"""Why an engine does not go on: itself, the model, or the thread that calls, is not what it was."""
+"""Why an engine does not go on: itself, or the thread that calls, is not what it was."""
 
 from __future__ import annotations
 
@@ -9,14 +9,6 @@ import torch
 
 from tinyspec.errors import refuse
 from tinyspec.scheduler.request import Request
-
-
-def not_followed(what: str) -> str:
-    """``what`` of the model changed, and the engine cannot follow."""
-    return (
-        f"{what} of the model changed, which the engine took from it when it was made: change it "
-        "back, or close the engine and make a new one"
-    )
 
 
 def refuse_other_number(requests: Iterable[Request]) -> None:
@@ -31,8 +23,6 @@ def refuse_other_number(requests: Iterable[Request]) -> None:
         )
 
 
-def idle(closed: str | None) -> ValueError:
-    """Of an engine that runs nothing. closed: why; None where it is suspended."""
-    if closed is not None:
-        return refuse("engine", closed, "an engine that is open")
-    return refuse("engine", "suspended", "an engine that is resumed")
+def idle(closed: str) -> ValueError:
+    """Of an engine that runs nothing; closed: why."""
+    return refuse("engine", closed, "an engine that is open")

@@ -6,10 +6,11 @@ What a request has got so far is in its sequences. Knows no prompt text and no t
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from threading import get_ident
 from typing import Any
 
@@ -19,13 +20,18 @@ from tinyspec.determinism.contract import Contract
 from tinyspec.engine.commit import Commits
 from tinyspec.engine.core import EngineCore
 from tinyspec.engine.interrupts import between_steps, deferred_interrupt
-from tinyspec.engine.refusals import idle, not_followed, refuse_other_number
+from tinyspec.engine.refusals import idle, refuse_other_number
 from tinyspec.engine.results import output_of
 from tinyspec.engine.turns import HasTurns, Turns, in_turn
 from tinyspec.engine.user_code import UserCode
-from tinyspec.errors import DeterminismError, refuse
+from tinyspec.errors import DeterminismError, TinyspecError, refuse
 from tinyspec.outputs import RequestOutput
 from tinyspec.scheduler.request import Request, Sequence
+
+
+def _told(error: Exception) -> str:
+    known = isinstance(error, TinyspecError)
+    return str(error) if known else f"{type(error).__name__}: {error}"
 
 
 class RequestTracker(HasTurns):
@@ -41,20 +47,18 @@ class RequestTracker(HasTurns):
         self._outputs: list[RequestOutput] = []
         self._dropped: list[Request] = []
         self.closed: str | None = None
-        self.suspended = False
         self.turns = Turns(self._cancel_dropped, lambda: bool(self._dropped))
 
     @in_turn
     def check_model(self) -> None:
         """Compare the model with what it was at the last call.
 
-        Raises ValueError where that takes a new engine, and for one that is closed or suspended.
+        Raises ValueError for an engine that is closed, and what keeps the model as it is now from
+        being served.
         """
         self._refuse_idle()
         self._refuse_other_number()
         self._refresh(digest=True)
-        if self._contract.stale is not None:
-            raise ValueError(not_followed(self._contract.stale))
 
     @in_turn
     def fingerprint(self) -> str:
@@ -63,30 +67,39 @@ class RequestTracker(HasTurns):
         return self._contract.fingerprint.digest
 
     def _refuse_idle(self) -> None:
-        if self.closed is not None or self.suspended:
+        if self.closed is not None:
             raise idle(self.closed)
 
     def _refuse_other_number(self) -> None:
-        if self.requests and self._contract.watch.threads_changed:
+        if self.requests and self._contract.threads_changed:
             refuse_other_number(self.requests.values())
 
     def _refresh(self, digest: bool) -> None:
-        if changes := self._contract.refresh(digest):
-            self._contract.watch.suspects |= {*changes} if self.requests else set()
-            self.on_change(self._contract.summary(changes))
+        try:
+            what = self._contract.refresh(digest)
+        except Exception as error:  # none is made of the model as it is now
+            self._core.admission.forget_pages()
+            self._abort_all(list(self.requests.values()), _told(error))
+            raise
+        if what is not None:
+            self.on_change(what)
+
+    @in_turn
+    def weights_changed(self) -> None:
+        """They were written to in a way that torch does not record."""
+        self._refresh(digest=False)
+        self._contract.weights_changed()
+        self.on_change()
 
     @in_turn
     def on_change(self, what: str = "the weights") -> None:
         """Drop everything computed with the model as it was; ``what`` changed.
 
         Plain requests and those without tokens continue with the model as it is. A deterministic
-        one that has tokens is aborted, and all are where the model cannot be served any more.
+        one that has tokens is aborted.
         """
         contract = self._contract
         self._core.admission.forget_pages()
-        if contract.stale is not None:
-            self._abort_all(list(self.requests.values()), not_followed(contract.stale))
-            return
         asking = [request for request in self.requests.values() if request.params.deterministic]
         begun = [r for r in asking if any(s.num_generated for s in r.sequences)]
         self._abort_all(begun, f"{what} changed while it was running")
@@ -98,19 +111,19 @@ class RequestTracker(HasTurns):
             contract.ensure()
             fingerprint = contract.fingerprint
         except Exception as error:  # of whatever the model is made of now
-            known = isinstance(error, DeterminismError)
-            self._abort_all(asking, str(error) if known else f"{type(error).__name__}: {error}")
+            self._abort_all(asking, _told(error))
             return
         for request in self.requests.values():
             request.fingerprint = fingerprint
 
     def _check_before_pass(self, called: bool = True) -> None:
-        """Compare the model with what it was: all of it where code of the user's was ``called``."""
-        contract, watch = self._contract, self._contract.watch
-        if watch.changed() if called else watch.threads_changed:
-            self._refresh(digest=False)
-        if contract.outdated and any(r.params.deterministic for r in self.requests.values()):
-            self.on_change()
+        """Compare the model with what it was, where code of the user's was ``called`` or may run in
+        another thread."""
+        contract = self._contract
+        watched = called or threading.active_count() > 1
+        if contract.changed() if watched else contract.threads_changed:
+            with suppress(TinyspecError, ValueError):  # which every request was told
+                self._refresh(digest=False)
 
     def _abort_all(self, requests: list[Request], error: str) -> None:
         for request in requests:
@@ -199,7 +212,7 @@ class RequestTracker(HasTurns):
         # Code of the user's that may have run since the last step: the caller's, callbacks, hooks
         # and modules, drafters.
         called, by_user = self._user_code.ran(), self._core.drafts_by_user
-        called = called or by_user or self._contract.watch.runs_user_code
+        called = called or by_user or self._contract.runs_user_code
         with self._core.runner.torch_state(again=called):
             if not by_user:  # where drafters may change the model, the check comes later
                 self._check_before_pass(called)

@@ -6,8 +6,7 @@ requests nor pages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from hashlib import blake2b
 from typing import Any
 
@@ -46,8 +45,7 @@ def unwrapped(model: Any) -> tuple[Any, ThinkingModel | None]:
 
 
 class Thinker:
-    """The blocks of one model. batches: of the chunks that run at once. layers: the backbone's,
-    which may be replaced by stand-ins meanwhile."""
+    """The blocks of one model. batches: of the chunks that run at once."""
 
     _runner: ModelRunner
     _torch_state: TorchState
@@ -57,6 +55,29 @@ class Thinker:
         if settings.max_rows is None or settings.max_rows < config.chunk_size:
             allowed = f"at least the model's chunk_size={config.chunk_size}"
             raise refuse("max_rows", settings.max_rows, allowed)
+        self.model = model
+        self.batches = ChunkBatches(self._functions)
+        self._states: dict[tuple[int, ...], Tensor] = {}
+
+    @property
+    def beside(self) -> Beside:
+        """The blocks, as they stand in the fingerprint."""
+        settings = f"{self.config} {syntax_digest(places=CODE)}"
+        return Beside("thinking", self._modules, settings, self.forget_states)
+
+    def _modules(self) -> nn.Module:
+        """The blocks, as they are now."""
+        model = self.model
+        return nn.ModuleDict({"thinking": model.thinking, "compression": model.compression})
+
+    def forget_states(self) -> None:
+        """Make them anew."""
+        self._states.clear()
+
+    def serve(self, model: ThinkingModel) -> None:
+        """The shadow whose blocks run from now on, in the passes of ``follow``'s runner.
+
+        Raises ValueError for blocks on another device, or of another dtype, than the backbone."""
         kinds = {(tensor.dtype, tensor.device) for tensor in model.backbone.parameters()}
         for name in ("thinking", "compression"):
             for tensor in getattr(model, name).parameters():
@@ -64,33 +85,9 @@ class Thinker:
                     allowed = "dtype and device of its backbone"
                     raise refuse(name, f"{tensor.dtype} on {tensor.device}", allowed)
         self.model = model
-        self.layers = decoder_of(model.backbone).layers
-        self.batches = ChunkBatches(self._functions)
-        self._blocks = nn.ModuleDict()
-        self._parts: list[nn.Module] = []
-        self._states: dict[tuple[int, ...], Tensor] = {}
-
-    @property
-    def beside(self) -> Beside:
-        """The blocks, as they stand in the fingerprint."""
-        settings = f"{self.config} {syntax_digest(places=CODE)}"
-        return Beside("thinking", self._modules, settings, self._changed)
-
-    def _modules(self) -> nn.Module:
-        """The blocks, as they are now."""
-        self._blocks["thinking"] = self.model.thinking
-        self._blocks["compression"] = self.model.compression
-        return self._blocks
-
-    def forget_states(self) -> None:
-        """Make them anew."""
-        self._states.clear()
-
-    def _changed(self, beside: bool) -> None:
         self.forget_states()
-        if not beside:
-            return
-        self._parts = []
+        layers = decoder_of(unwrap(model.backbone)).layers
+        self._runner.taps = LayerTaps(layers, self.config.layer_in, self.config.layer_out)
         # The blocks may mix chunks now, or not any more.
         proven = self.batches.proven
         self.batches.forget()
@@ -106,12 +103,11 @@ class Thinker:
     def follow(self, runner: ModelRunner) -> None:
         """Add states and read hidden states in the passes of ``runner``."""
         self._runner, self._torch_state = runner, runner.torch_state
-        runner.taps = LayerTaps(self.layers, self.config.layer_in, self.config.layer_out)
 
     def prove(self) -> None:
         """Find, once, whether what a chunk of a batch gives is its own; if not, each runs alone."""
         if not self.batches.proven:
-            with self._torch_state(), self._evaluating():
+            with self._torch_state():
                 self.batches.prove()
             self.forget_states()  # until now batches were of any size
 
@@ -129,17 +125,15 @@ class Thinker:
 
     def first_tokens(self, chunks: Tensor) -> list[int]:
         """[N, c, d] hidden states of chunks -> the first token of each one's thought."""
-        with self._evaluating():
-            return self.batches.run(self._first, chunks, fills=(0,)).tolist()
+        return self.batches.run(self._first, chunks, fills=(0,)).tolist()
 
     def thoughts(self, chunks: Tensor, firsts: list[int]) -> list[list[int]]:
         """Whole thoughts that begin with ``firsts``: the end token is the last, unless it was cut;
         NOT_FINITE ends one as well."""
         given = torch.tensor(firsts, dtype=torch.int64, device=chunks.device)
         end = self.config.end_token_id  # no thought goes on behind what pads a batch
-        with self._evaluating():
-            found: list[list[int]]
-            found = self.batches.run(self._whole, chunks, given, fills=(0, end)).tolist()
+        found: list[list[int]]
+        found = self.batches.run(self._whole, chunks, given, fills=(0, end)).tolist()
         ends = (end, NOT_FINITE)
         lengths = [next((n for n, t in enumerate(ids, 1) if t in ends), len(ids)) for ids in found]
         return [ids[:length] for ids, length in zip(found, lengths, strict=True)]
@@ -159,8 +153,7 @@ class Thinker:
         end, most = self.config.end_token_id, self.config.max_thought_tokens
         padded = [[*ids, *[IGNORED] * (most - len(ids))] for ids in thoughts]
         ids = torch.tensor(padded, dtype=torch.int64, device=self.model.device)
-        with self._evaluating():
-            found = self.batches.run(self.model.states, ids, fills=(end,))
+        found = self.batches.run(self.model.states, ids, fills=(end,))
         return [state.clone() for state in found]
 
     def _first(self, chunks: Tensor) -> Tensor:
@@ -196,17 +189,3 @@ class Thinker:
         block = self.model.thinking
         hidden = block.block(given)[:, place : place + 1]
         return block.head(block.norm(hidden))[:, 0]
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        if not self._parts:
-            self._parts = list(self._modules().modules())
-        training = [module for module in self._parts if module.training]
-        for module in training:
-            module.training = False
-        try:
-            yield
-        finally:
-            for module in training:
-                module.training = True
-            self._runner.after_pass()  # what modules of the user's count is no change

@@ -20,15 +20,12 @@ from tinyspec.kernels.backend import Kernels
 from tinyspec.model.attention_calls import Layer
 from tinyspec.model.equivalence import eps_name
 from tinyspec.model.introspection import AttentionRecorder
-from tinyspec.model.stand_in import TABLES, share
+from tinyspec.model.stand_in import share
 
 # The name of paged attention in transformers' registries. No mask function has this name, so models
 # build no masks: causality comes from the segments.
 IMPLEMENTATION = "tinyspec"
-TAKEN = (
-    "this model's attention is served by tinyspec: generate through its Engine, or close that to "
-    "use the model by itself"
-)
+TAKEN = "the modules of an engine's own copy of a model run in its passes only"
 
 
 class PendingRope(NamedTuple):
@@ -91,11 +88,6 @@ class AttentionContext:
         """The pass has ended or failed."""
         self.metadata = self.slot_mapping = self.positions = self._pending = None
 
-    @property
-    def busy(self) -> bool:
-        """Whether a pass is running, in any thread, or attention calls are recorded."""
-        return self.metadata is not None or self.recorder is not None
-
     def serves(self) -> bool:
         """Whether this thread's pass is running."""
         return self.metadata is not None and self.thread == get_ident()
@@ -125,8 +117,8 @@ class AttentionContext:
     def _next(self, module: nn.Module) -> Layer:
         """The record of this attention call; RuntimeError if it is another module's."""
         recorded = self.layers[self._calls : self._calls + 1]
-        if not recorded or recorded[0].module_id != id(module):
-            names = [layer.name for layer in self.layers if layer.module_id == id(module)]
+        if not recorded or recorded[0].module is not module:
+            names = [layer.name for layer in self.layers if layer.module is module]
             raise RuntimeError(
                 f"attention call {self._calls} of a pass came from "
                 f"{[*names, type(module).__name__][0]}, when the model was loaded from "
@@ -201,13 +193,12 @@ class PagedAttention(nn.Module):
         self, original: nn.Module, context: AttentionContext, scale: float, softcap: float = 0.0
     ):
         super().__init__()
-        share(self, original, TABLES)
+        share(self, original)
         self.context = context
         self.config: Any = original.config
         self.head_dim: int = original.head_dim  # type: ignore[assignment]
         self.scores = {"scale": scale, "softcap": softcap}
         self.has_norm = hasattr(original, "q_norm")
-        self.training = original.training
 
     def _norm(self) -> dict[str, Any]:
         """What the KV write needs to norm q and k: the weights may have been replaced."""

@@ -42,7 +42,7 @@ class Layer(NamedTuple):
     """What is expected of an attention call of a pass: the calling module, the keys of its rows."""
 
     name: str
-    module_id: int
+    module: nn.Module
     reach: Reach
 
 

@@ -61,7 +61,7 @@ class Trial:
         context, shape, like = self.context, self.call.shape, self.rows
         cache = (1, ROWS, shape.num_kv_heads, shape.head_dim)
         context.k, context.v = [like.new_zeros(cache)], [like.new_zeros(cache)]
-        context.layers = [Layer("", id(module), Reach())]
+        context.layers = [Layer("", module, Reach())]
         args, kwargs = self.given
         kwargs = {k: dict(v) if isinstance(v, dict) else v for k, v in kwargs.items()}
         tables = [vars(module), *(x for x in kwargs.values() if isinstance(x, dict))]

@@ -1,4 +1,4 @@
-"""Putting paged attention and other stand-ins into a loaded model, and taking them out again.
+"""Putting paged attention and other stand-ins into a shadow of a loaded model.
 
 Knows modules, nothing of passes.
 """
@@ -31,8 +31,9 @@ from tinyspec.model.layer_calls import LayerCall, layer_calls
 from tinyspec.model.layer_trial import chosen_forms
 from tinyspec.model.linears import LinearFunction, kernel_stand_ins
 from tinyspec.model.modules import calls_interface, children
+from tinyspec.model.moe import serve_experts
 from tinyspec.model.patched_model import PatchedModel
-from tinyspec.model.positions import GivenPositions, RopeTable
+from tinyspec.model.positions import given_positions, rope_table
 from tinyspec.model.quantized import repack_weights
 from tinyspec.model.supported import (
     FUSED,
@@ -70,25 +71,14 @@ def _counts_positions(module: nn.Module) -> bool:
 
 
 def _always_swapped(model: nn.Module) -> list[nn.Module]:
-    """The modules that are replaced in every model, or unwrapped, and would lose their hooks."""
+    """The modules that are replaced in every model, or left out, and would lose their hooks."""
     found = [m for _, _, m in children(model) if _is_rotary(m) or _counts_positions(m)]
-    wrappers = (parent.get_submodule(name) for parent, name, _ in compiled_modules(model))
-    return found + [wrapper for wrapper in wrappers if has_hooks(wrapper)]
-
-
-def refuse_served(model: PreTrainedModel) -> None:
-    """Raise ValueError if the model is served."""
-    if record_of(model) is not None:
-        raise ValueError(
-            "model is not allowed: it is served by another Engine, or patched; close that Engine, "
-            "or call tinyspec.unpatch(model), first"
-        )
+    return found + [wrapper for wrapper in compiled_modules(model) if has_hooks(wrapper)]
 
 
 def refuse_unsupported(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError with the reason, UnsupportedEnvironmentError where no model could
-    be served, or ValueError if the model is patched."""
-    refuse_served(model)
+    """Raise UnsupportedModelError with the reason, or UnsupportedEnvironmentError where no model
+    could be served."""
     if model.device.type == "cpu" and (shortage := openmp.shortage()) is not None:
         raise UnsupportedEnvironmentError(shortage)
     reason = (
@@ -114,34 +104,27 @@ def install(
     model: PreTrainedModel,
     config: EngineConfig,
     linear: LinearFunction | None = None,
-    owner: object | None = None,
+    root: nn.Module | None = None,
 ) -> PatchedModel:
-    """Replace the attention of ``model`` by paged attention; weights are shared, never copied.
+    """A shadow of ``model`` with paged attention in the place of its own; weights are shared.
 
-    config: resolved. linear: the kernel that is to serve all plain linears. owner: who will serve
-    the model, and undoes this; what an owner left behind that is no more is undone here.
+    config: resolved. linear: the kernel that is to serve all plain linears. root: what ``model`` is
+    a part of, which gets a shadow with it.
 
     Raises as ``refuse_unsupported``.
     """
     assert config.max_model_len and config.max_rows
-    if (record := record_of(model)) is not None and record.abandoned:
-        uninstall(model)
     refuse_unsupported(model)
     reason = length_refusal(model, config.max_model_len, config.max_rows)
     if reason is not None:
         raise unsupported(model, reason)
     AttentionInterface.register(IMPLEMENTATION, paged_attention_function)
-    patched = PatchedModel(model, config.linear, owner)
-    model.__dict__["_tinyspec"] = patched
-    try:
-        # Tables and stand-ins are made under the settings of passes.
-        with pinned(model.device.type), without_modes():
-            _install(model, patched, config, linear)
-        if config.backend == "triton" and (reason := head_refusal(patched.layers)) is not None:
-            raise unsupported(model, reason)
-    except BaseException:
-        uninstall(model, patched)
-        raise
+    patched = PatchedModel(model, model if root is None else root)
+    # Tables and stand-ins are made under the settings of passes.
+    with pinned(model.device.type), without_modes():
+        _install(patched, config, linear)
+    if config.backend == "triton" and (reason := head_refusal(patched.layers)) is not None:
+        raise unsupported(model, reason)
     return patched
 
 
@@ -150,30 +133,22 @@ def fuses_layers(config: EngineConfig) -> bool:
     return config.backend == "triton"
 
 
-def _install(
-    model: PreTrainedModel,
-    patched: PatchedModel,
-    config: EngineConfig,
-    linear: LinearFunction | None,
-) -> None:
-    context, positions = patched.context, config.max_model_len
+def _install(patched: PatchedModel, config: EngineConfig, linear: LinearFunction | None) -> None:
+    model, context, positions = patched.model, patched.context, config.max_model_len
     assert positions
-    for parent, name, module in compiled_modules(model):
-        patched.swap(parent, name, module)
-    patched.hold()
+    serve_experts(model, context, config.linear)
     like = torch.empty(0, dtype=model.dtype, device=model.device)
     for parent, name, module in children(model):
         if _counts_positions(module):
-            patched.swap(parent, name, GivenPositions(module, context))
+            patched.swap(parent, name, given_positions(module, context))
         elif _is_rotary(module):
-            table = RopeTable(module, max(positions, LEAST_POSITIONS), like)
-            patched.swap(parent, name, table)
+            patched.swap(parent, name, rope_table(module, max(positions, LEAST_POSITIONS), like))
     repack_weights(model, model.dtype)  # before a forward in inference mode does
     last = max(positions, min(LEAST_POSITIONS, max_positions(model))) - 1
     # Recorded before there are modules that run in passes only.
     forms: list[tuple[LayerCall, Any]] = []
     if fuses_layers(config):
-        with TorchState(model)():
+        with TorchState(model.device)():
             forms = chosen_forms(layer_calls(model, context.record, last))
     _swap_attention(patched, last)
     _swap_layers(patched, forms)
@@ -182,7 +157,6 @@ def _install(
             patched.swap(parent, name, served)
     for parent, name, quicker in cpu_stand_ins(model, patched.fast_mode):
         patched.swap(parent, name, quicker)
-    patched.left = False
 
 
 @cache
@@ -200,7 +174,7 @@ def _warn_unfused(model_type: str) -> None:
 def _swap_attention(patched: PatchedModel, last: int) -> None:
     """Record the attention calls of the model, and replace the modules that have stand-ins."""
     model, context = patched.model, patched.context
-    with TorchState(model)():
+    with TorchState(model.device)():
         calls, keeps_logits = attention_calls(model, IMPLEMENTATION, context.record)
         modules = {id(call.module): call.module for call in calls}
         arguments = module_calls(model, context.record, modules, last)
@@ -221,7 +195,7 @@ def _swap_attention(patched: PatchedModel, last: int) -> None:
     patched.keeps_logits = keeps_logits
     for call in calls:
         module = made.get(id(call.module), call.module)
-        context.layers.append(Layer(names[id(call.module)], id(module), call.reach))
+        context.layers.append(Layer(names[id(call.module)], module, call.reach))
 
 
 def _swap_layers(patched: PatchedModel, forms: list[tuple[LayerCall, Any]]) -> None:
@@ -254,26 +228,3 @@ def _between(model: nn.Module, first: nn.Module, second: nn.Module) -> tuple[nn.
     inside = (set(accumulate(names[id(m)].split("."), "{}.{}".format)) for m in (first, second))
     passed = sorted(set.symmetric_difference(*inside) - {names[id(first)]})
     return tuple(map(model.get_submodule, passed))
-
-
-def patched_of(model: PreTrainedModel) -> PatchedModel:
-    """What ``install`` did to a model."""
-    return model.__dict__["_tinyspec"]
-
-
-def record_of(model: nn.Module) -> PatchedModel | None:
-    """``patched_of`` where anything was done and not undone."""
-    return model.__dict__.get("_tinyspec")
-
-
-def uninstall(model: PreTrainedModel, patched: PatchedModel | None = None) -> None:
-    """Undo ``install``, or what is left of it where that was cut off; a model that is not patched
-    is left as it is. patched: undo this one alone."""
-    record = record_of(model)
-    if record is None or (patched is not None and patched is not record):
-        return
-    with record.lock:
-        if record_of(model) is record:  # no other thread was faster
-            record.take_out()
-            record.tiles.unbind()
-            del model.__dict__["_tinyspec"]

@@ -38,9 +38,6 @@ class SharedLinear(nn.Module):
         for name in SIZES:
             if hasattr(module, name):
                 setattr(self, name, getattr(module, name))
-        self.weight = module.weight
-        self.register_parameter("bias", module.bias)
-        self.train(module.training)
 
 
 class KernelLinear(SharedLinear):

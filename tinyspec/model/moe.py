@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from tinyspec.errors import unsupported
 from tinyspec.model.attention import AttentionContext
-from tinyspec.model.exchange import ABSENT, Place
 from tinyspec.model.linears import KERNEL_DTYPES, LinearFunction
 from tinyspec.model.private_names import EXPERTS_CHOICE, private_name
 from tinyspec.model.quantized import is_packed
@@ -56,10 +55,6 @@ class ExpertsState:
         metadata = self.context.metadata
         return metadata is not None and (self.always or metadata.exact)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Experts of a copied model run as the user chose: the copy is not patched."""
-        return ExpertsState, (AttentionContext(), self.implementation, False)
-
 
 def experts_function(
     module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
@@ -76,7 +71,6 @@ def experts_function(
     return forward(module, hidden_states, top_k_index, top_k_weights)
 
 
-# At import: a copy of a patched model may be unpickled and run without an engine.
 if ALL_EXPERTS_FUNCTIONS is not None:
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_function)
 
@@ -147,11 +141,6 @@ def _interface(forward: Callable[..., Any]) -> object:
         return None
     enclosed = getclosurevars(forward).nonlocals.values()
     return next((x for x in enclosed if isinstance(x, type(ALL_EXPERTS_FUNCTIONS))), None)
-
-
-def has_experts(model: nn.Module) -> bool:
-    """Whether any module asks such an interface, by its class."""
-    return any(_interface(type(module).forward) is not None for module in model.modules())
 
 
 def _experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -239,30 +228,19 @@ def _of_pairs(fn: Callable[[Tensor], Tensor], slots: int, width: int, x: Tensor)
     return fn(x.reshape(-1, width)).view(1, x.shape[1], -1)
 
 
-class Experts:
-    """The experts of one model that can be served.
+def serve_experts(model: nn.Module, context: AttentionContext, linear: str) -> None:
+    """Let the linear kernel serve the experts of each config of which it can serve all.
 
-    linear: as in ``EngineConfig``: "always" serves all passes, "never" none.
+    linear: as in ``EngineConfig``: "always" serves all passes, "never" none. Raises
+    UnsupportedModelError where transformers' decorator sets other attributes.
     """
-
-    def __init__(self, model: nn.Module, context: AttentionContext, linear: str):
-        self._model, self._context, self._linear = model, context, linear
-
-    def served(self) -> list[tuple[Any, list[Any]]]:
-        """Each config whose experts can all be served, and its modules.
-
-        Raises UnsupportedModelError where transformers' decorator sets other attributes.
-        """
-        if self._linear == "never":
-            return []
-        modules = [module for _, module in _experts(self._model)]
-        configs = {id(config): config for config in map(_config, modules)}.values()
-        each = [(c, [module for module in modules if _config(module) is c]) for c in configs]
-        return [(config, members) for config, members in each if all(map(_servable, members))]
-
-    def places(self, config: Any, members: list[Any]) -> Iterator[Place]:
-        """What ``experts_function`` needs to know of the modules ``members`` of ``config``."""
-        before = getattr(config, EXPERTS_CHOICE)
-        for module in members:
-            state = ExpertsState(self._context, before, always=self._linear == "always")
-            yield Place(vars(module), STATE, ABSENT, state)
+    if linear == "never":
+        return
+    modules = [module for _, module in _experts(model)]
+    for config in {id(config): config for config in map(_config, modules)}.values():
+        members = [module for module in modules if _config(module) is config]
+        if all(map(_servable, members)):
+            before = getattr(config, EXPERTS_CHOICE)
+            for module in members:
+                vars(module)[STATE] = ExpertsState(context, before, always=linear == "always")
+            vars(config)[EXPERTS_CHOICE] = IMPLEMENTATION

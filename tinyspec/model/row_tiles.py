@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from tinyspec.model.exchange import ABSENT, write
-
 
 class RowTiles:
     """The layers of one model that run in tiles while ``on``. bound: they, and how each runs."""
@@ -25,8 +23,10 @@ class RowTiles:
     def bind(self, modules: Iterable[nn.Module], height: int) -> None:
         """Run ``modules`` in tiles of ``height`` rows where a larger pass is a multiple of it."""
         for module in modules:
-            self.bound.append((module, self._tiled(module.forward, height)))
-        self.resume()
+            tiled = self._tiled(module.forward, height)
+            self.bound.append((module, tiled))
+            # On the instance: modules, parameters and their names stay what they are.
+            vars(module)["forward"] = tiled
 
     def holds(self, module: nn.Module) -> bool:
         """Whether ``module`` was bound."""
@@ -34,20 +34,9 @@ class RowTiles:
 
     def unbind(self) -> None:
         """Remove the tiled forwards."""
-        self.suspend()
+        for module, _ in self.bound:
+            del vars(module)["forward"]
         self.bound = []
-
-    def suspend(self) -> None:
-        """Remove the tiled forwards until ``resume``."""
-        for module, tiled in self.bound:
-            if vars(module).get("forward") is tiled:
-                write(vars(module), "forward", ABSENT)
-
-    def resume(self) -> None:
-        """Set the tiled forwards again."""
-        for module, tiled in self.bound:
-            # On the instance: modules, parameters and their names stay what they are.
-            write(vars(module), "forward", tiled)
 
     def _tiled(
         self, forward: Callable[[Tensor], Tensor], height: int

@@ -50,7 +50,7 @@ class ScratchModel:
                 kinds[layout(weight)] = sum(part.nbytes for part in parts(weight).values())
         self._buffers = ScratchBuffers([*self._forms.values(), *self._sources.values()])
         self.nbytes = self._buffers.nbytes + sum(kinds.values())
-        self._drawn: dict[str, Tensor] = {}
+        self._drawn: dict[int, Tensor] = {}
 
     def run(self, function: Callable[[], T]) -> T:
         """``function()`` on scratch weights, the same ones in every call.
@@ -61,8 +61,8 @@ class ScratchModel:
             drawn = {
                 name: scratch_like(self._own[name], self._buffers, form)
                 for name, form in self._forms.items()
-            }
-            self._drawn = drawn | self._packed()
+            } | self._packed()
+            self._drawn = {id(self._own[name]): weight for name, weight in drawn.items()}
 
         def repacked() -> T:
             repack_weights(self._model, self._model.dtype)

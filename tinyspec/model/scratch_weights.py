@@ -14,7 +14,6 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from tinyspec.model.quantized import is_packed
 
@@ -178,24 +177,39 @@ def scratch_like(weight: Tensor, buffers: ScratchBuffers, form: Form) -> Tensor:
         return drawn
 
 
-class _Holder(nn.Module):
-    def __init__(self, module: nn.Module):
-        super().__init__()
-        self.module = module
+def with_weights(
+    modules: nn.Module | tuple[nn.Module, ...],
+    weights: Mapping[int, Tensor],
+    function: Callable[[], T],
+) -> T:
+    """``function()`` while ``modules``, of a shadow, have ``weights`` by the ids of their own; tied
+    ones stay tied, and buffers that stay are copied.
 
-    def forward(self, function: Callable[[], T]) -> T:
+    Tables of weights are replaced as a whole: whoever shares them sees nothing of it.
+    """
+    roots = modules if isinstance(modules, tuple) else (modules,)
+    parts = {id(part): part for root in roots for part in root.modules()}.values()
+    before = [(part, part._parameters, part._buffers) for part in parts]
+    copies: dict[int, Tensor | None] = dict(weights)
+    for _, _, buffers in before:
+        for own in buffers.values():
+            if own is not None and id(own) not in copies:
+                copies[id(own)] = own.clone()
+    try:
+        for part, parameters, buffers in before:
+            table = vars(part)
+            table["_parameters"] = {n: weights.get(id(x), x) for n, x in parameters.items()}
+            table["_buffers"] = {n: copies.get(id(x), x) for n, x in buffers.items()}
         return function()
+    finally:
+        for part, parameters, buffers in before:
+            vars(part).update(_parameters=parameters, _buffers=buffers)
 
 
-def with_weights(module: nn.Module, weights: Mapping[str, Tensor], function: Callable[[], T]) -> T:
-    """``function()`` while ``module`` has ``weights`` by name; tied ones stay tied."""
-    named = {f"module.{name}": weight for name, weight in weights.items()}
-    return functional_call(_Holder(module), named, (function,))
-
-
-def with_scratch_weights(module: nn.Module, function: Callable[[], T]) -> T:
-    """``function()`` while ``module`` has scratch weights; packed weights stay."""
+def with_scratch_weights(module: nn.Module, function: Callable[[], T], *others: nn.Module) -> T:
+    """``function()`` while ``module``, and ``others`` that share its weights, have scratch weights;
+    packed weights stay."""
     forms, own = forms_of(module), dict(weights_of(module))
     buffers = ScratchBuffers(list(forms.values()))
-    drawn = {name: scratch_like(own[name], buffers, form) for name, form in forms.items()}
-    return with_weights(module, drawn, function)
+    drawn = {id(own[name]): scratch_like(own[name], buffers, form) for name, form in forms.items()}
+    return with_weights((module, *others), drawn, function)

@@ -1,8 +1,7 @@
-"""What a module that runs another forward shares with the module that it stands in for.
+"""Modules that run another forward than the module of a shadow that they stand in for.
 
-Some share everything: weights, children, settings, hooks and class, so code that looks at the
-module finds what it looked for. All share hooks: what is registered on one of the two while the
-model is served stays when it is not. Knows no forward.
+They share everything with it: weights, children, settings, hooks and class, so code that looks at
+the module finds what it looked for. Knows no forward.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from tinyspec.model.shadow import TABLES
+
 M = TypeVar("M", bound=nn.Module)
-# What torch keeps on every module in tables of its own, and those of them that hold hooks.
-TABLES = tuple(name for name, held in vars(nn.Module()).items() if isinstance(held, (dict, set)))
-HOOKS = tuple(name for name in TABLES if "hooks" in name)
 
 
-def share(stand_in: nn.Module, module: nn.Module, tables: Iterable[str] = HOOKS) -> None:
-    """Let ``stand_in``, a new module, have the ``tables`` of ``module``."""
-    vars(stand_in).update((name, vars(module)[name]) for name in tables)
+def share(stand_in: nn.Module, module: nn.Module) -> None:
+    """Let ``stand_in``, a new module, have the weights, children and hooks of ``module``."""
+    vars(stand_in).update((name, vars(module)[name]) for name in TABLES)
+    stand_in.training = False
 
 
 class FusedModule(nn.Module):

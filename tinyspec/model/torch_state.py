@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import get_ident, local
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.modules import module as hooks
 from torch.utils import _python_dispatch as dispatch
 
@@ -101,34 +100,18 @@ def callers_modes(thread: int | None = None) -> Iterator[None]:
 
 
 class TorchState:
-    """Eval mode, no gradients, no modes, the settings of ``torch_settings`` and the stream of
-    ``device_stream``, for one model.
+    """No gradients, no modes, the settings of ``torch_settings`` and the stream of
+    ``device_stream``, on one device."""
 
-    prepare: called whenever the state begins.
-    """
-
-    def __init__(self, model: nn.Module):
-        self._model = model
-        self.stream = stream_of(next(model.parameters()).device)
+    def __init__(self, device: torch.device):
+        self.stream = stream_of(device)
         self._kind = self.stream.device.type
         self._thread: int | None = None
-        self._trained: list[nn.Module] = []
-        self.prepare: Callable[[], object] = lambda: None
-        self.refresh_modules()
-
-    @property
-    def entered(self) -> bool:
-        """Whether the state has begun, in any thread."""
-        return self._thread is not None
 
     @property
     def entered_here(self) -> bool:
         """Whether the state has begun in this thread."""
         return self._thread == get_ident()
-
-    def refresh_modules(self) -> None:
-        """List the model's modules again; to walk the tree at every pass would take longer."""
-        self._modules = list(self._model.modules())
 
     def __call__(self, again: bool = True) -> AbstractContextManager[None]:
         """The state while the block runs. A block within a block of the same thread only sets again
@@ -141,7 +124,6 @@ class TorchState:
     def _set_again(self) -> Iterator[None]:
         pin_again(self._kind)
         self.stream.again()
-        self._evaluate()
         with without_modes() if _modes.any_on() else nullcontext():
             yield
 
@@ -151,21 +133,9 @@ class TorchState:
             outer = _modes.stream
             try:
                 self._thread, _modes.stream = get_ident(), self.stream
-                self.prepare()
-                self._evaluate()
                 yield
             finally:
                 self._thread, _modes.stream = None, outer
-                for module in self._trained:
-                    module.training = True
-                self._trained = []
-
-    def _evaluate(self) -> None:
-        """Set eval mode, module by module; remember the modules that were in training mode."""
-        training = [module for module in self._modules if module.training]
-        for module in training:
-            module.training = False
-        self._trained += training
 
 
 @contextmanager

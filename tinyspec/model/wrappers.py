@@ -5,7 +5,6 @@ Knows neither attention nor passes. peft is not imported: its models are recogni
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from inspect import getclosurevars
 from os import PathLike
 from types import FunctionType, MethodType
@@ -15,8 +14,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tinyspec.errors import UnsupportedModelError, unsupported
-from tinyspec.model.exchange import ABSENT, Place
-from tinyspec.model.modules import children
 
 CAPTURING = "transformers.utils.output_capturing"
 # Where the functions are defined that ``torch.autocast(...)(forward)`` and accelerate's mixed
@@ -62,7 +59,7 @@ def own_forward(module: nn.Module, attribute: str = "forward") -> Any:
     """The forward set on a module itself, as it was before it was compiled or told to run under
     autocast; None where the module has its class's forward."""
     own = vars(module).get(attribute)
-    own = forward = getattr(own, "tinyspec_own", own)  # of ``Lending``
+    forward = own
     classes = type(module).forward
     while classes not in (forward, getattr(forward, "__func__", None)):
         inside = _wrapped(forward)
@@ -83,12 +80,6 @@ def runs_class_forward(module: nn.Module) -> bool:
     attribute = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
     plain = isinstance(type(module).forward, FunctionType)
     return plain and own_forward(module, attribute) is None
-
-
-def is_wrapped(module: nn.Module) -> bool:
-    """Whether calls of a module are compiled or turn autocast on, by a wrapper that is its own."""
-    compiled = module._compiled_call_impl is not None
-    return compiled or _wrapped(vars(module).get("forward")) is not None
 
 
 def _wrapped(forward: Any) -> Any:
@@ -162,26 +153,6 @@ def _refuse_method(wrapper: object, name: str, config: Any) -> None:
         raise unsupported(wrapper, f"adapter {name!r} is {kind}, and {why}")
 
 
-def compiled_modules(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """(parent, name, what was compiled) of every wrapper of torch.compile inside of ``model``."""
-    for parent, name, child in children(model):
-        if is_compiled(child) and not is_compiled(parent):
-            while is_compiled(child):
-                child = child._orig_mod  # type: ignore[assignment]
-            yield parent, name, child
-
-
-def wrapped_calls(module: nn.Module) -> Iterator[Place]:
-    """Calls of ``module`` that were compiled, by ``module.compile()`` and by
-    ``module.forward = torch.compile(module.forward)``, or turn autocast on, as accelerate's mixed
-    precision lets them do; what serves are the calls before.
-
-    Passes have many shapes, and each would compile again; and they run without autocast.
-    """
-    table = vars(module)
-    if (call := table.get("_compiled_call_impl")) is not None:
-        yield Place(table, "_compiled_call_impl", call, ABSENT)
-    if _wrapped(call := table.get("forward")) is not None and not is_compiled(module):
-        # What was wrapped may be a forward that the user had set.
-        before = own_forward(module)
-        yield Place(table, "forward", call, ABSENT if before is None else before)
+def compiled_modules(model: nn.Module) -> list[nn.Module]:
+    """The wrappers of torch.compile inside of ``model``."""
+    return [module for module in model.modules() if is_compiled(module)]

@@ -35,6 +35,7 @@ class KVCache:
             shape = (num_pages, page_size, layer.num_kv_heads, layer.head_dim)
             return torch.empty(shape, dtype=dtype, device=device)
 
+        self.layers, self.dtype = layers, dtype
         self.k = [pool(layer) for layer in layers]
         self.v = [pool(layer) for layer in layers]
         self.page_size = page_size

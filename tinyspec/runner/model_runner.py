@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from tinyspec.config import EngineConfig
 from tinyspec.kernels.backend import Kernels
@@ -46,51 +45,51 @@ class PackedPass:
 
 
 class ModelRunner:
-    """The model, its KV pool and the state of the pass that is running.
+    """A model, its KV pool and the state of the pass that is running.
 
-    after_pass: called after every pass of ``run``. hidden: [layers + 1, rows, hidden] of the newest
-    one that was asked for it: the embeddings, and what each layer has put out. graphs: of passes by
-    the Triton kernels, which run at fixed addresses. taps: of a model that thinks.
+    model: the shadow of the user's. graphs: of passes by the Triton kernels, which run at fixed
+    addresses. taps: of a model that thinks.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
         patched: PatchedModel,
         pool: PagePool,
         kernels: Kernels,
         buckets: Buckets,
         config: EngineConfig,
     ):
-        self.model = model
-        self.torch_state = TorchState(model)
-        self.torch_state.prepare = patched.take_back
-        patched.torch_state = self.torch_state
+        self.device = device = patched.model.device
+        self.torch_state = TorchState(device)
         self.buckets = buckets
-        self.device = model.device
-        if self.device.type == "cpu":
+        if device.type == "cpu":
             keep_freed_memory()
+        self._pool, self._kernels, self._config = pool, kernels, config
+        self._cache: KVCache | None = None
+        self.taps: LayerTaps | None = None
+        self.graphs = PassGraphs(self.torch_state.stream, bool(config.cuda_graphs))
+        self._fixed = FixedBatches(config, buckets.fit, buckets.fit_canonical, device)
+        self.serve(patched)
+
+    def serve(self, patched: PatchedModel) -> None:
+        """Run this model from now on, on pages of its own where it has others; no pass may be
+        running."""
+        model, before = patched.model, self._cache
+        self.graphs.clear()
+        self.model, self.layers = model, patched.layers
         self.vocab_size = vocab_size(model)
-        self.layers = patched.layers
         self._keeps_logits = patched.keeps_logits
         self._always = accepted(model, use_cache=False, return_dict=True)
         self._takes_positions = "position_ids" in accepted(model, position_ids=None)
-        self._pool = pool
         self._context = patched.context
-        self._context.kernels = kernels
-        self._cache: KVCache | None = None
-        self.kv_dtype = dtype_of(config.kv_dtype, model.dtype)
-        self.tiles = patched.tiles
-        self._fast_mode = patched.fast_mode
-        self.after_pass: Callable[[], None] = lambda: None
-        self.taps: LayerTaps | None = None
-        self.graphs = PassGraphs(self.torch_state.stream, bool(config.cuda_graphs))
-        self._fixed = FixedBatches(config, buckets.fit, buckets.fit_canonical, self.device)
-
-    def follow(self, after_pass: Callable[[], None], runs_user_code: Callable[[], bool]) -> None:
-        """Call ``after_pass``, and ask before a pass whether it runs code of the user's, which the
-        replay of a graph would leave out."""
-        self.after_pass, self.graphs.runs_user_code = after_pass, runs_user_code
+        self._context.kernels = self._kernels
+        self.kv_dtype = dtype_of(self._config.kv_dtype, model.dtype)
+        self.tiles, self._fast_mode = patched.tiles, patched.fast_mode
+        if before is not None:
+            if (before.layers, before.dtype) != (self.layers, self.kv_dtype):
+                self.release()
+            else:
+                self._context.k, self._context.v = before.k, before.v
 
     @property
     def cache(self) -> KVCache:
@@ -201,7 +200,6 @@ class ModelRunner:
             logits = self.forward(packed.batch, packed.keep, packed.canonical)
             if packed.count < logits.shape[0]:
                 logits = logits[: packed.count]
-        self.after_pass()
         return logits
 
     def _run_fixed(self, packed: FixedPass, tokens: Tensor | None) -> Tensor:

@@ -20,6 +20,7 @@ from tinyspec.kernels.attention_metadata import AttentionMetadata
 from tinyspec.model.introspection import ROUNDING
 from tinyspec.model.patched_model import PatchedModel
 from tinyspec.model.scratch_weights import with_scratch_weights
+from tinyspec.model.shadow import Shadow
 from tinyspec.model.supported import SERVED, max_positions, vocab_size
 from tinyspec.model.torch_state import TorchState
 from tinyspec.runner.batch import Batch
@@ -42,27 +43,25 @@ def check_parity(patched: PatchedModel, runner: ModelRunner) -> None:
     model = patched.model
     if is_known(model):
         return
-    off = _off(patched, runner)
+    plain = Shadow(patched.user).of(patched.user)
+    off = _off(patched, runner, plain)
     if isnan(off):  # as with weights that are zero, which show nothing
-        off = with_scratch_weights(model, partial(_off, patched, runner))
+        off = with_scratch_weights(model, partial(_off, patched, runner, plain), plain)
     # Twice: both sides round.
     if not off <= 2 * ROUNDING[model.dtype]:
         why = f"its type is untested, and its logits over pages are {off:.1%} off"
         raise unsupported(model, f"{why} those of its own generate")
 
 
-def _off(patched: PatchedModel, runner: ModelRunner) -> float:
-    """How far the logits are apart, relative to the largest; NaN where its own are all zero."""
+def _off(patched: PatchedModel, runner: ModelRunner, plain: PreTrainedModel) -> float:
+    """How far the logits are apart from those of ``plain``, another shadow of the same model,
+    relative to the largest; NaN where its own are all zero."""
     model = patched.model
-    patched.suspend()
     try:
-        tokens, expected = _own_generate(model)
+        tokens, expected = _own_generate(plain)
     except Exception as error:
         why = f"its own generate raised {type(error).__name__}: {error}"
         raise unsupported(model, why) from error
-    finally:
-        resumed = patched.resume()
-    assert resumed, "its own generate has changed the model"
     end = len(tokens) - 1
     prompt = len(tokens) - STEPS
     most = runner.buckets.largest
@@ -84,7 +83,6 @@ def _own_generate(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     prompt = min(PROMPT, max_positions(model) - STEPS)
     place = torch.arange(prompt, dtype=torch.int64, device=model.device)
     ids = (place * 5 + 2) % vocab_size(model)
-    before = model.generation_config
     model.generation_config = GenerationConfig(
         max_new_tokens=STEPS,
         do_sample=False,
@@ -92,11 +90,8 @@ def _own_generate(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
         return_dict_in_generate=True,
         output_logits=True,
     )
-    try:
-        with TorchState(model)():
-            output = own.generate(model, ids[None], attention_mask=torch.ones_like(ids)[None])
-    finally:
-        model.generation_config = before
+    with TorchState(model.device)():
+        output = own.generate(model, ids[None], attention_mask=torch.ones_like(ids)[None])
     return output.sequences[0], torch.cat(output.logits).float()
 
 

@@ -17,7 +17,6 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 from transformers.utils import ModelOutput
 
-from tinyspec.model.install import record_of
 from tinyspec.thinking.backbone import Backbone
 from tinyspec.thinking.blocks import CompressionBlock, ThinkingBlock
 from tinyspec.thinking.config import ThinkingConfig
@@ -73,12 +72,7 @@ class ThinkingModel(nn.Module):
 
     @property
     def layers(self) -> tuple[nn.Module, nn.Module]:
-        """The layers at L_in and L_out, as they are now. An open engine lends the backbone first,
-        as for its forward, which would miss hooks on stand-ins; RuntimeError while a step runs."""
-        for module in self.backbone.modules():
-            record = record_of(module)
-            if record is not None and not record.left:
-                record.lend()
+        """The layers at L_in and L_out, as they are now."""
         layers = Backbone.of(self.backbone).layers
         config = self.thinking_config
         return layers[config.layer_in], layers[config.layer_out]

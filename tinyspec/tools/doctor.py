@@ -21,8 +21,6 @@ from tinyspec.determinism.probes.graphs import graph_refusals
 from tinyspec.engine.engine import Engine
 from tinyspec.engine.interrupts import at_once
 from tinyspec.errors import DeterminismError, TinyspecError, refuse
-from tinyspec.model.install import refuse_served
-from tinyspec.model.wrappers import unwrap
 from tinyspec.scheduler.buckets import MOST_DRAFTS, Buckets
 from tinyspec.scheduler.scheduler import BEGINS
 from tinyspec.tools.terminal import table
@@ -135,7 +133,6 @@ def doctor(
         with model_or_engine.turns.turn(), at_once():
             return _examine(model_or_engine, fresh, begun)
     try:
-        refuse_served(unwrap(model_or_engine))
         engine = Engine(model_or_engine, config=config)
     except TinyspecError as error:
         if not isinstance(model_or_engine, nn.Module):

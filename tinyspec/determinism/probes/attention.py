@@ -22,7 +22,7 @@ from tinyspec.kernels.twins.attention_cut import KEYS_UNIT
 from tinyspec.kernels.twins.attention_plan import TILE
 from tinyspec.kernels.twins.e4m3 import CODES, stored
 from tinyspec.model.attention_calls import LayerShape, Reach
-from tinyspec.model.install import patched_of
+from tinyspec.model.patched_model import patched_of
 from tinyspec.runner.model_runner import ModelRunner
 
 PAGE_SIZE = 128

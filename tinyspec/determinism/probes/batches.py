@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tinyspec.determinism.probes.bits import BITS
+from tinyspec.model.checksum import BITS
 
 # How much larger neighbours are; the last two stand for zeros and for NaN.
 FACTORS = (1.0, 1e2, 1e4, 0.0, torch.nan)

@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from tinyspec.model.checksum import BITS
+
 RowFunction = Callable[[Tensor], Tensor]
 CANCELLED_OUTPUTS = 64
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from tinyspec.config import EngineConfig
-from tinyspec.determinism.checksum import row_checksums
 from tinyspec.determinism.probes.attention import longest_split
 from tinyspec.determinism.probes.bits import same_bits, unequal_bits
 from tinyspec.kernels.attention_metadata import AttentionMetadata
 from tinyspec.kernels.twins.e4m3 import stored, values
+from tinyspec.model.checksum import row_checksums
 from tinyspec.runner.batch import Batch
 from tinyspec.runner.model_runner import ModelRunner
 

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tinyspec.determinism.model_state import function_settings, functions
-from tinyspec.determinism.model_tables import is_users
+from tinyspec.determinism.model_state import function_settings, functions, is_users
 from tinyspec.determinism.probe_results import Unsound
 from tinyspec.determinism.probes.host_reads import HostReads
 from tinyspec.model.attention import AttentionContext

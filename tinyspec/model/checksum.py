@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tinyspec.determinism.probes.bits import BITS
-
+# Integers of as many bytes.
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Words summed at a time: few enough to stay in a CPU's cache.
 CHUNK = 1 << 18
 _MULTIPLIER = 0xD6E8FEB86659FD93

@@ -1,0 +1,203 @@
+"""A shadow of a model: new module objects over the same Parameters and buffers.
+
+Whoever holds it may replace its modules, hook and run it; the model that it was made of sees
+nothing of it, and can be trained, saved, copied and run at any time. Tables of Parameters and
+buffers are shared; tables of children and hooks, plain containers and configs are the shadow's own.
+All else is shared unless a module of the model is found inside, then it is made anew around the
+shadow's. References through globals and class attributes are not followed. Knows no attention.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterator
+from functools import partial
+from operator import is_
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedConfig
+
+from tinyspec.model.wrappers import is_compiled, own_forward
+
+# What torch keeps on every module in tables of its own, and those of them that hold hooks.
+TABLES = tuple(name for name, held in vars(nn.Module()).items() if isinstance(held, (dict, set)))
+HOOKS = tuple(name for name in TABLES if "hooks" in name)
+SHARED = ("_parameters", "_buffers", "_non_persistent_buffers_set")
+CONTAINERS = (dict, OrderedDict, list, set)
+# What nothing of a model is found inside of, or what is not walked.
+LEAVES = (
+    *(bool, int, float, complex, str, bytes, type(None), type, ModuleType, Tensor),
+    *(torch.dtype, torch.device, torch.jit.ScriptModule, GenerationConfig),
+)
+# How deep objects inside of objects are looked at, and the longest container that is.
+DEPTH, LONGEST = 4, 4096
+
+
+class Shadow:
+    """The shadows of ``root`` and all modules inside of it.
+
+    Wrappers of torch.compile are left out, and what compiles or wraps calls in autocast. All of it
+    is in eval mode.
+    """
+
+    def __init__(self, root: nn.Module):
+        self._inside = {id(module) for module in root.modules()}
+        self._made: dict[int, Any] = {}
+        # Ids are keys as long as what they are of is kept.
+        self._kept: list[Any] = [root]
+        self._configs: dict[int, Any] = {}
+        self._nothing: set[tuple[int, int]] = set()
+        self.of(root)
+
+    def of(self, module: Any) -> Any:
+        """The shadow of one of the modules."""
+        while is_compiled(module):
+            module = module._orig_mod
+        if (made := self._made.get(id(module))) is not None or isinstance(
+            module, torch.jit.ScriptModule
+        ):
+            return module if made is None else made
+        made = object.__new__(type(module))
+        self._keep(module, made)
+        vars(made).update(self._attributes(module))
+        return made
+
+    def _keep(self, own: Any, made: Any) -> None:
+        self._kept.append(own)
+        self._made[id(own)] = made
+
+    def _attributes(self, module: nn.Module) -> Iterator[tuple[str, Any]]:
+        table = dict(vars(module))
+        for name, held in table.items():
+            if name in SHARED:
+                yield name, held
+            elif name in TABLES:  # of children and hooks
+                yield name, type(held)((key, self._found(x, DEPTH)) for key, x in held.items())
+            elif name == "training":
+                yield name, False
+            elif name == "forward":
+                if (before := own_forward(module)) is not None:
+                    yield name, self._found(before, DEPTH)
+            elif name == "_compiled_call_impl":
+                yield name, None
+            elif not _is_own(held):
+                yield name, self._copied(held)
+
+    def _copied(self, held: Any) -> Any:
+        """An attribute of a module: plain containers are copied, whatever is inside."""
+        if type(held) not in CONTAINERS or len(held) > LONGEST:
+            return self._found(held, DEPTH)
+        if id(held) not in self._made:
+            self._keep(held, made := type(held)())
+            if isinstance(held, dict):
+                made.update((key, self._copied(x)) for key, x in list(held.items()))
+            else:
+                (made.extend if isinstance(made, list) else made.update)(map(self._copied, held))
+        return self._made[id(held)]
+
+    def _config(self, config: Any) -> Any:
+        """One private copy of each config; those inside of others are theirs."""
+        try:
+            return copy.deepcopy(config, self._configs)
+        except Exception:  # of something inside that cannot be copied
+            self._kept.append(config)
+            return self._configs.setdefault(id(config), copy.copy(config))
+
+    def _found(self, held: Any, depth: int) -> Any:
+        """``held``, or what stands for it where a module of the model is inside."""
+        if isinstance(held, nn.Module):
+            return self.of(held) if id(held) in self._inside else held
+        if isinstance(held, PreTrainedConfig):
+            return self._config(held)
+        if isinstance(held, LEAVES) or not depth or _is_own(held):
+            return held
+        if id(held) not in self._made and (id(held), depth) not in self._nothing:
+            self._nothing.add((id(held), depth))  # as far as is known while it is looked at
+            self._kept.append(held)
+            if (made := self._rebuilt(held, depth - 1)) is not held:
+                self._made[id(held)] = made
+        return self._made.get(id(held), held)
+
+    def _rebuilt(self, held: Any, depth: int) -> Any:
+        kind = type(held)
+        if isinstance(held, FunctionType):
+            return self._function(held, depth)
+        if isinstance(held, MethodType):
+            function, owner = held.__func__, self._found(held.__self__, depth)
+            return held if owner is held.__self__ else MethodType(function, owner)
+        if isinstance(held, partial):
+            given = (held.func, held.args, held.keywords, vars(held))
+            func, args, kwargs, own = found = [self._found(x, depth + 1) for x in given]
+            if all(map(is_, found, given)):
+                return held
+            made = partial(func, *args, **kwargs)
+            vars(made).update(own)
+            return made
+        if isinstance(held, dict):
+            return self._of_items(held, dict(held) if len(held) <= LONGEST else {}, depth)
+        if isinstance(held, (list, tuple, set, frozenset)):
+            if len(held) > LONGEST:
+                return held
+            found = [self._found(x, depth) for x in held]
+            if all(map(is_, found, held)):
+                return held
+            return kind(*found) if hasattr(held, "_fields") else kind(found)
+        return self._object(held, depth)
+
+    def _of_items(self, held: dict[Any, Any], items: dict[Any, Any], depth: int) -> Any:
+        found = {key: self._found(x, depth) for key, x in items.items()}
+        if all(found[key] is x for key, x in items.items()):
+            return held
+        made = copy.copy(held)
+        made.update(found)
+        return made
+
+    def _function(self, held: FunctionType, depth: int) -> Any:
+        """New cells for what holds modules; the others stay, with what is written to them."""
+        cells = tuple(self._cell(cell, depth) for cell in held.__closure__ or ())
+        defaults = self._found(held.__defaults__, depth + 1)
+        own = self._found(vars(held), depth)
+        given = (*(held.__closure__ or ()), held.__defaults__, vars(held))
+        if all(map(is_, (*cells, defaults, own), given)):
+            return held
+        made = FunctionType(held.__code__, held.__globals__, held.__name__, defaults, cells or None)
+        made.__kwdefaults__ = held.__kwdefaults__
+        made.__qualname__, made.__module__ = held.__qualname__, held.__module__
+        vars(made).update(own)
+        return made
+
+    def _cell(self, cell: CellType, depth: int) -> CellType:
+        try:
+            content = cell.cell_contents
+        except ValueError:  # it is empty
+            return cell
+        found = self._found(content, depth)
+        return cell if found is content else CellType(found)
+
+    def _object(self, held: Any, depth: int) -> Any:
+        table = getattr(held, "__dict__", None)
+        if not isinstance(table, dict) or not table:
+            return held
+        found = {name: self._found(x, depth) for name, x in list(table.items())}
+        changed = {name: x for name, x in found.items() if x is not table.get(name)}
+        if not changed:
+            return held
+        try:
+            made = copy.copy(held)
+            vars(made).update(changed)
+        except Exception:  # it allows no copies
+            return held
+        return made
+
+
+def _is_own(held: Any) -> bool:
+    """Whether something is of this package, such as the ``generate`` of a patched model."""
+    return not isinstance(held, nn.Module) and _package(type(held)) == "tinyspec"
+
+
+def _package(kind: type) -> str:
+    return (kind.__module__ or "").partition(".")[0]
