@@ -36,14 +36,15 @@ def test_costs_are_those_of_passes(passes_count):
     buckets.ran(16, True, 2.0)
     buckets.ran(16, False, 1.5)
     assert (buckets.canonical_seconds(16), buckets.seconds(16)) == (2.0, 1.5)
-    buckets.ran(8, False, 0.5)  # in fast mode as in a canonical pass
+    for seconds in (5.0, 0.5, 0.6):  # the first one compiles
+        buckets.ran(8, False, seconds)
+    # In fast mode as in a canonical pass.
     assert buckets.canonical_seconds(8) == buckets.seconds(8) == 0.5
-    for _ in range(10):
-        buckets.ran(8, True, 4.0)
+    buckets.ran(8, True, 40.0)
     assert 0.5 < buckets.seconds(8) < 0.6, "a busy moment"
-    for _ in range(300):
+    for _ in range(100):
         buckets.ran(8, True, 4.0)
-    assert buckets.seconds(8) == 4.0, "longer contexts"
+    assert buckets.seconds(8) == pytest.approx(4.0, rel=0.01), "longer contexts"
 
 
 def learnt(canonical, seconds, own_way=()):

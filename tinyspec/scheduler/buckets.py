@@ -5,8 +5,8 @@ next tokens of deterministic sequences are computed. Host only.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from math import inf
 
 from tinyspec.config import EngineConfig
 
@@ -17,9 +17,9 @@ LADDER = {
 }
 # Of a pass's cost so much grows with its rows, where nothing tells more.
 GROWS = 0.5
-# What a pass cost is forgotten by so much in every further pass of its kind: the fastest of a few
-# is what an idle machine takes.
-FORGOTTEN = 0.01
+# A pass counts for so much of what its kind costs, and at most for twice that cost; of the first
+# few, which may be slow for once, the fastest does.
+COUNTS, FIRST = 1 / 8, 3
 # Drafts that wait before a verify where ``EngineConfig.draft_window`` leaves that open.
 MOST_DRAFTS = 16
 # Windows that are weighed beside those that fill a canonical bucket.
@@ -75,6 +75,7 @@ class Buckets:
         self._own_way: set[int] = set()
         self._costs: dict[bool, dict[int, float]] = {False: {}, True: {}}
         self._guesses: dict[tuple[int, bool], float] = {}
+        self._passes: Counter[tuple[int, bool]] = Counter()
         self.wanted = (0, 0)
 
     @classmethod
@@ -104,11 +105,16 @@ class Buckets:
     def ran(self, bucket: int, canonical: bool, seconds: float) -> None:
         """A pass took so long."""
         own = canonical and bucket in self._own_way
-        costs = self._costs[own]
-        before = costs.get(bucket)
-        if before is None:
+        costs, kind = self._costs[own], (bucket, own)
+        self._passes[kind] += 1
+        before, number = costs.get(bucket, seconds), self._passes[kind]
+        if number == 1:  # what a proof's passes took, if anything is known, left some out
             self._guesses = {}
-        costs[bucket] = min(seconds, inf if before is None else before * (1 + FORGOTTEN))
+            costs[bucket] = seconds
+        elif number <= FIRST:
+            costs[bucket] = min(seconds, before)
+        else:
+            costs[bucket] = before + COUNTS * (min(seconds, 2 * before) - before)
 
     @property
     def largest(self) -> int:
