@@ -126,7 +126,7 @@ def product():
 def test_control_canaries_see_what_is_not_pinned(two_threads):
     """Each of these changes bits of linears, sums or element-wise functions."""
     with Engine(tiny(), config=CONFIG) as engine:
-        used, device = canary.Used.of(engine.model), engine.runner.device
+        used, device = canary.Used.of(engine.runner.model), engine.runner.device
 
         def digest() -> str:
             return canary._digest.__wrapped__(used, 8, device, "torch", ())

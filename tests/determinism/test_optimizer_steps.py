@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.support.drop_in import PAD, patched, random_ids
 from tests.support.tiny import tiny
-from tinyspec.determinism.optimizer_steps import OptimizerSteps
+from tinyspec.model.outline import OptimizerSteps
 
 PROMPT = random_ids(40)
 KINDS = pytest.mark.parametrize("kind", [{"fused": True}, {"foreach": True}, {}], ids=str)

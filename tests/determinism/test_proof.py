@@ -183,7 +183,8 @@ def test_the_kernel_serves_the_layers_that_break_the_reference_bucket(broken, pr
     with Engine(model, config=EngineConfig(**CONFIG)) as engine:
         plain = engine.contract._current_fingerprint().digest
         outputs = engine.generate(prompts(4), DETERMINISTIC)
-        served = [n for n, m in model.named_modules() if isinstance(m, KernelLinear)]
+        named = engine.runner.model.named_modules()
+        served = [n for n, m in named if isinstance(m, KernelLinear)]
         assert served == WIDE == sorted(engine.contract.results.kernel_linears)
         assert 8 in engine.contract.results.canonical
         assert {o.fingerprint for o in outputs} == {engine.fingerprint} != {plain}
@@ -245,7 +246,7 @@ def test_always_makes_every_bucket_canonical(dtype):
         assert engine.contract.results.canonical == SIZES
         assert not any(fact.own_way for fact in engine.contract.results.buckets)
         assert engine.stats().drafted == 0
-        kinds = {type(m) for m in model.modules() if hasattr(m, "out_features")}
+        kinds = {type(m) for m in engine.runner.model.modules() if hasattr(m, "out_features")}
         assert kinds == {KernelLinear}
         always = engine.fingerprint
     with Engine(model, config=EngineConfig(**CONFIG, linear="always", verify="always")) as engine:
@@ -278,9 +279,9 @@ def test_trained_weights_keep_the_proof_and_change_the_fingerprint(probed):
         for parameter in list(model.parameters())[:3]:
             with torch.no_grad():
                 parameter.add_(0.01)
-            assert engine.contract.watch.changed()
+            assert engine.contract.changed()
             engine.generate(prompts(2), DETERMINISTIC)
-            assert not engine.contract.watch.changed()
+            assert not engine.contract.changed()
             seen.append(engine.fingerprint)
             assert engine.runner.buckets.canonical
         assert len(set(seen)) == 4 and len(probed) == 1
@@ -313,10 +314,10 @@ def test_what_loses_the_proof(probed, change, two_threads):
         else:
             weight = model.model.norm.weight
             weight.data = weight.data.repeat_interleave(2)[::2]
-        assert engine.contract.refresh() and engine.contract.outdated
+        assert engine.contract.refresh()
         assert engine.runner.buckets.canonical == []
         engine.contract.ensure()
-        assert len(probed) == 2 and not engine.contract.outdated
+        assert len(probed) == 2
         assert not engine.contract.refresh()
 
 
@@ -324,14 +325,14 @@ def test_looks_before_anything_is_proven():
     """Plain requests fill the prefix cache too."""
     model = tiny()
     with Engine(model, config=EngineConfig(**CONFIG)) as engine:
-        contract, watch = engine.contract, engine.contract.watch
-        assert not contract.refresh() and not watch.changed()
+        contract = engine.contract
+        assert not contract.refresh() and not contract.changed()
         with torch.no_grad():
             model.lm_head.weight[3, 4] += 1
-        assert watch.changed() and contract.refresh() == ["lm_head.weight"]
-        assert not watch.changed() and not contract.refresh()
+        assert contract.changed() and contract.refresh() == "the weights"
+        assert not contract.changed() and not contract.refresh()
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
-        assert watch.changed() and contract.refresh() and not contract.refresh()
+        assert contract.changed() and contract.refresh() and not contract.refresh()
         assert contract.known_fingerprint is None and contract.results is None
 
 
@@ -368,7 +369,7 @@ def test_adapters_in_use_are_part_of_the_fingerprint(change):
         before = engine.generate(prompts(3), DETERMINISTIC)
         assert not engine.contract.refresh()
         change(tuner)
-        assert engine.contract.watch.changed()
+        assert engine.contract.changed()
         after = engine.generate(prompts(3), DETERMINISTIC)
         assert before[0].fingerprint != after[0].fingerprint
         if change is not merge:

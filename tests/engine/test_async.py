@@ -10,7 +10,6 @@ from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
-import torch
 
 from tests.support.budget import first
 from tests.support.cases import (
@@ -29,7 +28,6 @@ from tests.support.tiny import tiny
 from tinyspec import AsyncEngine, Engine, EngineConfig, SamplingParams
 from tinyspec.engine.async_worker import Call
 from tinyspec.engine.stream import EventStream
-from tinyspec.model.patched_model import PatchedModel
 
 SETTINGS = {"page_size": 8, "num_pages": 120}
 REQUESTS = [(text(3 + 7 * n, seed=n), greedy(9, temperature=n % 2, seed=n)) for n in range(5)]
@@ -257,31 +255,6 @@ def test_one_that_is_dropped_gives_the_model_back():
     gc.collect()
     assert gone() is None and engine.tracker.closed
     assert not any(thread.name == "tinyspec" for thread in threading.enumerate())
-    Engine(model).close()
-
-
-def test_one_that_is_collected_while_its_model_is_lent(monkeypatch):
-    """The thread that collects it holds what its worker needs to give the model back."""
-    model = tiny()
-    served = AsyncEngine(model)
-    engine, kept = served.engine, [served]
-    run(one(served, [1, 2], SamplingParams(max_new_tokens=2)))
-    outline = PatchedModel._outline
-
-    def collects(*given):
-        kept.clear()
-        return outline(*given)
-
-    monkeypatch.setattr(PatchedModel, "_outline", collects)
-    del served
-    lent = threading.Thread(target=model, args=(torch.tensor([[1, 2]]),), daemon=True)
-    lent.start()
-    lent.join(PATIENCE)
-    assert not lent.is_alive() and not kept
-    for thread in threading.enumerate():
-        if thread.name == "tinyspec":
-            thread.join(PATIENCE)
-    assert engine.closed
     Engine(model).close()
 
 

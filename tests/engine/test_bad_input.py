@@ -162,18 +162,6 @@ def test_unsupported_models(config, reason, serve):
         assert torch.equal(model(ids).logits, before)
 
 
-def test_patch_beside_an_engine():
-    """Not taken over: the engine would be closed by the next ``Engine`` alone."""
-    model = tiny()
-    with Engine(model) as engine:
-        expected = bits(engine.generate([[1, 2, 3]], DETERMINISTIC)[0])
-        with pytest.raises(ValueError, match="another Engine"):
-            patch(model)
-        assert bits(engine.generate([[1, 2, 3]], DETERMINISTIC)[0]) == expected
-    with pytest.raises(ValueError, match="closed"):
-        engine.generate([[1, 2, 3]])
-
-
 class At:
     """A processor or criterion that does ``deed`` at one length, at its n-th call there."""
 

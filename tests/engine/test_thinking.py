@@ -225,15 +225,14 @@ def test_logits_that_are_not_finite():
     assert short.completions[0].error is None and short.thoughts == []
 
 
-def test_another_engine_takes_over():
+def test_engines_beside_each_other():
     model = thinking_model()
     wanted = reference(model)
-    first, second = engine_of(model), engine_of(model)
-    assert first.closed and [said(o) for o in second.generate(PROMPTS, params())] == wanted
-    plain = Engine(model.backbone)
-    assert second.closed and plain.generate(PROMPTS)[0].thoughts is None
-    plain.close()
-    assert reference(model) == wanted, "the model is its own again"
+    with engine_of(model) as one, engine_of(model) as two, Engine(model.backbone) as plain:
+        for engine in (one, two):
+            assert [said(o) for o in engine.generate(PROMPTS, params())] == wanted
+        assert plain.generate(PROMPTS)[0].thoughts is None
+        assert reference(model) == wanted
 
 
 def test_refused():

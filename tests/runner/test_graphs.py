@@ -20,7 +20,7 @@ from tests.support.mixes import crowd
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
-from tinyspec.determinism import model_state, model_tables
+from tinyspec.determinism import model_state
 from tinyspec.model.device_stream import DeviceStream
 from tinyspec.runner import graphs
 from tinyspec.runner.graphs import PassGraphs
@@ -218,7 +218,7 @@ def test_probes_run_beside_graphs(monkeypatch):
 def test_code_of_the_user_is_not_left_out(monkeypatch):
     """Passes run eagerly while there are hooks."""
     log = with_graphs(monkeypatch)
-    monkeypatch.setattr(model_tables, "LIBRARIES", model_state.LIBRARIES)
+    monkeypatch.setattr(model_state, "LIBRARIES", model_state.LIBRARIES)
     calls = []
     with Engine(tiny(), config=CONFIG) as engine:
         run(engine, TWO)

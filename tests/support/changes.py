@@ -1,7 +1,6 @@
 """What code of the user's may change of a model that an engine serves: one function a kind.
 
-Each takes the model and changes what its passes compute. ``REFUSED`` are those that the engine does
-not follow, as it took over what they change when it was made.
+Each takes the model and changes what its passes compute.
 """
 
 from __future__ import annotations
@@ -213,8 +212,7 @@ OF_LLAMA: tuple[Change, ...] = (
     *(hook, hook_removed, number_of_a_hook, own_forward, adapter, adapter_rescaled, threads),
 )
 OF_GEMMA2: tuple[Change, ...] = (buffer_written, buffer_replaced)
-FOLLOWED = (*OF_LLAMA, *OF_GEMMA2)
-REFUSED: tuple[Change, ...] = (softcap, window, scale_of_attention, frequencies)
+FOLLOWED: tuple[Change, ...] = (*OF_LLAMA, *OF_GEMMA2)
 
 
 def model_for(change: Change) -> PreTrainedModel:

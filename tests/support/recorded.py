@@ -21,7 +21,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from tinyspec import Engine
-from tinyspec.determinism import model_tables
+from tinyspec.determinism import model_state
 from tinyspec.kernels import backend
 from tinyspec.kernels.backend import Kernels
 from tinyspec.kernels.twins.e4m3 import NAN
@@ -103,8 +103,8 @@ def as_on_a_gpu(patches: pytest.MonkeyPatch) -> Kernels:
     wide = {name: _in_fp32(getattr(twins, name)) for name in of_logits}
     twins = replace(twins, backend="triton", **wide)
     patches.setattr(backend, "load", lambda name: twins if name == "triton" else load(name))
-    libraries = {*model_tables.LIBRARIES, "tests"}
-    patches.setattr(model_tables, "LIBRARIES", libraries)
+    libraries = {*model_state.LIBRARIES, "tests"}
+    patches.setattr(model_state, "LIBRARIES", libraries)
 
     def poisoned(cache: KVCache, *args: Any) -> None:
         # Pages are not zeroed; huge numbers, which may lie in memory, only the kernels stand.

@@ -32,7 +32,7 @@ from tinyspec.determinism.model_state import (
 )
 from tinyspec.determinism.probe_results import ProbeResults, unsound_message
 from tinyspec.determinism.probes.attention import MANY_ROWS
-from tinyspec.determinism.probes.autocast import refuse_autocast
+from tinyspec.determinism.probes.autocast import refuse_autocast, refuse_written
 from tinyspec.determinism.probes.model import ModelProbe
 from tinyspec.determinism.probes.prober import Prober
 from tinyspec.determinism.probes.proof import ReferenceProof, prove, set_tiles
@@ -126,6 +126,12 @@ class Contract:
         self._ambient = ambient(runner.device)
         self.serve(patched_of(runner.model))
         runner.graphs.runs_user_code = lambda: self.runs_user_code
+        if uncounted := len(self._patched.outline.uncounted):
+            logger.warning(
+                "%d tensors of the model were made in torch.inference_mode and count no writes: "
+                "their bits are digested at every call and after code of the user's",
+                uncounted,
+            )
 
     def serve(self, patched: PatchedModel) -> None:
         """The model that the runner serves from now on: nothing is known of it."""
@@ -202,9 +208,9 @@ class Contract:
             else:
                 self.weights_changed()
             return change.what
-        if digest and self._config.verify_weights and self._weights_digest is not None:
+        if digest and self._config.verify_weights:
             before, self._weights_digest = self._weights_digest, self._digests()
-            if before != self._weights_digest:
+            if before not in (None, self._weights_digest):
                 self.known_fingerprint = None
                 return WEIGHTS
         return what
@@ -216,6 +222,14 @@ class Contract:
         self.rest()
         self._forget()
         return THREADS if before[0] != self._ambient[0] else PROCESS
+
+    def marks(self) -> list[tuple[str, object]]:
+        """Before a step, for ``after_step``."""
+        return self._patched.marks()
+
+    def after_step(self, marks: list[tuple[str, object]]) -> bool:
+        """Whether passes of the step wrote to buffers, which deterministic requests end with."""
+        return self._patched.keep_apart(marks)
 
     def weights_changed(self) -> None:
         """Numbers of weights did: what was computed from them is computed again."""
@@ -252,6 +266,7 @@ class Contract:
         Raises DeterminismError for TunableOp, kernels that no probe can prove, and own writes.
         """
         refuse_unpinnable(self._runner.device.type)
+        refuse_written(self._patched.written)
         if self.results is None or fresh:
             reason = unprovable(self._model)
             if reason is not None:

@@ -23,7 +23,7 @@ from tinyspec.engine.request_tracker import RequestTracker
 from tinyspec.engine.stream import EventStream
 from tinyspec.engine.thinker import Thinker, unwrapped
 from tinyspec.engine.trace import Trace
-from tinyspec.engine.turns import in_turns
+from tinyspec.engine.turns import HasTurns, in_turns
 from tinyspec.errors import refuse
 from tinyspec.kernels import backend
 from tinyspec.model.install import install
@@ -46,7 +46,7 @@ Params = SamplingParams | list[SamplingParams] | None
 
 
 @in_turns("forget_plain", "reserve", "release", "step", "weights_changed", "ready", "follow")
-class Engine(Observed):
+class Engine(HasTurns, Observed):
     """Generates from a loaded causal LM, by a copy of its modules over the same weights.
 
     model: a transformers causal LM on one device; of PEFT's or torch.compile's wrapper the model

@@ -6,7 +6,6 @@ What a request has got so far is in its sequences. Knows no prompt text and no t
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -117,11 +116,9 @@ class RequestTracker(HasTurns):
             request.fingerprint = fingerprint
 
     def _check_before_pass(self, called: bool = True) -> None:
-        """Compare the model with what it was, where code of the user's was ``called`` or may run in
-        another thread."""
+        """Compare the model with what it was: all of it where code of the user's was ``called``."""
         contract = self._contract
-        watched = called or threading.active_count() > 1
-        if contract.changed() if watched else contract.threads_changed:
+        if contract.changed() if called else contract.threads_changed:
             with suppress(TinyspecError, ValueError):  # which every request was told
                 self._refresh(digest=False)
 
@@ -216,23 +213,28 @@ class RequestTracker(HasTurns):
         with self._core.runner.torch_state(again=called):
             if not by_user:  # where drafters may change the model, the check comes later
                 self._check_before_pass(called)
-            begun = time.perf_counter()
+            begun, marks = time.perf_counter(), self._contract.marks()
             with deferred_interrupt():
                 self._step(self._check_before_pass if by_user else None)
+                if self._contract.after_step(marks):
+                    self._end_asking()
             self._prove_repaid(time.perf_counter() - begun)
 
     def _prove_repaid(self, seconds: float) -> None:
         """After a step of so many seconds: prove what makes deterministic requests faster. They end
         where that shows that none can be served."""
-        accepted = self._core.scheduler.accepted()
         if not self._core.table.any("deterministic"):
             return
-        if self._contract.prove_repaid(seconds, accepted):
-            return
+        if not self._contract.prove_repaid(seconds, self._core.scheduler.accepted()):
+            self._end_asking()
+
+    def _end_asking(self) -> None:
+        """Abort deterministic requests where none can be served."""
+        asking = [r for r in self.requests.values() if r.params.deterministic]
         try:
-            self._contract.ensure()
+            if asking:
+                self._contract.ensure()
         except DeterminismError as error:
-            asking = [r for r in self.requests.values() if r.params.deterministic]
             self._abort_all(asking, str(error))
 
     def _step(self, check: Callable[[], None] | None) -> None:

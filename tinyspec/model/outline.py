@@ -8,9 +8,7 @@ through ``.data`` leave no trace. Knows no engine.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
 from itertools import chain
 from operator import attrgetter, is_
 from threading import Lock
@@ -39,13 +37,13 @@ IDLE = {
     *("training", "gradient_checkpointing", "_gradient_checkpointing_func", "_compiled_call_impl"),
     *("generation_config", "name_or_path", "warnings_issued", "generate", "generate_batch"),
     *("_is_full_backward_hook", "_is_hf_initialized"),
+    *("_require_grads_hook", "_require_grads_hooks"),
 }
 _BASE = frozenset(vars(nn.Module()))
 _CONSTANT = (bool, float, str)  # integers of hooks count
 _SHAPE, _ASKS = attrgetter("shape"), attrgetter("requires_grad")
 _ADDRESS, _VERSION, _FORWARD = Tensor.data_ptr, attrgetter("_version"), attrgetter("forward")
 WEIGHTS = "the weights"
-logger = logging.getLogger("tinyspec")
 
 
 class Change(NamedTuple):
@@ -55,18 +53,9 @@ class Change(NamedTuple):
     structure: bool
 
 
-@cache
-def _warn_uncounted(number: int) -> None:
-    logger.warning(
-        "%d tensors of the model were made in torch.inference_mode and count no writes: their bits "
-        "are digested at every call and after code of the user's",
-        number,
-    )
-
-
 class Outline:
     """Of ``root`` and all inside of it, as it was when this was made; weights as they were at the
-    last ``follow_weights``."""
+    last ``follow_weights``. uncounted: tensors that count no writes, whose bits are compared."""
 
     def __init__(self, root: nn.Module):
         self.root = root
@@ -143,12 +132,10 @@ class Outline:
         self._forms = list(map(_form, self._tensors))
         others = (x for m in self.modules for x in vars(m).values() if isinstance(x, Tensor))
         every = {id(x): x for x in (*self._tensors, *others) if x is not None}.values()
-        self._uncounted = [p for x in every for p in parts(x).values() if p.is_inference()]
+        self.uncounted = [p for x in every for p in parts(x).values() if p.is_inference()]
         self._packed = [x for x in every if is_packed(x)]
-        known = {id(x) for x in (*self._uncounted, *self._packed)}
+        known = {id(x) for x in (*self.uncounted, *self._packed)}
         self._counted = [x for x in every if id(x) not in known]
-        if self._uncounted:
-            _warn_uncounted(len(self._uncounted))
         self._steps.follow(self._counted)
         self._refs = [StorageWeakRef(x.untyped_storage()) for x in self._counted]
         self._storages = list({ref.cdata for ref in self._refs})
@@ -163,7 +150,7 @@ class Outline:
             list(map(Tensor.stride, counted)),
             list(map(_ASKS, counted)),
             list(map(trace, self._packed)),
-            list(map(checksum, self._uncounted)),
+            list(map(checksum, self.uncounted)),
             [self._steps.count],
         ]
 
@@ -194,7 +181,7 @@ _Tells = Callable[[Any, Any], "str | None"]
 
 
 def _same(before: Any, held: Any) -> str | None:
-    return None if held == before else ""
+    return None if held == before or not (held or before) else ""
 
 
 def _of_dict(before: dict[str, Any], held: dict[str, Any], idle: set[str]) -> str | None:

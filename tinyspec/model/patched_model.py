@@ -18,7 +18,7 @@ from tinyspec.model.modules import calls_interface
 from tinyspec.model.outline import IDLE, Outline
 from tinyspec.model.positions import RopeTable
 from tinyspec.model.private_names import ATTENTION_CHOICE
-from tinyspec.model.quantized import repack_weights
+from tinyspec.model.quantized import is_packed, repack_weights, trace
 from tinyspec.model.row_tiles import RowTiles
 from tinyspec.model.shadow import Shadow
 
@@ -41,6 +41,7 @@ class PatchedModel:
 
     layers: heads of every attention call of a forward, in order. swapped: in the order of swapping.
     bound: modules that call the attention interface. tiles: linears that run in tiles of rows.
+    written: names of buffers that passes were seen to write to since weights changed otherwise.
     """
 
     def __init__(self, user: PreTrainedModel, root: nn.Module):
@@ -61,6 +62,9 @@ class PatchedModel:
             if ATTENTION_CHOICE in config:
                 config[ATTENTION_CHOICE] = IMPLEMENTATION
         vars(self.model)["_tinyspec"] = self
+        self.written: set[str] = set()
+        self._buffered = [(name, m) for name, m in self.model.named_modules() if m._buffers]
+        self._shared: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
 
     def swap(self, parent: nn.Module, name: str, module: nn.Module) -> None:
         """Replace ``parent``'s child ``name`` by ``module``."""
@@ -73,8 +77,36 @@ class PatchedModel:
             parent, name, own, _ = self.swapped.pop()
             parent._modules[name] = own
 
+    def marks(self) -> list[tuple[str, object]]:
+        """By name, what changes when a buffer is written to or replaced."""
+        return [
+            (f"{name}.{key}", (id(held), *trace(held)))
+            for name, module in self._buffered
+            for key, held in module._buffers.items()
+            if held is not None and not is_packed(held)
+        ]
+
+    def keep_apart(self, before: list[tuple[str, object]]) -> bool:
+        """Whether a pass wrote to more buffers since ``before``, its ``marks``. It has written to
+        the user's once; from now on their modules have buffers of their own."""
+        now = dict(self.marks())
+        found = {name for name, mark in before if now.get(name, mark) != mark} - self.written
+        for name, module in self._buffered:
+            if any(name == each.rpartition(".")[0] for each in found):
+                own = {n: None if x is None else x.clone() for n, x in module._buffers.items()}
+                self._shared.append((module, module._buffers))
+                vars(module)["_buffers"] = own
+        self.written |= found
+        if found:
+            self.outline.follow_weights()
+        return bool(found)
+
     def follow_weights(self) -> None:
         """Take the weights as they are now: what was computed from buffers is computed again."""
+        while self._shared:  # perhaps passes write no more
+            module, buffers = self._shared.pop()
+            vars(module)["_buffers"] = buffers
+        self.written.clear()
         self.outline.follow_weights()
         repack_weights(self.model, self.model.dtype)
         for module in self.model.modules():

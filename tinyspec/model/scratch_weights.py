@@ -194,7 +194,9 @@ def with_weights(
     for _, _, buffers in before:
         for own in buffers.values():
             if own is not None and id(own) not in copies:
-                copies[id(own)] = own.clone()
+                # Outside of inference mode tensors count writes.
+                with torch.inference_mode(own.is_inference()), torch.no_grad():
+                    copies[id(own)] = own.clone()
     try:
         for part, parameters, buffers in before:
             table = vars(part)

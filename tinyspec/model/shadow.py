@@ -26,6 +26,8 @@ from tinyspec.model.wrappers import is_compiled, own_forward
 # What torch keeps on every module in tables of its own, and those of them that hold hooks.
 TABLES = tuple(name for name, held in vars(nn.Module()).items() if isinstance(held, (dict, set)))
 HOOKS = tuple(name for name in TABLES if "hooks" in name)
+# What ``patch`` sets on a model.
+PATCHED = ("generate", "generate_batch")
 SHARED = ("_parameters", "_buffers", "_non_persistent_buffers_set")
 CONTAINERS = (dict, OrderedDict, list, set)
 # What nothing of a model is found inside of, or what is not walked.
@@ -84,7 +86,7 @@ class Shadow:
                     yield name, self._found(before, DEPTH)
             elif name == "_compiled_call_impl":
                 yield name, None
-            elif not _is_own(held):
+            elif name not in PATCHED or not _is_own(held):
                 yield name, self._copied(held)
 
     def _copied(self, held: Any) -> Any:

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from tinyspec.errors import DeterminismError
 from tinyspec.model.quantized import is_packed, trace
+from tinyspec.model.scratch_weights import with_weights
 from tinyspec.runner.model_runner import ModelRunner
 
 
@@ -57,10 +58,17 @@ def refuse_autocast(runner: ModelRunner, run_pass: Callable[[], None]) -> None:
     or writes to a parameter or buffer."""
     watch = _Watch(runner.device.type)
     failed: Exception | None = None
-    before = _plain_tensors(runner.model)
+    written: set[str] = set()
+
+    def run() -> None:
+        before = _plain_tensors(runner.model)
+        run_pass()
+        after = _plain_tensors(runner.model)
+        written.update(n for n in before.keys() & after.keys() if after[n] != before[n])
+
     try:
         with runner.torch_state(), watch:
-            run_pass()
+            with_weights(runner.model, {}, run)
     except Exception as error:  # of another dtype than the next operator takes
         if watch.found is None:
             raise
@@ -74,8 +82,7 @@ def refuse_autocast(runner: ModelRunner, run_pass: Callable[[], None]) -> None:
             "load the model in the dtype that it is to compute in, and remove the autocast, to use "
             "deterministic=True"
         ) from failed
-    after = _plain_tensors(runner.model)
-    refuse_written({n for n in before.keys() & after.keys() if after[n] != before[n]})
+    refuse_written(written)
 
 
 def _plain_tensors(model: nn.Module) -> dict[str, object]:

@@ -1,0 +1,364 @@
+"""The model that an engine is made of is never touched: it can be run, trained, changed, hooked,
+saved and copied at any moment by any thread, and every call follows what changed of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import threading
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import tinyspec
+from tests.support.budget import first
+from tests.support.cases import engine_of, greedy, model_of, text
+from tests.support.drop_in import SMALL, portrait
+from tests.support.mixes import bits
+from tests.support.moe import tiny_moe
+from tests.support.pages import check_residents, indexed_kv
+from tests.support.tiny import FAMILIES, tiny
+from tinyspec import Engine, EngineConfig, SamplingParams
+
+PROMPT = text(20, seed=2)
+IDS = torch.tensor([PROMPT])
+PARAMS = SamplingParams(max_new_tokens=6, logprobs=True)
+KEPT = SamplingParams(max_new_tokens=6, logprobs=True, deterministic=True)
+MODELS = {family: tiny for family in FAMILIES} | {"qwen3_moe": tiny_moe, "mixtral": tiny_moe}
+
+
+def answer(engine, params=KEPT):
+    return bits(engine.generate([PROMPT], params)[0])
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def state(model):
+    """All that can be seen of a model: its modules, what they hold, and its config."""
+    held = {
+        name: (id(module), module.training, {key: id(x) for key, x in vars(module).items()})
+        for name, module in model.named_modules()
+    }
+    tables = [list(map(id, t.values())) for m in model.modules() for t in (m._modules, m._buffers)]
+    return held, tables, vars(model.config).copy(), [p._version for p in model.parameters()]
+
+
+@pytest.mark.parametrize("family", first(2, MODELS, 0.6))
+def test_nothing_of_the_model_is_touched(family, no_results_on_disk):
+    model = MODELS[family](family).train()
+    before, own = state(model), portrait(model)
+    with Engine(model, config=SMALL) as engine:
+        for event in engine.stream([PROMPT, PROMPT[:7]], [KEPT, PARAMS]):
+            assert event is not None and state(model) == before
+        tinyspec.doctor(engine)
+        assert state(model) == before
+        model.eval()  # control: it shows
+        assert state(model) != before
+    assert portrait(model.train()) == own
+
+
+def test_the_model_runs_and_trains_in_another_thread(no_results_on_disk):
+    """While the engine proves and generates: no scratch weight, no stand-in is ever seen."""
+    model, ended, found = tiny(), threading.Event(), []
+    expected, wanted = logits(model), [p.clone() for p in model.parameters()]
+
+    def use():
+        while not ended.is_set():
+            found.append(torch.equal(logits(model), expected))
+            found.append(all(map(torch.equal, model.parameters(), wanted)))
+            model(IDS, labels=IDS).loss.backward()
+
+    with Engine(tiny(), config=SMALL) as engine:
+        alone = answer(engine)
+    thread = threading.Thread(target=use)
+    thread.start()
+    try:
+        with Engine(model, config=SMALL) as engine:
+            assert answer(engine) == alone
+    finally:
+        ended.set()
+        thread.join()
+    assert len(found) > 4 and all(found)
+
+
+def test_two_engines_and_a_patched_generate_on_one_model():
+    model = tiny()
+    expected = logits(model)
+    with Engine(model, config=SMALL) as one, Engine(model, config=SMALL) as two:
+        tinyspec.patch(model, SMALL)
+        first_, second = one.stream([PROMPT], KEPT), two.stream([PROMPT], KEPT)
+        events = [(a.token_ids, b.token_ids) for a, b in zip(first_, second, strict=True)]
+        assert len(events) > 1 and all(a == b for a, b in events)
+        tokens = model.generate(IDS, max_new_tokens=6, deterministic=True)[0, len(PROMPT) :]
+        assert tokens.tolist() == [token for a, _ in events for token in a]
+        tinyspec.unpatch(model)
+        assert answer(one) == answer(two)
+    assert torch.equal(logits(model), expected)
+
+
+# What changes between calls
+
+
+def halve(model):
+    model.to(torch.bfloat16)
+
+
+def replace_mlp(model):
+    model.model.layers[0].mlp.up_proj = nn.Linear(64, 192, bias=False)
+
+
+def hook(model):
+    model.model.layers[0].mlp.down_proj.register_forward_hook(lambda m, a, out: 2 * out)
+
+
+def epsilon(model):
+    model.model.layers[0].input_layernorm.variance_epsilon = 0.5
+
+
+def assign(model):
+    model.load_state_dict({n: x * 1.5 for n, x in model.state_dict().items()}, assign=True)
+
+
+def resize(model):
+    model.resize_token_embeddings(140)
+
+
+def own_forward(model):
+    mlp = model.model.layers[1].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: 3 * forward(x)
+
+
+def rope(model):
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+
+
+CHANGES = (halve, replace_mlp, hook, epsilon, assign, resize, own_forward, rope)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_next_call_follows(change):
+    """With the bits and the fingerprint of an engine that is made then."""
+    torch.manual_seed(0)
+    model = tiny()
+    with Engine(model, config=SMALL) as engine:
+        before, name = answer(engine), engine.fingerprint
+        change(model)
+        after = answer(engine)
+        with Engine(model, config=SMALL) as other:
+            assert answer(other) == after and other.fingerprint == engine.fingerprint
+        assert after != before and engine.fingerprint != name
+        assert engine.generate([PROMPT], KEPT)[0].completions[0].stats.cached_prompt_tokens
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_requests_that_run_when_it_changes(change):
+    """Plain ones start again; deterministic ones that have tokens are aborted, by name."""
+    torch.manual_seed(0)
+    model = tiny()
+    with Engine(model, config=SMALL) as engine:
+        ids = [engine.add_request(PROMPT, params) for params in (PARAMS, KEPT)]
+        engine.step()
+        change(model)
+        late = engine.add_request(PROMPT, KEPT)
+        outputs = {}
+        while engine.has_unfinished():
+            outputs |= {output.request_id: output for output in engine.step()}
+        plain, kept, last = (outputs[i].completions[0] for i in (*ids, late))
+        assert plain.finish_reason == last.finish_reason == "length"
+        assert kept.finish_reason == "abort" and "changed while it was running" in kept.error
+        with Engine(model, config=SMALL) as other:
+            assert bits(outputs[late]) == answer(other)
+
+
+def test_a_model_that_cannot_be_served_any_more():
+    """Is refused until it can be served again; what runs meanwhile says why it ended."""
+    model = tiny()
+    with Engine(model, config=SMALL) as engine:
+        expected = answer(engine)
+        running = engine.add_request(PROMPT, PARAMS)
+        engine.step()
+        kind = type(model.model.rotary_emb)
+        model.model.rotary_emb.register_forward_hook(lambda *_: None)
+        with pytest.raises(tinyspec.UnsupportedModelError, match="rotary_emb"):
+            engine.generate([PROMPT], PARAMS)
+        (output,) = engine.step()
+        assert output.request_id == running and "rotary_emb" in output.completions[0].error
+        model.model.rotary_emb = kind(model.config)
+        assert answer(engine) == expected
+
+
+def test_what_callers_change_between_calls_is_no_change():
+    """The copy stays, and what is cached."""
+    model = tiny()
+    with Engine(model, config=SMALL) as engine:
+        name, served = engine.fingerprint, engine.runner.model
+        answer(engine)
+        model.train()
+        model.config.use_cache = False
+        model.gradient_checkpointing_enable()
+        model.enable_input_require_grads()
+        model.generation_config.temperature = 0.3
+        output = engine.generate([PROMPT], KEPT)[0]
+        assert engine.runner.model is served and engine.fingerprint == name
+        assert output.completions[0].stats.cached_prompt_tokens > 0
+
+
+# Copies and lifetime
+
+
+def by_pickle(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+def by_torch(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("family", first(1, MODELS, 0.5))
+@pytest.mark.parametrize("make", first(2, (copy.deepcopy, by_pickle, by_torch), 0.5))
+def test_a_copy_is_a_plain_model(family, make, tmp_path):
+    """Also of a model whose ``generate`` is patched; saved it is what it was."""
+    model, other = MODELS[family](family), MODELS[family](family)
+    with Engine(model, config=SMALL) as engine:
+        expected = answer(engine, PARAMS)
+        tinyspec.patch(model, SMALL)
+        copied = make(model)
+        model.save_pretrained(tmp_path)
+        tinyspec.unpatch(model)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    for one in (copied, saved):
+        assert torch.equal(logits(one), logits(other))
+        assert one.config._attn_implementation == other.config._attn_implementation
+        with Engine(one, config=SMALL) as engine:  # it can be served in its turn
+            assert answer(engine, PARAMS) == expected
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_what_is_dropped_is_freed(served):
+    """Model and engine, closed or not."""
+    model = tiny()
+    engine = Engine(model, config=SMALL) if served else tinyspec.patch(model, SMALL)
+    if served:
+        answer(engine)
+    gone = weakref.ref(model)
+    del model, engine
+    gc.collect()
+    assert gone() is None
+
+
+CLOSED = {
+    "step": lambda engine: engine.step(),
+    "release": lambda engine: engine.release(),
+    "reserve": lambda engine: engine.reserve(1),
+    "fingerprint": lambda engine: engine.fingerprint,
+    "generate": lambda engine: engine.generate([PROMPT]),
+    "add_request": lambda engine: engine.add_request(PROMPT),
+}
+
+
+@pytest.fixture(scope="module")
+def closed():
+    engine = Engine(tiny(), config=SMALL)
+    engine.close()
+    return engine
+
+
+@pytest.mark.parametrize("call", CLOSED.values(), ids=CLOSED)
+def test_a_closed_engine_says_so(call, closed):
+    with pytest.raises(ValueError, match="engine='closed'"):
+        call(closed)
+
+
+def test_requests_that_were_prepared_before_an_engine_was_closed():
+    """As another thread may close it at any moment of a call."""
+    with Engine(tiny(), config=SMALL) as engine:
+        requests = engine.prepare([PROMPT], PARAMS)
+        engine.close()
+        for begin in (engine.run, engine.follow):
+            with pytest.raises(ValueError, match="closed"):
+                begin(requests)
+        assert not engine.has_unfinished()
+
+
+def test_a_processor_that_closes_the_engine():
+    def closes(ids, scores):
+        engine.close()
+        return scores
+
+    with Engine(tiny(), config=SMALL) as engine:
+        expected = answer(engine)
+        params = SamplingParams(max_new_tokens=3, logits_processors=[closes])
+        completion = engine.generate([PROMPT], params)[0].completions[0]
+        assert completion.finish_reason == "abort" and "closed from within" in completion.error
+        assert answer(engine) == expected
+
+
+# Pages and embeddings
+
+CONFIG = EngineConfig(reference_rows=16, page_size=8)
+LONG = text(40, seed=2)
+
+
+def test_a_pool_that_grows_keeps_what_it_holds():
+    with Engine(tiny(), config=CONFIG, grows=True) as engine:
+        with pytest.raises(ValueError, match="pages of 8 tokens, and there are 1"):
+            engine.generate([LONG], greedy(9))
+        engine.reserve(7)
+        begun = bits(engine.generate([LONG], greedy(9))[0])
+        kept = indexed_kv(engine)
+        assert len(kept) == 6
+        engine.reserve(20)
+        assert indexed_kv(engine) == kept and engine.pool.num_free == 20
+        check_residents(engine)
+        output = engine.generate([LONG, text(60, seed=4)], greedy(9))[0]
+        assert output.completions[0].stats.cached_prompt_tokens == 39 and bits(output) == begun
+        engine.reserve(3)  # never shrinks
+        engine.release()
+        engine.reserve(24)
+        assert bits(engine.generate([LONG], greedy(9))[0]) == begun
+        engine.add_request(LONG, greedy())
+        with pytest.raises(ValueError, match="1 unfinished requests"):
+            engine.reserve(10_000)
+    with Engine(tiny(), config=replace(CONFIG, num_pages=7), grows=True) as engine:
+        engine.reserve(100)
+        assert engine.pool.num_pages == 7
+
+
+@pytest.mark.crossed(1)
+@pytest.mark.parametrize("kind", ["as is", "shape-sensitive"])
+@pytest.mark.parametrize("chunk", [16, 24, 512])
+def test_a_prompt_of_embeddings_has_the_bits_of_its_tokens(kind, chunk):
+    """Alone, in a crowd, in any chunks; nothing of it is cached for, or taken from, others."""
+    model = model_of(kind)
+    crowd = [text(n, seed=n) for n in (5, 31, 18)]
+    params = greedy(12, temperature=0.8, seed=4)
+    with engine_of(model, page_size=8, max_rows=chunk) as engine:
+        expected = bits(engine.generate([LONG], params)[0])
+        with torch.no_grad():
+            embeds = model.get_input_embeddings()(torch.tensor(LONG))
+        for others in ([], crowd):
+            requests = engine.prepare([[0] * 40, *others], params)
+            requests[0].embeds, requests[0].num_hidden = embeds, 40
+            for _ in engine.follow(requests):
+                pass
+            sequence = requests[0].sequences[0]
+            found = sequence.tokens[40:], sequence.logprobs, sequence.finish_reason
+            assert [found] == expected
+            assert sequence.stats.cached_prompt_tokens == 0
+        other = engine.generate([[0] * 40], params)[0]  # control: stand-ins are no prompt
+        assert bits(other) != expected and other.completions[0].stats.cached_prompt_tokens == 0
+        check_residents(engine)
