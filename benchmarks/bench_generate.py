@@ -63,7 +63,6 @@ def model_for(dtype: str, smoke: bool, side: str) -> Any:
     if side.endswith(SAME_LINEARS):
         for parent, name, linear in cpu_stand_ins(model, FastMode(on=True)):
             setattr(parent, name, linear)
-    model.generation_config.eos_token_id = None
     return model
 
 

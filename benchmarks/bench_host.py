@@ -24,14 +24,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.presets import PRESETS, drawn
 from benchmarks.workloads import DEVICE, of_shapes
 from tinyspec import Engine, EngineConfig, SamplingParams
-from tinyspec.engine.core import EngineCore
-from tinyspec.runner.batch import Batch
-from tinyspec.runner.sampler import Sampler
-from tinyspec.scheduler.scheduler import Scheduler
 
 VOCAB = 256
 PROMPT, SMOKE_PROMPT = 32, 4
@@ -42,17 +38,8 @@ SEQUENCES = (1, 16, 64, 256, 1024)
 STEPS = 100
 # Steps in which prompts are still computed while the first requests decode, at most.
 PROMPT_STEPS = 1000
-# The last is plain requests beside which one prompt is computed in every step.
-KINDS = ("plain", "deterministic", "sampled", "mixed with prompts")
+KINDS = ("plain", "deterministic", "sampled")
 SAMPLED = {"temperature": 0.8, "top_p": 0.9, "logprobs": True}
-# The parts of a step: where each begins, by class and method.
-PARTS = {
-    "propose": (EngineCore, "_propose"),
-    "schedule": (Scheduler, "schedule"),
-    "batch": (Batch, "of"),
-    "sample": (Sampler, "sample"),
-    "commit": (EngineCore, "_commit"),
-}
 
 
 def build(layers: int) -> Any:
@@ -60,23 +47,9 @@ def build(layers: int) -> Any:
 
     layers: of its 28, how many.
     """
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "qwen3",
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    model: Any = AutoModelForCausalLM.from_config(config).to(DEVICE).eval()
+    shape = {**PRESETS["tiny"], "model_type": "qwen3", "num_hidden_layers": layers}
+    more = {"max_position_embeddings": 4096, "tie_word_embeddings": False}
+    model: Any = drawn({**shape, **more}, torch.float32, DEVICE)
     assert layers < LAYERS or len(list(model.parameters())) == PARAMETERS
     return model
 
@@ -107,7 +80,7 @@ def stub(engine: Engine) -> Callable[[], object]:
     engine.runner.model = forward
     context.kernels = core.sampler.kernels = stubs
     context.check = lambda: None  # that every layer called attention
-    return engine.contract.watch.changed
+    return engine.contract.changed
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -120,8 +93,8 @@ def stubbed(kind: str, smoke: bool) -> Iterator[tuple[Engine, Callable[[], objec
     """An engine whose steps compute nothing, probed before, and its check for a changed model."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # thread time sees one
-    most = max(SEQUENCES) + 1  # and a prompt
-    settings = {"max_rows": 512, "max_sequences": 257} if smoke else {"max_sequences": most}
+    most = max(SEQUENCES)
+    settings = {"max_rows": 512, "max_sequences": 256} if smoke else {"max_sequences": most}
     config = EngineConfig(verify="padded", **settings)
     with Engine(build(SMOKE_LAYERS if smoke else LAYERS), config=config) as engine:
         asked = SamplingParams(max_new_tokens=2, deterministic=kind == "deterministic")
@@ -129,7 +102,7 @@ def stubbed(kind: str, smoke: bool) -> Iterator[tuple[Engine, Callable[[], objec
         if asked.deterministic:
             engine.warm_up()
         check = stub(engine)
-        engine.contract.watch.changed = lambda: False  # type: ignore[method-assign]
+        engine.contract.changed = lambda: False  # type: ignore[method-assign]
         yield engine, check
     torch.set_num_threads(threads)
 
@@ -150,9 +123,8 @@ def bench_step(
 
     least_ms: the fastest step, which a busy machine changes least. us_a_sequence: of the median.
     held_ms, least_held_ms: a step of ``generate``, which sets torch's state and the handler of
-    Ctrl-C once for all steps, as it runs no code of the caller's between them. propose_us to
-    commit_us: parts of a step, measured in further steps. model_check_ms: the check for a changed
-    model, not part of the step. bucket: rows of the pass, padding included.
+    Ctrl-C once for all steps, as it runs no code of the caller's between them. model_check_ms: the
+    check for a changed model, not part of the step. bucket: rows of the pass, padding included.
     """
     engine, model_check = stubbed
     if sequences > engine.config.max_sequences:
@@ -171,19 +143,13 @@ def bench_step(
         if engine.records[-1].rows["decode"] == sequences:
             break
 
-    def more() -> None:
-        if kind == "mixed with prompts":
-            engine.add_request(list(work.prompts[0]), SamplingParams(max_new_tokens=1))
-
-    benchmark.pedantic(engine.step, setup=more, rounds=steps, iterations=1, warmup_rounds=2)
+    benchmark.pedantic(engine.step, rounds=steps, iterations=1, warmup_rounds=2)
     record = engine.records[-1]
-    prompts = prompt if kind == "mixed with prompts" else 0
-    assert record.rows == {"prompt": prompts, "decode": sequences, "draft": 0, "verify": 0}
+    assert record.rows == {"prompt": 0, "decode": sequences, "draft": 0, "verify": 0}
     assert record.canonical == (kind == "deterministic")
-    assert record.committed == sequences + (prompts > 0)
-    parts = _parts(engine, more, steps)
+    assert record.committed == sequences
     with engine.tracker.hold_state():
-        held = _thread_seconds(engine.step, steps, more)
+        held = _thread_seconds(engine.step, steps)
     for number in numbers:
         output = engine.abort(number)
         assert set(output.completions[0].token_ids) == {0}
@@ -194,46 +160,13 @@ def bench_step(
         benchmark.extra_info["us_a_sequence"] = 1e6 * benchmark.stats.stats.median / sequences
     benchmark.extra_info["held_ms"] = 1e3 * median(held)
     benchmark.extra_info["least_held_ms"] = 1e3 * min(held)
-    benchmark.extra_info |= {f"{part}_us": 1e6 * seconds for part, seconds in parts.items()}
     benchmark.extra_info["model_check_ms"] = 1e3 * median(_thread_seconds(model_check, steps))
 
 
-def _parts(engine: Engine, before: Callable[[], None], steps: int) -> dict[str, float]:
-    """Median thread time of every part of a step."""
-    seconds: dict[str, list[float]] = {part: [] for part in PARTS}
-
-    def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            began = time.thread_time()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                seconds[part].append(time.thread_time() - began)
-
-        return call
-
-    with pytest.MonkeyPatch.context() as patches:
-        for part, (owner, name) in PARTS.items():
-            function = vars(owner)[name]
-            if isinstance(function, classmethod):
-                wrapped: Any = classmethod(timed(part, function.__func__))
-            else:
-                wrapped = timed(part, function)
-            patches.setattr(owner, name, wrapped)
-        for _ in range(steps):
-            before()
-            engine.step()
-    assert all(len(found) == steps for found in seconds.values())
-    return {part: median(found) for part, found in seconds.items()}
-
-
-def _thread_seconds(
-    function: Callable[[], object], times: int, before: Callable[[], None] = lambda: None
-) -> list[float]:
+def _thread_seconds(function: Callable[[], object], times: int) -> list[float]:
     """Thread time of each call of ``function``."""
     seconds = []
     for _ in range(times):
-        before()
         began = time.thread_time()
         function()
         seconds.append(time.thread_time() - began)

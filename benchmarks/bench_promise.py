@@ -46,8 +46,6 @@ def models(smoke: bool) -> tuple[Any, Any]:
         build("tiny" if smoke else "small", torch.float32, DEVICE, positions=8192).eval()
         for _ in range(2)
     )
-    for model in (ours, theirs):
-        model.generation_config.eos_token_id = None
     with Engine(ours, config=CONFIG) as engine:
         engine.warm_up()
     return ours, theirs

@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from math import ceil
+from math import ceil, nan
 from statistics import median
 from typing import Any
 
@@ -26,14 +26,13 @@ from benchmarks.workloads import (
     Served,
     Workload,
     arriving,
-    fresh,
     in_turns,
     of_shapes,
     open_engine,
     random_tokens,
     serve,
 )
-from tinyspec import Engine, RequestOutput, SamplingParams, audit
+from tinyspec import Engine, RequestOutput, SamplingParams
 
 SHARES = (0, 2, 5, 10, 20, 50, 100)
 ALL = SHARES[-1]
@@ -63,7 +62,7 @@ def bench_share(benchmark: Any, engine: Engine, name: str, smoke: bool, rounds: 
     serve(engine, work, work.params((), processors=(meter,)))
     assert 1 < meter.mean < 4, "nats a token"
     params = {share: work.params(work.chosen(share)) for share in SHARES}
-    fresh(engine)
+    engine.release()
     expected = serve(engine, work, params[ALL]).tokens
     runs: dict[int, list[Served]] = {share: [] for share in SHARES}
 
@@ -74,9 +73,9 @@ def bench_share(benchmark: Any, engine: Engine, name: str, smoke: bool, rounds: 
         even = len(runs[ALL]) % 2 == 0
         order = SHARES[:-1] if even else SHARES[-2::-1]
         for share in order:
-            fresh(engine)
+            engine.release()
             run(share)
-        fresh(engine)
+        engine.release()
 
     benchmark.pedantic(lambda: run(ALL), setup=others, rounds=rounds, iterations=1)
     for share in SHARES:
@@ -94,54 +93,33 @@ def bench_share(benchmark: Any, engine: Engine, name: str, smoke: bool, rounds: 
 def _entry(work: Workload, share: int, runs: dict[int, list[Served]]) -> dict[str, Any]:
     """One share against none. Throughput ratios above 1 and latency ratios below 1 are faster.
 
-    The counts are of the latest run. rolled_back_share: of the drafts, None where there are none.
-    recomputed_share: rolled back drafts over all tokens committed, plain ones too. padding_share:
-    of all rows.
+    plain_p50, plain_p99: latencies, by nearest rank over all rounds, of the requests that are plain
+    at ``share``, over those of the same ones where none is deterministic. The counts are of the
+    latest run; padding: its share of all rows.
     """
     chosen, stats = work.chosen(share), runs[share][-1].stats
-    seconds = median(served.seconds for served in runs[share])
-    rows = stats.padding + sum(stats.rows.values())
+    plain = [number for number in range(len(work.prompts)) if number not in chosen]
+    seconds = sorted(served.seconds for served in runs[share])
+
+    def latency(side: int, quantile: float) -> float:
+        values = sorted(served.latencies[n] for served in runs[side] for n in plain)
+        return values[ceil(quantile * len(values)) - 1] if values else nan
+
     return {
         "share": share,
         "deterministic": len(chosen),
         "token_share": sum(work.lengths[number] for number in chosen) / work.tokens,
-        "ratio": median(served.seconds for served in runs[0]) / seconds,
-        "tokens_per_second": work.tokens / seconds,
-        **_latencies([n for n in range(len(work.prompts)) if n not in chosen], runs, share),
+        "ratio": median(served.seconds for served in runs[0]) / median(seconds),
+        "tokens_per_second": work.tokens / median(seconds),
+        "seconds": f"{seconds[0]:.2f} to {seconds[-1]:.2f}",
+        "plain_p50": latency(share, 0.50) / latency(0, 0.50),
+        "plain_p99": latency(share, 0.99) / latency(0, 0.99),
         "drafted": stats.drafted,
         "rolled_back": stats.rolled_back,
-        "rolled_back_share": stats.rolled_back / stats.drafted if stats.drafted else None,
-        "recomputed_share": stats.rolled_back / stats.committed,
-        "padding_share": stats.padding / rows,
+        "padding": stats.padding / (stats.padding + sum(stats.rows.values())),
         "ways": dict(sorted(stats.ways.items())),
         "passes": sum(stats.passes.values()),
         "cached_prompt_tokens": stats.cached_prompt_tokens,
-        "seconds": [served.seconds for served in runs[share]],
-    }
-
-
-def _latencies(plain: list[int], runs: dict[int, list[Served]], share: int) -> dict[str, float]:
-    """Latency ratios of the requests that are plain at ``share``, the same ones on both sides.
-
-    p50 and p99 are by nearest rank over those requests in all rounds together, so with fewer than
-    a hundred values p99 is their maximum. ``slowest`` depends less on a single pause of the
-    machine: the largest of the requests' own medians over the rounds.
-    """
-    if not plain:
-        return {}
-
-    def pooled(side: int, quantile: float) -> float:
-        values = sorted(served.latencies[n] for served in runs[side] for n in plain)
-        return values[ceil(quantile * len(values)) - 1]
-
-    def slowest(side: int) -> float:
-        return max(median(served.latencies[n] for served in runs[side]) for n in plain)
-
-    return {
-        "p50_ratio": pooled(share, 0.50) / pooled(0, 0.50),
-        "p99_ratio": pooled(share, 0.99) / pooled(0, 0.99),
-        "slowest_ratio": slowest(share) / slowest(0),
-        "latencies_pooled": len(plain) * len(runs[share]),
     }
 
 
@@ -167,6 +145,23 @@ def bench_deterministic(
     _against_plain(benchmark, engine, work, work.params(()), rounds)
 
 
+@pytest.fixture(scope="module")
+def experts(dtype: str, smoke: bool) -> Iterator[Engine]:
+    with open_engine(dtype, smoke, "-moe", prefix_cache=False) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("requests", [1, 8, 32])
+@pytest.mark.benchmark(group="a mixture of experts, all deterministic against none")
+def bench_experts(benchmark: Any, experts: Engine, requests: int, smoke: bool, rounds: int) -> None:
+    """``ratio``: as in ``bench_deterministic``; canonical passes run every expert's rows by the
+    linear kernel, others by transformers' grouped matmul."""
+    rng = random.Random(0)
+    shapes = [(8, 4) if smoke else (rng.randint(16, 96), 48) for _ in range(requests)]
+    work = of_shapes("experts", shapes, experts.model.config.vocab_size)
+    _against_plain(benchmark, experts, work, work.params(()), rounds)
+
+
 def _against_plain(
     benchmark: Any, engine: Engine, work: Workload, plain: list[SamplingParams], rounds: int
 ) -> None:
@@ -179,7 +174,7 @@ def _against_plain(
         lambda: runs.append(engine.generate(prompts, asking)),
         lambda: engine.generate(prompts, plain),
         rounds,
-        prepare=lambda: fresh(engine),
+        prepare=engine.release,
     )
     said = [list(map(_bits, outputs)) for outputs in runs]
     assert all(one == said[0] for one in said)
@@ -199,8 +194,8 @@ def bench_chat_turns(benchmark: Any, engine: Engine, dtype: str, smoke: bool, ro
     with open_engine(dtype, smoke, prefix_cache=False) as without:
 
         def prepare() -> None:
-            fresh(engine)
-            fresh(without)
+            engine.release()
+            without.release()
 
         prepare()
         said, rows = _chat(engine, users, out)
@@ -238,34 +233,6 @@ def _chat(engine: Engine, users: list[tuple[int, ...]], out: int) -> tuple[list[
         history += output.completions[0].token_ids
         said.append(_bits(output))
     return said, engine.stats().rows["prompt"] - before
-
-
-@pytest.mark.benchmark(group="audit against generating the same one token at a time")
-def bench_audit(benchmark: Any, engine: Engine, dtype: str, smoke: bool, rounds: int) -> None:
-    """``ratio``: seconds to generate the outputs in order, one token a pass, over seconds to audit.
-
-    Both sides are deterministic and give the same bits.
-    """
-    shapes = [(8, 8)] * 2 if smoke else [(32, 64)] * 8
-    work = of_shapes("audit", shapes, engine.model.config.vocab_size)
-    prompts = [list(prompt) for prompt in work.prompts]
-    params = [replace(p, logprobs=True) for p in work.params(range(len(prompts)))]
-    outputs = engine.generate(prompts, params)
-    reports = [audit(engine, outputs)]
-    token_by_token = {"verify": "padded", "max_sequences": 1, "prefix_cache": False}
-    with open_engine(dtype, smoke, **token_by_token) as slow:
-        again = slow.generate(prompts, params)
-        assert list(map(_bits, again)) == list(map(_bits, outputs))
-        ratio = in_turns(
-            benchmark,
-            lambda: reports.append(audit(engine, outputs)),
-            lambda: slow.generate(prompts, params),
-            rounds,
-        )
-    for report in reports:
-        assert report, str(report)
-    benchmark.extra_info["ratio"] = round(ratio, 3)
-    benchmark.extra_info["tokens"] = work.tokens
 
 
 def _bits(output: RequestOutput) -> str:

@@ -32,6 +32,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from benchmarks.coin_reader.tasks import TASKS, Example
+from benchmarks.render import table
 from tinyspec import Engine, EngineConfig, RequestOutput, SamplingParams
 from tinyspec.thinking.model import ThinkingModel
 
@@ -116,23 +117,17 @@ def _compare(sides: list[list[RequestOutput]]) -> None:
         raise ValueError("windows do not agree: thoughts or answers differ")
 
 
-def table(results: list[Result]) -> str:
+def results_table(results: list[Result]) -> str:
     """Markdown; speed-up: the seconds of the sequential side over these."""
-    lines = [
-        "| workload | prompts | window | thoughts | not trivial | rounds | rows | ms | speed-up |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for result in results:
-        same = (result.workload, result.batch)
-        sequential = next(
-            r.seconds for r in results if (r.workload, r.batch) == same and r.window == "1"
-        )
-        lines.append(
-            f"| {result.workload} | {result.batch} | {result.window} | {result.chunks:.1f} | "
-            f"{result.active:.1f} | {result.rounds:.1f} | {result.rows} | "
-            f"{result.seconds * 1000:.0f} | {sequential / result.seconds:.2f} |"
-        )
-    return "\n".join(lines)
+    sequential = {(r.workload, r.batch): r.seconds for r in results if r.window == "1"}
+    header = ("workload", "prompts", "window", "thoughts", "not trivial", "rounds", "rows", "ms")
+    rows = []
+    for r in results:
+        means = (f"{mean:.1f}" for mean in (r.chunks, r.active, r.rounds))
+        over = sequential[r.workload, r.batch] / r.seconds
+        times = f"{r.seconds * 1000:.0f}", f"{over:.2f}"
+        rows.append((r.workload, r.batch, r.window, *means, r.rows, *times))
+    return table((*header, "speed-up"), rows)
 
 
 @dataclass
@@ -183,18 +178,15 @@ def against_chain(
 def answers_table(answers: list[Answer]) -> str:
     """Markdown: all ways side by side; over: the seconds of a chain over those of thoughts."""
     ways = list(dict.fromkeys(answer.way for answer in answers))
-    cells = [*(f"{way}: right | ms" for way in ways), *(f"{way} over" for way in ways[1:])]
-    lines = [
-        f"| operations | prompts | {' | '.join(cells)} |",
-        f"| {'--- | ' * (1 + 3 * len(ways))}",
-    ]
-    cases = dict.fromkeys((answer.operations, answer.batch) for answer in answers)
-    for case in cases:
+    header = [name for way in ways for name in (f"{way}: right", "ms")]
+    header += [f"{way} over" for way in ways[1:]]
+    rows = []
+    for case in dict.fromkeys((answer.operations, answer.batch) for answer in answers):
         found = [a for a in answers if (a.operations, a.batch) == case]
-        cells = [f"{a.right:.3f} | {a.seconds * 1000:.1f}" for a in found]
+        cells = [cell for a in found for cell in (f"{a.right:.3f}", f"{a.seconds * 1000:.1f}")]
         cells += [f"{chain.seconds / found[0].seconds:.2f}" for chain in found[1:]]
-        lines.append(f"| {case[0]} | {case[1]} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([*case, *cells])
+    return table(["operations", "prompts", *header], rows)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -235,7 +227,7 @@ def main(arguments: list[str] | None = None) -> None:
             answers += against_chain(sides, tokenizer, operations, batch, options.count)
     if options.smoke:
         return
-    print(table(results))
+    print(results_table(results))
     if answers:
         print("\n" + answers_table(answers))
     if options.json:

@@ -93,19 +93,11 @@ def measure(checkout: Path, suites: list[str], size: str) -> Found:
             command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
             command += ["-p", "no:randomly", "benchmarks/bench_host.py", "--benchmark-enable"]
             command += ["--rounds", "3" if size == "full" else "1", f"--benchmark-json={saved}"]
-            command += sized(checkout, size)
+            command += [] if size == "smoke" else ["--full"]
             run(command, checkout, settings)
             for one in json.loads(saved.read_text())["benchmarks"]:
                 found[f"host {one['param']}"] = one["stats"]["median"], ""
     return found
-
-
-def sized(checkout: Path, size: str) -> list[str]:
-    """Options of its suites; a checkout that has no ``--full`` has ``--smoke``."""
-    full = "--full" in (checkout / "benchmarks" / "conftest.py").read_text()
-    if size == "smoke":
-        return [] if full else ["--smoke"]
-    return ["--full"] if full else []
 
 
 def run(command: list[str], checkout: Path, settings: dict[str, str]) -> str:
@@ -207,7 +199,7 @@ def generate_suite(dtype: str, size: str) -> Found:
 
 def share_suite(dtype: str, size: str) -> Found:
     """Requests that arrive over time, none and all of them deterministic."""
-    from benchmarks.workloads import ARRIVING, Workload, arriving, fresh, open_engine, serve
+    from benchmarks.workloads import ARRIVING, Workload, arriving, open_engine, serve
 
     found = {}
     smoke = size == "smoke"
@@ -222,7 +214,7 @@ def share_suite(dtype: str, size: str) -> Found:
                 params = work.params(work.chosen(share))
 
                 def call(work: Any = work, params: Any = params) -> list[list[int]]:
-                    fresh(engine)
+                    engine.release()
                     return serve(engine, work, params).tokens
 
                 found[f"share {name} {share} % {dtype}"] = timed(call)

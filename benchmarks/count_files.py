@@ -1,5 +1,5 @@
-"""How far one prompt travels: files of the package that it enters, and calls from a lower wing
-into a higher one.
+"""How far one prompt travels: files and functions of the package that it enters, and calls from a
+lower wing into a higher one.
 
     python benchmarks/count_files.py [--deterministic] [--list]
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -35,10 +35,11 @@ def wing(file: str) -> int | None:
 
 
 class Count:
-    """Files entered and calls upwards, while it is the profiler."""
+    """Files and functions entered, and calls upwards, while it is the profiler."""
 
     def __init__(self) -> None:
         self.files: set[str] = set()
+        self.functions: set[CodeType] = set()
         self.upwards: set[tuple[str, str]] = set()
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
@@ -46,6 +47,7 @@ class Count:
             return
         callee, caller = frame.f_code, frame.f_back
         self.files.add(callee.co_filename)
+        self.functions.add(callee)
         # Through the code of libraries, as of torch's modules, to who called that.
         while caller is not None and not _is_ours(caller):
             caller = caller.f_back
@@ -97,7 +99,8 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="name them")
     options = parser.parse_args()
     found = count(options.deterministic)
-    print(f"{len(found.files)} files entered, {len(found.upwards)} calls upwards")
+    entered = f"{len(found.files)} files, {len(found.functions)} functions"
+    print(f"{entered} entered, {len(found.upwards)} calls upwards")
     if options.list:
         for name in sorted(found.files):
             print(f"  {Path(name).relative_to(PACKAGE)}")

@@ -33,18 +33,6 @@ def sets(moved: int) -> int:
     return max(1, min(MOST_SETS, -(-CACHE_BYTES // max(1, moved)))) if CUDA else 1
 
 
-def prepared(calls: Sequence[Call]) -> Call:
-    """What makes all ``calls``, once, and waits for them; a graph where they can be captured."""
-    run, _ = _captured(calls)
-
-    def wait() -> None:
-        run()
-        if CUDA:
-            torch.cuda.synchronize()
-
-    return wait
-
-
 def timed(calls: Sequence[Call], budget: float = 0.2) -> Timed:
     """Median over a few rounds of one call's time; a round makes all ``calls`` in turns, as often
     as fits ``budget`` seconds in all."""

@@ -113,7 +113,7 @@ def report(path: Path) -> str:
         for line in lines:
             predicted = [p for p in known if (p["section"], p["case"]) == (name, line["case"])]
             cells = [_cell(line.get(column, "")) for column in columns]
-            rows.append([line["case"], *cells, "; ".join(map(_verdict(line), predicted))])
+            rows.append([line["case"], *cells, "; ".join(_verdict(line, p) for p in predicted)])
         parts += [f"### {name}", table(["case", *columns, "predicted"], rows)]
     return "\n\n".join(parts) + "\n"
 
@@ -123,16 +123,10 @@ def predictions() -> list[dict[str, Any]]:
     return json.loads(PREDICTIONS.read_text())["predictions"]
 
 
-def _verdict(line: dict[str, Any]) -> Callable[[dict[str, Any]], str]:
-    def verdict(predicted: dict[str, Any]) -> str:
-        low, high, column = predicted["low"], predicted["high"], predicted["column"]
-        text = f"{column} {low} to {high}"
-        found = line.get(column)
-        if found is None:
-            return text
-        return text + (": yes" if low <= found <= high else ": no")
-
-    return verdict
+def _verdict(line: dict[str, Any], predicted: dict[str, Any]) -> str:
+    low, high, found = predicted["low"], predicted["high"], line.get(predicted["column"])
+    verdict = "" if found is None else ": yes" if low <= found <= high else ": no"
+    return f"{predicted['column']} {low} to {high}{verdict}"
 
 
 def _cell(value: Any) -> str:

@@ -50,9 +50,6 @@ SAMPLE = {
     f"sample {rows} x 151936, {kind}": (rows, 151936, kind == "with noise")
     for rows, kind in product((512, 64, 1), ("greedy", "with noise"))
 }
-LINEAR = {f"linear {rows} x 4096 x 4096": rows for rows in (1, 64, 2048)}
-NORM = {f"residual and norm {rows} x 4096": rows for rows in (64, 2048)}
-GATED = {f"gated {rows} x 14336": rows for rows in (64, 2048)}
 WRITES = {f"KV write {rows} rows": rows for rows in (4096, 64)}
 
 
@@ -67,6 +64,17 @@ class Case:
     beside: dict[str, Call]
 
 
+def several(work: Work, make: Callable[[], Call]) -> list[Call]:
+    """Calls on as many sets of inputs as do not fit the caches together."""
+    return [make() for _ in range(device_time.sets(work.bytes))]
+
+
+def near(found: Tensor, expected: Tensor, most: float = 1e-2) -> str | None:
+    """None, or how far one is from the other, which was computed in fp32."""
+    error = distance(found, expected)
+    return None if error < most else f"{error} from fp32"
+
+
 def small(spans: Spans) -> Spans:
     """A few short sequences of the same kinds."""
     kept = list(dict.fromkeys(spans))[-3:]
@@ -74,24 +82,22 @@ def small(spans: Spans) -> Spans:
 
 
 def attention_case(spans: Spans, heads: Heads, page: int = PAGE) -> Case:
-    work = roofline.attention(heads, spans)
-    calls, first = [], None
-    for _ in range(device_time.sets(work.bytes)):
-        inputs = attention_inputs(spans, heads, page)
-        calls.append(partial(KERNELS.paged_attention, *inputs, scale=heads.dim**-0.5))
-        first = first or inputs
-    assert first is not None
-    beside: dict[str, Call] = {}
-    if len(spans) == 1:
-        beside["sdpa"] = sdpa(*first, 0, DTYPE)
+    work, inputs = roofline.attention(heads, spans), []
+
+    def make() -> Call:
+        inputs.append(attention_inputs(spans, heads, page))
+        return partial(KERNELS.paged_attention, *inputs[-1], scale=heads.dim**-0.5)
+
+    calls = several(work, make)
+    first = inputs[0]
+    beside = {"sdpa": sdpa(*first, 0, DTYPE)} if len(spans) == 1 else {}
 
     def wrong() -> str | None:
         out, rows = calls[0](), first[3].cu_seqlens_q.tolist()
         for segment in {0, len(spans) - 1}:
             expected = sdpa(*first, segment, torch.float32)()[0].transpose(0, 1)
-            error = distance(out[rows[segment] : rows[segment + 1]], expected)
-            if not error < 2e-2:
-                return f"sequence {segment}: {error} from SDPA in fp32"
+            if said := near(out[rows[segment] : rows[segment + 1]], expected, 2e-2):
+                return f"sequence {segment}: {said}"
         return None
 
     return Case(calls, work, wrong, beside)
@@ -127,25 +133,24 @@ def sdpa(
 
 def kv_write_case(rows: int, heads: Heads) -> Case:
     work = roofline.kv_write(heads, rows)
-    calls = []
-    for _ in range(device_time.sets(work.bytes)):
+
+    def make() -> Call:
         q, k, v = (normal(rows, count, heads.dim) for count in (heads.q, heads.kv, heads.kv))
         half = torch.rand(rows, heads.dim // 2, device=DEVICE) * 6.28
         cos, sin = (torch.cat((x, x), dim=-1).to(DTYPE) for x in (half.cos(), half.sin()))
         pool = torch.zeros(2, -(-rows // PAGE), PAGE, heads.kv, heads.dim, dtype=DTYPE)
-        caches = pool.to(DEVICE)
-        slots = torch.randperm(caches.shape[1] * PAGE, device=DEVICE)[:rows]
-        calls.append(
-            partial(KERNELS.fused_kv_write, q, k, v, cos, sin, caches[0], caches[1], slots)
-        )
+        keys, values = pool.to(DEVICE)
+        slots = torch.randperm(len(keys) * PAGE, device=DEVICE)[:rows]
+        return partial(KERNELS.fused_kv_write, q, k, v, cos, sin, keys, values, slots)
+
+    calls = several(work, make)
 
     def wrong() -> str | None:
         out = calls[0]()
         q, k, v, cos, sin, keys, values, slots = calls[0].args
         for found, before in ((out, q), (keys.flatten(0, 1)[slots], k)):
-            error = distance(found, rotated(before.float(), cos.float(), sin.float()))
-            if not error < 1e-2:
-                return f"{error} from the formula"
+            if said := near(found, rotated(before.float(), cos.float(), sin.float())):
+                return said
         return None if torch.equal(values.flatten(0, 1)[slots], v) else "values"
 
     return Case(calls, work, wrong, {})
@@ -159,12 +164,17 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def sample_case(rows: int, vocab: int, noise: bool) -> Case:
     work = roofline.sample(rows, vocab)
-    calls = []
-    for _ in range(device_time.sets(work.bytes)):
-        logits = torch.randn(rows, vocab, device=DEVICE)
-        heat = torch.full((rows,), 0.6 * noise, device=DEVICE)
-        numbers = torch.arange(rows, device=DEVICE)
-        calls.append(partial(KERNELS.sample, logits, heat, numbers * 7919, numbers))
+    heat, numbers = torch.full((rows,), 0.6 * noise, device=DEVICE), torch.arange(rows).to(DEVICE)
+    calls = several(
+        work,
+        lambda: partial(
+            KERNELS.sample,
+            torch.randn(rows, vocab, device=DEVICE),
+            heat,
+            numbers * 7919,
+            numbers,
+        ),
+    )
 
     def wrong() -> str | None:
         (tokens, logprobs), logits = calls[0](), calls[0].args[0]
@@ -179,49 +189,52 @@ def sample_case(rows: int, vocab: int, noise: bool) -> Case:
 
 def linear_case(rows: int, width: int) -> Case:
     work = roofline.linear(rows, width, width)
-    calls = []
-    for _ in range(device_time.sets(work.bytes)):
-        x, weight = normal(rows, width), normal(width, width)
-        calls.append(partial(KERNELS.linear, x, weight))
+    calls = several(
+        work, lambda: partial(KERNELS.linear, normal(rows, width), normal(width, width))
+    )
 
     def wrong() -> str | None:
         x, weight = calls[0].args
-        error = distance(calls[0](), x.float() @ weight.float().T)
-        return None if error < 1e-2 else f"{error} from fp32"
+        return near(calls[0](), x.float() @ weight.float().T)
 
     return Case(calls, work, wrong, {"cublas": partial(F.linear, *calls[0].args)})
 
 
 def norm_case(rows: int, width: int) -> Case:
     work = roofline.norm(rows, width)
-    calls = []
-    for _ in range(device_time.sets(work.bytes)):
+
+    def make() -> Call:
         given = normal(rows, width), normal(rows, width), normal(width)
-        calls.append(partial(KERNELS.add_rms_norm, *given, 1e-6))
+        return partial(KERNELS.add_rms_norm, *given, 1e-6)
+
+    calls = several(work, make)
 
     def wrong() -> str | None:
         (normed, summed), (x, residual, weight) = calls[0](), calls[0].args[:3]
         expected = F.rms_norm(summed.float(), (width,), weight.float(), 1e-6)
-        error = distance(normed, expected)
-        if not error < 1e-2:
-            return f"{error} from fp32"
-        return None if torch.equal(summed, x + residual) else "sums"
+        return near(normed, expected) or (None if torch.equal(summed, x + residual) else "sums")
 
     return Case(calls, work, wrong, {})
 
 
 def gated_case(rows: int, width: int) -> Case:
     work = roofline.activation(rows, width)
-    calls = []
-    for _ in range(device_time.sets(work.bytes)):
-        calls.append(partial(KERNELS.gated, normal(rows, width), normal(rows, width), "silu"))
+    calls = several(
+        work, lambda: partial(KERNELS.gated, normal(rows, width), normal(rows, width), "silu")
+    )
 
     def wrong() -> str | None:
         gate, up, _ = calls[0].args
-        error = distance(calls[0](), F.silu(gate.float()) * up.float())
-        return None if error < 1e-2 else f"{error} from fp32"
+        return near(calls[0](), F.silu(gate.float()) * up.float())
 
     return Case(calls, work, wrong, {})
+
+
+MATRICES = {
+    **{f"linear {n} x 4096 x 4096": (linear_case, n, 4096) for n in (1, 64, 2048)},
+    **{f"residual and norm {n} x 4096": (norm_case, n, 4096) for n in (64, 2048)},
+    **{f"gated {n} x 14336": (gated_case, n, 14336) for n in (64, 2048)},
+}
 
 
 def accept_case(requests: int, width: int) -> Case:
@@ -264,11 +277,7 @@ def cases(smoke: bool) -> dict[str, Callable[[], Case]]:
     for name, (rows, vocab, noise) in SAMPLE.items():
         sizes = (min(rows, 4), 1000) if smoke else (rows, vocab)
         found[name] = partial(sample_case, *sizes, noise)
-    for name, rows in LINEAR.items():
-        found[name] = partial(linear_case, *((min(rows, 5), 64) if smoke else (rows, 4096)))
-    for name, rows in NORM.items():
-        found[name] = partial(norm_case, *((min(rows, 5), 64) if smoke else (rows, 4096)))
-    for name, rows in GATED.items():
-        found[name] = partial(gated_case, *((min(rows, 5), 64) if smoke else (rows, 14336)))
+    for name, (make, rows, width) in MATRICES.items():
+        found[name] = partial(make, *((min(rows, 5), 64) if smoke else (rows, width)))
     found["accept 64 x 17"] = partial(accept_case, 4 if smoke else 64, 17)
     return found

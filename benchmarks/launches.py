@@ -136,7 +136,10 @@ def decode_pass(model: Any, batch: int, context: int, linear: str = "auto") -> L
     with _as_on_a_gpu(), Engine(model, config=config) as one:
         vocab, runner = model.config.vocab_size, one.runner
         found = Launches(outside=_storages([runner.cache.k, runner.cache.v]))
-        runner.model = lambda **asked: SimpleNamespace(logits=_zeros(asked, vocab))
+        served, runner.model = (
+            runner.model,
+            lambda **asked: SimpleNamespace(logits=_zeros(asked, vocab)),
+        )
         one.patched.context.check = lambda: None  # that every layer called attention
         kernels = one.core.sampler.kernels
         one.core.sampler.kernels = replace(kernels, sample=_sample_zero(kernels.sample))
@@ -146,7 +149,7 @@ def decode_pass(model: Any, batch: int, context: int, linear: str = "auto") -> L
         while not one.records or one.records[-1].rows["decode"] < batch:
             assert one.has_unfinished()
             one.step()
-        runner.model = model
+        runner.model = served
         for launches in (Launches(), found):  # the first pass makes what all others use
             with _by_triton(one, launches):
                 one.step()
@@ -187,7 +190,7 @@ def _by_triton(engine: Engine, found: Launches) -> Iterator[None]:
         return call
 
     engine.patched.context.kernels = kernels
-    for module in engine.model.modules():
+    for module in runner.model.modules():
         if isinstance(module, KernelLinear):
             module._linear = kernels.linear
     sampler.kernels = replace(kernels, sample=_sample_zero(watched(kernels.sample)))
@@ -215,7 +218,6 @@ def of_preset(preset: str, batch: int, context: int, layers: int, linear: str = 
     passes = []
     for count in (layers, layers + 1):
         model: Any = presets.build(preset, torch.bfloat16, "cpu", count)
-        model.generation_config.eos_token_id = None
         passes.append(decode_pass(model, batch, context, linear))
     whole = presets.PRESETS[preset]["num_hidden_layers"]
     return passes[1].beside(passes[0], whole - layers - 1)

@@ -1,4 +1,4 @@
-"""Models of a named shape on this device: decode steps, doctor, workloads, a profiler's trace.
+"""Models of a named shape on this device: decode steps, doctor, workloads.
 
     python -m benchmarks.measure_models steps doctor --preset llama-3.1-8b --journal FILE [--smoke]
 
@@ -13,11 +13,10 @@ import copy
 import json
 import random
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
@@ -61,7 +60,6 @@ class Sections:
         torch.manual_seed(0)
         began = time.perf_counter()
         self.model: Any = presets.build(preset, torch.bfloat16, DEVICE)
-        self.model.generation_config.eos_token_id = None
         self.preset, self.lines, self.smoke = preset, lines, smoke
         self.vocab, self.shape = self.model.config.vocab_size, self.model.config
         length = min(MODEL_LEN, self.shape.max_position_embeddings)
@@ -166,20 +164,18 @@ class Sections:
         for count in (4,) if self.smoke else (64, 256):
             work = replace(whole, prompts=whole.prompts[:count], lengths=whole.lengths[:count])
             seconds: dict[str, float] = {}
-            for name, side in SIDES.items():
-                run = partial(self._side, side, work, seconds, name)
+            for name in SIDES:
+                run = partial(self._side, name, work, seconds)
                 case = f"{self.preset}, {count} requests: {name}"
                 self.lines.run("ragged requests", case, run, least=2 if self.smoke else 20)
 
-    def _side(
-        self, side: Callable[..., Any], work: Workload, seconds: dict[str, float], name: str
-    ) -> dict[str, Any]:
+    def _side(self, name: str, work: Workload, seconds: dict[str, float]) -> dict[str, Any]:
         short = replace(work, prompts=work.prompts[:2], lengths=(4, 4))
-        with side(self.model, short) as warm:
+        with side(name, self.model, short) as warm:
             warm(short)
         if DEVICE == "cuda":
             torch.cuda.empty_cache()
-        with side(self.model, work) as run:
+        with side(name, self.model, work) as run:
             found: list[Any] = []
             seconds[name] = timed(lambda: found.append(run(work)))
         assert list(map(len, found[0])) == list(work.lengths)
@@ -188,31 +184,6 @@ class Sections:
         if "tinyspec" in seconds:
             line["over_tinyspec"] = round(seconds[name] / seconds["tinyspec"], 2)
         return line
-
-    def trace(self, folder: Path) -> None:
-        """Where the device's time goes in a few steps, by kernel; traces for a viewer."""
-        context = 32 if self.smoke else CONTEXT
-        with self.engine(prefix_cache=False) as engine:
-            for batch in (1,) if self.smoke else (64, 1):
-                path = folder / f"trace-{self.preset}-{batch}.json.gz"
-                run = partial(self._traced, engine, batch, context, path)
-                self.lines.run("trace", f"{self.preset}, batch {batch}", run, least=5)
-
-    def _traced(self, engine: Engine, batch: int, context: int, path: Path) -> dict[str, Any]:
-        numbers, count = self._decoding(engine, batch, context, ()), 3
-        with torch.profiler.profile() as profile:
-            seconds = timed(lambda: [engine.step() for _ in range(count)])
-        for number in numbers:
-            engine.abort(number)
-        profile.export_chrome_trace(str(path))
-        # An operator has the time of the kernels that it launches as well.
-        kinds = [e for e in profile.key_averages() if e.device_type.name != "CPU"]
-        kinds.sort(key=lambda e: -e.self_device_time_total)
-        busy = sum(e.self_device_time_total for e in kinds)
-        found = {"ms": 1e3 * seconds / count, "busy_ms": busy / 1e3 / count}
-        found["launches"] = sum(e.count for e in kinds) / count
-        kernels = [[e.key[:80], e.count, round(e.self_device_time_total)] for e in kinds[:30]]
-        return {key: round(value, 3) for key, value in found.items()} | {"kernels": kernels}
 
 
 def known_device(lines: journal.Journal) -> Device | None:
@@ -230,40 +201,23 @@ def known_device(lines: journal.Journal) -> Device | None:
     return device.with_measured(1e9 * copy, 1e12 * matrix)
 
 
-def _tinyspec(model: Any, work: Workload) -> Any:
-    return _Bound(patched(model, EngineConfig(prefix_cache=False)), by_tinyspec)
+SIDES = ("tinyspec", "generate", "generate_batch")
 
 
-def _generate(model: Any, work: Workload) -> Any:
-    return _Bound(nullcontext(model), by_generate)
+@contextmanager
+def side(name: str, model: Any, work: Workload) -> Iterator[Callable[[Workload], Any]]:
+    """One of ``SIDES``: what serves a workload."""
+    if name == "tinyspec":
+        with patched(model, EngineConfig(prefix_cache=False)) as served:
+            yield partial(by_tinyspec, served)
+    elif name == "generate":
+        yield partial(by_generate, model)
+    else:
+        with by_manager(model, work) as (run, _):
+            yield run
 
 
-class _Bound:
-    """A context whose value is a function of a workload, of a context with a model."""
-
-    def __init__(self, context: Any, function: Callable[..., Any]):
-        self._context, self._function = context, function
-
-    def __enter__(self) -> Callable[..., Any]:
-        return partial(self._function, self._context.__enter__())
-
-    def __exit__(self, *error: Any) -> Any:
-        return self._context.__exit__(*error)
-
-
-class _Manager(_Bound):
-    """transformers' continuous batching; its thread ends with the context."""
-
-    def __init__(self, model: Any, work: Workload):
-        super().__init__(by_manager(model, work), lambda found: found)
-
-    def __enter__(self) -> Callable[..., Any]:
-        run, _ = self._context.__enter__()
-        return run
-
-
-SIDES = {"tinyspec": _tinyspec, "generate": _generate, "generate_batch": _Manager}
-SECTIONS = ("steps", "doctor", "compare", "nano", "trace")
+SECTIONS = ("steps", "doctor", "compare", "nano")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -277,8 +231,7 @@ def main(arguments: list[str] | None = None) -> int:
     lines = journal.Journal.of(options)
     sections = Sections("tiny" if options.smoke else options.preset, lines, options.smoke)
     for name in options.sections:
-        more = (options.journal.parent,) if name == "trace" else ()
-        getattr(sections, name)(*more)
+        getattr(sections, name)()
     return int(lines.failed)
 
 

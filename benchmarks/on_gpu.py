@@ -37,9 +37,7 @@ GRACE_S = 10.0
 WORKERS = 12
 # What of them runs on a GPU: one round, of the long sweeps one dtype.
 SUITES = {
-    "bench_attention": (),
     "bench_share": ("-k", "bfloat16"),
-    "bench_experts": ("-k", "bfloat16"),
     "bench_host": (),
 }
 INTERRUPTED, NO_TESTS = 2, 5  # exit statuses of pytest
@@ -91,8 +89,7 @@ def gpu_steps() -> Iterator[Step]:
     yield Step("tests: kernels", 90, tests("tests: kernels", *chosen, workers=WORKERS))
     chosen = ("tests", "-m", "gpu", "--ignore=tests/kernels")
     yield Step("tests: gpu", 80, tests("tests: gpu", *chosen, workers=WORKERS))
-    yield Step("qwen: doctor, trace", 50, models(qwen, "doctor", "trace"))
-    yield Step("sweep", 60, kernels("sweep"))
+    yield Step("qwen: doctor", 50, models(qwen, "doctor"))
     if (command := sanitized(kernels("small"))) is not None:
         yield Step("sanitizer", 60, command)
     for suite, chosen in SUITES.items():
@@ -102,9 +99,9 @@ def gpu_steps() -> Iterator[Step]:
 
 def smoke_steps() -> Iterator[Step]:
     """The same code at tiny sizes."""
-    command = kernels("ceilings", "kernels", "sweep", "small", "--smoke")
+    command = kernels("ceilings", "kernels", "small", "--smoke")
     yield Step("kernels", 120, command)
-    sections = ("steps", "doctor", "compare", "nano", "trace", "--smoke")
+    sections = ("steps", "doctor", "compare", "nano", "--smoke")
     yield Step("models", 120, models("tiny", *sections))
     suites = sorted(f"benchmarks/{path.name}" for path in ROOT.glob("benchmarks/bench_*.py"))
     yield Step("suites", 300, tests("suites", *suites))

@@ -1,4 +1,4 @@
-"""Models of a named shape with random weights, built without a network; or one from a folder.
+"""Models of a named shape with random weights, built without a network.
 
 Random weights: a standard deviation of 0.06 rather than 0.02, because smaller ones leave the logits
 nearly equal, with more ties than a trained model has. Random logits are still flatter than a
@@ -39,6 +39,18 @@ PRESETS: dict[str, dict[str, Any]] = {
         "vocab_size": 8192,
         "max_position_embeddings": 4096,
     },
+    "tiny-moe": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 64,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 256,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
     "qwen3-0.6b": {
         "model_type": "qwen3",
         "hidden_size": 1024,
@@ -77,6 +89,13 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+PRESETS["small-moe"] = {
+    **PRESETS["tiny-moe"],
+    **{"hidden_size": 256, "moe_intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64},
+    **{"vocab_size": 8192, "max_position_embeddings": 4096},
+}
+
+
 def build(
     preset: str,
     dtype: torch.dtype,
@@ -94,26 +113,27 @@ def build(
         shape["num_hidden_layers"] = min(layers, shape["num_hidden_layers"])
     if positions is not None:
         shape["max_position_embeddings"] = max(positions, shape.get("max_position_embeddings", 0))
-    config = AutoConfig.for_model(
-        shape.pop("model_type"), initializer_range=WEIGHT_STD, bos_token_id=1, **shape
-    )
+    return drawn(shape, dtype, device, seed, bos_token_id=1)
+
+
+def drawn(
+    shape: dict[str, Any], dtype: torch.dtype, device: str, seed: int = 0, **more: Any
+) -> nn.Module:
+    """A model of a config's settings ``shape`` and ``more``, in eval mode, that no token ends."""
+    settings = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **shape, **more}
+    settings.setdefault("initializer_range", WEIGHT_STD)
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     torch.manual_seed(seed)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    model.generation_config.eos_token_id = None
     return model.to(device).eval()
 
 
 def sharpen(model: nn.Module, preset: str) -> nn.Module:
-    """The same model with logits scaled, so that its next token has a trained model's entropy."""
+    """The same model with logits scaled, so that its next token has a trained model's entropy; a
+    preset that no factor is known of stays as it is."""
     assert not model.config.tie_word_embeddings, "the embedding would be scaled as well"
     with torch.no_grad():
-        model.get_output_embeddings().weight.mul_(SHARPNESS[preset])
+        model.get_output_embeddings().weight.mul_(SHARPNESS.get(preset, 1.0))
     return model
-
-
-def load(folder: str, dtype: torch.dtype, device: str) -> nn.Module:
-    """The model in `folder`, in eval mode."""
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True
-    )
-    return model.to(device).eval()

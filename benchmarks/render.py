@@ -12,14 +12,8 @@ import argparse
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import geometric_mean, median
+from statistics import geometric_mean
 from typing import Any
-
-LLM_42 = (
-    "For comparison, as published and not measured here: LLM-42 (arXiv 2601.17768) reaches 0.84 to "
-    "0.58 of non-deterministic throughput when all traffic is deterministic, on GPUs and with "
-    "models and workloads of its own."
-)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -74,41 +68,13 @@ def benchmark_table(benchmarks: Iterable[dict[str, Any]]) -> str:
 
 def _share_tables(group: str, sweeps: list[dict[str, Any]]) -> list[str]:
     """A table a sweep over the deterministic share, then the geometric means over the workloads."""
-    header = ["share asked", "deterministic", "of all tokens", "throughput ratio", "tokens/s"]
-    header += ["seconds (range)", "plain p50", "plain p99", "plain slowest", "drafted"]
-    header += ["rolled back of drafted", "recomputed of committed", "padding of rows"]
-    header += ["passes by way", "passes", "cached prompt tokens"]
     parts = []
     for sweep in sweeps:
-        parts += [
-            f"### {group}: {sweep['workload']}, {sweep['dtype']}",
-            f"{sweep['requests']} requests; mean entropy {sweep['entropy']:.2f} nats a token; "
-            f"{len(sweep['sweep'][0]['seconds'])} rounds. plain: latency over that of the same "
-            "requests when none is deterministic.",
-            table(header, [_share_row(entry) for entry in sweep["sweep"]]),
-        ]
+        header = [name.replace("_", " ") for name in sweep["sweep"][0]]
+        rows = [[_number(value) for value in entry.values()] for entry in sweep["sweep"]]
+        about = f"{sweep['requests']} requests; mean entropy {sweep['entropy']:.2f} nats a token"
+        parts += [f"### {group}: {sweep['workload']}, {sweep['dtype']}", about, table(header, rows)]
     return [*parts, f"### {group}: throughput over the workloads", *_share_means(sweeps)]
-
-
-def _share_row(entry: dict[str, Any]) -> list[str]:
-    seconds = sorted(entry["seconds"])
-    latencies = (entry.get(f"{name}_ratio") for name in ("p50", "p99", "slowest"))
-    return [
-        f"{entry['share']} %",
-        str(entry["deterministic"]),
-        f"{entry['token_share']:.1%}",
-        f"{entry['ratio']:.3f}",
-        f"{entry['tokens_per_second']:.0f}",
-        f"{median(seconds):.2f} ({seconds[0]:.2f} to {seconds[-1]:.2f})",
-        *("" if ratio is None else f"{ratio:.3f}" for ratio in latencies),
-        str(entry["drafted"]),
-        f"{entry['rolled_back_share']:.2%}" if entry["drafted"] else "",
-        f"{entry['recomputed_share']:.2%}",
-        f"{entry['padding_share']:.1%}",
-        ", ".join(f"{way} {count}" for way, count in entry["ways"].items()),
-        str(entry["passes"]),
-        str(entry["cached_prompt_tokens"]),
-    ]
 
 
 def _share_means(sweeps: list[dict[str, Any]]) -> list[str]:
@@ -122,10 +88,12 @@ def _share_means(sweeps: list[dict[str, Any]]) -> list[str]:
             row += [f"{geometric_mean(ratios):.3f}", f"{min(ratios):.3f}"]
         rows.append(row)
     header = ["dtype", "over", "50 %: geometric mean", "lowest", "100 %: geometric mean", "lowest"]
-    return [table(header, rows), LLM_42]
+    return [table(header, rows)]
 
 
 def _number(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {count}" for name, count in value.items())
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

@@ -177,16 +177,6 @@ def floor(works: dict[str, Work], device: Device) -> float:
     return sum(work.seconds(device) for work in works.values())
 
 
-def generation(
-    config: Any, batch: int, prompt: int, out: int, device: Device, dtype: str = "bfloat16"
-) -> float:
-    """Seconds that ``batch`` sequences of ``prompt`` tokens and ``out`` more take at least: one
-    pass over all prompts, and one for each token after the first."""
-    passes = [step(config, [(0, prompt)] * batch, dtype)]
-    passes += [decode(config, batch, prompt + n, dtype) for n in range(1, out)]
-    return sum(floor(works, device) for works in passes)
-
-
 def over_floor(seconds: float, work: Work, device: Device | None) -> dict[str, float]:
     """What a benchmark prints beside its time: GB/s, and on a known device its floor in
     microseconds and how many times that it took."""

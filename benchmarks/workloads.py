@@ -188,24 +188,18 @@ class EntropyMeter:
         return sum(self.values) / len(self.values)
 
 
-def open_engine(dtype: str, smoke: bool, **config: Any) -> Engine:
+def open_engine(dtype: str, smoke: bool, kind: str = "", **config: Any) -> Engine:
     """An engine that has been probed, on a new model sharpened to a trained model's entropy.
 
-    All of one dtype have the same weights.
+    All of one dtype have the same weights. kind: "-moe" for a mixture of experts.
     """
-    preset = "tiny" if smoke else "small"
+    preset = ("tiny" if smoke else "small") + kind
     model: Any = sharpen(build(preset, getattr(torch, dtype), DEVICE), preset)
-    model.generation_config.eos_token_id = None
     engine = Engine(model, config=EngineConfig(**config))
-    # All that is learnt while requests run otherwise.
+    # What is proven while requests run otherwise.
     engine.warm_up()
     engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4, deterministic=True))
     return engine
-
-
-def fresh(engine: Engine) -> None:
-    """Empty the prefix cache and free the page pool; the next run allocates it again."""
-    engine.release()
 
 
 def synchronize() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.count_lines import code_lines, main
+from benchmarks.count_lines import code_lines
 
 SOURCE = '''"""A docstring
 over two lines."""
@@ -34,20 +34,3 @@ class Thing:
 def test_code_lines():
     # import, class, text (3), def (3), return (3).
     assert code_lines(SOURCE) == 11
-
-
-def test_nothing():
-    assert code_lines('"""Only a docstring."""\n\n# and a comment\n') == 0
-
-
-def test_table(tmp_path, capsys):
-    (tmp_path / "wing").mkdir()
-    (tmp_path / "wing" / "one.py").write_text(SOURCE)
-    (tmp_path / "two.py").write_text("x = 1\n")
-    assert main([str(tmp_path)]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[1:] == [
-        [str(tmp_path), "1", "1", "1"],
-        [str(tmp_path / "wing"), "1", "11", "11"],
-        ["total", "2", "12"],
-    ]

@@ -41,13 +41,6 @@ def test_kernels_do_not_run():
     assert not out.any()
 
 
-def test_rows_of_a_table():
-    table, rows, found = torch.ones(100, 8), torch.arange(3), Launches()
-    with recorded(found):
-        torch.nn.functional.embedding(rows, table)
-    assert found.bytes == {"aten.embedding": 2 * 3 * 8 * 4}
-
-
 def of_layers(kind="llama", linear="auto"):
     """Passes of models of one and two layers, three sequences."""
     with patch.dict(PRESETS["tiny"], model_type=kind):
@@ -84,12 +77,6 @@ def test_launches_of_a_pass(kind, linear):
     # Log-probabilities are joined with the tokens for the host by one more.
     assert rest.total() == 12
     assert rest["sample_kernel"] == rest["sample_merge_kernel"] == 1
-
-
-def test_whole_models(passes):
-    one, two = passes
-    assert one.beside(two, 0).counts == one.counts
-    assert two.beside(one, 3).counts["attention_kernel"] == 5
 
 
 def test_bytes(passes):

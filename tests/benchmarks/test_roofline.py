@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import roofline
-from benchmarks.roofline import Device, Heads, Work
+from benchmarks.roofline import Heads
 
 # 4.3 TB/s: a copy on an H200.
 COPY = roofline.DEVICES["H200"].with_measured(4.3e12, 788e12)
@@ -46,13 +46,6 @@ def test_kernels(found, moved, done):
     assert (found.bytes, found.operations) == (moved, done)
 
 
-def test_the_larger_of_two_times():
-    device = Device("d", 1e3, {"bfloat16": 1e4, "float32": 1e2})
-    assert Work(2000, 1000).seconds(device) == 2.0
-    assert Work(2000, 1000, "float32").seconds(device) == 10.0
-    assert Work(2000, 1000, "float32").times(3).seconds(device) == 30.0
-
-
 def weights(config, tied):
     """Numbers in the matrices of a decoder with gated MLPs, those of its norms left out."""
     heads = roofline.heads_of(config)
@@ -91,33 +84,6 @@ def test_decode_steps(config, tied, batch, milliseconds):
     assert read + contexts < total < 1.02 * (read + contexts)
     assert 1e3 * (read + contexts) / 4.3e12 == pytest.approx(milliseconds, rel=5e-3)
     assert 1e3 * roofline.floor(works, COPY) == pytest.approx(milliseconds, rel=2e-2)
-
-
-def test_a_prompt_is_bound_by_operations():
-    works = roofline.step(LLAMA, [(0, 4096)])
-    assert works["gate, up"].seconds(COPY) == pytest.approx(2 * 4096 * 4096 * 28672 * 32 / 788e12)
-    assert works["unembedding"].operations == 2 * 4096 * 128256, "of the last row alone"
-
-
-def test_a_generation():
-    """Three tokens for each of two prompts of five: a pass of ten rows, then two of two."""
-    passes = [roofline.step(QWEN, [(0, 5)] * 2)]
-    passes += [roofline.step(QWEN, [(n - 1, n)] * 2) for n in (6, 7)]
-    expected = sum(roofline.floor(works, COPY) for works in passes)
-    assert roofline.generation(QWEN, 2, 5, 3, COPY) == pytest.approx(expected)
-
-
-def test_names():
-    assert roofline.named("NVIDIA H200") is roofline.DEVICES["H200"]
-    assert roofline.named("NVIDIA H100 80GB HBM3") is roofline.DEVICES["H100"]
-    assert roofline.named("some other card") is None
-
-
-def test_beside_a_time():
-    work = Work(4_300_000)
-    found = roofline.over_floor(2e-6, work, COPY)
-    assert found == {"GB_per_s": 2150.0, "floor_us": 1.0, "over_floor": 2.0}
-    assert roofline.over_floor(2e-6, work, None) == {"GB_per_s": 2150.0}
 
 
 def test_command(capsys):

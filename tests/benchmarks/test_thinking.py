@@ -44,12 +44,3 @@ def test_against_chains_of_thought(tmp_path, capsys):
     assert [way["way"] for way in ways] == ["thoughts", "chain", "retold"]
     assert ways[0]["right"] == 1.0 and all(0 <= way["right"] <= 1 for way in ways)
     assert "thoughts: right | ms" in capsys.readouterr().out
-
-
-def test_a_chain_that_retells_fits_the_benchmark():
-    """Its words are no more than what the benchmark lets a model write."""
-    for operations in (1, 10, 40):
-        for example in bench_thinking.examples("it", operations, 20, 0.5):
-            for mode, words in (("chain", example.steps), ("retold", example.retold)):
-                most = bench_thinking.CHAINS[mode] * (operations + 1)
-                assert most - operations <= len(words) <= most

@@ -1,7 +1,6 @@
 """What needs no model loads no library: help, versions, settings."""
 
 import ast
-import pickle
 import subprocess
 import sys
 from importlib import import_module
@@ -43,12 +42,6 @@ def test_help_and_settings_load_no_library():
         assert f"example:\n  tinyspec {name}" in texts[f"{name} --help"]
 
 
-@pytest.mark.slow("installation", 5)
-def test_control_the_engine_loads_them():
-    code = f"import sys; from tinyspec import Engine; print({HEAVY}[0] in sys.modules)"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "True\n"
-
-
 def homes():
     """Where type checkers and editors find each name."""
     (branch,) = (
@@ -73,10 +66,3 @@ def test_names_that_are_not_there():
         _ = tinyspec.Egnine
     with pytest.raises(ImportError, match="Egnine"):
         exec("from tinyspec import Egnine")
-
-
-def test_objects_are_pickled_by_their_own_module():
-    params = tinyspec.SamplingParams(seed=3)
-    copy = pickle.loads(pickle.dumps(params))
-    assert copy == params and isinstance(copy, tinyspec.SamplingParams)
-    assert pickle.loads(pickle.dumps(tinyspec.Engine)) is tinyspec.Engine

@@ -1,6 +1,5 @@
 """What once gave a traceback or misled, in commands of every kind: one line that helps."""
 
-import json
 import os
 import signal
 import subprocess
@@ -9,8 +8,6 @@ import sys
 import pytest
 
 from tinyspec import Completion, RequestOutput, SamplingParams
-from tinyspec.engine.trace import Trace
-from tinyspec.scheduler.sequence_table import SequenceTable
 
 COMMANDS = {
     "demo": (["demo", "--crowd", "0"], "--crowd=0 is not allowed: an integer of at least 1"),
@@ -50,33 +47,6 @@ def test_a_trace_is_not_written_over_prompts_or_outputs(command, served, tmp_pat
         complaint = f"--trace='{name}' is not allowed: another file than --{other}"
         assert err == f"tinyspec: {complaint}\n"
     assert "One day" in prompts.read_text() and list(tmp_path.iterdir()) == [prompts]
-
-
-def test_a_trace_without_passes(command, tmp_path):
-    """Once "--first=0 is not allowed"."""
-    file = tmp_path / "run.json"
-    Trace(8, SequenceTable()).save(file)
-    status, _, err = command("trace", file, "-o", tmp_path / "run.html")
-    assert status == 2 and f"file='{file}' is not allowed: a trace with at least one pass" in err
-
-
-def test_prompts_are_no_outputs(command, tmp_path):
-    """Once "is not an output of tinyspec: 'params'"."""
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": "One day"}\n')
-    err = command("generate", "--file", file, "--output", file, "--resume")[2]
-    assert err == f"tinyspec: {file}, line 1 is not an output of tinyspec: it has no 'params'\n"
-
-
-def test_the_longest_prompt_is_told_in_tokens(command, served, stdin):
-    """Once "at most -2952"."""
-    stdin(json.dumps({"prompt": [5] * 5000, "max_new_tokens": 9}) + "\n")
-    _, _, err = command("generate")
-    most = served[0].config.max_model_len
-    assert err.endswith(f"prompt='5000 tokens' is not allowed: fewer than max_model_len={most}\n")
-    stdin(json.dumps({"prompt": [5] * (most - 3), "max_new_tokens": 9}) + "\n")
-    _, _, err = command("generate")
-    assert "max_new_tokens=9 is not allowed: at most 3" in err
 
 
 def test_standard_input_of_every_reader(command, served, stdin):

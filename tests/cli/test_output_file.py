@@ -117,11 +117,3 @@ def test_outputs_with_stop_strings_are_continued(generate, files):
     files[1].write_text("".join(o.to_json() + "\n" for o in (other, *others)))
     status, _, err = generate("--stop", "zzz", "--resume")
     assert status == 2 and f"some of {digest_of(parts)}: tokenizer" in err
-
-
-def test_aborted_outputs_stay_failures(generate, files):
-    generate()
-    output, *others = (RequestOutput.from_json(x) for x in files[1].read_text().splitlines())
-    output.completions[0].finish_reason = "abort"
-    files[1].write_text("".join(o.to_json() + "\n" for o in (output, *others)))
-    assert generate("--resume") == (1, "", "")

@@ -5,10 +5,9 @@ import sys
 
 import pytest
 
-from tinyspec import Engine, EngineConfig, SamplingParams
+from tinyspec import SamplingParams
 from tinyspec.cli import progress as module
 from tinyspec.cli.progress import Progress, summed_up
-from tinyspec.tools.demo import BUNDLED
 
 
 class Terminal(io.StringIO):
@@ -52,23 +51,6 @@ def test_a_line_that_changes_and_one_that_stays(bundled, impatient):
     assert progress.line(60.0).endswith("at most 2:00 left"), "by tokens: twice as many"
 
 
-def test_drafts_and_the_cache_are_told():
-    config = EngineConfig(verify="always", page_size=8)
-    params = SamplingParams(max_new_tokens=12, deterministic=True, ignore_eos=True)
-    with Engine.from_pretrained(BUNDLED, device="cpu", config=config) as engine:
-        engine.generate("What is the last item: drum, coin, hat?", params)
-        file = Terminal()
-        progress = Progress(engine, {("request-1", 0): 12}, file, True)
-        assert "drafts" not in progress.line(1.0), "of this run, not of those before"
-        with summed_up(engine, file, 1):
-            (output,) = engine.generate("What is the last item: drum, coin, hat?", params)
-    stats = output.completions[0].stats
-    accepted = round(100 * stats.accepted / stats.drafted)
-    assert f", {accepted} % of drafts accepted, " in progress.line(1.0)
-    assert stats.cached_prompt_tokens > 0
-    assert f"; {stats.cached_prompt_tokens} prompt tokens cached; " in file.getvalue()
-
-
 def test_quiet_elsewhere(bundled, impatient):
     file = io.StringIO()
     run(bundled, file)
@@ -76,12 +58,6 @@ def test_quiet_elsewhere(bundled, impatient):
     file = Terminal()
     run(bundled, file, live=False)
     assert "\r" not in file.getvalue() and file.getvalue().count("\n") == 1
-
-
-def test_quick_runs_have_one_line(bundled):
-    file = Terminal()
-    run(bundled, file)
-    assert "\r" not in file.getvalue()
 
 
 def test_the_command_tells_it(command, served, monkeypatch, impatient, tmp_path):

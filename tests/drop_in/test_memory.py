@@ -39,8 +39,8 @@ def tables_of(model) -> set[int]:
     found = []
     for *_, module in model.generate._engine.patched.swapped:
         if isinstance(module, RopeTable):
-            found.append(module._positions)
-            for made in module._tables.values():
+            found.append(module.tinyspec_positions)
+            for made in module.tinyspec_tables.values():
                 found += [made] if isinstance(made, torch.Tensor) else made
     return {table.untyped_storage().data_ptr() for table in found}
 

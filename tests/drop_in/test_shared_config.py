@@ -54,7 +54,8 @@ def test_an_engine_beside_another_model(make):
     before, expected = portrait(b), plain(b)
     tokens = greedy(b, PROMPT)
     with Engine(a, config=SMALL) as engine:
-        assert a.config._attn_implementation == IMPLEMENTATION, "control"
+        served = engine.runner.model.config
+        assert served._attn_implementation == IMPLEMENTATION, "control"
         assert portrait(b) == before and b.config._attn_implementation == "sdpa"
         for _ in range(2):
             assert torch.equal(plain(b), expected)

@@ -7,6 +7,7 @@ import torch
 
 from tests.support.budget import first
 from tests.support.mixes import HalfLiar, Liar, crowd
+from tests.support.pages import read_pages
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
@@ -29,7 +30,9 @@ def states(config, until=45):
             kv = [
                 tensor.clone()
                 for layer in range(2)
-                for tensor in engine.runner.cache.read(layer, sequence.pages, sequence.computed)
+                for tensor in read_pages(
+                    engine.runner.cache, layer, sequence.pages, sequence.computed
+                )
             ]
             found[sequence.num_generated] = (list(sequence.tokens), len(sequence.pages), kv)
         return found, engine.stats()
@@ -67,7 +70,7 @@ def test_control_fast_path_kv_differs():
                 engine.step()
             sequence = engine.admission.running[0]
             assert sequence.num_generated > 3
-            kv.append(engine.runner.cache.read(1, sequence.pages, len(PROMPT))[0].clone())
+            kv.append(read_pages(engine.runner.cache, 1, sequence.pages, len(PROMPT))[0].clone())
     assert not torch.equal(*kv)
 
 

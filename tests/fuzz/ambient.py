@@ -1,4 +1,5 @@
-"""torch's global state, and the processor's, for the table of influences.
+"""torch's global state, the processor's, and what else goes on in the process, for the table of
+influences.
 
 A setting is (put, get, values): ``put(get())`` restores it.
 """
@@ -6,10 +7,13 @@ A setting is (put, get, values): ``put(get())`` restores it.
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +21,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.tiny import tiny
+from tinyspec import Engine, EngineConfig, SamplingParams
 
 Setting = tuple[Callable[[Any], Any], Callable[[], Any], tuple[Any, ...]]
 
@@ -172,3 +179,77 @@ def state() -> dict[str, object]:
         "anomalies": torch.is_anomaly_enabled(),
         "rounding": ROUNDING[1]() if can_round() else NEAREST,
     }
+
+
+@contextmanager
+def _thread(work: Callable[[], object]) -> Iterator[None]:
+    """``work`` over and over in another thread; its error, if any, is raised at the end."""
+    ended = threading.Event()
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            while not ended.is_set():
+                work()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        if errors:
+            raise errors[0]
+
+
+def busy_thread() -> Any:
+    """Matrix products in another thread."""
+    a = torch.randn(160, 160)
+    return _thread(lambda: a @ a)
+
+
+@cache
+def _other() -> Engine:
+    config = EngineConfig(reference_rows=8, max_rows=16, page_size=16, num_pages=32)
+    return Engine(tiny("gpt2"), config=config)
+
+
+def engine_in_a_thread() -> Any:
+    """Plain requests of another engine in another thread."""
+    engine, params = _other(), SamplingParams(max_new_tokens=3)
+    return _thread(lambda: engine.generate([[1, 2, 3]], params))
+
+
+@contextmanager
+def allocations(rng: random.Random) -> Iterator[None]:
+    """Memory of many sizes, half of it given back."""
+    kept = [torch.empty(rng.randrange(1, 1 << 14)) for _ in range(400)]
+    del kept[::2]
+    yield
+    kept.clear()
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """NaN in the memory that is given out next."""
+    sizes = [16 << n for n in range(13)] * 8
+    made = [torch.full((size,), torch.nan) for size in sizes]
+    made.clear()
+    yield
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """All threads on one core."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from tests.fuzz import ambient, changes, process
+from tests.fuzz import ambient, changes
 from tests.fuzz.models import ModelDraw, pristine
 
 Undo = Callable[[], object]
@@ -179,11 +179,11 @@ MODEL = (
     change("adapter scaled", changes.scale_adapter, only="lora"),
 )
 PROCESS = (
-    context("busy thread", lambda scene: process.busy_thread()),
-    context("engine in another thread", lambda scene: process.engine_in_a_thread()),
-    context("earlier allocations", lambda scene: process.allocations(scene.rng)),
-    context("memory full of NaN", lambda scene: process.poisoned_memory()),
-    context("one core", lambda scene: process.one_core()),
+    context("busy thread", lambda scene: ambient.busy_thread()),
+    context("engine in another thread", lambda scene: ambient.engine_in_a_thread()),
+    context("earlier allocations", lambda scene: ambient.allocations(scene.rng)),
+    context("memory full of NaN", lambda scene: ambient.poisoned_memory()),
+    context("one core", lambda scene: ambient.one_core()),
 )
 MODELS = (
     Influence("NaN out of sight", _nothing, only="windowed", flavour="poisoned", weight=4),

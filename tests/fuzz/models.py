@@ -13,13 +13,13 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from tests.fuzz.linears import KINDS, model_with
+from tests.fuzz.changes import WIDE
 from tests.support import zoo
 from tests.support.cases import DTYPES
-from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
+from tests.support.sensitive import RowByRowLinear, ShapeSensitiveLinear, replace_linears
 
 # Tokens of every prompt are below this number, whatever the model.
 VOCAB = 128
@@ -42,12 +42,50 @@ SPECIAL = ("lora", "int8")
 SHAPED = ("llama", "qwen3", "mistral", "gemma2", "olmo2")
 
 
+# Bytes: where torch's own allocations begin.
+ALIGNMENT = 64
+
+
+class OneRowLinear(RowByRowLinear):
+    """A single row is split elsewhere."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[:-1].numel() == 1 and self._splits_elsewhere():
+            return self._split_at(x, self._cut(1))
+        return super().forward(x)
+
+    def _splits_elsewhere(self) -> bool:
+        return True
+
+
+class LayoutLinear(OneRowLinear):
+    """A single row is split elsewhere where the weight does not lie as torch allocates it."""
+
+    def _splits_elsewhere(self) -> bool:
+        weight = self.weight
+        return not weight.is_contiguous() or weight.data_ptr() % ALIGNMENT != 0
+
+
+KINDS: dict[str, type[RowByRowLinear]] = {"one row": OneRowLinear, "layout": LayoutLinear}
+
+
+def model_with(kind: str, seed: int) -> nn.Module:
+    """A llama with linears of one of ``KINDS`` outside attention; all others keep every fact."""
+    model = replace_linears(zoo.tiny("llama", seed), RowByRowLinear)
+    named = [(n, m) for n, m in model.named_modules() if isinstance(m, RowByRowLinear)]
+    for name, module in named:
+        if any(word in name for word in WIDE):
+            parent, _, own = name.rpartition(".")
+            setattr(model.get_submodule(parent), own, KINDS[kind](module))
+    return model
+
+
 @dataclass(frozen=True)
 class ModelDraw:
     """kind: a type of the zoo; "shaped", a type and sizes of its own; "lora"; "int8", packed
     weights; "wide", sums so long that threads share them; "sensitive", linears whose bits depend on
-    the row count; "one row" and "layout": see ``linears.py``. flavour: what else is done to the
-    weights."""
+    the row count; "one row" and "layout": linears whose single rows differ, always or by layout.
+    flavour: what else is done to the weights."""
 
     kind: str
     dtype: str

@@ -16,7 +16,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # Whose code decides what a run is and what comes of it.
 CODE = ("tinyspec", "tests/fuzz", "tests/support")
-COUNTERS = ("kinds", "dtypes", "influences", "counts", "compared", "findings by influence")
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -41,10 +40,9 @@ class Tally:
         self._path = path
         self._key = f"{seed} {code_digest()}"
         self._all: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-        mine = self._all.setdefault(self._key, {"runs": 0, "seconds": 0.0, "findings": []})
-        for name in COUNTERS:
-            mine[name] = Counter(mine.get(name, {}))
-        self._mine = mine
+        self._mine = self._all.setdefault(self._key, {"runs": 0, "seconds": 0.0, "findings": []})
+        for name in ("influences", "counts"):
+            self._mine[name] = Counter(self._mine.get(name, {}))
 
     @property
     def runs(self) -> int:
@@ -59,16 +57,11 @@ class Tally:
     def add(self, result: Any, command: str, seconds: float) -> None:
         """Count a run and keep the file up to date."""
         mine, draw = self._mine, result.draw
-        influence = draw.influence.name if draw.influence else "none"
         mine["runs"] += 1
         mine["seconds"] = round(mine["seconds"] + seconds, 2)
-        mine["kinds"][draw.model.kind] += 1
-        mine["dtypes"][draw.model.dtype] += 1
-        mine["influences"][influence] += 1
-        mine["compared"][influence] += result.counts["compared"]
+        mine["influences"][draw.influence.name if draw.influence else "none"] += 1
         mine["counts"].update(result.counts)
         if result.findings:
-            mine["findings by influence"][influence] += 1
             found = {"run": str(draw), "command": command, "found": result.findings[:5]}
             self.findings.append(found)
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,6 +72,5 @@ class Tally:
         influenced = mine["runs"] - mine["influences"]["none"]
         return (
             f"{mine['runs']} runs ({influenced} with an influence) in {mine['seconds']:.0f} s, "
-            f"{len(mine['kinds'])} model types, {dict(mine['counts'])}, "
-            f"{len(mine['findings'])} with findings ({self._path})"
+            f"{dict(mine['counts'])}, {len(mine['findings'])} with findings ({self._path})"
         )

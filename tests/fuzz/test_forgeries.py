@@ -184,7 +184,7 @@ TAKEN_BACK = {
     "parameters": (audit_module, "_malformed_params", lambda *_: (), ("params", "memory")),
     "parts": (audit_module, "_other_fingerprint", lambda *_: iter(()), ("fingerprint_parts",)),
     "obstacles": (audit_module, "_obstacles", lambda *_: iter(()), ("fingerprint",)),
-    "refusals": (audit_module, "_refusals", lambda _, some: [None] * len(some), REFUSED),
+    "refusals": (audit_module, "_refused", lambda *_: (), REFUSED),
     "tokens replayed": (audit_module, "_replayable", lambda output: output, ("token_ids",)),
 }
 

@@ -103,16 +103,16 @@ def _answer(mend: str, asked: dict[str, Any]) -> None:
 def _carry_out(asked: dict[str, Any]) -> None:
     from dataclasses import replace
 
-    from tests.fuzz import crowds, draws, runs
+    from tests.fuzz import draws, runs
 
     draw = replace(draws.draw(**asked), influence=None, inside=False)
     try:
         with runs.threads(draw.threads):
-            found = crowds.alone(draw, None)
+            found = runs.alone(draw, None)
             _outputs("alone", found)
             truths = [[*draw.needles[n].prompt, *o.completions[0].token_ids] for n, o in found]
             crowded: list[Any] = []
-            crowds.crowd(draw, truths, crowded)
+            runs.crowd(draw, truths, crowded)
             for where, outputs in crowded:
                 _outputs(where, outputs)
         _tell(end=True)

@@ -110,18 +110,18 @@ def test_only_the_plain_linear_inside_is_replaced():
     layer = model.base_model.model.model.layers[0].mlp.down_proj
     base = layer.base_layer
     with Engine(model, config=CONFIG) as engine:
-        mlp = engine.model.model.layers[0].mlp
-        assert mlp.down_proj is layer and type(layer.base_layer) is OneDnnLinear
-        assert layer.base_layer.weight is base.weight
-        found = {
-            parent._modules[name] for parent, name, _ in kernel_stand_ins(engine.model, linear)
-        }
-        assert layer not in found and layer.base_layer in found
-        assert layer.lora_A["default"] in found
+        served = engine.runner.model
+        copied = served.model.layers[0].mlp.down_proj
+        assert type(copied) is type(layer) and type(copied.base_layer) is OneDnnLinear
+        assert copied.base_layer.weight is base.weight
+        found = {parent._modules[name] for parent, name, _ in kernel_stand_ins(served, linear)}
+        assert copied not in found and copied.base_layer in found
+        assert copied.lora_A["default"] in found
     assert layer.base_layer is base
     always = EngineConfig(reference_rows=16, page_size=16, linear="always")
     with Engine(model, config=always) as engine:
-        assert type(layer.base_layer) is KernelLinear and alone_as_in_a_crowd(engine)
+        copied = engine.runner.model.model.layers[0].mlp.down_proj
+        assert type(copied.base_layer) is KernelLinear and alone_as_in_a_crowd(engine)
 
 
 # Fingerprints and changes under way

@@ -119,13 +119,11 @@ def test_anything_else_is_refused(turn_on):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_wrapper_put_around_a_served_model_is_refused(family):
-    """Also where a pass under autocast raises."""
+def test_a_wrapper_put_around_a_served_model_is_set_aside(family):
     model = tiny(family)
     with Engine(model, config=CONFIG) as engine:
         expected = bits_of(engine.generate(prompts(3), PARAMS))
         around_the_model(model)
-        with pytest.raises(DeterminismError, match="turns autocast on"):
-            engine.generate(prompts(3), PARAMS)
+        assert bits_of(engine.generate(prompts(3), PARAMS)) == expected
         del model.forward
         assert bits_of(engine.generate(prompts(3), PARAMS)) == expected

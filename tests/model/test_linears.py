@@ -46,12 +46,14 @@ def test_an_engine_serves_plain_linears_alone():
     model = tiny()
     before = served(model)
     weights = {id(p) for p in model.parameters()}
-    with Engine(model):
-        assert set(served(model)) == {OneDnnLinear}
+    with Engine(model) as engine:
+        assert set(served(engine.runner.model)) == {OneDnnLinear}
         assert {id(p) for p in model.parameters()} == weights
     assert served(model) == before
     with Engine(tiny("llama", torch.bfloat16)) as engine:
-        assert set(served(engine.model)) == {TransposedLinear if cpu_has("amx_bf16") else nn.Linear}
+        assert set(served(engine.runner.model)) == {
+            TransposedLinear if cpu_has("amx_bf16") else nn.Linear
+        }
 
 
 def test_without_the_operator_linears_stay(monkeypatch):
@@ -61,7 +63,7 @@ def test_without_the_operator_linears_stay(monkeypatch):
         first = engine.generate(prompts(3), params)[0]
     monkeypatch.setattr(linears, "_works", lambda: False)
     with Engine(tiny()) as engine:
-        assert set(served(engine.model)) == {nn.Linear}
+        assert set(served(engine.runner.model)) == {nn.Linear}
         assert engine.generate(prompts(3), params)[0].fingerprint != first.fingerprint
 
 

@@ -28,10 +28,10 @@ from tests.support.loading import (
 from tests.support.tiny import tiny
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams, doctor
 from tinyspec.determinism.fingerprint import digest_weights
-from tinyspec.determinism.model_state import weight_state
 from tinyspec.model.cpu.linears import OneDnnLinear
 from tinyspec.model.linear_kinds import linear_kinds, linear_weight
 from tinyspec.model.linears import KernelLinear
+from tinyspec.model.outline import WEIGHTS, Outline
 from tinyspec.model.packing import same_format
 from tinyspec.model.quantized import is_packed, packing_format, parts
 from tinyspec.model.scratch_model import ScratchModel
@@ -115,13 +115,15 @@ def test_served_and_proven(folder, name, dtype):
 def test_packed_linears_are_never_replaced(folder, name):
     model = load(folder, quantization_config=PROVEN[name]())
     linears = {n: m for n, m in model.named_modules() if n.endswith("proj")}
-    with Engine(model, config=CONFIG):
-        assert all(model.get_submodule(n) is m for n, m in linears.items())
-        assert type(model.lm_head) is OneDnnLinear, "which is not packed"
+    with Engine(model, config=CONFIG) as engine:
+        served = engine.runner.model
+        assert all(type(served.get_submodule(n)) is type(m) for n, m in linears.items())
+        assert type(served.lm_head) is OneDnnLinear, "which is not packed"
     always = EngineConfig(reference_rows=16, page_size=16, linear="always")
     with Engine(model, config=always) as engine:
-        assert all(model.get_submodule(n) is m for n, m in linears.items())
-        assert type(model.lm_head) is KernelLinear
+        served = engine.runner.model
+        assert all(type(served.get_submodule(n)) is type(m) for n, m in linears.items())
+        assert type(served.lm_head) is KernelLinear
         assert len(tokens(engine.generate(PROMPTS, PLAIN))) == len(PROMPTS)
 
 
@@ -233,14 +235,14 @@ def test_packed_weights_that_change_are_noticed(folder):
     twin = load(folder, quantization_config=int8_weights())
     with Engine(model, config=CONFIG) as engine:
         first = engine.generate(PROMPTS, DETERMINISTIC)
-        watch = engine.contract.watch
-        assert not watch.changed()
+        contract = engine.contract
+        assert not contract.changed()
         for linear in (model.get_submodule(NAME), twin.get_submodule(NAME)):
             with torch.no_grad():
                 linear.weight.qdata.neg_()
-        assert watch.changed()
+        assert contract.changed()
         second = engine.generate(PROMPTS, DETERMINISTIC)
-        assert second[0].fingerprint != first[0].fingerprint and not watch.changed()
+        assert second[0].fingerprint != first[0].fingerprint and not contract.changed()
         twin.model.layers[1].mlp.up_proj.weight = twin.model.layers[0].mlp.up_proj.weight
         model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
         third = tokens(engine.generate(PROMPTS, PLAIN))
@@ -293,12 +295,13 @@ def test_a_subclass_of_an_unknown_library():
     model = tiny()
     linear = model.get_submodule(NAME)
     assert parts(linear.weight)[""] is linear.weight and packing_format(linear.weight) == ""
-    before = digest_weights(model), weight_state(model)
+    before = digest_weights(model)
     linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Packed))
-    assert is_packed(linear.weight) and digest_weights(model) != before[0]
+    assert is_packed(linear.weight) and digest_weights(model) != before
+    outline = Outline(model)
     with torch.no_grad():
         linear.weight.mul_(2)
-    assert weight_state(model) != before[1]
+    assert outline.changed().what == WEIGHTS
 
 
 # Proofs on weights packed anew

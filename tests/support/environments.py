@@ -62,7 +62,7 @@ from tinyspec import Engine, EngineConfig
 from tinyspec.determinism.canary import canary
 for dtype in ("float32", "bfloat16", "float16"):
     with Engine(model_of(dtype), config=EngineConfig(max_model_len=256)) as engine:
-        print(canary(engine.model, engine.config.reference_rows), end=" ")
+        print(canary(engine.runner.model, engine.config.reference_rows), end=" ")
 """
 )
 

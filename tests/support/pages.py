@@ -8,6 +8,7 @@ from hashlib import blake2b
 import torch
 
 from tinyspec import Engine, SamplingParams
+from tinyspec.runner.kv_cache import KVCache
 from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.prefix_cache import PrefixCache
 from tinyspec.scheduler.request import Sequence
@@ -50,6 +51,14 @@ def check_index(prefix: PrefixCache) -> None:
     assert set(prefix.pool.idle) <= prefix.pool.cached
 
 
+def read_pages(
+    cache: KVCache, layer: int, pages: list[int], tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first ``tokens`` keys and values of a sequence, [tokens, num_kv_heads, head_dim]."""
+    k, v = cache.k[layer][pages], cache.v[layer][pages]
+    return k.flatten(0, 1)[:tokens], v.flatten(0, 1)[:tokens]
+
+
 def kv_of(
     engine: Engine, prompt: list[int], params: SamplingParams
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -61,7 +70,7 @@ def kv_of(
 
     def read(sequence: Sequence) -> None:
         for layer in range(len(cache.k)):
-            found.append(cache.read(layer, sequence.pages, sequence.computed))
+            found.append(read_pages(cache, layer, sequence.pages, sequence.computed))
         remove(sequence)
 
     engine.admission.remove = read  # type: ignore[method-assign]

@@ -47,7 +47,7 @@ def attention_of(model: PreTrainedModel) -> str:
     """Which attention an engine gives ``model``, or the refusal that it raises."""
     with Engine(model, config=CONFIG) as engine:
         called = {id(module) for module in engine.patched.bound}
-        swapped = {id(before) for _, _, before, _ in engine.patched.swapped}
+        swapped = {id(one.own) for one in engine.patched.swapped}
         return FUSED if called & swapped else INTERFACE
 
 

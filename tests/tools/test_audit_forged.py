@@ -10,7 +10,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from tests.support.cases import greedy, model_of, steady, text
 from tests.support.tiny import VOCAB
@@ -72,76 +71,46 @@ def of_first(*path):
 # Path, change, position (None: not at a token), words of the reason.
 FOUND = [
     (of_first("token_ids", 2), float, 2, ".0, but the engine has"),
-    (of_first("token_ids", 2), str, 2, "', but the engine has"),
     (of_first("token_ids", 2), None, 2, "token None"),
-    (of_first("token_ids", 2), lambda t: [t], 2, "token ["),
     (of_first("token_ids", 2), lambda t: (t + 1) % VOCAB, 2, "but the engine has"),
-    (of_first("token_ids", 2), -1, 2, "token -1"),
-    (of_first("token_ids", 2), VOCAB, 2, f"token {VOCAB}"),
     (of_first("token_ids", 2), 10**30, 2, "token 1000"),
-    (of_first("token_ids", TOKENS - 1), float, TOKENS - 1, ".0, but the engine has"),
-    (of_first("token_ids"), [], 0, "it ends, but the engine continues"),
     (of_first("token_ids"), "12", 0, "token_ids is '12', not a list"),
-    (of_first("token_ids"), None, 0, "token_ids is None"),
     (of_first("token_ids"), lambda t: t[:-1], TOKENS - 1, "the engine continues"),
     (of_first("token_ids"), lambda t: [*t, 3], TOKENS, "the engine ends before it"),
     (of_first("logprobs"), None, None, "it has no logprobs, which its parameters ask for"),
     (of_first("logprobs"), "abc", None, "logprobs is 'abc', not a list"),
-    (of_first("logprobs"), {"0": 1.0}, None, "not a list"),
     (of_first("logprobs"), lambda v: v[:-1], TOKENS - 1, f"{TOKENS - 1} logprobs for {TOKENS}"),
     (of_first("logprobs"), lambda v: [*v, -1.0], TOKENS, f"{TOKENS + 1} logprobs for {TOKENS}"),
-    (of_first("logprobs"), [], 0, f"0 logprobs for {TOKENS} tokens"),
-    (of_first("logprobs", 3), math.nan, 3, "logprobs nan, but the engine has"),
-    (of_first("logprobs", 3), str, 3, "logprobs '-"),
     (of_first("logprobs", 3), int, 3, "logprobs"),
-    (of_first("logprobs", 3), None, 3, "logprobs None"),
     (of_first("logprobs", 3), lambda v: math.nextafter(v, 0.0), 3, "logprobs"),
     (of_first("top_logprobs"), None, None, "it has no top_logprobs"),
-    (of_first("top_logprobs"), 7, None, "top_logprobs is 7, not a list"),
-    (of_first("top_logprobs"), lambda v: v[1:], 0, "top_logprobs"),
     (of_first("top_logprobs"), lambda v: [*v, v[0]], TOKENS, f"{TOKENS + 1} top_logprobs"),
-    (of_first("top_logprobs", 4), lambda row: row[:-1], 4, "top_logprobs"),
     (of_first("top_logprobs", 4), lambda row: row[::-1], 4, "top_logprobs"),
-    (of_first("top_logprobs", 4), 5, 4, "top_logprobs 5"),
-    (of_first("top_logprobs", 4, 1), lambda pair: [*pair, 1], 4, "top_logprobs"),
-    (of_first("top_logprobs", 4, 1), 5, 4, "top_logprobs"),
     (of_first("top_logprobs", 4, 1, 0), float, 4, "top_logprobs"),
     (of_first("top_logprobs", 4, 1, 1), lambda v: math.nextafter(v, 0.0), 4, "top_logprobs"),
     (("prompt_logprobs",), None, None, "it has no prompt_logprobs"),
-    (("prompt_logprobs",), {}, None, "prompt_logprobs is {}, not a list"),
     (("prompt_logprobs",), lambda v: v[:-1], 0, "11 prompt_logprobs for 12"),
     (("prompt_logprobs", 0), -1.0, 0, "of prompt token 0"),
-    (("prompt_logprobs", 5), None, 0, "of prompt token 5 None"),
     (("prompt_logprobs", 5), lambda v: math.nextafter(v, 0.0), 0, "of prompt token 5"),
     (of_first("text"), 5, None, "text 5"),
-    (of_first("finish_reason"), None, TOKENS, "it ends with None"),
-    (of_first("finish_reason"), "eos", TOKENS, "it ends with 'eos'"),
     (of_first("finish_reason"), "stop", TOKENS, "but the engine with 'length'"),
-    (of_first("finish_reason"), 3, TOKENS, "it ends with 3"),
     (of_first("finish_reason"), "abort", TOKENS, "it ends with 'abort'"),
     (of_first("error"), "out of memory", None, "error is 'out of memory'"),
-    (of_first("error"), "", None, "error is ''"),
     (of_first("error"), 0, None, "error is 0"),
     (("completions",), [], None, "it has 0 of 2 completions"),
-    (("completions",), lambda c: c[:1], None, "it has 1 of 2 completions"),
     (("completions",), lambda c: [*c, c[0]], None, "it has 3 of 2 completions"),
     (("completions",), lambda c: c[::-1], 0, "but the engine has"),
-    (("completions",), lambda c: [c[1], c[1]], 0, "but the engine has"),
-    (("prompt_token_ids",), [], None, "prompt_token_ids is []"),
     (("prompt_token_ids",), "Once", None, "prompt_token_ids is 'Once'"),
     (("prompt_token_ids",), [{"role": "user", "content": "a"}], None, "which is no token id"),
     (("prompt_token_ids", 3), float, None, "which is no token id"),
     (("prompt_token_ids", 3), True, None, "prompt_token_ids has True"),
-    (("prompt_token_ids", 3), -1, None, "not in a vocabulary"),
     (("prompt_token_ids", 3), VOCAB, None, f"{VOCAB}, not in a vocabulary of {VOCAB}"),
     (("params", "seed"), None, None, "seed is None"),
     (("params", "eos_token_id"), None, None, "eos_token_id is None"),
     (("params", "max_new_tokens"), TOKENS - 2, TOKENS - 2, "the engine ends before it"),
     (("params", "max_new_tokens"), TOKENS + 2, TOKENS, "the engine continues"),
-    (("params", "num_return_sequences"), 3, None, "it has 2 of 3 completions"),
     (("params", "num_return_sequences"), 10**9, None, "it has 2 of 1000000000 completions"),
     (("params", "logprobs"), False, None, "it has logprobs, which its parameters do not ask for"),
-    (("params", "top_logprobs"), 0, None, "it has top_logprobs, which its"),
     (("params", "top_logprobs"), 4, 0, "top_logprobs"),
     (("params", "prompt_logprobs"), False, None, "it has prompt_logprobs, which its"),
 ]
@@ -168,96 +137,42 @@ def test_what_was_changed_is_found(found, number):
         assert [other.verdict for other in others] == ["same"]
 
 
-def test_surplus_log_probabilities_are_found(engine, honest, bare):
-    values = [-1.0] * 6
-    for path, change in (
-        (of_first("logprobs"), values),
-        (of_first("logprobs"), []),
-        (of_first("top_logprobs"), [[[1, -1.0]]] * 6),
-        (("prompt_logprobs",), [None, *values]),
-        (("prompt_logprobs",), []),
-    ):
-        (entry,) = entries_of(engine, honest, edited(bare, path, change))
-        assert entry.verdict == "differs" and "do not ask for" in entry.reason, entry
-        assert entry.tokens == 6 and "token_ids" in entry.verified
-
-
 class Unprintable(int):
     def __repr__(self):
         raise RuntimeError("never")
 
 
+# Values that JSON does not keep: of the first completion, of the output.
 IN_MEMORY = [
-    ("token_ids", lambda c: [np.int64(c.token_ids[0]), *c.token_ids[1:]]),
     ("token_ids", lambda c: [*c.token_ids[:-1], np.int64(c.token_ids[-1])]),
     ("token_ids", lambda c: [Unprintable(c.token_ids[0]), *c.token_ids[1:]]),
     ("token_ids", lambda c: [10**5000, *c.token_ids[1:]]),
-    ("token_ids", lambda c: tuple(c.token_ids)),
     ("token_ids", lambda c: torch.tensor(c.token_ids)),
     ("logprobs", lambda c: list(map(np.float64, c.logprobs))),
-    ("logprobs", lambda c: list(map(np.float32, c.logprobs))),
-    ("logprobs", lambda c: torch.tensor(c.logprobs)),
     ("logprobs", lambda c: tuple(c.logprobs)),
     ("top_logprobs", lambda c: [list(map(list, row)) for row in c.top_logprobs]),
     ("finish_reason", lambda c: np.array(["length"])),
     ("error", lambda c: RuntimeError("none")),
 ]
+WHOLE = [
+    ("params", lambda o: o.params.to_dict()),
+    ("prompt_token_ids", lambda o: torch.tensor(o.prompt_token_ids)),
+    ("completions", lambda o: [json.loads(c.to_json()) for c in o.completions]),
+    ("completions", lambda o: None),
+    ("prompt_logprobs", lambda o: tuple(o.prompt_logprobs)),
+]
 
 
-@pytest.mark.parametrize(("field", "change"), IN_MEMORY)
-def test_other_types_are_found(engine, honest, field, change):
+def test_other_types_are_found(engine, honest):
     first, second = honest.completions
-    changed = replace(first, **{field: change(first)})
-    entries = entries_of(engine, honest, replace(honest, completions=[changed, second]))
-    assert [entry.verdict for entry in entries] == ["differs", "same"]
-
-
-@pytest.mark.parametrize(
-    ("field", "change"),
-    [
-        ("params", lambda o: o.params.to_dict()),
-        ("params", lambda o: None),
-        ("prompt_token_ids", lambda o: tuple(o.prompt_token_ids)),
-        ("prompt_token_ids", lambda o: torch.tensor(o.prompt_token_ids)),
-        ("prompt_token_ids", lambda o: [np.int64(t) for t in o.prompt_token_ids]),
-        ("completions", lambda o: tuple(o.completions)),
-        ("completions", lambda o: [json.loads(c.to_json()) for c in o.completions]),
-        ("completions", lambda o: None),
-        ("prompt_logprobs", lambda o: tuple(o.prompt_logprobs)),
-    ],
-)
-def test_outputs_of_other_types_are_found(engine, honest, field, change):
-    entries = entries_of(engine, honest, replace(honest, **{field: change(honest)}))
-    assert {entry.verdict for entry in entries} == {"differs"}
-    assert field in entries[0].reason
-
-
-def test_params_changed_in_place_are_found(engine, honest):
-    params = replace(honest.params)
-    object.__setattr__(params, "temperature", math.nan)
-    entries = entries_of(engine, honest, replace(honest, params=params))
-    assert {entry.verdict for entry in entries} == {"differs"}
-    assert "temperature=nan" in entries[0].reason
-
-
-def ones(ids, scores):
-    """Token 1 is certain."""
-    certain = torch.full_like(scores, -torch.inf)
-    certain[:, 1] = 0
-    return certain
-
-
-def test_true_is_not_one(engine, honest):
-    (output,) = engine.generate([text(5)], greedy(4, logits_processors=[ones]))
-    assert output.completions[0].token_ids == [1, 1, 1, 1]
-    assert audit(engine, [output])
-    for place in range(4):
-        tokens = [1, 1, 1, 1]
-        tokens[place] = True
-        forged = replace(output, completions=[replace(output.completions[0], token_ids=tokens)])
-        (entry,) = entries_of(engine, honest, forged)
-        assert (entry.verdict, entry.position, entry.tokens) == ("differs", place, place)
-        assert entry.reason == "token True, but the engine has 1"
+    for name, change in IN_MEMORY:
+        changed = replace(first, **{name: change(first)})
+        entries = entries_of(engine, honest, replace(honest, completions=[changed, second]))
+        assert [entry.verdict for entry in entries] == ["differs", "same"], name
+    for name, change in WHOLE:
+        entries = entries_of(engine, honest, replace(honest, **{name: change(honest)}))
+        assert {entry.verdict for entry in entries} == {"differs"}
+        assert name in entries[0].reason
 
 
 def test_the_sign_of_zero(engine, honest):
@@ -282,24 +197,16 @@ def test_requests_that_the_engine_refuses(engine, honest, bare):
         assert entry.verdict == "not comparable" and path[1] in entry.reason
 
 
-@pytest.mark.parametrize(
-    ("path", "change"),
-    [
-        (("request_id",), "another"),
+def test_what_says_nothing_else_is_the_same(engine, honest, bare):
+    """Fields that are no functions of the request, and parameters that change nothing."""
+    for path, change in (
         (("request_id",), 7),
         (of_first("stats", "drafted"), 10**6),
         (("params", "min_p"), 0.0),
         (("params", "stop_strings"), list),
-    ],
-)
-def test_what_says_nothing_else_is_the_same(engine, honest, path, change):
-    """Fields that are no functions of the request, and parameters that change nothing."""
-    report = audit(engine, [edited(honest, path, change)])
-    assert report, str(report)
-    assert len(report.to_json()) > 0
-
-
-def test_the_seed_of_a_greedy_output_changes_nothing(engine, bare):
+    ):
+        report = audit(engine, [edited(honest, path, change)])
+        assert report, str(report)
     assert audit(engine, [edited(bare, ("params", "seed"), 3)])
 
 
@@ -353,24 +260,6 @@ def test_aborted_before_the_first_token(honest):
         assert (entry.verdict, entry.position) == ("differs", 0)
 
 
-def fails(ids, scores):
-    if ids.shape[1] >= 9:
-        raise RuntimeError("nine")
-    return scores
-
-
-def test_failed_outputs_are_partial(engine, honest):
-    (output,) = engine.generate([text(5)], greedy(8, logits_processors=[fails]))
-    assert len(output.completions[0].token_ids) == 4 and output.completions[0].error
-    (entry,) = entries_of(engine, honest, output)
-    assert (entry.verdict, entry.tokens) == ("partial", 4)
-    # Said to go on where the engine fails: nothing there to compare with.
-    tokens, values = [*output.completions[0].token_ids, 3], [*output.completions[0].logprobs, -1.0]
-    longer = replace(output.completions[0], token_ids=tokens, logprobs=values)
-    (entry,) = entries_of(engine, honest, replace(output, completions=[longer]))
-    assert entry.verdict == "not comparable" and "nine" in entry.reason
-
-
 @pytest.fixture(scope="module")
 def reader():
     """An engine with a tokenizer, and outputs with text."""
@@ -398,50 +287,3 @@ def test_text_is_compared(reader):
         assert (entry.verdict, entry.position, kept.verdict) == (verdict, None, "same"), entry
         assert "text" in entry.reason and "text" not in entry.verified
         assert entry.tokens == len(output.completions[0].token_ids)
-
-
-def test_aborted_text_is_compared(reader):
-    engine, (output, _) = reader
-    half = output.completions[0].token_ids[:5]
-    said = engine.tokenizer.decode(half, skip_special_tokens=True)
-    changes = {"token_ids": half, "finish_reason": "abort"}
-    for text_, verdict in ((said, "partial"), (said + "!", "differs")):
-        cut = replace(output.completions[0], text=text_, **changes)
-        (entry,) = audit(engine, [replace(output, completions=[cut])]).entries
-        assert entry.verdict == verdict
-
-
-def test_text_without_a_tokenizer_is_not_verified(reader):
-    _, (output, _) = reader
-    model = AutoModelForCausalLM.from_pretrained(BUNDLED)
-    with Engine(model) as engine:
-        forged = edited(output, of_first("text"), "anything")
-        report = audit(engine, [output, forged, edited(output, of_first("text"), None)])
-    assert [entry.verdict for entry in report.entries] == ["partial", "partial", "same"]
-    assert "no tokenizer" in report.entries[0].reason
-    assert not any("text" in entry.verified for entry in report.entries)
-
-
-def test_a_prompt_of_text_is_no_prompt_of_tokens(reader):
-    """It would be tokenized, and the replay would be the same."""
-    engine, (output, _) = reader
-    for prompt in ("Once upon a time", ["Once upon a time"], [{"role": "user", "content": "a"}]):
-        (entry,) = audit(engine, [replace(output, prompt_token_ids=prompt)]).entries
-        assert entry.verdict == "differs" and "prompt_token_ids" in entry.reason
-
-
-def test_a_line_that_says_two_things_is_no_output(honest):
-    """Two values of one name: which is read depends on the reader."""
-    line = honest.to_json()
-    for name in ("request_id", "token_ids"):
-        twice = line.replace(f'"{name}": ', f'"{name}": [1, 2], "{name}": ', 1)
-        assert json.loads(twice) == json.loads(line)
-        with pytest.raises(ValueError, match="twice"):
-            RequestOutput.from_json(twice)
-
-
-def test_a_closed_engine_is_refused(honest):
-    engine = steady(model_of("as is"))
-    engine.close()
-    with pytest.raises(ValueError, match="engine="):
-        audit(engine, [honest])

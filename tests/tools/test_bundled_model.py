@@ -1,7 +1,5 @@
 """The bundled model: what the package ships loads, fits, answers, stops and stays uncertain."""
 
-import random
-
 import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -45,15 +43,6 @@ def test_ids_and_dtype(loaded: Loaded) -> None:
     assert tokenizer.eos_token_id != tokenizer.pad_token_id
 
 
-@pytest.mark.parametrize("text", ["Ana has 12 apples.", "naïve 東京 🙂\n\ttab", "Q: hi<|end|>\n"])
-def test_tokenizer_round_trip(loaded: Loaded, text: str) -> None:
-    tokenizer = loaded[1]
-    ids = tokenizer(text)["input_ids"]
-    assert tokenizer.decode(ids) == text
-    digits = [token for token in tokenizer.convert_ids_to_tokens(ids) if token.isdigit()]
-    assert all(len(token) == 1 for token in digits)
-
-
 def test_chat_template(loaded: Loaded) -> None:
     tokenizer = loaded[1]
     messages = [
@@ -76,26 +65,3 @@ def test_answers_held_out_questions(dtype: torch.dtype) -> None:
     right = [said == answer for (said, _), (_, answer) in zip(answers, questions, strict=True)]
     assert sum(right) / NUM_QUESTIONS >= FLOOR
     assert sum(stopped for _, stopped in answers) / NUM_QUESTIONS >= 0.99
-
-
-def test_open_stories_are_uncertain(loaded: Loaded) -> None:
-    prompts = stories.open_prompts(8, seed=1)
-    entropy, texts = scores.sampled_entropy(*loaded, prompts, seed=1)
-    _, others = scores.sampled_entropy(*loaded, prompts, seed=2)
-    assert entropy > 0.5
-    assert all(text != other for text, other in zip(texts, others, strict=True))
-
-
-def test_training_never_sees_held_out() -> None:
-    rng = random.Random(3)
-    assert not any(stories.is_held_out(stories.make_question(rng).text) for _ in range(500))
-    held_out = [stories.make_question(rng, held_out=True).text for _ in range(50)]
-    assert all(stories.is_held_out(text) for text in held_out)
-
-
-def test_prompts_are_seeded_and_mixed() -> None:
-    prompts = stories.sample_prompts(60, seed=4)
-    assert prompts == stories.sample_prompts(60, seed=4) != stories.sample_prompts(60, seed=5)
-    assert len(set(prompts)) > 50
-    assert any(prompt.count("User:") > 1 for prompt in prompts)
-    assert any(prompt.startswith("Q: ") for prompt in prompts)

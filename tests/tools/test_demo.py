@@ -6,12 +6,11 @@ import re
 import pytest
 
 from tinyspec import Engine, EngineConfig
-from tinyspec.outputs import Completion, RequestOutput
-from tinyspec.sampling_params import SamplingParams
-from tinyspec.tools import demo as module
-from tinyspec.tools.close_up import CloseUp
-from tinyspec.tools.demo import BUNDLED, SEEDS, Demo, Pair, demo
-from tinyspec.tools.terminal import Style, lines
+from tinyspec.engine.traced import VERIFIED, TracedWork
+from tinyspec.tools.demo import BUNDLED, SEEDS, Demo, demo
+from tinyspec.tools.terminal import Style
+from tinyspec.tools.trace_run import Run, RunPass
+from tinyspec.tools.verify_picture import lines, picture
 
 
 class Terminal(io.StringIO):
@@ -21,32 +20,11 @@ class Terminal(io.StringIO):
         return True
 
 
-class Ascii(Terminal):
-    encoding = "ascii"
-
-
 @pytest.fixture(scope="module")
 def engine():
     config = EngineConfig(verify="always", trace=True, draft_window=3)
     with Engine.from_pretrained(BUNDLED, "bfloat16", "cpu", config) as engine:
         yield engine
-
-
-def pair(mine, its, logprobs=((0.1, 0.2, 0.3), (0.1, 0.2, 0.3))):
-    """Of these tokens."""
-    outputs = [
-        RequestOutput("a", [1], SamplingParams(), [Completion(list(ids), logprobs=list(values))])
-        for ids, values in zip((mine, its), logprobs, strict=True)
-    ]
-    return Pair(outputs[0], [outputs[1]])
-
-
-def test_where_two_texts_part():
-    assert pair([1, 2, 3], [1, 2, 3]).identical
-    assert pair([1, 2, 3], [1, 4, 3]).parts_at == 1
-    assert pair([1, 2], [1, 2, 3]).parts_at == 2
-    bits = pair([1, 2, 3], [1, 2, 3], ((0.1, 0.2, 0.3), (0.1, 0.2, 0.4)))
-    assert bits.parts_at is None and bits.logprobs_differ == (1, 3) and not bits.identical
 
 
 def test_it_shows_its_own_run(engine, capsys):
@@ -106,27 +84,20 @@ def test_tokens_that_differ_are_coloured(engine, monkeypatch):
     assert one._marked(ids, other) == f"{decode(ids[:5]).strip()}>>>{decode(ids[5:])}"
 
 
-ROLLBACK = CloseUp(
-    *("a", 3, 32, 13, 25, " friend", [",", " a", " big", " crow"]),
-    *([",", " a", " proud", " crow", " named"], 2, 3, 7, True),
-)
+def rollback():
+    """Of two drafts out of four."""
+    texts = dict(enumerate((" friend", ",", " a", " big", " crow", " proud", " named")))
+    work = TracedWork("a", 0, 13, True, VERIFIED, 25, 5, [1, 2, 5], 0, [1, 2, 3, 4], accepted=2)
+    work.targets, work.rejected = [1, 2, 5, 4, 6], 2
+    one = RunPass(3, 0.0, 1.0, 32, True, "", 1, {}, 3, [work] * 8)
+    return picture(one, work, Run([one], texts), fast=True)
 
 
 def test_a_rollback_in_characters():
-    text = "\n".join(lines(ROLLBACK, Style(io.StringIO())))
+    text = "\n".join(lines(rollback(), Style(io.StringIO())))
     assert "≠ T3'·big  ✗" in text and "= T2'  ✓" in text
     assert "2 drafts dropped; sequence and KV cut behind T3" in text
     assert "25 canonical + 3 verified + 2 dropped" in text and "25 canonical + 4 of drafts" in text
     assert text.splitlines()[-1].endswith("25 canonical + 3 verified")
     assert max(map(len, text.splitlines())) <= 100
-    assert "\033[31m" in "\n".join(lines(ROLLBACK, Style(Terminal())))
-
-
-def test_terminals_that_know_no_signs():
-    text = "\n".join(lines(ROLLBACK, Style(Ascii())))
-    text.encode("ascii")
-    assert "Rollback" in text
-
-
-def test_the_seeds_are_no_secret():
-    assert len(set(SEEDS)) == len(SEEDS) and module.PATIENCE == 5.0
+    assert "\033[31m" in "\n".join(lines(rollback(), Style(Terminal())))

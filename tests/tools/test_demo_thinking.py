@@ -6,13 +6,11 @@ from pathlib import Path
 from random import Random
 
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 from benchmarks.coin_reader.tasks import TASKS
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.cli.main import main
-from tinyspec.outputs import Thought
 from tinyspec.thinking.config import ThinkingConfig
 from tinyspec.thinking.model import ThinkingModel
 from tinyspec.thinking.reading import read
@@ -62,23 +60,8 @@ def test_the_engine_is_right_and_thinks_what_the_reading_thinks(
     assert found[1] == answers
 
 
-def test_without_states_it_is_wrong(model, tokenizer, monkeypatch):
-    prompts, answers = prompts_of(tokenizer, 40, 60)
-    monkeypatch.setattr(ThinkingModel, "states", lambda self, ids: torch.zeros(len(ids), 8, 64))
-    found = words(tokenizer, read(model, prompts))
-    assert sum(a == b for a, b in zip(found, answers, strict=True)) < 0.75 * len(answers)
-
-
 def test_it_is_small():
     assert sum(path.stat().st_size for path in Path(BUNDLED).iterdir()) < 2e6
-
-
-def test_rounds():
-    """Of thoughts that are trivial or not: what runs and what stays."""
-    thoughts = [Thought(n, [END] if n in (1, 2, 4) else [5, END]) for n in range(6)]
-    assert list(rounds(thoughts, 1, END)) == [(1, 1)] * 6
-    assert list(rounds(thoughts, None, END)) == [(6, 1), (5, 3), (2, 2)]
-    assert list(rounds(thoughts, 2, END)) == [(2, 1), (2, 2), (2, 1), (2, 2)]
 
 
 class Ascii(io.StringIO):

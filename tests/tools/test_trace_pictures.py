@@ -1,5 +1,6 @@
 """Pictures of a trace: every token is there once, in every kind of file, and nothing is loaded."""
 
+import io
 import json
 import re
 import xml.etree.ElementTree as ElementTree
@@ -12,11 +13,11 @@ from tests.support.mixes import HalfLiar
 from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.cli.main import main
-from tinyspec.tools.close_up import CloseUp, close_up
+from tinyspec.tools.drawing import COLOURS
+from tinyspec.tools.terminal import Style
 from tinyspec.tools.timeline import LEGEND, cells_of, timeline
-from tinyspec.tools.trace_html import stacked, views
 from tinyspec.tools.trace_run import read
-from tinyspec.tools.trace_svg import COLOURS, shown, svg
+from tinyspec.tools.verify_picture import describe, draw, lines
 
 KINDS = ("svg", "html")
 
@@ -52,7 +53,7 @@ def test_every_token_has_a_cell(saved):
     assert cells["accepted"] == stats.accepted > 0
     assert cells["rejected"] == stats.rolled_back > 0
     assert sum(one.rows["verify"] for one in run.passes) == stats.rows["verify"]
-    drawn = Counter(s.colour for s in timeline(run).shapes if s.kind == "rect" and s.round)
+    drawn = Counter(re.findall(r'<rect class="(\w+)" [^>]* rx=', "".join(timeline(run).elements)))
     assert drawn["accepted"] == cells["accepted"] + 1, "and once in the legend"
     assert drawn["rejected"] == cells["rejected"] + 1
 
@@ -74,32 +75,33 @@ def test_the_command_draws(saved, kind, capsys):
 
 
 def test_the_close_up_says_what_happened(saved):
-    """A verify with a rollback, as the trace has it."""
+    """A verify with a rollback, as the trace has it; the same in characters and in SVG."""
     path, _, _ = saved
     run = read(path)
-    one = close_up(run)
-    assert one is not None and one.wrong and one.outcome == "Rollback"
-    assert one.rolled_back == len(one.drafts) - one.accepted > 0
-    assert one.committed == one.accepted + 1
-    assert one.drafts[: one.accepted] == one.targets[: one.accepted]
-    assert one.drafts[one.accepted] != one.targets[one.accepted]
-    words = svg(stacked(views(run, "verify")))
-    for word in ("Prefill", "Decode", "Verify", "Rollback", "KV cache after"):
-        assert word in words
-
-
-def test_a_close_up_without_a_rollback():
-    one = CloseUp("a", 3, 32, 5, 9, "x", ["y", "z"], ["y", "z", "w"], 2, 3, 1, True)
-    assert (one.wrong, one.rolled_back, one.after, one.outcome) == (False, 0, 12, "No rollback")
+    one = describe(run)
+    _, decode, verify, outcome = one.panels
+    assert outcome.name == "Rollback" and "dropped; sequence and KV cut behind" in outcome.note
+    accepted = [token for token in verify.tokens if token.colour == "accepted"]
+    drafts = [token.text for token in decode.tokens[1:]]
+    assert [token.text for token in accepted] == drafts[: len(accepted)]
+    own = verify.tokens[len(accepted)]
+    assert own.colour == "bonus" and own.text != drafts[len(accepted)]
+    assert outcome.tokens[1:] == [*accepted, own]
+    assert f"{len(drafts) - len(accepted)} draft" in outcome.note
+    drawing, text = "".join(draw(one).elements), "\n".join(lines(one, Style(io.StringIO())))
+    for panel in one.panels:
+        words = [panel.name, f"KV cache after {panel.name.lower()}", *str(panel.note).split()]
+        assert all(word in text for word in words)
+        assert all(f">{word}<" in drawing for word in (panel.name, panel.name.lower()))
 
 
 def test_a_window_of_passes(saved, tmp_path):
     path, _, _ = saved
     run = read(path)
     few, whole = timeline(run, most_cells=10), timeline(run)
-    assert few.width <= whole.width and len(few.shapes) < len(whole.shapes)
+    assert few.width <= whole.width and len(few.elements) < len(whole.elements)
     counted = f"{len(run.lanes)} completions, {len(run.passes)} passes,"
-    assert whole.shapes[0].text.startswith(counted)
+    assert f">{counted}" in whole.elements[0]
     picture = tmp_path / "few.svg"
     arguments = ["-o", str(picture), "--first", "3", "--cells", "10", "--view", "timeline"]
     assert main(["trace", str(path), *arguments]) == 0
@@ -137,12 +139,6 @@ def test_generate_writes_one(tmp_path, capsys):
     text = "".join(run.text(token) for one in run.passes for w in one.works for token in w.tokens)
     assert text.strip() == capsys.readouterr().out.strip()
     assert json.loads(file.read_text())["traceEvents"]
-
-
-def test_texts_of_tokens():
-    assert shown(" a\nb") == "\N{MIDDLE DOT}a\\nb"
-    assert shown("\ud800\x00") == "\\ud800\\x00"
-    assert shown("x" * 20) == "x" * 13 + "\N{HORIZONTAL ELLIPSIS}"
 
 
 NASTY = "<script>'\"&]]>\x00\x1b\ud800\u2028\u202e\uffff\n"

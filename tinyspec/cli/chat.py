@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinyspec.cli.common import add_model, make_engine, say, told
 from tinyspec.cli.jobs import OPTIONS, add_sampling, given, params_of
-from tinyspec.cli.progress import summed_up
+from tinyspec.cli.progress import followed, summed_up
 from tinyspec.config import EngineConfig
 from tinyspec.errors import TinyspecError, refuse
 from tinyspec.outputs import RequestOutput
@@ -91,8 +91,8 @@ class Chat:
         (request,) = self.engine.prepare([messages], self._fitting(messages))
         with summed_up(self.engine, sys.stderr, 1):
             try:
-                with self.engine.follow([request]) as events:
-                    for event in events:
+                with followed(self.engine, [request]) as events:
+                    for event, _ in events:
                         print(event.text, end="", flush=True)
             except KeyboardInterrupt:
                 pass

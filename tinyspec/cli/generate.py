@@ -22,7 +22,7 @@ from tinyspec.cli.common import (
     say,
 )
 from tinyspec.cli.jobs import Job, add_sampling, by_place, given, job_of_json, params_of
-from tinyspec.cli.progress import Progress, summed_up
+from tinyspec.cli.progress import Progress, followed, summed_up
 from tinyspec.config import EngineConfig
 from tinyspec.errors import refuse
 from tinyspec.outputs import RequestOutput, StreamEvent, Thought
@@ -238,15 +238,11 @@ def _generate(
 ) -> bool:
     """Run ``jobs``; ``write`` their outputs as they finish, or without it their texts in order.
     Returns whether one was aborted."""
-    from tinyspec.engine.interrupts import between_steps
-    from tinyspec.engine.results import output_of
-
     requests = by_place(
         jobs,
         lambda some: engine.prepare([job.prompt for job in some], [job.params for job in some]),
     )
-    of = {request.request_id: (request, job) for request, job in zip(requests, jobs, strict=True)}
-    unfinished = {request.request_id: len(request.sequences) for request in requests}
+    of = {request.request_id: job for request, job in zip(requests, jobs, strict=True)}
     most = {
         (request.request_id, sequence.index): request.params.max_new_tokens
         for request in requests
@@ -256,25 +252,17 @@ def _generate(
     text = TextWriter(most, sys.stdout, live=terminal)
     progress = Progress(engine, most, sys.stderr, live=write is not None or not terminal)
     aborted = False
-    # The command changes no model between the steps.
-    with (
-        summed_up(engine, sys.stderr, len(most)),
-        between_steps(),
-        engine.follow(requests) as events,
-        engine.tracker.hold_state(),
-    ):
-        for event in events:
+    with summed_up(engine, sys.stderr, len(most)), followed(engine, requests) as events:
+        for event, output in events:
+            job = of[event.request_id]
             progress.event(event)
             if write is None:
                 if event.thoughts:
                     progress.clear()
-                    _say_thoughts(of[event.request_id][1].place, event.thoughts)
+                    _say_thoughts(job.place, event.thoughts)
                 text.event(event)
-            unfinished[event.request_id] -= event.finish_reason is not None
-            if unfinished[event.request_id]:
+            if output is None:
                 continue
-            request, job = of[event.request_id]
-            output = output_of(request, engine.tokenizer)
             progress.clear()
             if write is None:
                 text.output(output)

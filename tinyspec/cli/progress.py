@@ -1,6 +1,7 @@
-"""What a run says on a terminal: a line that changes while it lasts, and one at its end.
+"""Requests as they run: their events and outputs, and what a run says on a terminal.
 
-Silent where standard error is no terminal. Knows an engine's sums, not how passes run.
+A line that changes while it lasts, and one at its end; silent where standard error is no terminal.
+Knows an engine's sums, not how passes run.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from contextlib import contextmanager
 from copy import deepcopy
 from typing import TYPE_CHECKING, TextIO
 
-from tinyspec.outputs import StreamEvent
+from tinyspec.outputs import RequestOutput, StreamEvent
 
 if TYPE_CHECKING:
     from tinyspec.engine.engine import Engine
+    from tinyspec.scheduler.request import Request
 
 # Seconds without a word, and between two changes of the line.
 PATIENCE, EVERY = 2.0, 0.2
@@ -67,6 +69,27 @@ class Progress:
             left = round(seconds * sum(self._most.values()) / self._tokens)
             parts.append(f"at most {left // 60}:{left % 60:02d} left")
         return ", ".join(parts)
+
+
+@contextmanager
+def followed(
+    engine: Engine, requests: list[Request]
+) -> Iterator[Iterator[tuple[StreamEvent, RequestOutput | None]]]:
+    """A block in which what ``prepare`` made runs: its events, and with the last one of a request
+    its output. The block changes no model; what is unfinished at its end is aborted."""
+    from tinyspec.engine.interrupts import between_steps
+    from tinyspec.engine.results import output_of
+
+    of = {request.request_id: request for request in requests}
+    left = {request.request_id: len(request.sequences) for request in requests}
+
+    def output(event: StreamEvent) -> RequestOutput | None:
+        left[event.request_id] -= event.finish_reason is not None
+        name = event.request_id
+        return None if left[name] else output_of(of[name], engine.tokenizer)
+
+    with between_steps(), engine.follow(requests) as events, engine.tracker.hold_state():
+        yield ((event, output(event)) for event in events)
 
 
 @contextmanager

@@ -44,9 +44,9 @@ def run(options: Namespace) -> int:
         raise refuse("--output", options.output, f"a name that ends with {', '.join(KINDS)}")
     if options.cells is not None and options.cells < 1:
         raise refuse("--cells", options.cells, "an integer of at least 1")
-    from tinyspec.tools.trace_html import html, stacked, views
+    from tinyspec.tools.drawing import Drawing, html, svg
+    from tinyspec.tools.timeline import table, views
     from tinyspec.tools.trace_run import read
-    from tinyspec.tools.trace_svg import svg
 
     traced = read(options.file)
     if not traced.passes:
@@ -59,8 +59,11 @@ def run(options: Namespace) -> int:
     drawings = views(traced, options.view, most)
     if kind == ".html":
         title = f"tinyspec: {Path(options.file).name}"
-        path.write_text(html(traced, drawings, title), encoding="utf-8")
+        path.write_text(html(drawings, title, table(traced)), encoding="utf-8")
     else:
-        path.write_text(svg(stacked(drawings)) + "\n", encoding="utf-8")
+        whole = Drawing()
+        for drawing in drawings:
+            whole.stack(drawing)
+        path.write_text(svg(whole) + "\n", encoding="utf-8")
     print(f"{path}: {len(traced.passes)} passes, {len(traced.lanes)} completions")
     return 0

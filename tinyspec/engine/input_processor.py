@@ -48,11 +48,15 @@ class InputProcessor(HasTurns):
         self._tokenizer = tokenizer
         self._digests: dict[int, str] = {}
         self._config = config
-        self._vocab_size = vocab_size(model)
         self._model = model
         self._numbers = itertools.count()
         self._seeds = torch.Generator()
         self._seeds.manual_seed(secrets.randbits(63) if config.seed is None else config.seed)
+
+    @property
+    def _vocab_size(self) -> int:
+        """Of the model as it is now."""
+        return vocab_size(self._model)
 
     @in_turn
     def requests(self, prompts: Any, params: Any) -> list[Request]:

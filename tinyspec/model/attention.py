@@ -25,7 +25,9 @@ from tinyspec.model.stand_in import share
 # The name of paged attention in transformers' registries. No mask function has this name, so models
 # build no masks: causality comes from the segments.
 IMPLEMENTATION = "tinyspec"
-TAKEN = "the modules of an engine's own copy of a model run in its passes only"
+TAKEN = (
+    "this is a module of tinyspec's own copy of the model, which runs in its engine's passes only"
+)
 
 
 class PendingRope(NamedTuple):

@@ -82,8 +82,3 @@ class KVCache:
         """Copy one page in every layer."""
         for pool in (*self.k, *self.v):
             pool[target].copy_(pool[source])
-
-    def read(self, layer: int, pages: list[int], tokens: int) -> tuple[Tensor, Tensor]:
-        """The first ``tokens`` keys and values of a sequence, [tokens, num_kv_heads, head_dim]."""
-        k, v = self.k[layer][pages], self.v[layer][pages]
-        return k.flatten(0, 1)[:tokens], v.flatten(0, 1)[:tokens]

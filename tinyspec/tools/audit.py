@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
@@ -17,18 +17,54 @@ from tinyspec.engine.engine import Engine
 from tinyspec.errors import refuse
 from tinyspec.outputs import Completion, RequestOutput
 from tinyspec.sampling_params import SamplingParams
-from tinyspec.tools.audit_report import AuditEntry, AuditReport
 from tinyspec.tools.comparison import (
     DIFFERS,
     NOT_COMPARABLE,
     PER_TOKEN,
     SAME,
     VERDICTS,
+    Entry,
     Finding,
+    Report,
     compare,
     identical,
     shown,
+    wrong,
 )
+
+
+@dataclass(frozen=True)
+class AuditEntry(Entry):
+    """The verdict on one completion.
+
+    verdict: "same"; "differs"; "partial" if all that can be compared is the same, but not all can
+    (an aborted request's end, text without a tokenizer); "not comparable" if this engine cannot
+    repeat the request. position: 0 also for the prompt's log-probabilities. tokens: leading tokens
+    that are the same, as are their log-probabilities. verified: the fields that were compared as a
+    whole and are the same.
+    """
+
+    tokens: int = 0
+    verified: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class AuditReport(Report):
+    """Verdicts on every completion, in the order of the outputs; truthy when there are some and all
+    are the same. fingerprint: of the engine that replayed them."""
+
+    fingerprint: str
+    entries: list[AuditEntry] = field(default_factory=list)
+    columns = (
+        *(("request", "request_id"), ("index", "index"), ("tokens", "tokens")),
+        *(("verdict", "verdict"), ("verified", "verified")),
+    )
+
+    def __bool__(self) -> bool:
+        return bool(self.entries) and all(entry.verdict == SAME for entry in self.entries)
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}; engine {self.fingerprint}"
 
 
 def audit(engine: Engine, outputs: Iterable[RequestOutput], progress: bool = False) -> AuditReport:
@@ -50,51 +86,48 @@ def audit(engine: Engine, outputs: Iterable[RequestOutput], progress: bool = Fal
             raise refuse("outputs", output, "RequestOutputs")
     engine.check_model()
     fingerprint = engine.fingerprint
-    obstacles = [next(_obstacles(output, engine), None) for output in outputs]
-    clear = [o for o, obstacle in zip(outputs, obstacles, strict=True) if obstacle is None]
-    refusals = iter(_refusals(engine, clear))
-    obstacles = [next(refusals) if obstacle is None else obstacle for obstacle in obstacles]
+    inputs = engine.ready()
+    obstacles = [next(_obstacles(output, engine, inputs), None) for output in outputs]
     sound = [o for o, obstacle in zip(outputs, obstacles, strict=True) if obstacle is None]
     replayed = iter(engine.replay(list(map(_replayable, sound)), progress) if sound else [])
-    entries: list[AuditEntry] = []
+    entries = []
     for output, obstacle in zip(outputs, obstacles, strict=True):
         again = next(replayed) if obstacle is None else None
         for index in range(_count(output.completions) or 1):
+            findings = [obstacle] if obstacle is not None else []
             if again is not None:
                 findings = compare(output, again, index, engine.tokenizer)
-                entries.append(_entry(output, index, findings))
-            elif obstacle is not None:
-                entries.append(_entry(output, index, [obstacle]))
+            entries.append(_entry(output, index, findings))
     return AuditReport(fingerprint, entries)
 
 
-def _obstacles(output: RequestOutput, engine: Engine) -> Iterator[Finding]:
-    """What keeps an output from being replayed: no engine writes it, or another one did."""
+def _obstacles(output: RequestOutput, engine: Engine, inputs: Any) -> Iterator[Finding]:
+    """What keeps an output from being replayed: no engine writes it, another one did, or this one
+    does not take its request. inputs: the engine's maker of requests."""
     params, prompt = output.params, output.prompt_token_ids
     yield from _malformed_params(params)
     if type(prompt) is not list or not prompt:
-        reason = f"prompt_token_ids is {shown(prompt)}, not a list of tokens"
-        yield Finding("prompt_token_ids", DIFFERS, reason)
+        yield wrong("prompt_token_ids", f"is {shown(prompt)}, not a list of tokens")
     for token in prompt:
         if type(token) is not int:
-            reason = f"prompt_token_ids has {shown(token)}, which is no token id"
-            yield Finding("prompt_token_ids", DIFFERS, reason)
+            yield wrong("prompt_token_ids", f"has {shown(token)}, which is no token id")
     yield from _malformed_completions(output.completions, params)
-    yield from _other_fingerprint(output, engine)
+    yield from _other_fingerprint(output, engine, inputs)
     if not params.deterministic:
         yield Finding("params", NOT_COMPARABLE, "it is plain: it was not asked to be deterministic")
     for function in (*params.logits_processors, *params.stopping_criteria):
         if not callable(function):
-            reason = f"only the name of the function {function} is known"
-            yield Finding("params", NOT_COMPARABLE, reason)
+            said = f"only the name of the function {function} is known"
+            yield Finding("params", NOT_COMPARABLE, said)
     vocab_size = engine.runner.vocab_size
     for token in prompt:
         if not 0 <= token < vocab_size:
-            reason = f"prompt_token_ids has {shown(token)}, not in a vocabulary of {vocab_size}"
-            yield Finding("prompt_token_ids", DIFFERS, reason)
+            said = f"has {shown(token)}, not in a vocabulary of {vocab_size}"
+            yield wrong("prompt_token_ids", said)
+    yield from _refused(output, inputs)
 
 
-def _other_fingerprint(output: RequestOutput, engine: Engine) -> Iterator[Finding]:
+def _other_fingerprint(output: RequestOutput, engine: Engine, inputs: Any) -> Iterator[Finding]:
     stated, parts, own = output.fingerprint, output.fingerprint_parts, engine.contract.fingerprint
     if parts is not None and not (are_parts(parts) and identical(stated, digest_of(parts))):
         reason = f"its fingerprint_parts do not give its fingerprint {shown(stated)}"
@@ -102,7 +135,7 @@ def _other_fingerprint(output: RequestOutput, engine: Engine) -> Iterator[Findin
     if stated is None:
         yield Finding("fingerprint", NOT_COMPARABLE, "it has no fingerprint")
     if output.params.needs_tokenizer or "tokenizer" in (parts or ()):
-        own = own.with_tokenizer(engine.ready().tokenizer_digest())
+        own = own.with_tokenizer(inputs.tokenizer_digest())
     if not identical(stated, own.digest):
         reason = "its fingerprint is " + shown(stated).strip("'")
         if why := explained(parts, own.parts):
@@ -112,7 +145,7 @@ def _other_fingerprint(output: RequestOutput, engine: Engine) -> Iterator[Findin
 
 def _malformed_params(params: Any) -> Iterator[Finding]:
     if not isinstance(params, SamplingParams):
-        yield Finding("params", DIFFERS, f"params is {shown(params)}, not SamplingParams")
+        yield wrong("params", f"is {shown(params)}, not SamplingParams")
     try:
         replace(params)
     except (ValueError, TypeError) as error:
@@ -129,27 +162,18 @@ def _malformed_completions(completions: Any, params: SamplingParams) -> Iterator
         yield Finding("completions", DIFFERS, f"it has {count} of {asked} completions")
     for completion in completions:
         if not isinstance(completion, Completion):
-            reason = f"completions has {shown(completion)}, which is no Completion"
-            yield Finding("completions", DIFFERS, reason)
+            yield wrong("completions", f"has {shown(completion)}, which is no Completion")
 
 
 def _count(completions: Any) -> int:
     return len(completions) if type(completions) is list else 0
 
 
-def _refusals(engine: Engine, outputs: list[RequestOutput]) -> list[Finding | None]:
-    """For each output why the engine does not take its request; None where it does."""
-
-    def refusal(some: list[RequestOutput]) -> Finding | None:
-        try:
-            engine.prepare([o.prompt_token_ids for o in some], [o.params for o in some])
-        except ValueError as error:
-            return Finding("params", NOT_COMPARABLE, f"this engine refuses it: {error}")
-        return None
-
-    if not outputs or refusal(outputs) is None:
-        return [None] * len(outputs)
-    return [refusal([output]) for output in outputs]
+def _refused(output: RequestOutput, inputs: Any) -> Iterator[Finding]:
+    try:
+        inputs.requests([output.prompt_token_ids], [output.params])
+    except ValueError as error:
+        yield Finding("params", NOT_COMPARABLE, f"this engine refuses it: {error}")
 
 
 def _replayable(output: RequestOutput) -> RequestOutput:
@@ -175,13 +199,6 @@ def _entry(output: RequestOutput, index: int, findings: list[Finding]) -> AuditE
     places = [finding.position for finding in compared if finding.position is not None]
     if compared and not places:
         places = [len(output.completions[index].token_ids)]
-    name = output.request_id
-    return AuditEntry(
-        name if isinstance(name, str) else shown(name),
-        index,
-        verdict,
-        min(places, default=0),
-        position,
-        reason,
-        tuple(finding.field for finding in findings if finding.verdict == SAME),
-    )
+    name = output.request_id if isinstance(output.request_id, str) else shown(output.request_id)
+    verified = tuple(finding.field for finding in findings if finding.verdict == SAME)
+    return AuditEntry(name, index, verdict, position, reason, min(places, default=0), verified)

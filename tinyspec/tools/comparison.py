@@ -1,19 +1,61 @@
 """What an output says against what its replay gives: field by field, in type and in every bit.
 
-Knows outputs and a tokenizer, not engines. An output may hold anything: it may be forged.
+Knows outputs and a tokenizer, not engines. An output may hold anything: it may be forged. Imports
+no library, nor makes ``diff`` import one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from tinyspec.engine.tokenization import decode
 from tinyspec.outputs import Completion, RequestOutput, Thought
+from tinyspec.tools.terminal import table
 
 # From the least to the gravest.
 VERDICTS = SAME, PARTIAL, NOT_COMPARABLE, DIFFERS = "same", "partial", "not comparable", "differs"
 PER_TOKEN = ("token_ids", "logprobs", "top_logprobs")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The verdict on one completion. position: of the first generated token that differs, None if
+    none does. reason: what differs, or was not compared and why."""
+
+    request_id: str
+    index: int
+    verdict: str
+    position: int | None = None
+    reason: str = ""
+
+
+class Report:
+    """Verdicts on completions: a table, and how many there are of each."""
+
+    entries: list[Any]
+    # Of an entry, and what the table calls them.
+    columns: tuple[tuple[str, str], ...] = (
+        ("request", "request_id"),
+        ("index", "index"),
+        ("verdict", "verdict"),
+    )
+
+    def __str__(self) -> str:
+        rows: list[list[object]] = [[*(name for name, _ in self.columns), "first difference"]]
+        for entry in self.entries:
+            place = "" if entry.position is None else f"token {entry.position}: "
+            cells = [getattr(entry, field) for _, field in self.columns]
+            told = [", ".join(cell) or "nothing" if type(cell) is tuple else cell for cell in cells]
+            rows.append([*told, place + entry.reason])
+        counts = Counter(entry.verdict for entry in self.entries)
+        total = ", ".join(f"{n} {verdict}" for verdict, n in counts.items()) or "no outputs"
+        return "\n".join([*table(rows), "", total])
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(asdict(self))  # type: ignore[call-overload]
 
 
 @dataclass(frozen=True)
@@ -28,6 +70,11 @@ class Finding:
     verdict: str
     reason: str = ""
     position: int | None = None
+
+
+def wrong(field: str, said: str, position: int | None = None) -> Finding:
+    """A field that differs, with what is said of it behind its name."""
+    return Finding(field, DIFFERS, f"{field} {said}", position)
 
 
 def compare(
@@ -58,6 +105,17 @@ def identical(found: Any, own: Any) -> bool:
     return bool(found.hex() == own.hex() if isinstance(own, float) else found == own)
 
 
+def first_place(one: Any, other: Any) -> int | None:
+    """Where two lists differ first, in type, bits or length; 0 where one is no list and the other
+    is not the same; None where they do not differ."""
+    if type(one) is not list or type(other) is not list:
+        return None if identical(one, other) else 0
+    for place, pair in enumerate(zip(one, other, strict=False)):
+        if not identical(*pair):
+            return place
+    return None if len(one) == len(other) else min(len(one), len(other))
+
+
 def shown(value: Any) -> str:
     """A value as text of at most 80 characters, whatever it is."""
     try:
@@ -68,20 +126,20 @@ def shown(value: Any) -> str:
 
 
 def _tokens(found: Any, mine: Completion) -> Finding:
-    name = PER_TOKEN[0]
+    name, own = PER_TOKEN[0], mine.token_ids
     if type(found) is not list:
-        return Finding(name, DIFFERS, f"token_ids is {shown(found)}, not a list", 0)
-    for place, token in enumerate(found):
-        if place < len(mine.token_ids):
-            own = mine.token_ids[place]
-            if identical(token, own):
-                continue
-            return Finding(name, DIFFERS, f"token {shown(token)}, but the engine has {own}", place)
-        if mine.error is not None:
-            return Finding(name, NOT_COMPARABLE, mine.error, place)
+        return wrong(name, f"is {shown(found)}, not a list", 0)
+    place = first_place(found, own[: len(found)])
+    if place is None:
+        return Finding(name, SAME)
+    if place < len(own):
+        reason = f"token {shown(found[place])}, but the engine has {own[place]}"
+    elif mine.error is not None:
+        return Finding(name, NOT_COMPARABLE, mine.error, place)
+    else:
         ends = f"the engine ends before it: {mine.finish_reason!r}"
-        return Finding(name, DIFFERS, f"token {shown(token)}, but {ends}", place)
-    return Finding(name, SAME)
+        reason = f"token {shown(found[place])}, but {ends}"
+    return Finding(name, DIFFERS, reason, place)
 
 
 def _per_token(name: str, theirs: Completion, mine: Completion, tokens: Finding) -> Finding | None:
@@ -93,10 +151,10 @@ def _per_token(name: str, theirs: Completion, mine: Completion, tokens: Finding)
         return malformed
     whole = tokens.verdict == SAME
     count = len(theirs.token_ids) if whole else tokens.position or 0
-    for place, (value, expected) in enumerate(zip(found[:count], own, strict=False)):
-        if not identical(value, expected):
-            reason = f"{name} {shown(value)}, but the engine has {shown(expected)}"
-            return Finding(name, DIFFERS, reason, place)
+    known = min(len(found), count, len(own))
+    if (place := first_place(found[:known], own[:known])) is not None:
+        said = f"{shown(found[place])}, but the engine has {shown(own[place])}"
+        return wrong(name, said, place)
     if len(found) < count or (whole and len(found) > count):
         reason = f"{len(found)} {name} for {len(theirs.token_ids)} tokens"
         return Finding(name, DIFFERS, reason, min(len(found), count))
@@ -108,12 +166,10 @@ def _malformed(name: str, found: Any, own: list[Any] | None) -> Finding | None:
     if type(found) is type(own):
         return None
     if own is None:
-        reason = f"it has {name}, which its parameters do not ask for"
-    elif found is None:
-        reason = f"it has no {name}, which its parameters ask for"
-    else:
-        reason = f"{name} is {shown(found)}, not a list"
-    return Finding(name, DIFFERS, reason)
+        return Finding(name, DIFFERS, f"it has {name}, which its parameters do not ask for")
+    if found is None:
+        return Finding(name, DIFFERS, f"it has no {name}, which its parameters ask for")
+    return wrong(name, f"is {shown(found)}, not a list")
 
 
 def _end(theirs: Completion, mine: Completion) -> Finding:
@@ -140,11 +196,13 @@ def _error(theirs: Completion, end: Finding | None) -> Finding | None:
     if theirs.error is None or (aborted and type(theirs.error) is str):
         return Finding("error", SAME) if end is not None and end.verdict == SAME else None
     allowed = "text or nothing" if aborted else "nothing, as it was not aborted"
-    return Finding("error", DIFFERS, f"error is {shown(theirs.error)} instead of {allowed}")
+    return wrong("error", f"is {shown(theirs.error)} instead of {allowed}")
 
 
 def _text(theirs: Completion, tokenizer: Any) -> Finding | None:
     """On the text, where all tokens are the same: as the engine makes it from them."""
+    from tinyspec.engine.tokenization import decode
+
     found, own = theirs.text, decode(tokenizer, theirs.token_ids)
     if own is None and type(found) is str:
         return Finding("text", PARTIAL, "its text is not verified: the engine has no tokenizer")
@@ -152,7 +210,7 @@ def _text(theirs: Completion, tokenizer: Any) -> Finding | None:
         return Finding("text", PARTIAL, "it has no text, and the engine's tokenizer makes some")
     if identical(found, own):
         return None if own is None else Finding("text", SAME)
-    return Finding("text", DIFFERS, f"text {shown(found)}, but the engine's is {shown(own)}")
+    return wrong("text", f"{shown(found)}, but the engine's is {shown(own)}")
 
 
 def _thoughts(output: RequestOutput, again: RequestOutput, mine: Completion) -> Finding | None:

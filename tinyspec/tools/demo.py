@@ -6,7 +6,7 @@ import json
 import sys
 import textwrap
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, count, cycle, islice
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ from typing import Any
 from tinyspec.engine.engine import Engine
 from tinyspec.outputs import Completion, RequestOutput
 from tinyspec.sampling_params import SamplingParams
-from tinyspec.tools.close_up import close_up
-from tinyspec.tools.terminal import Style, lines, table
+from tinyspec.tools.comparison import first_place
+from tinyspec.tools.terminal import Style, table
 from tinyspec.tools.trace_run import run_of_passes
+from tinyspec.tools.verify_picture import describe, lines
 
 # The model in the package, for demos and tests without a network, and its prompts.
 BUNDLED = Path(__file__).resolve().parent / "storyteller"
@@ -26,6 +27,8 @@ PROMPTS = BUNDLED / "demo_prompts.json"
 TEMPERATURE, PATIENCE = 0.8, 5.0
 SEEDS = (39, 26, 163, 101, 162, 64)
 WIDTH = 86
+# Between what is the same and what is not, in text that is to be wrapped.
+MARK = "\x00"
 
 
 @dataclass
@@ -42,11 +45,7 @@ class Pair:
     @property
     def parts_at(self) -> int | None:
         """The first token that differs; None where all are the same."""
-        one, other = (completion.token_ids for completion in self.completions)
-        if one == other:
-            return None
-        same = (a == b for a, b in zip(one, other, strict=False))
-        return next((n for n, equal in enumerate(same) if not equal), min(len(one), len(other)))
+        return first_place(*(completion.token_ids for completion in self.completions))
 
     @property
     def logprobs_differ(self) -> tuple[int, int]:
@@ -120,24 +119,11 @@ class Demo:
         decode = self.engine.tokenizer.decode
         same = decode(mine[:start], skip_special_tokens=True)
         rest = decode(mine, skip_special_tokens=True)[len(same) :]
-        sign = "" if self.style.colour or start == len(mine) else ">>>"
-        wrapped = textwrap.wrap(f"{same}{sign}{rest}".strip(), WIDTH)
-        if not self.style.colour or not rest:
-            return "\n".join(wrapped)
-        return "\n".join(self._coloured(wrapped, len("".join(same.split()))))
-
-    def _coloured(self, wrapped: list[str], same: int) -> list[str]:
-        """Lines with all behind the first ``same`` characters that are no spaces in colour."""
-        found = []
-        for line in wrapped:
-            seen, place = 0, 0
-            while place < len(line) and seen < same:
-                seen += not line[place].isspace()
-                place += 1
-            same -= seen
-            tail = self.style("differs", line[place:]) if place < len(line) else ""
-            found.append(line[:place] + tail)
-        return found
+        sign = MARK if self.style.colour else ">>>"
+        words = f"{same}{sign}{rest}" if rest else same
+        head, _, tail = "\n".join(textwrap.wrap(words.strip(), WIDTH)).partition(MARK)
+        coloured = "\n".join(self.style("differs", line) for line in tail.split("\n") if line)
+        return head + coloured
 
 
 def demo(
@@ -188,17 +174,13 @@ def _tell_verify(one: Demo, pair: Pair, before: int) -> None:
     """One verify of the run with the flag."""
     passes: list[Any] = one.engine.trace.passes()[before:]
     run = run_of_passes(passes, one.engine.tokenizer)
-    found = close_up(run, prefer=pair.crowd[0].request_id)
+    found = describe(run, prefer=pair.crowd[0].request_id)
     if found is None:
         one.say("No pass of this run had drafts to verify (--verify always drafts).\n")
         return
-    if found.name == pair.crowd[0].request_id:
-        found = replace(found, name="this request")
-    elif found.name == pair.alone.request_id:
-        found = replace(found, name="this request, alone")
-    for line in lines(found, one.style):
-        print(line)
-    print()
+    mine = {pair.crowd[0].request_id: "this request", pair.alone.request_id: "this request, alone"}
+    found.name = mine.get(found.name, found.name)
+    print("\n".join(lines(found, one.style)), end="\n\n")
 
 
 def _tell_crowd(one: Demo, pair: Pair) -> None:

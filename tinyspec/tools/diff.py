@@ -7,58 +7,40 @@ from __future__ import annotations
 
 import json
 import struct
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from tinyspec.determinism.fingerprint_parts import are_parts, differences
 from tinyspec.outputs import Completion, RequestOutput
-from tinyspec.tools.comparison import DIFFERS, NOT_COMPARABLE, SAME, identical, shown
-from tinyspec.tools.terminal import table
+from tinyspec.tools.comparison import (
+    DIFFERS,
+    NOT_COMPARABLE,
+    SAME,
+    Entry,
+    Report,
+    first_place,
+    identical,
+    shown,
+)
 
 ONLY_FIRST, ONLY_SECOND = "only in the first", "only in the second"
 WHOLE = ("finish_reason", "error", "text")
 
 
 @dataclass(frozen=True)
-class DiffEntry:
-    """The verdict on one completion.
+class DiffReport(Report):
+    """Verdicts on every completion, in the order of the first file; truthy when all are the same.
 
-    verdict: "same"; "differs"; "not comparable" (another request, or another fingerprint); "only in
-    the first" or "second". position: of the first generated token that differs, in itself or in the
-    bits of its log-probabilities; None if none does. reason: what differs.
+    Verdicts: "same"; "differs"; "not comparable" (another request, or another fingerprint); "only
+    in the first" or "second". A token differs in itself or in the bits of its log-probabilities.
     """
 
-    request_id: str
-    index: int
-    verdict: str
-    position: int | None = None
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class DiffReport:
-    """Verdicts on every completion, in the order of the first file; truthy when all are the
-    same."""
-
-    entries: list[DiffEntry]
+    entries: list[Entry]
 
     def __bool__(self) -> bool:
         return all(entry.verdict == SAME for entry in self.entries)
-
-    def __str__(self) -> str:
-        rows: list[tuple[object, ...]] = [("request", "index", "verdict", "first difference")]
-        for entry in self.entries:
-            place = "" if entry.position is None else f"token {entry.position}: "
-            rows.append((entry.request_id, entry.index, entry.verdict, place + entry.reason))
-        counts = Counter(entry.verdict for entry in self.entries)
-        total = ", ".join(f"{n} {verdict}" for verdict, n in counts.items()) or "no outputs"
-        return "\n".join([*table(rows), "", total])
-
-    def to_json(self) -> str:
-        """One line of JSON."""
-        return json.dumps(asdict(self))
 
 
 def diff(first: Sequence[RequestOutput], second: Sequence[RequestOutput]) -> DiffReport:
@@ -69,14 +51,14 @@ def diff(first: Sequence[RequestOutput], second: Sequence[RequestOutput]) -> Dif
     compared in type and in every bit; ``request_id`` and ``stats`` are not.
     """
     partners = _partners(first, second)
-    entries: list[DiffEntry] = []
+    entries: list[Entry] = []
     for place, output in enumerate(first):
         if place in partners:
             entries += _entries(output, second[partners[place]])
         else:
-            entries.append(DiffEntry(output.request_id, 0, ONLY_FIRST))
+            entries.append(Entry(output.request_id, 0, ONLY_FIRST))
     rest = set(range(len(second))) - set(partners.values())
-    entries += [DiffEntry(second[place].request_id, 0, ONLY_SECOND) for place in sorted(rest)]
+    entries += [Entry(second[place].request_id, 0, ONLY_SECOND) for place in sorted(rest)]
     return DiffReport(entries)
 
 
@@ -99,7 +81,7 @@ def _request(output: RequestOutput) -> str:
     return json.dumps([output.prompt_token_ids, output.params.to_dict()], sort_keys=True)
 
 
-def _entries(one: RequestOutput, other: RequestOutput) -> Iterator[DiffEntry]:
+def _entries(one: RequestOutput, other: RequestOutput) -> Iterator[Entry]:
     name = one.request_id
     obstacles = [*_other_request(one, other), *_other_engine(one, other)]
     counts = len(one.completions), len(other.completions)
@@ -113,14 +95,14 @@ def _entries(one: RequestOutput, other: RequestOutput) -> Iterator[DiffEntry]:
             reason = "thoughts differ"
         verdict = NOT_COMPARABLE if obstacles else DIFFERS if reason else SAME
         told = [*obstacles, reason or "the bits are the same"] if obstacles else [reason]
-        yield DiffEntry(name, index, verdict, position, "; ".join(told))
+        yield Entry(name, index, verdict, position, "; ".join(told))
     if 0 in counts and counts != (0, 0):
-        yield DiffEntry(name, 0, NOT_COMPARABLE, None, "; ".join(obstacles))
+        yield Entry(name, 0, NOT_COMPARABLE, None, "; ".join(obstacles))
 
 
 def _other_request(one: RequestOutput, other: RequestOutput) -> Iterator[str]:
     """What makes the second another request."""
-    place = _first_place(one.prompt_token_ids, other.prompt_token_ids)
+    place = first_place(one.prompt_token_ids, other.prompt_token_ids)
     if place is not None:
         yield f"prompts differ at token {place}"
     params, others = one.params.to_dict(), other.params.to_dict()
@@ -143,15 +125,18 @@ def _first_difference(one: Completion, other: Completion) -> tuple[int | None, s
     found: list[tuple[int, str]] = []
     for name, label in (("logprobs", "log-probability"), ("token_ids", "token")):
         values, others = getattr(one, name), getattr(other, name)
-        place = _first_place(values, others)
+        place = first_place(values, others)
         if place is None:
             continue
-        pair = _at(values, place), _at(others, place)
-        told = f"{label} {_told(pair[0])} -> {_told(pair[1])}{_bit(*pair)}"
+        pair = [
+            (v[place : place + 1] or [None])[0] if type(v) is list else v for v in (values, others)
+        ]
+        before, after = ("(absent)" if v is None else shown(v) for v in pair)
+        told = f"{label} {before} -> {after}{_bit(*pair)}"
         found.append((place, f"{told} at {place}" if found and found[0][0] != place else told))
     if found:
         return found[0][0], ", ".join(text for _, text in found)
-    place = _first_place(one.top_logprobs, other.top_logprobs)
+    place = first_place(one.top_logprobs, other.top_logprobs)
     if place is not None:
         return place, "top_logprobs differ"
     for name in WHOLE:
@@ -159,27 +144,6 @@ def _first_difference(one: Completion, other: Completion) -> tuple[int | None, s
         if not identical(value, theirs):
             return None, f"{name} {shown(value)} -> {shown(theirs)}"
     return None, ""
-
-
-def _first_place(one: Any, other: Any) -> int | None:
-    """Where two lists differ first, in type, bits or length; 0 where one is no list and the other
-    is not the same; None where they do not differ."""
-    if type(one) is not list or type(other) is not list:
-        return None if identical(one, other) else 0
-    for place, pair in enumerate(zip(one, other, strict=False)):
-        if not identical(*pair):
-            return place
-    return None if len(one) == len(other) else min(len(one), len(other))
-
-
-def _at(values: Any, place: int) -> Any:
-    if type(values) is not list:
-        return values
-    return values[place] if place < len(values) else None
-
-
-def _told(value: Any) -> str:
-    return "(absent)" if value is None else shown(value)
 
 
 def _bit(one: Any, other: Any) -> str:

@@ -1,14 +1,16 @@
 """A trace as a timeline: a column for each pass, a lane for each completion, a cell for each token,
-over a strip of what the KV cache holds."""
+over a strip of what the KV cache holds; and the pictures of a trace together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tinyspec.engine.traced import CANONICAL, DRAFT, PLAIN, PROMPT, VERIFIED, TracedWork
-from tinyspec.tools.trace_run import Lane, Run, RunPass
-from tinyspec.tools.trace_svg import Drawing, shown
+from tinyspec.errors import refuse
+from tinyspec.tools.drawing import Drawing, shown
+from tinyspec.tools.trace_run import Lane, Run, RunPass, lane_name, lane_of
+from tinyspec.tools.verify_picture import describe, draw
 
 # What a cell is, and how the legend calls it.
 LEGEND = {
@@ -22,6 +24,32 @@ LEGEND = {
     "plain": "plain",
 }
 NAMES, TOP, STRIP, FEW_LANES = 132, 62, 64, 16
+MOST_ROWS = 5000
+
+
+def views(run: Run, view: str, most_cells: int | None = None) -> list[Drawing]:
+    """ "timeline", "verify", or "both", where a trace without a verify has the first alone.
+
+    Raises ValueError for "verify" where nothing was verified.
+    """
+    found = [timeline(run, most_cells)] if view != "verify" else []
+    one = describe(run) if view != "timeline" else None
+    if one is not None:
+        found.append(draw(one))
+    elif view == "verify":
+        raise refuse("view", view, "timeline: no pass of this trace verified drafts")
+    return found
+
+
+def table(run: Run) -> Iterator[list[object]]:
+    """A row for each pass, below a head."""
+    kinds = list(run.passes[0].rows) if run.passes else []
+    yield ["pass", "ms", "bucket", "canonical", "way", *kinds, "committed", "pages"]
+    for one in run.passes[:MOST_ROWS]:
+        said = "yes" if one.canonical else "no"
+        rows = [one.rows[kind] for kind in kinds]
+        about = [one.number, f"{1e3 * one.seconds:.2f}", one.bucket, said, one.way]
+        yield [*about, *rows, one.committed, one.pages_held]
 
 
 @dataclass
@@ -48,35 +76,32 @@ def cells_of(work: TracedWork, canonical_pass: bool) -> list[str]:
 
 def timeline(run: Run, most_cells: int | None = None) -> Drawing:
     """All passes, or the first that fit into ``most_cells`` cells side by side."""
-    lanes = run.lanes
-    cell = 13.0 if len(lanes) <= FEW_LANES else 9.0
+    cell, space = (13.0, 7) if len(run.lanes) <= FEW_LANES else (9.0, 1)
     columns = _columns(run.passes, cell, most_cells)
-    here = set().union(*(column.cells for column in columns)) if columns else set()
-    lanes = [lane for lane in lanes if lane in here]
-    high = cell + (7 if len(lanes) <= FEW_LANES else 1)
+    here = set().union(*(column.cells for column in columns))
+    lanes = [lane for lane in run.lanes if lane in here]
     end = columns[-1].x + columns[-1].width if columns else NAMES
-    bottom = TOP + high * len(lanes)
+    places = {lane: TOP + (cell + space) * n for n, lane in enumerate(lanes)}
+    bottom = TOP + (cell + space) * len(lanes)
     drawing = Drawing(max(end + 12, 640), bottom + STRIP + 38)
     _head(drawing, run, columns, len(lanes))
-    places = {lane: TOP + high * n for n, lane in enumerate(lanes)}
-    for (request, index), y in places.items():
-        name = f"{request}{f' #{index}' if index else ''}"
-        label = {"anchor": "end", "size": min(11, cell), "colour": "ink"}
-        drawing.text(NAMES - 8, y + cell - 2, shown(name, 16), **label)
+    for lane, y in places.items():
+        name = shown(lane_name(lane), 16)
+        drawing.text(NAMES - 8, y + cell - 2, name, anchor="end", size=min(11, cell))
         drawing.line(NAMES, y + cell + 0.5, end - NAMES, 0, "rule", 0.5)
     for column in columns:
         _pass(drawing, column, bottom)
         for work in column.one.works:
-            _work(drawing, run, column, work, places[work.request_id, work.index], cell)
+            _work(drawing, run, column, work, places[lane_of(work)], cell)
     _strip(drawing, columns, bottom + 14)
     return drawing
 
 
-def _columns(passes: Iterable[RunPass], cell: float, most: int | None) -> list[Column]:
+def _columns(passes: list[RunPass], cell: float, most: int | None) -> list[Column]:
     columns: list[Column] = []
     x, used = float(NAMES), 0
     for one in passes:
-        cells = {(w.request_id, w.index): cells_of(w, one.canonical) for w in one.works}
+        cells = {lane_of(w): cells_of(w, one.canonical) for w in one.works}
         wide = max(1, *map(len, cells.values())) if cells else 1
         used += wide
         if most is not None and used > most and columns:
@@ -87,54 +112,48 @@ def _columns(passes: Iterable[RunPass], cell: float, most: int | None) -> list[C
 
 
 def _head(drawing: Drawing, run: Run, columns: list[Column], lanes: int) -> None:
-    shown_passes, all_passes = len(columns), len(run.passes)
-    of = "" if shown_passes == all_passes else f" (the first of {all_passes})"
+    of = "" if len(columns) == len(run.passes) else f" (the first of {len(run.passes)})"
     tokens = sum(column.one.committed for column in columns)
-    last = columns[-1].one if columns else None
-    time = 1e3 * (last.began + last.seconds) if last else 0.0
-    told = f"{lanes} completions, {shown_passes} passes{of}, {tokens} tokens, {time:.0f} ms"
+    time = sum((1e3 * (c.one.began + c.one.seconds) for c in columns[-1:]), start=0.0)
+    told = f"{lanes} completions, {len(columns)} passes{of}, {tokens} tokens, {time:.0f} ms"
     drawing.text(8, 15, told, bold=True, size=12)
     x = 8.0
     for name, words in LEGEND.items():
         _cell(drawing, x, 24, 10, name)
-        drawing.text(x + 14, 33, words, size=10, colour="faint")
+        drawing.text(x + 14, 33, words, colour="faint")
         x += 24 + 5.6 * len(words)
 
 
 def _pass(drawing: Drawing, column: Column, bottom: float) -> None:
     """The head of a column: is the pass canonical, its bucket; a stripe behind its cells."""
     one, x, width = column.one, column.x, column.width
-    kind = "canonical" if one.canonical else "fast"
     rows = ", ".join(f"{count} {name}" for name, count in one.rows.items() if count)
-    way = f", {one.way}" if one.way else ""
     title = (
-        f"pass {one.number}: {kind}, bucket {one.bucket}{way}; rows: {rows}; "
-        f"{one.committed} committed; {1e3 * one.seconds:.2f} ms; {one.pages_held} pages"
+        f"pass {one.number}: {'canonical' if one.canonical else 'fast'}, bucket {one.bucket}"
+        f"{f', {one.way}' if one.way else ''}; rows: {rows}; {one.committed} committed; "
+        f"{1e3 * one.seconds:.2f} ms; {one.pages_held} pages"
     )
     if one.canonical:
         drawing.rect(x - 1, TOP - 3, width + 2, bottom - TOP + 3, "fast")
-    drawing.rect(x, TOP - 19, width, 13, "canonical" if one.canonical else "rule", title=title)
+    drawing.rect(x, TOP - 19, width, 13, "canonical" if one.canonical else "rule", title)
     if width >= 24:
         colour = "ground" if one.canonical else "ink"
-        drawing.text(
-            x + width / 2, TOP - 9, str(one.bucket), size=9, anchor="middle", colour=colour
-        )
+        drawing.text(x + width / 2, TOP - 9, f"{one.bucket}", 9, colour, "middle")
 
 
 def _work(
     drawing: Drawing, run: Run, column: Column, work: TracedWork, y: float, cell: float
 ) -> None:
-    cells = column.cells[work.request_id, work.index]
-    x = column.x
+    cells, x = column.cells[lane_of(work)], column.x
+    title = _title(run, work)
     if work.kind == PROMPT:  # the column's whole width, but for the token that it yields
         width = column.width - cell * (len(cells) - 1)
-        drawing.rect(x, y + 1, width - 1, cell - 2, PROMPT, title=_title(run, work))
+        drawing.rect(x, y + 1, width - 1, cell - 2, PROMPT, title)
         x, cells = x + width, cells[1:]
     for n, name in enumerate(cells):
         _cell(drawing, x + n * cell, y + 0.5, cell - 1, name)
     if cells and work.kind != PROMPT:
-        title = _title(run, work)
-        drawing.rect(x, y, len(cells) * cell, cell, "none", title=title)
+        drawing.rect(x, y, len(cells) * cell, cell, "none", title)
 
 
 def _cell(drawing: Drawing, x: float, y: float, side: float, name: str) -> None:
@@ -150,21 +169,18 @@ def _title(run: Run, work: TracedWork) -> str:
     def words(tokens: list[int]) -> str:
         return " ".join(shown(run.text(token)) for token in tokens)
 
-    parts = [f"{work.request_id}{f' #{work.index}' if work.index else ''}: {work.kind}"]
+    parts = [f"{lane_name(lane_of(work))}: {work.kind}"]
     if work.kind == VERIFIED:
         parts.append(f"drafts {words(work.drafts)}; {work.accepted} accepted")
-        if work.rejected:
-            parts.append(f"{work.rejected} rolled back")
+        parts += [f"{work.rejected} rolled back"] if work.rejected else []
     elif work.kind == DRAFT:
         parts.append(f"draft {words(work.drafts)}")
     elif work.kind not in (CANONICAL, PLAIN):
         parts.append(f"{work.rows} rows from position {work.start}")
-    if work.tokens:
-        parts.append(f"committed {words(work.tokens)}")
-    held = f"{work.kv} tokens" + (f" and {work.kv_drafts} drafts" if work.kv_drafts else "")
-    parts.append(f"KV: {held}, {work.pages} pages")
-    if work.end:
-        parts.append(f"ended: {work.end}")
+    parts += [f"committed {words(work.tokens)}"] if work.tokens else []
+    drafts = f" and {work.kv_drafts} drafts" if work.kv_drafts else ""
+    parts.append(f"KV: {work.kv} tokens{drafts}, {work.pages} pages")
+    parts += [f"ended: {work.end}"] if work.end else []
     return "; ".join(parts)
 
 
@@ -175,19 +191,19 @@ def _strip(drawing: Drawing, columns: list[Column], y: float) -> None:
     for column in columns:
         for work in column.one.works:
             kept = (work.kv, work.kv_drafts, 0) if work.deterministic else (0, 0, work.kv)
-            held[work.request_id, work.index] = kept if work.kv else (0, 0, 0)
-        after.append([sum(values) for values in zip(*held.values(), strict=True)] or [0, 0, 0])
-    most = max((sum(values) for values in after), default=0) or 1
+            held[lane_of(work)] = kept if work.kv else (0, 0, 0)
+        after.append([sum(values) for values in zip(*held.values(), strict=True)])
+    most = max(map(sum, after), default=0) or 1
     pages = max((column.one.pages_held for column in columns), default=0)
     for column, values in zip(columns, after, strict=True):
         base = y + STRIP
-        for value, colour in zip(values, ("canonical", "draft", "plain"), strict=True):
+        for value, colour in zip(values, ("canonical", "draft", "plain"), strict=False):
             high = STRIP * value / most
             base -= high
             if value:
                 drawing.rect(column.x - 1, base, column.width + 2, high, colour)
     drawing.line(NAMES, y + STRIP, drawing.width - NAMES - 12, 0, "rule")
     for n, words in enumerate(("KV cache", f"at most {most} tokens", f"in {pages} pages")):
-        drawing.text(NAMES - 8, y + 14 + 14 * n, words, anchor="end", size=10, colour="faint")
+        drawing.text(NAMES - 8, y + 14 + 14 * n, words, anchor="end", colour="faint")
     told = "final KV of deterministic requests (blue), of drafts (yellow), of plain ones (grey)"
-    drawing.text(NAMES, y + STRIP + 16, told, size=10, colour="faint")
+    drawing.text(NAMES, y + STRIP + 16, told, colour="faint")

@@ -41,11 +41,21 @@ class Run:
     @property
     def lanes(self) -> list[Lane]:
         """(request id, index) of each completion, in the order in which they came."""
-        return list({(w.request_id, w.index): None for one in self.passes for w in one.works})
+        return list({lane_of(work): None for one in self.passes for work in one.works})
 
     def text(self, token: int) -> str:
         """Of one token, or its id."""
         return self.texts.get(token, "?" if token < 0 else f"#{token}")
+
+
+def lane_of(work: TracedWork) -> Lane:
+    """Which completion a work belongs to."""
+    return work.request_id, work.index
+
+
+def lane_name(lane: Lane) -> str:
+    """What a completion is called."""
+    return f"{lane[0]}{f' #{lane[1]}' if lane[1] else ''}"
 
 
 def read(path: str | Path) -> Run:
