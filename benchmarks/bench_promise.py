@@ -25,7 +25,6 @@ from benchmarks.bench_generate import by_generate, by_tinyspec, patched
 from benchmarks.presets import build
 from benchmarks.workloads import DEVICE, in_turns, of_shapes
 from tinyspec import Engine, EngineConfig
-from tinyspec.determinism.probes.attention import MANY_ROWS
 
 # Rows x tokens in + tokens out.
 SHAPES = ["1x64+24", "16x64+24", "64x64+24", "256x64+24", "4x512+24", "4x2048+24", "2x6000+24"]
@@ -48,7 +47,7 @@ def models(smoke: bool) -> tuple[Any, Any]:
         for _ in range(2)
     )
     with Engine(ours, config=CONFIG) as engine:
-        engine.contract.probe(attention_rows=MANY_ROWS)
+        engine.warm_up()
     return ours, theirs
 
 

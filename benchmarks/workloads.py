@@ -21,7 +21,6 @@ from torch import Tensor
 
 from benchmarks.presets import build, sharpen
 from tinyspec import Engine, EngineConfig, SamplingParams
-from tinyspec.determinism.probes.attention import MANY_ROWS
 from tinyspec.scheduler.passes import EngineStats
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -197,8 +196,8 @@ def open_engine(dtype: str, smoke: bool, kind: str = "", **config: Any) -> Engin
     preset = ("tiny" if smoke else "small") + kind
     model: Any = sharpen(build(preset, getattr(torch, dtype), DEVICE), preset)
     engine = Engine(model, config=EngineConfig(**config))
-    # All that is learnt while requests run otherwise.
-    engine.contract.probe(attention_rows=MANY_ROWS)
+    # What is proven while requests run otherwise.
+    engine.warm_up()
     engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4, deterministic=True))
     return engine
 

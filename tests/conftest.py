@@ -87,48 +87,45 @@ def _seeded() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _fixed_costs() -> Iterator[None]:
+def _fixed_costs() -> Iterator[Any]:
     """The scheduler chooses by costs of buckets, and every test has the same ones: measured, they
-    would be others on a busy machine. The probes still measure; that is in ``BucketResult``. A
-    doctor looks at no more rows of attention than the proof does."""
+    would be others on a busy machine. A doctor looks at no more rows of attention than the proof
+    does."""
     from tinyspec.determinism.probe_results import ProbeResults
+    from tinyspec.scheduler.buckets import Buckets, row_counts
 
-    def seconds(rows: int) -> float:
-        return 1e-3 * (1 + rows / 32)
-
-    def of_all(facts: ProbeResults) -> dict[int, float]:
-        return {rows: seconds(rows) for rows in facts.sizes}
-
-    def of_tiled(facts: ProbeResults) -> dict[int, float]:
-        return {f.rows: seconds(f.rows) for f in facts.buckets if f.canonical and f.tiled}
-
+    costs = {rows: 1e-3 * (1 + rows / 32) for rows in row_counts(4096)}
+    ran = Buckets.ran
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(ProbeResults, "seconds", property(of_all))
-        patches.setattr(ProbeResults, "tiled", property(of_tiled))
+        patches.setattr(ProbeResults, "seconds", costs)
+        patches.setattr(Buckets, "ran", lambda *_: None)
         patches.setattr("tinyspec.tools.doctor.ATTENTION_ROWS", 1)
-        yield
+        yield ran
+
+
+@pytest.fixture
+def passes_count(_fixed_costs, monkeypatch):
+    """The passes that ran decide what buckets cost, as they do for users."""
+    monkeypatch.setattr("tinyspec.scheduler.buckets.Buckets.ran", _fixed_costs)
 
 
 @pytest.fixture(autouse=True)
 def _everything_known(request, monkeypatch) -> None:
-    """What an engine knows is the same in every test: all that can be found, before the first
-    deterministic token, but for more rows of attention and more passes of the reference bucket.
-    Tests of learning ask for ``learning``."""
-    if "learning" not in request.fixturenames:
+    """What an engine knows is the same in every test: all buckets, before the first deterministic
+    token, but for more rows of attention and more passes of the reference bucket. Others ask for
+    ``proven_on_demand``."""
+    if "proven_on_demand" not in request.fixturenames:
         from tinyspec.determinism.contract import Contract
-        from tinyspec.determinism.learner import Learner
-        from tinyspec.determinism.probes.reference import FIRST_PASSES
+        from tinyspec.determinism.probes.proof import FIRST_PASSES
 
-        monkeypatch.setattr("tinyspec.determinism.learner.ALL_PASSES", FIRST_PASSES)
-        monkeypatch.setattr("tinyspec.determinism.learner.TIMES_AGAIN", 0)
-        monkeypatch.setattr(Learner.tasks, "__defaults__", (1,))
+        monkeypatch.setattr("tinyspec.determinism.probes.proof.ALL_PASSES", FIRST_PASSES)
         prove = Contract.prove
 
         def whole(contract, fresh=False):
             known = contract.results is not None and not fresh
             results = prove(contract, fresh)
             if not known and not results.unsound:
-                contract._find(None)
+                contract._prove_more(contract.buckets.sizes)
             return prove(contract)
 
         monkeypatch.setattr(Contract, "prove", whole)
@@ -151,8 +148,10 @@ def probed(monkeypatch) -> list[Any]:
 
 
 @pytest.fixture
-def learning():
-    """Engines know the reference bucket first, and learn the rest while requests run."""
+def proven_on_demand(monkeypatch):
+    """Engines know the reference bucket first, and prove others between the passes of requests, as
+    soon as these would have used them."""
+    monkeypatch.setattr("tinyspec.determinism.ladder.proof_seconds", lambda *_: 0.0)
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ BAD_CONFIG = {
     "page_size": (0, -1, 3, 48, 2048, 16.0, "16", True),
     "num_pages": (0, -1, 1.5),
     "memory_fraction": (0, -0.5, 1.5, NAN, "half"),
-    "draft_window": (0, -1, 1.5, None),
+    "draft_window": (0, -1, 1.5, "16"),
     "verify": ("never", None, True),
     "drafter": ("oracle",),
     "backend": ("cuda", None),

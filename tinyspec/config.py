@@ -35,7 +35,7 @@ class EngineConfig:
     max_model_len: longest prompt plus output (the model's positions).
     page_size: tokens per page, a power of two (CPU 128, GPU 64).
     num_pages | memory_fraction: size of the page pool, or the share of free memory it may take.
-    draft_window: drafts that wait before a verify.
+    draft_window: most drafts that wait before a verify (None: up to 16, as many as cost least).
     verify: how canonical tokens are computed. "auto" takes the cheapest way at every step; "direct"
         and "padded" run every deterministic token in a canonical bucket, which for "direct" must be
         the smallest that holds the rows; "always" drafts, and verifies in the reference bucket.
@@ -71,7 +71,7 @@ class EngineConfig:
     page_size: int | None = None
     num_pages: int | None = None
     memory_fraction: float | None = None
-    draft_window: int = 16
+    draft_window: int | None = None
     verify: str = "auto"
     drafter: Any = None
     backend: str = "auto"
@@ -93,7 +93,7 @@ class EngineConfig:
 
         def at_least(field: str, least: int) -> None:
             value = getattr(self, field)
-            if value is None and field not in ("max_sequences", "draft_window", "trace"):
+            if value is None and field not in ("max_sequences", "trace"):
                 return
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise refuse(field, value, f"an integer of at least {least}")

@@ -13,7 +13,7 @@ from torch import nn
 from tests.support.cases import bits_of, engine_of, greedy, text
 from tests.support.tiny import tiny
 from tinyspec import DeterminismError
-from tinyspec.determinism.probes import bits, host_reads, workspace
+from tinyspec.determinism.probes import bits, host_reads, prober
 
 LIMIT, LARGE, WIDTH = 9, 7, 64
 MLP, NORM = "model.layers.0.mlp", "model.layers.0.input_layernorm"
@@ -140,7 +140,7 @@ def test_control_guards_change_bits(rule, monkeypatch):
     """With both checks taken back they are served, and a neighbour changes bits."""
     monkeypatch.setattr(host_reads.HostReads, "unsound", lambda reads: [])
     good = bits.PositionResult("module", 16, 0, 0, -1, -1)
-    monkeypatch.setattr(workspace, "position_invariant", lambda *_: good)
+    monkeypatch.setattr(prober, "position_invariant", lambda *_: good)
     alone, beside = alone_and_beside(guarded(rule)[0])
     assert alone != beside
 

@@ -18,13 +18,14 @@ from tinyspec.determinism.probe_results import BucketResult, ComparedRows, Probe
 KEY = "key"
 RESULTS = ProbeResults(
     reference=8,
-    buckets=(BucketResult(8, True, (), 0.1, 1 / 3), BucketResult(16, False, ("a.b",), 0.2, 0.3)),
+    buckets=(
+        BucketResult(8, True, (), 1 / 3),
+        BucketResult(16, False, ("a.b",), 0.2, ("a.c",), 3.0),
+    ),
     unsound=(Unsound("a.b", "why"),),
     kernel_linears=("a.b",),
-    tiles={"a.b": (4, 8)},
-    swapped={"a.c": (8, 16)},
+    tiled=("a.b", "a.c"),
     attention=(ComparedRows("decode", 7, 0),),
-    labels={"a.b": {4: -1, 8: 0, 16: None}, "a.c": {8: 0, 100: 0}},
     compared=4,
 )
 
@@ -92,8 +93,8 @@ def test_every_cut_and_every_changed_byte(file):
         ("7", "TypeError"),
         ("[" * 10**6, "RecursionError"),
         ('{"format": ' + "9" * 10**5 + "}", "ValueError"),
-        ('{"format": 4}', "KeyError"),
-        (signed(plain()).replace('"format": 4', '"format": 3'), "another version"),
+        ('{"format": 5}', "KeyError"),
+        (signed(plain()).replace('"format": 5', '"format": 4'), "another version"),
         (signed(plain()).replace('"key": "key"', '"key": "other"'), "another model"),
         (signed(plain()).replace('"reference": 8', '"reference": 9'), "checksum"),
     ],
@@ -116,9 +117,7 @@ def places(value: object, path: tuple = ()) -> list[tuple]:
 def fits(path: list, before: object, other: object) -> bool:
     """Whether ``other`` may stand in the place of ``before``, as far as its own type goes."""
     if other is KeyError:  # left out: of a list, or of a dict of names
-        return not isinstance(path[-1], str) or path[0] in ("tiles", "swapped", "labels")
-    if path[0] == "labels" and len(path) == 3:
-        return other is None or type(other) is int
+        return not isinstance(path[-1], str)
     return type(other) is type(before) or (type(before) is float and type(other) is int)
 
 
@@ -141,7 +140,7 @@ def test_wrong_types_with_the_right_checksum(file, part):
             read = probe_cache.load(KEY) is not None
             assert not read or fits(path, before, other), (path, other)
             refused += not read
-    assert refused > 60
+    assert refused > 50
 
 
 def test_more_than_was_stored(file):

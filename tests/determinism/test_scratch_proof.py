@@ -72,9 +72,9 @@ def facts_of(model, fill=as_they_are):
     """
     with Engine(model, config=CONFIG) as engine:
         fill(model)
-        found = engine.contract.probe(fresh=True).to_dict()
+        found = engine.contract.probe(fresh=True, attention_rows=1).to_dict()
     for bucket in found["buckets"]:
-        del bucket["seconds"], bucket["canonical_seconds"]
+        del bucket["seconds"], bucket["proof"]
     for kind in found["attention"]:
         del kind["checked"]
     return found
@@ -123,7 +123,7 @@ NAME = "model.layers.1.mlp.down_proj"
 def test_a_linear_that_differs_at_one_row_count_is_caught(fill):
     facts = facts_of(replaced(tiny(), NAME), fill)
     assert NAME in broken_by(facts, 4)
-    for rows in (2, 8, 12, 16):
+    for rows in (2, 8, 16):
         assert NAME not in broken_by(facts, rows), "control"
 
 

@@ -13,13 +13,11 @@ from transformers import LlamaForCausalLM
 from tests.support import zoo
 from tests.support.tiny import config_of, tiny
 from tinyspec import Engine, EngineConfig
-from tinyspec.determinism.learner import ATTENTION, Task
 from tinyspec.determinism.probes import attention, model, row_functions
 from tinyspec.determinism.probes.attention import LENGTH, probe_attention, probe_rows
-from tinyspec.determinism.probes.reference import FIRST_PASSES
+from tinyspec.determinism.probes.model import segments
+from tinyspec.determinism.probes.proof import FIRST_PASSES
 from tinyspec.determinism.probes.row_functions import probe_function, probe_pool
-from tinyspec.determinism.probes.segments import segments
-from tinyspec.determinism.probes.steps import finished
 from tinyspec.kernels import backend as kernels
 from tinyspec.kernels import launch
 from tinyspec.kernels.twins import attention_tiles
@@ -86,7 +84,7 @@ def test_sinks_of_a_model():
     ],
 )
 def test_far_bounds(name, bound):
-    """On a GPU before the first token, on a CPU between the passes of running requests."""
+    """On a GPU before the first token, on a CPU later."""
     bad = broken(lambda metadata, scores: scores[name] > 0)
     with Engine(tiny(), config=CONFIG) as engine:
         context = engine.patched.context
@@ -100,9 +98,8 @@ def test_far_bounds(name, bound):
             assert bool(bounded.checked) == (given is bad) == (not bounded)
         context.kernels = bad
         (_, later), _ = attention.summary(probe_attention(engine.runner))
-        _, unsound = finished(
-            attention.attention_steps(engine.runner, replace(later, checked=0, differing=0))
-        )
+        fresh = replace(later, checked=0, differing=0)
+        _, unsound = attention.compare_more(engine.runner, fresh, 1)
         assert [later.name] == [wrong.name for wrong in unsound]
 
 
@@ -134,18 +131,18 @@ def test_near_bounds_meet_the_same_boundaries():
 
 
 @pytest.mark.slow("crosses", 3)
-def test_far_bounds_are_learnt_on_a_cpu(no_results_on_disk):
+def test_far_bounds_are_compared_later_on_a_cpu(no_results_on_disk, proven_on_demand):
+    """With the first further bucket."""
     with Engine(tiny(), config=CONFIG) as engine:
         context = engine.patched.context
         context.layers[:] = [layer._replace(reach=Reach(window=5000)) for layer in context.layers]
         engine.contract.ensure()
         unbounded, bounded = engine.contract.results.attention
         assert unbounded.checked > 1000 and bounded.checked == 0
-        learner, task = engine.contract._learner, Task(ATTENTION, bounded.name)
-        assert task in learner.tasks()
-        with engine.runner.torch_state():
-            finished(learner._steps(task, None))
-        assert learner.results.attention[1].checked > 1000 and not learner.results.unsound
+        results = engine.contract._prove_more([16])
+        assert results.attention[1].checked > 1000 and not results.unsound
+        again = engine.contract._prove_more([32])
+        assert again.attention == results.attention
 
 
 def test_contexts_beyond_a_split():
@@ -176,7 +173,7 @@ def test_a_difference_beyond_a_split(backend):
         context = engine.patched.context
         context.kernels = replace(TWINS, backend=backend)
         probe = model.ModelProbe(engine.runner, engine.config, 1)
-        finished(probe.compute_reference())
+        probe.compute_reference()
         passes = range(1, FIRST_PASSES + 1)
         assert [probe.difference(8, number) for number in passes] == [None] * FIRST_PASSES
         context.kernels = replace(TWINS, backend=backend, paged_attention=attend)

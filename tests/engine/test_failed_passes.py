@@ -291,7 +291,7 @@ def test_a_prompt_too_large_costs_those_who_run_nothing():
     """Two requests are under way in small passes; a third one's prompt makes a pass too large."""
     model, faulty = faulty_model("as is")
     running = [([t or 1 for t in text(30, seed=n)], greedy(60, seed=n)) for n in (1, 2)]
-    late = (text(90, seed=3), greedy(3))
+    late = (text(94, seed=3), greedy(3))  # and two rows: a pass of 96
     with steady(model, prefix_cache=False) as engine:
         expected = [bits(engine.generate([p], s)[0]) for p, s in running]
     with steady(model, max_rows=256) as engine:

@@ -290,7 +290,7 @@ def test_a_pass_of_older_weights_is_dropped():
 def test_nothing_is_under_way_after(leave):
     """A stop token leaves a pass under way that is nobody's; whoever frees memory waits for it."""
     model = model_of("as is")
-    with Engine(model, config=EngineConfig(reference_rows=16)) as engine:
+    with Engine(model, config=EngineConfig(reference_rows=16, verify="padded")) as engine:
         first = engine.generate([text(9)], greedy(20))[0].completions[0].token_ids
         until = greedy(20, stop_token_ids=(first[6],), temperature=0.0)
         stopped = engine.generate([text(9)], until)[0].completions[0]

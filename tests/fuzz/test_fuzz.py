@@ -45,9 +45,9 @@ def test_a_draw_is_a_function_of_seed_and_number():
 
 
 @pytest.mark.slow("fuzz", 60 * MINUTES)
-@pytest.mark.usefixtures("learning")
+@pytest.mark.usefixtures("proven_on_demand")
 def test_fuzz(request):
-    """With engines that learn while requests run, as they do for users."""
+    """With engines that prove buckets while requests run."""
     option = request.config.getoption
     seed, number = option("--seed"), option("--number")
     classes = tuple(filter(None, (option("--influences") or "").split(",")))

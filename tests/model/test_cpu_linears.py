@@ -111,7 +111,7 @@ def test_buckets_are_canonical_on_demand(quick, dtype):
     report = doctor(tiny("llama", dtype), EngineConfig(reference_rows=24, max_rows=64))
     assert report
     for fact in report.facts.buckets:
-        assert bool(fact.tiled) >= (fact.canonical and fact.rows in KINDS[dtype][1])
+        assert bool(fact.own_way) >= (fact.canonical and fact.rows in KINDS[dtype][1])
         assert fact.canonical or fact.rows < 24
 
 
@@ -157,3 +157,23 @@ def test_pages_of_quick_passes_serve_plain_requests_alone(quick):
             engine.admission.prefix.pages[taken] = page
             engine.admission.prefix.keys[page] = taken
         assert bits(engine.generate([tokens], mine)[0]) != bits(warm)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(96,), (1, 96), (1, 1, 96), (1, 7, 96), (2, 3, 96)], ids=str)
+def test_onednn_swapped(shape, bias):
+    """By oneDNN, as near as fp32 can tell, and laid out as unswapped."""
+    own = nn.Linear(96, 40, bias)
+    x = torch.randn(shape)
+    with torch.no_grad():
+        found, exact = OneDnnLinear(own).product_swapped(x), own.double()(x.double())
+    assert found.shape == exact.shape and found.is_contiguous() and found.dtype == torch.float32
+    assert (found.double() - exact).norm() <= 2**-20 * exact.norm()
+
+
+def test_where_swapping_is_faster():
+    """Deep linears from 4 rows to 64 in whole vectors, others up to 16; of one row none."""
+    deep, shallow = OneDnnLinear(nn.Linear(1024, 8)), OneDnnLinear(nn.Linear(512, 8))
+    rows = [1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64, 80, 96]
+    assert [n for n in rows if deep.faster_swapped(n)] == [4, 8, 12, 16, 32, 48, 64]
+    assert [n for n in rows if shallow.faster_swapped(n)] == [12, 16]

@@ -25,7 +25,7 @@ from tinyspec import (
     SamplingParams,
     UnsupportedModelError,
 )
-from tinyspec.determinism.probes import buckets as bucket_probe
+from tinyspec.determinism.probes import proof
 from tinyspec.determinism.probes.routing import TOKEN_SETS, Matmul, OpRecorder, data_dependent
 from tinyspec.kernels.twins.linear import linear
 from tinyspec.model.moe import IMPLEMENTATION, STATE, kernel_experts, kernel_forward
@@ -199,7 +199,7 @@ def test_control_other_implementations(monkeypatch, implementation):
         with pytest.raises(DeterminismError, match=r"layers\.0\.mlp\.experts: the shapes"):
             solo(engine, needles()[0])
         assert engine.generate([[1, 2, 3]])[0].completions[0].finish_reason == "length"
-    monkeypatch.setattr(bucket_probe, "data_dependent", lambda passes: [])
+    monkeypatch.setattr(proof, "data_dependent", lambda passes: [])
     found = []
     for dtype in DTYPES:
         model = tiny_moe(dtype=dtype)

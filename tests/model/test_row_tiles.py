@@ -6,7 +6,6 @@ some matrix libraries do; fp64 partial sums, so that nothing else decides the bi
 
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,28 +16,11 @@ from tests.support.mixes import bits, crowd, needles, solo
 from tests.support.tiny import tiny
 from tests.support.tolerances import SHORT_SUM, close
 from tinyspec import Engine, EngineConfig, SamplingParams, doctor
-from tinyspec.determinism.probes import buckets
-from tinyspec.determinism.probes.steps import finished
+from tinyspec.determinism.probes import proof
 from tinyspec.model.cpu import linears
-from tinyspec.model.row_tiles import RowTiles, split_rows
+from tinyspec.model.row_tiles import RowTiles
 
 CONFIG = EngineConfig(reference_rows=16, max_rows=64)
-
-
-@pytest.mark.parametrize(
-    ("rows", "counts", "tiles"),
-    [
-        (40, (8, 32), [32, 8]),
-        (64, (8, 32), [32, 32]),
-        (32, (8, 32), [32]),
-        (56, (1, 2, 24), [24, 24, 2, 2, 2, 2]),
-        (1, (2, 4), []),
-        (7, (2, 4), []),
-        (5, (), []),
-    ],
-)
-def test_split_rows(rows, counts, tiles):
-    assert split_rows(rows, counts) == tiles
 
 
 @pytest.mark.parametrize("gradient", [True, False])
@@ -51,7 +33,7 @@ def test_tiles_have_the_bits_of_passes_of_their_size(gradient):
     with torch.no_grad():
         expected = torch.cat([linear(part) for part in whole], dim=1)
         tiles = RowTiles()
-        tiles.bind([linear], (32,))
+        tiles.bind([linear], 32)
         tiles.on = True
         assert torch.equal(linear(x), expected)
 
@@ -63,7 +45,7 @@ def test_tiles_keep_the_shape(shape):
     with torch.no_grad():
         expected = linear(x)
         tiles = RowTiles()
-        tiles.bind([linear], (8, 32))
+        tiles.bind([linear], 8)
         tiles.on = True
         found = linear(x)
     assert found.shape == expected.shape and close(found, expected, SHORT_SUM)
@@ -93,16 +75,19 @@ def test_bind_and_unbind(breaks_above):
     linear = nn.Linear(8, 4)
     names = list(linear.state_dict())
     tiles = RowTiles()
-    tiles.bind([linear], (4, 8))
+    tiles.bind([linear], 8)
     assert list(linear.state_dict()) == names
-    x = torch.randn(1, 20, 8)
-    for on, calls in ((False, [20]), (True, [8, 8, 4])):
+    x = torch.randn(1, 24, 8)
+    for on, calls in ((False, [24]), (True, [8, 8, 8])):
         del breaks_above[:]
         tiles.on = on
         found = linear(x)
         assert breaks_above == calls
         few = linear(x[:, :8])  # the right bits for its first rows
         assert torch.equal(found[:, :8], few) == on
+        del breaks_above[:]
+        linear(torch.randn(1, 20, 8))
+        assert breaks_above == [20], "no whole number of tiles"
     tiles.unbind()
     assert "forward" not in vars(linear)
 
@@ -117,8 +102,8 @@ def test_buckets_are_canonical_in_tiles(breaks_above, monkeypatch):
     assert report
     assert report.facts.sizes[-1] == 64
     for fact in report.facts.buckets:
-        assert fact.canonical
-        assert (fact.rows > 16) == bool(fact.tiled)
+        assert fact.canonical == (fact.rows <= 16 or fact.rows % 16 == 0)
+        assert (fact.rows > 16 and fact.canonical) == bool(fact.own_way)
     assert "own way" in str(report)
 
 
@@ -127,7 +112,9 @@ def test_bits_are_those_of_the_reference_bucket(breaks_above, verify):
     """``verify="always"`` commits from the reference bucket alone: the oracle of the others."""
     requests = [*needles(), *crowd(random.Random(0), 20)]
     model = tiny(dtype=torch.bfloat16)
-    config = EngineConfig(reference_rows=16, max_rows=64, max_sequences=40, verify=verify)
+    # 24 rows are no whole number of tiles of 16, and every size must be canonical for "direct".
+    reference = 8 if verify == "direct" else 16
+    config = EngineConfig(reference_rows=reference, max_rows=64, max_sequences=40, verify=verify)
     with Engine(model, config=replace(config, verify="always")) as engine:
         alone = [bits(solo(engine, needle)) for needle in needles()]
     with Engine(model, config=config) as engine:
@@ -174,68 +161,10 @@ def test_plain_prompts_alone_in_a_canonical_pass(breaks_above):
     assert all(record.way for record in passes if record.canonical and record.bucket > 16)
 
 
-@pytest.fixture
-def breaks_in_parts(breaks_above, monkeypatch):
-    """The same, and yet other partial sums of rows that are a part of a tensor from within."""
-    whole = nn.functional.linear
-
-    def linear(x, weight, bias=None):
-        if x.storage_offset() == 0:
-            return whole(x, weight, bias)
-        few = x.new_zeros(32, x.shape[-1])  # as more rows than 16 are computed
-        rows = x.reshape(-1, x.shape[-1])
-        few[: len(rows)] = rows
-        return whole(few, weight, bias)[: len(rows)].view(*x.shape[:-1], -1)
-
-    monkeypatch.setattr(nn.functional, "linear", linear)
-
-
-def bucket_of_32():
-    """What is found of the bucket, and the linears that would run in tiles."""
+def test_no_tile_begins_where_a_new_tensor_would_not(breaks_above, monkeypatch):
+    """There a library might choose another kernel than was probed: larger buckets are left out."""
+    monkeypatch.setitem(proof.ALIGNED, "cpu", 1 << 16)
     with Engine(tiny(dtype=torch.bfloat16), config=CONFIG) as engine:
-        engine.contract.ensure()
-        engine.contract._find([32])
-        results = engine.contract.results
-        (found,) = (bucket for bucket in results.buckets if bucket.rows == 32)
-        assert results.tiles and not any(32 in counts for counts in results.tiles.values())
-        return found, set(results.tiles)
-
-
-@pytest.mark.parametrize(
-    "aligned", [pytest.param(64, marks=pytest.mark.slow("crosses", 1)), 1 << 16]
-)
-def test_tiles_that_begin_elsewhere(aligned, breaks_in_parts, monkeypatch):
-    """Linears are probed in their tiles, by themselves, where these begin elsewhere than tensors
-    do; otherwise it is left to passes of the model."""
-    monkeypatch.setitem(buckets.ALIGNED, "cpu", aligned)
-    found, tiled = bucket_of_32()
-    assert set(found.broken_by) == ({"model"} if aligned == 64 else tiled)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_tiles_of_a_linear_with_a_dtype_of_its_own(dtype):
-    """Of a model in fp32: the second of two rows begins 32 or 64 bytes behind the first, and new
-    tensors at multiples of 64."""
-    model = nn.Module()
-    model.linear, model.dtype = nn.Linear(16, 8, dtype=dtype), torch.float32
-    runner = SimpleNamespace(model=model, device=torch.device("cpu"), tiles=RowTiles())
-    probed = []
-
-    def steps(name, sizes):
-        probed.append((name, sizes, runner.tiles.on))
-        yield
-        return SimpleNamespace(canonical=lambda rows: False), ()
-
-    work = SimpleNamespace(runner=runner, function_steps=steps)
-    results = SimpleNamespace(differing=lambda rows: ["linear"], tiles={"linear": [1]})
-    broken = finished(buckets._broken_in_tiles(work, results, 2))
-    expected = dtype == torch.bfloat16
-    assert broken == ("linear",) * expected
-    assert probed == [("linear", [2], True)] * expected
-
-
-@pytest.mark.slow("crosses", 1)
-def test_tiles_that_begin_elsewhere_and_agree(breaks_above, monkeypatch):
-    monkeypatch.setitem(buckets.ALIGNED, "cpu", 1 << 16)
-    found, tiled = bucket_of_32()
-    assert found.canonical and set(found.tiled) == tiled
+        results = engine.contract.probe(attention_rows=1)
+        assert results.tiled == () and max(results.canonical) == 16
+        assert all("lm_head" in b.broken_by for b in results.buckets if b.rows > 16)

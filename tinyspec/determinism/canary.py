@@ -140,7 +140,7 @@ def _linears(
         if kind is not None:
             linear = nn.Linear(inputs, outputs, bias=False, device="meta")
             linear.weight = nn.Parameter(weight, requires_grad=False)
-            yield kind(linear).canonical(x)
+            yield kind(linear).product(x)
 
 
 def _row_functions(used: Used, rows: int, device: torch.device) -> Iterator[Tensor]:

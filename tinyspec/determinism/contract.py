@@ -1,16 +1,18 @@
 """Whether this engine can serve ``deterministic=True``, and the fingerprint of its outputs.
 
-Before the first deterministic token probes find whether the reference bucket is sound. Which other
-buckets are canonical, and what each costs, is learnt while requests run. What is found depends on
-modules, shapes and device, not on the values of weights, and is kept on disk.
+Before the first deterministic token probes find whether the reference bucket is sound. Every other
+bucket of the ladder is proven whole, in one go, once requests would have used it often enough, or
+all by ``probe``. What is found depends on modules, shapes and device, not on the values of weights,
+and is kept on disk.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
 from contextlib import suppress
-from typing import TypeVar
+from dataclasses import replace
 
 import torch
 
@@ -20,7 +22,7 @@ from tinyspec.determinism.beside import Beside
 from tinyspec.determinism.environment import ambient
 from tinyspec.determinism.fingerprint import digest_weights, fingerprint
 from tinyspec.determinism.fingerprint_parts import Fingerprint
-from tinyspec.determinism.learner import SLICE, Learner
+from tinyspec.determinism.ladder import Ladder
 from tinyspec.determinism.model_state import (
     adapter_state,
     experts,
@@ -28,14 +30,16 @@ from tinyspec.determinism.model_state import (
     runs_user_code,
     settings,
 )
-from tinyspec.determinism.module_ways import ModuleWays
-from tinyspec.determinism.notice import Notice
 from tinyspec.determinism.probe_results import ProbeResults, unsound_message
+from tinyspec.determinism.probes.attention import MANY_ROWS
 from tinyspec.determinism.probes.autocast import refuse_autocast, refuse_written
-from tinyspec.determinism.probes.reference import ReferenceProof
-from tinyspec.determinism.probes.steps import Steps, finished
-from tinyspec.determinism.probes.workspace import Workspace, warm_up
+from tinyspec.determinism.probes.model import ModelProbe
+from tinyspec.determinism.probes.prober import Prober
+from tinyspec.determinism.probes.proof import ReferenceProof, prove, set_tiles
 from tinyspec.errors import DeterminismError
+from tinyspec.kernels import backend
+from tinyspec.model.linear_kinds import linear_kinds
+from tinyspec.model.linears import kernel_stand_ins
 from tinyspec.model.outline import WEIGHTS
 from tinyspec.model.patched_model import PatchedModel, patched_of
 from tinyspec.model.quantized import unprovable
@@ -43,10 +47,55 @@ from tinyspec.model.torch_state import refuse_unpinnable
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.scheduler.buckets import Buckets
 
-T = TypeVar("T")
 logger = logging.getLogger("tinyspec")
 THREADS, PROCESS = "the number of threads", "the state of the process"
-WAITING = "proving that deterministic=True can be kept here, once for this model and machine"
+
+
+class LinearModes:
+    """How the linears of one engine's model run so that results hold: by the linear kernel, or in
+    tiles of rows."""
+
+    def __init__(self, patched: PatchedModel, runner: ModelRunner, config: EngineConfig):
+        self._patched, self._runner, self._config = patched, runner, config
+        self._num_swapped = len(patched.swapped)
+        self._tiled: tuple[str, ...] = ()
+
+    def serve_kinds(self, kinds: Collection[str]) -> tuple[str, ...]:
+        """Let the linear kernel serve all plain linears of these kinds, unless the config fixes
+        whom it serves; their names."""
+        if self._config.linear != "auto":
+            return ()
+        every = linear_kinds(self._patched.model)
+        return self.serve([name for kind in kinds for name in every[kind]])
+
+    def serve(self, names: Collection[str]) -> tuple[str, ...]:
+        """Let the linear kernel serve the plain linears among ``names``; the names of those."""
+        if not names:
+            return ()
+        model = self._patched.model
+        before = {name: model.get_submodule(name) for name in names}
+        linear = backend.load(self._config.backend).linear
+        for parent, name, module in kernel_stand_ins(model, linear, only=names):
+            self._patched.swap(parent, name, module)
+        self._changed()
+        return tuple(n for n in names if model.get_submodule(n) is not before[n])
+
+    def tile(self, names: tuple[str, ...]) -> None:
+        """Run linears of these kinds in tiles of rows in large canonical passes."""
+        if self._tiled != names:
+            set_tiles(self._runner, names)
+            self._tiled = names
+            self._runner.drop_graphs()
+
+    def restore(self) -> None:
+        """Every linear as it was when the engine was made."""
+        self._runner.tiles.unbind()
+        self._patched.undo(self._num_swapped)
+        self._tiled = ()
+        self._changed()
+
+    def _changed(self) -> None:
+        self._runner.drop_graphs()
 
 
 class Contract:
@@ -55,7 +104,8 @@ class Contract:
     buckets: of the engine; canonical ones are marked as they become known. known_fingerprint: None
     before it is first needed and after the model changed. runs_user_code: whether passes run hooks
     or modules of no known library. renew: makes another shadow, which is given to ``serve``. pause:
-    called between the steps of a proof. beside: what runs beside the model.
+    called between the passes of a proof. results: what is known; None before it is first needed and
+    after the model changed. beside: what runs beside the model.
     """
 
     def __init__(
@@ -65,13 +115,13 @@ class Contract:
         beside: Beside | None = None,
         renew: Callable[[], None] = lambda: None,
     ):
-        self._learner: Learner | None = None
+        self.results: ProbeResults | None = None
         self._weights_digest: dict[str, str] | None = None
         self.known_fingerprint: Fingerprint | None = None
         self._runner, self._config = runner, config
         self._beside, self._renew = beside, renew
         self.buckets: Buckets = runner.buckets
-        self._on_disk = probe_cache.Growing("")
+        self._key = ""
         self.pause: Callable[[], None] = lambda: None
         self._ambient = ambient(runner.device)
         self.serve(patched_of(runner.model))
@@ -86,21 +136,17 @@ class Contract:
     def serve(self, patched: PatchedModel) -> None:
         """The model that the runner serves from now on: nothing is known of it."""
         self._patched, self._model = patched, patched.model
-        self._ways = ModuleWays(patched, self._runner, self._config)
+        self._modes = LinearModes(patched, self._runner, self._config)
+        self._ladder = Ladder(self.buckets, self._config)
         self.runs_user_code = runs_user_code(patched.root)
         self._layouts = layouts(self._model)
         self._forget()
 
     def _forget(self) -> None:
         """What was found out of the model and the process holds no more."""
-        self._learner = None
+        self.results = None
         self.buckets.forget()
         self.drop_fingerprint()
-
-    @property
-    def results(self) -> ProbeResults | None:
-        """What is known; None before it is first needed and after the model changed."""
-        return None if self._learner is None else self._learner.results
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -201,9 +247,9 @@ class Contract:
         if results.unsound:
             raise DeterminismError(unsound_message(results))
         if self._config.verify == "direct":
-            largest = self.buckets.fit(self._config.max_sequences)
-            self._find([rows for rows in self.buckets.sizes if rows <= largest])
-            results = self.prove()
+            most = self._config.max_sequences
+            largest = next((n for n in self.buckets.sizes if n >= most), self.buckets.sizes[-1])
+            results = self._prove_more([rows for rows in self.buckets.sizes if rows <= largest])
             lacking = [b.rows for b in results.buckets if b.rows <= largest and not b.canonical]
             if lacking:
                 raise DeterminismError(
@@ -221,7 +267,7 @@ class Contract:
         """
         refuse_unpinnable(self._runner.device.type)
         refuse_written(self._patched.written)
-        if self._learner is None or fresh:
+        if self.results is None or fresh:
             reason = unprovable(self._model)
             if reason is not None:
                 raise DeterminismError(
@@ -229,92 +275,110 @@ class Contract:
                     "needs weights without quantization, or quantization that does not depend on "
                     "activations"
                 )
-            self._learner = None
-            self._learner = self._begin(fresh)
-            self._use(self._learner.results)
-        return self._learner.results
+            self.results = None
+            self._use(self._begin(fresh))
+        assert self.results is not None
+        return self.results
 
-    def probe(self, fresh: bool = False, attention_rows: int = 0) -> ProbeResults:
+    def probe(self, fresh: bool = False, attention_rows: int = MANY_ROWS) -> ProbeResults:
         """All probe results, found at once. attention_rows: to compare of each kind."""
-        self.prove(fresh)
-        self._find(None, attention_rows)
-        return self.prove()
+        if self.prove(fresh).unsound:
+            return self.prove()
+        return self._prove_more(self.buckets.sizes, attention_rows)
 
-    def _find(self, sizes: list[int] | None, attention_rows: int = 0) -> None:
-        assert self._learner is not None
+    def _prove_more(
+        self, sizes: Collection[int], attention_rows: int | None = None
+    ) -> ProbeResults:
+        """The results with these buckets; attention_rows: as for ``prove``."""
+        results, begun = self.prove(), time.perf_counter()
+        new = [rows for rows in sizes if rows not in results.sizes]
+        if not new and all(kind.checked >= (attention_rows or 0) for kind in results.attention):
+            return results
         try:
             with self._runner.torch_state():
-                self._learner.finish(sizes, attention_rows)
-        finally:
-            self._on_disk.save(self._learner.results)
+                prober = Prober(self._runner, self._config, self.pause)
+                found = prove(prober, results, new, attention_rows)
+        except BaseException:
+            self._modes.tile(results.tiled)
+            raise
+        logger.info("proved passes of %s rows in %.1f s", new, time.perf_counter() - begun)
+        self._use(found)
+        return found
 
-    def learn(self, seconds: float) -> bool:
-        """Between passes, which took ``seconds``: go on with what is not known. False where the
-        reference bucket turns out unsound: ``ensure`` raises from then on."""
-        learner = self._learner
-        if learner is None or self._config.verify == "always" or not learner.earn(seconds):
+    def prove_repaid(self, seconds: float, accepted: float) -> bool:
+        """After a pass of so many seconds with deterministic requests: prove a further bucket, if
+        that is worth its time. False where the reference bucket turns out unsound: ``ensure``
+        raises from then on. accepted: chance that a draft is."""
+        results = self.results
+        if results is None or results.unsound or self._config.verify == "always":
             return True
-        if not self.changed():  # what changed is looked at before the next pass
-            with self._runner.torch_state():
-                learner.learn()
-            self._on_disk.keep(learner.results)
-        return not learner.results.unsound
+        rows = self._ladder.next(results, seconds, accepted)
+        if rows is None or self.changed():  # that is looked at before the next pass
+            return True
+        try:
+            results = self._prove_more([rows])
+        except Exception as error:  # requests go on without it
+            self._ladder.failed.add(rows)
+            logger.warning("passes of %d rows could not be probed: %s", rows, error)
+        return not results.unsound
 
     def rest(self) -> None:
-        """Store what is known, and free the memory that learning and graphs take."""
+        """Free the memory that graphs take."""
         self._runner.drop_graphs()
-        if self._learner is not None:
-            self._on_disk.save(self._learner.results)
-            self._learner.rest()
 
-    def _begin(self, fresh: bool) -> Learner:
-        """With results from disk or of a proof of the reference bucket."""
-        self._ways.restore()
+    def _begin(self, fresh: bool) -> ProbeResults:
+        """From disk, or of a proof of the reference bucket."""
+        self._modes.restore()
         self.known_fingerprint = None
-        key = self._results_key()
-        self._on_disk = probe_cache.Growing(key)
+        self._key = self._results_key()
         if fresh:
-            probe_cache.forget(key)
-        results = None if fresh else probe_cache.load(key)
-        work: Workspace | None = None
+            probe_cache.forget(self._key)
+        results = None if fresh else probe_cache.load(self._key)
         if results is None:
-            with self._runner.torch_state():
-                work = Workspace(self._runner, self._config, SLICE)
             try:
-                results = self._prove_reference(work)
+                return self._prove_reference()
             except BaseException:
-                self._ways.restore()
+                self._modes.restore()
                 raise
-        else:
-            if not results.unsound:
-                self._ways.serve(results.kernel_linears)
-            refuse_autocast(self._runner, lambda: warm_up(self._runner, self._config))
-        return Learner(self._runner, self._config, results, self._use, work)
+        if not results.unsound:
+            self._modes.serve(results.kernel_linears)
+        refuse_autocast(self._runner, self._warm_up)
+        return results
 
-    def _prove_reference(self, work: Workspace) -> ProbeResults:
-        proof = ReferenceProof(work)
-        notice = Notice(WAITING, self.pause, lambda: proof.stage)
-
-        def run(steps: Steps[T]) -> T:
-            with self._runner.torch_state():
-                return finished(steps, notice)
-
-        served: tuple[str, ...] = ()
-        if broken := run(proof.linears()):
-            served = self._ways.serve_kinds(broken)
+    def _prove_reference(self) -> ProbeResults:
+        logger.info("proving that deterministic=True can be kept, once for this model and machine")
+        begun = time.perf_counter()
+        state = self._runner.torch_state
+        with state():
+            proof = ReferenceProof(Prober(self._runner, self._config, self.pause))
+            broken = proof.linears()
+        served = self._modes.serve_kinds(broken)
+        with state():
             if served:
-                run(proof.linears())
-        return run(proof.rest(served))
+                proof.linears()
+            results = proof.rest(served)
+        (bucket,) = results.buckets
+        return results.with_bucket(replace(bucket, proof=time.perf_counter() - begun))
+
+    def _warm_up(self) -> None:
+        """Compiles and loads what a first pass needs, before a request."""
+        sizes = self.buckets.sizes
+        sizes = sizes if self._runner.device.type == "cuda" else [self.buckets.reference]
+        ModelProbe(self._runner, self._config, sizes[-1]).warm_up(sizes)
 
     def _use(self, results: ProbeResults) -> None:
         """Let passes go by these results, and store them."""
+        self.results = results
         if results.unsound:
-            self._ways.restore()
+            self._modes.restore()
             self.known_fingerprint = None
+            self.buckets.forget()
         else:
-            self._ways.set(results.tiles, results.swapped)
-        self._update_buckets(results)
-        self._on_disk.keep(results)
+            self._modes.tile(results.tiled)
+            always = self._config.verify == "always"
+            canonical = [results.reference] if always else results.canonical
+            self.buckets.learn(canonical, results.seconds, results.own_way)
+        probe_cache.store(self._key, results)
 
     def _results_key(self) -> str:
         """Of results on disk: all that they depend on, which no value of a weight is."""
@@ -322,12 +386,3 @@ class Contract:
         rest = fingerprint(model, {"weights": ""}, self._config, self._runner.device).digest
         found = experts(model), layouts(model), settings(model), adapter_state(model)
         return probe_cache.key_of(rest, *found, self.buckets.sizes, self._config.linear)
-
-    def _update_buckets(self, results: ProbeResults) -> None:
-        results = results.filled()
-        if results.unsound:
-            self.buckets.forget()
-        elif self._config.verify == "always":
-            self.buckets.learn([results.reference], results.seconds)
-        else:
-            self.buckets.learn(results.canonical, results.seconds, results.tiled)

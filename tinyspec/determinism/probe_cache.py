@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import stat
-import time
 from contextlib import suppress
 from pathlib import Path
 from threading import get_ident
@@ -24,9 +23,7 @@ from huggingface_hub import constants
 from tinyspec.determinism.code_digest import file_digest
 from tinyspec.determinism.probe_results import ProbeResults
 
-FORMAT = 4
-# Seconds between two times that results are stored while they grow.
-EVERY = 1.0
+FORMAT = 5
 # Bytes of a file that is read. Ours have a thousandth of it.
 MOST_BYTES = 1 << 26
 
@@ -117,23 +114,3 @@ def _say_once(what: str, path: Path, error: Exception) -> None:
         _said.add((what, place))
         why = f"{type(error).__name__}: {error}"[:200]
         logger.warning("probe results in %s %s, and are found anew: %s", place, what, why)
-
-
-class Growing:
-    """Results of one key that grow: stored about once a second, and when they are ``saved``."""
-
-    def __init__(self, key: str):
-        self.key = key
-        self._stored: ProbeResults | None = None
-        self._at = -EVERY
-
-    def keep(self, results: ProbeResults) -> None:
-        """Store ``results`` unless others were stored a moment ago."""
-        if time.monotonic() - self._at >= EVERY:
-            self.save(results)
-
-    def save(self, results: ProbeResults) -> None:
-        """Store ``results``, if they are not stored."""
-        if results is not self._stored:
-            store(self.key, results)
-            self._stored, self._at = results, time.monotonic()

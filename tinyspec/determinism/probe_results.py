@@ -1,17 +1,16 @@
 """What the probes found: which buckets are canonical, why others are not, what each costs.
 
-Before the first deterministic token the reference bucket is known, and the others one by one while
-requests run. Host only: knows neither torch nor how anything was measured.
+Before the first deterministic token the reference bucket is known, and the others one by one.
+Host only: knows neither torch nor how anything was measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tinyspec.determinism.typed import typed
-from tinyspec.scheduler.buckets import between
 
 
 @dataclass(frozen=True)
@@ -19,18 +18,17 @@ class BucketResult:
     """One bucket: whether its rows have the reference bucket's bits, and seconds of a pass.
 
     broken_by: the modules (one for all of their kind) whose rows differ there; "model" where only
-    the model end to end does. tiled: linears that a canonical pass runs in another way than fast
-    mode does, in tiles of rows for example. canonical_seconds: of such a pass. Seconds are 0 where
-    none were measured. timed: at how many moments they were.
+    the model end to end does. seconds: of the fastest canonical pass that was compared; 0 where
+    there was none. own_way: linears that a canonical pass runs in another way than fast mode does,
+    in tiles of rows for example. proof: seconds that the bucket's own proof took.
     """
 
     rows: int
     canonical: bool
     broken_by: tuple[str, ...]
     seconds: float
-    canonical_seconds: float
-    tiled: tuple[str, ...] = ()
-    timed: int = 0
+    own_way: tuple[str, ...] = ()
+    proof: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -56,44 +54,25 @@ class ComparedRows:
 
 
 @dataclass(frozen=True)
-class Alternative:
-    """Other ``reference_rows``, each of which would make ``canonical`` buckets canonical, judged by
-    linears and element-wise modules alone."""
-
-    reference_rows: tuple[int, ...]
-    canonical: int
-
-
-# Of a bucket: 0 as the reference bucket, None where a row's place or neighbours change its bits.
-# Others are equal where rows have the same bits, but for OTHER, which tells only that 0 is wrong.
-Labels = dict[int, int | None]
-OTHER = -1
-
-
-@dataclass(frozen=True)
 class ProbeResults:
     """What is known so far of one model on one device.
 
-    buckets: those that are known, the reference bucket first of all. kernel_linears: those that the
-    linear kernel serves because the reference bucket would be unsound without it. tiles: first name
-    of a kind of linears, and the row counts of its tiles. swapped: likewise, and the buckets in
-    which its operands are swapped. attention: how many rows of each kind were compared. labels: by
-    function of rows (linear or element-wise module) and bucket. compared: passes of the reference
-    bucket that were compared end to end. routed: most rows of a pass whose matmuls were found not
-    to depend on values. costs: whether the reference bucket's are measured.
+    reference: the reference bucket. buckets: those that are known, in order of size. unsound: empty
+    if the reference bucket is sound. kernel_linears: modules that must be served by the linear
+    kernel, which makes it so. tiled: the first name of each kind of linears that run in tiles of
+    the reference bucket's rows in larger canonical passes. attention: of each kind of calls.
+    compared, routed: passes of the reference bucket that were compared end to end; rows of those
+    whose matmuls were.
     """
 
     reference: int
     buckets: tuple[BucketResult, ...]
     unsound: tuple[Unsound, ...] = ()
     kernel_linears: tuple[str, ...] = ()
-    tiles: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    swapped: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    tiled: tuple[str, ...] = ()
     attention: tuple[ComparedRows, ...] = ()
-    labels: dict[str, Labels] = field(default_factory=dict)
     compared: int = 0
     routed: int = 0
-    costs: bool = False
 
     @property
     def sizes(self) -> list[int]:
@@ -106,66 +85,16 @@ class ProbeResults:
 
     @property
     def seconds(self) -> dict[int, float]:
-        """Seconds of a pass by bucket."""
-        return {bucket.rows: bucket.seconds for bucket in self.buckets}
+        """Seconds of a canonical pass by canonical bucket, where they are known."""
+        return {b.rows: b.seconds for b in self.buckets if b.canonical and b.seconds}
 
     @property
-    def tiled(self) -> dict[int, float]:
-        """Buckets that are canonical by tiles of rows, and seconds of a canonical pass."""
-        found = (bucket for bucket in self.buckets if bucket.canonical and bucket.tiled)
-        return {bucket.rows: bucket.canonical_seconds for bucket in found}
-
-    @property
-    def alternatives(self) -> tuple[Alternative, ...]:
-        """Groups of probed buckets that agree in every function, larger than that of the reference
-        bucket."""
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for rows in sorted({rows for own in self.labels.values() for rows in own}):
-            labels = [own.get(rows) for own in self.labels.values()]
-            known = tuple(label for label in labels if label is not None and label != OTHER)
-            if len(known) == len(labels):
-                groups.setdefault(known, []).append(rows)
-        found = [
-            Alternative(tuple(rows for rows in members if rows >= 4), len(members))
-            for members in groups.values()
-            if len(members) > len(self.canonical) and self.reference not in members
-        ]
-        usable = (a for a in found if a.reference_rows)
-        return tuple(sorted(usable, key=lambda a: -a.canonical))
-
-    def filled(self) -> ProbeResults:
-        """With seconds between those measured for the buckets without any."""
-        costs = {b.rows: b.seconds for b in self.buckets if b.seconds}
-        own_way = {b.rows: b.canonical_seconds for b in self.buckets if b.tiled and b.seconds}
-        buckets = []
-        for bucket in self.buckets:
-            if costs and not bucket.seconds:
-                seconds = between(costs, bucket.rows)
-                own = between(own_way, bucket.rows) if bucket.tiled and own_way else seconds
-                bucket = replace(bucket, seconds=seconds, canonical_seconds=own)
-            buckets.append(bucket)
-        return replace(self, buckets=tuple(buckets))
-
-    def known(self, name: str, rows: int) -> bool:
-        """Whether the function of rows of this name was probed in bucket ``rows``."""
-        return rows in self.labels[name]
-
-    def differing(self, rows: int) -> list[str]:
-        """The functions of rows that have other bits in bucket ``rows``, where all were probed."""
-        return [name for name, own in self.labels.items() if own[rows] != 0]
-
-    def with_labels(self, name: str, labels: Labels, swapped: Iterable[int]) -> ProbeResults:
-        """After a function of rows was probed in more buckets."""
-        both = {**self.labels[name], **labels}
-        rows = sorted({*self.swapped.get(name, ()), *swapped})
-        return replace(
-            self,
-            labels={**self.labels, name: dict(sorted(both.items()))},
-            swapped=self.swapped | ({name: tuple(rows)} if rows else {}),
-        )
+    def own_way(self) -> list[int]:
+        """Canonical buckets whose canonical passes run another way than fast mode."""
+        return [b.rows for b in self.buckets if b.canonical and b.own_way]
 
     def with_bucket(self, bucket: BucketResult) -> ProbeResults:
-        """After one more bucket became known, or its costs did."""
+        """After one more bucket became known."""
         others = (other for other in self.buckets if other.rows != bucket.rows)
         return replace(self, buckets=tuple(sorted((*others, bucket), key=lambda b: b.rows)))
 
@@ -175,34 +104,19 @@ class ProbeResults:
         buckets = (replace(b, canonical=b.canonical and not all_unsound) for b in self.buckets)
         return replace(self, unsound=all_unsound, buckets=tuple(buckets))
 
-    def with_attention(
-        self, attention: Iterable[ComparedRows], unsound: Iterable[Unsound]
-    ) -> ProbeResults:
-        """After more rows of attention were compared; ``unsound`` where some of them differed."""
-        return replace(self, attention=tuple(attention)).with_unsound(unsound)
-
     def merged(self, other: ProbeResults) -> ProbeResults:
-        """Both, where another process has found something since; of what both know, this, but of
-        costs what was measured more often."""
-        if self.unsound or other.unsound or self.labels.keys() != other.labels.keys():
+        """Both, where another process has found something since; of what both know, this."""
+        if self.unsound or other.unsound or self.kernel_linears != other.kernel_linears:
             return self
         found = self
-        for name, labels in other.labels.items():
-            new = {rows: label for rows, label in labels.items() if not self.known(name, rows)}
-            swapped = [rows for rows in other.swapped.get(name, ()) if rows in new]
-            found = found.with_labels(name, new, swapped)
-        mine = {bucket.rows: bucket for bucket in self.buckets}
         for bucket in other.buckets:
-            own = mine.get(bucket.rows, bucket)
-            if bucket.timed > own.timed:
-                costs = ("seconds", "canonical_seconds", "timed")
-                own = replace(own, **{name: getattr(bucket, name) for name in costs})
-            found = found.with_bucket(own)
+            if bucket.rows not in self.sizes:
+                found = found.with_bucket(bucket)
         more = {kind.name: kind for kind in other.attention}
-        attention = (max(kind, more[kind.name], key=_checked) for kind in self.attention)
+        attention = (max(k, more.get(k.name, k), key=_checked) for k in self.attention)
         return replace(
             found,
-            tiles=other.tiles | self.tiles,
+            tiled=tuple(dict.fromkeys((*self.tiled, *other.tiled))),
             attention=tuple(attention),
             compared=max(self.compared, other.compared),
             routed=max(self.routed, other.routed),
@@ -228,9 +142,7 @@ def unsound_message(results: ProbeResults) -> str:
     first = results.unsound[0]
     if first.remedy:
         return f"{first.why}; {first.remedy}"
-    others = [rows for a in results.alternatives for rows in a.reference_rows][:3]
-    hint = f" ({', '.join(map(str, others))} may work)" if others else ""
     return (
         f"{first.why}; with reference_rows={results.reference} a row's bits must not depend on its "
-        f"place in the pass: try other reference_rows{hint} or another dtype"
+        "place in the pass: try other reference_rows or another dtype"
     )

@@ -65,7 +65,7 @@ class EngineCore:
     def step(self) -> Commits:
         """Run one pass, in the state of ``runner.torch_state``; what it committed. With ``overlap``
         the pass after it is under way then."""
-        began = time.perf_counter()
+        began, own = time.perf_counter(), time.process_time()
         launched = self._next()
         if launched is None:
             return self.committer.new_commits()
@@ -81,6 +81,11 @@ class EngineCore:
             self._isolate_failure(launched, failure.__cause__)
         else:
             self._commit(launched, ends, *results)
+            seconds = time.perf_counter() - began
+            if self.runner.device.type == "cpu":  # not charged with waiting for another process
+                seconds = min(seconds, time.process_time() - own)
+            record = launched.record
+            self.scheduler.buckets.ran(record.bucket, record.canonical, seconds)
         commits = self.committer.new_commits()
         self._close(launched.record, commits, time.perf_counter() - began)
         if self.trace is not None:
@@ -310,4 +315,5 @@ class EngineCore:
         self.stats.cached_prompt_tokens = self.admission.cached_prompt_tokens
         self.records.append(record)
         self.stats.add(record)
+        self.scheduler.observe(commits.accepted, commits.rollbacks)
         self.scheduler.acceptance = (self.stats.accepted + 1) / (self.stats.drafted + 2)

@@ -225,6 +225,19 @@ class Engine(OneProcess, Observed):
             return self.contract.fingerprint.digest
 
     @locked
+    def warm_up(self) -> None:
+        """Prove now what requests would prove once it repays its time: every bucket that
+        deterministic requests may use. Results are kept on disk.
+
+        Raises ValueError while requests are unfinished, DeterminismError where none can be served.
+        """
+        self._refuse_unfinished("warm_up")
+        self.check_model()
+        with self.lock.step():  # hooks of the model run
+            self.contract.probe()
+            self.contract.ensure()
+
+    @locked
     def check_model(self) -> None:
         """Compare weights, modules and threads with those of the last call; after a change, drop
         what was computed before. Raises ValueError for a closed engine, and what keeps the model as

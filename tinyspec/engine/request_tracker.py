@@ -233,7 +233,7 @@ class RequestTracker:
             with self.lock.step():
                 if self._contract.after_step(marks):
                     self._end_asking()
-                self._learn(time.perf_counter() - begun)
+                self._prove_repaid(time.perf_counter() - begun)
 
     def _runs_user_code(self) -> bool:
         """Whether code of the user's may have run since the last call: callbacks of requests, hooks
@@ -254,10 +254,12 @@ class RequestTracker:
                 self._forget(request)
         self.apply_asked()
 
-    def _learn(self, seconds: float) -> None:
-        """After a step of so many seconds: learn what makes deterministic requests faster. They end
+    def _prove_repaid(self, seconds: float) -> None:
+        """After a step of so many seconds: prove what makes deterministic requests faster. They end
         where that shows that none can be served."""
-        if self._core.table.any("deterministic") and not self._contract.learn(seconds):
+        if not self._core.table.any("deterministic"):
+            return
+        if not self._contract.prove_repaid(seconds, self._core.scheduler.accepted()):
             self._end_asking()
 
     def _end_asking(self) -> None:

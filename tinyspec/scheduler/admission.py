@@ -10,6 +10,7 @@ from bisect import insort
 import numpy as np
 
 from tinyspec.config import EngineConfig
+from tinyspec.scheduler.buckets import MOST_DRAFTS
 from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.prefix_cache import PrefixCache
 from tinyspec.scheduler.request import Sequence
@@ -38,7 +39,8 @@ class Admission:
         self.table = SequenceTable()
         self.waiting: list[Sequence] = []
         self._max_sequences = config.max_sequences
-        self._window = 0 if config.verify in ("padded", "direct") else config.draft_window
+        never = config.verify in ("padded", "direct")
+        self._window = 0 if never else config.draft_window or MOST_DRAFTS
         self.preemptions = 0
         self.cached_prompt_tokens = 0
         # Sequences of a failed pass and how many tokens each had; most rows for the first of them.

@@ -1,15 +1,29 @@
-"""The row counts that a pass may have, and which of them are canonical. Host only."""
+"""The row counts that a pass may have, which of them are canonical, what passes cost, and how the
+next tokens of deterministic sequences are computed. Host only.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from math import inf
 
 from tinyspec.config import EngineConfig
 
-# On a CPU, of the buckets with more rows than this only the largest is probed, to save time.
-CPU_PROBED_ROWS, CPU_MOST_PROBED_ROWS = 512, 1024
+# The row counts that may be canonical, by device kind; of others a GPU's.
+LADDER = {
+    "cpu": (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024),
+    "cuda": (8, 32, 128, 256, 512, 2048),
+}
+# Of a pass's cost so much grows with its rows, where nothing tells more.
+GROWS = 0.5
+# A pass counts for so much of what its kind costs, and at most for twice that cost; of the first
+# few, which may be slow for once, the fastest does.
+COUNTS, FIRST = 1 / 8, 3
+# Drafts that wait before a verify where ``EngineConfig.draft_window`` leaves that open.
+MOST_DRAFTS = 16
+# Windows that are weighed beside those that fill a canonical bucket.
+WINDOWS = (1, 2, 4, 8)
 
 
 def row_counts(most: int) -> list[int]:
@@ -20,75 +34,87 @@ def row_counts(most: int) -> list[int]:
     return [c for c in counts if c < most] + [most]
 
 
-def probed_rows(config: EngineConfig, device_type: str) -> list[int]:
+def ladder(config: EngineConfig, device_type: str) -> list[int]:
     """The row counts that a canonical pass may have; ``config`` is resolved."""
-    assert config.max_rows and config.reference_rows
-    if device_type != "cpu":
-        return row_counts(config.max_rows)
-    most = max(CPU_PROBED_ROWS, config.reference_rows, config.max_sequences)
-    counts = row_counts(min(most, config.max_rows))
-    return sorted({*counts, min(max(CPU_MOST_PROBED_ROWS, most), config.max_rows)})
+    most, reference = config.max_rows, config.reference_rows
+    assert most and reference
+    sizes = LADDER.get(device_type, LADDER["cuda"])
+    found = {reference, *(min(size, most) for size in sizes)}
+    if config.max_sequences > sizes[-1]:
+        found.add(min(config.max_sequences, most))
+    return sorted(found)
 
 
-def between(cost: Mapping[int, float], rows: int) -> float:
-    """Seconds of ``rows`` rows, interpolated in ``cost``; beyond its largest, in proportion."""
-    low = max((size for size in cost if size <= rows), default=min(cost))
-    high = min((size for size in cost if size >= rows), default=None)
-    if high is None:
-        return cost[low] * rows / low
-    share = (rows - low) / (high - low) if high > low else 0.0
-    return cost[low] + share * (cost[high] - cost[low])
+def estimate(costs: Mapping[int, float], rows: int) -> float:
+    """Seconds of ``rows`` rows between the nearest that are known; smaller or larger than all, half
+    of the nearest one's grow with the rows."""
+    low = max((size for size in costs if size <= rows), default=None)
+    high = min((size for size in costs if size >= rows), default=None)
+    if low is not None and high is not None:
+        share = (rows - low) / (high - low) if high > low else 0.0
+        return costs[low] + share * (costs[high] - costs[low])
+    nearest = low or high
+    if nearest is None:
+        return float(rows)
+    return costs[nearest] * (1 - GROWS + GROWS * rows / nearest)
 
 
 class Buckets:
     """Buckets up to ``max_rows``; ``reference`` is one of them and defines canonical results.
 
-    sizes: the ``probed`` ones (default: all); only these can be canonical. Which are, and what a
-    pass in each costs, is unknown before ``learn``; what was not measured is estimated from what
-    was. wanted: rows of deterministic requests that the last pass was planned for.
+    sizes: the ladder (default: all); only these can be canonical. Which are is unknown before
+    ``learn``. wanted: rows that the last pass with deterministic requests was planned for, and how
+    many of them are sequences that can draft.
     """
 
-    def __init__(self, max_rows: int, reference: int, probed: Iterable[int] | None = None):
-        self.sizes = sorted({*(row_counts(max_rows) if probed is None else probed), reference})
-        assert self.sizes[-1] <= max_rows
+    def __init__(self, max_rows: int, reference: int, sizes: Iterable[int] | None = None):
+        self.sizes = sorted({*(row_counts(max_rows) if sizes is None else sizes), reference})
         self._all = sorted({*self.sizes, *row_counts(max_rows)})
         self.reference = reference
         self.canonical: list[int] = []
-        self._seconds: dict[int, float] = {}
-        self._tiled: dict[int, float] = {}
-        self.wanted = 0
+        self._own_way: set[int] = set()
+        self._costs: dict[bool, dict[int, float]] = {False: {}, True: {}}
+        self._guesses: dict[tuple[int, bool], float] = {}
+        self._passes: Counter[tuple[int, bool]] = Counter()
+        self.wanted = (0, 0)
 
     @classmethod
     def of(cls, config: EngineConfig, device_type: str) -> Buckets:
         """The buckets of an engine; ``config`` is resolved."""
         assert config.max_rows and config.reference_rows
-        return cls(config.max_rows, config.reference_rows, probed_rows(config, device_type))
+        return cls(config.max_rows, config.reference_rows, ladder(config, device_type))
 
     def learn(
         self,
         canonical: Iterable[int],
-        seconds: Mapping[int, float],
-        tiled: Mapping[int, float] | None = None,
+        seconds: Mapping[int, float] | None = None,
+        own_way: Iterable[int] = (),
     ) -> None:
-        """Set what was probed: the canonical buckets, and seconds of a pass by bucket.
-
-        tiled: seconds of the canonical buckets in which linears must run in tiles of rows.
-        """
-        self.canonical = sorted(canonical)
-        # Computed here, as every step looks it up.
-        self._seconds = {rows: between(seconds, rows) for rows in self._all} if seconds else {}
-        self._tiled = dict(tiled or {})
+        """Set what was proven: the canonical buckets, and those of them whose canonical passes run
+        another way than fast mode. seconds: of canonical passes, where none has run yet."""
+        self.canonical, self._own_way = sorted(canonical), set(own_way)
         assert self.reference in self.canonical and set(self.canonical) <= set(self.sizes)
-        assert set(self._tiled) <= set(self.canonical)
-        # Tiles that cost more than a larger bucket are not used.
-        for size in sorted(self._tiled.keys() - {self.reference}):
-            larger = (self.canonical_seconds(other) for other in self.canonical if other > size)
-            if min(larger, default=inf) <= self._tiled[size]:
-                self.canonical.remove(size)
+        for rows, cost in (seconds or {}).items():
+            self._costs[rows in self._own_way].setdefault(rows, cost)
+        self._guesses = {}
 
     def forget(self) -> None:
         """No bucket is canonical any more: weights or device changed."""
-        self.canonical = []
+        self.canonical, self._own_way = [], set()
+
+    def ran(self, bucket: int, canonical: bool, seconds: float) -> None:
+        """A pass took so long."""
+        own = canonical and bucket in self._own_way
+        costs, kind = self._costs[own], (bucket, own)
+        self._passes[kind] += 1
+        before, number = costs.get(bucket, seconds), self._passes[kind]
+        if number == 1:  # what a proof's passes took, if anything is known, left some out
+            self._guesses = {}
+            costs[bucket] = seconds
+        elif number <= FIRST:
+            costs[bucket] = min(seconds, before)
+        else:
+            costs[bucket] = before + COUNTS * (min(seconds, 2 * before) - before)
 
     @property
     def largest(self) -> int:
@@ -111,7 +137,7 @@ class Buckets:
 
         proposed: further rows, of which the share ``accepted`` is useful.
         """
-        self.wanted = wanted
+        self.wanted = (wanted, 0)
         low = self.fit_canonical(max(least, 1))
         high = self.fit_canonical(min(max(wanted + proposed, 1), self.canonical[-1]))
         if low == high:
@@ -125,35 +151,89 @@ class Buckets:
         return min((size for size in self.canonical if low <= size <= high), key=cost)
 
     def is_canonical(self, bucket: int) -> bool:
-        """Whether every pass in ``bucket`` is canonical, without tiles."""
-        return bucket in self.canonical and bucket not in self._tiled
+        """Whether every pass in ``bucket`` is canonical, fast ones too."""
+        return bucket in self.canonical and bucket not in self._own_way
 
     def seconds(self, bucket: int) -> float:
-        """What a pass in ``bucket`` costs; its rows, if nothing was measured."""
-        return self._seconds.get(bucket, float(bucket))
+        """What a pass in ``bucket`` costs; its rows, if none has run."""
+        return self._costs[False].get(bucket) or self._guess(bucket, False)
 
     def canonical_seconds(self, bucket: int) -> float:
-        """What a canonical pass in ``bucket`` costs, with tiles if it needs them."""
-        return self._tiled.get(bucket, self.seconds(bucket))
+        """What a canonical pass in ``bucket`` costs, whether or not it is known to be one."""
+        known = self._costs[bucket in self._own_way].get(bucket)
+        return known or self._guess(bucket, True)
 
-    def padded_is_cheaper(self, rows: int, drafting: int, window: int) -> bool:
-        """Whether padding ``rows`` rows to a canonical bucket costs less per token than drafting
-        and verifying them.
+    def _guess(self, bucket: int, canonical: bool) -> float:
+        """From passes of the same kind where there are any, else from all."""
+        key = bucket, canonical
+        if key not in self._guesses:
+            fast, own = self._costs[False], self._costs[True]
+            known = {**fast, **own} if canonical else fast or own
+            self._guesses[key] = estimate(known, bucket)
+        return self._guesses[key]
 
-        drafting: how many rows are of deterministic sequences, which would draft ``window`` tokens,
-        one a pass, and verify them in canonical passes that the other rows share; each window
-        yields one token more.
-        """
-        assert 0 <= drafting <= rows and window >= 0, (rows, drafting, window)
-        self.wanted = rows
-        capacity = self.canonical[-1]
+    def window(
+        self, rows: int, drafting: int, most: int, accepted: float, free: bool = True
+    ) -> int:
+        """How many tokens each of ``drafting`` deterministic sequences should draft before they are
+        verified; 0: none, their rows are padded to a canonical bucket. ``rows``: of a pass, plain
+        ones among them. most: drafts that may wait; not ``free``: that or none. accepted: chance
+        that a draft is, if those before it were; less than 1."""
+        assert 0 <= drafting <= rows and most >= 0, (rows, drafting, most)
+        self.wanted = rows, drafting
+        if rows <= self.canonical[-1] and self.is_canonical(self.fit(rows)):
+            return 0  # nothing to verify
+        return self._cheapest_way(self.canonical, rows, drafting, most, accepted, free)[1]
+
+    def _cheapest_way(
+        self,
+        canonical: list[int],
+        rows: int,
+        drafting: int,
+        most: int,
+        accepted: float,
+        free: bool = True,
+    ) -> tuple[float, int]:
+        """Seconds for a committed token, and the window, were these buckets canonical."""
+        capacity, plain = canonical[-1], rows - drafting
+        ways = [(self._canonical_cost(canonical, rows) / rows, 0)]
+        if not most or not drafting:
+            return ways[0]
         if rows > capacity:
-            return False
-        if self.is_canonical(self.fit(rows)):  # nothing to verify
-            return True
-        padded = self.canonical_seconds(self.fit_canonical(rows))
-        verified = drafting * (window + 1) + rows - drafting
-        passes = -(-verified // capacity)
-        verify = passes * self.canonical_seconds(self.fit_canonical(min(verified, capacity)))
-        drafts = window * self.seconds(self.fit(rows))
-        return padded <= (drafts + verify) / (window + 1)
+            ways = []
+        windows = {most}
+        if free:
+            filled = ((size - plain) // drafting - 1 for size in canonical)
+            windows = {w for w in (most, *WINDOWS, *filled) if 0 < w <= most}
+        fast = self.seconds(self.fit(rows))
+        for window in windows:
+            verified = drafting * (window + 1) + plain
+            cost = window * fast + self._canonical_cost(canonical, verified)
+            passes = window + -(-verified // capacity)
+            each = (1 - accepted ** (window + 1)) / (1 - accepted)
+            ways.append((cost / (drafting * each + plain * passes), window))
+        return min(ways)
+
+    def _canonical_cost(self, canonical: list[int], rows: int) -> float:
+        """Seconds of the canonical passes that hold ``rows`` rows."""
+        whole, rest = divmod(rows, canonical[-1])
+        cost = whole * self.canonical_seconds(canonical[-1])
+        if rest:
+            cost += self.canonical_seconds(canonical[bisect_left(canonical, rest)])
+        return cost
+
+    def gains(self, sizes: Iterable[int], most: int, accepted: float) -> dict[int, float]:
+        """By each of ``sizes``, seconds that the last pass would have saved were it canonical too;
+        without those that would have saved none."""
+        rows, drafting = self.wanted
+        self.wanted = (0, 0)
+        found: dict[int, float] = {}
+        if not rows or not self.canonical:
+            return found
+        now = self._cheapest_way(self.canonical, rows, drafting, most, accepted)[0]
+        for size in sizes:
+            canonical = sorted((*self.canonical, size))
+            then = self._cheapest_way(canonical, rows, drafting, most, accepted)[0]
+            if then < now:
+                found[size] = (now - then) * min(rows, self.canonical[-1])
+        return found

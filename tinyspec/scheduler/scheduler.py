@@ -28,6 +28,9 @@ from tinyspec.scheduler.passes import (
 from tinyspec.scheduler.sequence_table import Array, SequenceTable
 
 _Plan = list[tuple[Array, Array, Array]]
+# Drafts of the fast path that were accepted and that were not: what an engine begins with, and how
+# many it remembers, as other requests may have others.
+BEGINS, REMEMBERED = (20.0, 0.1), 200.0
 NONE: Array = np.zeros(0, np.int64)
 
 
@@ -59,11 +62,13 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, admission: Admission, buckets: Buckets):
         self._verify = config.verify
+        self._free = config.draft_window is None
         self.admission = admission
         self.table: SequenceTable = admission.table
         self.buckets = buckets
         # Share of proposed drafts that are accepted.
         self.acceptance = 0.5
+        self._verified = BEGINS
         self._left_out = False
 
     def _candidates(self) -> _Candidates:
@@ -159,8 +164,28 @@ class Scheduler:
         # Prompt rows beyond a canonical pass run in fast ones.
         rows += min(candidates.pending, max(0, self.buckets.canonical[-1] - rows))
         rows = min(rows, self.buckets.largest)
-        window = int(self.table.draft_limits(candidates.drafting).max())
-        return self.buckets.padded_is_cheaper(rows, min(drafting, rows), window)
+        most = int(self.table.draft_limits(candidates.drafting).max())
+        accepted = self.accepted(candidates.drafting)
+        window = self.buckets.window(rows, min(drafting, rows), most, accepted, self._free)
+        if window == 0:
+            return True
+        return self._free and bool(self.table.num_drafts[candidates.drafting].max() >= window)
+
+    def observe(self, accepted: int, rejected: int) -> None:
+        """A pass verified drafts: so many were accepted, and so many sequences had one that was
+        not."""
+        good, bad = self._verified[0] + accepted, self._verified[1] + rejected
+        part = min(1.0, REMEMBERED / (good + bad))
+        self._verified = good * part, bad * part
+
+    def accepted(self, drafting: Array = NONE) -> float:
+        """Chance that a draft of these sequences is accepted, if those before it were: what theirs
+        were, beside some of all requests'."""
+        table, (good, bad) = self.table, self._verified
+        part = min(1.0, sum(BEGINS) / (good + bad))
+        good = good * part + int(table.accepted[drafting].sum())
+        bad = bad * part + int(table.rollbacks[drafting].sum())
+        return good / (good + bad)
 
     def _canonical(self, candidates: _Candidates) -> _Plan:
         """One row for every decoding sequence, then drafts to verify, then prompts."""

@@ -21,7 +21,8 @@ from tinyspec.determinism.probes.graphs import graph_refusals
 from tinyspec.engine.engine import Engine
 from tinyspec.engine.lock import at_once
 from tinyspec.errors import DeterminismError, TinyspecError, refuse
-from tinyspec.scheduler.buckets import Buckets
+from tinyspec.scheduler.buckets import MOST_DRAFTS, Buckets
+from tinyspec.scheduler.scheduler import BEGINS
 from tinyspec.tools.terminal import table
 
 # Compared of each kind; see there.
@@ -69,32 +70,28 @@ class DoctorReport:
         rows: list[tuple[object, ...]] = [header]
         for bucket in results.buckets:
             size = f"*{bucket.rows}" if bucket.rows == results.reference else bucket.rows
-            canonical = ("own way" if bucket.tiled else "yes") if bucket.canonical else "no"
-            seconds = bucket.canonical_seconds
-            costs = f"{seconds * 1e3:.2f}", f"{bucket.rows / seconds:.0f}"
+            canonical = ("own way" if bucket.own_way else "yes") if bucket.canonical else "no"
+            seconds = bucket.seconds
+            costs = (
+                (f"{seconds * 1e3:.2f}", f"{bucket.rows / seconds:.0f}") if seconds else ("-", "-")
+            )
             plan = self.plans.get(bucket.rows, "-")
-            names = ", ".join(_short(name) for name in (*bucket.broken_by, *bucket.tiled))
+            names = ", ".join(_short(name) for name in (*bucket.broken_by, *bucket.own_way))
             rows.append((size, canonical, *costs, plan, names))
         return table(rows, right=(0, 2, 3))
 
     def _notes(self, results: ProbeResults) -> list[str]:
         canonical, total = len(results.canonical), len(results.buckets)
         notes = [f"* reference bucket; {canonical} of {total} buckets are canonical"]
-        if results.tiled:
+        if results.own_way:
             notes.append(
                 "own way: canonical passes run these linears in tiles of rows, or by another "
                 "operator than fast mode"
             )
-        names = dict.fromkeys(n for b in results.buckets for n in (*b.broken_by, *b.tiled))
+        names = dict.fromkeys(n for b in results.buckets for n in (*b.broken_by, *b.own_way))
         long = [name for name in names if _short(name) != name]
         if long:
             notes.append(f"broken by, the first of each kind: {', '.join(long)}")
-        for alternative in results.alternatives:
-            rows = ", ".join(map(str, alternative.reference_rows))
-            notes.append(
-                f"reference_rows of {rows}: {alternative.canonical} canonical buckets, judged by "
-                "linears and element-wise modules alone"
-            )
         for kind in results.attention:
             rows = f"{kind.checked} rows alone and in a prompt, {kind.differing} differ"
             notes.append(f"{kind.name}: {rows}")
@@ -121,9 +118,9 @@ def doctor(
 ) -> DoctorReport:
     """Which buckets are canonical here, which module breaks the others, what a pass costs.
 
-    Finds everything at once that an engine learns while requests run, with a bar on a terminal. A
-    model gets a temporary engine with ``config``. Probe results on disk are used unless ``fresh``.
-    What cannot be served is reported, not raised.
+    Proves every bucket at once that an engine proves one by one while requests run. A model gets a
+    temporary engine with ``config``. Probe results on disk are used unless ``fresh``. What cannot
+    be served is reported, not raised.
 
     Raises UnsupportedModelError for an object that is no module, ValueError for a ``config`` beside
     an engine or one that does not fit the model, and for an engine that is closed or has unfinished
@@ -166,7 +163,7 @@ def _examine(engine: Engine, fresh: bool, begun: float) -> DoctorReport:
         engine.model,
         begun,
         problems=problems,
-        facts=contract.results and contract.results.filled(),
+        facts=contract.results,
         plans=plans,
         eager=eager,
         fingerprint=None if problems else contract.fingerprint.digest,
@@ -178,7 +175,8 @@ def _plan(buckets: Buckets, config: EngineConfig, rows: int) -> str:
     """How deterministic requests decode in a step of ``rows`` rows without plain requests."""
     padded = config.verify in ("padded", "direct")
     if config.verify == "auto":
-        padded = buckets.padded_is_cheaper(rows, rows, config.draft_window)
+        most, free = config.draft_window or MOST_DRAFTS, config.draft_window is None
+        padded = buckets.window(rows, rows, most, BEGINS[0] / sum(BEGINS), free) == 0
     if not padded or rows > buckets.canonical[-1]:
         return DRAFT
     bucket = buckets.fit_canonical(rows)

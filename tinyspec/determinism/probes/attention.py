@@ -7,7 +7,7 @@ segments and passes. Knows kinds of attention calls and kernels, not models.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from tinyspec.determinism.probe_results import ComparedRows, Unsound
 from tinyspec.determinism.probes.bits import PositionResult, unequal_bits
-from tinyspec.determinism.probes.steps import Steps, finished
 from tinyspec.kernels import launch
 from tinyspec.kernels.attention_metadata import AttentionMetadata
 from tinyspec.kernels.backend import Kernels
@@ -52,18 +51,33 @@ REMEDY = (
 
 
 def probe_attention(
-    runner: ModelRunner, rows: int = MANY_ROWS, seconds: float | None = SECONDS
+    runner: ModelRunner,
+    rows: int = MANY_ROWS,
+    seconds: float | None = SECONDS,
+    pause: Callable[[], None] = lambda: None,
 ) -> list[PositionResult]:
     """``probe_rows`` of the kinds of attention calls of the runner's model that a first token waits
-    for, by the kernels that its passes call; of the others no rows yet."""
-    dtype, device = runner.model.dtype, runner.device
+    for, by the kernels that its passes call; of the others no rows yet. pause: called between
+    passes."""
     waited_for = {*_kinds(runner, far=runner.kernels.backend == "triton")}
     return [
-        probe_rows(runner.kernels, shape, dtype, device, reach, rows, seconds, runner.kv_dtype)
-        if (shape, reach) in waited_for
-        else _nothing(shape, reach)
-        for shape, reach in _kinds(runner)
+        _of_runner(runner, kind, rows, seconds, pause) if kind in waited_for else _nothing(*kind)
+        for kind in _kinds(runner)
     ]
+
+
+def _of_runner(
+    runner: ModelRunner,
+    kind: tuple[LayerShape, Reach],
+    rows: int,
+    seconds: float | None,
+    pause: Callable[[], None],
+    first: int = 0,
+) -> PositionResult:
+    shape, reach = kind
+    dtype, device = runner.model.dtype, runner.device
+    more = (runner.kv_dtype, pause, first)
+    return probe_rows(runner.kernels, shape, dtype, device, reach, rows, seconds, *more)
 
 
 def longest_split(runner: ModelRunner) -> int:
@@ -76,17 +90,18 @@ def longest_split(runner: ModelRunner) -> int:
     return max(launch.attention(dtype, dim, device, codes).split for dim in dims)
 
 
-def attention_steps(
-    runner: ModelRunner, known: ComparedRows
-) -> Steps[tuple[ComparedRows, list[Unsound]]]:
-    """One more round of a kind of attention calls, and what it shows."""
+def compare_more(
+    runner: ModelRunner,
+    known: ComparedRows,
+    rows: int,
+    pause: Callable[[], None] = lambda: None,
+) -> tuple[ComparedRows, list[Unsound]]:
+    """More rounds of a kind of attention calls until ``rows`` were compared; what they show."""
+    if known.checked >= rows:
+        return known, []
     (kind,) = (kind for kind in _kinds(runner) if _name(*kind) == known.name)
-    number = known.checked // sum(end - first for spans in _passes() for first, end in spans)
-    shape, reach = kind
-    dtype, device = runner.model.dtype, runner.device
-    found = yield from round_steps(
-        runner.kernels, shape, dtype, device, reach, number, runner.kv_dtype
-    )
+    first = known.checked // sum(end - begin for spans in _passes() for begin, end in spans)
+    found = _of_runner(runner, kind, rows - known.checked, None, pause, first)
     (compared,), unsound = summary([found])
     checked, differing = known.checked + compared.checked, known.differing + compared.differing
     return ComparedRows(known.name, checked, differing), unsound
@@ -151,40 +166,43 @@ def probe_rows(
     rows: int = 1,
     seconds: float | None = None,
     kv_dtype: torch.dtype | None = None,
+    pause: Callable[[], None] = lambda: None,
+    first: int = 0,
 ) -> PositionResult:
-    """Rounds of ``round_steps`` until ``rows`` are compared or ``seconds`` are over (None: no
-    limit); one at least. kv_dtype: of the cache (None: ``dtype``)."""
+    """Rounds until ``rows`` are compared or ``seconds`` are over (None: no limit); one at least.
+    kv_dtype: of the cache (None: ``dtype``). first: number of the first round."""
     begun = time.perf_counter()
     reach = reach or Reach()
+    like = torch.empty(0, dtype=dtype, device=device)
     found = _nothing(shape, reach)
-    for seed in count():
-        steps = round_steps(kernels, shape, dtype, device, reach, seed, kv_dtype or dtype)
-        found = found.plus(finished(steps))
+    for seed in count(first):
+        found = found.plus(_round(kernels, shape, like, reach, seed, kv_dtype or dtype, pause))
         late = seconds is not None and time.perf_counter() - begun > seconds
         if late or found.checked >= rows:
             break
     return found
 
 
-def round_steps(
+def _round(
     kernels: Kernels,
     shape: LayerShape,
-    dtype: torch.dtype,
-    device: torch.device,
+    like: Tensor,
     reach: Reach,
     seed: int,
     kv_dtype: torch.dtype,
-) -> Steps[PositionResult]:
-    """Compares the rows of ``_passes`` with the same rows of the whole prompt."""
+    pause: Callable[[], None],
+) -> PositionResult:
+    """Compares the rows of ``_passes`` with the same rows of the whole prompt. like: of the dtype
+    and on the device of queries."""
 
     def metadata(spans: list[tuple[int, int]]) -> AttentionMetadata:
-        return AttentionMetadata.of(spans, [range(PAGES)] * len(spans), PAGE_SIZE, device)
+        return AttentionMetadata.of(spans, [range(PAGES)] * len(spans), PAGE_SIZE, like.device)
 
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*size: int) -> Tensor:
         drawn = torch.randn(*size, generator=generator, dtype=torch.float32, device="cpu")
-        return drawn.to(device, dtype)
+        return drawn.to(like)
 
     size = PAGES, PAGE_SIZE, shape.num_kv_heads, shape.head_dim
     k, v = (stored(draw(*size), kv_dtype) for _ in range(2))
@@ -195,10 +213,10 @@ def round_steps(
     whole = kernels.paged_attention(q, k, v, metadata([(0, LENGTH)]), **scores)
     found = _nothing(shape, reach)
     for spans in _passes():
-        index = torch.cat([torch.arange(*span, device=device) for span in spans])
+        pause()
+        index = torch.cat([torch.arange(*span, device=like.device) for span in spans])
         out = kernels.paged_attention(q[index], k, v, metadata(spans), **scores)
         found = found.with_rows(unequal_bits(whole[index], out))
-        yield
     return found
 
 

@@ -19,18 +19,52 @@ from torch import Tensor
 from tinyspec.config import EngineConfig
 from tinyspec.determinism.probes.attention import longest_split
 from tinyspec.determinism.probes.bits import same_bits, unequal_bits
-from tinyspec.determinism.probes.segments import segments
-from tinyspec.determinism.probes.steps import Steps
 from tinyspec.kernels.attention_metadata import AttentionMetadata
 from tinyspec.kernels.twins.e4m3 import stored, values
 from tinyspec.model.checksum import row_checksums
 from tinyspec.runner.batch import Batch
 from tinyspec.runner.model_runner import ModelRunner
 
+# Sequences: rows that each has in the probe, and position of the first. 120 + 17 crosses a tile.
+SEGMENTS = ((1, 7), (5, 0), (1, 64), (1, 30), (17, 120), (1, 127), (5, 21), (1, 128), (96, 3))
+# Rows of the sequence whose context goes beyond a split, and its place among them: there every
+# bucket's second pass begins.
+BEYOND, PLACE = 9, 4
 # Log-probabilities compared a row.
 COLUMNS = 16
 # About so many rows are distinct; larger buckets repeat them.
 DISTINCT_ROWS = 96
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows ``first`` to ``end`` of the probe: of one sequence, on its own pages."""
+
+    first: int
+    end: int
+    position: int
+    pages: list[int]
+
+
+def segments(rows: int, page_size: int, max_model_len: int, split: int = 0) -> list[Segment]:
+    """Sequences with ``rows`` rows together. split: one of them has as many tokens before its
+    first row; 0: none has."""
+    kinds = list(SEGMENTS)
+    if split:
+        kinds.insert(PLACE, (BEYOND, split))
+    found: list[Segment] = []
+    first = page = 0
+    while first < rows:
+        cycle, kind = divmod(len(found), len(kinds))
+        count, position = kinds[kind]
+        count = min(count, max_model_len, rows - first)
+        if position == split < max_model_len:  # shorter rather than elsewhere
+            count = min(count, max_model_len - split)
+        position = (position + 5 * cycle) % (max_model_len - count + 1)
+        pages = -(-(position + count) // page_size)
+        found.append(Segment(first, first + count, position, list(range(page, page + pages))))
+        first, page = first + count, page + pages
+    return found
 
 
 @dataclass(frozen=True)
@@ -56,7 +90,8 @@ class ModelProbe:
     the same rows.
 
     The first few hundred rows are distinct; the others repeat them on other pages. known: the
-    reference rows; computed by ``compute_reference`` where they are not known. Its memory lasts as
+    reference rows; computed by ``compute_reference`` where they are not known. took: seconds of the
+    fastest pass that was compared, by rows. pause: called before every pass. Its memory lasts as
     long as the probe.
     """
 
@@ -66,10 +101,12 @@ class ModelProbe:
         config: EngineConfig,
         rows: int,
         known: ReferenceRows | None = None,
+        pause: Callable[[], None] = lambda: None,
     ):
         assert config.page_size and config.max_model_len
         page_size, reference = config.page_size, runner.buckets.reference
-        self._runner = runner
+        self._runner, self._pause = runner, pause
+        self.took: dict[int, float] = {}
         self._page_size = page_size
         self._distinct = min(runner.buckets.sizes[-1], -(-DISTINCT_ROWS // reference) * reference)
         self._rows = rows = max(rows, self._distinct)
@@ -117,7 +154,7 @@ class ModelProbe:
 
     def compute_reference(
         self, recording: Callable[[], AbstractContextManager[object]] = nullcontext
-    ) -> Steps[ReferenceRows]:
+    ) -> ReferenceRows:
         """Compute the rows in passes of the reference bucket, after contexts of random KV.
 
         recording: around every pass.
@@ -130,7 +167,6 @@ class ModelProbe:
             with recording():
                 logits, _ = self._forward(first, reference, 0, every, canonical=True)
             parts.append([part[: self._distinct - first] for part in self._reduce(logits)])
-            yield
         tables = [torch.cat(table) for table in zip(*parts, strict=True)]
         own = self._slots[: self._distinct]
         written = [pool.index_select(0, own) for pool in self._pools]
@@ -185,7 +221,8 @@ class ModelProbe:
         for pool in self._pools:  # so that this pass must write what is compared
             pool.index_fill_(0, slots, 0)
         kept = self._logit_rows(rows)
-        logits, _ = self._forward(first, rows, padding, kept, canonical=True)
+        logits, seconds = self._forward(first, rows, padding, kept, canonical=True)
+        self.took[rows] = min(seconds, self.took.get(rows, seconds))
         wrong = self._compare(known, logits, kept, place, slots)
         for pool, written in zip(self._pools, known.written, strict=True):
             pool.index_copy_(0, slots, written[place])
@@ -260,6 +297,7 @@ class ModelProbe:
         place = self._rows_from(first, rows - padding)
         packed = torch.tensor([0, 0, -1], device=place.device)[:, None].repeat(1, rows)
         packed[:, : len(place)] = self._packed[:, place]
+        self._pause()
         batch = Batch(packed[0], packed[1], packed[2], self._metadata(first, len(place)), [])
         begun = self._clocks()
         with self._runner.on_pages(self._cache):

@@ -23,7 +23,6 @@ from tinyspec.determinism.probes.bits import (
     same_bits,
     unequal_bits,
 )
-from tinyspec.determinism.probes.steps import Steps, finished
 
 POOL_ROWS = 64
 # Of 48 needles (the rows that are compared): a prime, so that no tile of rows is a multiple of it.
@@ -112,20 +111,8 @@ def probe_function(
     reference: int,
     name: str = "function",
     search: bool = False,
-) -> BucketInvariance:
-    """``function_steps`` at once."""
-    return finished(function_steps(fn, pool, sizes, reference, name, search))
-
-
-def function_steps(
-    fn: RowFunction,
-    pool: Tensor,
-    sizes: Iterable[int],
-    reference: int,
-    name: str = "function",
-    search: bool = False,
     proven: PositionResult | None = None,
-) -> Steps[BucketInvariance]:
+) -> BucketInvariance:
     """Facts 1 and 2 of ``fn`` in passes of each of ``sizes``, by the rows of a ``probe_pool`` and,
     with ``search``, by those of a ``sensitive_pool``.
 
@@ -134,20 +121,17 @@ def function_steps(
     """
     sensitive = sensitive_pool(fn, pool) if search else None
     if sensitive is not None:
-        found = []
-        for own in (pool, sensitive):
-            found.append(
-                (yield from function_steps(fn, own, sizes, reference, name, False, proven))
-            )
-        return _combine(*found)
+        pools = (pool, sensitive)
+        return _combine(
+            *(probe_function(fn, own, sizes, reference, name, False, proven) for own in pools)
+        )
     results: list[Tensor] = []
     labels: dict[int, int | None] = {}
     position = proven
     if position is None:
         position = position_invariant(fn, pool[::2], reference, name, REFERENCE_PASSES)
-        yield
     for rows in sizes:
-        result, moved = yield from _run_bucket(fn, pool, rows, name)
+        result, moved = _run_bucket(fn, pool, rows, name)
         labels[rows] = class_of(result, results) if moved is None else None
         if moved is not None and rows == reference and position:
             position = moved
@@ -164,7 +148,7 @@ def _combine(one: BucketInvariance, other: BucketInvariance) -> BucketInvariance
 
 def _run_bucket(
     fn: RowFunction, pool: Tensor, rows: int, name: str
-) -> Steps[tuple[Tensor, PositionResult | None]]:
+) -> tuple[Tensor, PositionResult | None]:
     """The results of the needles in passes of ``rows`` rows, and where a row's place changed bits.
 
     First the whole pool. Then only the needles that are not large, in another order: so that every
@@ -174,21 +158,20 @@ def _run_bucket(
     place = torch.arange(len(pool), device=pool.device)
     needles = place[(place % 2 == 0) | (place % 4 == 1)][:NEEDLES]
     if rows >= LARGE_ROWS:
-        table, at = yield from _run_all(fn, pool, needles, rows)
+        table, at = _run_all(fn, pool, needles, rows)
         return table, None if at is None else PositionResult(name, rows, len(needles), 1, *at)
-    table, at = yield from _run_all(fn, pool, place, rows)
+    table, at = _run_all(fn, pool, place, rows)
     quiet = (place[: len(pool) // 2] * 13 + 5) % (len(pool) // 2) * 2
     expected = table[quiet]
     for start in range(0, min(len(quiet), QUIET_PASSES * rows), rows):
         if at is None:
             at = _first_difference(fn(pool[_cyclic(quiet, start, rows)]), expected, start)
-            yield
     return table[needles], None if at is None else PositionResult(name, rows, len(pool), 1, *at)
 
 
 def _run_all(
     fn: RowFunction, pool: Tensor, order: Tensor, rows: int
-) -> Steps[tuple[Tensor, tuple[int, int] | None]]:
+) -> tuple[Tensor, tuple[int, int] | None]:
     """The results of ``pool[order]`` in passes of ``rows`` rows, the last of which begins again at
     the start, and where a repeated row has other bits than before."""
     size = len(order)
@@ -197,7 +180,6 @@ def _run_all(
         result = fn(pool[_cyclic(order, start, rows)])
         behind = size - start  # rows of this pass before the order begins again
         pieces.append(result[:behind])
-        yield
     # A copy, so that the last pass of a large bucket can be freed.
     table = torch.cat(pieces)
     at = _first_difference(result[behind:], table, 0)

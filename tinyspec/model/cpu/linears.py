@@ -5,16 +5,15 @@ is looked up and compared before use; where it is missing or disagrees, layers s
 bf16 on a CPU with AMX: the transposed product, weight times rows as columns. The bits of its rows
 hardly ever depend on how many there are, while torch's default splits its sums by that number.
 
-Both define canonical bits: the fingerprint names the classes. Either product can also be made with
-its operands swapped, which is faster at some row counts: canonical passes do so where a probe finds
-that the bits are the same. In fast mode the fastest operator serves any row count, torch's default
-among them: few rows in fp32 (MKL, on an Intel CPU), many in bf16.
+Both define canonical bits: the fingerprint names the classes. In fast mode the fastest operator
+serves any row count: the same product with its operands swapped, or torch's default: for few rows
+in fp32 (MKL, on an Intel CPU), for many in bf16.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -68,9 +67,7 @@ def _mkl_rows(elements: int) -> int:
 class CpuLinear(SharedLinear):
     """An ``nn.Linear`` with another operator than torch's default.
 
-    fast_rows: the row counts at which fast mode takes torch's default. swapped: those at which
-    canonical passes swap the operands of the product, because that is faster and a probe found the
-    same bits.
+    fast_rows: the row counts at which fast mode takes torch's default.
     """
 
     in_features: int
@@ -79,13 +76,12 @@ class CpuLinear(SharedLinear):
 
     def __init__(self, linear: nn.Linear, fast_mode: FastMode | None = None):
         super().__init__(linear)
-        self.swapped: Collection[int] = ()
         self._fast_mode = fast_mode or FastMode()
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features]."""
         if not self._fast_mode.on:
-            return self.canonical(x)
+            return self.product(x)
         rows = x.numel() // self.in_features
         if rows in self.fast_rows:
             return self.default(x)
@@ -99,13 +95,8 @@ class CpuLinear(SharedLinear):
         """Whether fast mode may change the bits of ``rows`` rows."""
         raise NotImplementedError
 
-    def canonical(self, x: Tensor) -> Tensor:
-        """What every canonical pass computes, in the faster way that is known to have its bits."""
-        swaps = self.swapped and x.numel() // self.in_features in self.swapped
-        return self.product_swapped(x) if swaps else self.product(x)
-
     def product(self, x: Tensor) -> Tensor:
-        """x [..., in_features] -> [..., out_features]: what defines canonical bits."""
+        """x [..., in_features] -> [..., out_features]: what every canonical pass computes."""
         raise NotImplementedError
 
     def product_swapped(self, x: Tensor) -> Tensor:
@@ -138,8 +129,7 @@ class OneDnnLinear(CpuLinear):
         return least <= rows <= most and (rows <= VECTOR or rows % VECTOR == 0)
 
     def differs_in_fast_mode(self, rows: int) -> bool:
-        swaps = self.faster_swapped(rows) and rows not in self.swapped
-        return rows in self.fast_rows or swaps
+        return rows in self.fast_rows or self.faster_swapped(rows)
 
     def product(self, x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
@@ -162,9 +152,7 @@ class TransposedLinear(CpuLinear):
         return rows in self.fast_rows
 
     def differs_in_fast_mode(self, rows: int) -> bool:
-        # The direct product is torch's default, but for the rounding of the bias.
-        same = rows in self.swapped and self.bias is None
-        return rows in self.fast_rows and not same
+        return rows in self.fast_rows
 
     def product(self, x: Tensor) -> Tensor:
         return self._with_bias(x, self.transposed_product)

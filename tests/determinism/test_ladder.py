@@ -1,0 +1,332 @@
+"""Which buckets are proven, and when: that changes speed, never a bit."""
+
+import logging
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.budget import first
+from tests.support.loading import everything, unlike
+from tests.support.mixes import bits, crowd, needles, solo
+from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
+from tests.support.tiny import prompts, tiny
+from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams, doctor
+from tinyspec.determinism import ladder
+from tinyspec.determinism.ladder import Ladder
+from tinyspec.determinism.probe_results import BucketResult, ProbeResults, Unsound
+from tinyspec.determinism.probes import proof
+from tinyspec.runner.model_runner import ModelRunner
+from tinyspec.scheduler.buckets import Buckets
+
+CONFIG = EngineConfig(reference_rows=8, max_rows=32)
+SIZES = [2, 4, 8, 16, 24, 32]
+DETERMINISTIC = SamplingParams(max_new_tokens=12, deterministic=True, logprobs=True)
+pytestmark = pytest.mark.usefixtures("proven_on_demand", "no_results_on_disk")
+
+
+def on_demand(monkeypatch):
+    """As soon as a pass would have used them."""
+    monkeypatch.setattr(ladder, "EVERY", 1)
+
+
+def at_random(monkeypatch):
+    """Any bucket after any pass."""
+    rng = random.Random(0)
+
+    def chosen(self, results, *_):
+        unknown = [rows for rows in self._buckets.sizes if rows not in results.sizes]
+        return rng.choice([*unknown, None])
+
+    monkeypatch.setattr(Ladder, "next", chosen)
+
+
+def never(monkeypatch):
+    monkeypatch.setattr(Ladder, "next", lambda *_: None)
+
+
+def served(model, requests, config=CONFIG):
+    """Bits of ``requests`` together, and what the engine knows afterwards."""
+    with Engine(model, config=config) as engine:
+        outputs = engine.generate([p for p, _ in requests], [s for _, s in requests])
+        return [bits(output) for output in outputs], engine.contract.results
+
+
+def reference_bits(model, requests):
+    """Each alone, by the reference bucket."""
+    with Engine(model, config=replace(CONFIG, verify="always")) as engine:
+        return [bits(solo(engine, request)) for request in requests]
+
+
+# The same bits
+
+
+PACES = [on_demand, at_random, never]
+SEVERAL = replace(DETERMINISTIC, num_return_sequences=2, temperature=0.8, seed=3)
+NEEDLES = [*needles()[:4], (prompts(1)[0], SEVERAL)]
+
+
+@pytest.mark.parametrize("how", first(2, PACES, 2), ids=lambda how: how.__name__)
+def test_the_same_bits_whenever_buckets_are_proven(how, monkeypatch):
+    model = tiny(dtype=torch.bfloat16)
+    expected = reference_bits(model, NEEDLES)
+    how(monkeypatch)
+    found, results = served(model, [*NEEDLES, *crowd(random.Random(0), 12)])
+    assert found[: len(NEEDLES)] == expected
+    assert (results.sizes == [8]) == (how is never)
+
+
+VARIANTS = {
+    "padded": {"verify": "padded"},
+    "always": {"verify": "always"},
+    "direct": {"verify": "direct", "linear": "always", "max_sequences": 16},
+    "ngram": {"drafter": "ngram"},
+    "small pages": {"page_size": 16},
+    "a window": {"draft_window": 3},
+}
+
+
+@pytest.mark.slow("crosses", 4)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("how", PACES, ids=lambda how: how.__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_same_bits_in_every_mode(how, variant, dtype, monkeypatch):
+    config = replace(CONFIG, **VARIANTS[variant])
+    model = tiny(dtype=dtype)
+    requests = [*NEEDLES, *crowd(random.Random(1), 12)]
+    with monkeypatch.context() as patches:
+        never(patches)
+        with Engine(model, config=config) as engine:
+            expected = [bits(solo(engine, request)) for request in NEEDLES]
+    how(monkeypatch)
+    assert served(model, requests, config)[0][: len(NEEDLES)] == expected
+
+
+@pytest.mark.slow("crosses", 3)
+@pytest.mark.parametrize("how", PACES, ids=lambda how: how.__name__)
+def test_the_same_bits_in_tiles(how, monkeypatch):
+    """Linears that no other bucket agrees with, in tiles of the reference bucket's rows."""
+    model = replace_linears(tiny(), ShapeSensitiveLinear)
+    expected = reference_bits(model, NEEDLES)
+    how(monkeypatch)
+    found, _ = served(model, [*NEEDLES, *crowd(random.Random(0), 12)])
+    assert found[: len(NEEDLES)] == expected
+
+
+def test_control_a_false_fact(monkeypatch):
+    """A bucket that is declared canonical and is not."""
+    model = replace_linears(tiny(), ShapeSensitiveLinear)
+    requests = [(prompt, DETERMINISTIC) for prompt in prompts(3)]
+    expected = reference_bits(model, requests)
+    on_demand(monkeypatch)
+    assert served(model, requests)[0] == expected
+
+    def false(prober, results, rows):
+        return results.with_bucket(BucketResult(rows, True, (), 0.001))
+
+    monkeypatch.setattr(proof, "prove_bucket", false)
+    changed = replace(CONFIG, max_rows=28)  # other facts on disk
+    found, results = served(model, requests, changed)
+    assert len(results.canonical) > 1 and found != expected
+
+
+# What comes when
+
+
+def test_what_a_first_token_waits_for(monkeypatch):
+    """Fewer than 20 passes of the reference bucket, in products: passes end to end, and the linears
+    by themselves."""
+    products, rows = [], []
+    whole, forward = nn.Module.__call__, ModelRunner.forward
+
+    def counted(module, *args, **kwargs):
+        if hasattr(module, "out_features"):
+            products.append(args[0].numel() * module.out_features)
+        return whole(module, *args, **kwargs)
+
+    def passes(runner, batch, *others):
+        rows.append(len(batch.input_ids))
+        return forward(runner, batch, *others)
+
+    monkeypatch.setattr(nn.Module, "__call__", counted)
+    monkeypatch.setattr(ModelRunner, "forward", passes)
+    model = tiny(dtype=torch.bfloat16)
+    with Engine(model, config=EngineConfig()) as engine:
+        reference = engine.config.reference_rows
+        linears = [m for m in model.modules() if hasattr(m, "out_features")]
+        one = sum(m.in_features * m.out_features for m in linears) * reference
+        del products[:], rows[:]
+        engine.contract.ensure()
+        assert engine.contract.results.sizes == [reference]
+        # 28 layers have the kinds of linears of 2: what is proven by itself counts 14 times as much
+        # here as in a model of that size.
+        assert 5 * one < sum(products) < 20 * one
+        assert {*rows} == {reference} and len(rows) < 12
+
+
+def test_what_is_used_is_proven(monkeypatch):
+    """One request alone decodes a row a pass, eight of them eight; plain ones prove nothing."""
+    on_demand(monkeypatch)
+    for number, proven in ((1, {2}), (8, {16, 32})):
+        config = replace(CONFIG, max_rows=24 + number)  # each has facts of its own
+        with Engine(tiny(dtype=torch.bfloat16), config=config) as engine:
+            engine.contract.ensure()
+            engine.generate(prompts(number))
+            assert engine.contract.results.sizes == [8]
+            engine.generate([p[:4] for p in prompts(number)], DETERMINISTIC)
+            assert proven & {*engine.contract.results.sizes} or number == 8
+
+
+def small(rows, drafting=0):
+    """Buckets of which 32 is canonical, and a pass of so many rows was planned."""
+    buckets = Buckets(1024, 32, (2, 4, 16, 32, 64, 1024))
+    buckets.learn([32], {rows: 1 + rows / 32 for rows in buckets.sizes})
+    buckets.wanted = rows, drafting
+    return buckets
+
+
+def known(proof_seconds):
+    return ProbeResults(32, (BucketResult(32, True, (), 2.0, (), proof_seconds),))
+
+
+def passes_until(own, buckets, results, rows, most=10_000):
+    for number in range(1, most):
+        buckets.wanted = rows, 0
+        if (found := own.next(results, 1.0, 0.9)) is not None:
+            return number, found
+    return None
+
+
+def test_a_proof_waits_until_it_is_repaid(monkeypatch, caplog):
+    monkeypatch.setattr(
+        ladder, "proof_seconds", lambda results, rows: 10 * results.buckets[0].proof
+    )
+    buckets = small(10)
+    # 10 rows cost 2 in a pass of 32, and 1.5 in one of 16.
+    number, found = passes_until(Ladder(buckets, CONFIG), buckets, known(0.1), 10)
+    assert found == 16 and number == pytest.approx(1 / 0.5, abs=ladder.EVERY)
+    assert passes_until(Ladder(buckets, CONFIG), buckets, known(0.1), 32, 100) is None
+    with caplog.at_level(logging.INFO, "tinyspec"):
+        number, found = passes_until(Ladder(buckets, CONFIG), buckets, known(1.0), 10)
+        assert found == 16 and number == pytest.approx(10 * ladder.PATIENCE, abs=ladder.EVERY + 1)
+    (line,) = caplog.messages
+    assert "16 rows" in line and "warm_up" in line
+
+
+def test_warm_up_and_a_doctor_prove_the_rest(monkeypatch):
+    never(monkeypatch)
+    monkeypatch.setattr("tinyspec.determinism.contract.MANY_ROWS", 1)
+    found = []
+    for all_of_it in (Engine.warm_up, doctor):
+        with Engine(tiny(), config=replace(CONFIG, max_rows=31 + len(found))) as engine:
+            engine.generate(prompts(1), DETERMINISTIC)
+            assert engine.contract.results.sizes == [8]
+            all_of_it(engine)
+            results = engine.contract.results
+            found.append((len(results.sizes), results.canonical[:-1], results.tiled))
+            engine.add_request(prompts(1)[0], DETERMINISTIC)
+            with pytest.raises(ValueError, match="unfinished"):
+                engine.warm_up()
+    assert found[0] == found[1] and found[0][0] == len(SIZES)
+    with Engine(tiny(), config=CONFIG) as engine:
+        engine.contract.ensure()
+        assert engine.contract.results.sizes == SIZES, "from disk"
+
+
+# No trace
+
+
+def test_a_proof_leaves_no_trace(monkeypatch):
+    model = tiny(dtype=torch.bfloat16)
+    before = everything(model)
+    versions = [p._version for p in model.parameters()]
+    random_state = torch.get_rng_state()
+    stats = []
+    for how in (never, on_demand):
+        with monkeypatch.context() as patches:
+            how(patches)
+            with Engine(model, config=replace(CONFIG, verify="padded")) as engine:
+                engine.contract.ensure()
+                pages = engine.pool.num_held
+                engine.generate(prompts(1), DETERMINISTIC)
+                assert not engine.contract.changed()
+                assert engine.pool.num_held >= pages
+                stats.append((engine.stats().committed, len(engine.records)))
+    assert stats[0] == stats[1]
+    assert unlike(before, everything(model)) == []
+    assert [p._version for p in model.parameters()] == versions
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+@pytest.mark.parametrize("error", first(2, [RuntimeError, KeyboardInterrupt, MemoryError], 2))
+def test_a_proof_that_fails(error, monkeypatch, caplog):
+    """Requests go on after an error; an interrupt is the caller's, and the engine works on."""
+    on_demand(monkeypatch)
+    model = tiny()
+    before = everything(model)
+    requests = [(prompt, DETERMINISTIC) for prompt in prompts(2)]
+    expected = reference_bits(model, requests)
+
+    def fails(*args):
+        raise error("no")
+
+    with Engine(model, config=CONFIG) as engine:
+        with monkeypatch.context() as patches:
+            patches.setattr(proof, "prove_bucket", fails)
+            if error is KeyboardInterrupt:
+                with pytest.raises(KeyboardInterrupt):
+                    engine.generate([p for p, _ in requests], DETERMINISTIC)
+            else:
+                with caplog.at_level(logging.WARNING, "tinyspec"):
+                    found = engine.generate([p for p, _ in requests], DETERMINISTIC)
+                assert [bits(output) for output in found] == expected
+                assert "could not be probed" in caplog.text
+        found = engine.generate([p for p, _ in requests], DETERMINISTIC)
+        assert [bits(output) for output in found] == expected
+    assert unlike(before, everything(model)) == []
+
+
+def test_an_interrupt_takes_effect_between_the_passes_of_a_proof(monkeypatch):
+    """Scratch weights are out again by then."""
+    model = tiny()
+    before, passes = [p.clone() for p in model.parameters()], []
+
+    def interrupted():
+        passes.append(1)
+        if len(passes) == 20:
+            raise KeyboardInterrupt
+
+    with Engine(model, config=CONFIG) as engine:
+        engine.contract.ensure()
+        whole = engine.contract.pause
+        engine.contract.pause = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            engine.warm_up()
+        assert len(passes) == 20
+        assert all(map(torch.equal, before, model.parameters()))
+        engine.contract.pause = whole
+        assert engine.generate(prompts(1), DETERMINISTIC)
+
+
+def test_a_reference_bucket_that_turns_out_unsound(monkeypatch):
+    """Deterministic requests end with the reason, plain ones go on, others are refused."""
+    wrong = "in other passes"
+
+    def broken(runner, kind, *_):
+        return kind, [Unsound("attention", wrong, "try another dtype")]
+
+    with Engine(tiny(), config=CONFIG) as engine:
+        plain = SamplingParams(max_new_tokens=12)
+        alone = bits(engine.generate(prompts(1), plain)[0])
+        engine.contract.ensure()
+        on_demand(monkeypatch)
+        monkeypatch.setattr(proof, "compare_more", broken)
+        outputs = engine.generate(prompts(1) * 2, [DETERMINISTIC, plain])
+        ends = [o.completions[0].finish_reason for o in outputs]
+        assert ends == ["abort", "length"] and wrong in outputs[0].completions[0].error
+        assert bits(outputs[1])[1:] == alone[1:]
+        with pytest.raises(DeterminismError, match=wrong):
+            engine.generate(prompts(1), DETERMINISTIC)
+        assert engine.generate(prompts(1), plain)[0].completions[0].finish_reason == "length"
