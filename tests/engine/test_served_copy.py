@@ -370,3 +370,14 @@ def test_a_prompt_of_embeddings_has_the_bits_of_its_tokens(kind, chunk):
         other = engine.generate([[0] * 40], params)[0]  # control: stand-ins are no prompt
         assert bits(other) != expected and other.completions[0].stats.cached_prompt_tokens == 0
         check_residents(engine)
+
+
+def test_a_proof_after_weights_that_moved(no_results_on_disk):
+    """Tables of positions are computed anew in the first pass of the proof alone."""
+    model = tiny()
+    with Engine(model, config=SMALL) as engine:
+        expected = answer(engine)
+        weight = model.model.norm.weight
+        weight.data = torch.empty(65)[1:].copy_(weight.data)  # elsewhere within a cache line
+        assert engine.contract.refresh() == "the weights"
+        assert answer(engine) == expected

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tinyspec.model.attention import AttentionContext
 from tinyspec.model.stand_in import standing_in
+from tinyspec.model.torch_state import without_modes
 
 
 class GivenPositions(nn.Module):
@@ -44,7 +45,8 @@ class RopeTable(nn.Module):
         key = *args, *sorted(kwargs.items())
         found = self.tinyspec_tables.get(key)
         if found is None:
-            with torch.no_grad():
+            # Not seen by what records a pass: only the first one does this.
+            with torch.no_grad(), without_modes():
                 given = self.tinyspec_like, self.tinyspec_positions
                 made = super().forward(*given, *args, **kwargs)
             found = made[0] if isinstance(made, Tensor) else tuple(part[0] for part in made)
