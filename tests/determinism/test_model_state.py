@@ -57,6 +57,18 @@ def test_what_passes_change_is_no_setting():
         assert engine.fingerprint != before
 
 
+def test_lists_of_tensors():
+    """Two of them have no plain equality."""
+    model = llama()
+    own = model.model.layers[1].mlp.up_proj
+    own.kept = [torch.ones(2), torch.ones(2)]
+    with Engine(model, config=CONFIG) as engine:
+        assert engine.contract.refresh() is None
+        own.kept[1] = torch.zeros(2)
+        assert engine.contract.refresh() == "model.layers.1.mlp.up_proj"
+        assert engine.contract.refresh() is None
+
+
 def test_a_class_and_hooks_of_all_modules(monkeypatch):
     model = tiny()
     with Engine(model, config=CONFIG) as engine:

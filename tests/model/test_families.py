@@ -22,13 +22,15 @@ from tinyspec.model.supported import SERVED
 from tinyspec.runner import parity_check
 
 TABLE = walk.places()
+# Families are written otherwise in other versions: why one is refused, or that it is, may differ.
+OWN_VERSION = version("transformers") == walk.rendered_with()
 
 
 def test_the_table_is_complete():
     """Of the version that it was rendered with; older ones have fewer types."""
     missing = set(TABLE) - set(MODEL_TYPES)
     assert set(MODEL_TYPES) <= set(TABLE) and set(CANNOT) <= set(TABLE)
-    assert not missing or version("transformers") != walk.rendered_with()
+    assert not missing or not OWN_VERSION
     assert {kind for kind, row in TABLE.items() if len(row) == 2} == SERVED
     assert f"{len(SERVED)} of {len(TABLE)} model types" in walk.table()
     assert len(SERVED) >= 120
@@ -45,7 +47,7 @@ def test_attention_or_refusal(kind, monkeypatch):
         with pytest.raises(UnsupportedModelError) as refused:
             walk.attention_of(model)
         reason = str(refused.value).partition(" is not supported: ")[2]
-        assert [walk.shortened(reason)] == TABLE[kind]
+        assert reason and (not OWN_VERSION or [walk.shortened(reason)] == TABLE[kind])
 
 
 @pytest.mark.slow("model types", 4)
@@ -54,7 +56,8 @@ def test_tokens_and_bits(kind):
     """64 greedy tokens of ragged batches of 1, 3 and 8, and bits as the table says."""
     model = tiny(kind)
     assert walk.wrong_tokens(model) == []
-    assert walk.contract_of(model) == TABLE[kind][1]
+    others = set() if OWN_VERSION else {walk.REFUSED}
+    assert walk.contract_of(model) in {TABLE[kind][1], *others}
 
 
 def test_experts_of_its_own_are_refused():

@@ -181,7 +181,10 @@ _Tells = Callable[[Any, Any], "str | None"]
 
 
 def _same(before: Any, held: Any) -> str | None:
-    return None if held == before or not (held or before) else ""
+    try:
+        return None if not (held or before) or held == before else ""
+    except Exception:  # of tensors among them
+        return ""
 
 
 def _of_dict(before: dict[str, Any], held: dict[str, Any], idle: set[str]) -> str | None:

@@ -66,6 +66,7 @@ class ModelRunner:
             keep_freed_memory()
         self._pool, self._kernels, self._config = pool, kernels, config
         self._cache: KVCache | None = None
+        self._context = patched.context
         self.taps: LayerTaps | None = None
         self.graphs = PassGraphs(self.torch_state.stream, bool(config.cuda_graphs))
         self._fixed = FixedBatches(config, buckets.fit, buckets.fit_canonical, device)
@@ -75,6 +76,7 @@ class ModelRunner:
         """Run this model from now on, on pages of its own where it has others; no pass may be
         running."""
         model, before = patched.model, self._cache
+        self._context.k, self._context.v = [], []  # the model of before is collected late
         self.graphs.clear()
         self.model, self.layers = model, patched.layers
         self.vocab_size = vocab_size(model)
