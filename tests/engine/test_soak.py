@@ -190,15 +190,14 @@ class Soak:
             self.judge.output(number, request, (CHANGED,))
         self.judge.pages(self.engine)
         self.judge.pages(self.patched.generate._engine or self.engine)
-        what = self.rng.choice(("suspend", "take over", "weights", "patch", "release", "nothing"))
+        what = self.rng.choice(("beside", "another", "weights", "patch", "release", "nothing"))
         self.judge.counts[f"between: {what}"] += 1
-        if what == "suspend":
-            self.engine.suspend()
-            self.judge.model("suspended", self.has["engine"], self.served)
-            self.judge.check("resumed", self.engine.resume())
-        elif what == "take over":
+        if what == "beside":
+            self.engine.forget_plain()
+            self.judge.model("beside", self.has["engine"], self.served)
+        elif what == "another":
             before, self.engine = self.engine, engine_of(self.served, **SETTINGS)
-            self.judge.check("taken over", before.tracker.closed)
+            before.close()
         elif what == "weights":
             seed = self.has["patched"] = self.rng.choice(OF_THE_PATCHED)
             self.patched.load_state_dict(self.judge.truth.weights[seed])

@@ -203,7 +203,7 @@ def test_code_of_the_user_is_not_left_out(monkeypatch):
         run(engine, TWO)
         replays = log.replays
         assert replays > 0
-        handle = engine.runner.model.lm_head.register_forward_hook(lambda *_: calls.append(1))
+        handle = engine.model.lm_head.register_forward_hook(lambda *_: calls.append(1))
         run(engine, TWO)
         assert log.replays == replays and len(calls) >= 9
         handle.remove()

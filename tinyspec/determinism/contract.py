@@ -223,13 +223,10 @@ class Contract:
         self._forget()
         return THREADS if before[0] != self._ambient[0] else PROCESS
 
-    def marks(self) -> list[tuple[str, object]]:
-        """Before a step, for ``after_step``."""
-        return self._patched.marks()
-
-    def after_step(self, marks: list[tuple[str, object]]) -> bool:
-        """Whether passes of the step wrote to buffers, which deterministic requests end with."""
-        return self._patched.keep_apart(marks)
+    @property
+    def written(self) -> set[str]:
+        """Names of buffers that passes were seen to write to: no deterministic request may."""
+        return self._patched.written
 
     def weights_changed(self) -> None:
         """Numbers of weights did: what was computed from them is computed again."""

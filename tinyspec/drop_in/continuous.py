@@ -1,8 +1,8 @@
 """``generate_batch`` of a patched model: lists of token ids in, transformers' ``GenerationOutput``
 out, with the requests that ``generate`` makes of the same rows.
 
-Knows arguments and outputs; not when the engine is in the model. Managers of continuous batching
-are transformers' own.
+Knows arguments and outputs; not when calls run. Managers of continuous batching are transformers'
+own.
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ def patch(
 
 @between_steps()
 def unpatch(model: PreTrainedModel) -> None:
-    """Give ``model`` its own ``generate`` back; what was cut off is finished. A model that is not
-    patched is left alone."""
+    """Give ``model`` its own ``generate`` back, once no call of it is served any more. A model that
+    is not patched is left alone; engines that serve it go on."""
     patched_generate = vars(unwrap(model)).get("generate")
     if isinstance(patched_generate, PatchedGenerate):
         patched_generate.close()

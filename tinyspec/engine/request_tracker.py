@@ -224,14 +224,14 @@ class RequestTracker:
             with self.lock.step():
                 core.propose()
             self._check_before_pass(called)
-            commits, marks = None, self._contract.marks()
+            commits, written = None, len(self._contract.written)
             try:
                 with self.lock.step():
                     commits = core.step()
             finally:
                 self._finish(core.recover() if commits is None else commits)
             with self.lock.step():
-                if self._contract.after_step(marks):
+                if len(self._contract.written) > written:
                     self._end_asking()
                 self._prove_repaid(time.perf_counter() - begun)
 

@@ -22,7 +22,7 @@ from tinyspec.model.blame import failure
 from tinyspec.model.equivalence import ROWS as PROBE_ROWS
 from tinyspec.model.masks import Masks, UnknownAttention
 from tinyspec.model.private_names import CACHE_NAMES
-from tinyspec.model.scratch_weights import with_scratch_weights
+from tinyspec.model.scratch_weights import with_scratch_weights, with_weights
 from tinyspec.model.supported import cache_windows, vocab_size
 
 ROWS = 12
@@ -127,7 +127,8 @@ def _forward(
         **more,
     )
     try:
-        return model(**arguments).logits[0].float()
+        # Buffers that modules write to are not the user's.
+        return with_weights(model, {}, partial(model, **arguments)).logits[0].float()
     except Exception as error:
         raise unsupported(model, failure(model, error)) from error
     finally:

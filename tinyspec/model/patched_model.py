@@ -86,9 +86,9 @@ class PatchedModel:
             if held is not None and not is_packed(held)
         ]
 
-    def keep_apart(self, before: list[tuple[str, object]]) -> bool:
-        """Whether a pass wrote to more buffers since ``before``, its ``marks``. It has written to
-        the user's once; from now on their modules have buffers of their own."""
+    def keep_apart(self, before: list[tuple[str, object]]) -> None:
+        """After a pass, with the ``marks`` before it: modules whose buffers it wrote to have some
+        of their own from now on."""
         now = dict(self.marks())
         found = {name for name, mark in before if now.get(name, mark) != mark} - self.written
         for name, module in self._buffered:
@@ -99,7 +99,6 @@ class PatchedModel:
         self.written |= found
         if found:
             self.outline.follow_weights()
-        return bool(found)
 
     def follow_weights(self) -> None:
         """Take the weights as they are now: what was computed from buffers is computed again."""

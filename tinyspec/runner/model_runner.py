@@ -78,7 +78,7 @@ class ModelRunner:
         model, before = patched.model, self._cache
         self._context.k, self._context.v = [], []  # the model of before is collected late
         self.graphs.clear()
-        self.model, self.layers = model, patched.layers
+        self._patched, self.model, self.layers = patched, model, patched.layers
         self.vocab_size = vocab_size(model)
         self._keeps_logits = patched.keeps_logits
         self._always = accepted(model, use_cache=False, return_dict=True)
@@ -199,7 +199,9 @@ class ModelRunner:
                 rows, sources = packed.newest
                 packed.batch.input_ids[rows] = tokens[sources].clamp(min=0)
             self.cache.zero(packed.fresh)
+            marks = self._patched.marks()
             logits = self.forward(packed.batch, packed.keep, packed.canonical)
+            self._patched.keep_apart(marks)
             if packed.count < logits.shape[0]:
                 logits = logits[: packed.count]
         return logits

@@ -19,7 +19,7 @@ from tinyspec.errors import unsupported
 from tinyspec.kernels.attention_metadata import AttentionMetadata
 from tinyspec.model.introspection import ROUNDING
 from tinyspec.model.patched_model import PatchedModel
-from tinyspec.model.scratch_weights import with_scratch_weights
+from tinyspec.model.scratch_weights import with_scratch_weights, with_weights
 from tinyspec.model.shadow import Shadow
 from tinyspec.model.supported import SERVED, max_positions, vocab_size
 from tinyspec.model.torch_state import TorchState
@@ -44,7 +44,7 @@ def check_parity(patched: PatchedModel, runner: ModelRunner) -> None:
     if is_known(model):
         return
     plain = Shadow(patched.user).of(patched.user)
-    off = _off(patched, runner, plain)
+    off = with_weights((model, plain), {}, partial(_off, patched, runner, plain))
     if isnan(off):  # as with weights that are zero, which show nothing
         off = with_scratch_weights(model, partial(_off, patched, runner, plain), plain)
     # Twice: both sides round.

@@ -1,8 +1,8 @@
 """Whether anything in a model's forward turns autocast on again inside a pass, or writes to the
 model's own tensors.
 
-Passes run without autocast, and wrappers around the forwards of modules are set aside
-(``model/wrappers.py``); but a forward may turn it on in its own code, and so may a hook. Modules by
+Passes run without autocast, and a shadow has no wrappers of it around the forwards of modules
+(``model/shadow.py``); but a forward may turn it on in its own code, and so may a hook. Modules by
 themselves, as other probes call them, would not show it. Knows passes, not requests.
 """
 
