@@ -275,18 +275,26 @@ def test_calls_are_cut_without_a_trace(monkeypatch, scores, limit, number):
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+# share: of values that are not 0. The sinks outweigh all keys.
+@pytest.mark.parametrize(
+    ("scores", "share"), [({}, 0.2), ({"softcap": 5.0}, 0.2), ({"sinks": 9.0}, 1.0)], ids=str
+)
 @pytest.mark.parametrize("heads", [(2, 1), (3, 1), (4, 2)], ids=str)
-def test_the_sign_of_zero(heads):
-    """Results that underflow to -0.0: the same bits in a call of one tile and in one of several."""
+def test_the_sign_of_zero(heads, scores, share):
+    """Results that underflow to -0.0, within a tile or where the sum over tiles is rounded to fp16:
+    the same bits in a call of one tile and in one of several."""
     q_heads, kv_heads = heads
     least = -(2.0**-24)  # of fp16
     caches = torch.randn(2, 3, 128, kv_heads, 64).half()
-    caches[1] = torch.where(torch.rand(caches[1].shape) < 0.2, least, 0.0).half()
+    caches[1] = torch.where(torch.rand(caches[1].shape) < share, least, 0.0).half()
     q = torch.randn(2, q_heads, 64).half()
+    scores = {"scale": 1 / 8, **scores}
+    if "sinks" in scores:
+        scores["sinks"] = torch.full((q_heads,), scores["sinks"])
     spans, tables = [(99, 100), (199, 200)], [[0], [1, 2]]
     both = AttentionMetadata.of(spans, tables, 128)
     one = AttentionMetadata.of(spans[:1], tables[:1], 128)
-    together = twin.paged_attention(q, *caches, both, scale=1 / 8)[:1]
-    alone = twin.paged_attention(q[:1], *caches, one, scale=1 / 8)
+    together = twin.paged_attention(q, *caches, both, **scores)[:1]
+    alone = twin.paged_attention(q[:1], *caches, one, **scores)
     assert (alone == 0).any()
     assert same_bits(alone, together)

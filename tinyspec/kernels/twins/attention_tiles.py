@@ -159,8 +159,9 @@ def attend_tiles(
         merged, highest = _merge(*_partials(packed, k, v, mask, scale, softcap), plan, sink_rows)
         merged = merged.masked_fill((highest < -UNLIKELY)[..., None], torch.nan)
         found = _outputs(merged, q, plan)
-    # Among several tiles, those of weight 0 make 0 of -0.
-    return found.add_(0.0) if len(plan.depths) == 1 else found
+    # Among several tiles, those of weight 0 make 0 of -0; what rounds to -0 in q's dtype after that
+    # (softcap and sinks have fp32 until here) stays -0. So every zero is 0.
+    return found.add_(0.0)
 
 
 def _inputs(
