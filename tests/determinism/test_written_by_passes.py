@@ -35,6 +35,19 @@ class Replaces(Counts):
         return x
 
 
+class OfAParameter(nn.Module):
+    """Counts passes in a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.count += 1
+        return x
+
+
 class Later(Counts):
     """Writes nothing while it is proven."""
 
@@ -48,6 +61,7 @@ KINDS = {
     "observer": (MinMaxObserver, "max_val"),
     "written": (Counts, "count"),
     "replaced": (Replaces, "count"),
+    "a parameter": (OfAParameter, "count"),
     "fake quantizer": (default_fake_quant, "activation_post_process.max_val"),
 }
 

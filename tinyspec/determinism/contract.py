@@ -26,6 +26,7 @@ from tinyspec.determinism.ladder import Ladder
 from tinyspec.determinism.model_state import (
     adapter_state,
     experts,
+    is_users,
     layouts,
     runs_user_code,
     settings,
@@ -139,6 +140,7 @@ class Contract:
         self._modes = LinearModes(patched, self._runner, self._config)
         self._ladder = Ladder(self.buckets, self._config)
         self.runs_user_code = runs_user_code(patched.root)
+        patched.mark_parameters(is_users)
         self._layouts = layouts(self._model)
         self._forget()
 

@@ -5,7 +5,7 @@ Knows which module stands in for which, not how they are chosen.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -41,7 +41,8 @@ class PatchedModel:
 
     layers: heads of every attention call of a forward, in order. swapped: in the order of swapping.
     bound: modules that call the attention interface. tiles: linears that run in tiles of rows.
-    written: names of buffers that passes were seen to write to since weights changed otherwise.
+    written: names of buffers, and parameters of the user's modules, that passes were seen to write
+    to since weights changed otherwise.
     """
 
     def __init__(self, user: PreTrainedModel, root: nn.Module):
@@ -63,8 +64,10 @@ class PatchedModel:
                 config[ATTENTION_CHOICE] = IMPLEMENTATION
         vars(self.model)["_tinyspec"] = self
         self.written: set[str] = set()
-        self._buffered = [(name, m) for name, m in self.model.named_modules() if m._buffers]
-        self._shared: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
+        self._marked = [
+            (name, m, "_buffers") for name, m in self.model.named_modules() if m._buffers
+        ]
+        self._shared: list[tuple[nn.Module, str, dict[str, Any]]] = []
 
     def swap(self, parent: nn.Module, name: str, module: nn.Module) -> None:
         """Replace ``parent``'s child ``name`` by ``module``."""
@@ -77,12 +80,17 @@ class PatchedModel:
             parent, name, own, _ = self.swapped.pop()
             parent._modules[name] = own
 
+    def mark_parameters(self, of: Callable[[nn.Module], bool]) -> None:
+        """``marks`` are of these modules' parameters too: no library's write to them."""
+        named = self.model.named_modules()
+        self._marked += [(n, m, "_parameters") for n, m in named if m._parameters and of(m)]
+
     def marks(self) -> list[tuple[str, object]]:
         """By name, what changes when a buffer is written to or replaced."""
         return [
             (f"{name}.{key}", (id(held), *trace(held)))
-            for name, module in self._buffered
-            for key, held in module._buffers.items()
+            for name, module, table in self._marked
+            for key, held in vars(module)[table].items()
             if held is not None and not is_packed(held)
         ]
 
@@ -91,11 +99,12 @@ class PatchedModel:
         of their own from now on."""
         now = dict(self.marks())
         found = {name for name, mark in before if now.get(name, mark) != mark} - self.written
-        for name, module in self._buffered:
-            if any(name == each.rpartition(".")[0] for each in found):
-                own = {n: None if x is None else x.clone() for n, x in module._buffers.items()}
-                self._shared.append((module, module._buffers))
-                vars(module)["_buffers"] = own
+        apart = {each.rpartition(".")[0] for each in found}
+        for name, module, table in self._marked:
+            if name in apart:
+                shared = vars(module)[table]
+                self._shared.append((module, table, shared))
+                vars(module)[table] = {key: _clone(held) for key, held in shared.items()}
         self.written |= found
         if found:
             self.outline.follow_weights()
@@ -103,8 +112,8 @@ class PatchedModel:
     def follow_weights(self) -> None:
         """Take the weights as they are now: what was computed from buffers is computed again."""
         while self._shared:  # perhaps passes write no more
-            module, buffers = self._shared.pop()
-            vars(module)["_buffers"] = buffers
+            module, table, shared = self._shared.pop()
+            vars(module)[table] = shared
         self.written.clear()
         self.outline.follow_weights()
         repack_weights(self.model, self.model.dtype)
@@ -124,6 +133,12 @@ class PatchedModel:
             if isinstance(value, COUNTED) and held.get(key, value) is not value
             if key not in IDLE
         }
+
+
+def _clone(held: Tensor | None) -> Tensor | None:
+    if isinstance(held, nn.Parameter):
+        return nn.Parameter(held.detach().clone(), requires_grad=held.requires_grad)
+    return None if held is None else held.clone()
 
 
 def named(tree: nn.Module) -> Iterator[tuple[str, nn.Module]]:
