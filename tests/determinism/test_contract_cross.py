@@ -182,9 +182,9 @@ def test_ways(subject):
 @pytest.mark.slow("crosses", 5)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp16"])
 def test_ways_with_the_linear_kernel(dtype):
-    """All buckets are canonical: "direct" is served and verifies nothing, "always" drafts."""
+    """All of the ladder is canonical: "direct" verifies nothing, "always" drafts."""
     found, taken = by_way(model_of("as is", dtype), linear="always")
     assert set(found) == {"auto", "padded", "always", "direct"}
     assert all(bits_found == found["direct"] for bits_found in found.values())
-    assert set(taken["direct"]) == {"direct"}
+    assert "direct" in taken["direct"] and "draft" not in taken["direct"], "nothing to verify"
     assert taken["always"]["draft"] > 10

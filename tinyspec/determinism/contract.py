@@ -24,12 +24,13 @@ from tinyspec.determinism.fingerprint import digest_weights, fingerprint
 from tinyspec.determinism.fingerprint_parts import Fingerprint
 from tinyspec.determinism.ladder import Ladder
 from tinyspec.determinism.model_state import (
+    LIBRARIES,
     adapter_state,
     experts,
-    is_users,
     layouts,
     runs_user_code,
     settings,
+    top_package,
 )
 from tinyspec.determinism.probe_results import ProbeResults, unsound_message
 from tinyspec.determinism.probes.attention import MANY_ROWS
@@ -140,7 +141,7 @@ class Contract:
         self._modes = LinearModes(patched, self._runner, self._config)
         self._ladder = Ladder(self.buckets, self._config)
         self.runs_user_code = runs_user_code(patched.root)
-        patched.mark_parameters(is_users)
+        patched.mark_parameters(lambda module: top_package(type(module)) not in LIBRARIES)
         self._layouts = layouts(self._model)
         self._forget()
 
