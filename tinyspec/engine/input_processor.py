@@ -151,15 +151,12 @@ class InputProcessor:
         """``ids``, checked to be tokens of the model."""
         if not ids:
             raise refuse(field, ids, "at least one token")
+        size = self._vocab_size  # asked of the model once, not for every token
         for place, token in enumerate(ids):
             if isinstance(token, bool) or not isinstance(token, int):
                 raise refuse(f"{field}[{place}]", token, "token ids, integers")
-            self._check_token(f"{field} token id", token)
+            _check_token(f"{field} token id", token, size)
         return ids
-
-    def _check_token(self, field: str, token: int) -> None:
-        if not 0 <= token < self._vocab_size:
-            raise refuse(field, token, f"token ids of the vocabulary, 0 to {self._vocab_size - 1}")
 
     def _check(self, prompt: list[int], params: SamplingParams) -> None:
         config, pool = self._config, self._pool
@@ -178,11 +175,12 @@ class InputProcessor:
             allowed += f"there are {pool.num_pages}"
         if allowed is not None:
             raise refuse("max_new_tokens", params.max_new_tokens, allowed)
+        size = self._vocab_size
         for field in ("stop_token_ids", "eos_token_id"):
             for token in getattr(params, field) or ():
-                self._check_token(field, token)
-        if params.top_logprobs > self._vocab_size:
-            raise refuse("top_logprobs", params.top_logprobs, f"at most {self._vocab_size}")
+                _check_token(field, token, size)
+        if params.top_logprobs > size:
+            raise refuse("top_logprobs", params.top_logprobs, f"at most {size}")
         if params.thinking and self._thinker is None:
             allowed = "False with a model without thinking blocks (tinyspec.thinking.model)"
             raise refuse("thinking", True, allowed)
@@ -192,6 +190,12 @@ class InputProcessor:
             for function in getattr(params, field):
                 if not callable(function):
                     raise refuse(field, function, "functions")
+
+
+def _check_token(field: str, token: int, size: int) -> None:
+    """size: of the vocabulary."""
+    if not 0 <= token < size:
+        raise refuse(field, token, f"token ids of the vocabulary, 0 to {size - 1}")
 
 
 def _default_eos(model: PreTrainedModel, vocab_size: int) -> tuple[int, ...]:
