@@ -79,7 +79,7 @@ class LinearModes:
         linear = backend.load(self._config.backend).linear
         for parent, name, module in kernel_stand_ins(model, linear, only=names):
             self._patched.swap(parent, name, module)
-        self._changed()
+        self._runner.drop_graphs()
         return tuple(n for n in names if model.get_submodule(n) is not before[n])
 
     def tile(self, names: tuple[str, ...]) -> None:
@@ -94,9 +94,6 @@ class LinearModes:
         self._runner.tiles.unbind()
         self._patched.undo(self._num_swapped)
         self._tiled = ()
-        self._changed()
-
-    def _changed(self) -> None:
         self._runner.drop_graphs()
 
 
@@ -166,16 +163,15 @@ class Contract:
     def _current_fingerprint(self) -> Fingerprint:
         """The fingerprint with the modules that are installed now."""
         if self.known_fingerprint is None:
-            if self._weights_digest is None:
-                self._weights_digest = self._digests()
             counters = self._patched.counters()
+            if self._weights_digest is None:
+                self._weights_digest = self._digests(counters)
             given = (self._weights_digest, self._config, self._runner.device, counters)
             self.known_fingerprint = fingerprint(self._model, *given)
         return self.known_fingerprint
 
-    def _digests(self) -> dict[str, str]:
-        """Of weights, by the part of the fingerprint."""
-        counters = self._patched.counters()
+    def _digests(self, counters: set[str]) -> dict[str, str]:
+        """Of weights, by the part of the fingerprint; counters: names of what passes changed."""
         found = {"weights": digest_weights(self._model, counters)}
         if self._beside is not None:
             found[self._beside.name] = self._beside.digest(counters)
@@ -205,14 +201,15 @@ class Contract:
         what = self._follow_process()
         change = self._patched.outline.changed()
         if change is not None:
-            self.rest()
+            self._runner.drop_graphs()
             if change.structure:
                 self._renew()
             else:
                 self.weights_changed()
             return change.what
         if digest and self._config.verify_weights:
-            before, self._weights_digest = self._weights_digest, self._digests()
+            before = self._weights_digest
+            self._weights_digest = self._digests(self._patched.counters())
             if before not in (None, self._weights_digest):
                 self.known_fingerprint = None
                 return WEIGHTS
@@ -222,7 +219,7 @@ class Contract:
         before, self._ambient = self._ambient, ambient(self._runner.device)
         if before == self._ambient:
             return None
-        self.rest()
+        self._runner.drop_graphs()
         self._forget()
         return THREADS if before[0] != self._ambient[0] else PROCESS
 
@@ -321,10 +318,6 @@ class Contract:
             self._ladder.failed.add(rows)
             logger.warning("passes of %d rows could not be probed: %s", rows, error)
         return not results.unsound
-
-    def rest(self) -> None:
-        """Free the memory that graphs take."""
-        self._runner.drop_graphs()
 
     def _begin(self, fresh: bool) -> ProbeResults:
         """From disk, or of a proof of the reference bucket."""

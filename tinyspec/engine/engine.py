@@ -155,7 +155,6 @@ class Engine(OneProcess, Observed):
                 self.tracker.close(self.closed)
                 self.core.drain()
                 self.runner.release()
-                self.contract.rest()
 
     def _refuse_closed(self) -> None:
         if self.closed is not None:
@@ -183,12 +182,12 @@ class Engine(OneProcess, Observed):
     @locked
     def forget_plain(self) -> None:
         """Between calls whose plain outputs must not depend on earlier ones: the prefix cache keeps
-        only pages of deterministic requests, and memory that proofs and graphs take is given back.
+        only pages of deterministic requests, and memory that graphs take is given back.
 
         Raises ValueError while requests are unfinished.
         """
         self._refuse_unfinished("forget_plain")
-        self.contract.rest()
+        self.runner.drop_graphs()
         self.admission.forget_plain()
 
     @locked
@@ -213,7 +212,6 @@ class Engine(OneProcess, Observed):
         self._refuse_unfinished("release")
         self.admission.forget_pages()
         self.runner.release()
-        self.contract.rest()
         if self._grows:
             self.pool.shrink(1)
 

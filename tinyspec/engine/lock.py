@@ -1,4 +1,4 @@
-"""One lock around a step: whoever holds it has the engine, and steps for all. Knows no requests.
+"""One lock around a step: the thread that holds it steps for all. Knows no requests.
 
 Ctrl-C takes effect between steps: SIGINT is held back in the main thread while it has the lock.
 """

@@ -38,7 +38,8 @@ def _told(error: Exception) -> str:
 
 class RequestTracker:
     """Unfinished requests of one engine by id, and those of ``queue`` that have finished and were
-    not taken. Whoever holds ``lock`` steps for all, so requests of all threads share passes."""
+    not taken. The thread that holds ``lock`` steps for all: requests of all threads share passes.
+    """
 
     def __init__(self, core: EngineCore, contract: Contract, tokenizer: Any):
         self.requests: dict[str, Request] = {}

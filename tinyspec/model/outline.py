@@ -65,7 +65,7 @@ class Outline:
 
     def _note_structure(self) -> None:
         named = dict(self.root.named_modules())
-        self.names, self.modules = list(named), list(named.values())
+        self.modules = list(named.values())
         self._kinds = list(map(type, self.modules))
         self._classes = list(dict.fromkeys(self._kinds))
         self._forwards = list(map(_FORWARD, self._classes))

@@ -185,7 +185,7 @@ def with_weights(
     """``function()`` while ``modules``, of a shadow, have ``weights`` by the ids of their own; tied
     ones stay tied, and buffers that stay are copied.
 
-    Tables of weights are replaced as a whole: whoever shares them sees nothing of it.
+    Tables of weights are replaced as a whole: the model that shares them sees nothing of it.
     """
     roots = modules if isinstance(modules, tuple) else (modules,)
     parts = {id(part): part for root in roots for part in root.modules()}.values()

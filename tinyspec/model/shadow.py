@@ -1,8 +1,8 @@
 """A shadow of a model: new module objects over the same Parameters and buffers.
 
-Whoever holds it may replace its modules, hook and run it; the model that it was made of sees
-nothing of it, and can be trained, saved, copied and run at any time. Tables of Parameters and
-buffers are shared; tables of children and hooks, plain containers and configs are the shadow's own.
+Its modules may be replaced, hooked and run; the model that it was made of sees nothing of it, and
+can be trained, saved, copied and run at any time. Tables of Parameters and buffers are shared;
+tables of children and hooks, plain containers and configs are the shadow's own.
 All else is shared unless a module of the model is found inside, then it is made anew around the
 shadow's. References through globals and class attributes are not followed. Knows no attention.
 """
@@ -23,9 +23,8 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from tinyspec.model.wrappers import is_compiled, own_forward
 
-# What torch keeps on every module in tables of its own, and those of them that hold hooks.
+# What torch keeps on every module in tables of its own.
 TABLES = tuple(name for name, held in vars(nn.Module()).items() if isinstance(held, (dict, set)))
-HOOKS = tuple(name for name in TABLES if "hooks" in name)
 # What ``patch`` sets on a model.
 PATCHED = ("generate", "generate_batch")
 SHARED = ("_parameters", "_buffers", "_non_persistent_buffers_set")
