@@ -119,7 +119,9 @@ def leave(engine, how):
             next(engine.model.parameters()).mul_(1)
         engine.check_model()
     else:
-        engine.contract._ways.set({}, {"lm_head": ()})
+        modes = engine.contract._modes
+        modes.tile(("lm_head",))
+        modes.tile(())
 
 
 @LASTS
