@@ -128,7 +128,7 @@ MENDS = {
         ("weights loaded over zeros", "weights loaded over identities"),
         {"tinyspec.model.scratch_model:ScratchModel.run": lambda _, function: function()},
     ),
-    "what is not finite": Mend(("NaN out of sight",), {TWINS + "attention_tiles:all_finite": _yes}),
+    "what is not finite": Mend(("NaN out of sight",), {TWINS + "attention:all_finite": _yes}),
     "heights of blocks of query rows": Mend(
         ("odd groups of heads",), {TWINS + "attention_plan:padded_queries": _rows_alone}
     ),

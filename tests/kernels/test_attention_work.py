@@ -20,8 +20,8 @@ from tests.kernels.cases import (
 )
 from tests.kernels.test_paged_attention import Pass, Sequence, launched, lay_out
 from tinyspec.kernels import paged_attention
-from tinyspec.kernels.attention_metadata import AttentionMetadata
-from tinyspec.kernels.attention_work import UNBOUNDED, WorkList, work_list
+from tinyspec.kernels.backend import AttentionMetadata
+from tinyspec.kernels.paged_attention import UNBOUNDED, WorkList, work_list
 
 ENTRIES = 1 << 30
 SETTINGS = {

@@ -20,10 +20,9 @@ from tests.kernels.test_kv_write import TURNS, angles, slots
 from tests.kernels.test_paged_attention import Sequence, launched, lay_out
 from tests.support.budget import first
 from tinyspec.determinism.probes.bits import same_bits
-from tinyspec.kernels import e4m3, kv_write
-from tinyspec.kernels.twins import e4m3 as twin
-from tinyspec.kernels.twins import kv_write as twin_write
-from tinyspec.kernels.twins import paged_attention as twin_attention
+from tinyspec.kernels import kv_write
+from tinyspec.kernels.twins import attention as twin_attention
+from tinyspec.kernels.twins import layers as twin
 
 CODES, NAN = twin.CODES, twin.NAN
 BLOCK = tl.constexpr(4096)
@@ -75,7 +74,7 @@ def numbers(kind: str) -> Tensor:
 def encode_kernel(x_ptr, code_ptr, count):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + place, mask=place < count, other=0.0)
-    tl.store(code_ptr + place, e4m3.encode(x), mask=place < count)
+    tl.store(code_ptr + place, kv_write.encode(x), mask=place < count)
 
 
 @triton.jit
@@ -83,10 +82,10 @@ def decode_kernel(code_ptr, value_ptr, wrong_ptr):
     """256 codes, in 64 rows of four."""
     row = tl.arange(0, 64)
     place = row[:, None] * 4 + tl.arange(0, 4)[None, :]
-    value = e4m3.decode(tl.load(code_ptr + place))
+    value = kv_write.decode(tl.load(code_ptr + place))
     tl.store(value_ptr + place, value)
-    tl.store(wrong_ptr + row, e4m3.not_numbers(value, value * 0.0))
-    tl.store(wrong_ptr + 64 + row, e4m3.not_numbers(value * 0.0, value))
+    tl.store(wrong_ptr + row, kv_write.not_numbers(value, value * 0.0))
+    tl.store(wrong_ptr + 64 + row, kv_write.not_numbers(value * 0.0, value))
 
 
 KINDS = ("bf16", "fp16", "fp32")
@@ -140,7 +139,7 @@ def written(module: object, cast: torch.dtype | None, **inputs: Tensor | None) -
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("turn", TURNS)
 @pytest.mark.parametrize("size", first(1, [(80, 20), (64, 64), (32, 0)], 0.2), ids=str)
-@pytest.mark.parametrize("module", [kv_write, twin_write], ids=["kernel", "twin"])
+@pytest.mark.parametrize("module", [kv_write, twin], ids=["kernel", "twin"])
 def test_codes_of_what_is_written_otherwise(
     module: object, size: tuple[int, int], turn: bool, dtype: torch.dtype
 ) -> None:

@@ -22,7 +22,7 @@ from tests.kernels.cases import (
 from tests.support.tolerances import assert_as_good_as_torch
 from tinyspec.kernels import hidden_states as kernels
 from tinyspec.kernels import launch
-from tinyspec.kernels.twins import hidden_states as twins
+from tinyspec.kernels.twins import layers as twins
 
 EPS = 1e-5
 FUNCTIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}

@@ -23,8 +23,8 @@ from tests.kernels.cases import (
 )
 from tests.support.tolerances import OPERATOR_16, assert_as_good_as_torch, close
 from tinyspec.determinism.probes.bits import cancelling_inputs, position_invariant
-from tinyspec.kernels.linear import linear
-from tinyspec.kernels.twins import linear as twins
+from tinyspec.kernels.hidden_states import linear
+from tinyspec.kernels.twins import layers as twins
 
 NAN = float("nan")
 ROWS = 70

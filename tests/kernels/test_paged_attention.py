@@ -25,7 +25,7 @@ from tests.kernels.cases import (
 )
 from tests.support.tolerances import assert_as_good_as_torch
 from tinyspec.kernels import launch
-from tinyspec.kernels.attention_metadata import AttentionMetadata
+from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.kernels.paged_attention import paged_attention
 
 SPLIT = 64

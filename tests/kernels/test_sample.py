@@ -300,7 +300,7 @@ def test_row_invariant_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.equal(sample(logits, temperature, keys, positions + 1)[0][hot], tokens[hot])
     logits = sensitive(8, 300)
     tokens, logprobs = sample(logits, None, None, None)
-    monkeypatch.setattr(launch, "sample", lambda: launch.SampleLaunch(64, 8))
+    monkeypatch.setattr(launch, "SAMPLE", launch.RowLaunch(64, 8))
     other = sample(logits, None, None, None)
     assert torch.equal(other[0], tokens) and not torch.equal(other[1], logprobs)
 

@@ -14,7 +14,7 @@ from transformers.models.helium.modeling_helium import apply_rotary_pos_emb as h
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama
 
 from tests.support.tolerances import ANGLES_16, close
-from tinyspec.kernels.twins.kv_write import fused_kv_write
+from tinyspec.kernels.twins.layers import fused_kv_write
 
 ROWS, Q_HEADS, KV_HEADS = 33, 6, 2
 # name: (transformers' function, interleaved, rotates in fp32, head size, rotated)

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from tinyspec.kernels.attention_metadata import AttentionMetadata
-from tinyspec.kernels.backend import Kernels
+from tinyspec.kernels.backend import AttentionMetadata, Kernels
 from tinyspec.model.attention_calls import Layer
 from tinyspec.model.equivalence import eps_name
 from tinyspec.model.introspection import AttentionRecorder
