@@ -37,12 +37,12 @@ class InFlightPass:
     """A pass under way, and the n sequences that get tokens from it: siblings that start come last.
 
     generation_ids: of the works' rows when it was launched; a row that has another by now holds
-    another sequence, or the same one computed anew. work [n]: which work's rows a sequence's tokens come
-    from. rows [n]: of the table, a leader's for siblings. firsts, counts [n]: places of its tokens
-    among those sampled. offsets: of each work, its first row of logits. siblings: (place among the
-    n, sequence). leads: whether siblings wait for a prompt that it computes. unscored: (work,
-    position) of prompt rows whose logits give a missing log-probability. verified [S]: places of
-    those with drafts to verify. thinking: rows of prompts that are thought about.
+    another sequence, or the same one computed anew. work [n]: which work's rows a sequence's tokens
+    come from. rows [n]: of the table, a leader's for siblings. firsts, counts [n]: places of its
+    tokens among those sampled. offsets: of each work, its first row of logits. siblings: (place
+    among the n, sequence). leads: whether siblings wait for a prompt that it computes. unscored:
+    (work, position) of prompt rows whose logits give a missing log-probability. verified [S]:
+    places of those with drafts to verify. thinking: rows of prompts that are thought about.
     """
 
     work_pass: Pass
