@@ -192,46 +192,19 @@ def runs(name: str, dtype: torch.dtype) -> list:
 
 @pytest.mark.crossed(0.5)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mode", ["walk", "spread"])
-@pytest.mark.parametrize("name", first(1, ATTENTION, 0.5))
+@pytest.mark.parametrize("mode", ["walk", "spread", "twin", "plain twin"])
+@pytest.mark.parametrize("name", ATTENTION)
 def test_attention_is_that_of_the_numbers(name: str, mode: str, dtype: torch.dtype) -> None:
     """By one entry of the launch table: the same bits, NaN where a row attends to one."""
     codes, meant, scale, options = runs(name, dtype)
-    with launched(mode, block_n=16):
-        found = codes(scale, **options)
-        assert found.dtype == dtype and same_bits(found, meant(scale, **options))
-    assert found.isnan().any() and not found.isnan().all()
-
-
-@pytest.mark.crossed(0.05)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("name", ATTENTION)
-def test_the_twins_attention_is_that_of_the_numbers(
-    name: str, exact: bool, dtype: torch.dtype
-) -> None:
-    codes, meant, scale, options = runs(name, dtype)
     outs = []
     for work in (codes, meant):
-        work.metadata.exact = exact
-        given = (work.q, work.k_cache, work.v_cache, work.metadata)
-        outs.append(twin_attention.paged_attention(*given, scale=scale, **options))
-    assert same_bits(*outs)
+        if "twin" in mode:
+            work.metadata.exact = mode == "twin"
+            given = (work.q, work.k_cache, work.v_cache, work.metadata)
+            outs.append(twin_attention.paged_attention(*given, scale=scale, **options))
+        else:
+            with launched(mode, block_n=16):
+                outs.append(work(scale, **options))
+    assert outs[0].dtype == dtype and same_bits(*outs)
     assert outs[0].isnan().any() and not outs[0].isnan().all()
-
-
-@pytest.mark.slow("crosses", 3)
-@pytest.mark.parametrize("mode", ["walk", "spread"])
-def test_row_invariant(mode: str) -> None:
-    """The table's own entry for codes: a row alone, in a verify, on other pages, among others."""
-    sequence, other = (Sequence.make(140, 4, 2, 32, torch.float32, seed=n) for n in (0, 5))
-    for own in (sequence, other):
-        own.k, own.v = (twin.stored(4 * x, CODES) for x in (own.k, own.v))
-    with launched("walk"):
-        prompt = lay_out([(sequence, 0, 140)])()
-    with launched(mode):
-        places = [0, 31, 32, 63, 64, 139]
-        alone = lay_out([(sequence, p, p + 1) for p in places], seed=1)()
-        crowd = lay_out([(other, 90, 99), (sequence, 62, 66), (other, 3, 4)], 128, fill=NAN)()
-    assert torch.equal(alone, prompt[places])
-    assert torch.equal(crowd[9:13], prompt[62:66])
