@@ -2,14 +2,14 @@
 with them that are cut off nothing is left."""
 
 import random
-import sys
 
 import pytest
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
 
-from tests.support import signals, zoo
+from tests.support import zoo
 from tests.support.drop_in import PAD, patched
+from tests.support.hooks import AttentionRecorder, Boom, BoomError
 from tinyspec import EngineConfig
 
 NEW = 16
@@ -175,11 +175,6 @@ def test_refusals_by_name():
         assert model.generate.stats().committed == 0
 
 
-class Fails:
-    def __call__(self, *_, **__):
-        raise KeyError("mine")
-
-
 def misshapen(ids, scores):
     return torch.zeros(3, dtype=torch.bool) if scores is None else scores[:2]
 
@@ -188,8 +183,8 @@ def test_what_it_raises_is_raised_and_the_next_call_runs():
     model, given = zoo.tiny("llama"), block(ROWS)
     with patched(model, SMALL):
         for name in ("logits_processor", "stopping_criteria"):
-            with pytest.raises(KeyError, match="mine"):
-                generate(model, given, **{name: [Fails()]})
+            with pytest.raises(BoomError, match="mine"):
+                generate(model, given, **{name: [Boom(BoomError("mine"), 1)]})
         with pytest.raises(ValueError, match="scores of shape"):
             generate(model, given, logits_processor=[misshapen])
         with pytest.raises(ValueError, match=r"shape \(3,\) for 5 rows"):
@@ -246,26 +241,18 @@ def test_rows_that_do_not_all_fit(limits, named, caplog):
         assert model.generate.stats().committed == 5 * NEW
 
 
-class Streamer:
-    def __init__(self):
-        self.tokens, self.ended = [], False
-
-    def put(self, value):
-        self.tokens += value.flatten().tolist()
-
-    def end(self):
-        self.ended = True
-
-
 def test_streamers_and_a_trace_get_a_token_of_every_row_a_step():
     model, width = zoo.tiny("llama"), max(map(len, ROWS))
-    streamers = [Streamer() for _ in ROWS]
+    streamers = [AttentionRecorder() for _ in ROWS]
     with patched(model, EngineConfig(reference_rows=16, page_size=8, trace=True)):
         code = {"deterministic": True, "logits_processor": [Matchers(5)]}
         out = generate(model, block(ROWS), streamer=streamers, **code)
         passes = model.generate._engine.trace.passes()
     for n, streamer in enumerate(streamers):
-        assert streamer.ended and streamer.tokens[-NEW:] == out.sequences[n, -NEW:].tolist()
+        assert (
+            streamer.puts[-1] == "end"
+            and streamer.tokens[-NEW:] == out.sequences[n, -NEW:].tolist()
+        )
     told = {name: [] for name in sorted({work.request_id for one in passes for work in one.works})}
     for work in (work for one in passes for work in one.works):
         told[work.request_id] += work.tokens
@@ -281,52 +268,22 @@ def same(one, other):
     return all(map(torch.equal, *zip(*pairs, strict=True)))
 
 
-class AtStep(LogitsProcessor):
-    """Does something in the step after ``steps`` others."""
-
-    def __init__(self, steps, what):
-        self.left, self.what = steps, what
-
-    def __call__(self, input_ids, scores):
-        self.left -= 1
-        if self.left < 0:
-            self.what()
-        return scores
-
-
-class EndsAtStep(AtStep):
-    """The same as a criterion."""
-
-    def __call__(self, input_ids, scores, **_):
-        return super().__call__(input_ids, False)
-
-
-class Mine(Exception):
-    pass
-
-
-def raises():
-    raise Mine
-
-
 @pytest.mark.crossed(2.0)
-@pytest.mark.parametrize(
-    ("what", "error"),
-    [(raises, Mine), (signals.interrupt, KeyboardInterrupt), (lambda: sys.exit(3), SystemExit)],
-    ids=["raises", "ctrl-c", "exit"],
-)
-@pytest.mark.parametrize(
-    ("place", "kind"), [("logits_processor", AtStep), ("stopping_criteria", EndsAtStep)]
-)
-def test_nothing_is_left_of_a_call_that_is_cut_off(place, kind, what, error, sigint):
+@pytest.mark.parametrize("error", [BoomError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("place", ["logits_processor", "stopping_criteria"])
+def test_nothing_is_left_of_a_call_that_is_cut_off(place, error):
     """In its first step and later ones; the next call has the bits of any other."""
     model, given = zoo.tiny("llama"), block(ROWS)
     asked_for = {"deterministic": True, "seed": 3, "do_sample": True}
     with patched(model, SMALL):
         before = generate(model, given, logits_processor=[Matchers(5)], **asked_for)
-        for steps in (0, 5):
+        for step in (1, 6):
+            boom = Boom(error(), step)
+            code = (
+                boom if place == "logits_processor" else lambda ids, _, boom=boom: boom(ids, None)
+            )
             with pytest.raises(error):
-                generate(model, given, **asked_for, **{place: [kind(steps, what)]})
+                generate(model, given, **asked_for, **{place: [code]})
             engine = model.generate._engine
             assert engine.pool.num_held == 0 and not len(engine.admission.table)
             assert not engine.admission.waiting and not engine.has_unfinished()

@@ -25,9 +25,7 @@ import tinyspec
 from tests.support import zoo
 from tests.support.budget import first
 from tests.support.drop_in import PAD, SMALL, greedy, own, patched, random_ids
-from tests.support.memory import pool_of
 from tests.support.tiny import VOCAB, tiny
-from tinyspec.drop_in import patching
 from tinyspec.drop_in.patching import PatchedGenerate
 from tinyspec.tools.demo import BUNDLED
 
@@ -229,7 +227,7 @@ GROUP = 8
 ASKS = [f"w{n} w{n + 1} w{n + 5}" for n in range(8)]
 ASKED = {"deterministic": True, "seed": 7}
 WITH_TRL = pytest.mark.slow("random use", 5)
-TRAINED = ("qwen3", "llama", "gpt2", "gpt_neox")
+TRAINED = ("qwen3", "gpt2")
 
 
 def of_words() -> PreTrainedTokenizerFast:
@@ -250,18 +248,16 @@ def loaded(family: str, folder: Path) -> Any:
 
 def trainer_of(kind: str, model: Any, folder: Path, **settings: Any) -> Any:
     """A trainer under TRL's defaults. After each step ``seen`` has the completions' ids, ``states``
-    which engine there is, how many pages its pool has, and the fingerprint."""
+    which engine there is, and the fingerprint."""
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
     seen: list[list[list[int]]] = []
-
-    states: list[tuple[Any, int, str]] = []
+    states: list[tuple[Any, str]] = []
 
     def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
         seen.append(completion_ids)
         if isinstance(model.generate, PatchedGenerate):
-            pages, _ = pool_of(model)
-            states.append((model.generate._engine, pages, model.generate.fingerprint))
+            states.append((model.generate._engine, model.generate.fingerprint))
         return [float(sum(ids) % 7) for ids in completion_ids]
 
     arguments = {
@@ -295,25 +291,6 @@ def trainer_of(kind: str, model: Any, folder: Path, **settings: Any) -> Any:
     return made
 
 
-@pytest.fixture
-def counts(monkeypatch) -> dict[str, int]:
-    """Calls that transformers' own ``generate`` served, and engines that were made."""
-    found = {"handed back": 0, "engines": 0}
-    back, made = PatchedGenerate._call_original, patching.Engine
-
-    def call_original(*given):
-        found["handed back"] += 1
-        return back(*given)
-
-    def engine(*given, **settings):
-        found["engines"] += 1
-        return made(*given, **settings)
-
-    monkeypatch.setattr(PatchedGenerate, "_call_original", call_original)
-    monkeypatch.setattr(patching, "Engine", engine)
-    return found
-
-
 def script(kind: str, family: str, folder: Path, steps: int = 2, **settings: Any) -> Any:
     """The trainer of a script that has run, and its model, patched."""
     model = loaded(family, folder / "model")
@@ -327,11 +304,11 @@ def script(kind: str, family: str, folder: Path, steps: int = 2, **settings: Any
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
 @pytest.mark.parametrize("family", TRAINED)
-def test_the_engine_is_kept_from_step_to_step(kind, family, tmp_path, counts, probed):
-    """One is made, by ``patch``; one proof in all."""
+def test_the_engine_is_kept_from_step_to_step(kind, family, tmp_path, caplog, probed):
+    """It serves all; one proof in all."""
     before = tiny(family)
     trainer, model = script(kind, family, tmp_path, 3, generation_kwargs=ASKED)
-    assert counts == {"handed back": 0, "engines": 1}
+    assert "transformers' own generate runs" not in caplog.text
     assert len(trainer.states) == 3 and len({id(engine) for engine, *_ in trainer.states}) == 1
     # The trainer's optimizer is a fused one.
     assert len({fingerprint for *_, fingerprint in trainer.states}) == 3

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 import torch
-from transformers import CompileConfig, DynamicCache, GenerationConfig, StaticCache
+from transformers import CompileConfig, DynamicCache, GenerationConfig
 from transformers.generation import GenerationMode, UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 import tinyspec
@@ -52,34 +52,15 @@ def forwarded(model):
 UNSERVED = {
     "num_beams": lambda m: {"num_beams": 2},
     "num_beams-returned": lambda m: {"num_beams": 3, "num_return_sequences": 2},
-    "num_beams-sampled": lambda m: {"num_beams": 2, **SAMPLED},
     "num_beams-config": lambda m: {"generation_config": GenerationConfig(num_beams=2)},
-    "num_beams-dict": lambda m: {"num_beams": 2, **DICT, "output_scores": True},
     "guidance_scale": lambda m: {"guidance_scale": 1.5},
     "watermarking_config": lambda m: {
         "watermarking_config": {"bias": 4.0, "seeding_scheme": "lefthash"}
     },
     "output_attentions": lambda m: {"output_attentions": True, **DICT},
     "output_hidden_states": lambda m: {"output_hidden_states": True, **DICT},
-    "output_hidden_states-sampled": lambda m: {"output_hidden_states": True, **DICT, **SAMPLED},
-    "output_hidden_states-selected": lambda m: {"output_hidden_states": [0, 1], **DICT},
-    "output_hidden_states-lookup": lambda m: {
-        "input_ids": one(ROWS[0]),
-        "attention_mask": None,
-        "output_hidden_states": True,
-        "prompt_lookup_num_tokens": 2,
-        **DICT,
-    },
     "cache_implementation": lambda m: {"cache_implementation": "offloaded"},
-    "cache_implementation-dict": lambda m: {"cache_implementation": "offloaded", **DICT},
     **{name: lambda m, name=name: {name: forwarded(m)} for name in TAKEN},
-    **{
-        f"{name}-empty": lambda m, name=name: {name: DynamicCache(config=m.config)}
-        for name in TAKEN
-    },
-    "past_key_values-static": lambda m: {
-        "past_key_values": StaticCache(config=m.config, max_cache_len=64)
-    },
     "negative_prompt_ids": lambda m: {"negative_prompt_ids": BLOCK, "guidance_scale": 1.5},
     "position_ids": lambda m: {"position_ids": torch.arange(17).expand(4, 17)},
     "custom_generate": lambda m: {"custom_generate": another},
@@ -95,7 +76,6 @@ UNSERVED = {
     "inputs_embeds": lambda m: {"inputs_embeds": m.get_input_embeddings()(BLOCK).detach()},
     "no prompt": lambda m: {"input_ids": None, "attention_mask": None, "bos_token_id": 7},
     "is_assistant": lambda m: {"is_assistant": True},
-    "guidance_scale-zero": lambda m: {"guidance_scale": 0.0},
     "UnbatchedClassifierFreeGuidanceLogitsProcessor": lambda m: {
         "logits_processor": [UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, pair()[1])]
     },
