@@ -26,6 +26,7 @@ from tinyspec.sampling_params import SamplingParams
 from tinyspec.scalars import plain
 from tinyspec.scheduler.request import Sequence, noise_key
 
+_PADS = "a batch with rows that end in pads (pad on the left instead)"
 _MASK = (1 << 63) - 1
 
 
@@ -120,6 +121,9 @@ class Call:
         ids = self.arguments.get("inputs", self.arguments.get("input_ids"))
         mask, embeds = self.arguments.get("attention_mask"), self.arguments.get("inputs_embeds")
         self.prompts = Prompts(ids, mask, embeds)
+        if self.prompts.ends_in_pads:
+            self.unserved.append(_PADS)
+            return
         self._settings = self._settings_of(len(self.prompts.each))
         shared: dict[tuple[object, ...], PreparedRequest] = {}
         for index, settings in enumerate(self._settings):
@@ -131,7 +135,7 @@ class Call:
             if several and settings.get("prefix_allowed_tokens_fn"):
                 self.unserved.append("prefix_allowed_tokens_fn with num_return_sequences > 1")
         if self.prompts.ends_in_pads:
-            self.unserved.append("a batch with rows that end in pads (pad on the left instead)")
+            self.unserved.append(_PADS)
         self.config = self.prepared[0].config  # for what is the same in all
         for name in prepare.SHARED_FIELDS:
             values = [getattr(prepared.config, name) for prepared in self.prepared]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tinyspec.errors import refuse
+from tinyspec.scalars import is_array, plain_list
 
 
 @dataclass
@@ -71,6 +72,8 @@ class Prompts:
         elif not isinstance(input_ids, Sequence):
             self._padded = torch.as_tensor(input_ids)
             self._padded = self._padded[None] if self._padded.ndim == 1 else self._padded
+        else:
+            self.width = max(map(len, self.each))
 
     def strip(self, index: int, pad: int | None, eos: Sequence[int]) -> bool:
         """Without an attention mask every pad token of a prompt is padding, unless it is a stop
@@ -85,8 +88,8 @@ class Prompts:
     def padded(self, pad: int) -> Tensor:
         """What the returned sequences begin with, [B, L]."""
         if self._padded is None:
-            width = max(map(len, self.each))
-            self._padded = torch.tensor([[pad] * (width - len(p)) + p.ids for p in self.each])
+            rows = [[pad] * (self.width - len(prompt)) + prompt.ids for prompt in self.each]
+            self._padded = torch.tensor(rows)
         return self._padded
 
 
@@ -94,12 +97,11 @@ def _rows(name: str, given: Any) -> list[list[Any]]:
     """Rows of numbers, from a tensor or array of one or two dimensions, or from lists."""
     if getattr(given, "ndim", 1) > 2:
         raise refuse(f"{name}.shape", tuple(given.shape), "[length] or [batch, length]")
-    given = given.tolist() if hasattr(given, "tolist") else given
-    rows = [part.tolist() if hasattr(part, "tolist") else part for part in given]
-    rows = rows if all(isinstance(row, Sequence) for row in rows) else [rows]
-    if any(not isinstance(number, (int, float)) for row in rows for number in row):
+    given = plain_list(given)
+    if any(isinstance(part, str) for part in given):
         raise refuse(name, given, "numbers in one list, or in a list for each prompt")
-    return rows
+    several = all(isinstance(part, Sequence) or is_array(part) for part in given)
+    return [plain_list(part) for part in given] if several else [given]
 
 
 class Streamers:
