@@ -83,17 +83,6 @@ def test_the_model_assists_itself():
     assert close(given.scores, judged.scores) and close(given.logits, judged.logits)
 
 
-@pytest.mark.parametrize("name", ["random", "lookup"])
-def test_assisted_dict_outputs_equal_transformers(name):
-    model, own = pair()
-    given, judged = (
-        m.generate(one(ROWS[1]), **BASE, **DICT, **ASSISTED[name]()) for m in (model, own)
-    )
-    assert type(given) is type(judged)
-    assert torch.equal(given.sequences, judged.sequences)
-    assert close(given.scores, judged.scores) and close(given.logits, judged.logits)
-
-
 def test_an_assistant_serves_its_call_alone():
     """The next call drafts as before."""
     _, own = pair()

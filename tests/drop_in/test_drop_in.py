@@ -266,17 +266,6 @@ def test_what_transformers_stumbles_over_is_named(name):
     assert torch.equal(model.generate(ROW, **BASE), own.generate(ROW, **BASE))
 
 
-def test_a_model_config_that_controls_generation():
-    heard = []
-    for model in pair():
-        model.config.temperature = 0.7
-        try:
-            heard.append(listen(model.generate, ROW, **BASE))
-        finally:
-            del model.config.temperature
-    assert isinstance(heard[1].error, ValueError) and heard[0].complaint == heard[1].complaint
-
-
 PER_REQUEST = {
     "too-few": {"max_new_tokens": [3, 4]},
     "too-many-seeds": {"seed": [1, 2, 3], "do_sample": True},

@@ -319,3 +319,22 @@ def test_unpatch_while_another_thread_generates():
         assert found == [expected, None]
         assert portrait(model) == before
         assert greedy(model, prompt, 40) == expected
+
+
+def test_another_model_of_the_same_config():
+    """It sees nothing of the engine, also within a step."""
+    a, b = tiny(), tiny(seed=1)
+    b.config = a.config
+    for module in b.modules():
+        if getattr(module, "config", None) is not None:
+            module.config = a.config
+    padded, seen = torch.tensor([[0, 0, *PROMPT]]), []
+    expected, tokens = b(padded).logits, greedy(a, PROMPT)
+
+    def asks(ids, scores):
+        seen.append(b(padded).logits)
+        return scores
+
+    with patched(a):
+        assert greedy(a, PROMPT, logits_processor=[asks]) == tokens
+    assert len(seen) == 8 and all(torch.equal(one, expected) for one in seen)
