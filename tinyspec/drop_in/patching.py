@@ -99,17 +99,13 @@ class _Method:
         self._model, self._name, self._served = model, name, served
         self._before = vars(model).get(name)
         self.original: Callable[..., Any] = getattr(model, name)
-        functools.update_wrapper(self, self.original)
+        functools.update_wrapper(self, self.original, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._served(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _own_method, (self._model, self._name, self._before)
-
-    def put_in(self) -> None:
-        """Let it be the model's."""
-        vars(self._model)[self._name] = self
 
     def take_out(self) -> None:
         """Give the model its own back, unless another one has been put over this."""
@@ -154,8 +150,7 @@ class PatchedGenerate(_Method):
 
     def put_in(self) -> None:
         """Let the model's methods be these."""
-        self._batch.put_in()
-        super().put_in()
+        vars(self._model).update(generate_batch=self._batch, generate=self)
 
     def close(self) -> None:
         """Give the model its own methods back; the engine is closed once it serves no call."""
