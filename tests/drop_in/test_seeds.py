@@ -54,10 +54,10 @@ WAYS = pytest.mark.parametrize("way", [in_the_call, in_the_model, in_the_patch])
 
 
 @WAYS
-def test_deterministic_is_honoured(way):
+def test_deterministic_is_honoured(way, monkeypatch):
     """What it refuses is refused."""
+    monkeypatch.setitem(SAMPLED, "max_time", 60.0)
     with patched(tiny()) as model:
-        model.generation_config.max_time = 60.0
         way(model, [PROMPT], deterministic=False)
         with pytest.raises(ValueError, match="max_time"):
             way(model, [PROMPT], deterministic=True)
