@@ -152,7 +152,7 @@ class Simulation:
         sequence.num_drafts = max(drafts - committed, 0) if right else 0
         if not sequence.drafts:
             sequence.proposed = sequence.draft_ended = False
-        self.table.settle(row)
+        self.table.mark_final(row)
         if sequence.deterministic:
             self.admission.truncate(sequence, sequence.computed + len(sequence.drafts))
 

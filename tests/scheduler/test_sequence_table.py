@@ -79,7 +79,7 @@ class Trace:
         self.table.write_logprobs(rows, starts, np.array(counts), values)
         self.table.num_drafts[rows] = 0
         self.table.draft_ended[rows] = False
-        self.table.settle(rows)
+        self.table.mark_final(rows)
         for n, model in enumerate(models):
             model.tokens += tokens[n][: counts[n]]
             if model.sequence.params.logprobs:

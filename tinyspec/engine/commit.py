@@ -122,7 +122,7 @@ class Committer:
         the drafts and their values, and run the newest token alone."""
         sequence.drop_drafts()
         sequence.forbid_drafts()
-        self.table.settle(np.array([sequence.row]))
+        self.table.mark_final(np.array([sequence.row]))
         kept = max(sequence.computed, sequence.frozen)
         self.admission.truncate(sequence, kept)
         self.runner.cache.zero_tail(sequence.pages, kept)
@@ -194,7 +194,7 @@ class Committer:
         table = self.table
         if self.trace is not None:
             self.trace.committed(rows, counts, tokens)
-        table.settle(rows)
+        table.mark_final(rows)
         for row in rows[table.draft_free[rows]].tolist():
             table.sequences[row].forbid_drafts(False)
         self._commits.committed += int(counts.sum())

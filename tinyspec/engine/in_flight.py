@@ -36,18 +36,18 @@ class Results:
 class InFlightPass:
     """A pass under way, and the n sequences that get tokens from it: siblings that start come last.
 
-    entries: of the works' rows when it was launched; a row that has another by now holds another
-    sequence, or the same one computed anew. work [n]: which work's rows a sequence's tokens come
-    from. rows [n]: of the table, a leader's for siblings. firsts, counts [n]: places of its tokens
-    among those sampled. offsets: of each work, its first row of logits. siblings: (place among the
-    n, sequence). leads: whether siblings wait for a prompt that it computes. unscored: (work,
-    position) of prompt rows whose logits give a missing log-probability. verified [S]: places of
-    those with drafts to verify. thinking: rows of prompts that are thought about.
+    generation_ids: of the works' rows when it was launched; a row that has another by now holds
+    another sequence, or the same one computed anew. work [n]: which work's rows a sequence's tokens
+    come from. rows [n]: of the table, a leader's for siblings. firsts, counts [n]: places of its
+    tokens among those sampled. offsets: of each work, its first row of logits. siblings: (place
+    among the n, sequence). leads: whether siblings wait for a prompt that it computes. unscored:
+    (work, position) of prompt rows whose logits give a missing log-probability. verified [S]:
+    places of those with drafts to verify. thinking: rows of prompts that are thought about.
     """
 
     work_pass: Pass
     record: PassRecord
-    entries: Array
+    generation_ids: Array
     work: Array
     rows: Array
     firsts: Array
@@ -82,7 +82,7 @@ class InFlightPass:
         return cls(
             work_pass,
             record,
-            table.entry[works.rows],
+            table.generation_id[works.rows],
             work,
             rows,
             firsts,
@@ -101,7 +101,7 @@ class InFlightPass:
     @property
     def alive(self) -> Array:
         """[works] bool: whose sequences are still those that it was launched for."""
-        found: Array = self.work_pass.table.entry[self.works.rows] == self.entries
+        found: Array = self.work_pass.table.generation_id[self.works.rows] == self.generation_ids
         return found
 
     @property

@@ -49,23 +49,26 @@ class Trace:
     def begin(self, *launched: InFlightPass | None) -> None:
         """``launched``, of which the first is about to be committed: to call while the sequences
         that it ends are there."""
-        if self._named == self._table.stays:
+        if self._named == self._table.generations:
             return
         if len(self._names) > NAMES_HELD:  # passes that are kept hold theirs
-            passes = [one.entries for one in launched if one is not None]
-            held = chain.from_iterable([self._table.entry[self._table.rows], *passes])
+            passes = [one.generation_ids for one in launched if one is not None]
+            held = chain.from_iterable([self._table.generation_id[self._table.rows], *passes])
             self._names = {n: self._names[n] for n in map(int, held) if n in self._names}
         self._learn_names()
 
     def _learn_names(self) -> None:
         """Of stays that have begun since the last call."""
         table = self._table
-        if self._named == table.stays:
+        if self._named == table.generations:
             return
         for sequence in table.sequences:
-            if sequence is not None and (entry := int(table.entry[sequence.row])) > self._named:
+            if (
+                sequence is not None
+                and (entry := int(table.generation_id[sequence.row])) > self._named
+            ):
                 self._names[entry] = name_of(sequence)
-        self._named = table.stays
+        self._named = table.generations
 
     def proposed(self, sequence: Sequence, drafts: list[int]) -> None:
         """A drafter's proposal."""
@@ -82,7 +85,7 @@ class Trace:
     def committed(self, rows: Array, counts: Array, tokens: Array) -> None:
         """``counts`` [n] of ``tokens`` [n, W] for each of ``rows`` [n], which still run."""
         self._learn_names()  # completions may have started from another one's prompt
-        self._committed.append((self._table.entry[rows], counts, tokens))
+        self._committed.append((self._table.generation_id[rows], counts, tokens))
 
     def close(self, launched: InFlightPass, began: float, ended: list[Sequence]) -> None:
         """The pass is committed, or has failed; ``ended`` sequences have finished."""
@@ -94,8 +97,8 @@ class Trace:
                 began,
                 works,
                 self._names,
-                launched.entries,
-                table.entry[rows],
+                launched.generation_ids,
+                table.generation_id[rows],
                 table.computed[rows],
                 table.num_pages[rows],
                 self._proposed,

@@ -26,8 +26,8 @@ FIRST_ROWS, FIRST_TOKENS, FIRST_PAGES, FIRST_STOPS, NO_STOP = 16, 64, 4, 1, -1
 class Columns:
     """One number of each running sequence, [R] each.
 
-    What a sequence is stays as it is: used: whether the row is. entry: a number of its
-    own for every stay of a sequence in the table, 0 in a free row. order: of arrival.
+    What a sequence is stays as it is: used: whether the row is. generation_id: a
+    number of its own whenever a sequence gets a row, 0 in a free one. order: of arrival.
     deterministic. most: tokens at which it ends. window: most drafts that may wait. temperature: 0
     for greedy. key: of the noise. top_k, top_p, min_p: filters, 0, 1 and 0 where they are off.
     logprobs_wanted. special_sampling: the sampler needs its parameters and history.
@@ -45,7 +45,7 @@ class Columns:
     """
 
     used: Flags
-    entry: Counts
+    generation_id: Counts
     order: Counts
     deterministic: Flags
     most: Counts
@@ -102,7 +102,7 @@ class SequenceTable(Columns):
         self._free: list[int] = []
         self._rows: Array | None = None
         self._any: dict[str, bool] = {}
-        self.stays = 0
+        self.generations = 0
         self.is_ahead = False  # in a block of ``ahead_of_results``
         self._columns = {name: KINDS[kind] for name, kind in Columns.__annotations__.items()}
         for name, kind in self._columns.items():
@@ -143,8 +143,8 @@ class SequenceTable(Columns):
         if not self._free:
             self._add_rows(max(FIRST_ROWS, len(self.sequences)))
         row = heappop(self._free)  # the lowest, so that few are ever in passes
-        self.stays += 1
-        columns |= {"used": True, "entry": self.stays}
+        self.generations += 1
+        columns |= {"used": True, "generation_id": self.generations}
         self.sequences[row] = sequence
         for name in self._columns:
             getattr(self, name)[row] = columns.get(name, 0)
@@ -154,7 +154,7 @@ class SequenceTable(Columns):
 
     def remove(self, row: int) -> None:
         """Free a row."""
-        self.sequences[row], self.used[row], self.entry[row] = None, False, 0
+        self.sequences[row], self.used[row], self.generation_id[row] = None, False, 0
         heappush(self._free, row)
         self._changed()
 
@@ -270,7 +270,7 @@ class SequenceTable(Columns):
         self.num_drafts[rows] += 1
         self.drafted[rows] += 1
 
-    def settle(self, rows: Array) -> None:
+    def mark_final(self, rows: Array) -> None:
         """After a commit: all KV before the newest token is final."""
         computed = self.length[rows] - 1
         self.computed[rows] = computed
@@ -338,7 +338,7 @@ def ahead_of_results(
     try:
         table.advance(rows, ends, canonical)
         table.length[grown] += 1
-        table.settle(grown)
+        table.mark_final(grown)
         table.num_drafts[drafted] += 1
         yield
     finally:
