@@ -235,17 +235,13 @@ def shown(value: Any) -> str:
 
 
 def _bit(one: Any, other: Any) -> str:
-    """Of two floats the highest bit that differs, of 32 where both are fp32 values; of anything
-    else nothing."""
+    """Of two floats the highest bit that differs, of 32 as fp32 has them; of anything else, and
+    where fp32 has the same, nothing."""
     if type(one) is not float or type(other) is not float:
         return ""
-    width, code = (32, ">f") if all(map(_is_fp32, (one, other))) else (64, ">d")
-    bits = [int.from_bytes(struct.pack(code, value), "big") for value in (one, other)]
-    return f" (bit {(bits[0] ^ bits[1]).bit_length() - 1} of {width})"
-
-
-def _is_fp32(value: float) -> bool:
     try:
-        return identical(struct.unpack(">f", struct.pack(">f", value))[0], value)
+        bits = [int.from_bytes(struct.pack(">f", value), "big") for value in (one, other)]
     except OverflowError:
-        return False
+        return ""
+    place = (bits[0] ^ bits[1]).bit_length()
+    return f" (bit {place - 1} of 32)" if place else ""
