@@ -31,7 +31,7 @@ from tinyspec.model.linear_kinds import linear_kinds, linear_shape, linear_weigh
 from tinyspec.model.moe import kernel_experts, row_functions
 from tinyspec.model.scratch_model import ScratchModel
 from tinyspec.model.served_model import served_of
-from tinyspec.runner.capacity import refuse_shortage
+from tinyspec.runner.kv_cache import refuse_shortage
 from tinyspec.runner.model_runner import ModelRunner
 
 # Times the needles of other probes, so that neighbours of ordinary size are larger.
