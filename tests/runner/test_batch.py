@@ -18,7 +18,7 @@ from tests.support.moe import tiny_moe
 from tests.support.recorded import as_on_a_gpu, record_passes, recording
 from tests.support.tiny import FAMILIES, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams, doctor
-from tinyspec.determinism.probes.graphs import graph_refusals
+from tinyspec.determinism.model_probe import graph_refusals
 from tinyspec.runner.batch import PassMemory
 from tinyspec.runner.device_queue import DeviceQueue
 from tinyspec.runner.graphs import GraphSafety

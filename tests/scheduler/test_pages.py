@@ -24,7 +24,7 @@ class Trace:
         self.rng = random.Random(seed)
         self.pool = PagePool(self.rng.randint(3, 30), self.rng.choice((1, 2, 4)))
         self.cache = PrefixCache(self.pool)
-        self.table = SequenceTable()
+        self.table = SequenceTable(64)
         forget, self.pool.on_evict = self.pool.on_evict, self.evicted
         self.forget = forget
         self.known = {}
@@ -213,7 +213,7 @@ def test_nothing_matches_across_a_clear():
     pool = PagePool(4, 2)
     cache = PrefixCache(pool)
     sequence = Request("r", [1, 2, 3, 4], SamplingParams(), 0).sequences[0]
-    sequence.enter(SequenceTable(), 0)
+    sequence.enter(SequenceTable(64), 0)
     pool.grow(sequence.pages, 4)
     sequence.computed = 4
     cache.insert(sequence)
