@@ -33,7 +33,7 @@ from tinyspec import Engine, EngineConfig
 from tinyspec.kernels import backend
 from tinyspec.model import install
 from tinyspec.model.linears import KernelLinear
-from tinyspec.runner import fixed_batches
+from tinyspec.runner import batch as batches
 from tinyspec.runner.device_queue import Transfer
 
 PAGE = 128
@@ -204,11 +204,11 @@ def _by_triton(engine: Engine, found: Launches) -> Iterator[None]:
         with _disable_current_modes():
             overwrite(*args)
 
-    overwrite = fixed_batches.overwrite
+    overwrite = batches.overwrite
     with (
         patch.object(runner, "run", watched(run)),
         patch.object(Transfer, "fetch", counted),
-        patch.object(fixed_batches, "overwrite", sent),
+        patch.object(batches, "overwrite", sent),
     ):
         yield
 

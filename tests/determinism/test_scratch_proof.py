@@ -20,7 +20,7 @@ from tests.support.sensitive import ShapeSensitiveLinear, _SplitLinear, replace_
 from tests.support.tiny import prompts, tiny
 from tests.support.zoo import tiny as of_zoo
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
-from tinyspec.runner import capacity
+from tinyspec.runner import kv_cache
 
 CONFIG = EngineConfig(reference_rows=8, max_rows=16)
 DETERMINISTIC = SamplingParams(max_new_tokens=6, deterministic=True, logprobs=True)
@@ -248,12 +248,12 @@ def test_too_little_memory_is_refused_with_the_bytes(monkeypatch):
     largest = max(p.nbytes for p in model.parameters())
     with Engine(model, config=CONFIG) as engine:
         with monkeypatch.context() as patches:
-            patches.setattr(capacity, "_available", lambda device: largest)
+            patches.setattr(kv_cache, "_available", lambda device: largest)
             with pytest.raises(DeterminismError, match=rf"a proof takes \d+ bytes.* {largest} "):
                 engine.generate([[1, 2, 3]], DETERMINISTIC)
             assert engine.generate([[1, 2, 3]])[0].completions[0].finish_reason == "length"
         first = engine.generate([[1, 2, 3]], DETERMINISTIC)[0]
-    monkeypatch.setattr(capacity, "_available", lambda device: 0)
+    monkeypatch.setattr(kv_cache, "_available", lambda device: 0)
     with Engine(tiny(seed=1), config=CONFIG) as engine:
         assert engine.generate([[1, 2, 3]], DETERMINISTIC)[0].fingerprint != first.fingerprint
 

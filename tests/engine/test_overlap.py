@@ -68,7 +68,8 @@ class Writes:
             )
             for _ in range(count)
         ]
-        slots = packed.batch.slot_mapping.tolist()
+        bucket = work_pass.bucket
+        slots = packed.values[2 * bucket : 3 * bucket].tolist()
         assert all(slot == -1 for slot in slots[len(owners) :])
         return [
             (sequence, slot // self.pool.page_size)
@@ -86,14 +87,14 @@ class Writes:
         self._fresh.update(fresh)
         return packed
 
-    def run(self, packed, tokens):
+    def run(self, packed, tokens, hooks):
         self._fresh.subtract(packed.fresh)
         for sequence, page in self._launched.pop(id(packed))[1]:
             assert page not in self.pool.cached
             if page not in sequence.pages:
                 self.surplus += 1
                 assert self.pool.owners(page) == 0 or self._fresh[page] > 0
-        return self._run(packed, tokens)
+        return self._run(packed, tokens, hooks)
 
 
 @pytest.mark.crossed(0.8)
@@ -309,11 +310,11 @@ def test_the_second_of_two_passes_fails():
         calls = []
         run_pass = engine.runner.run
 
-        def fails_once(packed, tokens):
+        def fails_once(*args):
             calls.append(len(calls))
             if len(calls) == 6:
                 raise RuntimeError("out of order")
-            return run_pass(packed, tokens)
+            return run_pass(*args)
 
         engine.runner.run = fails_once
         assert bits_of(run(engine, REQUESTS[:2])) == expected

@@ -189,7 +189,7 @@ def test_thoughts_of_fast_passes_outlive_a_preemption():
         while not engine.tracker.requests[beside].sequences[0].num_generated:
             engine.step()
         engine.admission.preempt_all()
-        engine.admission.forget_plain()  # as if others had taken its pages
+        engine.admission.prefix.drop_plain()  # as if others had taken its pages
         engine.step()
         while request.sequences[0].pending > 1:
             engine.step()

@@ -19,7 +19,7 @@ from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.determinism import model_state
-from tinyspec.runner import graphs
+from tinyspec.runner import batch, graphs
 from tinyspec.runner.graphs import PassGraphs
 
 CONFIG = EngineConfig(
@@ -86,15 +86,19 @@ def test_same_bits(verify, pages, overlap, late_device, monkeypatch):
     assert all(len(addresses) == 1 for addresses in log.results.values())
 
 
-@pytest.mark.parametrize("section", first(1, ("lengths", "tokens", "positions", "slots"), 2))
+SECTIONS = ("tokens", "positions", "slots", "lengths")
+
+
+@pytest.mark.parametrize("section", first(1, SECTIONS, 2))
 def test_control_stale_inputs(section, monkeypatch):
     """Each part of a pass as it was when its graph was first replayed."""
     kept, engines = {}, []
 
     def stale(graph):
-        (shape, _), batches = graph.work.args, engines[0].runner._fixed
-        layout, sent = batches._layouts[shape.bucket], batches._memory[batches._rows :]
-        part = getattr(layout, section).of_tensor(sent)
+        runner = engines[0].runner
+        shape = next(s for s, c in runner.graphs._captured.items() if c.graph is graph)
+        rows, lengths, _ = batch._parts(runner.memory._memory, shape)
+        part = lengths if section == "lengths" else rows[SECTIONS.index(section)]
         part.copy_(kept.setdefault(shape, part.clone()))
 
     def noted(engine, requests):

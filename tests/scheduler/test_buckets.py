@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tinyspec import EngineConfig
-from tinyspec.scheduler.buckets import LADDER, MOST_DRAFTS, Buckets, estimate, ladder
+from tinyspec.scheduler.buckets import LADDER, MOST_DRAFTS, Buckets, ladder, row_counts
 
 
 def test_the_ladder():
@@ -21,25 +21,17 @@ def test_the_ladder():
     assert of("cpu", max_sequences=1500)[-2:] == [1024, 1500], "all decode at once"
 
 
-def test_costs_between_those_that_are_known():
-    cost = {4: 1.0, 8: 3.0, 32: 6.0}
-    assert [estimate(cost, rows) for rows in (4, 6, 8, 20, 32)] == [1.0, 2.0, 3.0, 4.5, 6.0]
-    # Half of it grows with the rows, below the smallest and above the largest.
-    assert [estimate(cost, rows) for rows in (2, 64)] == [0.75, 9.0]
-    assert estimate({}, 7) == 7.0
-
-
 def test_costs_are_those_of_passes(passes_count):
     buckets = Buckets(64, 8)
     buckets.learn([8, 16], {8: 1.0, 16: 9.0}, own_way=[16])
-    assert buckets.canonical_seconds(16) == 9.0
+    assert buckets.seconds(16, True) == 9.0
     buckets.ran(16, True, 2.0)
     buckets.ran(16, False, 1.5)
-    assert (buckets.canonical_seconds(16), buckets.seconds(16)) == (2.0, 1.5)
+    assert (buckets.seconds(16, True), buckets.seconds(16)) == (2.0, 1.5)
     for seconds in (5.0, 0.5, 0.6):  # the first one compiles
         buckets.ran(8, False, seconds)
     # In fast mode as in a canonical pass.
-    assert buckets.canonical_seconds(8) == buckets.seconds(8) == 0.5
+    assert buckets.seconds(8, True) == buckets.seconds(8) == 0.5
     buckets.ran(8, True, 40.0)
     assert 0.5 < buckets.seconds(8) < 0.6, "a busy moment"
     for _ in range(100):
@@ -67,21 +59,12 @@ def test_padding_costs_the_next_canonical_bucket():
     assert buckets.window(1, 1, 16, 0.75) == 1, "some of them: (1 + 1.4) / 1.75 = 1.37"
 
 
-def test_padding_wins_where_buckets_cost_alike():
-    buckets = learnt([8], lambda rows: 1.0 + rows / 1000)
-    assert not buckets.window(1, 1, 16, 0.99) and not buckets.window(4, 4, 16, 0.99)
-
-
 def test_a_canonical_bucket_needs_no_draft():
     noisy = {4: 5.0, 8: 1.0}
     cost = noisy.get
     assert learnt([4, 8], lambda rows: cost(rows, 1.0)).window(3, 3, 16, 0.99) == 0
     # In which canonical passes run another way, it is like any other.
     assert learnt([4, 8], lambda rows: cost(rows, 1.0), [4]).window(3, 3, 16, 0.99) >= 0
-
-
-def test_rows_that_fit_no_canonical_bucket_are_drafted():
-    assert learnt([8], lambda rows: 1.0).window(9, 9, 16, 0.99) > 0
 
 
 def test_plain_rows_ride_along():
@@ -137,6 +120,41 @@ def test_what_a_further_bucket_would_have_saved():
     buckets.window(3, 3, 16, 0.9)
     assert {*buckets.gains([1, 2, 4, 16], 16, 0.9)} >= {4}
     assert buckets.gains([4], 16, 0.9) == {}, "of one pass once"
-    buckets.cheapest(1, 40, 0, 0.5)  # prompts of 40 tokens
+    buckets.cheapest(1, 40)  # prompts of 40 tokens
     gains = buckets.gains([2, 4, 32, 64], 16, 0.9)
     assert {*gains} == {32, 64}
+
+
+@pytest.mark.parametrize("max_rows, reference, most", [(2048, 32, 512), (100, 37, 37), (4, 4, 4)])
+def test_the_bucket_that_fits(max_rows, reference, most):
+    """Ordinary passes have more buckets than canonical ones."""
+    buckets = Buckets(max_rows, reference, row_counts(most))
+    assert buckets.sizes[-1] == most and buckets.largest == max_rows
+    assert not any(buckets.is_canonical(b) for b in buckets.sizes), "nothing is known yet"
+    buckets.learn([reference, most], {})
+    for rows in range(1, max_rows + 1):
+        found = buckets.fit(rows)
+        assert found >= rows and found < 1.5 * rows + 4
+        assert buckets.is_canonical(found) == (found in (reference, most))
+        if rows <= most:
+            assert buckets.fit_canonical(rows) == (reference if rows <= reference else most)
+    for fit, rows in (
+        (buckets.fit, 0),
+        (buckets.fit, max_rows + 1),
+        (buckets.fit_canonical, most + 1),
+    ):
+        with pytest.raises(AssertionError):
+            fit(rows)
+
+
+def test_rows_that_are_left_over_cost_another_pass():
+    """Two passes of 512 rows are taken for 1024 only where they save more than the pass by which
+    half of the sequences end later."""
+    chosen = {}
+    for large in (1080, 1120):
+        buckets = Buckets(2048, 32, [*row_counts(512), 1024])
+        costs = {rows: 20.0 + rows for rows in buckets.sizes} | {1024: large}
+        assert large > 2 * costs[512]
+        buckets.learn(buckets.sizes, costs)
+        chosen[large] = buckets.cheapest(8, 1024)
+    assert chosen == {1080: 1024, 1120: 512}

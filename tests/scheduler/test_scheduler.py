@@ -10,7 +10,7 @@ from tests.support.works import works_of
 from tinyspec.config import EngineConfig
 from tinyspec.sampling_params import SamplingParams
 from tinyspec.scheduler.admission import Admission
-from tinyspec.scheduler.buckets import MOST_DRAFTS, Buckets, row_counts
+from tinyspec.scheduler.buckets import MOST_DRAFTS, Buckets
 from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.passes import DECODE, DRAFT, PROMPT, VERIFY
 from tinyspec.scheduler.request import Request
@@ -158,7 +158,7 @@ class Simulation:
 
     def check(self, drawn):
         """What holds of every pass, whatever it was drawn from."""
-        assert 0 < drawn.rows <= drawn.bucket
+        assert 0 < drawn.works.num_rows <= drawn.bucket
         assert drawn.bucket in self.buckets.sizes
         assert drawn.canonical == (drawn.way in ("direct", "padded"))
         assert drawn.bucket in self.buckets.canonical or not drawn.canonical
@@ -196,10 +196,19 @@ class Simulation:
         assert self.pool.num_held == len(owned)
 
     def run(self, passes=20_000):
-        """To the end; the passes that it took."""
-        drawn = []
+        """To the end; the passes that it took. Whoever ranks first is served within a window of
+        passes, and whom a canonical pass leaves out for want of rows in the next one."""
+        drawn, unserved, first = [], 0, None
         while self.unfinished:
+            left_out = self.left_out
             drawn.append(self.step())
+            served = [work.sequence for work in self.works]
+            leader = min(self.admission.running, key=rank, default=None)
+            unserved = 0 if leader in served or leader is not first else unserved + 1
+            first = leader
+            assert unserved <= (self.config.draft_window or MOST_DRAFTS) + 2
+            if self.pool.num_pages > 2000 and not self.proposing:
+                assert all(sequence in served for sequence in left_out)
             assert len(drawn) < passes, "no end in sight"
         assert self.pool.num_held == 0 and self.scheduler.schedule() is None
         assert not self.admission.running and not self.admission.waiting
@@ -233,7 +242,7 @@ def random_simulation(seed, tight=False, **settings):
 FOUND = ((53, True), (89, False), (109, True), (359, True))
 
 
-@pytest.mark.parametrize("seed, tight", [*((n, n % 2 > 0) for n in range(80)), *FOUND])
+@pytest.mark.parametrize("seed, tight", [*((n, n % 2 > 0) for n in range(60)), *FOUND])
 def test_random_traces(seed, tight):
     """Everything finishes, also with no page more than the longest request needs."""
     random_simulation(seed, tight).run()
@@ -262,33 +271,6 @@ def test_preemption_order():
     assert not simulation.requests[0].finished
 
 
-@pytest.mark.parametrize("seed", range(0, 120, 2))
-def test_highest_rank_is_not_starved(seed):
-    """The running sequence that ranks first is served at least once in a window of passes."""
-    simulation = random_simulation(seed, tight=True)
-    unserved, first = 0, None
-    while simulation.unfinished:
-        simulation.step()
-        served = [work.sequence for work in simulation.works]
-        leader = min(simulation.admission.running, key=rank, default=None)
-        unserved = 0 if leader in served or leader is not first else unserved + 1
-        first = leader
-        assert unserved <= (simulation.config.draft_window or MOST_DRAFTS) + 2
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_nobody_is_left_out_twice(seed):
-    """Decoders whom a canonical pass leaves out are all in the next pass."""
-    simulation = random_simulation(seed, max_sequences=30)
-    simulation.pool = simulation.admission.pool = PagePool(5000, simulation.pool.page_size)
-    simulation.proposing = False
-    while simulation.unfinished:
-        left_out = simulation.left_out
-        simulation.step()
-        served = {id(work.sequence) for work in simulation.works}
-        assert all(id(sequence) in served for sequence in left_out)
-
-
 def test_left_out_happens():
     """Control: more decoders than a canonical pass holds, beside a deterministic prompt."""
     simulation = Simulation(1, 2000, reference_rows=4, max_rows=64)
@@ -313,53 +295,9 @@ def test_more_sequences_than_the_largest_bucket(deterministic, num):
     simulation.run()
 
 
-@pytest.mark.parametrize("most, reference", [(4, 4), (5, 4), (40, 16), (100, 37), (512, 32)])
-def test_buckets(most, reference):
-    buckets = Buckets(most, reference)
-    assert buckets.sizes == sorted(set(buckets.sizes))
-    assert buckets.largest == most and reference in buckets.sizes
-    assert not any(buckets.is_canonical(b) for b in buckets.sizes), "nothing is known yet"
-    buckets.learn([reference, most], {})
-    assert [b for b in buckets.sizes if buckets.is_canonical(b)] == sorted({reference, most})
-    assert buckets.fit_canonical(1) == reference and buckets.fit_canonical(most) == most
-    for rows in range(1, most + 1):
-        assert buckets.fit(rows) == min(size for size in buckets.sizes if size >= rows)
-    for rows in (0, most + 1):
-        with pytest.raises(AssertionError):
-            buckets.fit(rows)
-
-
-@pytest.mark.parametrize("max_rows, reference, most", [(2048, 32, 512), (100, 40, 40), (64, 8, 9)])
-def test_buckets_that_are_not_probed(max_rows, reference, most):
-    """They hold what a fast pass does, and are never canonical."""
-    buckets = Buckets(max_rows, reference, row_counts(most))
-    assert buckets.sizes[-1] == most and buckets.largest == max_rows
-    buckets.learn(buckets.sizes, {})
-    assert buckets.canonical == buckets.sizes
-    for rows in (1, reference, most, most + 1, max_rows):
-        found = buckets.fit(rows)
-        assert rows <= found <= max_rows and buckets.is_canonical(found) == (rows <= most)
-    assert buckets.fit_canonical(most) == most
-    with pytest.raises(AssertionError):
-        buckets.fit_canonical(most + 1)
-
-
-def test_rows_that_are_left_over_cost_another_pass():
-    """Two passes of 512 rows are taken for 1024 only where they save more than the pass by which
-    half of the sequences end later."""
-    chosen = {}
-    for large in (1080, 1120):
-        buckets = Buckets(2048, 32, [*row_counts(512), 1024])
-        costs = {rows: 20.0 + rows for rows in buckets.sizes} | {1024: large}
-        assert large > 2 * costs[512]
-        buckets.learn(buckets.sizes, costs)
-        chosen[large] = buckets.cheapest(8, 1024, 0, 0.5)
-    assert chosen == {1080: 1024, 1120: 512}
-
-
 @pytest.mark.parametrize("verify", ["auto", "always", "padded"])
 @pytest.mark.parametrize("canonical", [0.0, 0.4, 1.0])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_while_some_verify_everyone_gets_a_token(seed, canonical, verify):
     """A decoding sequence, plain or deterministic, has a row in every pass of its kind, also
     while others verify or have their prompts computed. A verify may have to wait for one pass where

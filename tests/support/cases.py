@@ -41,7 +41,7 @@ def cost(engine: Engine, seconds: Callable[[int], float] = float) -> None:
     """Let the scheduler reckon with these seconds of a bucket (its rows) instead of measured ones,
     so that it decides the same everywhere."""
     buckets = engine.runner.buckets
-    buckets.seconds = buckets.canonical_seconds = seconds
+    buckets.seconds = lambda bucket, canonical=False: seconds(bucket)
 
 
 def steady(model: PreTrainedModel, **settings: object) -> Engine:

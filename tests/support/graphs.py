@@ -15,7 +15,6 @@ from torch import Tensor
 
 from tests.support.recorded import as_on_a_gpu
 from tinyspec import config
-from tinyspec.model.device_stream import DeviceStream
 from tinyspec.runner import graphs
 
 
@@ -57,10 +56,8 @@ def with_graphs(
     as_on_a_gpu(patches)
     patches.setattr(config, "WITH_GRAPHS", ("cpu", "cuda"))
 
-    def maker(stream: DeviceStream) -> Callable[[], StandIn]:
-        return lambda: StandIn(log, before_replay)
-
-    patches.setitem(graphs.MAKERS, "cpu", maker)
+    patches.setattr(graphs, "CudaGraph", lambda stream, pool: StandIn(log, before_replay))
+    patches.setattr(torch.cuda, "graph_pool_handle", object)
     # The twins read what they have computed.
     patches.setattr(graphs, "_asks_the_host", lambda *_: None)
     return log

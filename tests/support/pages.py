@@ -16,8 +16,8 @@ from tinyspec.scheduler.request import Sequence
 
 def unowned(pool: PagePool) -> list[int]:
     """Every page that nobody owns, as often as the pool has it: free, put aside or idle."""
-    aside = [range(last + 1, last + 1 + count) for last, count in pool.reserved.items()]
-    return [*pool.free_pages, *(page for run in aside for page in run), *pool.idle]
+    aside = [page for run in pool.reserved.values() for page in run]
+    return [*pool.free_pages, *aside, *pool.idle]
 
 
 def check_residents(engine: Engine) -> None:

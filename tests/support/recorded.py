@@ -132,19 +132,19 @@ def record_passes(engine: Engine, kernels: Kernels) -> dict[Any, list[tuple[Any,
             context.kernels = sampler.kernels = own
         found.setdefault(key, []).append((sent, calls))
 
-    def run_recorded(packed: Any, tokens: Tensor | None = None) -> Tensor:
-        # Differences of page tables beyond those that have a place are written before the pass.
-        runner._fixed.tables.write_from_host(*packed.more)
-        nothing = tuple(part[:0] for part in packed.more)
+    def run_recorded(packed: Any, tokens: Tensor | None, hooks: Any) -> Tensor:
+        # Page tables, of which few columns are sent, are written before the pass.
+        runner.memory.send(packed, tokens)
         key = packed.shape, tokens is not None
-        once = replace(packed, more=nothing)
+        rows = packed.shape.logit_rows
+        once = replace(packed, page_table=packed.page_table[:0], count=rows)
         recorded(key, packed.values.tolist(), lambda: run(once, tokens))
-        return run(once, tokens)
+        return run(once, tokens, hooks)[: packed.count]
 
     def sample_recorded(logits: Tensor, batch: Any) -> Any:
         filtered = (batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0)
         if len(batch) and not batch.special and not filtered.any():
-            key = "sample", len(logits), bool(batch.temperature.any()), batch.logprobs
+            key = "sample", len(batch), bool(batch.temperature.any()), batch.logprobs
             sent = [*batch.key.tolist(), *batch.position.tolist()]
             recorded(key, sent, lambda: sample(logits, batch))
         return sample(logits, batch)

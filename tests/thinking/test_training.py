@@ -1,15 +1,12 @@
 """Training: the data, a small run beside its control, checkpoints, transformers' Trainer."""
 
 from dataclasses import replace
-from random import Random
 
 import pytest
 import torch
 
 from benchmarks.coin_reader import train
-from benchmarks.coin_reader.tasks import SIDES, TASKS
 from benchmarks.coin_reader.training import Run, Training
-from benchmarks.coin_reader.vocabulary import END, UNKNOWN
 from tinyspec.thinking.model import IGNORED, ThinkingModel
 from tinyspec.thinking.reading import first_answers
 
@@ -21,48 +18,6 @@ def trained(run):
     while training.done < run.steps:
         training.step()
     return training
-
-
-@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
-@pytest.mark.parametrize("filler", [0.0, 0.5])
-def test_examples(task, filler):
-    """Words are known, thoughts are short enough, and the answer is the last state's."""
-    training = Training(replace(SMALL, task=task.name))
-    for seed in range(50):
-        example = task.example(Random(seed), 1 + seed % 12, filler=filler)
-        ids = training.tokenizer(" ".join(example.prompt)).input_ids
-        assert ids == training.ids(example.prompt)
-        assert training.tokenizer.unk_token_id not in ids and UNKNOWN not in example.prompt
-        thoughts = example.thoughts(8)
-        assert len(thoughts) == len(ids) // 8
-        assert max(map(len, thoughts)) <= task.longest
-        assert all(thought[-1] == END and END not in thought[:-1] for thought in thoughts)
-        if not filler:
-            continue
-        said = sum(sentence.thought is None for sentence in example.sentences)
-        assert said == 2 + round((1 + seed % 12) * filler / (1 - filler))
-
-
-def test_parity_is_parity():
-    """Counted by words, not by the code that made the example."""
-    for seed in range(100):
-        example = TASKS["parity"].example(Random(seed), 1 + seed % 20, filler=0.3 * (seed % 2))
-        side = SIDES.index(example.prompt[4])
-        side = (side + example.prompt.count("flips")) % 2
-        assert example.answer == (SIDES[side], END)
-        assert example.steps[-1] == SIDES[side]
-
-
-def test_held_out_sequences_are_never_trained_on():
-    """By operations: the names and whether the coin is flipped."""
-
-    def operations(example):
-        return tuple(s.words for s in example.sentences[1:-2])
-
-    task, rng = TASKS["parity"], Random(0)
-    seen = {operations(task.example(rng, rng.randint(1, 2))) for _ in range(3000)}
-    kept = {operations(task.example(rng, rng.randint(1, 2), held_out=True)) for _ in range(300)}
-    assert len(seen) > 150 and len(kept) > 30 and not seen & kept
 
 
 def test_gold_thoughts_stand_on_their_chunks():

@@ -140,7 +140,6 @@ class Contract:
         self._key = ""
         self._ambient = ambient(runner.device)
         self.serve(served_of(runner.model), extra)
-        runner.graphs.runs_user_code = lambda: self.runs_user_code
         if uncounted := len(self._served.outline.uncounted):
             logger.warning(
                 "%d tensors of the model were made in torch.inference_mode and count no writes: "
@@ -154,6 +153,7 @@ class Contract:
         self.modes = LinearModes(self._runner, self._config)
         self._ladder = Ladder(self.buckets, self._config)
         self.runs_user_code = runs_user_code(served.root)
+        self._runner.graphs.runs_user_code = self.runs_user_code
         served.mark_parameters(lambda module: top_package(type(module)) not in LIBRARIES)
         self._layouts = layouts(self._model)
         self._forget()

@@ -56,7 +56,7 @@ from tinyspec.model.moe import kernel_experts, row_functions
 from tinyspec.model.scratch_model import ScratchModel
 from tinyspec.model.scratch_weights import with_weights
 from tinyspec.model.served_model import served_of
-from tinyspec.runner.capacity import refuse_shortage
+from tinyspec.runner.kv_cache import refuse_shortage
 from tinyspec.runner.model_runner import ModelRunner
 
 MODEL = "model"

@@ -139,7 +139,7 @@ class Committer:
         dropped = np.where(agreed < np.minimum(committed, drafts), drafts - agreed, 0)
         self._count(rows, np.minimum(agreed, counts), dropped)
         self.finish(rows, counts, targets, ended)
-        unfinished = table.used[rows]
+        unfinished = table.generation_id[rows] > 0
         # The newest draft was not known to be none when the decision was made.
         left = np.minimum(left, np.maximum(drafts - committed, 0))
         table.num_drafts[rows[unfinished]] = left[unfinished]
@@ -200,7 +200,7 @@ class Committer:
         self._commits.committed += int(counts.sum())
         for row in rows[table.fills_page(rows, self.admission.pool.page_size)].tolist():
             if table.sequences[row].error is None:
-                self.admission.index_pages(table.sequences[row])
+                self.admission.prefix.insert(table.sequences[row])
         if np.count_nonzero(stopped):
             last = tokens[np.arange(len(rows)), counts - 1]
             by_token = table.stops_at(rows, last)
@@ -305,5 +305,5 @@ class Committer:
             self.fail(sibling, error, cause)
         sequence.siblings = []
         sequence.error, sequence.cause = error, cause
-        self.admission.unindex_pages(sequence)
+        self.admission.prefix.drop(sequence.pages)  # no other request starts from them
         self.end(sequence, "abort")

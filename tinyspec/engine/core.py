@@ -23,7 +23,7 @@ from tinyspec.model.torch_state import callers_modes
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.sampler import Sampled, Sampler
 from tinyspec.scheduler.admission import Admission
-from tinyspec.scheduler.passes import DRAFT, EngineStats, Pass, PassRecord
+from tinyspec.scheduler.passes import DRAFT, DRAFTING, EngineStats, Pass, PassRecord
 from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.scheduler import Scheduler
 from tinyspec.scheduler.sequence_table import Array
@@ -52,7 +52,7 @@ class EngineCore:
 
     def __post_init__(self) -> None:
         self.table = self.admission.table
-        self.launcher = Launcher(self.admission, self.runner, self.sampler)
+        self.launcher = Launcher(self.admission, self.runner, self.sampler, self.thinker)
         self.committer.trace = self.trace
         thinker = self.thinker
         self.thoughts = None if thinker is None else ThoughtCommitter(self.committer, thinker)
@@ -172,8 +172,8 @@ class EngineCore:
         elif sequences[0].num_drafts:
             sequences[0].forbid_drafts()
             self.admission.isolate(sequences)
-        elif work_pass.rows > 1:
-            self.admission.isolate(sequences, row_limit=work_pass.rows // 2)
+        elif work_pass.works.num_rows > 1:
+            self.admission.isolate(sequences, row_limit=work_pass.works.num_rows // 2)
         else:
             why = f"the pass raised {type(error).__name__}: {error}"
             self.committer.fail(sequences[0], why, error)
@@ -261,7 +261,7 @@ class EngineCore:
         if launched.leads:
             rows = self._start_siblings(launched, alive)
             kept &= rows >= 0
-        if launched.work_pass.has_drafts:
+        if launched.work_pass.way == DRAFTING:
             drafting = (alive & (works.kinds == DRAFT))[launched.work]
             # What follows a draft that ended the drafts was drafted before that was known.
             drafting &= ~table.draft_ended[rows]
@@ -316,4 +316,3 @@ class EngineCore:
         self.records.append(record)
         self.stats.add(record)
         self.scheduler.observe(commits.accepted, commits.rollbacks)
-        self.scheduler.acceptance = (self.stats.accepted + 1) / (self.stats.drafted + 2)

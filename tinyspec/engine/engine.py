@@ -28,7 +28,7 @@ from tinyspec.model.install import install
 from tinyspec.model.served_model import ServedModel
 from tinyspec.model.supported import max_positions
 from tinyspec.outputs import RequestOutput
-from tinyspec.runner.capacity import most_pages
+from tinyspec.runner.kv_cache import most_pages
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.parity_check import check_parity
 from tinyspec.runner.sampler import Sampler
@@ -113,8 +113,7 @@ class Engine(OneProcess, Observed):
         traced = passes_traced(config)
         trace = Trace(traced, admission.table, self.tokenizer) if traced else None
         if self._thinker is not None:
-            self._thinker.follow(runner)
-            self._thinker.serve(self.served.root)
+            self._thinker.serve(self.served.root, runner.torch_state)
         more = (records_of(config), bool(config.overlap), trace, self._thinker)
         self.core = EngineCore(*parts, *more)
         extra = None if self._thinker is None else self._thinker.extra_modules
@@ -131,7 +130,7 @@ class Engine(OneProcess, Observed):
             raise refuse("model.device", str(device), allowed)
         served = self._installed()
         if self._thinker is not None:
-            self._thinker.serve(served.root)
+            self._thinker.serve(served.root, self.runner.torch_state)
         self.core.drain()
         self.served = served
         self.runner.serve(served)
@@ -187,7 +186,7 @@ class Engine(OneProcess, Observed):
         """
         self._refuse_unfinished("forget_plain")
         self.runner.drop_graphs()
-        self.admission.forget_plain()
+        self.admission.prefix.drop_plain()
 
     @locked
     def reserve(self, num_pages: int) -> None:

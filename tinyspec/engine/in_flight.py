@@ -15,7 +15,7 @@ from tinyspec.scheduler.admission import Admission
 from tinyspec.scheduler.passes import DRAFT, Pass, PassRecord, ScheduledRows
 from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.sequence_table import Array, SequenceTable, ahead_of_results
-from tinyspec.thinking.thinking_rows import ThinkingRows
+from tinyspec.thinking.taps import ThinkingRows
 
 
 @dataclass

@@ -24,7 +24,8 @@ from tinyspec.scheduler.admission import Admission
 from tinyspec.scheduler.passes import Pass, PassRecord, spread
 from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.sequence_table import Array, SequenceTable
-from tinyspec.thinking.thinking_rows import ThinkingRows
+from tinyspec.thinking.taps import ThinkingRows
+from tinyspec.thinking.thinker import Thinker
 
 
 class Comparison:
@@ -44,8 +45,8 @@ class Comparison:
         else -1."""
         drafts, lengths = table.num_drafts[rows], table.length[rows]
         place = np.arange(max(int(counts.max()), int(drafts.max())))
-        table.make_room(int(lengths.max()) + len(place))
-        guesses = table.ids[rows[:, None], lengths[:, None] + place]
+        places = np.minimum(lengths[:, None] + place, table.ids.shape[1] - 1)
+        guesses = table.ids[rows[:, None], places]
         guesses[place >= drafts[:, None]] = -1
         some = np.flatnonzero(unknown >= 0)
         last = np.stack([some, drafts[some] - 1, unknown[some]])
@@ -101,6 +102,7 @@ class Launcher:
     admission: Admission
     runner: ModelRunner
     sampler: Sampler
+    thinker: Thinker | None = None
 
     def __post_init__(self) -> None:
         self.queue = DeviceQueue()
@@ -130,9 +132,7 @@ class Launcher:
 
         def work() -> Results:
             logits, prompt_logprobs = forward()
-            # By Triton logits of padding follow: sampled as well, a launch depends on shapes alone.
-            padded = batch.padded(len(logits)) if sampler.kernels.backend == "triton" else batch
-            sampling = sampler.sample(logits, padded)
+            sampling = sampler.sample(logits, batch)
             decisions = None
             if compare is not None:
                 tokens = None if before is None else _tokens(before)
@@ -150,7 +150,6 @@ class Launcher:
         try:
             forward = self._packed(launched, fresh, before)
         except Exception as error:
-            self.runner.forget_pages()
             return partial(_fail, error)
 
         def run() -> tuple[Tensor, Tensor | None]:
@@ -182,17 +181,13 @@ class Launcher:
             some = np.flatnonzero((sources >= 0) & drawn)
             newest = np.stack([ends[some] - 1, sources[some]])
         packed = runner.pack(launched.work_pass, fresh, wanted, newest)
-        taps, thinking = runner.taps, None
-        if taps is not None:
-            thinking = ThinkingRows.of(launched.work_pass, runner.device)
-        launched.thinking = thinking
+        hooks = None
+        if self.thinker is not None:
+            launched.thinking = thinking = ThinkingRows.of(launched.work_pass, runner.device)
+            hooks = None if thinking is None else thinking.hooks(*self.thinker.layers)
 
         def forward() -> tuple[Tensor, Tensor | None]:
-            if taps is not None:
-                taps.ask(None if thinking is None else thinking.rows)
-            logits = runner.run(packed, None if before is None else _tokens(before))
-            if taps is not None and thinking is not None:
-                thinking.hidden = taps.take()
+            logits = runner.run(packed, None if before is None else _tokens(before), hooks)
             if not first:
                 return logits, None
             scores = self.sampler.kernels.chosen_logprobs(logits[:first], targets)

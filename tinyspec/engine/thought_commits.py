@@ -17,8 +17,8 @@ from tinyspec.engine.launcher import FailedPass
 from tinyspec.outputs import Thought
 from tinyspec.scheduler.sequence_table import Array
 from tinyspec.scheduler.thoughts import Thoughts
+from tinyspec.thinking.taps import Span
 from tinyspec.thinking.thinker import NOT_FINITE, Thinker
-from tinyspec.thinking.thinking_rows import Span
 
 
 @dataclass(eq=False)

@@ -1,17 +1,37 @@
-"""A pass as tensors: packed rows, their slots, their attention metadata. Knows no model."""
+"""A pass as tensors: packed rows, their slots, their attention metadata. Knows no model.
+
+The host writes a pass as numbers in one buffer. The twins take tensors of it as they come. For the
+Triton kernels it is copied to where the last pass lay, so that passes of one shape launch the same
+whatever they hold, and a graph of the launches can be replayed.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tinyspec.config import EngineConfig
 from tinyspec.kernels.backend import AttentionMetadata
-from tinyspec.runner.device_queue import to_device
+from tinyspec.runner.device_queue import overwrite, to_device
 from tinyspec.scheduler.passes import Pass, spread
 from tinyspec.scheduler.sequence_table import Array, highest
+
+# Of all rows that may give logits: passes with fewer than a part of them compute that part.
+LOGIT_ROWS_PART = 8
+
+
+class PassShape(NamedTuple):
+    """What every launch of a pass follows from: rows, sequences, rows that give logits, and whether
+    it is canonical."""
+
+    bucket: int
+    segments: int
+    logit_rows: int
+    canonical: bool
 
 
 @dataclass
@@ -28,56 +48,160 @@ class Batch:
     metadata: AttentionMetadata
     embeds: list[tuple[int, Tensor]] = field(default_factory=list)
 
+
+@dataclass
+class PackedPass:
+    """A pass as numbers on the host, its works one after the other.
+
+    values [n] int64: as ``_parts`` says. page_table [S, P] int32: of its sequences. count: how many
+    of the first rows of logits are wanted. follows: whether some of its tokens are among those of
+    the pass before. embeds: as in ``Batch``. For the twins: fresh: pages to be zeroed first.
+    longest: most rows and most tokens of a sequence. in_order: whether all rows give logits.
+    """
+
+    shape: PassShape
+    values: Array
+    page_table: Array
+    count: int
+    follows: bool
+    embeds: list[tuple[int, Tensor]]
+    fresh: list[int]
+    longest: tuple[int, int]
+    in_order: bool
+
     @classmethod
-    def of(cls, work_pass: Pass, page_size: int, device: torch.device) -> Batch:
-        """Pack the works of ``work_pass`` one after the other."""
-        table, works = work_pass.table, work_pass.works
-        packed = np.zeros((3, work_pass.bucket), np.int64)
-        first_rows = np.empty(len(works) + 1, np.int32)
-        pack_rows(work_pass, page_size, packed, first_rows)
+    def of(
+        cls,
+        work_pass: Pass,
+        shape: PassShape,
+        page_size: int,
+        fresh: list[int],
+        wanted: Array,
+        newest: Array | None,
+        behind: int | None = None,
+    ) -> PackedPass:
+        """wanted, newest: as in ``ModelRunner.pack``. behind: where in memory the tokens of the
+        pass before lie; None: right behind its values."""
+        table, works, bucket = work_pass.table, work_pass.works, shape.bucket
+        count, total = len(works), works.num_rows
+        values = np.zeros(_size(bucket, shape.segments), np.int64)
+        (tokens, positions, slots, sources, keep), lengths, first_rows = _parts(values, shape)
+        row, position = works.rows, works.starts
+        if not works.single:
+            row, position = row.repeat(works.counts), spread(position, works.counts)
+        tokens[:total], positions[:total] = table.ids[row, position], position
+        page, offset = np.divmod(position, page_size)
+        slots[:total] = table.pages[row, page] * np.int64(page_size) + offset
+        # Rows on shared pages run for their logits only.
+        slots[:total][position < table.frozen[row]] = -1
+        slots[total:] = -1
+        sources[:] = np.arange(bucket)
+        if newest is not None:
+            sources[newest[0]] = newest[1] + (len(values) if behind is None else behind)
+        keep[: len(wanted)] = wanted
+        lengths[:count] = works.ends
+        first_rows[1 : count + 1], first_rows[count + 1 :] = works.cu_rows, total
         width = highest(table.num_pages[works.rows])
-        page_table = np.ascontiguousarray(table.pages[works.rows][:, :width])
+        page_table = np.ascontiguousarray(table.pages[works.rows, :width])
+        follows, embeds = newest is not None, _embeddings(work_pass)
+        longest = 1 if works.single else highest(works.counts), highest(works.ends)
+        in_order = works.single and shape.logit_rows == bucket and not shape.canonical
+        given = shape, values, page_table, len(wanted), follows, embeds, fresh
+        return cls(*given, longest, in_order)
 
-        def tensor(values: Array) -> Tensor:
-            return to_device(values, device)
+    def batch(
+        self, page_size: int, device: torch.device, before: Tensor | None
+    ) -> tuple[Batch, Tensor | None]:
+        """The pass as tensors of its own, and which rows give logits; None: all. before [n]: tokens
+        of the pass before, where ``follows``."""
+        memory = to_device(self.values, device)
+        rows, seq_lens, cu_seqlens = _parts(memory, self.shape)
+        tokens, positions, slots, sources, keep = rows.unbind()
+        if self.follows:
+            assert before is not None
+            # A row of a sequence that has no token is dropped later.
+            tokens = torch.cat([memory, before.clamp(min=0)])[sources]
+        page_table = to_device(self.page_table, device)
+        metadata = AttentionMetadata(page_table, cu_seqlens, seq_lens, page_size, *self.longest)
+        batch = Batch(tokens, positions, slots, metadata, self.embeds)
+        return batch, None if self.in_order else keep[: self.shape.logit_rows]
 
-        ids, positions, slot_mapping = map(tensor, packed)
+
+class PassMemory:
+    """Where all passes of one engine lie that the Triton kernels run, one after the other.
+
+    behind: where in it the tokens of the pass before lie.
+    """
+
+    def __init__(self, config: EngineConfig, device: torch.device):
+        assert config.max_rows and config.max_model_len and config.page_size
+        self._page_size, self._max_sequences = config.page_size, config.max_sequences
+        rows, segments = config.max_rows, min(config.max_rows, config.max_sequences)
+        self._width = -(-config.max_model_len // config.page_size)
+        self.behind = _size(rows, segments)
+        self._memory = torch.zeros(self.behind + rows, dtype=torch.int64, device=device)
+        self._input_ids = torch.zeros(rows, dtype=torch.int64, device=device)
+        # Behind a sequence's last page there may be what others had: nothing reads it.
+        self._page_table = torch.zeros((segments, self._width), dtype=torch.int32, device=device)
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Of all memory that passes share."""
+        return tuple(t.data_ptr() for t in (self._memory, self._input_ids, self._page_table))
+
+    def sizes(self, bucket: int, wanted: int) -> tuple[int, int]:
+        """Sequences, and rows that give logits, of the shape of a pass: few different numbers. The
+        rows are as many as sequences, or a part of that, or more while drafts are verified."""
+        most = min(bucket, self._max_sequences)
+        few = max(most // LOGIT_ROWS_PART, 1)
+        return most, next((rows for rows in (few, most) if wanted <= rows), bucket)
+
+    def send(self, packed: PackedPass, before: Tensor | None) -> None:
+        """Send a pass to the device; before: as in ``PackedPass.batch``."""
+        if packed.follows:
+            assert before is not None
+            torch.clamp(before, min=0, out=self._memory[self.behind :][: len(before)])
+        overwrite(self._memory[: len(packed.values)], packed.values)
+        if len(packed.page_table):
+            rows, width = packed.page_table.shape
+            overwrite(self._page_table[:rows, :width], packed.page_table)
+
+    def batch(self, shape: PassShape) -> tuple[Batch, Tensor]:
+        """The pass that was sent, and which rows give logits."""
+        rows, lengths, first_rows = _parts(self._memory, shape)
+        _, positions, slots, sources, keep = rows.unbind()
+        ids = self._input_ids[: shape.bucket]
+        torch.index_select(self._memory, 0, sources, out=ids)
         metadata = AttentionMetadata(
-            page_table=tensor(page_table),
-            cu_seqlens_q=tensor(first_rows),
-            seq_lens=tensor(works.ends.astype(np.int32)),
-            page_size=page_size,
-            max_seqlen_q=1 if works.single else highest(works.counts),
-            max_seqlen_k=highest(works.ends),
+            page_table=self._page_table[: shape.segments],
+            cu_seqlens_q=first_rows,
+            seq_lens=lengths,
+            page_size=self._page_size,
+            max_seqlen_q=shape.bucket,
+            max_seqlen_k=self._width * self._page_size,
         )
-        return cls(ids, positions, slot_mapping, metadata, embeddings(work_pass))
+        return Batch(ids, positions, slots, metadata), keep[: shape.logit_rows]
 
 
-def pack_rows(work_pass: Pass, page_size: int, packed: Array, first_rows: Array) -> None:
-    """Write token, position and slot of every row to ``packed`` [3, bucket], which is 0, and the
-    first row of every work, then how many rows there are, to ``first_rows`` [works + 1]."""
-    table, works = work_pass.table, work_pass.works
-    row, position, counts, total = works.rows, works.starts, works.counts, works.num_rows
-    first_rows[0], first_rows[1:] = 0, works.cu_rows
-    if not works.single:
-        row, position = row.repeat(counts), spread(position, counts)
-    page, offset = np.divmod(position, page_size)
-    slots = table.pages[row, page] * np.int64(page_size) + offset
-    # Rows on shared pages run for their logits only.
-    slots[position < table.frozen[row]] = -1
-    packed[0, :total], packed[1, :total] = table.ids[row, position], position
-    packed[2, :total], packed[2, total:] = slots, -1
+def _size(bucket: int, segments: int) -> int:
+    return 5 * bucket + segments + 1
 
 
-def embeddings(work_pass: Pass) -> list[tuple[int, Tensor]]:
+def _parts(values: Any, shape: PassShape) -> tuple[Any, Any, Any]:
+    """What ``values`` holds, an array or a tensor of int64. [5, bucket]: tokens, positions, slots,
+    where each row's token lies in memory, rows that give logits. As int32: [S] lengths of the
+    sequences, [S + 1] the first row of each, and how many there are."""
+    rows, end = 5 * shape.bucket, shape.segments
+    kind: Any = np.int32 if isinstance(values, np.ndarray) else torch.int32
+    narrow = values[rows : _size(shape.bucket, end)].view(kind)
+    return values[:rows].reshape(5, shape.bucket), narrow[:end], narrow[end : 2 * end + 1]
+
+
+def _embeddings(work_pass: Pass) -> list[tuple[int, Tensor]]:
     """(first row, embeddings) of the works that are given as such, or begin so."""
-    works = work_pass.works
-    if not work_pass.table.places("has_embeds", works.rows):
-        return []
-    firsts = works.cu_rows - works.counts
-    spans = zip(firsts.tolist(), works.starts.tolist(), works.ends.tolist(), strict=True)
-    return [
-        (first, given[start:end])
-        for (first, start, end), sequence in zip(spans, work_pass.sequences, strict=True)
-        if (given := sequence.request.embeds) is not None and start < len(given)
-    ]
+    works, found = work_pass.works, []
+    for n in work_pass.table.places("has_embeds", works.rows):
+        given = work_pass.table.sequences[works.rows[n]].request.embeds
+        if (start := int(works.starts[n])) < len(given):
+            found.append((int(works.cu_rows[n] - works.counts[n]), given[start : works.ends[n]]))
+    return found

@@ -1,4 +1,4 @@
-"""Work for the device: handed over without waiting for it, its results fetched in one transfer.
+"""Work for the device: handed over without waiting for it, its results fetched later.
 
 On CUDA everything runs on one stream (``device_stream``), so work is done in the order in which it
 was handed over. On a CPU it is done at once. Knows tensors, not what they mean.
@@ -85,51 +85,26 @@ class DeviceQueue:
 
 
 class Transfer:
-    """Tensors on their way to the host, in one copy; a None among them stays one."""
+    """Tensors on their way to the host; a None among them stays one."""
 
     def __init__(self, tensors: list[Tensor | None]):
-        self._tensors = tensors
+        self._host = [None if tensor is None else _to_host(tensor) for tensor in tensors]
         self._event: torch.cuda.Event | None = None
-        there = [tensor for tensor in tensors if tensor is not None]
-        self._is_there = there[0].is_cpu
-        if not self._is_there:
-            packed = pack(there)
-            pinned = packed.device.type == "cuda"
-            size = packed.shape
-            self._host = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-            self._host.copy_(packed, non_blocking=pinned)
-            if pinned:
-                self._event = torch.cuda.Event()
-                self._event.record(torch.cuda.current_stream(packed.device))
+        device = next((tensor.device for tensor in tensors if tensor is not None), None)
+        if device is not None and device.type == "cuda":
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(device))
 
     def fetch(self) -> list[Array | None]:
         """Waits until they have arrived."""
-        if self._is_there:
-            return [None if tensor is None else tensor.numpy() for tensor in self._tensors]
         if self._event is not None:
             self._event.synchronize()
-        return unpack(self._host.numpy(), self._tensors)
+        return [None if tensor is None else tensor.numpy() for tensor in self._host]
 
 
-_NUMPY = {torch.int64: "int64", torch.int32: "int32", torch.float32: "float32"}
-
-
-def pack(tensors: list[Tensor]) -> Tensor:
-    """The bytes of ``tensors``, one after the other: [n] uint8."""
-    parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def unpack(packed: Array, tensors: list[Tensor | None]) -> list[Array | None]:
-    """Arrays in the shapes of ``tensors`` from their bytes."""
-    found: list[Array | None] = []
-    first = 0
-    for tensor in tensors:
-        if tensor is None:
-            found.append(None)
-            continue
-        end = first + tensor.numel() * tensor.element_size()
-        values = packed[first:end].view(_NUMPY[tensor.dtype])
-        found.append(values.reshape(tuple(tensor.shape)))
-        first = end
-    return found
+def _to_host(tensor: Tensor) -> Tensor:
+    """``tensor`` in memory of the host, which it reaches later where it is on a GPU."""
+    if tensor.device.type != "cuda":
+        return tensor.cpu()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

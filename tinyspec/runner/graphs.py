@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,37 +82,16 @@ def _calling_module() -> str:
     return ""
 
 
-class Graph(Protocol):
-    """Captured work."""
-
-    def capture(self, work: Forward) -> Tensor:
-        """Record ``work``, which may not run; where its result will lie."""
-        ...
-
-    def replay(self) -> None:
-        """Run what was captured on what now lies at the same addresses."""
-        ...
-
-
-class CudaGraphs:
-    """Makes graphs of one device, which share a private pool: they never run at the same time."""
-
-    def __init__(self, stream: DeviceStream):
-        self._stream = stream
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self) -> Graph:
-        return CudaGraph(self._stream, self._pool)
-
-
 class CudaGraph:
-    """Work on the engine's own stream, which is current when it is captured and replayed."""
+    """Work on the engine's own stream, which is current when it is captured and replayed. pool: of
+    memory, which graphs that never run at the same time share."""
 
     def __init__(self, stream: DeviceStream, pool: Any):
         self._stream, self._pool = stream, pool
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, work: Forward) -> Tensor:
+        """Record ``work``, which does not run; where its result will lie."""
         # Other threads may use the device meanwhile, on other streams.
         mode = "thread_local"
         stream = self._stream.own
@@ -120,17 +99,14 @@ class CudaGraph:
             return work()
 
     def replay(self) -> None:
+        """Run what was captured on what now lies at the same addresses."""
         assert torch.cuda.current_stream(self._stream.device) == self._stream.own
         self._graph.replay()
 
 
-# By type of device. On other devices every pass runs eagerly.
-MAKERS: dict[str, Callable[[DeviceStream], Callable[[], Graph]]] = {"cuda": CudaGraphs}
-
-
 @dataclass
 class _Captured:
-    graph: Graph
+    graph: CudaGraph
     result: Tensor
     addresses: tuple[int, ...]
 
@@ -144,12 +120,12 @@ class PassGraphs:
 
     def __init__(self, stream: DeviceStream, on: bool):
         self._stream, self._on = stream, on
-        self._make: Callable[[], Graph] | None = None
+        self._pool: Any = None
         self._captured: dict[Hashable, _Captured] = {}
         self._eager: Counter[Hashable] = Counter()
         self._checked: set[bool] = set()
         self.refusals: dict[bool, str] = {}
-        self.runs_user_code: Callable[[], bool] = lambda: False
+        self.runs_user_code = False
 
     def __len__(self) -> int:
         return len(self._captured)
@@ -160,7 +136,7 @@ class PassGraphs:
 
     def refusal(self, canonical: bool) -> str | None:
         """Why passes of this kind are not captured, as far as is known; None if they are."""
-        if self.runs_user_code():
+        if self.runs_user_code:
             return "modules or hooks of no known library run in them"
         return self.refusals.get(canonical)
 
@@ -210,9 +186,8 @@ class PassGraphs:
             with self._stream.alone() as alone:
                 if not alone:
                     return None
-                if self._make is None:
-                    self._make = MAKERS[self._stream.device.type](self._stream)
-                graph = self._make()
+                self._pool = self._pool or torch.cuda.graph_pool_handle()
+                graph = CudaGraph(self._stream, self._pool)
                 result = graph.capture(forward)
         except Exception as error:
             self.refusals[canonical] = f"capturing {shape} raised {type(error).__name__}: {error}"
@@ -231,4 +206,4 @@ class PassGraphs:
         self._eager.clear()
         self._checked.clear()
         self.refusals.clear()
-        self._make = None
+        self._pool = None

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,36 +17,22 @@ from tinyspec.model.introspection import accepted
 from tinyspec.model.served_model import ServedModel
 from tinyspec.model.supported import vocab_size
 from tinyspec.model.torch_state import TorchState
-from tinyspec.runner.batch import Batch
-from tinyspec.runner.device_queue import to_device
-from tinyspec.runner.fixed_batches import FixedBatches, FixedPass, PassShape
+from tinyspec.runner.batch import Batch, PackedPass, PassMemory, PassShape
 from tinyspec.runner.graphs import PassGraphs
 from tinyspec.runner.kv_cache import KVCache, dtype_of
-from tinyspec.runner.layer_taps import LayerTaps
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.passes import Pass
 from tinyspec.scheduler.sequence_table import Array
 
-
-@dataclass
-class PackedPass:
-    """A pass as tensors, for the twins. keep: rows whose logits are computed, of which the first
-    ``count`` are wanted; None: of all. fresh: pages to be zeroed first. newest: as in ``pack``."""
-
-    batch: Batch
-    keep: Tensor | None
-    count: int
-    canonical: bool
-    fresh: list[int]
-    newest: Tensor | None
+Hooks = AbstractContextManager[None]
 
 
 class ModelRunner:
     """A model, its KV pool and the state of the pass that is running.
 
     model: the shadow of the user's. graphs: of passes by the Triton kernels, which run at fixed
-    addresses. taps: of a model that thinks.
+    addresses.
     """
 
     def __init__(
@@ -67,9 +51,7 @@ class ModelRunner:
         self._pool, self._kernels, self._config = pool, kernels, config
         self._cache: KVCache | None = None
         self._context = served.context
-        self.taps: LayerTaps | None = None
         self.graphs = PassGraphs(self.torch_state.stream, bool(config.cuda_graphs))
-        self._fixed = FixedBatches(config, buckets.fit, buckets.fit_canonical, device)
         self.serve(served)
 
     def serve(self, served: ServedModel) -> None:
@@ -162,77 +144,68 @@ class ModelRunner:
 
     def pack(
         self, work_pass: Pass, fresh: list[int], wanted: Array, newest: Array | None = None
-    ) -> PackedPass | FixedPass:
+    ) -> PackedPass:
         """A pass for ``run``, whose rows ``wanted`` [N] int64 give logits.
 
         fresh: pages newly allocated for it. The rows are gathered before the unembedding and padded
         to a bucket of their own, which is canonical in a canonical pass. newest [2, n]: rows whose
         tokens are among those of the pass before, and where.
         """
-        canonical = work_pass.canonical
+        bucket, canonical = work_pass.bucket, work_pass.canonical
+        segments, rows, behind = len(work_pass.works), max(len(wanted), 1), None
         if self.kernels.backend == "triton":
-            return self._fixed.pack(work_pass, wanted, newest, canonical)
-        batch = Batch.of(work_pass, self.page_size, self.device)
-        count = len(wanted)
+            segments, rows = self.memory.sizes(bucket, len(wanted))
+            behind = self.memory.behind
         fit = self.buckets.fit_canonical if canonical else self.buckets.fit
-        bucket = fit(max(count, 1))
-        keep = None
-        others = np.count_nonzero(wanted != np.arange(count))  # than the first rows
-        if canonical or bucket < work_pass.bucket or others:
-            kept = np.zeros(bucket, np.int64)
-            kept[:count] = wanted
-            keep = to_device(kept, self.device)
-        taken = None if newest is None else to_device(newest, self.device)
-        return PackedPass(batch, keep, count, canonical, fresh, taken)
+        shape = PassShape(bucket, segments, fit(rows), canonical)
+        return PackedPass.of(work_pass, shape, self.page_size, fresh, wanted, newest, behind)
 
-    def run(self, packed: PackedPass | FixedPass, tokens: Tensor | None = None) -> Tensor:
-        """Run a pass and return logits [N, V], as ``forward``; by Triton those of padding follow.
+    @cached_property
+    def memory(self) -> PassMemory:
+        """Where passes lie that the Triton kernels run."""
+        return PassMemory(self._config, self.device)
 
-        tokens [n]: of the pass before, for the rows ``newest``.
+    def run(
+        self, packed: PackedPass, before: Tensor | None = None, hooks: Hooks | None = None
+    ) -> Tensor:
+        """Run a pass and return logits [N, V], as ``forward``.
+
+        before [n]: tokens of the pass before, where some are among its own. hooks: in place while
+        it runs; no graph has them.
         """
-        if isinstance(packed, FixedPass):
-            logits = self._run_fixed(packed, tokens)
+        marks, written = self._served.marks(), len(self._served.written)
+        if self.kernels.backend == "triton":
+            logits = self._run_in_memory(packed, before, hooks)
         else:
-            if packed.newest is not None:
-                assert tokens is not None
-                # A row of a sequence that has no token is dropped later.
-                rows, sources = packed.newest
-                packed.batch.input_ids[rows] = tokens[sources].clamp(min=0)
             self.cache.zero(packed.fresh)
-            marks = self._served.marks()
-            logits = self.forward(packed.batch, packed.keep, packed.canonical)
-            self._served.keep_apart(marks)
-            if packed.count < logits.shape[0]:
-                logits = logits[: packed.count]
-        return logits
+            batch, keep = packed.batch(self.page_size, self.device, before)
+            logits = self.forward(batch, keep, packed.shape.canonical, hooks)
+        self._served.keep_apart(marks)
+        if len(self._served.written) > written:  # these buffers have other addresses now
+            self.drop_graphs()
+        return logits[: packed.count]
 
-    def _run_fixed(self, packed: FixedPass, tokens: Tensor | None) -> Tensor:
+    def _run_in_memory(
+        self, packed: PackedPass, before: Tensor | None, hooks: Hooks | None
+    ) -> Tensor:
         """As ``run``, by a graph where there is one."""
         shape, pools = packed.shape, (*self.cache.k, *self.cache.v)
         assert self._context.k is self.cache.k, "passes of probes know no fixed addresses"
-        try:
-            self._fixed.send(packed, tokens)
-            forward = partial(self._forward_fixed, shape, packed.embeds)
-            if packed.embeds or self._tapped:
-                return forward()
-            addresses = (*self._fixed.addresses, *(pool.data_ptr() for pool in pools))
-            return self.graphs.run(shape, shape.canonical, addresses, forward)
-        except BaseException:
-            self._fixed.tables.forget()
-            raise
+        self.memory.send(packed, before)
 
-    def _forward_fixed(self, shape: PassShape, embeds: list[tuple[int, Tensor]]) -> Tensor:
-        """The forward of the pass that was sent."""
-        batch, keep = self._fixed.batch(shape)
-        batch.embeds = embeds
-        return self.forward(batch, keep, shape.canonical)
+        def forward() -> Tensor:
+            batch, keep = self.memory.batch(shape)
+            batch.embeds = packed.embeds
+            return self.forward(batch, keep, shape.canonical, hooks)
 
-    def forget_pages(self) -> None:
-        """A pass that was packed may not run: what it was to tell the device is told again."""
-        if self.kernels.backend == "triton":
-            self._fixed.tables.forget()
+        if packed.embeds or hooks is not None:
+            return forward()
+        addresses = (*self.memory.addresses, *(pool.data_ptr() for pool in pools))
+        return self.graphs.run(shape, shape.canonical, addresses, forward)
 
-    def forward(self, batch: Batch, keep: Tensor | None, canonical: bool) -> Tensor:
+    def forward(
+        self, batch: Batch, keep: Tensor | None, canonical: bool, hooks: Hooks | None = None
+    ) -> Tensor:
         """One forward of the served model over packed rows; logits of the rows ``keep``, or of
         all: in fp32 for the twins, as they are for Triton.
 
@@ -248,25 +221,18 @@ class ModelRunner:
             more["position_ids"] = batch.positions[None]
         if self._keeps_logits:
             more["logits_to_keep"] = 0 if keep is None else keep
-        special = batch.embeds or self._tapped
-        look = self.kernels.backend == "triton" and not special
-        tapped = self.taps() if self.taps is not None and self._tapped else nullcontext()
+        look = self.kernels.backend == "triton" and not batch.embeds and hooks is None
         try:
-            with self.graphs.looking(canonical) if look else nullcontext(), tapped:
+            with self.graphs.looking(canonical) if look else nullcontext(), hooks or nullcontext():
                 output = self.model(**self._inputs(batch), **more, **self._always)
             context.check()
         finally:
             context.end()
             self.tiles.on = False
             self._fast_mode.on = False
-        logits, gathered = output.logits, keep is None or self._keeps_logits
-        logits = logits[0] if gathered else logits[0, keep]
+        gathered = keep is None or self._keeps_logits
+        logits = output.logits[0] if gathered else output.logits[0, keep]
         return logits if self.kernels.backend == "triton" else logits.float()
-
-    @property
-    def _tapped(self) -> bool:
-        """Whether states are added in the next pass, or read."""
-        return self.taps is not None and self.taps.asked
 
     def _inputs(self, batch: Batch) -> dict[str, Tensor]:
         """Token ids, or embeddings of all rows if some are given as embeddings."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,41 +41,20 @@ class BatchWide:
 class Scores:
     """Rows [N, V] of which those at ``places``, ascending, are to be changed.
 
-    raw: the logits in the model's dtype, never written. own: rows in fp32 that may be written,
-    None where there are none: all, if the logits are in fp32, else those at ``places``.
+    raw: the logits in the model's dtype, never written. own: copies of the rows at ``places`` in
+    fp32, which may be written.
     """
 
     def __init__(self, raw: Tensor, places: Array):
         self.raw, self.places = raw, places
-        self.own: Tensor | None = None
-        if not len(places):
-            return
-        if raw.dtype == torch.float32:
-            self.own, self._index = raw.clone(), np.arange(len(raw))
-        else:
-            self.own = raw.index_select(0, to_device(places, raw.device)).float()
-            self._index = np.full(len(raw), -1)
-            self._index[places] = np.arange(len(places))
-
-    @property
-    def whole(self) -> Tensor:
-        """[N, V], in which rows that stand ``apart`` are unchanged."""
-        return self.raw if self.own is None or self.apart is not None else self.own
-
-    @property
-    def apart(self) -> Tensor | None:
-        """The changed rows [C, V], where they are of another dtype than the others."""
-        return self.own if self.own is not None and len(self.own) < len(self.raw) else None
-
-    def index(self, places: Array) -> Array:
-        """Where in ``own`` the rows at ``places`` are."""
-        return self._index[places]
+        self.own = raw.index_select(0, to_device(places, raw.device)).float()
 
     def row(self, place: int) -> Tensor:
         """[1, V]"""
-        at = -1 if self.own is None else int(self._index[place])
-        rows, at = (self.raw, place) if self.own is None or at < 0 else (self.own, at)
-        return rows[at : at + 1]
+        at = int(self.places.searchsorted(place))
+        if at < len(self.places) and self.places[at] == place:
+            return self.own[at : at + 1]
+        return self.raw[place : place + 1]
 
 
 @dataclass
@@ -184,15 +162,11 @@ def _processed(processor: Processor, history: Tensor, scores: Tensor, thread: in
     return found.where(unsound, found.clamp(max=torch.finfo(torch.float32).max))
 
 
-def keep_top_k(logits: Tensor, k: Tensor, most: int | None = None) -> Tensor:
-    """Exclude (-inf) all but the ``k[n]`` highest of each row [N, V]; k = 0 keeps all.
-
-    most: the largest of ``k``, none of which is 0; without it the device is asked, and waited for.
-    """
+def keep_top_k(logits: Tensor, k: Tensor, most: int) -> Tensor:
+    """Exclude (-inf) all but the ``k[n]`` > 0 highest of each row [N, V]; none exceeds ``most``."""
     vocab = logits.shape[1]
-    k = torch.where(k > 0, k.clamp(max=vocab), vocab).long()
-    highest = logits.topk(int(k.max()) if most is None else min(most, vocab)).values
-    threshold = highest.gather(1, k[:, None] - 1)
+    k = k.clamp(max=vocab).long()
+    threshold = logits.topk(min(most, vocab)).values.gather(1, k[:, None] - 1)
     above = logits > threshold
     tied = logits == threshold
     places = k[:, None] - above.sum(-1, keepdim=True)

@@ -6,9 +6,8 @@ number. Knows a row's own history and parameters, not its place in a pass.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -57,20 +56,6 @@ class SampleBatch:
 
     def __len__(self) -> int:
         return len(self.logits_row)
-
-    def padded(self, rows: int) -> SampleBatch:
-        """With greedy ones behind it that nobody takes, ``rows`` in all, if it is of the first."""
-        own, more = len(self), rows - len(self)
-        if own == 0 or more <= 0 or not self.in_order:
-            return self
-        off = {"logits_row": np.arange(own, rows), "top_p": np.ones(more)}
-        new: Any = {}
-        for name in ("logits_row", "key", "position", "temperature", "top_k", "top_p", "min_p"):
-            column = getattr(self, name)
-            # In the column's own dtype: joined with floats, keys above 2^53 would be rounded.
-            behind = off.get(name, np.zeros(more)).astype(column.dtype)
-            new[name] = np.concatenate((column, behind))
-        return replace(self, **new)
 
 
 @dataclass
@@ -164,10 +149,6 @@ def _columns(batch: SampleBatch, temperature: Array) -> Columns:
     return columns
 
 
-def _at(columns: Columns, places: Array) -> Columns:
-    return [None if column is None else column[places] for column in columns]
-
-
 class Sampler:
     """Samples rows of logits with one implementation of the kernels."""
 
@@ -208,14 +189,23 @@ class Sampler:
         self, scores: Scores, batch: SampleBatch, temperature: Array
     ) -> tuple[Tensor, Tensor | None]:
         """Tokens [N] and, if any row asked for its own, log-probabilities [N]."""
-        columns, wanted = _columns(batch, temperature), batch.logprobs
-        tokens, logprobs = self._drawn(scores.whole, columns, wanted)
-        if scores.apart is not None:
-            places = to_device(scores.places, tokens.device)
-            apart = self._drawn(scores.apart, _at(columns, scores.places), wanted)
-            for all_rows, theirs in zip((tokens, logprobs), apart, strict=True):
-                if all_rows is not None and theirs is not None:
-                    all_rows[places] = theirs
+        columns, count = _columns(batch, temperature), len(batch)
+        changed = scores.places
+        if len(changed) == count:
+            return self._drawn(scores.own, columns, batch.logprobs)
+        others = np.delete(np.arange(count), changed)
+        tokens = torch.empty(count, dtype=torch.int64, device=scores.raw.device)
+        logprobs = torch.empty_like(tokens, dtype=torch.float32) if batch.logprobs else None
+        # A row's dtype follows from its own request: changed ones are sampled by themselves.
+        for places, own in ((others, None), (changed, scores.own)):
+            if not len(places):
+                continue
+            where = to_device(places, tokens.device)
+            rows = scores.raw.index_select(0, where) if own is None else own
+            part = [None if column is None else column[places] for column in columns]
+            tokens[where], found = self._drawn(rows, part, batch.logprobs)
+            if logprobs is not None and found is not None:
+                logprobs[where] = found
         return tokens, logprobs
 
     def _drawn(
@@ -230,13 +220,12 @@ class Sampler:
 
     def _filter(self, scores: Scores, batch: SampleBatch, filtered: Array) -> None:
         """Temperature, then top-k, top-p and min-p on the rows ``filtered``."""
-        assert scores.own is not None
         device, softmax = scores.own.device, self.kernels.softmax
 
         def column(values: Array) -> Tensor:
             return to_device(values.astype(np.float32), device)
 
-        place = to_device(scores.index(filtered), device)
+        place = to_device(scores.places.searchsorted(filtered), device)
         before = scores.own[place]
         part = before / column(batch.temperature[filtered])[:, None]
         for values, off, keep in (

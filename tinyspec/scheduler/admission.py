@@ -21,10 +21,10 @@ def arrival_order(sequence: Sequence) -> tuple[int, int]:
     return sequence.request.arrival, sequence.index
 
 
-def priority(sequence: Sequence) -> tuple[int, int, int]:
+def priority(sequence: Sequence) -> tuple[bool, int, int]:
     """Sort key: the lowest gets pages first and is preempted last. Deterministic before plain, in
     order of arrival."""
-    return 0 if sequence.deterministic else 1, *arrival_order(sequence)
+    return not sequence.deterministic, *arrival_order(sequence)
 
 
 class Admission:
@@ -35,8 +35,8 @@ class Admission:
 
     def __init__(self, config: EngineConfig, pool: PagePool):
         self.pool = pool
-        self.prefix = PrefixCache(pool) if config.prefix_cache else None
-        self.table = SequenceTable()
+        self.prefix = PrefixCache(pool, config.prefix_cache)
+        self.table = SequenceTable(config.max_sequences)
         self.waiting: list[Sequence] = []
         self._max_sequences = config.max_sequences
         never = config.verify in ("padded", "direct")
@@ -63,22 +63,9 @@ class Admission:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
-    def _start(self, sequence: Sequence) -> None:
-        sequence.enter(self.table, self._window)
-
     def _stop(self, sequence: Sequence) -> None:
         self.pool.free(sequence.pages)
         sequence.leave()
-
-    def index_pages(self, sequence: Sequence) -> None:
-        """Let other requests start from the pages that have filled up."""
-        if self.prefix is not None:
-            self.prefix.insert(sequence)
-
-    def unindex_pages(self, sequence: Sequence) -> None:
-        """It failed: no other request starts from its pages."""
-        if self.prefix is not None:
-            self.prefix.drop(sequence.pages)
 
     @property
     def free_places(self) -> int:
@@ -94,29 +81,24 @@ class Admission:
 
         Returns (from, to) of the page that must be copied, if there is one.
         """
-        self._start(sibling)
+        sibling.enter(self.table, self._window)
         pages, copy = self.pool.fork(leader.pages, leader.computed)
-        sibling.take_pages(pages)
+        sibling.set_pages(pages)
         sibling.computed, sibling.canonical = leader.computed, leader.canonical
         self._count_cached(sibling)
         return copy
 
-    def match(self, sequence: Sequence) -> tuple[list[int], int]:
-        """Cached pages that it can start from, and how many of the first are canonical."""
-        if self.prefix is None or not self.prefix.pages or sequence.recompute:
-            return [], 0
-        return self.prefix.match(sequence)
-
     def adopt(self, sequence: Sequence, pages: list[int], canonical: int) -> None:
-        """Start from shared pages. The last token runs all the same, for its logits."""
+        """Start from shared pages, of which the first ``canonical`` are. The last token runs all
+        the same, for its logits."""
         if not pages:
             return
         self.pool.adopt(pages)
-        sequence.take_pages(pages)
+        sequence.set_pages(pages)
         sequence.indexed = len(pages)
         sequence.frozen = len(pages) * self.pool.page_size
         sequence.computed = min(sequence.frozen, sequence.length - 1)
-        if (thoughts := sequence.request.thoughts) is not None and self.prefix is not None:
+        if (thoughts := sequence.request.thoughts) is not None:
             thoughts.adopt(self.prefix.thoughts(pages))
             for each in sequence.request.sequences:
                 each.thought()
@@ -147,31 +129,29 @@ class Admission:
             suspect = self.suspects[0][0]
             if suspect in self.waiting:
                 self.waiting.remove(suspect)
-                self._start(suspect)
+                suspect.enter(self.table, self._window)
             return
-        while (sequence := self._first_waiting()) is not None:
-            if (shared := self._next()) is not None:
-                self.waiting.remove(sequence)
-                self._start(sequence)
-                self.adopt(sequence, *shared)
-            else:
-                return
+        while (found := self._next()) is not None:
+            sequence, pages, canonical = found
+            self.waiting.remove(sequence)
+            sequence.enter(self.table, self._window)
+            self.adopt(sequence, pages, canonical)
 
     def _first_waiting(self) -> Sequence | None:
         """The next sequence to start: none that waits for a token from outside."""
         return next((s for s in self.waiting if s.next_logits is None), None)
 
-    def _next(self) -> tuple[list[int], int] | None:
-        """The pages that the next waiting sequence starts from, and how many are canonical; None
-        if none can start."""
+    def _next(self) -> tuple[Sequence, list[int], int] | None:
+        """The sequence to start next, the pages that it starts from, and how many of them are
+        canonical; None if none can start."""
         if self.free_places <= 0 or (sequence := self._first_waiting()) is None:
             return None
-        pages, canonical = self.match(sequence)
+        pages, canonical = self.prefix.match(sequence)
         need = self.pool.pages_for(sequence.length + 1) - len(pages)
         free = self.pool.num_free - self.pool.num_idle(pages)
         if len(self.table) and free < need + len(self.table):
             return None
-        return pages, canonical
+        return sequence, pages, canonical
 
     @property
     def settled(self) -> bool:
@@ -179,7 +159,7 @@ class Admission:
         from pages that fill up before it: it would be the same one pass earlier."""
         if self.suspects or self._next() is not None:
             return False
-        return self.prefix is None or bool(self.table.computed[self.table.rows].all())
+        return not self.prefix.on or bool(self.table.computed[self.table.rows].all())
 
     def make_room(self, rows: Array, tokens: Array) -> Array | None:
         """[n] bool: which of ``rows`` [n], by falling priority, have pages for their first
@@ -199,18 +179,18 @@ class Admission:
         while not self.pool.can_grow(sequence.pages, tokens):
             if self.table.is_ahead:
                 return False
-            victim = self._last_running()
+            victim = max(self.running, key=priority)
             if victim is sequence:
                 return False
             self._preempt(victim)
         self.pool.grow(sequence.pages, tokens, sequence.most_tokens)
-        sequence.pages_changed()
+        sequence.set_pages(sequence.pages)
         return True
 
     def truncate(self, sequence: Sequence, tokens: int) -> None:
         """Give back the pages behind its first ``tokens`` tokens."""
         self.pool.truncate(sequence.pages, tokens)
-        sequence.pages_changed()
+        sequence.set_pages(sequence.pages)
 
     def make_way(self) -> bool:
         """No sequence that runs has found pages: preempt one, if others can do with its pages. One
@@ -222,12 +202,8 @@ class Admission:
             self.admit()
             return True
         if found := not held and len(running) > 1:
-            self._preempt(self._last_running())
+            self._preempt(max(running, key=priority))
         return found
-
-    def _last_running(self) -> Sequence:
-        """The sequence of the lowest priority, which is preempted first."""
-        return max(self.running, key=priority)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Give back its pages and queue it; it is computed again, to the same bits."""
@@ -241,18 +217,12 @@ class Admission:
         for sequence in self.running:
             self._preempt(sequence)
 
-    def forget_plain(self) -> None:
-        """No new request starts from pages that plain ones have computed so far."""
-        if self.prefix is not None and self.prefix.pages:
-            self.prefix.drop_plain()
-
     def forget_pages(self) -> None:
         """Drop the values of all pages: the weights changed, or the pool is given back."""
         for sequence in (*self.running, *self.waiting):
             sequence.next_logits = None
         self.preempt_all()
-        if self.prefix is not None:
-            self.prefix.clear()
+        self.prefix.clear()
 
     def isolate(self, suspects: list[Sequence], row_limit: int | None = None) -> None:
         """A pass of these failed: each runs alone until it has one more token or its

@@ -8,6 +8,8 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+import numpy as np
+
 from tinyspec.config import EngineConfig
 
 # The row counts that may be canonical, by device kind; of others a GPU's.
@@ -48,15 +50,12 @@ def ladder(config: EngineConfig, device_type: str) -> list[int]:
 def estimate(costs: Mapping[int, float], rows: int) -> float:
     """Seconds of ``rows`` rows between the nearest that are known; smaller or larger than all, half
     of the nearest one's grow with the rows."""
-    low = max((size for size in costs if size <= rows), default=None)
-    high = min((size for size in costs if size >= rows), default=None)
-    if low is not None and high is not None:
-        share = (rows - low) / (high - low) if high > low else 0.0
-        return costs[low] + share * (costs[high] - costs[low])
-    nearest = low or high
-    if nearest is None:
+    if not costs:
         return float(rows)
-    return costs[nearest] * (1 - GROWS + GROWS * rows / nearest)
+    sizes = sorted(costs)
+    nearest = min(max(rows, sizes[0]), sizes[-1])
+    seconds = float(np.interp(nearest, sizes, [costs[size] for size in sizes]))
+    return seconds * (1 - GROWS + GROWS * rows / nearest)
 
 
 class Buckets:
@@ -130,23 +129,19 @@ class Buckets:
         assert 0 < rows <= self.canonical[-1], rows
         return self.canonical[bisect_left(self.canonical, rows)]
 
-    def cheapest(self, least: int, wanted: int, proposed: int, accepted: float) -> int:
+    def cheapest(self, least: int, wanted: int) -> int:
         """The canonical bucket for at least ``least`` of ``wanted`` rows that costs least per row;
         of equal ones the largest. Where rows are left over, their sequences end a pass later: the
-        cost of the smallest bucket is added.
-
-        proposed: further rows, of which the share ``accepted`` is useful.
-        """
+        cost of the smallest bucket is added."""
         self.wanted = (wanted, 0)
         low = self.fit_canonical(max(least, 1))
-        high = self.fit_canonical(min(max(wanted + proposed, 1), self.canonical[-1]))
+        high = self.fit_canonical(min(max(wanted, 1), self.canonical[-1]))
         if low == high:
             return low
 
         def cost(size: int) -> tuple[float, int]:
-            useful = min(size, wanted) + accepted * min(max(size - wanted, 0), proposed)
-            later = self.canonical_seconds(self.canonical[0]) if size < wanted else 0.0
-            return (self.canonical_seconds(size) + later) / useful, -size
+            later = self.seconds(self.canonical[0], True) if size < wanted else 0.0
+            return (self.seconds(size, True) + later) / min(size, wanted), -size
 
         return min((size for size in self.canonical if low <= size <= high), key=cost)
 
@@ -154,22 +149,17 @@ class Buckets:
         """Whether every pass in ``bucket`` is canonical, fast ones too."""
         return bucket in self.canonical and bucket not in self._own_way
 
-    def seconds(self, bucket: int) -> float:
-        """What a pass in ``bucket`` costs; its rows, if none has run."""
-        return self._costs[False].get(bucket) or self._guess(bucket, False)
-
-    def canonical_seconds(self, bucket: int) -> float:
-        """What a canonical pass in ``bucket`` costs, whether or not it is known to be one."""
-        known = self._costs[bucket in self._own_way].get(bucket)
-        return known or self._guess(bucket, True)
-
-    def _guess(self, bucket: int, canonical: bool) -> float:
-        """From passes of the same kind where there are any, else from all."""
+    def seconds(self, bucket: int, canonical: bool = False) -> float:
+        """What a pass in ``bucket`` costs; canonical: a canonical one, whether or not it is known
+        to be one. A guess from passes of the same kind, or else from all, where none has run."""
+        known = self._costs[canonical and bucket in self._own_way].get(bucket)
+        if known is not None:
+            return known
         key = bucket, canonical
         if key not in self._guesses:
             fast, own = self._costs[False], self._costs[True]
-            known = {**fast, **own} if canonical else fast or own
-            self._guesses[key] = estimate(known, bucket)
+            costs = {**fast, **own} if canonical else fast or own
+            self._guesses[key] = estimate(costs, bucket)
         return self._guesses[key]
 
     def window(
@@ -217,9 +207,9 @@ class Buckets:
     def _canonical_cost(self, canonical: list[int], rows: int) -> float:
         """Seconds of the canonical passes that hold ``rows`` rows."""
         whole, rest = divmod(rows, canonical[-1])
-        cost = whole * self.canonical_seconds(canonical[-1])
+        cost = whole * self.seconds(canonical[-1], True)
         if rest:
-            cost += self.canonical_seconds(canonical[bisect_left(canonical, rest)])
+            cost += self.seconds(canonical[bisect_left(canonical, rest)], True)
         return cost
 
     def gains(self, sizes: Iterable[int], most: int, accepted: float) -> dict[int, float]:

@@ -11,10 +11,10 @@ once. Reserved pages count as free, and others take them before any idle page is
 
 from __future__ import annotations
 
-import heapq
+from bisect import insort
 from collections.abc import Callable
 
-# Most consecutive pages to reserve, and most pages to skip in search of them.
+# Most consecutive pages to reserve, and how many pages are looked at in search of them.
 LONGEST_RUN = 64
 
 
@@ -27,8 +27,8 @@ class PagePool:
         self.num_held = 0
         self._owners = [0] * num_pages
         self.free_pages = list(range(num_pages))
-        # A sequence's last page: how many pages after it are reserved.
-        self.reserved: dict[int, int] = {}
+        # By a sequence's last page, pages after it that are reserved for the sequence.
+        self.reserved: dict[int, list[int]] = {}
         self._fresh: list[int] = []
         self.cached: set[int] = set()
         self.idle: dict[int, None] = {}
@@ -37,8 +37,7 @@ class PagePool:
 
     def extend(self, more: int) -> None:
         """Add ``more`` pages at the end."""
-        for page in range(self.num_pages, self.num_pages + more):
-            heapq.heappush(self.free_pages, page)
+        self.free_pages += range(self.num_pages, self.num_pages + more)
         self._owners += [0] * more
         self.num_pages += more
 
@@ -94,47 +93,28 @@ class PagePool:
         self._owners[page] += 1
 
     def _next(self, pages: list[int], wanted: int) -> int:
-        """The page reserved for ``pages``; else the first of ``wanted`` consecutive ones, the rest
-        reserved; else any free one; else out of half of another's reserved ones; else an idle one.
-        """
-        last = pages[-1] if pages else -1
-        if last in self.reserved:
-            return self._reserve(last + 1, self.reserved.pop(last) - 1)
-        run = self._run(wanted)
-        if run:
-            return self._reserve(run[0], len(run) - 1)
-        if self.free_pages:
-            return heapq.heappop(self.free_pages)
-        if self.reserved:
-            last, count = self.reserved.popitem()
-            taken = min(wanted, -(-count // 2))
-            self._reserve(last, count - taken)
-            return self._reserve(last + 1 + count - taken, taken - 1)
-        return self._evict()
+        """The page reserved for ``pages``; else the first of ``wanted`` consecutive ones, or any
+        free one; else another's reserved one; else an idle one. What follows it is reserved."""
+        run = self.reserved.pop(pages[-1], []) if pages else []
+        run = run or self._run(min(wanted, LONGEST_RUN))
+        if not run and self.reserved:
+            run = self.reserved.popitem()[1]
+        if not run:
+            return self._evict()
+        if len(run) > 1:
+            self.reserved[run[0]] = run[1:]
+        return run[0]
 
-    def _reserve(self, page: int, count: int) -> int:
-        """Reserve ``count`` pages after ``page``; returns ``page``."""
-        if count:
-            self.reserved[page] = count
-        return page
-
-    def _run(self, wanted: int) -> list[int]:
-        """Take the lowest ``wanted`` consecutive free pages; none if they are not found soon."""
-        length = min(wanted, LONGEST_RUN)
-        run: list[int] = []
-        skipped: list[int] = []
-        for _ in range(min(len(self.free_pages), length + LONGEST_RUN)):
-            page = heapq.heappop(self.free_pages)
-            if run and page != run[-1] + 1:
-                skipped += run
-                run = []
-            run.append(page)
-            if len(run) == length:
+    def _run(self, length: int) -> list[int]:
+        """Take the lowest ``length`` consecutive free pages; one, if these are not found soon."""
+        free = self.free_pages
+        for first in range(min(len(free) - length + 1, LONGEST_RUN)):
+            if free[first + length - 1] == free[first] + length - 1:
                 break
         else:
-            skipped, run = skipped + run, []
-        for page in skipped:
-            heapq.heappush(self.free_pages, page)
+            first, length = 0, 1
+        run = free[first : first + length]
+        del free[first : first + length]
         return run
 
     def take_fresh(self) -> list[int]:
@@ -161,7 +141,7 @@ class PagePool:
         self.cached.discard(page)
         if page in self.idle:
             del self.idle[page]
-            heapq.heappush(self.free_pages, page)
+            insort(self.free_pages, page)
 
     def adopt(self, pages: list[int]) -> None:
         """One more owner for cached pages, idle or not."""
@@ -194,15 +174,15 @@ class PagePool:
 
     def _release(self, page: int) -> None:
         assert self._owners[page] > 0
-        for other in range(page + 1, page + 1 + self.reserved.pop(page, 0)):
-            heapq.heappush(self.free_pages, other)
+        for other in self.reserved.pop(page, ()):
+            insort(self.free_pages, other)
         self._owners[page] -= 1
         if self._owners[page] == 0:
             self.num_held -= 1
             if page in self.cached:
                 self.idle[page] = None
             else:
-                heapq.heappush(self.free_pages, page)
+                insort(self.free_pages, page)
 
     def _evict(self) -> int:
         """Take the page that has been idle longest."""

@@ -83,15 +83,6 @@ class Pass:
     way: str = ""
 
     @property
-    def rows(self) -> int:
-        return self.works.num_rows
-
-    @property
-    def has_drafts(self) -> bool:
-        """Whether some of the works are drafts."""
-        return self.way == DRAFTING
-
-    @property
     def sequences(self) -> list[Sequence]:
         """The sequence of each work."""
         return [self.table.sequences[row] for row in self.works.rows.tolist()]

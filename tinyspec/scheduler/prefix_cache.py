@@ -20,10 +20,10 @@ _Key = tuple[int, bool, bytes]
 
 
 class PrefixCache:
-    """The index over one page pool."""
+    """The index over one page pool. on: whether there is one; else nothing is indexed."""
 
-    def __init__(self, pool: PagePool):
-        self.pool = pool
+    def __init__(self, pool: PagePool, on: bool = True):
+        self.pool, self.on = pool, on
         self._version = 0
         self.pages: dict[_Key, int] = {}
         self.keys: dict[int, _Key] = {}
@@ -39,6 +39,8 @@ class PrefixCache:
         canonical; for a deterministic request all are."""
         pages: list[int] = []
         canonical = 0
+        if not self.pages or sequence.recompute:
+            return pages, canonical
         for digest in self._digests(sequence):
             page = self.pages.get((self._version, True, digest))
             if page is not None:
@@ -54,16 +56,16 @@ class PrefixCache:
     def first(self, sequence: Sequence) -> bytes | None:
         """Digest of the tokens of its first page, None if they do not fill one; and for a prompt
         that is thought about, which takes many passes, so that nobody waits for it."""
-        if sequence.request.thoughts is not None:
+        if not self.on or sequence.request.thoughts is not None:
             return None
         return next(iter(self._digests(sequence)), None)
 
     def insert(self, sequence: Sequence) -> None:
         """Index pages that have filled up with committed tokens since the last call."""
         full = sequence.computed // self.pool.page_size
-        if full <= sequence.indexed or sequence.request.embeds is not None:
+        if full <= sequence.indexed:
             return
-        digests = self._digests(sequence)
+        digests = self._digests(sequence) if self.on else []
         for number in range(sequence.indexed, min(full, len(digests))):
             page = sequence.pages[number]
             end, thoughts = (number + 1) * self.pool.page_size, sequence.request.thoughts

@@ -196,15 +196,11 @@ class Sequence:
         if logprob is not None:
             self.table.logprobs[self.row, place] = logprob
 
-    def take_pages(self, pages: list[int]) -> None:
-        """Start from ``pages``."""
-        self.pages = pages
-        self.pages_changed()
-
-    def pages_changed(self) -> None:
-        """To call after a change of ``pages``."""
+    def set_pages(self, pages: list[int]) -> None:
+        """Its page table; also to call after a change of ``pages``."""
         assert self.table is not None
-        self.table.set_pages(self.row, self.pages)
+        self.pages = pages
+        self.table.set_pages(self.row, pages)
 
     def drop_drafts(self) -> None:
         if self.table is not None:
@@ -217,11 +213,6 @@ class Sequence:
         self.draft_free = forbid
         if self.table is not None:
             self.table.draft_free[self.row] = forbid or bool(self.siblings)
-
-    def _window(self, window: int) -> int:
-        """Most drafts that may wait: all of the tokens that are given."""
-        most = window if self.given_tokens is None else self.params.max_new_tokens
-        return most if self.params.draftable and not self.request.supplied else 0
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -238,33 +229,34 @@ class Sequence:
     def enter(self, table: SequenceTable, window: int) -> None:
         """Take a row of ``table``; nothing is computed yet. window: most drafts that may wait."""
         request, params = self.request, self.params
-        prompt = request.num_prompt
+        prompt, given = request.num_prompt, self.given_tokens is not None
         raw = params.logprobs and params.logprobs_mode == "raw"
         early = params.min_new_tokens > 0 and bool(params.stop_ids)
         special = params.needs_history or early or raw or params.top_logprobs > 0
         kept = bool(request.keeps) or request.supplied
-        row = table.add(
+        drafts = params.draftable and not request.supplied
+        self.row = table.add(
             self,
+            self._tokens,
+            () if self.teacher_forced else params.stop_ids,
             order=request.arrival << INDEX_BITS | self.index,
             deterministic=params.deterministic,
             most=prompt + params.max_new_tokens,
             **self.sampling,
             logprobs_wanted=params.logprobs or params.top_logprobs > 0,
             special_sampling=special or kept or self.teacher_forced,
-            special_commit=self.given_tokens is not None or kept or params.checks_text,
-            given=self.given_tokens is not None,
+            special_commit=given or kept or params.checks_text,
+            given=given,
             has_embeds=request.embeds is not None,
             scores_prompt=params.prompt_logprobs,
             thinking=request.thoughts is not None,
             supplied=request.supplied,
-            window=self._window(window),
+            # All of the tokens that are given.
+            window=drafts and (params.max_new_tokens if given else window),
         )
-        table.set_ids(row, 0, self._tokens)
-        table.length[row] = len(self._tokens)
-        table.set_stops(row, () if self.teacher_forced else params.stop_ids)
         if self._logprobs:
-            table.logprobs[row, prompt : len(self._tokens)] = self._logprobs
-        self.table, self.row = table, row
+            table.logprobs[self.row, prompt : len(self._tokens)] = self._logprobs
+        self.table = table
         self.thought()
         self.forbid_drafts(self.draft_free)
 

@@ -40,21 +40,20 @@ class _Candidates:
 
     plain: decode one row, and one more for each proposed token. drafting: deterministic, get one
     more token from a draft row or a canonical row. verifying: deterministic, have drafts to verify
-    or may not draft. prompts: more than one pending token, those of deterministic and of plain
-    sequences apart. pending: their tokens that wait to be computed.
+    or may not draft. exact_prompts, plain_prompts: more than one pending token, of deterministic
+    and of plain sequences. pending: their tokens that wait to be computed.
     """
 
     plain: Array
     drafting: Array
     verifying: Array
-    prompts: Array
-    deterministic_prompts: Array
+    exact_prompts: Array
     plain_prompts: Array
     pending: int
 
     @property
     def deterministic(self) -> bool:
-        return bool(len(self.drafting) or len(self.verifying) or len(self.deterministic_prompts))
+        return bool(len(self.drafting) or len(self.verifying) or len(self.exact_prompts))
 
 
 class Scheduler:
@@ -66,8 +65,6 @@ class Scheduler:
         self.admission = admission
         self.table: SequenceTable = admission.table
         self.buckets = buckets
-        # Share of proposed drafts that are accepted.
-        self.acceptance = 0.5
         self._verified = BEGINS
         self._left_out = False
 
@@ -84,19 +81,12 @@ class Scheduler:
             rows, prompts = rows[~waiting], self._without_followers(rows[waiting])
             pending = int(np.minimum(table.pending(prompts), table.runnable(prompts)).sum())
         if not table.any("deterministic"):
-            return _Candidates(rows, NONE, NONE, prompts, NONE, prompts, pending)
-        deterministic, asked = table.deterministic[rows], table.deterministic[prompts]
-        others = rows[deterministic]
+            return _Candidates(rows, NONE, NONE, NONE, prompts, pending)
+        exact, asked = table.deterministic[rows], table.deterministic[prompts]
+        others = rows[exact]
         full = table.drafts_are_full(others)
-        return _Candidates(
-            rows[~deterministic],
-            others[~full],
-            others[full],
-            prompts,
-            prompts[asked],
-            prompts[~asked],
-            pending,
-        )
+        parts = rows[~exact], others[~full], others[full], prompts[asked], prompts[~asked]
+        return _Candidates(*parts, pending)
 
     def schedule(self) -> Pass | None:
         """The next pass, its pages granted; None when nothing can run."""
@@ -126,7 +116,8 @@ class Scheduler:
     def _pass(self, works: ScheduledRows, candidates: _Candidates, canonical: bool) -> Pass:
         smallest = self.buckets.fit(works.num_rows)
         bucket = self.buckets.fit_canonical(works.num_rows) if canonical else smallest
-        self._left_out = canonical and self._leaves_out(works, candidates)
+        everyone = len(works) == len(self.table)
+        self._left_out = canonical and not everyone and self._leaves_out(works, candidates)
         way = ""
         if canonical:  # also without a deterministic row: canonical pages may be shared
             way = DIRECT if bucket == smallest else PADDED
@@ -135,27 +126,19 @@ class Scheduler:
         return Pass(works, self.table, bucket, canonical, way)
 
     def _leaves_out(self, works: ScheduledRows, candidates: _Candidates) -> bool:
-        """Whether a sequence that could also run in a fast pass has no row."""
-        if len(works) == len(self.table):
-            return False
+        """Whether a sequence that should run in a fast pass has no row."""
         others = [candidates.plain, candidates.drafting]
-        if self._canonical_is_smaller:
+        if self.buckets.canonical[-1] < self.buckets.largest:
             others.append(candidates.plain_prompts)
         return bool(np.isin(np.concatenate(others), works.rows, invert=True).any())
-
-    @property
-    def _canonical_is_smaller(self) -> bool:
-        """Whether a canonical pass holds fewer rows than a fast one."""
-        canonical = self.buckets.canonical
-        return not canonical or canonical[-1] < self.buckets.largest
 
     def _canonical_pays(self, candidates: _Candidates) -> bool:
         """Whether the next pass should be a canonical one."""
         if not candidates.deterministic:
             return False
-        if self._verify in ("padded", "direct") or len(candidates.verifying):
+        if self._verify in ("padded", "direct"):
             return True
-        if len(candidates.deterministic_prompts):
+        if len(candidates.verifying) or len(candidates.exact_prompts):
             return True
         if self._verify == "always":
             return False
@@ -199,19 +182,13 @@ class Scheduler:
         # row of the prompts.
         least = len(decoding) + min(pending, 1)
         drafts = table.num_drafts[decoding]
-        waiting, proposed = int(drafts.sum()), 0
-        if waiting:
-            guessed = table.proposed[decoding] & ~table.given[decoding]
-            proposed = int(drafts[guessed].sum())
-        wanted = len(decoding) + waiting - proposed + pending
-        room = self.buckets.cheapest(least, wanted, proposed, self.acceptance) - len(decoding)
+        wanted = len(decoding) + int(drafts.sum()) + pending
+        room = self.buckets.cheapest(least, wanted) - len(decoding)
         if self.admission.row_limit is not None:
             room = min(room, self.admission.row_limit - len(decoding))
         for_prompts = min(pending, max(1, room // 2))
         works, room = self._decoding(decoding, drafts, room - for_prompts, room)
-        prompts = candidates.prompts
-        if self._canonical_is_smaller:  # plain prompts can run in fast passes
-            prompts = np.concatenate([candidates.deterministic_prompts, candidates.plain_prompts])
+        prompts = np.concatenate([candidates.exact_prompts, candidates.plain_prompts])
         return [works, *self._prompts(prompts, room)]
 
     def _fast(self, candidates: _Candidates) -> _Plan:
@@ -273,13 +250,11 @@ class Scheduler:
         They wait one pass for it, and start from what it leaves in the prefix cache.
         """
         prefix, table = self.admission.prefix, self.table
-        if prefix is None:
-            return rows
         for row in rows[table.computed[rows] == 0].tolist():
             sequence = table.sequences[row]
             if not sequence.pages:
-                self.admission.adopt(sequence, *self.admission.match(sequence))
-        if len(rows) == 1:
+                self.admission.adopt(sequence, *prefix.match(sequence))
+        if len(rows) == 1 or not prefix.on:
             return rows
         room = self.buckets.largest
         canonical_leaders: dict[bytes, bool] = {}

@@ -19,14 +19,13 @@ Flags = np.ndarray[Any, Any]
 Reals = np.ndarray[Any, Any]
 Counts = np.ndarray[Any, Any]
 KINDS = {"Flags": np.bool_, "Reals": np.float64, "Counts": np.int64}
-# Rows, tokens, pages and stop tokens that there is room for at first; each doubles when it is full.
-FIRST_ROWS, FIRST_TOKENS, FIRST_PAGES, FIRST_STOPS, NO_STOP = 16, 64, 4, 1, -1
+NO_STOP = -1
 
 
 class Columns:
     """One number of each running sequence, [R] each.
 
-    What a sequence is stays as it is: used: whether the row is. generation_id: a
+    What a sequence is stays as it is: generation_id: a
     number of its own whenever a sequence gets a row, 0 in a free one. order: of arrival.
     deterministic. most: tokens at which it ends. window: most drafts that may wait. temperature: 0
     for greedy. key: of the noise. top_k, top_p, min_p: filters, 0, 1 and 0 where they are off.
@@ -44,7 +43,6 @@ class Columns:
     of the prompt without a thought. reach: positions that may run before more are thought about.
     """
 
-    used: Flags
     generation_id: Counts
     order: Counts
     deterministic: Flags
@@ -97,20 +95,20 @@ class SequenceTable(Columns):
     tokens, filled up with -1. sequences: of each row, None where it is free.
     """
 
-    def __init__(self) -> None:
-        self.sequences: list[Any] = []
-        self._free: list[int] = []
+    def __init__(self, max_sequences: int = 16) -> None:
+        self.sequences: list[Any] = [None] * max_sequences
+        self._free = list(range(max_sequences))
         self._rows: Array | None = None
         self._any: dict[str, bool] = {}
         self.generations = 0
         self.is_ahead = False  # in a block of ``ahead_of_results``
         self._columns = {name: KINDS[kind] for name, kind in Columns.__annotations__.items()}
         for name, kind in self._columns.items():
-            setattr(self, name, np.zeros(0, kind))
-        self.ids: Array = np.zeros((0, FIRST_TOKENS), np.int64)
-        self.logprobs: Array = np.zeros((0, FIRST_TOKENS), np.float32)
-        self.pages: Array = np.zeros((0, FIRST_PAGES), np.int32)
-        self.stops: Array = np.zeros((0, FIRST_STOPS), np.int64)
+            setattr(self, name, np.zeros(max_sequences, kind))
+        self.ids: Array = np.zeros((max_sequences, 0), np.int64)
+        self.logprobs: Array = np.zeros((max_sequences, 0), np.float32)
+        self.pages: Array = np.zeros((max_sequences, 0), np.int32)
+        self.stops: Array = np.zeros((max_sequences, 1), np.int64)
 
     def __len__(self) -> int:
         return len(self.sequences) - len(self._free)
@@ -119,8 +117,8 @@ class SequenceTable(Columns):
     def rows(self) -> Array:
         """The rows in use, in order of arrival."""
         if self._rows is None:
-            used = np.flatnonzero(self.used)
-            self._rows = used[np.argsort(self.order[used])]
+            used = self.generation_id.nonzero()[0]
+            self._rows = used[self.order[used].argsort()]
         return self._rows
 
     def any(self, name: str) -> bool:
@@ -137,24 +135,41 @@ class SequenceTable(Columns):
         found: list[int] = getattr(self, name)[rows].nonzero()[0].tolist()
         return found
 
-    def add(self, sequence: Any, **columns: Any) -> int:
-        """A row for a sequence with these ``columns``, zero in every other and without pages."""
+    def add(self, sequence: Any, tokens: list[int], stops: tuple[int, ...], **columns: Any) -> int:
+        """A row for a sequence with these ``tokens``, stop tokens and ``columns``, zero in every
+        other and without pages."""
         assert columns.keys() <= self._columns.keys(), columns
-        if not self._free:
-            self._add_rows(max(FIRST_ROWS, len(self.sequences)))
-        row = heappop(self._free)  # the lowest, so that few are ever in passes
+        row = heappop(self._free)
+        self._widen(columns["most"])
         self.generations += 1
-        columns |= {"used": True, "generation_id": self.generations}
+        columns |= {"generation_id": self.generations, "length": len(tokens)}
         self.sequences[row] = sequence
         for name in self._columns:
             getattr(self, name)[row] = columns.get(name, 0)
+        self.set_ids(row, 0, tokens)
         self.pages[row] = 0
+        if len(stops) > self.stops.shape[1]:
+            self.stops = _wider(self.stops, len(stops), NO_STOP)
+        self.stops[row] = NO_STOP
+        self.stops[row, : len(stops)] = stops
         self._changed()
         return row
 
+    def _widen(self, tokens: int) -> None:
+        """Room for so many tokens in every row: all that a sequence may have, when it enters."""
+        if tokens <= self.ids.shape[1]:
+            return
+        shape = len(self.sequences), max(tokens, 2 * self.ids.shape[1])
+        ids, logprobs = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
+        for row in self.rows:  # what is never written takes no memory
+            end = self.length[row] + self.num_drafts[row]
+            ids[row, :end] = self.ids[row, :end]
+            logprobs[row, :end] = self.logprobs[row, :end]
+        self.ids, self.logprobs = ids, logprobs
+
     def remove(self, row: int) -> None:
         """Free a row."""
-        self.sequences[row], self.used[row], self.generation_id[row] = None, False, 0
+        self.sequences[row], self.generation_id[row] = None, 0
         heappush(self._free, row)
         self._changed()
 
@@ -165,45 +180,21 @@ class SequenceTable(Columns):
 
     def set_ids(self, row: int, first: int, ids: list[int]) -> None:
         """Write tokens from place ``first`` on."""
-        self.make_room(first + len(ids))
         self.ids[row, first : first + len(ids)] = ids
 
     def set_pages(self, row: int, pages: list[int]) -> None:
         """Write a sequence's page table, after its pages changed."""
         if len(pages) > self.pages.shape[1]:
-            self.pages = _wider(self.pages, len(pages))
+            self.pages = _wider(self.pages, len(pages), 0)
         before, count = int(self.num_pages[row]), len(pages)
         self.pages[row, :count] = pages
         self.pages[row, count:before] = 0
         self.num_pages[row] = count
 
-    def set_stops(self, row: int, stops: tuple[int, ...]) -> None:
-        """Write a sequence's stop tokens."""
-        if len(stops) > self.stops.shape[1]:
-            before = self.stops.shape[1]
-            self.stops = _wider(self.stops, len(stops))
-            self.stops[:, before:] = NO_STOP
-        self.stops[row] = NO_STOP
-        self.stops[row, : len(stops)] = stops
-
     def by_priority(self, rows: Array) -> Array:
         """Places of ``rows`` [n] in the order in which they get pages: deterministic before plain,
         each in order of arrival."""
         return np.lexsort((self.order[rows], ~self.deterministic[rows]))
-
-    def make_room(self, tokens: int) -> None:
-        """Room for so many tokens in every row."""
-        if tokens > self.ids.shape[1]:
-            self._resize(len(self.ids), max(tokens, 2 * self.ids.shape[1]))
-
-    def _resize(self, rows: int, tokens: int) -> None:
-        """Other arrays of tokens and log-probabilities, with room for all there is."""
-        ids, logprobs = np.zeros((rows, tokens), np.int64), np.zeros((rows, tokens), np.float32)
-        for row in self.rows:  # what is never written takes no memory
-            end = self.length[row] + self.num_drafts[row]
-            ids[row, :end] = self.ids[row, :end]
-            logprobs[row, :end] = self.logprobs[row, :end]
-        self.ids, self.logprobs = ids, logprobs
 
     def pending(self, rows: Array) -> Array:
         """[n]: committed tokens whose KV is not final: 1 while decoding, more during the prompt."""
@@ -239,7 +230,6 @@ class SequenceTable(Columns):
             return
         starts = self.length[rows]
         ends = starts + counts
-        self.make_room(highest(ends))
         _write(self.ids, rows, starts, counts, tokens)
         self.length[rows] = ends
 
@@ -262,7 +252,6 @@ class SequenceTable(Columns):
         """One more draft for each of ``rows`` [n]; none where the token is negative, which ends
         its drafts as a stop token does."""
         places = self.length[rows] + self.num_drafts[rows]
-        self.make_room(int(places.max(initial=-1)) + 1)
         self.draft_ended[rows] = (tokens < 0) | self.stops_at(rows, tokens)
         found = tokens >= 0
         rows = rows[found]
@@ -288,19 +277,6 @@ class SequenceTable(Columns):
             whole = self.canonical[rows] >= before
             self.canonical[rows] = np.where(whole, computed, self.canonical[rows])
 
-    def _add_rows(self, more: int) -> None:
-        first = len(self.sequences)
-        for name, kind in self._columns.items():
-            setattr(self, name, np.concatenate([getattr(self, name), np.zeros(more, kind)]))
-        self._resize(first + more, self.ids.shape[1])
-        for name in ("pages", "stops"):
-            before: Array = getattr(self, name)
-            after = np.zeros((first + more, before.shape[1]), before.dtype)
-            after[:first] = before
-            setattr(self, name, after)
-        self.sequences += [None] * more
-        self._free += range(first, first + more)
-
 
 def highest(values: Array) -> int:
     """The highest of ``values`` [n], n > 0: for few of them in a third of the time of ``max``."""
@@ -316,9 +292,9 @@ def _write(matrix: Array, rows: Array, starts: Array, counts: Array, values: Arr
     matrix[rows[row], starts[row] + column] = values[row, column]
 
 
-def _wider(before: Array, width: int) -> Array:
-    """``before`` with at least ``width`` columns, the new ones 0."""
-    after = np.zeros((len(before), max(width, 2 * before.shape[1])), before.dtype)
+def _wider(before: Array, width: int, fill: int) -> Array:
+    """``before`` with at least ``width`` columns."""
+    after = np.full((len(before), max(width, 2 * before.shape[1])), fill, before.dtype)
     after[:, : before.shape[1]] = before
     return after
 
@@ -330,10 +306,8 @@ def ahead_of_results(
     """A block in which ``table`` is as if a pass were committed that is not: ``rows`` have run
     (``advance``), ``grown`` have a token and ``drafted`` a draft more, ids not written. No sequence
     may enter or leave in it."""
-    touched = np.concatenate([rows, drafted])
-    table.make_room(int((table.length[touched] + table.num_drafts[touched]).max(initial=0)) + 1)
     columns = (table.length, table.computed, table.canonical, table.num_drafts)
-    before = [column[touched] for column in columns]
+    before = [column.copy() for column in columns]
     table.is_ahead = True
     try:
         table.advance(rows, ends, canonical)
@@ -344,7 +318,7 @@ def ahead_of_results(
     finally:
         table.is_ahead = False
         for column, values in zip(columns, before, strict=True):
-            column[touched] = values
+            column[:] = values
 
 
 def column(name: str) -> Any:

@@ -5,6 +5,8 @@ How an engine reads a prompt with it stands in engine/; the plain sequential way
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -77,6 +79,14 @@ class ThinkingModel(nn.Module):
         config = self.thinking_config
         return layers[config.layer_in], layers[config.layer_out]
 
+    def tapped(
+        self, states: torch.Tensor | None, read: Callable[[torch.Tensor], None]
+    ) -> AbstractContextManager[None]:
+        """While a forward runs, ``states`` [B, T, d] are added behind L_in, and ``read`` is given
+        the hidden states behind L_out."""
+        add = None if states is None else lambda hidden: hidden + states.to(hidden.dtype)
+        return tapped(*self.layers, add, read)
+
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[..., t] to [..., t, d] by the backbone's own embedding."""
         return self.backbone.get_input_embeddings()(token_ids)  # type: ignore[operator]
@@ -109,15 +119,16 @@ class ThinkingModel(nn.Module):
             self._check(input_ids, thoughts)
             batch, chunks, _ = thoughts.shape
             states = self._added(thoughts, labels, input_ids.shape[1])
-        with tapped(*self.layers, states) as tap:
+        read: list[torch.Tensor] = []
+        with self.tapped(states, read.append):
             logits = self.backbone(input_ids=input_ids, use_cache=False, **kwargs).logits
         found = ThinkingOutput(logits=logits)
         if thoughts is not None:
             size = self.thinking_config.chunk_size
-            read = tap.hidden[:, : chunks * size].reshape(batch * chunks, size, -1)
+            hidden = read[0][:, : chunks * size].reshape(batch * chunks, size, -1)
             flat = thoughts.flatten(0, 1)
             before = self.embed(flat[:, :-1].clamp(min=0))
-            found.thought_logits = self.thinking(read, before).unflatten(0, (batch, chunks))
+            found.thought_logits = self.thinking(hidden, before).unflatten(0, (batch, chunks))
             found.thought_loss = _loss(found.thought_logits, thoughts)
         if labels is not None:
             found.answer_loss = _loss(logits[:, :-1], labels[:, 1:])

@@ -13,7 +13,6 @@ from transformers import DynamicCache
 
 from tinyspec.model.private_names import CACHE
 from tinyspec.thinking.model import IGNORED, ThinkingModel
-from tinyspec.thinking.taps import tapped
 
 
 @dataclass
@@ -54,14 +53,15 @@ def read(model: ThinkingModel, prompts: Sequence[Sequence[int]]) -> Reading:
     for start in range(0, max(lengths), size):
         chunk = ids[:, start : start + size]
         added = None if states is None else states[:, : chunk.shape[1]]
-        with tapped(*model.layers, added) as tap:
+        hidden: list[torch.Tensor] = []
+        with model.tapped(added, hidden.append):
             output = model.backbone(input_ids=chunk, use_cache=True, **{CACHE: cache})
         for row, length in enumerate(lengths):
             if start < length <= start + size:
                 logits[row] = output.logits[row, length - 1 - start]
         if chunk.shape[1] < size:
             break
-        found = think(model, tap.hidden)
+        found = think(model, hidden[0])
         states = model.states(found)
         for row, length in enumerate(lengths):
             if start + size <= length:

@@ -21,8 +21,6 @@ from tinyspec.determinism.rows import BatchFunction, mixing, other_than
 from tinyspec.errors import refuse
 from tinyspec.model.torch_state import TorchState
 from tinyspec.model.wrappers import unwrap
-from tinyspec.runner.layer_taps import LayerTaps
-from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.thinking.backbone import decoder_of
 from tinyspec.thinking.model import IGNORED, ThinkingModel
 
@@ -112,7 +110,7 @@ def unwrapped(model: Any) -> tuple[Any, ThinkingModel | None]:
 class Thinker:
     """The blocks of one model. batches: of the chunks that run at once."""
 
-    _runner: ModelRunner
+    _layers: nn.ModuleList
     _torch_state: TorchState
 
     def __init__(self, model: ThinkingModel, settings: EngineConfig):
@@ -135,8 +133,13 @@ class Thinker:
         """Make them anew."""
         self._states.clear()
 
-    def serve(self, model: ThinkingModel) -> None:
-        """The shadow whose blocks run from now on, in the passes of ``follow``'s runner.
+    @property
+    def layers(self) -> tuple[nn.Module, nn.Module]:
+        """Behind the first states are added, behind the second hidden states are read."""
+        return self._layers[self.config.layer_in], self._layers[self.config.layer_out]
+
+    def serve(self, model: ThinkingModel, torch_state: TorchState) -> None:
+        """The shadow whose blocks run from now on, in the state of its passes.
 
         Raises ValueError for blocks on another device, or of another dtype, than the backbone."""
         kinds = {(tensor.dtype, tensor.device) for tensor in model.backbone.parameters()}
@@ -147,8 +150,8 @@ class Thinker:
                     raise refuse(name, f"{tensor.dtype} on {tensor.device}", allowed)
         self.model = model
         self.forget_states()
-        layers = decoder_of(unwrap(model.backbone)).layers
-        self._runner.taps = LayerTaps(layers, self.config.layer_in, self.config.layer_out)
+        self._torch_state = torch_state
+        self._layers = decoder_of(unwrap(model.backbone)).layers
         # The blocks may mix chunks now, or not any more.
         proven = self.batches.proven
         self.batches.forget()
@@ -160,10 +163,6 @@ class Thinker:
     def root(self) -> bytes:
         """Of the prefix cache's hashes: what, beside weights, thoughts depend on."""
         return blake2b(f"{self.config} {self.batches.reference}".encode(), digest_size=16).digest()
-
-    def follow(self, runner: ModelRunner) -> None:
-        """Add states and read hidden states in the passes of ``runner``."""
-        self._runner, self._torch_state = runner, runner.torch_state
 
     def prove(self) -> None:
         """Find, once, whether what a chunk of a batch gives is its own; if not, each runs alone."""
