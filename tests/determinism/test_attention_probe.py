@@ -14,8 +14,8 @@ from tinyspec.kernels import backend as kernels
 from tinyspec.kernels.twins import attention_plan, attention_tiles, paged_attention
 from tinyspec.kernels.twins.attention_plan import padded_queries
 from tinyspec.kernels.twins.attention_tiles import flash_attention
-from tinyspec.model.attention_calls import LayerShape, Reach
-from tinyspec.model.cpu.linears import cpu_has
+from tinyspec.model.attention import LayerShape, Reach
+from tinyspec.model.cpu_linears import cpu_has
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -22,7 +22,7 @@ from tinyspec.kernels import backend as kernels
 from tinyspec.kernels import launch
 from tinyspec.kernels.twins import attention_tiles
 from tinyspec.kernels.twins import paged_attention as twin
-from tinyspec.model.attention_calls import LayerShape, Reach
+from tinyspec.model.attention import LayerShape, Reach
 
 CONFIG = EngineConfig(reference_rows=8)
 TWINS = kernels.load("torch")

@@ -24,7 +24,7 @@ from tests.support.tiny import tiny
 from tests.support.tolerances import FORMULA, close
 from tinyspec import Engine, SamplingParams
 from tinyspec.kernels.attention_metadata import AttentionMetadata
-from tinyspec.model.cpu.fast_mode import FastMode
+from tinyspec.model.cpu_linears import FastMode
 
 KINDS = {"shape-sensitive": ShapeSensitiveLinear, "row by row": RowByRowLinear}
 NOTHING: dict[str, Any] = {

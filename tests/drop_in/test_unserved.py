@@ -14,7 +14,7 @@ import tinyspec
 from tests.support.judge import PAD, ROWS, defaults, listen, one, padded, pair
 from tests.support.tiny import tiny
 from tinyspec.drop_in import served
-from tinyspec.model.private_names import CACHE, CACHE_NAMES
+from tinyspec.model.supported import CACHE, CACHE_NAMES
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 # The name of the argument that holds a cache, and older ones, which transformers renames.

@@ -14,12 +14,12 @@ from tests.support.budget import first
 from tests.support.mixes import bits, crowd, needles, solo
 from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams, doctor
-from tinyspec.model.cpu import linears
-from tinyspec.model.cpu.fast_mode import FastMode
-from tinyspec.model.cpu.linears import (
+from tinyspec.model import cpu_linears as linears
+from tinyspec.model.cpu_linears import (
     MKL_ROWS,
     TRANSPOSED_ROWS,
     CpuLinear,
+    FastMode,
     OneDnnLinear,
     TransposedLinear,
     cpu_stand_ins,

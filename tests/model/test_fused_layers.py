@@ -19,10 +19,9 @@ from tests.support.tiny import tiny
 from tests.support.tolerances import LOGPROBS, close
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
 from tinyspec.model import install
-from tinyspec.model.equivalence import SIZES, as_close
-from tinyspec.model.fused_layer import Form, FusedLayer, GatedMlp, fused_functions
-from tinyspec.model.fused_norm import FusedNorm
-from tinyspec.model.stand_in import FusedModule
+from tinyspec.model.fused_layer import Form, FusedLayer, FusedNorm, GatedMlp, fused_functions
+from tinyspec.model.shadow import FusedModule
+from tinyspec.model.trial import SIZES, as_close
 
 CONFIG = EngineConfig(reference_rows=16, max_model_len=256)
 SILU = Form(unit_offset=False, activation="silu")

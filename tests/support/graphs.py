@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.support.recorded import as_on_a_gpu
 from tinyspec import config
-from tinyspec.model.device_stream import DeviceStream
+from tinyspec.model.torch_state import DeviceStream
 from tinyspec.runner import graphs
 
 

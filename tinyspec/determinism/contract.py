@@ -40,8 +40,7 @@ from tinyspec.determinism.probes.prober import Prober
 from tinyspec.determinism.probes.proof import ReferenceProof, prove, set_tiles
 from tinyspec.errors import DeterminismError
 from tinyspec.kernels import backend
-from tinyspec.model.linear_kinds import linear_kinds
-from tinyspec.model.linears import kernel_stand_ins
+from tinyspec.model.linears import kernel_stand_ins, linear_kinds
 from tinyspec.model.outline import WEIGHTS
 from tinyspec.model.quantized import unprovable
 from tinyspec.model.served_model import ServedModel, served_of

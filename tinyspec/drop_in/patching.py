@@ -23,7 +23,7 @@ from tinyspec.drop_in.prompts import Prompt
 from tinyspec.drop_in.seeds import Defaults
 from tinyspec.drop_in.served import PROMPT_ARGUMENTS
 from tinyspec.engine.lock import between_steps, flush
-from tinyspec.model.private_names import CACHE
+from tinyspec.model.supported import CACHE
 from tinyspec.model.wrappers import unwrap
 
 

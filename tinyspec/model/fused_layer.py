@@ -16,13 +16,110 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tinyspec.model.fused_norm import FusedNorm, ResidualStream, fused_norm
-from tinyspec.model.layer_structure import NORMS
-from tinyspec.model.linear_kinds import linear_shape
+from tinyspec.kernels.backend import Kernels
+from tinyspec.model.attention import AttentionContext
+from tinyspec.model.linears import linear_shape
 from tinyspec.model.moe import RowFunction
-from tinyspec.model.stand_in import FusedModule, standing_in
+from tinyspec.model.shadow import FusedModule, standing_in
 from tinyspec.model.torch_state import global_hooks
+from tinyspec.model.trial import eps_name
 from tinyspec.model.wrappers import has_hooks
+
+# The children of a layer and of its MLP, all of them.
+NORMS = ("input_layernorm", "post_attention_layernorm")
+LAYER = {*NORMS, "self_attn", "mlp"}
+PRODUCTS = ("gate_proj", "up_proj", "down_proj")
+MLP = {*PRODUCTS, "act_fn"}
+
+
+def is_pre_norm(module: nn.Module) -> bool:
+    """Whether a module has the parts of such a layer, and no others."""
+    if module._modules.keys() != LAYER or module._parameters or module._buffers:
+        return False
+    norms = [module.get_submodule(name) for name in NORMS]
+    mlp = module.get_submodule("mlp")
+    if mlp._modules.keys() != MLP or mlp._parameters or mlp._buffers:
+        return False
+    shapes = [linear_shape(mlp.get_submodule(name)) for name in PRODUCTS]
+    known = None not in shapes and shapes[0] == shapes[1]
+    return known and not list(mlp.get_submodule("act_fn").parameters()) and all(map(is_norm, norms))
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module holds what an RMSNorm holds: one vector of weights and an epsilon."""
+    weight = module._parameters.get("weight")
+    alone = len(module._parameters) == 1 and not module._modules and not module._buffers
+    vector = weight is not None and weight.dim() == 1 and weight.is_floating_point()
+    return alone and vector and isinstance(getattr(module, eps_name(module), None), float)
+
+
+class _Ahead(NamedTuple):
+    """What ``norm`` gives ``hidden``, computed before it was called."""
+
+    norm: nn.Module
+    hidden: Tensor
+    normed: Tensor
+
+
+class ResidualStream:
+    """The hidden states of one model between its norms; context: of its passes."""
+
+    def __init__(self, context: AttentionContext):
+        self.context = context
+        self._ahead: _Ahead | None = None
+
+    @property
+    def kernels(self) -> Kernels:
+        """Those that passes call."""
+        assert self.context.kernels is not None
+        return self.context.kernels
+
+    def leave(self, norm: nn.Module, hidden: Tensor, normed: Tensor) -> None:
+        """Keep ``normed`` for the next norm, should it be ``norm`` of ``hidden``."""
+        self._ahead = _Ahead(norm, hidden, normed)
+
+    def take(self, norm: nn.Module, hidden: Tensor) -> Tensor | None:
+        """What was left for this call, or None; nothing is left afterwards."""
+        ahead, self._ahead = self._ahead, None
+        left = ahead is not None and ahead.norm is norm and ahead.hidden is hidden
+        return ahead.normed if ahead is not None and left else None
+
+
+class FusedNorm(FusedModule):
+    """An RMSNorm by the kernel; unit_offset: the weight's distance from one is what is stored."""
+
+    weight: Tensor
+    tinyspec_stream: ResidualStream
+    tinyspec_unit_offset: bool
+
+    def bypassed(self) -> tuple[nn.Module, ...]:
+        return (self,)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """hidden_states [..., H] -> their norm."""
+        left = self.tinyspec_stream.take(self, hidden_states)
+        return self._run(hidden_states, None)[0] if left is None else left
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of x + residual [..., H], and the sum."""
+        return self._run(x, residual)
+
+    def add_ahead(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x + residual [..., H]; its norm is kept for the next call of ``forward``."""
+        normed, summed = self._run(x, residual)
+        self.tinyspec_stream.leave(self, summed, normed)
+        return summed
+
+    def _run(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        eps: float = getattr(self, eps_name(self))
+        run = self.tinyspec_stream.kernels.add_rms_norm
+        return run(x, residual, self.weight, eps, unit_offset=self.tinyspec_unit_offset)
+
+
+def fused_norm(norm: nn.Module, stream: ResidualStream, unit_offset: bool) -> FusedNorm:
+    """The stand-in of a norm."""
+    own = {"tinyspec_stream": stream, "tinyspec_unit_offset": unit_offset}
+    return standing_in(norm, FusedNorm, **own)
 
 
 class Form(NamedTuple):

@@ -19,18 +19,29 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from tinyspec.config import EngineConfig
 from tinyspec.errors import UnsupportedEnvironmentError, unsupported
+from tinyspec.kernels.launch import MAX_HEAD_DIM
 from tinyspec.model import openmp
-from tinyspec.model.attention import IMPLEMENTATION, PagedAttention, paged_attention_function
-from tinyspec.model.attention_calls import Layer
-from tinyspec.model.attention_trial import WAYS, stand_ins
-from tinyspec.model.cpu.linears import cpu_stand_ins
-from tinyspec.model.fused_layer import Form, FusedLayer, fused_layer, fused_parts
-from tinyspec.model.fused_norm import FusedNorm, ResidualStream, fused_norm
+from tinyspec.model.attention import (
+    IMPLEMENTATION,
+    Layer,
+    LayerShape,
+    PagedAttention,
+    paged_attention_function,
+)
+from tinyspec.model.attention_stand_ins import WAYS, stand_ins
+from tinyspec.model.cpu_linears import cpu_stand_ins
+from tinyspec.model.fused_layer import (
+    Form,
+    FusedLayer,
+    FusedNorm,
+    ResidualStream,
+    fused_layer,
+    fused_norm,
+    fused_parts,
+)
 from tinyspec.model.introspection import attention_calls, module_calls
-from tinyspec.model.layer_calls import LayerCall, layer_calls
-from tinyspec.model.layer_trial import chosen_forms
-from tinyspec.model.linears import LinearFunction, kernel_stand_ins
-from tinyspec.model.modules import calls_interface, children
+from tinyspec.model.layer_trial import LayerCall, chosen_forms, layer_calls
+from tinyspec.model.linears import LinearFunction, calls_interface, children, kernel_stand_ins
 from tinyspec.model.moe import serve_experts
 from tinyspec.model.positions import given_positions, rope_table
 from tinyspec.model.quantized import repack_weights
@@ -38,7 +49,6 @@ from tinyspec.model.served_model import ServedModel
 from tinyspec.model.supported import (
     FUSED,
     LEAST_POSITIONS,
-    head_refusal,
     length_refusal,
     loading_refusal,
     max_positions,
@@ -123,9 +133,17 @@ def install(
     # Tables and stand-ins are made under the settings of passes.
     with pinned(model.device.type), without_modes():
         _install(served, config, linear)
-    if config.backend == "triton" and (reason := head_refusal(served.layers)) is not None:
+    if config.backend == "triton" and (reason := _head_refusal(served.layers)) is not None:
         raise unsupported(model, reason)
     return served
+
+
+def _head_refusal(layers: Iterable[LayerShape]) -> str | None:
+    """Why the Triton kernels cannot serve a model whose attention has such heads, or None."""
+    widest = max((layer.head_dim for layer in layers), default=0)
+    if widest <= MAX_HEAD_DIM:
+        return None
+    return f"its attention has heads of {widest} numbers; the GPU's kernels take {MAX_HEAD_DIM}"
 
 
 def fuses_layers(config: EngineConfig) -> bool:

@@ -11,32 +11,94 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 
 from tinyspec.kernels import backend
 from tinyspec.kernels.launch import MAX_NORM
 from tinyspec.kernels.twins.hidden_states import ACTIVATIONS
-from tinyspec.model.attention import AttentionContext
-from tinyspec.model.attention_calls import ModuleCall
-from tinyspec.model.equivalence import (
+from tinyspec.model.attention import AttentionContext, ModuleCall
+from tinyspec.model.fused_layer import (
+    NORMS,
+    PRODUCTS,
+    Form,
+    ResidualStream,
+    fused_layer,
+    fused_norm,
+    fused_parts,
+    is_norm,
+    is_pre_norm,
+)
+from tinyspec.model.introspection import Record, probe_forward
+from tinyspec.model.shadow import shell
+from tinyspec.model.trial import (
     SIZES,
     as_close,
     described,
     kind_of,
     own_kind,
     probe_rows,
+    same_bits,
 )
-from tinyspec.model.fused_layer import Form, fused_layer, fused_parts
-from tinyspec.model.fused_norm import ResidualStream, fused_norm
-from tinyspec.model.layer_calls import LayerCall
-from tinyspec.model.layer_structure import NORMS, PRODUCTS, is_norm
-from tinyspec.model.stand_in import shell
 from tinyspec.model.wrappers import has_hooks, runs_class_forward
+
+
+@dataclass
+class LayerCall:
+    """The call of a layer, or of a norm that is part of none, in a forward.
+
+    output: what it returned, and a copy. following: what was called with that very tensor, as it
+    was returned.
+    """
+
+    module: nn.Module
+    given: list[ModuleCall] = field(default_factory=list)
+    output: tuple[Tensor, Tensor] | None = None
+    following: list[nn.Module] = field(default_factory=list)
+
+    def returned(self, hidden: object) -> bool:
+        """Whether this is the output, to which nobody has written."""
+        made = self.output
+        return made is not None and made[0] is hidden and same_bits(*made)
+
+
+def layer_calls(model: PreTrainedModel, record: Record, last: int) -> list[LayerCall]:
+    """The calls of pre-norm layers, and of norms outside of them, in a forward of rows at positions
+    from 0 to ``last``; of those that are called once."""
+    layers = [module for module in model.modules() if is_pre_norm(module)]
+    inside = {id(part) for layer in layers for part in layer.modules()}
+    norms = [m for m in model.modules() if id(m) not in inside and is_norm(m)]
+    if not layers:
+        return []
+    calls = {id(module): LayerCall(module) for module in (*layers, *norms)}
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call = ModuleCall(args, kwargs)
+        calls[id(module)].given.append(call)
+        for earlier in calls.values():
+            if earlier.returned(call.hidden):
+                earlier.following.append(module)
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if isinstance(output, Tensor):
+            calls[id(module)].output = output, output.clone()
+
+    called = (*layers, *norms)
+    hooks = [module.register_forward_pre_hook(before, with_kwargs=True) for module in called]
+    hooks += [layer.register_forward_hook(after) for layer in layers]
+    try:
+        probe_forward(model, record, last)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [call for call in calls.values() if len(call.given) == 1]
+
 
 logger = logging.getLogger("tinyspec")
 OFFSETS = (False, True)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from tinyspec.config import EngineConfig
 from tinyspec.errors import DeterminismError, refuse
-from tinyspec.model.attention_calls import LayerShape
+from tinyspec.model.attention import LayerShape
 from tinyspec.runner.kv_cache import KVCache, dtype_of
 
 # Shares of the free memory: a CPU's is shared with every other process.

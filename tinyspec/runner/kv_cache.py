@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tinyspec.kernels.twins.e4m3 import CODES
-from tinyspec.model.attention_calls import LayerShape
+from tinyspec.model.attention import LayerShape
 from tinyspec.runner.device_queue import to_device
 
 

@@ -21,7 +21,7 @@ from tinyspec.kernels.backend import Kernels
 from tinyspec.kernels.twins.attention_plan import TILE
 from tinyspec.kernels.twins.attention_tiles import KEYS_UNIT
 from tinyspec.kernels.twins.e4m3 import CODES, stored
-from tinyspec.model.attention_calls import LayerShape, Reach
+from tinyspec.model.attention import LayerShape, Reach
 from tinyspec.model.served_model import served_of
 from tinyspec.runner.model_runner import ModelRunner
 

@@ -27,9 +27,9 @@ from tinyspec.determinism.probes.row_functions import (
     probe_pool,
 )
 from tinyspec.model.fused_layer import fused_functions
-from tinyspec.model.linear_kinds import linear_kinds, linear_shape, linear_weight
+from tinyspec.model.linears import linear_kinds, linear_shape, linear_weight
 from tinyspec.model.moe import kernel_experts, row_functions
-from tinyspec.model.scratch_model import ScratchModel
+from tinyspec.model.scratch_weights import ScratchModel
 from tinyspec.model.served_model import served_of
 from tinyspec.runner.capacity import refuse_shortage
 from tinyspec.runner.model_runner import ModelRunner

@@ -21,9 +21,8 @@ from tinyspec.determinism.probes.model import ModelProbe
 from tinyspec.determinism.probes.prober import Prober
 from tinyspec.determinism.probes.routing import TOKEN_SETS, OpRecorder, data_dependent
 from tinyspec.determinism.probes.row_functions import BucketInvariance
-from tinyspec.model.cpu.linears import CpuLinear
-from tinyspec.model.linear_kinds import linear_kinds, linear_shape, linear_weight
-from tinyspec.model.linears import is_plain
+from tinyspec.model.cpu_linears import CpuLinear
+from tinyspec.model.linears import is_plain, linear_kinds, linear_shape, linear_weight
 from tinyspec.model.moe import kernel_in_all_passes
 from tinyspec.runner.model_runner import ModelRunner
 

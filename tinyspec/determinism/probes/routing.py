@@ -22,7 +22,7 @@ from tinyspec.determinism.model_state import function_settings, functions, is_us
 from tinyspec.determinism.probe_results import Unsound
 from tinyspec.determinism.probes.host_reads import HostReads
 from tinyspec.model.attention import AttentionContext
-from tinyspec.model.linear_kinds import linear_shape
+from tinyspec.model.linears import linear_shape
 from tinyspec.model.quantized import is_packed
 
 REMEDY = (

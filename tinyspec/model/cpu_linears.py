@@ -12,8 +12,10 @@ in fp32 (MKL, on an Intel CPU), for many in bf16.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tinyspec.model.cpu.fast_mode import FastMode
-from tinyspec.model.linears import SharedLinear, is_plain
-from tinyspec.model.modules import children
+from tinyspec.model.linears import SharedLinear, children, is_plain
+
+
+@dataclass
+class FastMode:
+    """One switch, shared by the runner and all CPU stand-ins of a model.
+
+    on: the pass that runs is not canonical.
+    """
+
+    on: bool = False
+
+
+# From malloc.h.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+# The largest that every glibc accepts. Where glibc raises the threshold by itself, what it keeps at
+# the top of the heap is twice that, too.
+MMAP_BYTES = 32 << 20
+
+
+def keep_freed_memory() -> bool:
+    """Serve blocks below 32 MB from the heap and keep up to 64 MB of it; whether glibc took that.
+
+    False without glibc (macOS, musl), where nothing changes.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    return mallopt is not None and bool(
+        mallopt(M_MMAP_THRESHOLD, MMAP_BYTES) and mallopt(M_TRIM_THRESHOLD, 2 * MMAP_BYTES)
+    )
+
 
 # Where MKL is faster on an Intel CPU: up to 12 rows of a weight of which each thread's share fits
 # in the cache of its core (2 MB), else up to 2. In a model of 43 linears, on one thread, 512 by 512
