@@ -258,19 +258,19 @@ WAYS: tuple[Way, ...] = (fused, rope_left_out)
 
 def stand_ins(
     calls: list[AttentionCall],
-    given: dict[int, list[ModuleCall]],
+    given: dict[nn.Module, list[ModuleCall]],
     context: AttentionContext,
     ways: tuple[Way, ...],
-) -> dict[int, nn.Module]:
-    """The stand-ins of modules that have one, by the module's id.
+) -> dict[nn.Module, nn.Module]:
+    """The stand-ins of modules that have one.
 
     calls: of attention, in a forward; given: those of the modules that make them. Modules of one
     kind that are called in the same way are tried once; one that is called twice has no stand-in.
     """
     tried: dict[Hashable, Make | None] = {}
-    made: dict[int, nn.Module] = {}
+    made: dict[nn.Module, nn.Module] = {}
     for call in calls:
-        module, arguments = call.module, given[id(call.module)]
+        module, arguments = call.module, given[call.module]
         if len(arguments) != 1 or not _may_have_one(module, arguments[0]):
             continue
         key = (kind_of(module), *map(described, arguments[0]), call.shape, call.scale, call.reach)
@@ -281,7 +281,7 @@ def stand_ins(
             if makes:
                 tried[key] = with_scratch_weights(module, partial(trial.first_equal, makes))
         if (make := tried[key]) is not None:
-            made[id(module)] = make(module, context)
+            made[module] = make(module, context)
     return made
 
 

@@ -20,10 +20,8 @@ from tinyspec.kernels.backend import Kernels
 from tinyspec.model.attention import AttentionContext
 from tinyspec.model.linears import linear_shape
 from tinyspec.model.moe import RowFunction
-from tinyspec.model.shadow import FusedModule, standing_in
-from tinyspec.model.torch_state import global_hooks
+from tinyspec.model.shadow import standing_in
 from tinyspec.model.trial import eps_name
-from tinyspec.model.wrappers import has_hooks
 
 # The children of a layer and of its MLP, all of them.
 NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -53,20 +51,15 @@ def is_norm(module: nn.Module) -> bool:
     return alone and vector and isinstance(getattr(module, eps_name(module), None), float)
 
 
-class _Ahead(NamedTuple):
-    """What ``norm`` gives ``hidden``, computed before it was called."""
-
-    norm: nn.Module
-    hidden: Tensor
-    normed: Tensor
-
-
 class ResidualStream:
-    """The hidden states of one model between its norms; context: of its passes."""
+    """The hidden states of one model between its norms; context: of its passes.
+
+    ahead: a norm, hidden states, and what the norm gives them, computed before it was called.
+    """
 
     def __init__(self, context: AttentionContext):
         self.context = context
-        self._ahead: _Ahead | None = None
+        self.ahead: tuple[nn.Module, Tensor, Tensor] | None = None
 
     @property
     def kernels(self) -> Kernels:
@@ -74,31 +67,20 @@ class ResidualStream:
         assert self.context.kernels is not None
         return self.context.kernels
 
-    def leave(self, norm: nn.Module, hidden: Tensor, normed: Tensor) -> None:
-        """Keep ``normed`` for the next norm, should it be ``norm`` of ``hidden``."""
-        self._ahead = _Ahead(norm, hidden, normed)
 
-    def take(self, norm: nn.Module, hidden: Tensor) -> Tensor | None:
-        """What was left for this call, or None; nothing is left afterwards."""
-        ahead, self._ahead = self._ahead, None
-        left = ahead is not None and ahead.norm is norm and ahead.hidden is hidden
-        return ahead.normed if ahead is not None and left else None
-
-
-class FusedNorm(FusedModule):
+class FusedNorm(nn.Module):
     """An RMSNorm by the kernel; unit_offset: the weight's distance from one is what is stored."""
 
     weight: Tensor
     tinyspec_stream: ResidualStream
     tinyspec_unit_offset: bool
 
-    def bypassed(self) -> tuple[nn.Module, ...]:
-        return (self,)
-
     def forward(self, hidden_states: Tensor) -> Tensor:
         """hidden_states [..., H] -> their norm."""
-        left = self.tinyspec_stream.take(self, hidden_states)
-        return self._run(hidden_states, None)[0] if left is None else left
+        ahead, self.tinyspec_stream.ahead = self.tinyspec_stream.ahead, None
+        if ahead is not None and ahead[0] is self and ahead[1] is hidden_states:
+            return ahead[2]
+        return self._run(hidden_states, None)[0]
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The norm of x + residual [..., H], and the sum."""
@@ -107,7 +89,7 @@ class FusedNorm(FusedModule):
     def add_ahead(self, x: Tensor, residual: Tensor) -> Tensor:
         """x + residual [..., H]; its norm is kept for the next call of ``forward``."""
         normed, summed = self._run(x, residual)
-        self.tinyspec_stream.leave(self, summed, normed)
+        self.tinyspec_stream.ahead = self, summed, normed
         return summed
 
     def _run(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -130,7 +112,7 @@ class Form(NamedTuple):
     activation: str
 
 
-class GatedMlp(FusedModule):
+class GatedMlp(nn.Module):
     """A gated MLP whose activation and product are one kernel."""
 
     gate_proj: nn.Module
@@ -139,9 +121,6 @@ class GatedMlp(FusedModule):
     act_fn: nn.Module
     tinyspec_stream: ResidualStream
     tinyspec_activation: str
-
-    def bypassed(self) -> tuple[nn.Module, ...]:
-        return (self.act_fn,)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., H] -> [..., H]."""
@@ -152,42 +131,29 @@ class GatedMlp(FusedModule):
         return self.tinyspec_stream.kernels.gated(gate, up, self.tinyspec_activation)
 
 
-class FusedLayer(FusedModule):
+class FusedLayer(nn.Module):
     """A decoder layer whose norms are ``FusedNorm``.
 
-    tinyspec_next: what is called with the hidden states that this layer returns: another
-    ``FusedLayer``, a ``FusedNorm``, or None where that is not known. tinyspec_between: the modules
-    whose hooks see them before, beside this one.
+    tinyspec_next: the norm of the hidden states that this layer returns, or None where that is not
+    known.
     """
 
     input_layernorm: FusedNorm
     post_attention_layernorm: FusedNorm
     self_attn: nn.Module
     mlp: nn.Module
-    tinyspec_next: FusedLayer | FusedNorm | None
-    tinyspec_between: tuple[nn.Module, ...]
-
-    def bypassed(self) -> tuple[nn.Module, ...]:
-        return tuple(getattr(self, name) for name in NORMS)
+    tinyspec_next: FusedNorm | None
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """hidden_states [1, R, H]; kwargs: those of attention."""
         x = self.input_layernorm(hidden_states)
         x = self.self_attn(hidden_states=x, **kwargs)[0]
         x, residual = self.post_attention_layernorm.add(x, hidden_states)
-        x, following = self.mlp(x), self._norm_ahead()
+        x, following = self.mlp(x), self.tinyspec_next
         return residual + x if following is None else following.add_ahead(x, residual)
 
-    def _norm_ahead(self) -> FusedNorm | None:
-        """The norm that is called next, unless a hook might change the hidden states before."""
-        following = self.tinyspec_next
-        hooked = has_hooks(self) or any(map(has_hooks, self.tinyspec_between)) or global_hooks()
-        if following is None or hooked:
-            return None
-        return following if isinstance(following, FusedNorm) else following.input_layernorm
 
-
-def fused_parts(layer: nn.Module, stream: ResidualStream, form: Form) -> dict[str, FusedModule]:
+def fused_parts(layer: nn.Module, stream: ResidualStream, form: Form) -> dict[str, nn.Module]:
     """The stand-ins of a layer's norms and MLP, by name."""
     own = {"tinyspec_stream": stream, "tinyspec_activation": form.activation}
     parts = {name: layer.get_submodule(name) for name in (*NORMS, "mlp")}
@@ -198,7 +164,7 @@ def fused_parts(layer: nn.Module, stream: ResidualStream, form: Form) -> dict[st
 
 def fused_layer(layer: nn.Module) -> FusedLayer:
     """The stand-in of a layer, which shares its children: those of ``fused_parts`` go there."""
-    return standing_in(layer, FusedLayer, tinyspec_next=None, tinyspec_between=())
+    return standing_in(layer, FusedLayer, tinyspec_next=None)
 
 
 def fused_functions(model: PreTrainedModel) -> list[RowFunction]:

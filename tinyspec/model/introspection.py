@@ -8,7 +8,7 @@ no pages.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from threading import Lock
@@ -282,27 +282,21 @@ def _tried(
     return first.calls, keeps_logits, reason
 
 
-def probe_forward(model: PreTrainedModel, record: Record, last: int) -> None:
-    """A forward of ``PROBE_ROWS`` rows at positions from 0 to ``last``, with attention recorded."""
-    positions = torch.linspace(0, last, PROBE_ROWS, dtype=torch.float32, device="cpu").long()
-    rows = torch.arange(PROBE_ROWS, device="cpu")
-    _forward(model, record, AttentionRecorder(Masks()), rows, positions)
-
-
 def module_calls(
-    model: PreTrainedModel, record: Record, modules: dict[int, nn.Module], last: int
-) -> dict[int, list[ModuleCall]]:
-    """By the id of each of ``modules``: the arguments of its calls in a ``probe_forward``."""
-    found: dict[int, list[ModuleCall]] = {key: [] for key in modules}
+    model: PreTrainedModel, record: Record, modules: Iterable[nn.Module], last: int
+) -> dict[nn.Module, list[ModuleCall]]:
+    """The arguments of the calls of ``modules`` in a forward of ``PROBE_ROWS`` rows at positions
+    from 0 to ``last``, with attention recorded."""
+    found: dict[nn.Module, list[ModuleCall]] = {module: [] for module in modules}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found[id(module)].append(ModuleCall(args, kwargs))
+        found[module].append(ModuleCall(args, kwargs))
 
-    hooks = [
-        module.register_forward_pre_hook(note, with_kwargs=True) for module in modules.values()
-    ]
+    positions = torch.linspace(0, last, PROBE_ROWS, dtype=torch.float32, device="cpu").long()
+    rows = torch.arange(PROBE_ROWS, device="cpu")
+    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in found]
     try:
-        probe_forward(model, record, last)
+        _forward(model, record, AttentionRecorder(Masks()), rows, positions)
     finally:
         for hook in hooks:
             hook.remove()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache, partial
 from operator import is_
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -211,14 +211,6 @@ def share(stand_in: nn.Module, module: nn.Module) -> None:
     """Let ``stand_in``, a new module, have the weights, children and hooks of ``module``."""
     vars(stand_in).update((name, vars(module)[name]) for name in TABLES)
     stand_in.training = False
-
-
-class FusedModule(nn.Module):
-    """Base of stand-ins that compute by kernels what parts of theirs would."""
-
-    def bypassed(self) -> Iterable[nn.Module]:
-        """The modules whose forward does not run, or not always."""
-        raise NotImplementedError
 
 
 def standing_in(module: nn.Module, kind: type[M], **own: Any) -> M:
