@@ -47,10 +47,6 @@ def quick(monkeypatch, no_results_on_disk):
         return out if linear.bias is None else out + linear.bias
 
     monkeypatch.setattr(CpuLinear, "default", split)
-    # Nor may canonical passes go that way.
-    monkeypatch.setattr(
-        TransposedLinear, "direct_product", lambda linear, rows: rows @ linear.weight.t() + 1
-    )
     monkeypatch.setattr(linears, "_works", lambda: True)
     monkeypatch.setattr(linears, "cpu_has", lambda name: True)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)

@@ -109,27 +109,16 @@ class CpuLinear(SharedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features]."""
-        if not self._fast_mode.on:
-            return self.product(x)
-        rows = x.numel() // self.in_features
-        if rows in self.fast_rows:
+        if self._fast_mode.on and x.numel() // self.in_features in self.fast_rows:
             return self.default(x)
-        return self.product_swapped(x) if self.faster_swapped(rows) else self.product(x)
-
-    def faster_swapped(self, rows: int) -> bool:
-        """Whether ``product_swapped`` is faster."""
-        raise NotImplementedError
+        return self.product(x)
 
     def differs_in_fast_mode(self, rows: int) -> bool:
         """Whether fast mode may change the bits of ``rows`` rows."""
-        raise NotImplementedError
+        return rows in self.fast_rows
 
     def product(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features]: what every canonical pass computes."""
-        raise NotImplementedError
-
-    def product_swapped(self, x: Tensor) -> Tensor:
-        """As ``product``, with its operands swapped."""
         raise NotImplementedError
 
     def _with_bias(self, x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
@@ -145,13 +134,20 @@ class CpuLinear(SharedLinear):
 
 
 class OneDnnLinear(CpuLinear):
-    """fp32, by oneDNN: rows times weight, or weight times rows."""
+    """fp32, by oneDNN: rows times weight, or in fast mode weight times rows."""
 
     def __init__(self, linear: nn.Linear, fast_mode: FastMode | None = None):
         super().__init__(linear, fast_mode)
         self.fast_rows = range(_mkl_rows(linear.weight.numel()) + 1)
 
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.numel() // self.in_features
+        if self._fast_mode.on and rows not in self.fast_rows and self.faster_swapped(rows):
+            return self.product_swapped(x)
+        return super().forward(x)
+
     def faster_swapped(self, rows: int) -> bool:
+        """Whether ``product_swapped`` is faster."""
         deep = self.in_features >= DEEP
         least = LEAST_COLUMNS_IF_DEEP if deep else LEAST_COLUMNS
         most = MOST_COLUMNS_IF_DEEP if deep else MOST_COLUMNS
@@ -164,6 +160,7 @@ class OneDnnLinear(CpuLinear):
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
 
     def product_swapped(self, x: Tensor) -> Tensor:
+        """As ``product``, with its operands swapped."""
         return self._with_bias(x, self._weight_first)
 
     def _weight_first(self, rows: Tensor) -> Tensor:
@@ -173,31 +170,18 @@ class OneDnnLinear(CpuLinear):
 
 
 class TransposedLinear(CpuLinear):
-    """bf16, by the transposed product, weight times rows; swapped, the direct one."""
+    """bf16, by the transposed product, weight times rows."""
 
     fast_rows = range(TRANSPOSED_ROWS + 1, sys.maxsize)
 
-    def faster_swapped(self, rows: int) -> bool:
-        return rows in self.fast_rows
-
-    def differs_in_fast_mode(self, rows: int) -> bool:
-        return rows in self.fast_rows
-
     def product(self, x: Tensor) -> Tensor:
-        return self._with_bias(x, self.transposed_product)
+        return self._with_bias(x, self._weight_first)
 
-    def product_swapped(self, x: Tensor) -> Tensor:
-        return self._with_bias(x, self.direct_product)
-
-    def transposed_product(self, rows: Tensor) -> Tensor:
+    def _weight_first(self, rows: Tensor) -> Tensor:
         """[R, in] -> [R, out] without the bias, contiguous, as some callers need."""
         if len(rows) == 1:
             return torch.mv(self.weight, rows[0])[None]
         return _transpose(torch.mm(self.weight, rows.t()))
-
-    def direct_product(self, rows: Tensor) -> Tensor:
-        """[R, in] -> [R, out] without the bias."""
-        return torch.mm(rows, self.weight.t())
 
 
 def _transpose(x: Tensor) -> Tensor:
