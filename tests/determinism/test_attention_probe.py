@@ -11,9 +11,10 @@ from tests.support.tiny import config_of, tiny
 from tinyspec import DeterminismError, Engine, SamplingParams
 from tinyspec.determinism.probes.attention import MANY_ROWS, probe_attention, probe_rows
 from tinyspec.kernels import backend as kernels
-from tinyspec.kernels.twins import attention_plan, attention_tiles, paged_attention
+from tinyspec.kernels.twins import attention as twin
+from tinyspec.kernels.twins import attention_plan
+from tinyspec.kernels.twins.attention import flash_attention
 from tinyspec.kernels.twins.attention_plan import padded_queries
-from tinyspec.kernels.twins.attention_tiles import flash_attention
 from tinyspec.model.attention import LayerShape, Reach
 from tinyspec.model.cpu_linears import cpu_has
 
@@ -137,14 +138,14 @@ def test_no_short_rest(group, least):
 @pytest.mark.skipif(not cpu_has("amx_bf16"), reason="where few and many rows differ")
 @pytest.mark.parametrize("dim", [80, 112, 144])
 def test_control_head_sizes_as_they_are(dim, monkeypatch):
-    monkeypatch.setattr(attention_tiles, "HEAD_UNIT", 1)
+    monkeypatch.setattr(twin, "HEAD_UNIT", 1)
     assert not probe(torch.bfloat16, dim)
 
 
 @pytest.mark.skipif(not cpu_has("GenuineIntel"), reason="where few and many rows differ")
 @pytest.mark.parametrize(("dtype", "softcap"), [(torch.float32, 0.0), (torch.bfloat16, 50.0)])
 def test_control_few_rows_of_a_wide_head(dtype, softcap, monkeypatch):
-    monkeypatch.setattr(paged_attention, "_least_rows", lambda q, softcap: 4)
+    monkeypatch.setattr(twin, "_least_rows", lambda q, softcap: 4)
     assert not probe(dtype, 256, softcap, heads=(8, 1))
 
 

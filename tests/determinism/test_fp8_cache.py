@@ -16,7 +16,7 @@ from tests.support.tiny import FAMILIES, tiny
 from tinyspec import SamplingParams
 from tinyspec.determinism.probes.attention import probe_attention, probe_rows
 from tinyspec.kernels import backend
-from tinyspec.kernels.twins.e4m3 import CODES, stored
+from tinyspec.kernels.twins.layers import CODES, stored
 from tinyspec.model.attention import LayerShape
 
 coded = partial(engine_of, kv_dtype="fp8_e4m3")

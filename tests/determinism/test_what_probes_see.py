@@ -20,8 +20,7 @@ from tinyspec.determinism.probes.proof import FIRST_PASSES
 from tinyspec.determinism.probes.row_functions import probe_function, probe_pool
 from tinyspec.kernels import backend as kernels
 from tinyspec.kernels import launch
-from tinyspec.kernels.twins import attention_tiles
-from tinyspec.kernels.twins import paged_attention as twin
+from tinyspec.kernels.twins import attention as twin
 from tinyspec.model.attention import LayerShape, Reach
 
 CONFIG = EngineConfig(reference_rows=8)
@@ -54,13 +53,13 @@ def test_keys_that_are_left_out(keys, monkeypatch):
     """Calls over so many keys of a tile have other bits, unlike what was compared before use."""
     shape = LayerShape(4, 2, 64)
     monkeypatch.setattr(twin, "cut_keeps_bits", lambda *_: True)
-    flash = attention_tiles.flash_attention
+    flash = twin.flash_attention
 
     def other(q, k, *args, **more):
         out, lse = flash(q, k, *args, **more)
         return out * (1 + (k.shape[2] == keys)), lse
 
-    monkeypatch.setattr(attention_tiles, "flash_attention", other)
+    monkeypatch.setattr(twin, "flash_attention", other)
     assert not probe_rows(TWINS, shape, torch.float32, CPU)
     monkeypatch.setattr(twin, "cut_keeps_bits", lambda *_: False)
     assert probe_rows(TWINS, shape, torch.float32, CPU)

@@ -24,7 +24,7 @@ from tinyspec import Engine
 from tinyspec.determinism import model_state
 from tinyspec.kernels import backend
 from tinyspec.kernels.backend import Kernels
-from tinyspec.kernels.twins.e4m3 import NAN
+from tinyspec.kernels.twins.layers import NAN
 from tinyspec.runner.kv_cache import KVCache
 
 

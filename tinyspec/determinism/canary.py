@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from tinyspec.determinism.environment import ambient
 from tinyspec.kernels import backend
-from tinyspec.kernels.attention_metadata import AttentionMetadata
+from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.model.attention import LayerShape
 from tinyspec.model.checksum import checksum
 from tinyspec.model.cpu_linears import CpuLinear

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from tinyspec.kernels.attention_metadata import AttentionMetadata
-from tinyspec.kernels.backend import Kernels
+from tinyspec.kernels.backend import AttentionMetadata, Kernels
 from tinyspec.model.shadow import share
 from tinyspec.model.trial import eps_name
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from tinyspec.kernels import backend
-from tinyspec.kernels.attention_metadata import AttentionMetadata
+from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.model.attention import (
     AttentionCall,
     AttentionContext,

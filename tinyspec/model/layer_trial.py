@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from tinyspec.kernels import backend
 from tinyspec.kernels.launch import MAX_NORM
-from tinyspec.kernels.twins.hidden_states import ACTIVATIONS
+from tinyspec.kernels.twins.layers import ACTIVATIONS
 from tinyspec.model.attention import AttentionContext, ModuleCall
 from tinyspec.model.fused_layer import (
     NORMS,

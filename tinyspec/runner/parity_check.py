@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from tinyspec.errors import unsupported
-from tinyspec.kernels.attention_metadata import AttentionMetadata
+from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.model.introspection import ROUNDING
 from tinyspec.model.scratch_weights import with_scratch_weights, with_weights
 from tinyspec.model.served_model import ServedModel

@@ -16,11 +16,10 @@ from torch import Tensor
 from tinyspec.determinism.probe_results import ComparedRows, Unsound
 from tinyspec.determinism.probes.bits import PositionResult, unequal_bits
 from tinyspec.kernels import launch
-from tinyspec.kernels.attention_metadata import AttentionMetadata
-from tinyspec.kernels.backend import Kernels
+from tinyspec.kernels.backend import AttentionMetadata, Kernels
+from tinyspec.kernels.twins.attention import KEYS_UNIT
 from tinyspec.kernels.twins.attention_plan import TILE
-from tinyspec.kernels.twins.attention_tiles import KEYS_UNIT
-from tinyspec.kernels.twins.e4m3 import CODES, stored
+from tinyspec.kernels.twins.layers import CODES, stored
 from tinyspec.model.attention import LayerShape, Reach
 from tinyspec.model.served_model import served_of
 from tinyspec.runner.model_runner import ModelRunner
