@@ -28,11 +28,10 @@ from tests.support.loading import (
 from tests.support.tiny import tiny
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams, doctor
 from tinyspec.determinism.fingerprint import digest_weights
-from tinyspec.model import quantized
 from tinyspec.model.cpu_linears import OneDnnLinear
 from tinyspec.model.linears import KernelLinear, linear_kinds, linear_weight
 from tinyspec.model.outline import WEIGHTS, Outline
-from tinyspec.model.quantized import is_packed, packing_format, parts
+from tinyspec.model.quantized import is_packed, packing_format, parts, same_format
 from tinyspec.model.scratch_weights import ScratchModel
 
 NAME = "model.layers.0.self_attn.q_proj"
@@ -334,12 +333,6 @@ FEW = ("torchao int8 weights", "bitsandbytes int8 without outliers", "bitsandbyt
 SLOW = pytest.mark.slow("crosses", 1)
 
 
-def form(weight):
-    """All of a packed weight but its numbers."""
-    plain = {n: (p.shape, p.stride(), p.dtype) for n, p in parts(weight).items()}
-    return type(weight), packing_format(weight), plain
-
-
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FEW else SLOW) for n in PROVEN])
 def test_random_packed_weights_have_the_format_of_the_own(folder, name):
     model = settled(load(folder, quantization_config=PROVEN[name]()))
@@ -350,7 +343,7 @@ def test_random_packed_weights_have_the_format_of_the_own(folder, name):
 
     def look():
         found = {name: model.get_parameter(name) for name in own}
-        assert all(form(found[n]) == form(w) and found[n] is not w for n, w in own.items())
+        assert all(same_format(found[n], w) and found[n] is not w for n, w in own.items())
         return linear(rows)
 
     with torch.no_grad():
@@ -362,11 +355,13 @@ def test_random_packed_weights_have_the_format_of_the_own(folder, name):
     assert digest_weights(model) == digest
 
 
-def test_formats_that_are_not_known_are_refused(folder, monkeypatch):
+def test_what_cannot_be_packed_anew_is_refused(folder, monkeypatch, no_results_on_disk):
     model = load(folder, quantization_config=int8_weights())
-    monkeypatch.setattr(quantized, "PACKED", ())
+    monkeypatch.delattr(type(model.get_submodule(NAME).weight), "from_hp")
     with Engine(model, config=CONFIG) as engine:
-        with pytest.raises(DeterminismError, match=rf"{NAME} .Linear. has packed weights .weight:"):
+        with pytest.raises(
+            DeterminismError, match=rf"{NAME} .Linear. has packed weights .weight: "
+        ):
             engine.generate(PROMPTS, DETERMINISTIC)
         assert len(tokens(engine.generate([PROMPTS[0]], PLAIN))[0]) == 8
 

@@ -31,6 +31,7 @@ def odd_weights():
         "one row": torch.randn(1, 64).expand(96, 64),
         "shifted": at(4, 96, 64),
         "further": at(20, 96, 64),
+        "astride": at(2, 96, 64),
         "bf16": at(6, 96, 64, dtype=torch.bfloat16),
     }
     with torch.inference_mode():
@@ -77,7 +78,7 @@ def test_forms_are_those_of_the_own_weights(mode):
 def test_kinds_tell_forms_apart():
     """Of one class and one size: each is probed by itself."""
     kinds = linear_kinds(odd_weights())
-    assert len(kinds) == 8
+    assert len(kinds) == 9
     twice = nn.ModuleList([nn.Linear(64, 96), nn.Linear(64, 96)])
     assert len(linear_kinds(twice)) == 1
     twice[1].weight = nn.Parameter(at(4, 96, 64))

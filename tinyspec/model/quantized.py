@@ -6,8 +6,8 @@ library is imported: both are recognised by attributes. Knows modules and tensor
 
 from __future__ import annotations
 
-import copy
 import re
+from inspect import signature
 from typing import Any
 
 import torch
@@ -16,14 +16,6 @@ from torch import Tensor, nn
 PLAIN = (nn.Parameter, Tensor)
 # Quantized activations have one scale for each of these: a row, or a part of a row.
 ROW_SCALES = ("PerRow", "PerToken", "PerGroup")
-# Classes of packed weights of which a proof can draw others; all else is refused by name.
-TORCHAO = ("Int8Tensor", "Float8Tensor", "IntxUnpackedToInt8Tensor")
-PACKED = (*TORCHAO, "Int8Params", "Params4bit")
-# What 4-bit parameters are made with.
-FOUR_BITS = ("requires_grad", "blocksize", "compress_statistics", "quant_type", "quant_storage")
-# Scales of random codes, so that products keep the size of rows; by the dtype of the codes.
-SCALE = 2.0**-5
-SCALES = {torch.int8: 2.0**-11}
 
 
 def is_packed(weight: object) -> bool:
@@ -129,12 +121,7 @@ def unprovable(model: nn.Module) -> str | None:
     whose like a probe cannot make.
     """
     for name, module in model.named_modules():
-        why = (
-            _row_dependence(module)
-            or _hidden_tensors(module)
-            or _unknown_packing(module)
-            or _misplaced(module)
-        )
+        why = _row_dependence(module) or _hidden_tensors(module) or _unknown_packing(module)
         if why is not None:
             return f"{name} ({type(module).__name__}) {why}"
     return None
@@ -177,15 +164,12 @@ def _holds_tensors(value: object) -> bool:
 
 
 def _unknown_packing(module: nn.Module) -> str | None:
-    """A packed weight that ``redrawn`` does not know, or matrices of integers in a linear layer,
-    which stand for weights in a way that is not known; or None."""
-    own = {name: x for name, x in (module._parameters | module._buffers).items() if x is not None}
-    for name, x in own.items():
-        if is_packed(x) and type(x).__name__ not in PACKED:
-            return f"has packed weights ({name}: {type(x).__name__}), which a proof cannot draw"
-    integers = [name for name, x in own.items() if _is_integer_matrix(x)]
-    if hasattr(module, "in_features") and integers:
-        return f"has packed weights of a format that a probe cannot make ({', '.join(integers)})"
+    """Matrices of integers in a linear layer, which stand for weights in a way that is not known;
+    or None."""
+    own = {**module._parameters, **module._buffers}
+    packed = [name for name, x in own.items() if x is not None and _is_integer_matrix(x)]
+    if hasattr(module, "in_features") and packed:
+        return f"has packed weights of a format that a probe cannot make ({', '.join(packed)})"
     return None
 
 
@@ -194,57 +178,80 @@ def _is_integer_matrix(x: Tensor) -> bool:
     return x.dim() > 1 and not real and not is_packed(x)
 
 
-def _misplaced(module: nn.Module) -> str | None:
-    """A weight that begins where no tensor of torch's making would, or None."""
-    plain = {n: w for n, w in module._parameters.items() if w is not None and not is_packed(w)}
-    wrong = [name for name, w in plain.items() if w.data_ptr() % w.element_size()]
-    return f"has weights at odd addresses ({', '.join(wrong)})" if wrong else None
+# What bitsandbytes' 4-bit and 8-bit parameters are made with.
+FOUR_BITS = ("blocksize", "compress_statistics", "quant_type", "quant_storage")
+EIGHT_BITS = ("has_fp16_weights", "requires_grad")
+# Arguments of ``from_hp`` that packing finds out by itself.
+FOUND = ("scale", "zero_point")
 
 
-def redrawn(weight: Any) -> Tensor:
-    """A packed weight of the format of ``weight``, one of PACKED, with random numbers."""
-    kind = type(weight)
-    if kind.__name__ == "Int8Params":  # its linear holds the scales after the first call
-        codes, scales = _drawn(weight.data), torch.full((len(weight),), SCALES[torch.int8])
-        return _of_eight_bits(weight, codes, scales.to(codes.device))
-    if kind.__name__ == "Params4bit":
-        state = copy.copy(weight.quant_state)
-        state.absmax = _drawn(state.absmax)
-        if state.nested:
-            state.state2 = copy.copy(state.state2)
-            state.state2.absmax = _drawn(state.state2.absmax)
-        known = {name: getattr(weight, name) for name in FOUR_BITS}
-        return kind(_drawn(weight.data), quant_state=state, bnb_quantized=True, **known)
-    names, how = weight.__tensor_flatten__()
-    scale = SCALES.get(weight.qdata.dtype)
-    drawn = {name: _drawn(getattr(weight, name), scale) for name in names if name != "zero_point"}
-    if "zero_point" in names:
-        drawn["zero_point"] = torch.zeros_like(weight.zero_point)
-    made = kind.__tensor_unflatten__(drawn, how, weight.shape, weight.stride())
-    return nn.Parameter(made, requires_grad=weight.requires_grad)
+def unpacked(weight: Any) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype of the matrix that a packed weight was made from."""
+    state = getattr(weight, "quant_state", None)
+    if state is not None:
+        return tuple(state.shape), state.dtype
+    return tuple(weight.shape), torch.float16 if _has_eight_bits(weight) else weight.dtype
 
 
-def _drawn(part: Tensor, scale: float | None = None) -> Tensor:
-    """As ``part``: scales are all alike, codes random."""
-    if part.dtype in (torch.float32, torch.bfloat16, torch.float16):
-        return torch.full_like(part, scale or SCALE)
-    generator = torch.Generator("cpu").manual_seed(part.numel())
-    drawn: dict[str, Any] = {"generator": generator, "device": "cpu"}
-    if part.is_floating_point():
-        codes = torch.randn(part.shape, dtype=torch.bfloat16, **drawn)
-    else:
-        limits = torch.iinfo(part.dtype)
-        codes = torch.randint(limits.min, limits.max + 1, part.shape, dtype=part.dtype, **drawn)
-    return torch.empty_like(part).copy_(codes)
+def packed_like(weight: Any, dense: Tensor) -> Tensor | None:
+    """``dense`` packed as ``weight`` is; None where no function of its library is known."""
+    kind: Any = type(weight)
+    try:
+        if hasattr(kind, "from_hp"):
+            made = kind.from_hp(dense, **_told(weight))
+            return nn.Parameter(made, requires_grad=weight.requires_grad)
+        if hasattr(weight, "quant_state"):
+            made = kind(dense.clone(), **{name: getattr(weight, name) for name in FOUR_BITS})
+            return made.to(weight.device)
+        if _has_eight_bits(weight):
+            made = kind(dense.cpu(), **{name: getattr(weight, name) for name in EIGHT_BITS})
+            return made.to(weight.device)
+    except Exception:  # of whatever kind: it is another library's
+        pass
+    return None
 
 
-def for_another(packed: Any) -> Tensor:
+def shared(packed: Any) -> Tensor:
     """A packed weight for one more module: 8-bit linears take the data out of theirs."""
-    if type(packed).__name__ != "Int8Params":
+    if not _has_eight_bits(packed):
         return packed
-    return _of_eight_bits(packed, packed.CB, packed.SCB)
+    how = {name: getattr(packed, name) for name in (*EIGHT_BITS, "CB", "SCB")}
+    return type(packed)(packed.data, **how)
 
 
-def _of_eight_bits(weight: Any, codes: Tensor, scales: Tensor) -> Tensor:
-    how = {"requires_grad": weight.requires_grad, "has_fp16_weights": weight.has_fp16_weights}
-    return type(weight)(codes, CB=codes, SCB=scales, **how)
+def same_format(a: Tensor, b: Tensor) -> bool:
+    """Whether the same kernels take two packed weights: equal in all but their numbers."""
+
+    def form(weight: Tensor) -> object:
+        plain = {n: (p.shape, p.stride(), p.dtype, p.device) for n, p in parts(weight).items()}
+        return type(weight), packing_format(weight), plain
+
+    return form(a) == form(b)
+
+
+def _has_eight_bits(weight: Any) -> bool:
+    return hasattr(weight, "has_fp16_weights")
+
+
+def _told(weight: Any) -> dict[str, Any]:
+    """The arguments of ``from_hp`` that the weight knows of itself."""
+    known = {
+        "float8_dtype": getattr(getattr(weight, "qdata", None), "dtype", None),
+        "granularity": _granularity(weight),
+    }
+    names = [name for name in signature(type(weight).from_hp).parameters if name not in FOUND]
+    given = {name: known.get(name, getattr(weight, name, None)) for name in names}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _granularity(weight: Any) -> Any:
+    """torchao's word for the size of a weight's blocks; None where it has none."""
+    block = list(getattr(weight, "block_size", None) or ())
+    if not block:
+        return None
+    from torchao.quantization import granularity
+
+    if block == list(weight.shape):
+        return granularity.PerTensor()
+    whole_row = block[-1] == weight.shape[-1]
+    return granularity.PerRow() if whole_row else granularity.PerGroup(block[-1])

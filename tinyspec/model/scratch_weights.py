@@ -2,8 +2,7 @@
 
 Each has the shape, strides, dtype and alignment of the weight that it replaces, and none of its
 numbers. All of one dtype are views of one buffer, as large as the largest of them, that begin at
-different places; packed ones are redrawn, one of each format. Knows modules; neither probes nor
-models by name.
+different places. Knows modules; neither probes nor models by name.
 """
 
 from __future__ import annotations
@@ -20,7 +19,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tinyspec.errors import DeterminismError
-from tinyspec.model.quantized import extra_parts, for_another, is_packed, layout, parts, redrawn
+from tinyspec.model.quantized import (
+    extra_parts,
+    is_packed,
+    layout,
+    packed_like,
+    parts,
+    repack_weights,
+    same_format,
+    shared,
+    unpacked,
+)
 from tinyspec.model.supported import failing_module
 
 DRAWN = (
@@ -40,26 +49,61 @@ T = TypeVar("T")
 
 
 class Buffer(NamedTuple):
-    """What views of one buffer have in common. torch's products of weights that were made in
-    inference mode may be others."""
+    """A buffer's numbers, its address modulo the size of one, and whether it is made in inference
+    mode: torch's products of such weights may be others."""
 
     spread: str
     dtype: torch.dtype
     device: torch.device
+    remainder: int
     inference: bool
 
 
-def _buffer_of(name: str, weight: Tensor) -> Buffer:
+class Form(NamedTuple):
+    """What a scratch weight has in common with the weight that it replaces.
+
+    place: its address modulo ALIGNMENT.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    place: int
+    spread: str
+    inference: bool = False
+
+    @property
+    def extent(self) -> int:
+        """Bytes from its first number to the end of its last."""
+        reach = sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+        return (reach + 1) * self.dtype.itemsize if prod(self.shape) else 0
+
+    @property
+    def buffer(self) -> Buffer:
+        """Which buffer it is a view of. A weight in a file that was mapped may begin anywhere."""
+        remainder = self.place % self.dtype.itemsize
+        return Buffer(self.spread, self.dtype, self.device, remainder, self.inference)
+
+
+def _form(name: str, weight: Tensor) -> Form:
     last = name.rpartition(".")[2]
     spread = SCALE if last == "weight" else BIAS if last.endswith("bias") else VECTOR
-    spread = MATRIX if weight.dim() > 1 else spread
-    return Buffer(spread, weight.dtype, weight.device, weight.is_inference())
+    return Form(
+        tuple(weight.shape),
+        weight.stride(),
+        weight.dtype,
+        weight.device,
+        weight.data_ptr() % ALIGNMENT,
+        MATRIX if weight.dim() > 1 else spread,
+        weight.is_inference(),
+    )
 
 
-def _extent(weight: Tensor) -> int:
-    """Bytes from a weight's first number to the end of its last."""
-    reach = sum((n - 1) * step for n, step in zip(weight.shape, weight.stride(), strict=True))
-    return (reach + 1) * weight.element_size() if prod(weight.shape) else 0
+def contiguous_form(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Form:
+    """Of contiguous matrices that begin where torch's own allocations do."""
+    stride = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    return Form(shape, stride, dtype, device, 0, MATRIX)
 
 
 def weights_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -76,62 +120,76 @@ def weights_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{own}".lstrip("."), weight
 
 
-class ScratchBuffers:
-    """The buffers of the scratch weights of a module; packed weights have none.
+def forms_of(module: nn.Module) -> dict[str, Form]:
+    """Name -> form of every weight that is drawn: those in a floating-point dtype, not packed."""
+    return {
+        name: _form(name, weight)
+        for name, weight in weights_of(module)
+        if weight.dtype in DRAWN and not is_packed(weight)
+    }
 
-    nbytes: of all of them. Nothing is allocated before ``draw``.
+
+class ScratchBuffers:
+    """The buffers that weights of the given forms are views of.
+
+    nbytes: of all of them. Nothing is allocated before the first ``view``.
     """
 
-    def __init__(self, module: nn.Module):
-        self._own = {
-            name: weight
-            for name, weight in weights_of(module)
-            if weight.dtype in DRAWN and not is_packed(weight)
-        }
+    def __init__(self, forms: list[Form]):
         self._sizes: dict[Buffer, int] = {}
-        for name, weight in self._own.items():
-            buffer = _buffer_of(name, weight)
-            self._sizes[buffer] = max(_extent(weight), self._sizes.get(buffer, 0))
-        self.nbytes = sum(size + (PLACES + 1) * ALIGNMENT for size in self._sizes.values())
-        widths = [weight.shape[-1] for weight in self._own.values() if weight.dim() > 1]
+        for form in forms:
+            size = max(form.extent, self._sizes.get(form.buffer, 0))
+            self._sizes[form.buffer] = size
+        widths = [form.shape[-1] for form in forms if form.spread == MATRIX]
         self._scale = max(1, mode(widths)) ** -0.5 if widths else 1.0
+        self._held: dict[Buffer, Tensor] = {}
+        self._views = 0
 
-    def draw(self) -> dict[int, Tensor]:
-        """A scratch weight, of its class, by the id of each weight."""
-        held: dict[Buffer, Tensor] = {}
-        found: dict[int, Tensor] = {}
-        for number, (name, weight) in enumerate(self._own.items()):
-            buffer = _buffer_of(name, weight)
-            with torch.inference_mode(buffer.inference), torch.no_grad():
-                if buffer not in held:
-                    held[buffer] = self._filled(buffer)
-                flat = held[buffer]
-                first = (number + 1) * 37 % PLACES * ALIGNMENT
-                first += (weight.data_ptr() - flat.data_ptr()) % ALIGNMENT
-                place = first // weight.element_size()
-                drawn = flat.as_strided(weight.shape, weight.stride(), place)
-                if isinstance(weight, nn.Parameter):
-                    drawn = nn.Parameter(drawn, requires_grad=weight.requires_grad)
-            found[id(weight)] = drawn
-        return found
+    @property
+    def nbytes(self) -> int:
+        return sum(size + (PLACES + 1) * ALIGNMENT for size in self._sizes.values())
+
+    def view(self, form: Form) -> Tensor:
+        """Random numbers in this form, at another place of the buffer than those before."""
+        if form.buffer not in self._held:
+            self._held[form.buffer] = self._filled(form.buffer)
+        flat = self._held[form.buffer]
+        self._views += 1
+        first = self._views * 37 % PLACES * ALIGNMENT
+        first += (form.place - flat.data_ptr()) % ALIGNMENT
+        return flat.as_strided(form.shape, form.stride, first // form.dtype.itemsize)
 
     def _filled(self, buffer: Buffer) -> Tensor:
-        count = -(-(self._sizes[buffer] + (PLACES + 1) * ALIGNMENT) // buffer.dtype.itemsize)
-        flat = torch.empty(count, dtype=buffer.dtype, device=buffer.device)
-        drawn = self._drawn(min(PERIOD, count), buffer.spread).to(buffer.device, buffer.dtype)
+        dtype, device, size = buffer.dtype, buffer.device, self._sizes[buffer]
+        count = -(-(size + (PLACES + 1) * ALIGNMENT) // dtype.itemsize)
+        flat = torch.empty(count + 1, dtype=dtype, device=device)
+        if buffer.remainder:
+            # A view begins at a whole number: this one is of a part of the storage.
+            part = flat.untyped_storage()[buffer.remainder :]
+            flat = torch.empty(0, dtype=dtype, device=device).set_(part, 0, (count,), (1,))
+        drawn = self._drawn(min(PERIOD, count), buffer.spread).to(device, dtype)
         for part in flat.split(len(drawn)):
             part.copy_(drawn[: len(part)])
         return flat
 
     def _drawn(self, count: int, spread: str) -> Tensor:
         # Another seed than inputs have.
-        generator = torch.Generator("cpu").manual_seed(PERIOD)
+        generator = torch.Generator().manual_seed(PERIOD)
         noise = torch.randn(count, generator=generator, dtype=torch.float32, device="cpu")
         if spread == MATRIX:
             return noise * self._scale
         if spread == BIAS:
             return noise * 2.0 ** (torch.arange(count, device="cpu") % 4 * -6)
         return noise / 4 + (spread == SCALE)
+
+
+def scratch_like(weight: Tensor, buffers: ScratchBuffers, form: Form) -> Tensor:
+    """A scratch weight of the class of ``weight``."""
+    with torch.inference_mode(form.inference), torch.no_grad():
+        drawn = buffers.view(form)
+        if isinstance(weight, nn.Parameter):
+            return nn.Parameter(drawn, requires_grad=weight.requires_grad)
+        return drawn
 
 
 def with_weights(
@@ -168,42 +226,74 @@ def with_weights(
 def with_scratch_weights(module: nn.Module, function: Callable[[], T], *others: nn.Module) -> T:
     """``function()`` while ``module``, and ``others`` that share its weights, have scratch weights;
     packed weights stay."""
-    return with_weights((module, *others), ScratchBuffers(module).draw(), function)
+    forms, own = forms_of(module), dict(weights_of(module))
+    buffers = ScratchBuffers(list(forms.values()))
+    drawn = {id(own[name]): scratch_like(own[name], buffers, form) for name, form in forms.items()}
+    return with_weights((module, *others), drawn, function)
 
 
 class ScratchModel:
-    """Runs functions while a model has scratch weights, packed ones of their own formats included;
-    its own are not written to.
+    """Runs functions while a model has scratch weights; its own are not written to.
 
     nbytes: memory that this takes.
     """
 
     def __init__(self, model: PreTrainedModel):
         self._model = model
-        self._buffers = ScratchBuffers(model)
-        self._packed = [weight for _, weight in weights_of(model) if is_packed(weight)]
-        kinds = {layout(weight): weight for weight in self._packed}
-        packed = sum(part.nbytes for weight in kinds.values() for part in parts(weight).values())
-        self.nbytes = self._buffers.nbytes + packed
+        self._own = dict(weights_of(model))
+        self._forms = forms_of(model)
+        self._sources: dict[str, Form] = {}
+        kinds: dict[Hashable, int] = {}
+        for name, weight in self._own.items():
+            if is_packed(weight):
+                self._sources[name] = contiguous_form(*unpacked(weight), weight.device)
+                kinds[layout(weight)] = sum(part.nbytes for part in parts(weight).values())
+        self._buffers = ScratchBuffers([*self._forms.values(), *self._sources.values()])
+        self.nbytes = self._buffers.nbytes + sum(kinds.values())
         self._drawn: dict[int, Tensor] = {}
 
     def run(self, function: Callable[[], T]) -> T:
-        """``function()`` on scratch weights, the same ones in every call."""
+        """``function()`` on scratch weights, the same ones in every call.
+
+        Raises DeterminismError for packed weights whose library has no function that packs others.
+        """
         if not self._drawn:
-            self._drawn = self._buffers.draw()
-            made: dict[Hashable, Tensor] = {}
-            for weight in self._packed:
-                # bitsandbytes replaces the data of its weights in calls.
-                with torch.inference_mode(False), torch.no_grad():
-                    if (key := layout(weight)) not in made:
-                        made[key] = redrawn(weight)
-                    self._drawn[id(weight)] = for_another(made[key])
+            drawn = {
+                name: scratch_like(self._own[name], self._buffers, form)
+                for name, form in self._forms.items()
+            } | self._packed()
+            self._drawn = {id(self._own[name]): weight for name, weight in drawn.items()}
+
+        def repacked() -> T:
+            repack_weights(self._model, self._model.dtype)
+            for name in self._sources:
+                found: Any = self._model.get_parameter(name)
+                if not same_format(found, self._own[name]):
+                    raise self._refusal(name)
+            return function()
+
         with self._own_states():
             try:
-                return with_weights(self._model, self._drawn, function)
+                return with_weights(self._model, self._drawn, repacked)
             except (AssertionError, ValueError) as error:  # as of a quantizer's range
                 why = failing_module(self._model, error)
                 raise DeterminismError(f"on weights of the proof's own making {why}") from error
+
+    def _packed(self) -> dict[str, Tensor]:
+        """A random packed weight for every packed one; those of one layout share their parts."""
+        made: dict[Hashable, Any] = {}
+        found = {}
+        for name, form in self._sources.items():
+            weight = self._own[name]
+            key = layout(weight)
+            if key not in made:
+                # As loaded weights are made: bitsandbytes replaces their data in the first call.
+                with torch.inference_mode(False), torch.no_grad():
+                    made[key] = packed_like(weight, self._buffers.view(form))
+            if made[key] is None:
+                raise self._refusal(name)
+            found[name] = shared(made[key])
+        return found
 
     @contextmanager
     def _own_states(self) -> Iterator[None]:
@@ -217,3 +307,13 @@ class ScratchModel:
         finally:
             for module, state in zip(before, states, strict=True):
                 module.state = state
+
+    def _refusal(self, name: str) -> DeterminismError:
+        owner, _, own = name.rpartition(".")
+        module = type(self._model.get_submodule(owner)).__name__
+        kind = type(self._own[name]).__name__
+        return DeterminismError(
+            f"{owner} ({module}) has packed weights ({own}: {kind}), and no function of their "
+            "library is known that packs others alike, which a proof needs; deterministic=True "
+            "needs weights without quantization, or in another format"
+        )
