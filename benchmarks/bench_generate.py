@@ -29,8 +29,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from benchmarks.presets import build
 from benchmarks.workloads import DEVICE, Workload, in_turns, of_shapes
 from tinyspec import EngineConfig, patch, unpatch
-from tinyspec.model.cpu.fast_mode import FastMode
-from tinyspec.model.cpu.linears import cpu_stand_ins
+from tinyspec.model.cpu_linears import FastMode, cpu_stand_ins
 
 SAME_LINEARS = ", same linears"
 BLOCK = 256

@@ -27,8 +27,8 @@ from tinyspec.kernels.twins import attention as twin
 from tinyspec.kernels.twins import attention_plan
 from tinyspec.kernels.twins.attention import flash_attention
 from tinyspec.kernels.twins.attention_plan import padded_queries
-from tinyspec.model.attention_calls import LayerShape, Reach
-from tinyspec.model.cpu.linears import cpu_has
+from tinyspec.model.attention import LayerShape, Reach
+from tinyspec.model.cpu_linears import cpu_has
 
 TWINS = kernels.load("torch")
 CONFIG = EngineConfig(reference_rows=8)

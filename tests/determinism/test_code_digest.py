@@ -15,7 +15,7 @@ from tinyspec.model.checksum import row_checksums
 from tinyspec.thinking.thinker import CODE
 
 # One file of each wing that decides bits, twins and kernels apart.
-FILES = ("kernels/sample.py", "kernels/twins/sample.py", "model/row_tiles.py", "runner/sampler.py")
+FILES = ("kernels/sample.py", "kernels/twins/sample.py", "model/linears.py", "runner/sampler.py")
 
 
 @pytest.fixture

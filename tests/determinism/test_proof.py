@@ -18,8 +18,7 @@ from tinyspec.determinism import results
 from tinyspec.determinism.model_state import adapter_state
 from tinyspec.kernels.twins import layers as twins
 from tinyspec.model.checksum import checksum
-from tinyspec.model.cpu.fast_mode import FastMode
-from tinyspec.model.cpu.linears import cpu_stand_ins
+from tinyspec.model.cpu_linears import FastMode, cpu_stand_ins
 from tinyspec.model.linears import KernelLinear
 
 SIZES = [2, 4, 8, 16]

@@ -23,7 +23,7 @@ from tinyspec.determinism.rows import (
     sensitive_pool,
     unequal_bits,
 )
-from tinyspec.model.linear_kinds import distinct_linears, linear_shape, linear_weight
+from tinyspec.model.linears import distinct_linears, linear_shape, linear_weight
 from tinyspec.scheduler.buckets import Buckets
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -17,8 +17,7 @@ from tests.support.judge import PAD, ROWS, listen, one, padded, pair
 from tests.support.tiny import tiny
 from tinyspec.drop_in import served
 from tinyspec.drop_in.served import TOKEN_TYPES, says_nothing
-from tinyspec.model.private_names import CACHE, CACHE_NAMES
-from tinyspec.model.supported import SERVED
+from tinyspec.model.supported import CACHE, CACHE_NAMES, SERVED
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

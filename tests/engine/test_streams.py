@@ -11,7 +11,7 @@ from tests.support.patience import PATIENCE
 from tests.support.streams import Stream
 from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
-from tinyspec.model import device_stream
+from tinyspec.model import torch_state
 
 CONFIG = EngineConfig(reference_rows=8, page_size=4, max_model_len=64)
 PARAMS = SamplingParams(max_new_tokens=5)
@@ -21,7 +21,7 @@ SAMPLED = replace(PARAMS, temperature=1.0, seed=1, num_return_sequences=3)
 @pytest.fixture(autouse=True)
 def streams_of_before():
     yield
-    device_stream._streams.clear()
+    torch_state._streams.clear()
 
 
 def two_callers(recorder) -> list:
@@ -82,7 +82,7 @@ def test_control_the_callers_stream(monkeypatch):
 def test_control_a_wait_left_out(missing, monkeypatch):
     """Of the engine's stream for the caller's, or the other way round."""
     recorder = streams.record(monkeypatch)
-    own, whole = device_stream.stream_of(torch.device("cpu")).own, Stream.wait_stream
+    own, whole = torch_state.stream_of(torch.device("cpu")).own, Stream.wait_stream
 
     def wait(stream: Stream, other: Stream) -> None:
         if (stream is own) != (missing == "before"):
@@ -168,7 +168,7 @@ def test_memory_goes_back(queues, monkeypatch):
 def test_who_captures_is_alone(monkeypatch):
     """Work that another thread hands over to the stream would be captured with it."""
     streams.record(monkeypatch)
-    stream, order = device_stream.stream_of(torch.device("cpu")), []
+    stream, order = torch_state.stream_of(torch.device("cpu")), []
     inside, leave = Event(), Event()
 
     def other():
@@ -194,7 +194,7 @@ def test_who_captures_is_alone(monkeypatch):
 
 
 def test_a_cpu_has_no_stream():
-    state = device_stream.stream_of(torch.device("cpu"))
+    state = torch_state.stream_of(torch.device("cpu"))
     assert not state.queues
     with state():
         state.again()

@@ -14,12 +14,12 @@ from tests.support.budget import first
 from tests.support.mixes import bits, crowd, needles, solo
 from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams, doctor
-from tinyspec.model.cpu import linears
-from tinyspec.model.cpu.fast_mode import FastMode
-from tinyspec.model.cpu.linears import (
+from tinyspec.model import cpu_linears as linears
+from tinyspec.model.cpu_linears import (
     MKL_ROWS,
     TRANSPOSED_ROWS,
     CpuLinear,
+    FastMode,
     OneDnnLinear,
     TransposedLinear,
     cpu_stand_ins,
@@ -46,10 +46,6 @@ def quick(monkeypatch, no_results_on_disk):
         return out if linear.bias is None else out + linear.bias
 
     monkeypatch.setattr(CpuLinear, "default", split)
-    # Nor may canonical passes go that way.
-    monkeypatch.setattr(
-        TransposedLinear, "direct_product", lambda linear, rows: rows @ linear.weight.t() + 1
-    )
     monkeypatch.setattr(linears, "_works", lambda: True)
     monkeypatch.setattr(linears, "cpu_has", lambda name: True)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)

@@ -29,11 +29,17 @@ from tests.support.zoo import BUILT, VOCAB, tiny
 from tinyspec import Engine, EngineConfig
 from tinyspec.kernels import backend as kernels
 from tinyspec.kernels.backend import AttentionMetadata
-from tinyspec.model import attention_trial, install
-from tinyspec.model import fused_rope as ropes
+from tinyspec.model import attention_stand_ins, install
+from tinyspec.model import attention_stand_ins as ropes
 from tinyspec.model.attention import AttentionContext, PagedAttention
-from tinyspec.model.attention_trial import Trial, fused, rope_left_out
-from tinyspec.model.fused_rope import Rope, deferred, rotate_of
+from tinyspec.model.attention_stand_ins import (
+    Rope,
+    Trial,
+    deferred,
+    fused,
+    rope_left_out,
+    rotate_of,
+)
 from tinyspec.model.introspection import accepted
 from tinyspec.runner.kv_cache import KVCache
 
@@ -214,7 +220,7 @@ def test_another_rotation_differs(kind, monkeypatch):
     monkeypatch.setitem(WAYS, "deferred", (others,))
     found, rotated = through(model, monkeypatch, "deferred")
     assert same(found, expected) and rotated == 0
-    monkeypatch.setattr(attention_trial, "_same", lambda a, b: a is not None)
+    monkeypatch.setattr(attention_stand_ins, "_same", lambda a, b: a is not None)
     found, rotated = through(model, monkeypatch, "deferred")
     assert rotated and not same(found[:1], expected[:1])
 

@@ -6,11 +6,13 @@ import sys
 
 import pytest
 
-from tinyspec.model.cpu import heap
+from tinyspec.model import cpu_linears as heap
 
-# In a process of its own, whose heap has no large free block yet; the file alone, without torch.
+# In a process of its own, whose heap has no large free block yet.
 SCRIPT = """
-import ctypes, resource, runpy, sys
+import ctypes, resource
+
+from tinyspec.model import cpu_linears as heap
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
@@ -24,11 +26,10 @@ def faults():
         libc.free(block)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-heap = runpy.run_path(sys.argv[1])
-assert libc.mallopt(heap["M_MMAP_THRESHOLD"], 128 << 10)
-assert libc.mallopt(heap["M_TRIM_THRESHOLD"], 128 << 10)
+assert libc.mallopt(heap.M_MMAP_THRESHOLD, 128 << 10)
+assert libc.mallopt(heap.M_TRIM_THRESHOLD, 128 << 10)
 returned = faults()
-assert heap["keep_freed_memory"]()
+assert heap.keep_freed_memory()
 faults()
 print(returned, faults())
 """
@@ -36,7 +37,7 @@ print(returned, faults())
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
 def test_freed_memory_is_used_again():
-    command = [sys.executable, "-c", SCRIPT, heap.__file__]
+    command = [sys.executable, "-c", SCRIPT]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     returned, kept = map(int, run.stdout.split())
     assert returned >= 20

@@ -14,8 +14,8 @@ from transformers.masking_utils import (
 from tests.support.tiny import tiny as llama
 from tests.support.zoo import tiny
 from tinyspec import Engine, EngineConfig, SamplingParams, UnsupportedModelError
-from tinyspec.model.attention_calls import Reach
-from tinyspec.model.masks import reach_of
+from tinyspec.model.attention import Reach
+from tinyspec.model.introspection import reach_of
 from tinyspec.runner import parity_check
 
 ROWS = 12

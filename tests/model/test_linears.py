@@ -11,16 +11,15 @@ from tests.support.tiny import prompts, tiny
 from tests.support.tolerances import SHORT_SUM, assert_as_good_as_torch, close
 from tinyspec import Engine, SamplingParams
 from tinyspec.kernels.twins.layers import linear
-from tinyspec.model.cpu import linears
-from tinyspec.model.cpu.linears import (
+from tinyspec.model import cpu_linears as linears
+from tinyspec.model.cpu_linears import (
     CpuLinear,
     OneDnnLinear,
     TransposedLinear,
     cpu_has,
     cpu_stand_ins,
 )
-from tinyspec.model.linear_kinds import linear_shape, linear_weight
-from tinyspec.model.linears import KernelLinear, kernel_stand_ins
+from tinyspec.model.linears import KernelLinear, kernel_stand_ins, linear_shape, linear_weight
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FAMILIES = ("llama", "gpt2")

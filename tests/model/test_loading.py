@@ -29,7 +29,7 @@ from tests.support.loading import (
 from tests.support.tiny import config_of, hf_greedy, prompts, tiny
 from tinyspec import Engine, SamplingParams, UnsupportedModelError, doctor
 from tinyspec.kernels.launch import MAX_HEAD_DIM
-from tinyspec.model.cpu.linears import OneDnnLinear
+from tinyspec.model.cpu_linears import OneDnnLinear
 
 
 @pytest.fixture(scope="module")

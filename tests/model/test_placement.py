@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 from tests.support.loading import CONFIG, everything, greedy, load, saved, serve, unlike
 from tests.support.tiny import tiny
 from tinyspec import Engine, UnsupportedModelError
-from tinyspec.model.cpu.linears import OneDnnLinear
+from tinyspec.model.cpu_linears import OneDnnLinear
 
 accelerate = pytest.importorskip("accelerate")
 hooks = pytest.importorskip("accelerate.hooks")

@@ -29,13 +29,11 @@ from tests.support.loading import (
 from tests.support.tiny import tiny
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams, doctor
 from tinyspec.determinism.fingerprint import digest_weights
-from tinyspec.model.cpu.linears import OneDnnLinear
-from tinyspec.model.linear_kinds import linear_kinds, linear_weight
-from tinyspec.model.linears import KernelLinear
+from tinyspec.model.cpu_linears import OneDnnLinear
+from tinyspec.model.linears import KernelLinear, linear_kinds, linear_weight
 from tinyspec.model.outline import WEIGHTS, Outline
-from tinyspec.model.packing import same_format
-from tinyspec.model.quantized import is_packed, packing_format, parts
-from tinyspec.model.scratch_model import ScratchModel
+from tinyspec.model.quantized import is_packed, packing_format, parts, same_format
+from tinyspec.model.scratch_weights import ScratchModel
 
 NAME = "model.layers.0.self_attn.q_proj"
 LOGPROBS = SamplingParams(max_new_tokens=8, logprobs=True)

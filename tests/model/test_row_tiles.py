@@ -17,8 +17,8 @@ from tests.support.tiny import tiny
 from tests.support.tolerances import SHORT_SUM, close
 from tinyspec import Engine, EngineConfig, SamplingParams, doctor
 from tinyspec.determinism import linear_modes
-from tinyspec.model.cpu import linears
-from tinyspec.model.row_tiles import RowTiles
+from tinyspec.model import cpu_linears as linears
+from tinyspec.model.linears import RowTiles
 
 CONFIG = EngineConfig(reference_rows=16, max_rows=64)
 

@@ -8,9 +8,8 @@ from torch.profiler import ProfilerActivity, profile
 from tests.support.memory import watched
 from tests.support.tiny import config_of, tiny
 from tests.support.zoo import tiny as of_zoo
-from tinyspec.model.linear_kinds import linear_kinds
-from tinyspec.model.scratch_model import ScratchModel
-from tinyspec.model.scratch_weights import ALIGNMENT, weights_of, with_scratch_weights
+from tinyspec.model.linears import linear_kinds
+from tinyspec.model.scratch_weights import ALIGNMENT, ScratchModel, weights_of, with_scratch_weights
 
 
 def at(place, *shape, dtype=torch.float32):

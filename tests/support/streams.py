@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tinyspec.model import device_stream
+from tinyspec.model import torch_state
 from tinyspec.runner.kv_cache import KVCache
 from tinyspec.runner.model_runner import ModelRunner
 
@@ -117,6 +117,6 @@ def record(patches: pytest.MonkeyPatch, streams: bool = True) -> Recorder:
     patches.setattr(torch.cuda, "empty_cache", lambda: found.work("empty_cache"))
     patches.setattr(torch.cuda, "current_stream", lambda device: found.current)
     patches.setattr(torch.Tensor, "record_stream", keep, raising=False)
-    patches.setattr(device_stream, "WITH_STREAMS", ("cpu",) if streams else ())
-    device_stream._streams.clear()
+    patches.setattr(torch_state, "WITH_STREAMS", ("cpu",) if streams else ())
+    torch_state._streams.clear()
     return found

@@ -19,7 +19,7 @@ from tinyspec.kernels.backend import AttentionMetadata, Kernels
 from tinyspec.kernels.twins.attention import KEYS_UNIT
 from tinyspec.kernels.twins.attention_plan import TILE
 from tinyspec.kernels.twins.layers import stored
-from tinyspec.model.attention_calls import LayerShape, Reach
+from tinyspec.model.attention import LayerShape, Reach
 from tinyspec.model.served_model import served_of
 from tinyspec.runner.model_runner import ModelRunner
 

@@ -28,10 +28,10 @@ from tinyspec.determinism.fingerprint_parts import DIGEST
 from tinyspec.kernels import backend
 from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.model import openmp
-from tinyspec.model.attention_calls import LayerShape
+from tinyspec.model.attention import LayerShape
 from tinyspec.model.checksum import checksum
-from tinyspec.model.cpu.linears import CpuLinear
-from tinyspec.model.linear_kinds import distinct_linears, linear_shape
+from tinyspec.model.cpu_linears import CpuLinear
+from tinyspec.model.linears import distinct_linears, linear_shape
 from tinyspec.model.served_model import served_of
 from tinyspec.model.torch_state import TorchState
 

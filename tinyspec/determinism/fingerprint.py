@@ -26,8 +26,7 @@ from tinyspec.determinism.environment import canary, environment
 from tinyspec.determinism.fingerprint_parts import DIGEST, Fingerprint, shortened
 from tinyspec.determinism.model_state import adapter_state, function_settings, functions, tensors
 from tinyspec.model.checksum import checksum
-from tinyspec.model.linear_kinds import linear_shape
-from tinyspec.model.linears import KernelLinear, SharedLinear
+from tinyspec.model.linears import KernelLinear, SharedLinear, linear_shape
 from tinyspec.model.moe import kernel_experts
 from tinyspec.model.quantized import extra_parts, is_packed, packing_format, parts
 from tinyspec.model.served_model import served_of

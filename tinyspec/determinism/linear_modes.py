@@ -7,9 +7,14 @@ from collections.abc import Collection
 
 from tinyspec.config import EngineConfig
 from tinyspec.kernels import backend
-from tinyspec.model.cpu.linears import CpuLinear
-from tinyspec.model.linear_kinds import linear_kinds, linear_shape, linear_weight
-from tinyspec.model.linears import is_plain, kernel_stand_ins
+from tinyspec.model.cpu_linears import CpuLinear
+from tinyspec.model.linears import (
+    is_plain,
+    kernel_stand_ins,
+    linear_kinds,
+    linear_shape,
+    linear_weight,
+)
 from tinyspec.model.moe import kernel_experts, kernel_in_all_passes
 from tinyspec.model.served_model import served_of
 from tinyspec.runner.model_runner import ModelRunner

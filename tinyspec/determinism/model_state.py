@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from tinyspec.model.linears import RowTiles
 from tinyspec.model.quantized import layout
-from tinyspec.model.row_tiles import RowTiles
 from tinyspec.model.torch_state import global_hooks
 from tinyspec.model.wrappers import hooks_of, own_forward
 

@@ -51,10 +51,9 @@ from tinyspec.determinism.rows import (
 )
 from tinyspec.errors import DeterminismError
 from tinyspec.model.fused_layer import fused_functions
-from tinyspec.model.linear_kinds import linear_kinds, linear_shape, linear_weight
+from tinyspec.model.linears import linear_kinds, linear_shape, linear_weight
 from tinyspec.model.moe import kernel_experts, row_functions
-from tinyspec.model.scratch_model import ScratchModel
-from tinyspec.model.scratch_weights import with_weights
+from tinyspec.model.scratch_weights import ScratchModel, with_weights
 from tinyspec.model.served_model import served_of
 from tinyspec.runner.kv_cache import refuse_shortage
 from tinyspec.runner.model_runner import ModelRunner

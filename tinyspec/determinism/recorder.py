@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 from tinyspec.determinism.model_state import function_settings, functions, is_users
 from tinyspec.determinism.results import Unsound
 from tinyspec.model.attention import AttentionContext
-from tinyspec.model.linear_kinds import linear_shape
+from tinyspec.model.linears import linear_shape
 from tinyspec.model.quantized import is_packed
 
 SHAPES_DEPEND = (

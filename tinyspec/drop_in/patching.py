@@ -27,7 +27,7 @@ from tinyspec.drop_in.served import ADDED_ARGUMENTS, PROMPT_ARGUMENTS
 from tinyspec.engine.drafter import make_drafter
 from tinyspec.engine.engine import Engine
 from tinyspec.errors import UnsupportedModelError
-from tinyspec.model.private_names import CACHE
+from tinyspec.model.supported import CACHE
 from tinyspec.model.wrappers import unwrap
 from tinyspec.sampling_params import SamplingParams
 from tinyspec.scheduler.passes import EngineStats

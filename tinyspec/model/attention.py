@@ -8,6 +8,7 @@ interface. Neither knows requests; what a pass needs is in one ``AttentionContex
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from operator import itemgetter
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -16,10 +17,65 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from tinyspec.kernels.backend import AttentionMetadata, Kernels
-from tinyspec.model.attention_calls import Layer
-from tinyspec.model.equivalence import eps_name
-from tinyspec.model.introspection import AttentionRecorder
-from tinyspec.model.stand_in import share
+from tinyspec.model.shadow import share
+from tinyspec.model.trial import eps_name
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Heads of one attention layer, the softcap of its scores (0: none), and whether each head has
+    a sink."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    softcap: float = 0.0
+    sinks: bool = False
+
+
+@dataclass(frozen=True)
+class Reach:
+    """The keys that a row attends to: of its window, of its chunk, or (both 0) all before it."""
+
+    window: int = 0
+    chunk: int = 0
+
+
+@dataclass
+class AttentionCall:
+    """One attention call of a forward; scale: of the scores."""
+
+    module: nn.Module
+    shape: LayerShape
+    reach: Reach
+    scale: float
+
+
+class Layer(NamedTuple):
+    """What is expected of an attention call of a pass: the calling module, the keys of its rows."""
+
+    name: str
+    module: nn.Module
+    reach: Reach
+
+
+class ModuleCall(NamedTuple):
+    """The arguments of one call of an attention module."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def hidden(self) -> Any:
+        """The hidden states [1, R, hidden]."""
+        return self.args[0] if self.args else self.kwargs.get("hidden_states")
+
+    def of(self, hidden: Tensor) -> ModuleCall:
+        """The same call on other hidden states."""
+        if self.args:
+            return ModuleCall((hidden, *self.args[1:]), self.kwargs)
+        return ModuleCall((), {**self.kwargs, "hidden_states": hidden})
+
 
 # The name of paged attention in transformers' registries. No mask function has this name, so models
 # build no masks: causality comes from the segments.
@@ -27,6 +83,9 @@ IMPLEMENTATION = "tinyspec"
 TAKEN = (
     "this is a module of tinyspec's own copy of the model, which runs in its engine's passes only"
 )
+
+
+Attend = Callable[..., tuple[Tensor, None]]
 
 
 class PendingRope(NamedTuple):
@@ -55,7 +114,7 @@ class AttentionContext:
         self.k: list[Tensor] = []
         self.v: list[Tensor] = []
         self.layers: list[Layer] = []
-        self.recorder: AttentionRecorder | None = None
+        self.recorder: Attend | None = None
         self.metadata: AttentionMetadata | None = None
         self.positions: Tensor | None = None
         self.thread = 0
@@ -63,7 +122,7 @@ class AttentionContext:
         self._pending: PendingRope | None = None
         self._calls = 0
 
-    def record(self, recorder: AttentionRecorder | None, positions: Tensor | None = None) -> None:
+    def record(self, recorder: Attend | None, positions: Tensor | None = None) -> None:
         """Send this thread's attention calls to ``recorder``; None ends it."""
         self.recorder, self.positions = recorder, positions
         self.thread = get_ident()
@@ -238,9 +297,7 @@ def paged_attention_function(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if context.recorder is not None and context.thread == get_ident():
         known = {"softcap": softcap, "s_aux": s_aux, **kwargs}
-        return context.recorder.attend(
-            module, query, key, value, attention_mask, scale=scale, **known
-        )
+        return context.recorder(module, query, key, value, attention_mask, scale=scale, **known)
     rope = context.take_rope(module, query, key)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     form = {"interleaved": True} if rope and rope.interleaved else {}

@@ -16,13 +16,92 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tinyspec.model.fused_norm import FusedNorm, ResidualStream, fused_norm
-from tinyspec.model.layer_structure import NORMS
-from tinyspec.model.linear_kinds import linear_shape
+from tinyspec.kernels.backend import Kernels
+from tinyspec.model.attention import AttentionContext
+from tinyspec.model.linears import linear_shape
 from tinyspec.model.moe import RowFunction
-from tinyspec.model.stand_in import FusedModule, standing_in
-from tinyspec.model.torch_state import global_hooks
-from tinyspec.model.wrappers import has_hooks
+from tinyspec.model.shadow import standing_in
+from tinyspec.model.trial import eps_name
+
+# The children of a layer and of its MLP, all of them.
+NORMS = ("input_layernorm", "post_attention_layernorm")
+LAYER = {*NORMS, "self_attn", "mlp"}
+PRODUCTS = ("gate_proj", "up_proj", "down_proj")
+MLP = {*PRODUCTS, "act_fn"}
+
+
+def is_pre_norm(module: nn.Module) -> bool:
+    """Whether a module has the parts of such a layer, and no others."""
+    if module._modules.keys() != LAYER or module._parameters or module._buffers:
+        return False
+    norms = [module.get_submodule(name) for name in NORMS]
+    mlp = module.get_submodule("mlp")
+    if mlp._modules.keys() != MLP or mlp._parameters or mlp._buffers:
+        return False
+    shapes = [linear_shape(mlp.get_submodule(name)) for name in PRODUCTS]
+    known = None not in shapes and shapes[0] == shapes[1]
+    return known and not list(mlp.get_submodule("act_fn").parameters()) and all(map(is_norm, norms))
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module holds what an RMSNorm holds: one vector of weights and an epsilon."""
+    weight = module._parameters.get("weight")
+    alone = len(module._parameters) == 1 and not module._modules and not module._buffers
+    vector = weight is not None and weight.dim() == 1 and weight.is_floating_point()
+    return alone and vector and isinstance(getattr(module, eps_name(module), None), float)
+
+
+class ResidualStream:
+    """The hidden states of one model between its norms; context: of its passes.
+
+    ahead: a norm, hidden states, and what the norm gives them, computed before it was called.
+    """
+
+    def __init__(self, context: AttentionContext):
+        self.context = context
+        self.ahead: tuple[nn.Module, Tensor, Tensor] | None = None
+
+    @property
+    def kernels(self) -> Kernels:
+        """Those that passes call."""
+        assert self.context.kernels is not None
+        return self.context.kernels
+
+
+class FusedNorm(nn.Module):
+    """An RMSNorm by the kernel; unit_offset: the weight's distance from one is what is stored."""
+
+    weight: Tensor
+    tinyspec_stream: ResidualStream
+    tinyspec_unit_offset: bool
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """hidden_states [..., H] -> their norm."""
+        ahead, self.tinyspec_stream.ahead = self.tinyspec_stream.ahead, None
+        if ahead is not None and ahead[0] is self and ahead[1] is hidden_states:
+            return ahead[2]
+        return self._run(hidden_states, None)[0]
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of x + residual [..., H], and the sum."""
+        return self._run(x, residual)
+
+    def add_ahead(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x + residual [..., H]; its norm is kept for the next call of ``forward``."""
+        normed, summed = self._run(x, residual)
+        self.tinyspec_stream.ahead = self, summed, normed
+        return summed
+
+    def _run(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        eps: float = getattr(self, eps_name(self))
+        run = self.tinyspec_stream.kernels.add_rms_norm
+        return run(x, residual, self.weight, eps, unit_offset=self.tinyspec_unit_offset)
+
+
+def fused_norm(norm: nn.Module, stream: ResidualStream, unit_offset: bool) -> FusedNorm:
+    """The stand-in of a norm."""
+    own = {"tinyspec_stream": stream, "tinyspec_unit_offset": unit_offset}
+    return standing_in(norm, FusedNorm, **own)
 
 
 class Form(NamedTuple):
@@ -33,7 +112,7 @@ class Form(NamedTuple):
     activation: str
 
 
-class GatedMlp(FusedModule):
+class GatedMlp(nn.Module):
     """A gated MLP whose activation and product are one kernel."""
 
     gate_proj: nn.Module
@@ -42,9 +121,6 @@ class GatedMlp(FusedModule):
     act_fn: nn.Module
     tinyspec_stream: ResidualStream
     tinyspec_activation: str
-
-    def bypassed(self) -> tuple[nn.Module, ...]:
-        return (self.act_fn,)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., H] -> [..., H]."""
@@ -55,42 +131,29 @@ class GatedMlp(FusedModule):
         return self.tinyspec_stream.kernels.gated(gate, up, self.tinyspec_activation)
 
 
-class FusedLayer(FusedModule):
+class FusedLayer(nn.Module):
     """A decoder layer whose norms are ``FusedNorm``.
 
-    tinyspec_next: what is called with the hidden states that this layer returns: another
-    ``FusedLayer``, a ``FusedNorm``, or None where that is not known. tinyspec_between: the modules
-    whose hooks see them before, beside this one.
+    tinyspec_next: the norm of the hidden states that this layer returns, or None where that is not
+    known.
     """
 
     input_layernorm: FusedNorm
     post_attention_layernorm: FusedNorm
     self_attn: nn.Module
     mlp: nn.Module
-    tinyspec_next: FusedLayer | FusedNorm | None
-    tinyspec_between: tuple[nn.Module, ...]
-
-    def bypassed(self) -> tuple[nn.Module, ...]:
-        return tuple(getattr(self, name) for name in NORMS)
+    tinyspec_next: FusedNorm | None
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """hidden_states [1, R, H]; kwargs: those of attention."""
         x = self.input_layernorm(hidden_states)
         x = self.self_attn(hidden_states=x, **kwargs)[0]
         x, residual = self.post_attention_layernorm.add(x, hidden_states)
-        x, following = self.mlp(x), self._norm_ahead()
+        x, following = self.mlp(x), self.tinyspec_next
         return residual + x if following is None else following.add_ahead(x, residual)
 
-    def _norm_ahead(self) -> FusedNorm | None:
-        """The norm that is called next, unless a hook might change the hidden states before."""
-        following = self.tinyspec_next
-        hooked = has_hooks(self) or any(map(has_hooks, self.tinyspec_between)) or global_hooks()
-        if following is None or hooked:
-            return None
-        return following if isinstance(following, FusedNorm) else following.input_layernorm
 
-
-def fused_parts(layer: nn.Module, stream: ResidualStream, form: Form) -> dict[str, FusedModule]:
+def fused_parts(layer: nn.Module, stream: ResidualStream, form: Form) -> dict[str, nn.Module]:
     """The stand-ins of a layer's norms and MLP, by name."""
     own = {"tinyspec_stream": stream, "tinyspec_activation": form.activation}
     parts = {name: layer.get_submodule(name) for name in (*NORMS, "mlp")}
@@ -101,7 +164,7 @@ def fused_parts(layer: nn.Module, stream: ResidualStream, form: Form) -> dict[st
 
 def fused_layer(layer: nn.Module) -> FusedLayer:
     """The stand-in of a layer, which shares its children: those of ``fused_parts`` go there."""
-    return standing_in(layer, FusedLayer, tinyspec_next=None, tinyspec_between=())
+    return standing_in(layer, FusedLayer, tinyspec_next=None)
 
 
 def fused_functions(model: PreTrainedModel) -> list[RowFunction]:

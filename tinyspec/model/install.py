@@ -9,7 +9,6 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable
 from functools import cache
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,18 +18,29 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from tinyspec.config import EngineConfig
 from tinyspec.errors import UnsupportedEnvironmentError, unsupported
+from tinyspec.kernels.launch import MAX_HEAD_DIM
 from tinyspec.model import openmp
-from tinyspec.model.attention import IMPLEMENTATION, PagedAttention, paged_attention_function
-from tinyspec.model.attention_calls import Layer
-from tinyspec.model.attention_trial import WAYS, stand_ins
-from tinyspec.model.cpu.linears import cpu_stand_ins
-from tinyspec.model.fused_layer import Form, FusedLayer, fused_layer, fused_parts
-from tinyspec.model.fused_norm import FusedNorm, ResidualStream, fused_norm
+from tinyspec.model.attention import (
+    IMPLEMENTATION,
+    Layer,
+    LayerShape,
+    PagedAttention,
+    paged_attention_function,
+)
+from tinyspec.model.attention_stand_ins import WAYS, stand_ins
+from tinyspec.model.cpu_linears import cpu_stand_ins
+from tinyspec.model.fused_layer import (
+    Form,
+    FusedLayer,
+    FusedNorm,
+    ResidualStream,
+    fused_layer,
+    fused_norm,
+    fused_parts,
+)
 from tinyspec.model.introspection import attention_calls, module_calls
-from tinyspec.model.layer_calls import LayerCall, layer_calls
-from tinyspec.model.layer_trial import chosen_forms
-from tinyspec.model.linears import LinearFunction, kernel_stand_ins
-from tinyspec.model.modules import calls_interface, children
+from tinyspec.model.layer_trial import layer_forms, link, norms_behind
+from tinyspec.model.linears import LinearFunction, calls_interface, children, kernel_stand_ins
 from tinyspec.model.moe import serve_experts
 from tinyspec.model.positions import given_positions, rope_table
 from tinyspec.model.quantized import repack_weights
@@ -38,7 +48,6 @@ from tinyspec.model.served_model import ServedModel
 from tinyspec.model.supported import (
     FUSED,
     LEAST_POSITIONS,
-    head_refusal,
     length_refusal,
     loading_refusal,
     max_positions,
@@ -123,9 +132,17 @@ def install(
     # Tables and stand-ins are made under the settings of passes.
     with pinned(model.device.type), without_modes():
         _install(served, config, linear)
-    if config.backend == "triton" and (reason := head_refusal(served.layers)) is not None:
+    if config.backend == "triton" and (reason := _head_refusal(served.layers)) is not None:
         raise unsupported(model, reason)
     return served
+
+
+def _head_refusal(layers: Iterable[LayerShape]) -> str | None:
+    """Why the Triton kernels cannot serve a model whose attention has such heads, or None."""
+    widest = max((layer.head_dim for layer in layers), default=0)
+    if widest <= MAX_HEAD_DIM:
+        return None
+    return f"its attention has heads of {widest} numbers; the GPU's kernels take {MAX_HEAD_DIM}"
 
 
 def fuses_layers(config: EngineConfig) -> bool:
@@ -146,10 +163,10 @@ def _install(served: ServedModel, config: EngineConfig, linear: LinearFunction |
     repack_weights(model, model.dtype)  # before a forward in inference mode does
     last = max(positions, min(LEAST_POSITIONS, max_positions(model))) - 1
     # Recorded before there are modules that run in passes only.
-    forms: list[tuple[LayerCall, Any]] = []
+    forms: dict[nn.Module, Any] = {}
     if fuses_layers(config):
         with TorchState(model.device)():
-            forms = chosen_forms(layer_calls(model, context.record, last))
+            forms = layer_forms(model, context.record, last)
     _swap_attention(served, last)
     _swap_layers(served, forms)
     if linear is not None:
@@ -176,12 +193,12 @@ def _swap_attention(served: ServedModel, last: int) -> None:
     model, context = served.model, served.context
     with TorchState(model.device)():
         calls, keeps_logits = attention_calls(model, IMPLEMENTATION, context.record)
-        modules = {id(call.module): call.module for call in calls}
+        modules = list(dict.fromkeys(call.module for call in calls))
         arguments = module_calls(model, context.record, modules, last)
         made = stand_ins(calls, arguments, context, WAYS)
     if not made:
         _warn_unfused(model.config.model_type)
-    swapped = [modules[key] for key in made]
+    swapped = list(made)
     for stand_in in made.values():
         if isinstance(stand_in, PagedAttention) and stand_in.has_norm:
             swapped += [stand_in.q_norm, stand_in.k_norm]
@@ -189,42 +206,30 @@ def _swap_attention(served: ServedModel, last: int) -> None:
         raise unsupported(model, reason)
     names = _names(model)
     for parent, name, module in children(model):
-        if id(module) in made:
-            served.swap(parent, name, made[id(module)])
+        if module in made:
+            served.swap(parent, name, made[module])
     served.layers += [call.shape for call in calls]
     served.keeps_logits = keeps_logits
     for call in calls:
-        module = made.get(id(call.module), call.module)
+        module = made.get(call.module, call.module)
         context.layers.append(Layer(names[id(call.module)], module, call.reach))
 
 
-def _swap_layers(served: ServedModel, forms: list[tuple[LayerCall, Any]]) -> None:
-    """Replace the layers that have a form, their norms and MLPs, and the norm behind the last."""
-    stream = ResidualStream(served.context)
-    made: dict[int, FusedLayer | FusedNorm] = {}
-    layers = [(call, form) for call, form in forms if isinstance(form, Form)]
-    behind = {id(module) for call, _ in layers for module in call.following}
-    for call, form in layers:
-        made[id(call.module)] = fused_layer(call.module)
-        for name, part in fused_parts(call.module, stream, form).items():
-            served.swap(call.module, name, part)
-    for call, offset in forms:
-        if id(call.module) in behind and id(call.module) not in made:
-            made[id(call.module)] = fused_norm(call.module, stream, offset)
+def _swap_layers(served: ServedModel, forms: dict[nn.Module, Any]) -> None:
+    """Replace the layers that have a form, their norms and MLPs, and the norms behind them."""
+    stream, following = ResidualStream(served.context), norms_behind(served.model)
+    made: dict[nn.Module | None, FusedLayer | FusedNorm] = {}
+    for module, form in forms.items():
+        if isinstance(form, Form):
+            made[module] = fused_layer(module)
+            for name, part in fused_parts(module, stream, form).items():
+                served.swap(module, name, part)
+        else:
+            made[module] = fused_norm(module, stream, form)
     for parent, name, module in children(served.model):
-        if id(module) in made:
-            served.swap(parent, name, made[id(module)])
-    for call, _ in layers:
-        if len(call.following) == 1 and id(call.following[0]) in made:
-            layer, following = (made[id(part)] for part in (call.module, call.following[0]))
-            between = _between(served.model, layer, following)
-            vars(layer).update(tinyspec_next=following, tinyspec_between=between)
-
-
-def _between(model: nn.Module, first: nn.Module, second: nn.Module) -> tuple[nn.Module, ...]:
-    """The modules that a forward leaves and enters from ``first`` to ``second``, without the
-    former."""
-    names = _names(model)
-    inside = (set(accumulate(names[id(m)].split("."), "{}.{}".format)) for m in (first, second))
-    passed = sorted(set.symmetric_difference(*inside) - {names[id(first)]})
-    return tuple(map(model.get_submodule, passed))
+        if module in made:
+            served.swap(parent, name, made[module])
+    for own, behind in following.items():
+        layer, after = made.get(own), made.get(behind)
+        if isinstance(layer, FusedLayer) and after is not None:
+            link(served.model, layer, after)

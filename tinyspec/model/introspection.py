@@ -8,22 +8,121 @@ no pages.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AttentionMaskInterface, PreTrainedModel
 
 from tinyspec.errors import unsupported
-from tinyspec.model.attention_calls import AttentionCall, LayerShape, ModuleCall, Reach
-from tinyspec.model.blame import failure
-from tinyspec.model.equivalence import ROWS as PROBE_ROWS
-from tinyspec.model.masks import Masks, UnknownAttention
-from tinyspec.model.private_names import CACHE_NAMES
+from tinyspec.model.attention import Attend, AttentionCall, LayerShape, ModuleCall, Reach
 from tinyspec.model.scratch_weights import with_scratch_weights, with_weights
-from tinyspec.model.supported import cache_windows, vocab_size
+from tinyspec.model.supported import CACHE_NAMES, cache_windows, failing_module, vocab_size
+from tinyspec.model.trial import ROWS as PROBE_ROWS
+
+_ONE_AT_A_TIME = Lock()
+
+
+class UnknownAttention(Exception):
+    """Why an attention call cannot be served."""
+
+
+def reach_of(
+    mask_function: Callable[..., Tensor],
+    rows: int,
+    size: int | None,
+    chunked: bool = False,
+    device: torch.device | str = "cpu",
+) -> Reach | None:
+    """The keys that a mask function of transformers, made with ``size``, lets a row attend to.
+
+    None if they are not all before the row, a window or a chunk. A function that holds a table of
+    rows is evaluated for ``rows`` rows; where window and chunk agree on these, ``chunked`` decides.
+    """
+
+    edges = set(range(rows))
+    if not _looks_up(mask_function):
+        edges |= {63, 64, 1000}
+        edges |= {n * (size or 1) + d for n in (1, 2, 5) for d in (-1, 0, 1)} - {-1}
+    position = torch.tensor(sorted(edges), device=device)
+    q, k = position[:, None], position
+    zero = torch.zeros((), dtype=torch.long, device=device)
+    found = torch.as_tensor(mask_function(zero, zero, q, k)).expand(len(k), len(k))
+    before = k <= q
+    kinds = [(Reach(), before)]
+    if size:
+        kinds.insert(0, (Reach(window=size), before & (k > q - size)))
+        kinds.insert(0 if chunked else 1, (Reach(chunk=size), before & (k // size == q // size)))
+    return next((reach for reach, keys in kinds if torch.equal(found, keys)), None)
+
+
+def _looks_up(value: Any) -> bool:
+    """Whether a mask function, or one that it calls, holds a table of rows."""
+    if isinstance(value, Tensor):
+        return value.numel() > 1
+    if isinstance(value, (list, tuple)):
+        return any(map(_looks_up, value))
+    held = getattr(value, "__closure__", None) or ()
+    return any(_looks_up(cell.cell_contents) for cell in held)
+
+
+class Masks:
+    """The masks that a model makes while ``registered``."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[Tensor, Reach | None]] = []
+
+    def make(
+        self,
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        mask_function: Callable[..., Tensor],
+        local_size: int | None = None,
+        use_vmap: bool = False,
+        device: torch.device | str = "cpu",
+        config: Any = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Has the signature of transformers' mask functions; use_vmap: the model adds its own."""
+        shape = batch_size, 1, q_length, kv_length
+        mask = torch.ones(shape, dtype=torch.bool, device=device).tril()
+        reach = None
+        if not use_vmap:
+            chunked = local_size and getattr(config, "attention_chunk_size", None) == local_size
+            reach = reach_of(mask_function, q_length, local_size, bool(chunked), device)
+        self._made.append((mask, reach))
+        return mask
+
+    def reach(self, mask: Tensor) -> Reach:
+        """Of a mask that was made here, or of a slice of it."""
+        for made, reach in self._made:
+            if made.untyped_storage().data_ptr() == mask.untyped_storage().data_ptr():
+                if reach is None:
+                    raise UnknownAttention(
+                        "has a mask that is neither causal, nor sliding, nor chunked"
+                    )
+                return reach
+        raise UnknownAttention("has a mask of its own making")
+
+    @contextmanager
+    def registered(self, implementation: str) -> Iterator[None]:
+        """Models with this attention implementation make their masks here.
+
+        The registry belongs to the process, so one at a time; a pass in another thread makes masks
+        too, which paged attention ignores.
+        """
+        with _ONE_AT_A_TIME:
+            AttentionMaskInterface.register(implementation, self.make)
+            try:
+                yield
+            finally:
+                del AttentionMaskInterface._global_mapping[implementation]
+
 
 ROWS = 12
 NO_POSITIONS = "its rows do not know their positions (it ignores position_ids)"
@@ -103,7 +202,7 @@ def accepted(model: nn.Module, **given: Any) -> dict[str, Any]:
     return {name: value for name, value in given.items() if open_ended or name in takes}
 
 
-Record = Callable[[AttentionRecorder | None, Tensor | None], None]
+Record = Callable[[Attend | None, Tensor | None], None]
 
 
 def _forward(
@@ -117,7 +216,7 @@ def _forward(
     """Logits of the sample tokens ``order`` at ``positions``, with attention recorded."""
     ids = (order * 7 + 3) % vocab_size(model)
     positions = positions.to(model.device)
-    record(recorder, positions)
+    record(recorder.attend, positions)
     arguments = accepted(
         model,
         input_ids=ids[None].to(model.device),
@@ -130,7 +229,7 @@ def _forward(
         # Buffers that modules write to are not the user's.
         return with_weights(model, {}, partial(model, **arguments)).logits[0].float()
     except Exception as error:
-        raise unsupported(model, failure(model, error)) from error
+        raise unsupported(model, failing_module(model, error)) from error
     finally:
         record(None, None)
 
@@ -183,27 +282,21 @@ def _tried(
     return first.calls, keeps_logits, reason
 
 
-def probe_forward(model: PreTrainedModel, record: Record, last: int) -> None:
-    """A forward of ``PROBE_ROWS`` rows at positions from 0 to ``last``, with attention recorded."""
-    positions = torch.linspace(0, last, PROBE_ROWS, dtype=torch.float32, device="cpu").long()
-    rows = torch.arange(PROBE_ROWS, device="cpu")
-    _forward(model, record, AttentionRecorder(Masks()), rows, positions)
-
-
 def module_calls(
-    model: PreTrainedModel, record: Record, modules: dict[int, nn.Module], last: int
-) -> dict[int, list[ModuleCall]]:
-    """By the id of each of ``modules``: the arguments of its calls in a ``probe_forward``."""
-    found: dict[int, list[ModuleCall]] = {key: [] for key in modules}
+    model: PreTrainedModel, record: Record, modules: Iterable[nn.Module], last: int
+) -> dict[nn.Module, list[ModuleCall]]:
+    """The arguments of the calls of ``modules`` in a forward of ``PROBE_ROWS`` rows at positions
+    from 0 to ``last``, with attention recorded."""
+    found: dict[nn.Module, list[ModuleCall]] = {module: [] for module in modules}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found[id(module)].append(ModuleCall(args, kwargs))
+        found[module].append(ModuleCall(args, kwargs))
 
-    hooks = [
-        module.register_forward_pre_hook(note, with_kwargs=True) for module in modules.values()
-    ]
+    positions = torch.linspace(0, last, PROBE_ROWS, dtype=torch.float32, device="cpu").long()
+    rows = torch.arange(PROBE_ROWS, device="cpu")
+    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in found]
     try:
-        probe_forward(model, record, last)
+        _forward(model, record, AttentionRecorder(Masks()), rows, positions)
     finally:
         for hook in hooks:
             hook.remove()

@@ -2,40 +2,42 @@
 
 A layer runs as it is and as its stand-in, on random rows and weights of norms, in the model's dtype
 and in fp32. Attention and linears are not tried: what reaches each of them is compared, and what
-the layer makes of random rows from them. The stand-in may err at most twice as much as the layer
-itself does, both against the layer in fp64. Knows no model by name.
+the layer makes of random rows from them, up to rounding. Knows no model by name.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterable
-from contextlib import AbstractContextManager, nullcontext
-from itertools import product
+from contextlib import suppress
+from itertools import accumulate, pairwise, product
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 
 from tinyspec.kernels import backend
 from tinyspec.kernels.launch import MAX_NORM
 from tinyspec.kernels.twins.layers import ACTIVATIONS
-from tinyspec.model.attention import AttentionContext
-from tinyspec.model.attention_calls import ModuleCall
-from tinyspec.model.equivalence import (
-    SIZES,
-    as_close,
-    described,
-    kind_of,
-    own_kind,
-    probe_rows,
+from tinyspec.model.attention import AttentionContext, ModuleCall
+from tinyspec.model.fused_layer import (
+    NORMS,
+    PRODUCTS,
+    Form,
+    FusedLayer,
+    FusedNorm,
+    ResidualStream,
+    fused_layer,
+    fused_norm,
+    fused_parts,
+    is_norm,
+    is_pre_norm,
 )
-from tinyspec.model.fused_layer import Form, fused_layer, fused_parts
-from tinyspec.model.fused_norm import ResidualStream, fused_norm
-from tinyspec.model.layer_calls import LayerCall
-from tinyspec.model.layer_structure import NORMS, PRODUCTS, is_norm
-from tinyspec.model.stand_in import shell
+from tinyspec.model.introspection import Record, module_calls
+from tinyspec.model.shadow import shell
+from tinyspec.model.torch_state import global_hooks
+from tinyspec.model.trial import SIZES, close, described, kind_of, own_kind, probe_rows
 from tinyspec.model.wrappers import has_hooks, runs_class_forward
 
 logger = logging.getLogger("tinyspec")
@@ -44,26 +46,6 @@ FORMS = tuple(Form(offset, activation) for offset, activation in product(OFFSETS
 # So many times smaller are the rows of attention and linears: the product of two fits fp16.
 SMALLER = 64.0
 T = TypeVar("T")
-
-
-class _Widened(TorchFunctionMode):
-    """Casts to fp32 become casts to fp64."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        func = Tensor.double if func is Tensor.float else func
-        named = {name: _wide(value) for name, value in (kwargs or {}).items()}
-        return func(*map(_wide, args), **named)
-
-
-def _casts_of(dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """For a forward in ``dtype``: where it is fp64 nothing is rounded to fp32."""
-    return _Widened() if dtype == torch.float64 else nullcontext()
-
-
-def _wide(value: Any) -> Any:
-    return torch.float64 if value is torch.float32 else value
 
 
 class _Part(nn.Module):
@@ -80,98 +62,84 @@ class _Part(nn.Module):
 
 
 class LayerTrial:
-    """The call of a layer or norm, made with random rows by itself and by its stand-in."""
+    """A layer's or norm's call ``given``, made with random rows by itself and by its stand-in."""
 
-    def __init__(self, call: LayerCall):
-        hidden = call.given[0].hidden
-        self._module, self._given = call.module, call.given[0]
-        self._like: Tensor = hidden
+    def __init__(self, module: nn.Module, given: ModuleCall):
+        self._module, self._given = module, given
+        self._like: Tensor = given.hidden
         self._stream = ResidualStream(AttentionContext())
         self._stream.context.kernels = backend.load("torch")
 
     def first_close(self, run: Callable[..., list[Any]], forms: Iterable[T]) -> T | None:
-        """The first form in which ``run`` gives what it gives without one; None if there is none.
-
-        run: ``layer`` or ``norm``.
-        """
+        """The first form in which ``run`` (``layer`` or ``norm``) gives what it gives without one;
+        None if there is none."""
         dtypes = dict.fromkeys((self._like.dtype, torch.float32))
         try:
-            exact = [run(dtype, torch.float64) for dtype in dtypes]
-            own = [run(dtype, dtype) for dtype in dtypes]
+            own = [run(dtype) for dtype in dtypes]
         except Exception:  # of whatever kind
             return None
+        for form in forms:
+            with suppress(Exception):  # also of results that cannot be compared
+                if all(map(_agree, [run(dtype, form) for dtype in dtypes], own)):
+                    return form
+        return None
 
-        def close(form: T) -> bool:
-            try:
-                return all(map(_agree, [run(dtype, dtype, form) for dtype in dtypes], own, exact))
-            except Exception:  # also of results that cannot be compared
-                return False
-
-        return next(filter(close, forms), None)
-
-    def norm(self, drawn: torch.dtype, dtype: torch.dtype, offset: bool | None = None) -> list[Any]:
-        """What the norm gives rows of numbers of the dtype ``drawn``, computed in ``dtype``, by
-        itself or by the stand-in with weights of this ``offset``."""
-        norm = self._scratch_norm(self._module, drawn, dtype)
+    def norm(self, dtype: torch.dtype, offset: bool | None = None) -> list[Any]:
+        """What the norm gives random rows, by itself or by the stand-in with weights of this
+        ``offset``."""
+        norm = self._scratch_norm(self._module, dtype)
         if offset is not None:
             norm = fused_norm(norm, self._stream, offset)
-        rows = self._rows(drawn)[None].to(dtype)
-        with _casts_of(dtype):
-            return [norm(rows)]
+        return [norm(self._rows(dtype)[None])]
 
-    def layer(self, drawn: torch.dtype, dtype: torch.dtype, form: Form | None = None) -> list[Any]:
+    def layer(self, dtype: torch.dtype, form: Form | None = None) -> list[Any]:
         """As ``norm`` for the layer: what it gives, what each of its parts gets, and the other
         arguments of attention."""
-        parts, products = self._parts(drawn, dtype)
+        parts, products = self._parts(dtype)
         layer = shell(self._module, type(self._module))
         vars(layer)["_modules"] = parts
         if form is not None:
             parts |= fused_parts(layer, self._stream, form)
             layer = fused_layer(layer)
-            vars(layer).update(tinyspec_next=parts[NORMS[0]])
-        args, kwargs = self._given.of(self._rows(drawn)[None].to(dtype))
-        with _casts_of(dtype):
-            out = layer(*args, **kwargs)
+            vars(layer)["tinyspec_next"] = parts[NORMS[0]]
+        args, kwargs = self._given.of(self._rows(dtype)[None])
+        out = layer(*args, **kwargs)
         (attended,) = parts["self_attn"].calls
         given = {k: v for k, v in attended.kwargs.items() if v is not attended.hidden}
         seen = [call.hidden for part in products for call in part.calls]
         return [out, attended.hidden, *seen, given]
 
-    def _parts(self, drawn: torch.dtype, dtype: torch.dtype) -> tuple[dict[str, Any], list[_Part]]:
+    def _parts(self, dtype: torch.dtype) -> tuple[dict[str, Any], list[_Part]]:
         """Parts of a layer that can be run: its norms with random weights, its MLP; attention and
         linears that return random rows. The linears once more."""
-        rows = self._rows(drawn)[None] / SMALLER
+        rows = self._rows(dtype)[None] / SMALLER
         own = self._module.get_submodule("mlp")
-        products = [_Part(rows.roll(turn, 1).to(dtype)) for turn in (4, 8, 12)]
+        products = [_Part(rows.roll(turn, 1)) for turn in (4, 8, 12)]
         mlp = shell(own, type(own))
         vars(mlp)["_modules"] = {**dict(zip(PRODUCTS, products, strict=True)), "act_fn": own.act_fn}
         norms = {
-            name: self._scratch_norm(self._module.get_submodule(name), drawn, dtype, turn)
+            name: self._scratch_norm(self._module.get_submodule(name), dtype, turn)
             for turn, name in enumerate(NORMS)
         }
-        attention = _Part((rows.flip(2).to(dtype), None))
-        return {**norms, "self_attn": attention, "mlp": mlp}, products
+        return {**norms, "self_attn": _Part((rows.flip(2), None)), "mlp": mlp}, products
 
     def _rows(self, dtype: torch.dtype) -> Tensor:
         return probe_rows(tuple(self._like.shape[2:]), dtype, self._like.device)
 
-    def _scratch_norm(
-        self, norm: nn.Module, drawn: torch.dtype, dtype: torch.dtype, turn: int = 0
-    ) -> nn.Module:
+    def _scratch_norm(self, norm: nn.Module, dtype: torch.dtype, turn: int = 0) -> nn.Module:
         """The norm with random weights around one."""
         weight = 1 + self._rows(torch.float32)[SIZES * turn].tanh() / 4
         made = shell(norm, type(norm))
-        scratch = nn.Parameter(weight.to(drawn).to(dtype), requires_grad=False)
+        scratch = nn.Parameter(weight.to(dtype), requires_grad=False)
         vars(made)["_parameters"] = {"weight": scratch}
         return made
 
 
-def _agree(found: list[Any], own: list[Any], exact: list[Any]) -> bool:
-    """Whether tensors are as close to the exact ones as the layer's own, and all else is the
-    same."""
+def _agree(found: list[Any], own: list[Any]) -> bool:
+    """Whether tensors are equal up to rounding, and all else is the same."""
     return len(found) == len(own) and all(
-        as_close(x, y, z) if isinstance(y, Tensor) else _same(x, y)
-        for x, y, z in zip(found, own, exact, strict=True)
+        close(x, y) if isinstance(y, Tensor) else _same(x, y)
+        for x, y in zip(found, own, strict=True)
     )
 
 
@@ -184,29 +152,25 @@ def _same(some: dict[str, Any], others: dict[str, Any]) -> bool:
     return some.keys() == others.keys() and all(some[name] is others[name] for name in some)
 
 
-def chosen_forms(calls: Iterable[LayerCall]) -> list[tuple[LayerCall, Any]]:
-    """The form of a layer's stand-in or the offset of a norm's, for the calls of those that have
-    one. Modules of one kind that are called in the same way are tried once."""
+def _forms(calls: dict[nn.Module, list[ModuleCall]]) -> dict[nn.Module, Any]:
+    """Of those that have a stand-in: the form of a layer's, or the offset of a norm's. Modules of
+    one kind that are called in the same way are tried once."""
     tried: dict[Hashable, Any] = {}
-    found: list[tuple[LayerCall, Any]] = []
-    for call in calls:
-        module, given = call.module, call.given[0]
-        if not _may_have_one(module, given):
+    found: dict[nn.Module, Any] = {}
+    for module, given in calls.items():
+        if len(given) != 1 or not _may_have_one(module, given[0]):
             continue
         parts = [part for name, part in module.named_children() if name != "self_attn"]
-        key = own_kind(module), *map(kind_of, parts), *map(described, given)
+        key = own_kind(module), *map(kind_of, parts), *map(described, given[0])
         if key not in tried:
-            trial = LayerTrial(call)
-            tried[key] = (
-                trial.first_close(trial.layer, FORMS)
-                if parts
-                else trial.first_close(trial.norm, OFFSETS)
-            )
+            trial = LayerTrial(module, given[0])
+            run, forms = (trial.layer, FORMS) if parts else (trial.norm, OFFSETS)
+            tried[key] = trial.first_close(run, forms)
             if tried[key] is None:
                 kind = type(module).__name__
                 logger.info("%s keeps its own forward: fused kernels compute something else", kind)
         if tried[key] is not None:
-            found.append((call, tried[key]))
+            found[module] = tried[key]
     return found
 
 
@@ -223,3 +187,42 @@ def _may_have_one(module: nn.Module, given: ModuleCall) -> bool:
     one = isinstance(hidden, Tensor) and hidden.dim() == 3 and len(hidden) == 1
     norms: list[Any] = [part.weight for part in parts if is_norm(part)]
     return one and all(n.dtype == hidden.dtype and len(n) <= MAX_NORM for n in norms)
+
+
+def layer_forms(model: PreTrainedModel, record: Record, last: int) -> dict[nn.Module, Any]:
+    """The form of each layer, and the offset of each norm behind one, that has a stand-in: as they
+    are called in a forward of rows at positions from 0 to ``last``."""
+    following = norms_behind(model)
+    if not following:
+        return {}
+    behind = [norm for norm in following.values() if norm is not None and is_norm(norm)]
+    calls = module_calls(model, record, [*following, *behind], last)
+    forms = _forms({layer: calls[layer] for layer in following})
+    norms = {norm: calls[norm] for norm in behind if any(following[one] is norm for one in forms)}
+    return forms | _forms(norms)
+
+
+def norms_behind(model: nn.Module) -> dict[nn.Module, nn.Module | None]:
+    """Pre-norm layers, each with the layer or norm of its width that comes next in the order of the
+    model: what is probably called with its result. Where it is not, its norm is computed twice."""
+    layers = [module for module in model.modules() if is_pre_norm(module)]
+    inside = {id(part) for layer in layers for part in layer.modules()} - set(map(id, layers))
+    width = {layer.get_submodule(NORMS[0]).get_parameter("weight").shape for layer in layers}
+    order = [
+        module
+        for module in model.modules()
+        if id(module) not in inside
+        if module in layers or (is_norm(module) and module.get_parameter("weight").shape in width)
+    ]
+    return {one: after for one, after in pairwise([*order, None]) if one in layers}
+
+
+def link(model: nn.Module, layer: FusedLayer, after: FusedLayer | FusedNorm) -> None:
+    """Let a layer compute the norm of what is called with its result, unless a hook might change
+    that before."""
+    names = {id(module): name for name, module in model.named_modules()}
+    paths = (accumulate(names[id(one)].split("."), "{}.{}".format) for one in (layer, after))
+    passed = [layer, *map(model.get_submodule, set.symmetric_difference(*map(set, paths)))]
+    if not any(map(has_hooks, passed)) and not global_hooks():
+        norm = after if isinstance(after, FusedNorm) else after.input_layernorm
+        vars(layer)["tinyspec_next"] = norm

@@ -7,17 +7,100 @@ Knows modules, not which bucket is canonical.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import inspect
+from collections.abc import Callable, Collection, Hashable, Iterable
+from functools import cache
+from inspect import signature
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from tinyspec.model.modules import children
-from tinyspec.model.private_names import private_name
-from tinyspec.model.quantized import is_packed
-from tinyspec.model.stand_in import share
+from tinyspec.model.quantized import is_packed, layout
+from tinyspec.model.shadow import share
+from tinyspec.model.supported import private_name
 from tinyspec.model.wrappers import has_hooks
+
+
+def children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+    """(parent, name, module) of every module of ``model`` but ``model`` itself.
+
+    A list, so that modules can be replaced during the walk.
+    """
+    return [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+    ]
+
+
+def calls_interface(module: nn.Module) -> bool:
+    """Whether a module's forward looks its attention up in transformers' registry."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def linear_kinds(model: nn.Module) -> dict[str, list[str]]:
+    """First name -> all names, for each distinct (type, sizes, layouts of parameters and buffers).
+
+    Where two of one kind lie in memory differs by a multiple of 64 bytes.
+    Linear-like is what has `in_features` and `out_features`, and GPT-2's `Conv1D` (`nx`, `nf`).
+    """
+    found: dict[Hashable, list[str]] = {}
+    for name, module in model.named_modules():
+        if (shape := linear_shape(module)) is None:
+            continue
+        own = (*module.named_parameters(), *module.named_buffers())
+        key = type(module), shape, tuple((part, layout(tensor)) for part, tensor in own)
+        found.setdefault(key, []).append(name)
+    return {names[0]: names for names in found.values()}
+
+
+def distinct_linears(model: nn.Module) -> dict[str, nn.Module]:
+    """Name -> module, the first of each kind of linear layer."""
+    return {name: model.get_submodule(name) for name in linear_kinds(model)}
+
+
+def linear_shape(module: nn.Module) -> tuple[int, int] | None:
+    """(in, out) of a linear-like module, None of any other.
+
+    None also of an adapter around an embedding, which takes tokens, and of parts of adapters that
+    take more than rows: the module around them is compared.
+    """
+    takes_tokens = isinstance(getattr(module, "base_layer", None), nn.Embedding)
+    if takes_tokens or not _takes_rows(type(module).forward):
+        return None
+    inputs = getattr(module, "in_features", getattr(module, "nx", None))
+    outputs = getattr(module, "out_features", getattr(module, "nf", None))
+    return (inputs, outputs) if isinstance(inputs, int) and isinstance(outputs, int) else None
+
+
+@cache
+def _takes_rows(forward: Callable[..., object]) -> bool:
+    """Whether modules with this forward can be called with one tensor and nothing else."""
+    try:
+        signature(forward).bind("self", "rows")
+    except TypeError:
+        return False
+    return True
+
+
+def linear_weight(module: nn.Module) -> Tensor | None:
+    """The weight as `[out, in]`; None where it has no data, or cannot be made a floating-point
+    matrix."""
+    weight, shape = getattr(module, "weight", None), linear_shape(module)
+    if shape is None or not isinstance(weight, Tensor) or weight.is_meta:
+        return None
+    if is_packed(weight):
+        try:
+            weight = weight.dequantize()
+        except (NotImplementedError, RuntimeError):
+            return None
+    elif not hasattr(module, "in_features"):
+        weight = weight.T
+    fits = weight.is_floating_point() and weight.shape == shape[::-1] and not is_packed(weight)
+    return weight if fits else None
+
 
 Conv1D: Any = private_name("transformers.pytorch_utils", "Conv1D")
 LinearFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -82,3 +165,47 @@ def is_plain(module: nn.Module) -> TypeGuard[nn.Linear | SharedLinear]:
     if not shared and type(module) not in (nn.Linear, Conv1D):
         return False
     return not (is_packed(module.weight) or has_hooks(module) or "forward" in vars(module))
+
+
+class RowTiles:
+    """The layers of one model that run in tiles while ``on``. bound: they, and how each runs."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.bound: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = []
+
+    def bind(self, modules: Iterable[nn.Module], height: int) -> None:
+        """Run ``modules`` in tiles of ``height`` rows where a larger pass is a multiple of it."""
+        for module in modules:
+            tiled = self._tiled(module.forward, height)
+            self.bound.append((module, tiled))
+            # On the instance: modules, parameters and their names stay what they are.
+            vars(module)["forward"] = tiled
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether ``module`` was bound."""
+        return any(bound is module for bound, _ in self.bound)
+
+    def unbind(self) -> None:
+        """Remove the tiled forwards."""
+        for module, _ in self.bound:
+            del vars(module)["forward"]
+        self.bound = []
+
+    def _tiled(
+        self, forward: Callable[[Tensor], Tensor], height: int
+    ) -> Callable[[Tensor], Tensor]:
+        def run(x: Tensor) -> Tensor:
+            """x [..., R, in] -> [..., R, out]."""
+            rows = x.shape[-2]
+            if not self.on or rows <= height or rows % height:
+                return forward(x)
+            if x.numel() > rows * x.shape[-1]:
+                return torch.cat([forward(part) for part in x.split(height, dim=-2)], dim=-2)
+            # Cut as [R, in]: where the weight asks for no gradient, torch multiplies a part of
+            # [1, R, in] as a batch, which is up to thirty times slower and has other bits.
+            parts = x.reshape(rows, x.shape[-1]).split(height)
+            out = torch.cat([forward(part[None]) for part in parts], dim=1)
+            return out.view(*x.shape[:-1], out.shape[-1])
+
+        return run

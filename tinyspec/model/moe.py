@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from tinyspec.errors import unsupported
 from tinyspec.model.attention import AttentionContext
 from tinyspec.model.linears import KERNEL_DTYPES, LinearFunction
-from tinyspec.model.private_names import EXPERTS_CHOICE, private_name
 from tinyspec.model.quantized import is_packed
+from tinyspec.model.supported import EXPERTS_CHOICE, private_name
 
 ALL_EXPERTS_FUNCTIONS: Any = private_name("transformers.integrations.moe", "ALL_EXPERTS_FUNCTIONS")
 # What transformers calls ``experts_function``, and where a module keeps its ``ExpertsState``.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tinyspec.model.attention import AttentionContext
-from tinyspec.model.stand_in import standing_in
+from tinyspec.model.shadow import standing_in
 from tinyspec.model.torch_state import without_modes
 
 

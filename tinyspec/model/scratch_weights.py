@@ -7,15 +7,30 @@ different places. Knows modules; neither probes nor models by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from math import prod
 from statistics import mode
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from tinyspec.model.quantized import is_packed
+from tinyspec.errors import DeterminismError
+from tinyspec.model.quantized import (
+    extra_parts,
+    is_packed,
+    layout,
+    packed_like,
+    parts,
+    repack_weights,
+    same_format,
+    shared,
+    unpacked,
+)
+from tinyspec.model.supported import failing_module
 
 DRAWN = (
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
@@ -215,3 +230,90 @@ def with_scratch_weights(module: nn.Module, function: Callable[[], T], *others: 
     buffers = ScratchBuffers(list(forms.values()))
     drawn = {id(own[name]): scratch_like(own[name], buffers, form) for name, form in forms.items()}
     return with_weights((module, *others), drawn, function)
+
+
+class ScratchModel:
+    """Runs functions while a model has scratch weights; its own are not written to.
+
+    nbytes: memory that this takes.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self._model = model
+        self._own = dict(weights_of(model))
+        self._forms = forms_of(model)
+        self._sources: dict[str, Form] = {}
+        kinds: dict[Hashable, int] = {}
+        for name, weight in self._own.items():
+            if is_packed(weight):
+                self._sources[name] = contiguous_form(*unpacked(weight), weight.device)
+                kinds[layout(weight)] = sum(part.nbytes for part in parts(weight).values())
+        self._buffers = ScratchBuffers([*self._forms.values(), *self._sources.values()])
+        self.nbytes = self._buffers.nbytes + sum(kinds.values())
+        self._drawn: dict[int, Tensor] = {}
+
+    def run(self, function: Callable[[], T]) -> T:
+        """``function()`` on scratch weights, the same ones in every call.
+
+        Raises DeterminismError for packed weights whose library has no function that packs others.
+        """
+        if not self._drawn:
+            drawn = {
+                name: scratch_like(self._own[name], self._buffers, form)
+                for name, form in self._forms.items()
+            } | self._packed()
+            self._drawn = {id(self._own[name]): weight for name, weight in drawn.items()}
+
+        def repacked() -> T:
+            repack_weights(self._model, self._model.dtype)
+            for name in self._sources:
+                found: Any = self._model.get_parameter(name)
+                if not same_format(found, self._own[name]):
+                    raise self._refusal(name)
+            return function()
+
+        with self._own_states():
+            try:
+                return with_weights(self._model, self._drawn, repacked)
+            except (AssertionError, ValueError) as error:  # as of a quantizer's range
+                why = failing_module(self._model, error)
+                raise DeterminismError(f"on weights of the proof's own making {why}") from error
+
+    def _packed(self) -> dict[str, Tensor]:
+        """A random packed weight for every packed one; those of one layout share their parts."""
+        made: dict[Hashable, Any] = {}
+        found = {}
+        for name, form in self._sources.items():
+            weight = self._own[name]
+            key = layout(weight)
+            if key not in made:
+                # As loaded weights are made: bitsandbytes replaces their data in the first call.
+                with torch.inference_mode(False), torch.no_grad():
+                    made[key] = packed_like(weight, self._buffers.view(form))
+            if made[key] is None:
+                raise self._refusal(name)
+            found[name] = shared(made[key])
+        return found
+
+    @contextmanager
+    def _own_states(self) -> Iterator[None]:
+        """What 8-bit linears of bitsandbytes keep beside their weights comes back afterwards."""
+        before: list[Any] = [module for module in self._model.modules() if extra_parts(module)]
+        states = [module.state for module in before]
+        for module in before:
+            module.state = copy.copy(module.state)
+        try:
+            yield
+        finally:
+            for module, state in zip(before, states, strict=True):
+                module.state = state
+
+    def _refusal(self, name: str) -> DeterminismError:
+        owner, _, own = name.rpartition(".")
+        module = type(self._model.get_submodule(owner)).__name__
+        kind = type(self._own[name]).__name__
+        return DeterminismError(
+            f"{owner} ({module}) has packed weights ({own}: {kind}), and no function of their "
+            "library is known that packs others alike, which a proof needs; deterministic=True "
+            "needs weights without quantization, or in another format"
+        )

@@ -11,16 +11,14 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tinyspec.model.attention import IMPLEMENTATION, AttentionContext
-from tinyspec.model.attention_calls import LayerShape
-from tinyspec.model.cpu.fast_mode import FastMode
-from tinyspec.model.modules import calls_interface
+from tinyspec.model.attention import IMPLEMENTATION, AttentionContext, LayerShape
+from tinyspec.model.cpu_linears import FastMode
+from tinyspec.model.linears import RowTiles, calls_interface
 from tinyspec.model.outline import IDLE, Outline
 from tinyspec.model.positions import RopeTable
-from tinyspec.model.private_names import ATTENTION_CHOICE
 from tinyspec.model.quantized import is_packed, repack_weights, trace
-from tinyspec.model.row_tiles import RowTiles
 from tinyspec.model.shadow import Shadow
+from tinyspec.model.supported import ATTENTION_CHOICE
 
 # Of attributes that a pass may count with or keep.
 COUNTED = (bool, int, float, str, type(None), Tensor)

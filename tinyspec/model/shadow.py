@@ -12,10 +12,10 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from operator import is_
 from types import CellType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -202,3 +202,40 @@ def _is_own(held: Any) -> bool:
 
 def _package(kind: type) -> str:
     return (kind.__module__ or "").partition(".")[0]
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def share(stand_in: nn.Module, module: nn.Module) -> None:
+    """Let ``stand_in``, a new module, have the weights, children and hooks of ``module``."""
+    vars(stand_in).update((name, vars(module)[name]) for name in TABLES)
+    stand_in.training = False
+
+
+def standing_in(module: nn.Module, kind: type[M], **own: Any) -> M:
+    """A ``kind`` that is of the class of ``module`` as well, and shares everything with it.
+
+    own: attributes that only the stand-in has, not registered as modules.
+    """
+    both: Any = kind, type(module)  # types are hashable, which mypy does not know
+    stand_in: M = shell(module, _class(*both))
+    vars(stand_in).update(own)
+    return stand_in
+
+
+def shell(module: nn.Module, kind: type[M]) -> M:
+    """A module of class ``kind`` with all attributes of ``module``, without a forward of its own.
+
+    Tables of parameters and children are the same objects.
+    """
+    made = object.__new__(kind)
+    vars(made).update(vars(module))
+    for call in ("forward", "_compiled_call_impl"):
+        vars(made).pop(call, None)
+    return made
+
+
+@cache
+def _class(kind: type, original: type) -> Any:
+    return type(original.__name__, (kind, original), {"__module__": kind.__module__})

@@ -6,17 +6,59 @@ with transformers token by token; one of another type is compared at load (``par
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from importlib import import_module
+from inspect import signature
+from traceback import walk_tb
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import AttentionInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
-from tinyspec.kernels.launch import MAX_HEAD_DIM
-from tinyspec.model.attention_calls import LayerShape
-from tinyspec.model.private_names import missing_names
 from tinyspec.model.wrappers import has_hooks, own_forward
+
+# What configs keep the chosen implementations under. Set by these names, because the properties of
+# nearly the same name also write to the configs inside of a config.
+ATTENTION_CHOICE = "_attn_implementation_internal"
+EXPERTS_CHOICE = "_experts_implementation_internal"
+_missing: list[str] = []
+# What transformers calls the argument that holds a cache, newest first, and what it is called here.
+CACHE_NAMES = ("cache", "past_key_values")
+_prepared = signature(GenerationMixin.prepare_inputs_for_generation).parameters
+CACHE = next((name for name in CACHE_NAMES if name in _prepared), CACHE_NAMES[0])
+
+
+def private_name(module: str, name: str) -> Any:
+    """``name`` of a module of transformers; None where it is missing: models are refused then."""
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError):
+        _missing.append(f"{module}.{name}")
+        return None
+
+
+def missing_names(config: PreTrainedConfig) -> str | None:
+    """Names that tinyspec needs and this version of transformers lacks, as a reason; or None."""
+    attributes = ("_attn_implementation", ATTENTION_CHOICE, EXPERTS_CHOICE)
+    missing = [*_missing]
+    missing += [f"PreTrainedConfig.{name}" for name in attributes if not hasattr(config, name)]
+    if not hasattr(DynamicCache(), "layers"):
+        missing.append("DynamicCache.layers")
+    if not hasattr(AttentionMaskInterface, "_global_mapping"):
+        missing.append("AttentionMaskInterface._global_mapping")
+    if not missing:
+        return None
+    return f"transformers {transformers.__version__} has no {', '.join(missing)}"
+
 
 FUSED_TYPES = """
 afmoe apertus apertus1p5_text arcee aria_text beam bitnet cohere cohere2 cohere2_moe
@@ -94,14 +136,6 @@ def length_refusal(model: PreTrainedModel, max_model_len: int, max_rows: int) ->
                 f"pass; set {name}={scale - 1}"
             )
     return None
-
-
-def head_refusal(layers: Iterable[LayerShape]) -> str | None:
-    """Why the Triton kernels cannot serve a model whose attention has such heads, or None."""
-    widest = max((layer.head_dim for layer in layers), default=0)
-    if widest <= MAX_HEAD_DIM:
-        return None
-    return f"its attention has heads of {widest} numbers; the GPU's kernels take {MAX_HEAD_DIM}"
 
 
 def max_positions(model: PreTrainedModel) -> int:
@@ -221,3 +255,26 @@ def swap_refusal(name: str, module: nn.Module) -> str | None:
     if own_forward(module, attribute) is not None:
         return f"{name} has a forward of its own, which paged attention would not call"
     return None
+
+
+def failing_module(model: nn.Module, error: Exception) -> str:
+    """``error`` of a forward over the attention's interface, with the innermost module that was
+    running."""
+    names = {id(module): name for name, module in model.named_modules() if name}
+    owners = [id(frame.f_locals.get("self")) for frame, _ in walk_tb(error.__traceback__)]
+    inside = [names[owner] for owner in owners if owner in names]
+    where = f" in {inside[-1]}" if inside else ""
+    raised = f"a forward over its attention's interface raised {type(error).__name__}{where}"
+    return f"{raised}: {error}{_advice(model, inside)}"
+
+
+def _advice(model: nn.Module, inside: list[str]) -> str:
+    """What may help where experts ran by a function that not all shapes are fit for."""
+    config = vars(model.get_submodule(inside[-1])).get("config") if inside else None
+    choice = getattr(config, EXPERTS_CHOICE, None)
+    if choice in (None, "eager") or "experts" not in inside[-1]:
+        return ""
+    return (
+        f" (transformers runs these experts by {choice}, which does not take every size: "
+        'model.set_experts_implementation("eager") does)'
+    )

@@ -7,7 +7,7 @@ neither models nor passes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from threading import Lock, local
@@ -21,11 +21,7 @@ _C: Any = torch._C
 
 
 class Setting(NamedTuple):
-    """How a setting is read and written, and a value for it.
-
-    name: equal for two of which writing one can change the other. Kinds of devices want the same
-    of those that they share, so neither of two has to wait for the other.
-    """
+    """How a setting is read and written, and its value in passes."""
 
     name: str
     get: Callable[[], Any]
@@ -46,7 +42,7 @@ def _precision(backend: str, operator: str) -> Setting:
 def _twofold(
     name: str, get: Callable[[], Any], put: Callable[[Any], Any], off: Any, *where: str
 ) -> Setting:
-    """fp32 products on CUDA in fp32, where torch holds the precision twice: by operator (``where``,
+    """fp32 products in fp32, where torch holds the precision twice: by operator (``where``,
     "backend operator"), and in an older setting (``get``, ``put``; ``off``: no TF32), which it
     refuses to read while the two contradict each other. Read and written are (older, *newer)."""
     newer = [_precision(*operator.split()) for operator in where]
@@ -99,34 +95,29 @@ def _reduction(kind: str) -> Setting:
 
 
 @cache
-def _common() -> Settings:
-    """Of those, the ones that passes on every device look at."""
+def _of_process() -> Settings:
+    """Settings that all threads share, of every kind of device that is here."""
+    deterministic = _C._get_mkldnn_deterministic, _C._set_mkldnn_deterministic
     einsum: Any = torch.backends.opt_einsum
+    gpu = torch.cuda.is_available()
     return (
         Setting("dtype", torch.get_default_dtype, torch.set_default_dtype, torch.float32),
         Setting("deterministic algorithms", _deterministic, _set_deterministic, (False, False)),
         Setting("einsum", einsum._get_enabled, einsum._set_enabled, False),
+        _precision("mkldnn", "conv"),
+        Setting("mkldnn", _C._get_mkldnn_enabled, _C._set_mkldnn_enabled, True),
+        Setting("mkldnn deterministic", *deterministic, False),
+        *(_of_gpus() if gpu else (_precision("mkldnn", "matmul"),)),
     )
 
 
-@cache
-def _of_process(device_type: str) -> Settings:
-    """Settings that all threads share."""
-    if device_type != "cuda":
-        deterministic = _C._get_mkldnn_deterministic, _C._set_mkldnn_deterministic
-        return (
-            *_common(),
-            _precision("mkldnn", "matmul"),
-            _precision("mkldnn", "conv"),
-            Setting("mkldnn", _C._get_mkldnn_enabled, _C._set_mkldnn_enabled, True),
-            Setting("mkldnn deterministic", *deterministic, False),
-        )
+def _of_gpus() -> Settings:
+    """Those of cuBLAS and cuDNN; of products of a CPU as well, which one of them sets."""
     matmul = _C._get_float32_matmul_precision, _C._set_float32_matmul_precision
     tf32 = _C._get_cudnn_allow_tf32, _C._set_cudnn_allow_tf32
     fp16 = _C._get_cublas_allow_fp16_accumulation, _C._set_cublas_allow_fp16_accumulation
     carveout = _C._get_sm_carveout_experimental, _C._set_sm_carveout_experimental
     return (
-        *_common(),
         _twofold("matmul", *matmul, "highest", "cuda matmul", "mkldnn matmul"),
         _twofold("cudnn", *tf32, False, "cuda conv", "cuda rnn"),
         _reduction("bf16"),
@@ -154,53 +145,24 @@ def _of_thread(device_type: str) -> Settings:
     )
 
 
-def _apply(settings: Settings) -> None:
-    """Set what has another value."""
-    for _, get, put, value in settings:
-        if get() != value:
-            put(value)
-
-
-def _restore(settings: Settings, values: list[Any]) -> None:
+def _restore(settings: Settings, values: Iterable[Any]) -> None:
     """Set what has another value than in ``values``."""
     for (_, get, put, _), value in zip(settings, values, strict=True):
         if get() != value:
             put(value)
 
 
-class _Shared:
-    """The settings of the process, each pinned while any thread on any kind of device asks for it;
-    when the last one ends it is as before the first."""
-
-    def __init__(self) -> None:
-        self._threads: dict[str, int] = {}  # by kind of device
-        self._before: list[tuple[Setting, Any]] = []  # in the order in which they were pinned
-        self._lock = Lock()
-
-    def acquire(self, device_type: str) -> None:
-        with self._lock:
-            threads = self._threads.get(device_type, 0)
-            if not threads:
-                known = [setting for setting, _ in self._before]
-                fresh = [s for s in _of_process(device_type) if s not in known]
-                self._before += [(setting, setting.get()) for setting in fresh]
-            self._threads[device_type] = threads + 1
-
-    def release(self, device_type: str) -> None:
-        with self._lock:
-            self._threads[device_type] -= 1
-            if self._threads[device_type]:
-                return
-            del self._threads[device_type]
-            asked = {s.name for kind in self._threads for s in _of_process(kind)}
-            # The last first: of two with one name the first has what was there before both.
-            for setting, value in reversed(self._before):
-                if setting.name not in asked and setting.get() != value:
-                    setting.set(value)
-            self._before = [pair for pair in self._before if pair[0].name in asked]
+def _apply(settings: Settings) -> None:
+    """Set what has another value than in passes."""
+    _restore(settings, [setting.value for setting in settings])
 
 
-_shared = _Shared()
+class _Pinned:
+    """How many threads want the settings of the process pinned, and what they were before."""
+
+    threads = 0
+    before: list[Any]
+    lock = Lock()
 
 
 class _Workers(local):
@@ -214,7 +176,7 @@ _workers = _Workers()
 
 def pin_again(device_type: str) -> None:
     """Within ``pinned``: set again what was changed meanwhile."""
-    _apply(_of_process(device_type))
+    _apply(_of_process())
     _apply(_of_thread(device_type))
     if (threads := torch.get_num_threads()) != _workers.threads:
         openmp.settle()
@@ -223,14 +185,20 @@ def pin_again(device_type: str) -> None:
 
 @contextmanager
 def pinned(device_type: str) -> Iterator[None]:
-    """The values that passes have, while the block runs."""
-    shared = _shared
-    shared.acquire(device_type)
-    own = _of_thread(device_type)
+    """The values that passes have, while the block runs; those of the process until the last thread
+    has left its block."""
+    shared, own = _of_process(), _of_thread(device_type)
+    with _Pinned.lock:
+        if not _Pinned.threads:
+            _Pinned.before = [setting.get() for setting in shared]
+        _Pinned.threads += 1
     before = [setting.get() for setting in own]
     try:
         pin_again(device_type)
         yield
     finally:
         _restore(own, before)
-        shared.release(device_type)
+        with _Pinned.lock:
+            _Pinned.threads -= 1
+            if not _Pinned.threads:
+                _restore(shared, _Pinned.before)

@@ -1,6 +1,6 @@
 """Work for the device: handed over without waiting for it, its results fetched later.
 
-On CUDA everything runs on one stream (``device_stream``), so work is done in the order in which it
+On CUDA everything runs on one stream (``DeviceStream``), so work is done in the order in which it
 was handed over. On a CPU it is done at once. Knows tensors, not what they mean.
 """
 

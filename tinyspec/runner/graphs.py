@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tinyspec.model.device_stream import DeviceStream
+from tinyspec.model.torch_state import DeviceStream
 
 logger = logging.getLogger("tinyspec")
 # Eager passes of a shape before it is captured: they compile and load what it launches, and a shape

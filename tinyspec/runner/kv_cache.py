@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from tinyspec.config import EngineConfig
 from tinyspec.errors import DeterminismError, refuse
 from tinyspec.kernels.twins.layers import CODES
-from tinyspec.model.attention_calls import LayerShape
+from tinyspec.model.attention import LayerShape
 from tinyspec.runner.device_queue import to_device
 
 # Shares of the free memory: a CPU's is shared with every other process.

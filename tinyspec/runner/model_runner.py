@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tinyspec.config import EngineConfig
 from tinyspec.kernels.backend import Kernels
-from tinyspec.model.cpu.heap import keep_freed_memory
+from tinyspec.model.cpu_linears import keep_freed_memory
 from tinyspec.model.introspection import accepted
 from tinyspec.model.served_model import ServedModel
 from tinyspec.model.supported import vocab_size

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from transformers import DynamicCache
 
-from tinyspec.model.private_names import CACHE
+from tinyspec.model.supported import CACHE
 from tinyspec.thinking.model import IGNORED, ThinkingModel
 
 

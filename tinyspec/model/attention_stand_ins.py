@@ -10,9 +10,11 @@ name; what 64 rows do not show, ``AttentionContext`` checks in every pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from inspect import unwrap
 from itertools import product
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -20,18 +22,132 @@ from torch import Tensor, nn
 
 from tinyspec.kernels import backend
 from tinyspec.kernels.backend import AttentionMetadata
-from tinyspec.model.attention import AttentionContext, PagedAttention
-from tinyspec.model.attention_calls import AttentionCall, Layer, ModuleCall, Reach
-from tinyspec.model.equivalence import (
+from tinyspec.model.attention import (
+    AttentionCall,
+    AttentionContext,
+    Layer,
+    ModuleCall,
+    PagedAttention,
+    PendingRope,
+    Reach,
+)
+from tinyspec.model.scratch_weights import with_scratch_weights
+from tinyspec.model.shadow import standing_in
+from tinyspec.model.trial import (
     ROWS,
     described,
     kind_of,
     probe_rows,
     same_bits,
 )
-from tinyspec.model.fused_rope import FORMS, DeferredRope, Rope, deferred, rewired, rotate_of
-from tinyspec.model.scratch_weights import with_scratch_weights
 from tinyspec.model.wrappers import own_forward, runs_class_forward
+
+# How transformers' modeling files call the function that rotates q and k.
+ROTATE = "apply_rotary_pos_emb"
+Rotate = Callable[..., tuple[Tensor, Tensor]]
+
+
+def twice(x: Tensor) -> Tensor:
+    """Of a half of the head, for both halves."""
+    return torch.cat((x, x), dim=-1)
+
+
+def pairs(x: Tensor) -> Tensor:
+    """Each number of the first half, for two neighbours."""
+    return x[..., : x.shape[-1] // 2].repeat_interleave(2, dim=-1)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """A form of RoPE that the kernel computes.
+
+    interleaved: neighbouring dimensions form pairs, not the two halves. spread: transformers' cos
+    or sin to one number per rotated dimension. dtype: of the arithmetic.
+    """
+
+    interleaved: bool
+    spread: Callable[[Tensor], Tensor]
+    dtype: torch.dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """transformers' cos or sin [1, R, n] -> [R, rot]."""
+        return self.spread(x[0]).to(self.dtype)
+
+
+FORMS = ((False, Tensor.contiguous), (False, twice), (True, Tensor.contiguous), (True, pairs))
+
+
+class DeferredRope:
+    """``apply_rotary_pos_emb`` of one stand-in: leaves the rotation to the KV write.
+
+    whole: the attention interface gets the tensors that are returned here; otherwise the rest of
+    the head is joined to them first. left: whether a rotation was ever left.
+    """
+
+    def __init__(self, rotate: Rotate, rope: Rope, whole: bool, context: AttentionContext):
+        self.rotate, self.rope, self.whole = rotate, rope, whole
+        self.context = context
+        self.left = False
+
+    def __call__(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """q and k unrotated while a pass runs whose rows have these angles, else rotated."""
+        context, rope = self.context, self.rope
+        if not context.serves() or list(cos.shape[:2]) != [1, q.shape[2]]:
+            return self.rotate(q, k, cos, sin, *args, **kwargs)
+        angles = context.angles((cos, sin), layout=rope)
+        context.leave_rope(PendingRope(self, q, k, self.whole, angles, rope.interleaved))
+        self.left = True
+        return q, k
+
+
+def rotate_of(module: nn.Module) -> Rotate | None:
+    """The ``apply_rotary_pos_emb`` that a module's forward calls, or None."""
+    forward: Any = unwrap(type(module).forward)
+    calls = ROTATE in forward.__code__.co_names
+    return forward.__globals__.get(ROTATE) if calls else None
+
+
+def _rotating(function: Any, rotate: Any) -> Any:
+    """``function`` with ``rotate`` in place of ``apply_rotary_pos_emb``, its decorators around it.
+
+    A decorator keeps what it calls in its closure; one that does not calls the function as it was.
+    """
+    scope, cells = function.__globals__, function.__closure__
+    inside = getattr(function, "__wrapped__", None)
+    if inside is None:
+        scope = {**scope, ROTATE: rotate}
+    else:
+        own = CellType(_rotating(inside, rotate))
+        cells = tuple(own if cell.cell_contents is inside else cell for cell in cells)
+    code, name = function.__code__, function.__name__
+    made = FunctionType(code, scope, name, function.__defaults__, cells)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+class _Rewired(nn.Module):
+    """Base of stand-ins that run another class's forward."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # No method of its own: a module that holds itself is freed late.
+        return self.tinyspec_forward(self, *args, **kwargs)  # type: ignore[operator]
+
+
+def rewired(module: nn.Module, context: AttentionContext, rotate: Any) -> nn.Module:
+    """A module that shares everything with ``module`` and runs its forward with ``rotate`` in place
+    of ``apply_rotary_pos_emb``, and with another context."""
+    run = _rotating(type(module).forward, rotate)
+    own = {"tinyspec_context": context, "tinyspec_forward": run, "tinyspec_rope": rotate}
+    return standing_in(module, _Rewired, **own)
+
+
+def deferred(module: nn.Module, context: AttentionContext, rope: Rope, whole: bool) -> nn.Module:
+    """A stand-in of ``module``, whose rotation is ``rope``, that leaves it to the KV write."""
+    rotate: Any = rotate_of(module)
+    return rewired(module, context, DeferredRope(rotate, rope, whole, context))
+
 
 Make = Callable[[nn.Module, AttentionContext], nn.Module]
 
@@ -142,19 +258,19 @@ WAYS: tuple[Way, ...] = (fused, rope_left_out)
 
 def stand_ins(
     calls: list[AttentionCall],
-    given: dict[int, list[ModuleCall]],
+    given: dict[nn.Module, list[ModuleCall]],
     context: AttentionContext,
     ways: tuple[Way, ...],
-) -> dict[int, nn.Module]:
-    """The stand-ins of modules that have one, by the module's id.
+) -> dict[nn.Module, nn.Module]:
+    """The stand-ins of modules that have one.
 
     calls: of attention, in a forward; given: those of the modules that make them. Modules of one
     kind that are called in the same way are tried once; one that is called twice has no stand-in.
     """
     tried: dict[Hashable, Make | None] = {}
-    made: dict[int, nn.Module] = {}
+    made: dict[nn.Module, nn.Module] = {}
     for call in calls:
-        module, arguments = call.module, given[id(call.module)]
+        module, arguments = call.module, given[call.module]
         if len(arguments) != 1 or not _may_have_one(module, arguments[0]):
             continue
         key = (kind_of(module), *map(described, arguments[0]), call.shape, call.scale, call.reach)
@@ -165,7 +281,7 @@ def stand_ins(
             if makes:
                 tried[key] = with_scratch_weights(module, partial(trial.first_equal, makes))
         if (make := tried[key]) is not None:
-            made[id(module)] = make(module, context)
+            made[module] = make(module, context)
     return made
 
 

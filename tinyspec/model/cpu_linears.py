@@ -12,8 +12,10 @@ in fp32 (MKL, on an Intel CPU), for many in bf16.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tinyspec.model.cpu.fast_mode import FastMode
-from tinyspec.model.linears import SharedLinear, is_plain
-from tinyspec.model.modules import children
+from tinyspec.model.linears import SharedLinear, children, is_plain
+
+
+@dataclass
+class FastMode:
+    """One switch, shared by the runner and all CPU stand-ins of a model.
+
+    on: the pass that runs is not canonical.
+    """
+
+    on: bool = False
+
+
+# From malloc.h.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+# The largest that every glibc accepts. Where glibc raises the threshold by itself, what it keeps at
+# the top of the heap is twice that, too.
+MMAP_BYTES = 32 << 20
+
+
+def keep_freed_memory() -> bool:
+    """Serve blocks below 32 MB from the heap and keep up to 64 MB of it; whether glibc took that.
+
+    False without glibc (macOS, musl), where nothing changes.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    return mallopt is not None and bool(
+        mallopt(M_MMAP_THRESHOLD, MMAP_BYTES) and mallopt(M_TRIM_THRESHOLD, 2 * MMAP_BYTES)
+    )
+
 
 # Where MKL is faster on an Intel CPU: up to 12 rows of a weight of which each thread's share fits
 # in the cache of its core (2 MB), else up to 2. In a model of 43 linears, on one thread, 512 by 512
@@ -80,27 +109,16 @@ class CpuLinear(SharedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features]."""
-        if not self._fast_mode.on:
-            return self.product(x)
-        rows = x.numel() // self.in_features
-        if rows in self.fast_rows:
+        if self._fast_mode.on and x.numel() // self.in_features in self.fast_rows:
             return self.default(x)
-        return self.product_swapped(x) if self.faster_swapped(rows) else self.product(x)
-
-    def faster_swapped(self, rows: int) -> bool:
-        """Whether ``product_swapped`` is faster."""
-        raise NotImplementedError
+        return self.product(x)
 
     def differs_in_fast_mode(self, rows: int) -> bool:
         """Whether fast mode may change the bits of ``rows`` rows."""
-        raise NotImplementedError
+        return rows in self.fast_rows
 
     def product(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features]: what every canonical pass computes."""
-        raise NotImplementedError
-
-    def product_swapped(self, x: Tensor) -> Tensor:
-        """As ``product``, with its operands swapped."""
         raise NotImplementedError
 
     def _with_bias(self, x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
@@ -116,13 +134,20 @@ class CpuLinear(SharedLinear):
 
 
 class OneDnnLinear(CpuLinear):
-    """fp32, by oneDNN: rows times weight, or weight times rows."""
+    """fp32, by oneDNN: rows times weight, or in fast mode weight times rows."""
 
     def __init__(self, linear: nn.Linear, fast_mode: FastMode | None = None):
         super().__init__(linear, fast_mode)
         self.fast_rows = range(_mkl_rows(linear.weight.numel()) + 1)
 
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.numel() // self.in_features
+        if self._fast_mode.on and rows not in self.fast_rows and self.faster_swapped(rows):
+            return self.product_swapped(x)
+        return super().forward(x)
+
     def faster_swapped(self, rows: int) -> bool:
+        """Whether ``product_swapped`` is faster."""
         deep = self.in_features >= DEEP
         least = LEAST_COLUMNS_IF_DEEP if deep else LEAST_COLUMNS
         most = MOST_COLUMNS_IF_DEEP if deep else MOST_COLUMNS
@@ -135,6 +160,7 @@ class OneDnnLinear(CpuLinear):
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
 
     def product_swapped(self, x: Tensor) -> Tensor:
+        """As ``product``, with its operands swapped."""
         return self._with_bias(x, self._weight_first)
 
     def _weight_first(self, rows: Tensor) -> Tensor:
@@ -144,31 +170,18 @@ class OneDnnLinear(CpuLinear):
 
 
 class TransposedLinear(CpuLinear):
-    """bf16, by the transposed product, weight times rows; swapped, the direct one."""
+    """bf16, by the transposed product, weight times rows."""
 
     fast_rows = range(TRANSPOSED_ROWS + 1, sys.maxsize)
 
-    def faster_swapped(self, rows: int) -> bool:
-        return rows in self.fast_rows
-
-    def differs_in_fast_mode(self, rows: int) -> bool:
-        return rows in self.fast_rows
-
     def product(self, x: Tensor) -> Tensor:
-        return self._with_bias(x, self.transposed_product)
+        return self._with_bias(x, self._weight_first)
 
-    def product_swapped(self, x: Tensor) -> Tensor:
-        return self._with_bias(x, self.direct_product)
-
-    def transposed_product(self, rows: Tensor) -> Tensor:
+    def _weight_first(self, rows: Tensor) -> Tensor:
         """[R, in] -> [R, out] without the bias, contiguous, as some callers need."""
         if len(rows) == 1:
             return torch.mv(self.weight, rows[0])[None]
         return _transpose(torch.mm(self.weight, rows.t()))
-
-    def direct_product(self, rows: Tensor) -> Tensor:
-        """[R, in] -> [R, out] without the bias."""
-        return torch.mm(rows, self.weight.t())
 
 
 def _transpose(x: Tensor) -> Tensor:

@@ -1,1 +1,0 @@
-"""Stand-ins that only a CPU takes."""
