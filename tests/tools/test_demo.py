@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tinyspec import Engine, EngineConfig
-from tinyspec.engine.traced import VERIFIED, TracedWork
+from tinyspec.engine.trace import VERIFIED, TracedWork
 from tinyspec.tools.demo import BUNDLED, SEEDS, Demo, demo
 from tinyspec.tools.terminal import Style
 from tinyspec.tools.trace_run import Run, RunPass

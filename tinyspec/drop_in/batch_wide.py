@@ -79,7 +79,7 @@ class WideRows:
             result = found.special.get(n, SpecialResult())
             raise result.cause or RuntimeError(f"completion {n}: {result.error or NOT_FINITE}")
         logprobs = None if found.logprobs is None else found.logprobs.tolist()
-        engine.tracker.supply(sequences, found.tokens.tolist(), logprobs)
+        engine.core.committer.supply(sequences, found.tokens.tolist(), logprobs)
         for n, sequence in enumerate(sequences):
             engine.core.committer.keep(sequence, found.special[n])
         if "scores" in sequences[0].request.keeps:

@@ -6,7 +6,7 @@ from tinyspec.drop_in.call import Call
 from tinyspec.drop_in.streamers import Streamers
 from tinyspec.engine.drafter import Drafter
 from tinyspec.engine.engine import Engine
-from tinyspec.engine.stream import EventStream
+from tinyspec.engine.results import EventStream
 from tinyspec.scheduler.request import Request, Sequence
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tinyspec.config import EngineConfig
 from tinyspec.determinism.contract import Contract
@@ -15,13 +17,10 @@ from tinyspec.engine.commit import Committer
 from tinyspec.engine.core import EngineCore
 from tinyspec.engine.drafter import Drafter, make_drafter
 from tinyspec.engine.input_processor import InputProcessor
-from tinyspec.engine.loading import load
 from tinyspec.engine.lock import OneProcess, between_steps, flush, locked
-from tinyspec.engine.observed import Observed, passes_traced, records_of
-from tinyspec.engine.refusals import idle
 from tinyspec.engine.request_tracker import RequestTracker
-from tinyspec.engine.stream import EventStream
-from tinyspec.engine.trace import Trace
+from tinyspec.engine.results import EventStream, output_of
+from tinyspec.engine.trace import PASSES_KEPT, Trace
 from tinyspec.errors import refuse
 from tinyspec.kernels import backend
 from tinyspec.model.install import install
@@ -36,15 +35,21 @@ from tinyspec.sampling_params import SamplingParams
 from tinyspec.scheduler.admission import Admission
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.scheduler.page_pool import PagePool
+from tinyspec.scheduler.passes import EngineStats, PassRecord
 from tinyspec.scheduler.request import Request
 from tinyspec.scheduler.scheduler import Scheduler
+from tinyspec.thinking.config import FILE as THINKING
 from tinyspec.thinking.model import ThinkingModel
 from tinyspec.thinking.thinker import Thinker, unwrapped
 
 Params = SamplingParams | list[SamplingParams] | None
+# Records of passes that are kept without a trace.
+RECORDS_KEPT = 1000
+DEVICES = "auto, cpu, cuda or cuda:N"
+DTYPES = "auto, float32, bfloat16, float16, or a dtype of torch"
 
 
-class Engine(OneProcess, Observed):
+class Engine(OneProcess):
     """Generates from a loaded causal LM, by a copy of its modules over the same weights.
 
     model: a transformers causal LM on one device; of PEFT's or torch.compile's wrapper the model
@@ -108,22 +113,24 @@ class Engine(OneProcess, Observed):
         scheduler = Scheduler(config, admission, buckets)
         self.runner = runner = ModelRunner(self.patched, self.pool, kernels, buckets, config)
         check_parity(self.patched, runner)
-        committer = Committer(admission, self.tokenizer, runner)
-        parts = (admission, scheduler, runner, Sampler(kernels), committer, drafter)
-        traced = passes_traced(config)
-        trace = Trace(traced, admission.table, self.tokenizer) if traced else None
+        committer = Committer(admission, self.tokenizer, runner, self._thinker)
+        kept = PASSES_KEPT if config.trace is True else int(config.trace)
+        trace = Trace(kept, self.tokenizer) if kept else None
+        records: deque[PassRecord] = deque(maxlen=kept or RECORDS_KEPT)
+        beside = None
         if self._thinker is not None:
             self._thinker.follow(runner)
             self._thinker.serve(self.patched.root)
-        more = (records_of(config), bool(config.overlap), trace, self._thinker)
-        self.core = EngineCore(*parts, *more)
-        beside = None if self._thinker is None else self._thinker.beside
+            beside = self._thinker.beside
+        parts = (admission, scheduler, runner, Sampler(kernels), committer, drafter, records)
+        self.core = EngineCore(*parts, bool(config.overlap), trace)
         self.contract = Contract(runner, config, beside, self._renew)
-        self.tracker = RequestTracker(self.core, self.contract, self.tokenizer)
+        self.contract.pause = flush
+        self.tracker = RequestTracker(self.core, self.contract)
         self.lock = self.tracker.lock
         given = (self.model, self.tokenizer, config, self.pool, self._thinker)
         self._inputs = InputProcessor(*given)
-        self.contract.pause = flush
+        self._outputs: list[RequestOutput] = []
 
     def _renew(self) -> None:
         """Serve the model as it is now, which has another structure."""
@@ -156,13 +163,9 @@ class Engine(OneProcess, Observed):
                 self.core.drain()
                 self.runner.release()
 
-    def _refuse_closed(self) -> None:
-        if self.closed is not None:
-            raise idle(self.closed)
-
     def _refuse_unfinished(self, what: str) -> None:
         """Raise ValueError for ``what`` neither a closed nor a running engine does."""
-        self._refuse_closed()
+        self.tracker.refuse_closed()
         self.tracker.apply_asked()
         if unfinished := len(self.tracker.requests):
             raise refuse(what, f"{unfinished} unfinished requests", "none")
@@ -179,6 +182,25 @@ class Engine(OneProcess, Observed):
         """An engine for a model on the hub or in a folder; device "auto": a GPU if there is one."""
         return cls(*load(name_or_path, dtype, device), config)
 
+    def stats(self) -> EngineStats:
+        """Sums over all passes so far."""
+        return self.core.stats
+
+    @property
+    def records(self) -> list[PassRecord]:
+        """Records of the latest passes: 1000, or as many as ``EngineConfig(trace=...)`` says."""
+        return list(self.core.records)
+
+    @property
+    def trace(self) -> Trace:
+        """What every row of the latest passes was for, and what became of it.
+
+        Raises ValueError unless ``EngineConfig(trace=True)`` keeps it.
+        """
+        if self.core.trace is None:
+            raise refuse("trace", False, "an engine with EngineConfig(trace=True)")
+        return self.core.trace
+
     @locked
     def forget_plain(self) -> None:
         """Between calls whose plain outputs must not depend on earlier ones: the prefix cache keeps
@@ -193,7 +215,7 @@ class Engine(OneProcess, Observed):
     @locked
     def reserve(self, num_pages: int) -> None:
         """Let the page pool grow to ``num_pages``, or as far as memory allows; its pages stay."""
-        self._refuse_closed()
+        self.tracker.refuse_closed()
         there = self.pool.num_pages
         if num_pages > there and self.config.num_pages is None:
             self.core.drain()
@@ -259,7 +281,13 @@ class Engine(OneProcess, Observed):
         """
         with self.lock("generate"):
             requests = self.prepare(prompts, params)
-        return self.tracker.finish(requests, progress)
+        return self._finish(requests, progress)
+
+    def _finish(self, requests: list[Request], progress: bool) -> list[RequestOutput]:
+        """Run ``requests`` to their end; their outputs, in their order."""
+        self.tracker.run(requests, progress)
+        with self.lock("generate"):  # a tokenizer serves one thread at a time
+            return [output_of(request, self.tokenizer) for request in requests]
 
     def score(
         self, prompts: Any, continuations: Any, params: Params = None, progress: bool = False
@@ -274,7 +302,7 @@ class Engine(OneProcess, Observed):
         """
         with self.lock("score"):
             requests = self.ready().scored(prompts, continuations, params)
-        completions = [o.completions[0] for o in self.tracker.finish(requests, progress)]
+        completions = [o.completions[0] for o in self._finish(requests, progress)]
         for completion in completions:
             if completion.error is not None:
                 raise RuntimeError(f"no score: {completion.error}")
@@ -290,7 +318,7 @@ class Engine(OneProcess, Observed):
         """
         with self.lock("replay"):
             requests = self.ready().replayed(outputs)
-        return self.tracker.finish(requests, progress)
+        return self._finish(requests, progress)
 
     def stream(self, prompts: Any, params: Params = None) -> EventStream:
         """Committed tokens of ``prompts`` as they come; arguments and errors as ``generate``.
@@ -331,18 +359,24 @@ class Engine(OneProcess, Observed):
     @locked
     def step(self) -> list[RequestOutput]:
         """Run one pass; the outputs of requests that finished since the last call."""
-        self._refuse_closed()
+        self.tracker.refuse_closed()
         self.tracker.advance()
-        return self.tracker.take_finished()
+        while finished := self.tracker.finished:  # what a tokenizer raises leaves the rest
+            self._outputs.append(output_of(finished.popleft(), self.tokenizer))
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
     def abort(self, request_id: str) -> RequestOutput:
         """End a request; its output so far, with finish_reason "abort". Raises ValueError if no
-        request of that id is unfinished."""
-        return self.tracker.abort(request_id)
+        request of that id is unfinished. Within a step it ends with that, and what is returned is
+        what it has so far."""
+        output = output_of(self.tracker.abort(request_id), self.tokenizer)
+        ended = [replace(c, finish_reason=c.finish_reason or "abort") for c in output.completions]
+        return replace(output, completions=ended)
 
     def has_unfinished(self) -> bool:
         """Whether ``step`` has anything left to run or to return."""
-        return self.tracker.has_unfinished()
+        return self.tracker.has_unfinished() or bool(self._outputs)
 
     @locked
     def ready(self) -> InputProcessor:
@@ -351,3 +385,44 @@ class Engine(OneProcess, Observed):
         if not (self._grows or self.runner.holds_memory or self.tracker.requests):
             self.pool.resize(most_pages(self.config, self.patched.layers, self.model))
         return self._inputs
+
+
+def load(name_or_path: str | Path, dtype: str | torch.dtype, device: str) -> tuple[Any, Any]:
+    """Model and tokenizer, from the hub or a folder; device "auto": a GPU if there is one. A folder
+    that a ThinkingModel was saved to gives one.
+
+    Raises ValueError naming the field, before anything is loaded: device, dtype, model.
+    """
+    place = checked_device(device)
+    if isinstance(dtype, str) and dtype != "auto":
+        found = getattr(torch, dtype, None)
+        if not isinstance(found, torch.dtype):
+            raise refuse("dtype", dtype, DTYPES)
+        dtype = found
+    try:
+        thinks = (Path(name_or_path) / THINKING).is_file()
+        kind: Any = ThinkingModel if thinks else AutoModelForCausalLM
+        model: Any = kind.from_pretrained(name_or_path, dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+    except (OSError, ValueError) as error:
+        allowed = "a folder with a model and its tokenizer, or the name of one on the hub"
+        reason = " ".join(str(error).split())
+        raise refuse("model", str(name_or_path), f"{allowed} ({reason})") from error
+    return model.to(place), tokenizer
+
+
+def checked_device(device: str | torch.device) -> torch.device:
+    """The device to use. Raises ValueError for one that is not served or not there."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise refuse("device", device, DEVICES) from None
+    if found.type not in ("cpu", "cuda"):
+        raise refuse("device", str(device), DEVICES)
+    count = torch.cuda.device_count()
+    if found.type == "cuda" and (found.index or 0) >= count:
+        there = f"torch finds {count} CUDA devices" if count else "torch finds no CUDA device"
+        raise refuse("device", str(device), f"{DEVICES}, and {there} here")
+    return found

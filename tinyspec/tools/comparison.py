@@ -201,7 +201,7 @@ def _error(theirs: Completion, end: Finding | None) -> Finding | None:
 
 def _text(theirs: Completion, tokenizer: Any) -> Finding | None:
     """On the text, where all tokens are the same: as the engine makes it from them."""
-    from tinyspec.engine.tokenization import decode
+    from tinyspec.engine.results import decode
 
     found, own = theirs.text, decode(tokenizer, theirs.token_ids)
     if own is None and type(found) is str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tinyspec.engine.traced import CANONICAL, DRAFT, PLAIN, PROMPT, VERIFIED, TracedWork
+from tinyspec.engine.trace import CANONICAL, DRAFT, PLAIN, PROMPT, VERIFIED, TracedWork
 from tinyspec.errors import refuse
 from tinyspec.tools.drawing import Drawing, shown
 from tinyspec.tools.trace_run import Lane, Run, RunPass, lane_name, lane_of

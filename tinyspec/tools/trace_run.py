@@ -9,8 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tinyspec.engine.trace_events import COMPLETIONS, FORMAT, PASSES, chrome_trace
-from tinyspec.engine.traced import TracedPass, TracedWork
+from tinyspec.engine.trace import (
+    COMPLETIONS,
+    FORMAT,
+    PASSES,
+    TracedPass,
+    TracedWork,
+    chrome_trace,
+)
 
 Lane = tuple[str, int]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import textwrap
 from dataclasses import dataclass, field
 
-from tinyspec.engine.traced import DRAFT, VERIFIED, TracedWork
+from tinyspec.engine.trace import DRAFT, VERIFIED, TracedWork
 from tinyspec.tools.drawing import Drawing, shown
 from tinyspec.tools.terminal import Style
 from tinyspec.tools.trace_run import Run, RunPass, lane_name, lane_of
