@@ -20,7 +20,7 @@ from benchmarks.device_time import CUDA, Call
 from benchmarks.roofline import Heads, Work
 from tinyspec.config import EngineConfig
 from tinyspec.kernels import backend
-from tinyspec.kernels.attention_metadata import AttentionMetadata
+from tinyspec.kernels.backend import AttentionMetadata
 
 DEVICE = "cuda" if CUDA else "cpu"
 KERNELS = backend.load("triton" if CUDA else "torch")

@@ -19,7 +19,6 @@ import pytest
 import torch
 import transformers
 
-from tests.fuzz import tally
 from tests.support import budget, signals
 from tests.support.interpreter import products_in_order
 
@@ -44,7 +43,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run every engine of these processes with overlap, on a device whose results are late",
     )
-    tally.add_options(parser)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -11,9 +11,10 @@ from tests.support.tiny import config_of, tiny
 from tinyspec import DeterminismError, Engine, SamplingParams
 from tinyspec.determinism.probes.attention import MANY_ROWS, probe_attention, probe_rows
 from tinyspec.kernels import backend as kernels
-from tinyspec.kernels.twins import attention_plan, attention_tiles, paged_attention
+from tinyspec.kernels.twins import attention as twin
+from tinyspec.kernels.twins import attention_plan
+from tinyspec.kernels.twins.attention import flash_attention
 from tinyspec.kernels.twins.attention_plan import padded_queries
-from tinyspec.kernels.twins.attention_tiles import flash_attention
 from tinyspec.model.attention_calls import LayerShape, Reach
 from tinyspec.model.cpu.linears import cpu_has
 
@@ -137,14 +138,14 @@ def test_no_short_rest(group, least):
 @pytest.mark.skipif(not cpu_has("amx_bf16"), reason="where few and many rows differ")
 @pytest.mark.parametrize("dim", [80, 112, 144])
 def test_control_head_sizes_as_they_are(dim, monkeypatch):
-    monkeypatch.setattr(attention_tiles, "HEAD_UNIT", 1)
+    monkeypatch.setattr(twin, "HEAD_UNIT", 1)
     assert not probe(torch.bfloat16, dim)
 
 
 @pytest.mark.skipif(not cpu_has("GenuineIntel"), reason="where few and many rows differ")
 @pytest.mark.parametrize(("dtype", "softcap"), [(torch.float32, 0.0), (torch.bfloat16, 50.0)])
 def test_control_few_rows_of_a_wide_head(dtype, softcap, monkeypatch):
-    monkeypatch.setattr(paged_attention, "_least_rows", lambda q, softcap: 4)
+    monkeypatch.setattr(twin, "_least_rows", lambda q, softcap: 4)
     assert not probe(dtype, 256, softcap, heads=(8, 1))
 
 
@@ -154,7 +155,7 @@ def test_an_engine_probes_with_its_softcap(monkeypatch):
         assert softcap
         assert {layer.softcap for layer in engine.runner.layers} == {softcap}
         assert all(probe_attention(engine.runner))
-        context = engine.patched.context
+        context = engine.served.context
         context.kernels = replace(
             context.kernels,
             paged_attention=lambda q, *_, softcap, **__: q * (1 + (len(q) == 1) * (softcap > 0)),
@@ -189,7 +190,7 @@ def test_the_advice_for_attention(no_results_on_disk):
         return whole(q, *args, **kwargs) * (1 + 2e-7 * (len(q) == 1))
 
     with Engine(tiny()) as engine:
-        context = engine.patched.context
+        context = engine.served.context
         context.kernels = replace(context.kernels, paged_attention=other)
         engine.contract.drop_fingerprint()
         with pytest.raises(DeterminismError, match="attention") as caught:

@@ -16,7 +16,7 @@ from tests.support.tiny import FAMILIES, tiny
 from tinyspec import SamplingParams
 from tinyspec.determinism.probes.attention import probe_attention, probe_rows
 from tinyspec.kernels import backend
-from tinyspec.kernels.twins.e4m3 import CODES, stored
+from tinyspec.kernels.twins.layers import CODES, stored
 from tinyspec.model.attention_calls import LayerShape
 
 coded = partial(engine_of, kv_dtype="fp8_e4m3")
@@ -138,6 +138,6 @@ def test_the_probe_reads_codes(monkeypatch):
     assert not found and found.checked > 1000
     with coded(tiny()) as engine:
         seen.clear()
-        engine.patched.context.kernels = broken
+        engine.served.context.kernels = broken
         assert not any(probe_attention(engine.runner, seconds=0.0))
         assert seen == {CODES}

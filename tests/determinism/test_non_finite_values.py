@@ -13,7 +13,7 @@ import torch
 from tests.support.mixes import bits, crowd
 from tests.support.tiny import VOCAB, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
-from tinyspec.kernels.twins import attention_tiles
+from tinyspec.kernels.twins import attention as twin
 
 SPECIAL = 5
 WINDOW = 24
@@ -67,6 +67,6 @@ def test_alone_and_in_crowds():
 
 
 def test_control_without_a_second_look(monkeypatch):
-    monkeypatch.setattr(attention_tiles, "all_finite", lambda *_: True)
+    monkeypatch.setattr(twin, "all_finite", lambda *_: True)
     with pytest.raises(AssertionError):
         test_alone_and_in_crowds()

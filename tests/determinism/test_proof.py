@@ -18,7 +18,7 @@ from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
 from tinyspec.determinism import probe_cache
 from tinyspec.determinism.model_state import adapter_state
 from tinyspec.determinism.probe_results import BucketResult, ProbeResults, Unsound
-from tinyspec.kernels import twins
+from tinyspec.kernels.twins import layers as twins
 from tinyspec.model.checksum import checksum
 from tinyspec.model.cpu.fast_mode import FastMode
 from tinyspec.model.cpu.linears import cpu_stand_ins
@@ -212,14 +212,14 @@ def test_without_the_kernel_the_module_is_named(broken):
 
 
 def test_a_kernel_that_does_not_help(broken, monkeypatch):
-    whole = twins.linear.linear
+    whole = twins.linear
 
     def no_better(x, weight, bias=None):
         out = whole(x, weight, bias)
         out[1::3] *= 1.125
         return out
 
-    monkeypatch.setattr(twins.linear, "linear", no_better)
+    monkeypatch.setattr(twins, "linear", no_better)
     model = tiny(dtype=broken)
     with Engine(model, config=EngineConfig(**CONFIG)) as engine:
         with pytest.raises(DeterminismError, match=WIDE[0]):

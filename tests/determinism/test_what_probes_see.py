@@ -20,8 +20,7 @@ from tinyspec.determinism.probes.proof import FIRST_PASSES
 from tinyspec.determinism.probes.row_functions import probe_function, probe_pool
 from tinyspec.kernels import backend as kernels
 from tinyspec.kernels import launch
-from tinyspec.kernels.twins import attention_tiles
-from tinyspec.kernels.twins import paged_attention as twin
+from tinyspec.kernels.twins import attention as twin
 from tinyspec.model.attention_calls import LayerShape, Reach
 
 CONFIG = EngineConfig(reference_rows=8)
@@ -54,13 +53,13 @@ def test_keys_that_are_left_out(keys, monkeypatch):
     """Calls over so many keys of a tile have other bits, unlike what was compared before use."""
     shape = LayerShape(4, 2, 64)
     monkeypatch.setattr(twin, "cut_keeps_bits", lambda *_: True)
-    flash = attention_tiles.flash_attention
+    flash = twin.flash_attention
 
     def other(q, k, *args, **more):
         out, lse = flash(q, k, *args, **more)
         return out * (1 + (k.shape[2] == keys)), lse
 
-    monkeypatch.setattr(attention_tiles, "flash_attention", other)
+    monkeypatch.setattr(twin, "flash_attention", other)
     assert not probe_rows(TWINS, shape, torch.float32, CPU)
     monkeypatch.setattr(twin, "cut_keeps_bits", lambda *_: False)
     assert probe_rows(TWINS, shape, torch.float32, CPU)
@@ -70,7 +69,7 @@ def test_sinks_of_a_model():
     with Engine(zoo.tiny("gpt_oss"), config=CONFIG) as engine:
         assert all(layer.sinks for layer in engine.runner.layers)
         assert all(probe_attention(engine.runner))
-        engine.patched.context.kernels = broken(lambda _, scores: "sinks" in scores, TWINS)
+        engine.served.context.kernels = broken(lambda _, scores: "sinks" in scores, TWINS)
         assert not any(kind for kind in probe_attention(engine.runner) if kind.checked)
     with Engine(tiny(), config=CONFIG) as engine:
         assert not any(layer.sinks for layer in engine.runner.layers)
@@ -87,7 +86,7 @@ def test_far_bounds(name, bound):
     """On a GPU before the first token, on a CPU later."""
     bad = broken(lambda metadata, scores: scores[name] > 0)
     with Engine(tiny(), config=CONFIG) as engine:
-        context = engine.patched.context
+        context = engine.served.context
         layers = [layer._replace(reach=Reach(**{name: bound})) for layer in context.layers]
         context.layers[:] = layers
         near = {LENGTH: 88, 8192 + 100: 100}[bound]
@@ -134,7 +133,7 @@ def test_near_bounds_meet_the_same_boundaries():
 def test_far_bounds_are_compared_later_on_a_cpu(no_results_on_disk, proven_on_demand):
     """With the first further bucket."""
     with Engine(tiny(), config=CONFIG) as engine:
-        context = engine.patched.context
+        context = engine.served.context
         context.layers[:] = [layer._replace(reach=Reach(window=5000)) for layer in context.layers]
         engine.contract.ensure()
         unbounded, bounded = engine.contract.results.attention
@@ -170,7 +169,7 @@ def test_a_difference_beyond_a_split(backend):
 
     engine = Engine(LlamaForCausalLM(shape).eval(), config=config)
     with engine, engine.runner.torch_state():
-        context = engine.patched.context
+        context = engine.served.context
         context.kernels = replace(TWINS, backend=backend)
         probe = model.ModelProbe(engine.runner, engine.config, 1)
         probe.compute_reference()

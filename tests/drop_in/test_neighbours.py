@@ -23,7 +23,7 @@ from tests.support.sensitive import RowByRowLinear, ShapeSensitiveLinear, replac
 from tests.support.tiny import tiny
 from tests.support.tolerances import FORMULA, close
 from tinyspec import Engine, SamplingParams
-from tinyspec.kernels.attention_metadata import AttentionMetadata
+from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.model.cpu.fast_mode import FastMode
 
 KINDS = {"shape-sensitive": ShapeSensitiveLinear, "row by row": RowByRowLinear}

@@ -1,6 +1,6 @@
 """What keeps the promise against each class of influences, and how it is taken back for a test.
 
-``MENDS`` has the controls, ``SILENT`` the classes that none reports. Names are looked up when they
+``MENDS`` has the controls. Names are looked up when they
 are taken back: a name that is gone fails the control, not the import.
 """
 
@@ -128,39 +128,21 @@ MENDS = {
         ("weights loaded over zeros", "weights loaded over identities"),
         {"tinyspec.model.scratch_model:ScratchModel.run": lambda _, function: function()},
     ),
-    "what is not finite": Mend(("NaN out of sight",), {TWINS + "attention_tiles:all_finite": _yes}),
+    "what is not finite": Mend(("NaN out of sight",), {TWINS + "attention:all_finite": _yes}),
     "heights of blocks of query rows": Mend(
         ("odd groups of heads",), {TWINS + "attention_plan:padded_queries": _rows_alone}
     ),
 }
 
 
-# Classes that no control reports, and why; runs: so many with the mend taken back.
-_MKL = "the proof refuses fp32, and fp16 does not use MKL"
-_ALONE = "harmless: nothing is there to be taken back"
+# Classes that no control reports; tinyspec/determinism/README.md says why.
 SILENT = {
-    "buffer replaced": "noticed; without a look at what an engine took over, the same (50 runs)",
-    "default dtype": "pinned; tensors of passes name their dtype as well (38 runs)",
-    "deterministic algorithms": "pinned; the same bits on this CPU (42 runs)",
-    "training mode": "the engine's modules have a mode of their own, without which proofs refuse "
-    "dropout (19 runs)",
-    "grad mode": "pinned; without the pin every run fails, whatever the influence",
-    "memory full of NaN": "no memory is read before it is written (30 runs)",
-    "MKL_CBWR=COMPATIBLE": f"canary; {_MKL} (30 runs)",
-    "MKL_CBWR=AVX2": f"canary; {_MKL} (37 runs)",
-    "MKL_ENABLE_INSTRUCTIONS=SSE4_2": "canary; the proof refuses it (3 runs only)",
-    "OMP_THREAD_LIMIT=1": "refused; without that the proof refuses (50 runs)",
-    "OMP_DYNAMIC=TRUE": "pinned; the proof refused the one run",
-    "MKL_NUM_THREADS=1": "environment, canary; the same bits (8 runs only)",
-    "MKL_DYNAMIC=FALSE": "environment, canary; the same bits (8 runs only)",
-    **dict.fromkeys(
-        (
-            *("flash attention off", "global random state", "busy thread"),
-            *("engine in another thread", "earlier allocations", "one core"),
-            *("PYTHONHASHSEED=7", "MALLOC_PERTURB_=165"),
-        ),
-        _ALONE,
-    ),
+    *("buffer replaced", "default dtype", "deterministic algorithms", "training mode", "grad mode"),
+    *("memory full of NaN", "MKL_CBWR=COMPATIBLE", "MKL_CBWR=AVX2", "OMP_THREAD_LIMIT=1"),
+    *("MKL_ENABLE_INSTRUCTIONS=SSE4_2", "OMP_DYNAMIC=TRUE", "MKL_NUM_THREADS=1"),
+    *("MKL_DYNAMIC=FALSE", "flash attention off", "global random state", "busy thread"),
+    *("engine in another thread", "earlier allocations", "one core", "PYTHONHASHSEED=7"),
+    "MALLOC_PERTURB_=165",
 }
 
 

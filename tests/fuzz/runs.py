@@ -212,6 +212,11 @@ def alone(draw: RunDraw, influence: Influence | None) -> Outputs:
             undo()
 
 
+def truths_of(draw: RunDraw, outputs: Outputs) -> list[list[int]]:
+    """The sequences that follow in truth."""
+    return [[*draw.needles[n].prompt, *o.completions[0].token_ids] for n, o in outputs]
+
+
 def crowd(draw: RunDraw, truths: list[list[int]], found: list[tuple[str, Outputs]]) -> None:
     """The requests among others, on one engine, three times; ``found`` gets (which time, outputs).
     Nothing is compared before the influence has ended, in case it changes how."""
@@ -368,10 +373,7 @@ class Run:
         where = "alone" if influence is None else "alone and disturbed"
         outputs = alone(self.draw, influence)
         if influence is None:
-            needles = self.draw.needles
-            self.truths = [
-                [*needles[n].prompt, *output.completions[0].token_ids] for n, output in outputs
-            ]
+            self.truths = truths_of(self.draw, outputs)
         self.judge(outputs, where)
 
     def _crowd(self) -> None:
@@ -408,6 +410,5 @@ def run(draw: RunDraw) -> Result:
 
 
 def command(draw: RunDraw) -> str:
-    """What to type to have this run again."""
-    only = f" --influences '{','.join(draw.classes)}'" if draw.classes else ""
-    return f"pytest tests/fuzz/test_fuzz.py -m slow --seed {draw.seed} --number {draw.number}{only}"
+    """What to type to have this run again; a run of chosen classes is one of the controls'."""
+    return f"pytest 'tests/fuzz/test_fuzz.py::test_fuzz[{draw.number}]' -m slow --seed {draw.seed}"

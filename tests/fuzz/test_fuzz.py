@@ -1,75 +1,65 @@
 """The fuzzer: random models, crowds, settings and influences from outside, against requests alone.
+Controls: with a mend taken back it has a finding within 50 runs of each of its classes, and none in
+the same run with the mend in place.
 
-pytest tests/fuzz/test_fuzz.py -m slow --seed 3            # ten minutes, resumed next time
-pytest tests/fuzz/test_fuzz.py -m slow --seed 3 --number 17
+pytest -n 2 tests/fuzz/test_fuzz.py -m slow --seed 3       # all runs of a seed
+pytest 'tests/fuzz/test_fuzz.py::test_fuzz[17]' -m slow --seed 3
 """
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
+from tests.fuzz import worker
 from tests.fuzz.draws import draw
 from tests.fuzz.influences import TABLE
+from tests.fuzz.mends import MENDS, SILENT, take_back
 from tests.fuzz.runs import Ledger, command, failure, noticed, run
-from tests.fuzz.tally import ROOT, Tally
-from tests.support.budget import first, quota
+from tests.support.budget import first
 from tinyspec import RequestOutput, SamplingParams
 from tinyspec.outputs import Completion
 from tinyspec.runner.sampler import NOT_FINITE
 
-MINUTES = 10
+RUNS = 300
+# Runs of a class in which a control has a finding.
+TRIES = 50
+# Mends whose lack shows only on some CPUs: by MKL, AVX-512 in fp16, or operators that other row or
+# thread counts change. What none of these shows on one is skipped there, by name.
+BY_CPU = {
+    *("canary", "facts by layout", "threads between steps", "threads in the fingerprint"),
+    *("heights of blocks of query rows", "proof on weights of its own"),
+}
+PAIRS = [(name, one) for name, mend in MENDS.items() for one in mend.classes]
 
 
-def told(result):
-    """A finding, and how to have it again."""
+def check(seed, number):
+    """One run, without a finding; how to have it again."""
+    result = run(draw(seed, number))
     found = "\n  ".join(result.findings)
-    return f"\n{command(result.draw)}\n{result.draw}\n  {found}"
+    assert result.findings == [], f"\n{command(result.draw)}\n{result.draw}\n  {found}"
+    print(result.draw, dict(result.counts), *result.refusals, sep="\n")
+    return result
 
 
 @pytest.mark.parametrize("number", first(1, (1, 0), 7))
 def test_a_few_runs(number):
-    result = run(draw("smoke", number))
-    assert result.findings == [], told(result)
-    assert result.counts["compared"] > 0
+    assert check("smoke", number).counts["compared"] > 0
 
 
 def test_a_draw_is_a_function_of_seed_and_number():
-    for number in range(6):
-        assert str(draw("a", number)) == str(draw("a", number))
-    assert len({str(draw("a", number)) for number in range(6)}) == 6
-    assert str(draw("a", 1)) != str(draw("b", 1))
+    draws = [str(draw("a", number)) for number in range(6)]
+    assert draws == [str(draw("a", number)) for number in range(6)] and len(set(draws)) == 6
+    assert draws[1] != str(draw("b", 1))
 
 
-@pytest.mark.slow("fuzz", 60 * MINUTES)
+@pytest.mark.slow("fuzz", 3)
 @pytest.mark.usefixtures("proven_on_demand")
-def test_fuzz(request):
+@pytest.mark.parametrize("number", range(RUNS))
+def test_fuzz(request, number):
     """With engines that prove buckets while requests run."""
-    option = request.config.getoption
-    seed, number = option("--seed"), option("--number")
-    classes = tuple(filter(None, (option("--influences") or "").split(",")))
-    assert set(classes) <= set(TABLE), f"influences are: {', '.join(TABLE)}"
-    if number is not None:
-        result = run(draw(seed, number, classes))
-        print(result.draw, dict(result.counts), *result.refusals, sep="\n")
-        assert result.findings == [], told(result)
-        return
-    path = Path(option("--tally") or ROOT / ".pytest_cache" / "fuzz.json")
-    tally = Tally(path, f"{seed} {','.join(classes)}".strip())
-    ends = time.monotonic() + (quota(request.config, "fuzz") or 60 * MINUTES)
-    before = len(tally.findings)
-    while time.monotonic() < ends:
-        began = time.monotonic()
-        result = run(draw(seed, tally.runs, classes))
-        tally.add(result, command(result.draw), time.monotonic() - began)
-        if result.findings:
-            print(told(result), flush=True)
-    print(tally)
-    new = tally.findings[before:]
-    assert new == [], "\n".join(f"{one['command']}\n  {one['found'][0]}" for one in new)
+    check(request.config.getoption("--seed"), number)
 
 
 WHOLE = Completion(
@@ -109,16 +99,7 @@ OTHER = {
     "a top log-probability": replace(WHOLE, top_logprobs=[[(7, -1.0)], [(8, -0.5)], [(8, -0.25)]]),
     "the end": replace(WHOLE, finish_reason="stop"),
     "shorter": cut(WHOLE, 2, finish_reason="length"),
-    "longer": replace(
-        WHOLE,
-        token_ids=[7, 8, 9, 1],
-        logprobs=[*WHOLE.logprobs, -3.0],
-        top_logprobs=[*WHOLE.top_logprobs, [(1, -3.0)]],
-    ),
     "not finite": cut(WHOLE, 2, finish_reason="abort", error=NOT_FINITE),
-    "ended by the user elsewhere": cut(
-        replace(WHOLE, token_ids=[7, 1, 9]), 2, finish_reason="abort"
-    ),
 }
 
 
@@ -128,14 +109,11 @@ def ledger():
     return found
 
 
-def test_what_may_follow():
+def test_what_is_a_finding():
+    """Control: every bit that an output has, and nothing else."""
     assert ledger().add(1, output(OTHER["a token"]), "in a crowd") == "", "another request"
     for name, later in SAME.items():
         assert ledger().add(0, later, "in a crowd") == "", name
-
-
-def test_what_is_a_finding():
-    """Control: of every bit that an output has."""
     for name, other in OTHER.items():
         assert ledger().add(0, output(other), "in a crowd"), name
     assert ledger().add(0, output(prompt_logprobs=[None, -2.0]), "in a crowd")
@@ -147,3 +125,30 @@ def test_failures_are_no_notices():
     own = output(cut(WHOLE, 1, finish_reason="abort", error=NOT_FINITE))
     assert [bool(failure(o)) for o in (failed, told, own, output())] == [True, False, False, False]
     assert [noticed(o) for o in (failed, told, own, output())] == [False, True, False, False]
+
+
+@pytest.mark.slow("fuzz controls", 30)
+@pytest.mark.parametrize(("name", "one"), PAIRS)
+def test_what_is_taken_back_is_found(name, one):
+    with pytest.MonkeyPatch.context() as patches:
+        take_back(name, patches)
+        patches.setattr(worker, "taken_back", name)
+        number = next((n for n in range(TRIES) if run(draw("control", n, [one])).findings), None)
+    if number is None and name in BY_CPU:
+        pytest.skip(f"this CPU shows nothing of {name} in {TRIES} runs of {one}")
+    assert number is not None, f"nothing found in {TRIES} runs of {one}"
+    print(f"without {name}: {one}: found in run {number + 1}")
+    assert run(draw("control", number, [one])).findings == []
+
+
+def test_every_class_has_a_control_or_a_reason():
+    covered = {one for mend in MENDS.values() for one in mend.classes}
+    assert covered | SILENT == set(TABLE)
+    assert not covered & SILENT
+
+
+@pytest.mark.parametrize("name", MENDS)
+def test_what_is_to_be_taken_back_is_there(name):
+    """The controls themselves are slow: a name that is gone shows here."""
+    with pytest.MonkeyPatch.context() as patches:
+        take_back(name, patches)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.kernels.cases import DEVICE, ints, poisoned  # noqa: F401 - a fixture
 from tinyspec.kernels.accept import accept_truncate
-from tinyspec.kernels.twins.accept import AcceptResult
+from tinyspec.kernels.twins.sample import AcceptResult
 
 PAGE_SIZE = 4
 

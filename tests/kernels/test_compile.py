@@ -182,7 +182,7 @@ def attention_call(
     chunk: int,
     length: int,
 ) -> Call:
-    from tinyspec.kernels.attention_metadata import AttentionMetadata
+    from tinyspec.kernels.backend import AttentionMetadata
     from tinyspec.kernels.paged_attention import paged_attention
 
     cache = torch.zeros(2, page_size, kv_heads, dim, dtype=cached)
@@ -196,7 +196,7 @@ def attention_call(
 
 
 def linear_call(dtype: torch.dtype, stored: str, layer: tuple, rows: int, bias: bool) -> Call:
-    from tinyspec.kernels.linear import linear
+    from tinyspec.kernels.hidden_states import linear
 
     width, outputs = layer
     # Rows cut out of wider ones, a bias at any address.

@@ -20,10 +20,9 @@ from tests.kernels.test_kv_write import TURNS, angles, slots
 from tests.kernels.test_paged_attention import Sequence, launched, lay_out
 from tests.support.budget import first
 from tinyspec.determinism.probes.bits import same_bits
-from tinyspec.kernels import e4m3, kv_write
-from tinyspec.kernels.twins import e4m3 as twin
-from tinyspec.kernels.twins import kv_write as twin_write
-from tinyspec.kernels.twins import paged_attention as twin_attention
+from tinyspec.kernels import kv_write
+from tinyspec.kernels.twins import attention as twin_attention
+from tinyspec.kernels.twins import layers as twin
 
 CODES, NAN = twin.CODES, twin.NAN
 BLOCK = tl.constexpr(4096)
@@ -75,7 +74,7 @@ def numbers(kind: str) -> Tensor:
 def encode_kernel(x_ptr, code_ptr, count):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + place, mask=place < count, other=0.0)
-    tl.store(code_ptr + place, e4m3.encode(x), mask=place < count)
+    tl.store(code_ptr + place, kv_write.encode(x), mask=place < count)
 
 
 @triton.jit
@@ -83,10 +82,10 @@ def decode_kernel(code_ptr, value_ptr, wrong_ptr):
     """256 codes, in 64 rows of four."""
     row = tl.arange(0, 64)
     place = row[:, None] * 4 + tl.arange(0, 4)[None, :]
-    value = e4m3.decode(tl.load(code_ptr + place))
+    value = kv_write.decode(tl.load(code_ptr + place))
     tl.store(value_ptr + place, value)
-    tl.store(wrong_ptr + row, e4m3.not_numbers(value, value * 0.0))
-    tl.store(wrong_ptr + 64 + row, e4m3.not_numbers(value * 0.0, value))
+    tl.store(wrong_ptr + row, kv_write.not_numbers(value, value * 0.0))
+    tl.store(wrong_ptr + 64 + row, kv_write.not_numbers(value * 0.0, value))
 
 
 KINDS = ("bf16", "fp16", "fp32")
@@ -140,7 +139,7 @@ def written(module: object, cast: torch.dtype | None, **inputs: Tensor | None) -
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("turn", TURNS)
 @pytest.mark.parametrize("size", first(1, [(80, 20), (64, 64), (32, 0)], 0.2), ids=str)
-@pytest.mark.parametrize("module", [kv_write, twin_write], ids=["kernel", "twin"])
+@pytest.mark.parametrize("module", [kv_write, twin], ids=["kernel", "twin"])
 def test_codes_of_what_is_written_otherwise(
     module: object, size: tuple[int, int], turn: bool, dtype: torch.dtype
 ) -> None:
@@ -193,46 +192,19 @@ def runs(name: str, dtype: torch.dtype) -> list:
 
 @pytest.mark.crossed(0.5)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mode", ["walk", "spread"])
-@pytest.mark.parametrize("name", first(1, ATTENTION, 0.5))
+@pytest.mark.parametrize("mode", ["walk", "spread", "twin", "plain twin"])
+@pytest.mark.parametrize("name", ATTENTION)
 def test_attention_is_that_of_the_numbers(name: str, mode: str, dtype: torch.dtype) -> None:
     """By one entry of the launch table: the same bits, NaN where a row attends to one."""
     codes, meant, scale, options = runs(name, dtype)
-    with launched(mode, block_n=16):
-        found = codes(scale, **options)
-        assert found.dtype == dtype and same_bits(found, meant(scale, **options))
-    assert found.isnan().any() and not found.isnan().all()
-
-
-@pytest.mark.crossed(0.05)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("name", ATTENTION)
-def test_the_twins_attention_is_that_of_the_numbers(
-    name: str, exact: bool, dtype: torch.dtype
-) -> None:
-    codes, meant, scale, options = runs(name, dtype)
     outs = []
     for work in (codes, meant):
-        work.metadata.exact = exact
-        given = (work.q, work.k_cache, work.v_cache, work.metadata)
-        outs.append(twin_attention.paged_attention(*given, scale=scale, **options))
-    assert same_bits(*outs)
+        if "twin" in mode:
+            work.metadata.exact = mode == "twin"
+            given = (work.q, work.k_cache, work.v_cache, work.metadata)
+            outs.append(twin_attention.paged_attention(*given, scale=scale, **options))
+        else:
+            with launched(mode, block_n=16):
+                outs.append(work(scale, **options))
+    assert outs[0].dtype == dtype and same_bits(*outs)
     assert outs[0].isnan().any() and not outs[0].isnan().all()
-
-
-@pytest.mark.slow("crosses", 3)
-@pytest.mark.parametrize("mode", ["walk", "spread"])
-def test_row_invariant(mode: str) -> None:
-    """The table's own entry for codes: a row alone, in a verify, on other pages, among others."""
-    sequence, other = (Sequence.make(140, 4, 2, 32, torch.float32, seed=n) for n in (0, 5))
-    for own in (sequence, other):
-        own.k, own.v = (twin.stored(4 * x, CODES) for x in (own.k, own.v))
-    with launched("walk"):
-        prompt = lay_out([(sequence, 0, 140)])()
-    with launched(mode):
-        places = [0, 31, 32, 63, 64, 139]
-        alone = lay_out([(sequence, p, p + 1) for p in places], seed=1)()
-        crowd = lay_out([(other, 90, 99), (sequence, 62, 66), (other, 3, 4)], 128, fill=NAN)()
-    assert torch.equal(alone, prompt[places])
-    assert torch.equal(crowd[9:13], prompt[62:66])

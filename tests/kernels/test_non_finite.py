@@ -16,9 +16,8 @@ import torch
 from tests.kernels.test_paged_attention import Sequence, launched, lay_out
 from tests.kernels.test_twin_attention import sees
 from tinyspec.determinism.probes.bits import same_bits
-from tinyspec.kernels.attention_metadata import AttentionMetadata
-from tinyspec.kernels.twins import attention_tiles
-from tinyspec.kernels.twins import paged_attention as twin
+from tinyspec.kernels.backend import AttentionMetadata
+from tinyspec.kernels.twins import attention as twin
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Query heads, KV heads, head size.
@@ -114,7 +113,7 @@ def test_rows_that_attend_to_it_and_no_others(dtype, shape, scores, which, numbe
 @pytest.mark.parametrize("which", [0, 1], ids=["keys", "values"])
 def test_control_without_a_second_look(which, monkeypatch):
     """As it was: rows of the same tile become NaN."""
-    monkeypatch.setattr(attention_tiles, "all_finite", lambda *_: True)
+    monkeypatch.setattr(twin, "all_finite", lambda *_: True)
     with pytest.raises(AssertionError):
         check_prompt(torch.float32, SHAPES[0], {"window": 40}, which, NAN)
 

@@ -25,7 +25,7 @@ from tests.kernels.cases import (
 )
 from tests.support.tolerances import assert_as_good_as_torch
 from tinyspec.kernels import launch
-from tinyspec.kernels.attention_metadata import AttentionMetadata
+from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.kernels.paged_attention import paged_attention
 
 SPLIT = 64
@@ -151,12 +151,11 @@ def dense(
     return product(weights[..., :stop], v).transpose(0, 1)
 
 
+TOGETHER = {"softcap": 9.0, "sinks": True, "scale": 0.2}
 CASES = {
     # name: (q heads, kv heads, head size, page size, [(start, stop)], options)
     "smallest": (1, 1, 32, 16, [(0, 1)], {}),
-    "odd-mqa-80": (3, 1, 80, 16, [(32, 37), (62, 63), (0, 3)], {}),
     "gqa-64": (8, 2, 64, 16, [(99, 100), (60, 67), (128, 129)], {}),
-    "mha-128": (3, 3, 128, 128, [(61, 66), (0, 4)], {}),
     "padded-group-96": (6, 2, 96, 16, [(126, 131)], {}),
     "wide-256": (2, 1, 256, 16, [(64, 67), (9, 10)], {}),
     "widest-512": (2, 1, 512, 16, [(64, 67), (9, 10)], {}),
@@ -164,32 +163,15 @@ CASES = {
     "group-over-tile": (70, 1, 32, 16, [(70, 71)], {}),
     "tiny-head-8": (4, 2, 8, 16, [(0, 9)], {}),
     "window": (4, 2, 64, 16, [(150, 155), (2, 4)], {"window": 21}),
-    "window-of-a-split": (2, 1, 32, 128, [(190, 195)], {"window": 64}),
     "window-of-one": (2, 1, 32, 16, [(62, 66)], {"window": 1}),
     "chunk": (4, 2, 64, 16, [(145, 150), (2, 4)], {"chunk": 21}),
     "chunk-of-a-split": (2, 1, 32, 128, [(190, 195)], {"chunk": 64}),
-    "chunk-of-one": (2, 1, 32, 16, [(62, 66)], {"chunk": 1}),
     "chunk-of-more": (2, 1, 32, 16, [(62, 66)], {"chunk": 8192}),
     "softcap": (4, 2, 64, 16, [(90, 95)], {"softcap": 5.0}),
     "softcap-small-scores": (2, 1, 64, 16, [(90, 91)], {"softcap": 50.0, "scale": 0.01}),
     "sinks": (4, 2, 64, 16, [(90, 95), (0, 1)], {"sinks": True}),
-    "custom-scale": (2, 2, 32, 16, [(90, 92)], {"scale": 0.5}),
-    "all": (
-        4,
-        2,
-        96,
-        128,
-        [(140, 143)],
-        {"window": 90, "softcap": 9.0, "sinks": True, "scale": 0.2},
-    ),
-    "all-in-chunks": (
-        4,
-        2,
-        96,
-        128,
-        [(140, 143)],
-        {"chunk": 71, "softcap": 9.0, "sinks": True, "scale": 0.2},
-    ),
+    "all": (4, 2, 96, 128, [(140, 143)], {"window": 90, **TOGETHER}),
+    "all-in-chunks": (4, 2, 96, 128, [(140, 143)], {"chunk": 71, **TOGETHER}),
 }
 
 

@@ -15,9 +15,9 @@ from tests.kernels.test_twin_attention import (
 from tests.support.tiny import prompts, tiny
 from tests.support.tolerances import norm_as_good_as_torch, within_units
 from tinyspec import Engine, EngineConfig, SamplingParams
-from tinyspec.kernels.attention_metadata import AttentionMetadata
+from tinyspec.kernels.backend import AttentionMetadata
+from tinyspec.kernels.twins import attention as twin
 from tinyspec.kernels.twins import attention_plain
-from tinyspec.kernels.twins import paged_attention as twin
 
 SCORES = (
     {},

@@ -1,17 +1,17 @@
-"""Sample against numpy: philox in 64-bit integers, everything else in fp64.
+"""Sample against numpy (philox in 64-bit integers, everything else in fp64), and log-probabilities
+of whole rows.
 
-Forced tokens are one promise of the kernel and its twin, so both are held to it here.
+What is one promise of the kernel and its twin both are held to here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from tests.kernels.cases import (
@@ -21,16 +21,17 @@ from tests.kernels.cases import (
     poisoned,  # noqa: F401 - a fixture
     sensitive,
 )
-from tests.support.tolerances import NOISE, assert_as_good_as_torch, near
+from tests.support.tolerances import NOISE, assert_as_good_as_torch, near, within_units
 from tinyspec.kernels import launch
-from tinyspec.kernels.sample import philox, sample
-from tinyspec.kernels.twins import sample as twins
+from tinyspec.kernels import sample as kernel
+from tinyspec.kernels.sample import sample
+from tinyspec.kernels.twins import sample as twin
 
 NEG, INF, NAN = float("-inf"), float("inf"), float("nan")
 
 
 both = pytest.mark.parametrize(
-    "scorer", [pytest.param(sample, id="triton"), pytest.param(twins.sample, id="twin")]
+    "scorer", [pytest.param(sample, id="triton"), pytest.param(twin.sample, id="twin")]
 )
 
 
@@ -71,22 +72,6 @@ def case(rows: int, vocab: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, 
     return logits, temperature, keys, positions
 
 
-@triton.jit
-def philox_kernel(words_ptr, out_ptr):
-    c = tl.arange(0, 1)
-    w0 = tl.load(words_ptr + 0).to(tl.uint32) + c.to(tl.uint32)
-    w1 = tl.load(words_ptr + 1).to(tl.uint32) + c.to(tl.uint32)
-    w2 = tl.load(words_ptr + 2).to(tl.uint32) + c.to(tl.uint32)
-    w3 = tl.load(words_ptr + 3).to(tl.uint32) + c.to(tl.uint32)
-    k0 = tl.load(words_ptr + 4).to(tl.uint32)
-    k1 = tl.load(words_ptr + 5).to(tl.uint32)
-    x0, x1, x2, x3 = philox(w0, w1, w2, w3, k0, k1)
-    tl.store(out_ptr + 0 + c, x0.to(tl.int64))
-    tl.store(out_ptr + 1 + c, x1.to(tl.int64))
-    tl.store(out_ptr + 2 + c, x2.to(tl.int64))
-    tl.store(out_ptr + 3 + c, x3.to(tl.int64))
-
-
 @pytest.mark.parametrize(
     "words, expected",
     [
@@ -100,10 +85,10 @@ def philox_kernel(words_ptr, out_ptr):
     ],
 )
 def test_philox_known_answers(words: list[int], expected: str) -> None:
-    """The vectors that Random123 ships (kat_vectors, philox4x32 10)."""
-    out = longs([0] * 4)
-    philox_kernel[(1,)](longs(words), out)
-    assert " ".join(f"{x & 0xFFFFFFFF:08x}" for x in out.tolist()) == expected
+    """The vectors that Random123 ships (kat_vectors, philox4x32 10), by what stands for kernel and
+    twin below."""
+    found = philox_reference([np.array([word]) for word in words[:4]], (words[4], words[5]))
+    assert " ".join(f"{int(x[0]):08x}" for x in found) == expected
 
 
 @pytest.mark.parametrize(
@@ -143,37 +128,17 @@ def test_all_greedy_need_no_noise(scorer: Callable) -> None:
     assert not torch.equal(scorer(logits, hot, keys, positions)[0], tokens), "control"
 
 
-@pytest.mark.parametrize("rows", [1, 5, 15, 17, 40])
-def test_greedy_tokens_of_the_twin(rows: int) -> None:
-    """Few rows and many: the lowest index on ties, none for NaN, +inf, and where all is out."""
-    for seed in range(40):
-        for place, value in ((3, None), (7, NAN), (511, INF), (slice(None), NEG), (3, NEG)):
-            logits = normal(rows, 512, seed=seed).round(decimals=1)
-            if value is not None:
-                logits[-1, place] = value
-            best, places = logits.max(dim=-1)
-            expected = torch.where(best.isfinite(), places, -1)
-            before = logits.clone()
-            assert torch.equal(twins.sample(logits.cpu(), None, None, None)[0], expected.cpu())
-            assert torch.equal(logits.nan_to_num(7.0), before.nan_to_num(7.0))
-            assert (int(expected[-1]) < 0) == (value is not None and place != 3), "control"
-
-
 def test_noise_of_the_twin() -> None:
     """Word v % 4 of counter (v // 4, position) under the key's two halves."""
     for key, position in ((0, 0), (-1, 0xFFFFFFFF), (0x1234567890ABCDEF, 77), (-(2**63), 5)):
-        noise = twins.gumbel(torch.tensor([key]), torch.tensor([position]), 50)[0]
+        noise = twin.gumbel(torch.tensor([key]), torch.tensor([position]), 50)[0]
         assert noise.tolist() == near(gumbel_reference(key, position, 50).tolist(), NOISE)
 
 
-def test_matches_reference_without_rows() -> None:
-    tokens, logprobs = sample(*(x[:0] for x in case(1, 10)))
-    assert tokens.shape == logprobs.shape == (0,)
-
-
+@both
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_exact() -> None:
-    """Ties, exclusion and what is not finite."""
+def test_exact(scorer: Callable) -> None:
+    """Ties, exclusion, what is not finite, no rows at all."""
     rows = {
         "plain": ([1.0, 3.0, 2.0, 0.0, 0.0], 1),
         "tie": ([1.0, 3.0, 3.0, 3.0, 0.0], 1),
@@ -186,16 +151,21 @@ def test_exact() -> None:
     }
     logits = floats([row for row, _ in rows.values()])
     keys = positions = longs(list(range(len(rows))))
-    tokens, logprobs = sample(logits, floats([0.0] * len(rows)), keys, positions)
+    tokens, logprobs = scorer(logits, floats([0.0] * len(rows)), keys, positions)
     assert dict(zip(rows, tokens.tolist(), strict=True)) == {k: t for k, (_, t) in rows.items()}
     assert torch.equal(logprobs.isnan(), tokens == -1)
     assert logprobs[3] == 0.0
 
-    tokens, logprobs = sample(logits, floats([0.7] * len(rows)), keys, positions)
+    tokens, logprobs = scorer(logits, floats([0.7] * len(rows)), keys, positions)
     assert (tokens == -1).tolist() == [t == -1 for _, t in rows.values()]
     assert tokens[3] == 2 and logprobs[3] == 0.0
     # Overflow by temperature is no finite maximum either.
-    assert sample(floats([[1e5, 0.0]]), floats([1e-36]), longs([1]), longs([1]))[0] == -1
+    assert scorer(floats([[1e5, 0.0]]), floats([1e-36]), longs([1]), longs([1]))[0] == -1
+    # Across blocks.
+    logits = torch.zeros(1, 9000, device=DEVICE)
+    logits[0, [5000, 4999, 8999]] = 1.0
+    assert scorer(logits, None, None, None)[0].tolist() == [4999]
+    assert [len(x) for x in scorer(*(x[:0] for x in case(1, 10)))] == [0, 0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
@@ -206,13 +176,6 @@ def test_exact_in_16_bits(dtype: torch.dtype) -> None:
     for args in (noise, (None, None, None)):
         for narrow, wide in zip(sample(logits, *args), sample(logits.float(), *args), strict=True):
             assert torch.equal(narrow, wide)
-
-
-def test_exact_ties_across_tiles() -> None:
-    logits = torch.zeros(1, 9000, device=DEVICE)
-    logits[0, [5000, 4999, 8999]] = 1.0
-    tokens, _ = sample(logits, floats([0.0]), longs([0]), longs([0]))
-    assert tokens.item() == 4999
 
 
 @both
@@ -232,12 +195,12 @@ def test_exact_when_forced(scorer: Callable, rows: int, vocab: int) -> None:
     for other in (nobody, forced, mixed):
         assert all(torch.equal(a, b) for a, b in zip(free, other, strict=True))
     # Every token of a hot row, drawn freely somewhere, has the bits it has when forced.
-    draws = 40
+    draws = 12
     args = (logits[-1:, :40].expand(draws, -1).contiguous(), floats([1.7] * draws))
     if vocab >= 40:
         noise = (longs([3] * draws), longs(list(range(draws))))
         tokens, logprobs = scorer(*args, *noise)
-        assert len(tokens.unique()) > 5
+        assert len(tokens.unique()) > 3
         backwards = [x.flip(0) for x in noise]
         assert torch.equal(scorer(*args, *backwards, forced=tokens)[1], logprobs)
         # Control: another token has other bits.
@@ -258,37 +221,28 @@ def test_exact_when_forced_on_broken_rows(scorer: Callable, heat: float) -> None
 
 
 @both
-def test_row_invariant_when_forced(scorer: Callable) -> None:
-    """Which of the other rows are forced does not show."""
-    rows, vocab = 6, 5003
+def test_row_invariant(scorer: Callable) -> None:
+    """Alone, moved, among huge and broken rows, further apart; whichever others are forced."""
+    rows, vocab = 5, 5003
     args = case(rows, vocab)
     forced = longs([-1 if r % 3 == 0 else 31 * r for r in range(rows)])
-    whole = scorer(*args, forced=forced)
+    whole = [scorer(*args), scorer(*args, forced=forced)]
     for r in range(rows):
-        alone = scorer(*(x[r : r + 1].clone() for x in args), forced=forced[r : r + 1].clone())
+        mine = [x[r : r + 1].clone() for x in args]
         others = forced.flip(0).clone()
         others[r] = forced[r]
+        found = scorer(*mine), scorer(*mine, forced=forced[r : r + 1].clone())
         crowd = [x[r : r + 1] for x in scorer(*args, forced=others)]
-        for found in (alone, crowd):
-            assert all(torch.equal(a[0], b[r]) for a, b in zip(found, whole, strict=True))
-
-
-def test_row_invariant() -> None:
-    rows, vocab = 9, 5003
-    args = case(rows, vocab)
-    whole = sample(*args)
-    for r in range(rows):
-        alone = sample(*(x[r : r + 1].clone() for x in args))
-        assert all(torch.equal(a[0], b[r]) for a, b in zip(alone, whole, strict=True))
-    order = longs([4, 0, 8, 2, 6, 1, 3, 7, 5])
-    moved = sample(*(x[order] for x in args))
-    assert all(torch.equal(a, b[order]) for a, b in zip(moved, whole, strict=True))
-    # Neighbours that are huge or broken, and rows that lie further apart.
+        for own, expected in ((found[0], whole[0]), (found[1], whole[1]), (crowd, whole[1])):
+            assert all(torch.equal(a[0], b[r]) for a, b in zip(own, expected, strict=True))
+    order = longs([4, 0, 2, 1, 3])
+    moved = scorer(*(x[order] for x in args))
+    assert all(torch.equal(a, b[order]) for a, b in zip(moved, whole[0], strict=True))
     wide = torch.full((rows, vocab + 13), NAN, device=DEVICE)
     wide[:, :vocab] = args[0]
     wide[1::2] = NAN
-    strided = sample(wide[:, :vocab], *args[1:])
-    assert all(torch.equal(a[::2], b[::2]) for a, b in zip(strided, whole, strict=True))
+    strided = scorer(wide[:, :vocab], *args[1:])
+    assert all(torch.equal(a[::2], b[::2]) for a, b in zip(strided, whole[0], strict=True))
 
 
 def test_row_invariant_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +254,7 @@ def test_row_invariant_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.equal(sample(logits, temperature, keys, positions + 1)[0][hot], tokens[hot])
     logits = sensitive(8, 300)
     tokens, logprobs = sample(logits, None, None, None)
-    monkeypatch.setattr(launch, "sample", lambda: launch.SampleLaunch(64, 8))
+    monkeypatch.setattr(launch, "SAMPLE", launch.RowLaunch(64, 8))
     other = sample(logits, None, None, None)
     assert torch.equal(other[0], tokens) and not torch.equal(other[1], logprobs)
 
@@ -317,3 +271,104 @@ def test_padding_untouched() -> None:
     got = sample(wide[:, :77], *args[1:])
     assert (got[0] >= 0).all() and (got[0] < 77).all() and got[1].isfinite().all()
     assert (wide[:, 77:] == INF).all()
+
+
+modules = pytest.mark.parametrize(
+    "module", [pytest.param(kernel, id="triton"), pytest.param(twin, id="twin")]
+)
+# The twin takes fp32 alone.
+CASES = [
+    pytest.param(twin, torch.float32, id="twin"),
+    *(
+        pytest.param(kernel, *case.values, id=f"triton-{case.id}", marks=case.marks)
+        for case in DTYPES
+    ),
+]
+
+
+def by_address(function: Callable, row: Tensor) -> set[tuple]:
+    """The bits of ``row`` [V], at every address modulo 16 bytes."""
+    vocab, found = len(row), set()
+    for offset in range(16 // row.itemsize):
+        wide = torch.full((vocab + 16,), NAN, dtype=row.dtype, device=DEVICE)
+        wide[offset : offset + vocab] = row
+        found.add(tuple(function(wide[None, offset : offset + vocab])[0].tolist()))
+    return found
+
+
+@modules
+def test_a_likely_token_among_large_logits(module: ModuleType) -> None:
+    """Its log-probability is small, and must not be rounded at the size of the logits."""
+    logits = 3 * normal(8, 5003, seed=1)
+    logits[:, 5] = logits.max() + 14
+    logits += 100
+    tokens = torch.full((8,), 5, device=DEVICE)
+    exact = torch.log_softmax(logits.double(), dim=-1)
+    torchs = torch.log_softmax(logits, dim=-1)
+    found = module.chosen_logprobs(logits, tokens)
+    assert (exact[:, 5] > -1e-4).all() and (found < 0).all()
+    assert within_units(found, exact[:, 5], 3)
+    assert torch.equal(module.log_softmax(logits)[:, 5], found)
+    assert_as_good_as_torch(module.log_softmax(logits), torchs, exact)
+
+
+@modules
+@pytest.mark.parametrize("vocab", [1, 67, pytest.param(5003, id="blocks")])
+def test_matches_reference_of_whole_rows(module: ModuleType, vocab: int) -> None:
+    logits = 4 * normal(4, vocab, seed=vocab)
+    logits[:, 1::7] = NEG
+    heat = torch.tensor([0.0, 1.0, 0.3, 2.5], device=DEVICE)
+    divisor = torch.where(heat > 0, heat, 1.0)[:, None]
+    there = logits > NEG
+    for found, scaled in (
+        (module.log_softmax(logits), logits),
+        (module.log_softmax(logits, heat), logits / divisor),
+    ):
+        assert torch.equal(found == NEG, ~there)
+        same, exact = (torch.log_softmax(x, dim=-1)[there] for x in (scaled, scaled.double()))
+        assert_as_good_as_torch(found[there], same, exact)
+    same, exact = (torch.softmax(x, dim=-1) for x in (logits, logits.double()))
+    assert_as_good_as_torch(module.softmax(logits), same, exact)
+
+
+@modules
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_exact_whole_rows(module: ModuleType) -> None:
+    """The bits of the log-probabilities that are computed one by one; what is not finite."""
+    logits = 4 * normal(5, 67)
+    rows = torch.arange(5, device=DEVICE)
+    tokens = 13 * rows
+    whole = module.log_softmax(logits)
+    assert torch.equal(module.chosen_logprobs(logits, tokens), whole[rows, tokens])
+    assert not torch.equal(module.chosen_logprobs(logits, tokens + 1), whole[rows, tokens])
+    broken = torch.tensor([[NAN, 1.0], [INF, 0.0], [NEG, NEG]], device=DEVICE)
+    assert module.log_softmax(broken).isnan().all() and module.softmax(broken).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_exact_as_sampled(dtype: torch.dtype) -> None:
+    """A sampled token has the log-probability that stands in the whole row."""
+    logits = (4 * normal(4, 67)).to(dtype)
+    heat = torch.tensor([0.0, 1.0, 0.3, 2.5], device=DEVICE)
+    tokens, logprobs = sample(logits, heat, *2 * [torch.arange(4, device=DEVICE)])
+    whole = kernel.log_softmax(logits, heat)
+    assert torch.equal(logprobs, whole.gather(1, tokens[:, None])[:, 0])
+    assert torch.equal(whole, kernel.log_softmax(logits.float(), heat))
+
+
+@pytest.mark.parametrize("module, dtype", CASES)
+@pytest.mark.parametrize(
+    "vocab", [67, *(pytest.param(n, marks=pytest.mark.slow("crosses", 2)) for n in (66, 4099))]
+)
+def test_row_invariant_of_whole_rows(module: ModuleType, dtype: torch.dtype, vocab: int) -> None:
+    """A row has the same bits at every address, in every batch and at every place of it."""
+    logits = sensitive(5, vocab).to(dtype)
+    whole = module.log_softmax(logits)
+    assert by_address(module.log_softmax, logits[2]) == {tuple(whole[2].tolist())}
+    for count in (1, 2, 4):
+        assert torch.equal(module.log_softmax(logits[:count].clone()), whole[:count])
+        assert torch.equal(module.log_softmax(logits[-count:]), whole[-count:])
+    others = logits * 1e4
+    others[1::2] = NAN
+    others[2] = logits[2]
+    assert torch.equal(module.log_softmax(others)[2], whole[2])

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 
 from tests.support.tolerances import OPERATOR, close, norm_as_good_as_torch
 from tinyspec.determinism.probes.bits import same_bits
-from tinyspec.kernels.attention_metadata import AttentionMetadata
-from tinyspec.kernels.twins import attention_plan, attention_tiles
-from tinyspec.kernels.twins import paged_attention as twin
-from tinyspec.kernels.twins.attention_tiles import cut_keeps_bits
+from tinyspec.kernels.backend import AttentionMetadata
+from tinyspec.kernels.twins import attention as twin
+from tinyspec.kernels.twins import attention_plan
+from tinyspec.kernels.twins.attention import cut_keeps_bits
 
 LENGTHS = (1, 5, 127, 128, 129, 300)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -214,6 +214,7 @@ def test_control_another_tile_differs(monkeypatch):
     shape = SHAPES[0]
     before = run(torch.float32, shape, [(5, 300)], {})[0]
     monkeypatch.setattr(attention_plan, "TILE", 64)
+    monkeypatch.setattr(twin, "TILE", 64)
     after = run(torch.float32, shape, [(5, 300)], {}, page_size=64)[0]
     assert not torch.equal(before, after)
     assert close(before, after, OPERATOR)
@@ -247,7 +248,7 @@ def test_keys_behind_all_contexts_are_left_out(monkeypatch, dtype, scores):
 @pytest.mark.parametrize("at", [4, 32, 192, 768])
 def test_no_key_is_left_out_where_that_changes_a_bit(monkeypatch, at):
     """Be it in calls of some number of query rows alone, and in the log-sum-exp."""
-    flash = attention_tiles.flash_attention
+    flash = twin.flash_attention
 
     def other(q, k, *args, **more):
         out, lse = flash(q, k, *args, **more)
@@ -255,7 +256,7 @@ def test_no_key_is_left_out_where_that_changes_a_bit(monkeypatch, at):
 
     check = cut_keeps_bits.__wrapped__
     assert check(torch.float32, 64, 4) == cut_keeps_bits(torch.float32, 64, 4)
-    monkeypatch.setattr(attention_tiles, "flash_attention", other)
+    monkeypatch.setattr(twin, "flash_attention", other)
     assert not check(torch.float32, 64, 4)
 
 

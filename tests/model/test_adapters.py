@@ -21,7 +21,7 @@ from tests.support.loading import (
 )
 from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams, UnsupportedModelError, doctor
-from tinyspec.kernels.twins.linear import linear
+from tinyspec.kernels.twins.layers import linear
 from tinyspec.model.cpu.linears import OneDnnLinear
 from tinyspec.model.linears import KernelLinear, kernel_stand_ins
 

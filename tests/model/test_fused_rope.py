@@ -28,7 +28,7 @@ from tests.support.walk import places
 from tests.support.zoo import BUILT, VOCAB, tiny
 from tinyspec import Engine, EngineConfig
 from tinyspec.kernels import backend as kernels
-from tinyspec.kernels.attention_metadata import AttentionMetadata
+from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.model import attention_trial, install
 from tinyspec.model import fused_rope as ropes
 from tinyspec.model.attention import AttentionContext, PagedAttention

@@ -10,7 +10,7 @@ from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import prompts, tiny
 from tests.support.tolerances import SHORT_SUM, assert_as_good_as_torch, close
 from tinyspec import Engine, SamplingParams
-from tinyspec.kernels.twins.linear import linear
+from tinyspec.kernels.twins.layers import linear
 from tinyspec.model.cpu import linears
 from tinyspec.model.cpu.linears import (
     CpuLinear,

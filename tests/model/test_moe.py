@@ -27,7 +27,7 @@ from tinyspec import (
 )
 from tinyspec.determinism.probes import proof
 from tinyspec.determinism.probes.routing import TOKEN_SETS, Matmul, OpRecorder, data_dependent
-from tinyspec.kernels.twins.linear import linear
+from tinyspec.kernels.twins.layers import linear
 from tinyspec.model.moe import IMPLEMENTATION, STATE, kernel_experts, kernel_forward
 
 DTYPES = (torch.float32, torch.bfloat16)

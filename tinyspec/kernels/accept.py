@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tinyspec.kernels import launch
-from tinyspec.kernels.twins.accept import AcceptResult
+from tinyspec.kernels.twins.sample import AcceptResult
 
 
 @triton.jit(
@@ -126,7 +126,7 @@ def accept_truncate(
     if requests == 0:
         return result
 
-    entry = launch.accept()
+    entry = launch.ACCEPT
     grid = (requests,)
     accept_kernel[grid](
         draft_ptr=drafts,
@@ -149,7 +149,7 @@ def accept_truncate(
         stride_d=drafts.stride(0),
         stride_t=targets.stride(0),
         stride_s=stop_ids.stride(0),
-        BLOCK_W=entry.block_w,
+        BLOCK_W=entry.block,
         num_warps=entry.num_warps,
         **launch.OPTIONS,
     )

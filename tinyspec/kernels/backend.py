@@ -1,16 +1,22 @@
 """The engine's kernels: Triton on a GPU, their plain-torch twins on a CPU, one set of signatures.
 
-Which of the two runs is decided once per engine, by ``load``. All that the package reads of the
-environment is read here.
+Which of the two runs is decided once per engine, by ``load``. What attention needs to know of a
+pass is ``AttentionMetadata``: its rows, grouped by sequence. It knows nothing of requests, drafts
+or canonical passes: a prompt chunk, a decode row and the rows of a verify are all segments, so one
+reduction serves them all. All that the package reads of the environment is read here.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from importlib import import_module
+from itertools import accumulate
 from typing import Any
+
+import torch
+from torch import Tensor
 
 # What cuBLAS, and torch where it calls cuBLAS, look at once and tell by no function. What only
 # logs, no product depends on.
@@ -18,6 +24,10 @@ PREFIXES = ("CUBLAS", "TORCH_CUBLAS", "NVIDIA_TF32_OVERRIDE", "DISABLE_ADDMM_CUD
 LOGS = "_LOG"
 # Sizes of workspaces, which torch tells since 2.13.
 WORKSPACES = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE")
+MODULES = {
+    "triton": ("kv_write", "paged_attention", "accept", "sample", "hidden_states"),
+    "torch": ("twins.layers", "twins.attention", "twins.sample"),
+}
 
 
 @dataclass(frozen=True)
@@ -35,6 +45,59 @@ class Kernels:
     linear: Callable[..., Any]
     add_rms_norm: Callable[..., Any]
     gated: Callable[..., Any]
+
+
+@dataclass
+class AttentionMetadata:
+    """Segment s is the rows ``cu_seqlens_q[s]:cu_seqlens_q[s + 1]``: consecutive tokens of one
+    sequence, the last of them at position ``seq_lens[s] - 1``. Rows after the last are padding.
+
+    page_table:   [S, P] int32, a sequence's pages in order; entries past its last page are 0.
+    cu_seqlens_q: [S + 1] int32, first row of every segment.
+    seq_lens:     [S] int32, context length including the segment's own rows.
+    page_size:    tokens per page.
+    max_seqlen_q, max_seqlen_k: rows of the longest segment, tokens of the longest context.
+    exact:        whether the pass is canonical; in others a backend may use a faster reduction.
+    derived:      what a backend computes once per pass and reuses in every layer.
+    """
+
+    page_table: Tensor
+    cu_seqlens_q: Tensor
+    seq_lens: Tensor
+    page_size: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+    exact: bool = True
+    derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def of(
+        cls,
+        spans: Sequence[tuple[int, int]],
+        page_tables: Sequence[Sequence[int]],
+        page_size: int,
+        device: torch.device | str = "cpu",
+        exact: bool = True,
+    ) -> AttentionMetadata:
+        """One segment per sequence: its tokens at positions ``first`` to ``end - 1``, for every
+        (first, end) of ``spans``; ``page_tables``: its pages in order, enough for ``end`` tokens.
+        """
+        counts = [end - first for first, end in spans]
+        lengths = [end for _, end in spans]
+        width = max(map(len, page_tables))
+
+        def column(values: Sequence[Any]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device="cpu").to(device)
+
+        return cls(
+            page_table=column([[*pages, *[0] * (width - len(pages))] for pages in page_tables]),
+            cu_seqlens_q=column(list(accumulate(counts, initial=0))),
+            seq_lens=column(lengths),
+            page_size=page_size,
+            max_seqlen_q=max(counts),
+            max_seqlen_k=max(lengths),
+            exact=exact,
+        )
 
 
 def interprets_triton() -> bool:
@@ -63,18 +126,13 @@ def load(backend: str) -> Kernels:
     Triton is imported here and not before: TRITON_INTERPRET must be set before it is imported, and
     on a CPU it need not be installed.
     """
-    assert backend in ("triton", "torch"), backend
-    package = __package__ if backend == "triton" else f"{__package__}.twins"
-    modules = {
-        "fused_kv_write": "kv_write",
-        "paged_attention": "paged_attention",
-        "accept_truncate": "accept",
-        **dict.fromkeys(("sample", "log_softmax", "softmax", "chosen_logprobs"), "sample"),
-        "linear": "linear",
-        **dict.fromkeys(("add_rms_norm", "gated"), "hidden_states"),
+    assert backend in MODULES, backend
+    modules = [import_module(f"{__package__}.{name}") for name in MODULES[backend]]
+    wanted = [field.name for field in fields(Kernels) if field.name != "backend"]
+    found = {
+        name: getattr(module, name)
+        for module in modules
+        for name in wanted
+        if hasattr(module, name)
     }
-    kernels = {
-        name: getattr(import_module(f"{package}.{module}"), name)
-        for name, module in modules.items()
-    }
-    return Kernels(backend, **kernels)
+    return Kernels(backend, **found)

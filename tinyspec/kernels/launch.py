@@ -59,31 +59,11 @@ class MergeLaunch(NamedTuple):
     programs: int
 
 
-class KvWriteLaunch(NamedTuple):
-    """block_h heads of one row per program."""
-
-    block_h: int
-    num_warps: int
-
-
-class SampleLaunch(NamedTuple):
-    """block_v vocabulary entries per program."""
-
-    block_v: int
-    num_warps: int
-
-
 class RowLaunch(NamedTuple):
-    """``block`` numbers of one row per program."""
+    """``block`` of one row per program: heads, numbers, vocabulary entries, or rows of a verify a
+    loop turn."""
 
     block: int
-    num_warps: int
-
-
-class AcceptLaunch(NamedTuple):
-    """block_w rows of a verify per loop turn."""
-
-    block_w: int
     num_warps: int
 
 
@@ -107,8 +87,6 @@ _ATTENTION = {
     (2, 16): AttentionLaunch(64, 64, 512, 4, 3, 255),
     (2, 32): AttentionLaunch(64, 64, 512, 4, 3, 255),
     (2, 64): AttentionLaunch(64, 32, 512, 4, 3, 255),
-    (2, 80): AttentionLaunch(64, 32, 512, 4, 3, 255),
-    (2, 96): AttentionLaunch(64, 32, 512, 4, 3, 255),
     (2, 128): AttentionLaunch(64, 32, 512, 4, 3, 255),
     (2, 256): AttentionLaunch(32, 32, 512, 8, 3, 255),
     (2, 512): AttentionLaunch(16, 16, 512, 4, 3, 255),
@@ -147,6 +125,11 @@ _LINEAR = {
     2: LinearLaunch(64, 64, 64, 8, 4),
     4: LinearLaunch(32, 64, 32, 8, 3),
 }
+
+# 16 numbers a lane, 8 of AMD's 64 lanes; either way loads of 16 bytes.
+GATED = RowLaunch(1024, num_warps=2)
+SAMPLE = RowLaunch(4096, num_warps=4)
+ACCEPT = RowLaunch(32, num_warps=1)
 
 # Attention's programs are as many as a device runs at a time; who computes what changes no bit.
 PROGRAMS_PER_SM = 2
@@ -224,14 +207,9 @@ def merge(head_dim: int) -> MergeLaunch:
     return MergeLaunch(block_r=4, num_warps=1 if padded(head_dim) <= 128 else 4, programs=8)
 
 
-def kv_write(head_dim: int) -> KvWriteLaunch:
+def kv_write(head_dim: int) -> RowLaunch:
     """Entry of the fused KV write."""
-    return KvWriteLaunch(block_h=4, num_warps=1 if padded(head_dim) <= 128 else 2)
-
-
-def sample() -> SampleLaunch:
-    """Entry of sample."""
-    return SampleLaunch(block_v=4096, num_warps=4)
+    return RowLaunch(4, num_warps=1 if padded(head_dim) <= 128 else 2)
 
 
 def merge_lanes(blocks: int) -> int:
@@ -247,16 +225,6 @@ def rms_norm(size: int) -> RowLaunch:
     """
     block = next_power_of_2(size)
     return RowLaunch(block, num_warps=min(16, max(1, block // 512)))
-
-
-def gated() -> RowLaunch:
-    """Entry of gated: 16 numbers a lane, 8 of AMD's 64 lanes; either way loads of 16 bytes."""
-    return RowLaunch(block=1024, num_warps=2)
-
-
-def accept() -> AcceptLaunch:
-    """Entry of accept/truncate."""
-    return AcceptLaunch(block_w=32, num_warps=1)
 
 
 def linear(dtype: torch.dtype) -> LinearLaunch:

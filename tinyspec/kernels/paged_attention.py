@@ -1,20 +1,234 @@
 """Paged attention: a work list for the pass, and two launches a layer.
 
 Neither a grid nor an argument depends on the lengths of a pass, nor on how its rows are divided
-among its sequences. The formula and the order of reduction stand in ``attention_kernel``.
+among its sequences. The formula and the order of reduction stand in ``attention_kernel``. The work
+list says what a fixed number of programs compute in one pass.
+
+A tile is the rows of one segment that share a tile of query rows; a unit is one split of keys of
+one tile and one head (a KV head, or a part of its query heads). Units are numbered tile by tile,
+head by head, split by split; program p owns those from p * U / programs on, up to the next
+program's, so all have as much to do, whatever the pass holds. Where such a cut falls among the
+splits of a tile and head, their partial results are merged afterwards.
+
+Cuts are moved to the tile and head that they fall into where cutting gains little (few splits) or
+where the workspace is full. They say who computes what, never in which order anything is added.
+
+The list is built on the device once a pass and kind of layer: no shape, grid or argument depends on
+what the pass holds. Knows rows, lengths and windows; neither queries nor pages.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from tinyspec.kernels import launch
-from tinyspec.kernels.attention_kernel import attention_kernel
-from tinyspec.kernels.attention_merge import LOG2E, Workspace, merge_kernel
-from tinyspec.kernels.attention_metadata import AttentionMetadata
-from tinyspec.kernels.attention_work import UNBOUNDED, work_list
+from tinyspec.kernels.attention_kernel import (
+    FIELDS,
+    LOG2E,
+    attention_kernel,
+    lowest_key,
+    merge_kernel,
+)
+from tinyspec.kernels.backend import AttentionMetadata
+
+# A window or chunk that masks nothing.
+UNBOUNDED = 2**31 - 1
+# A tile and head with less than a fourth of what a program has to do is not cut.
+LEAST_PART = tl.constexpr(4)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_segments",
+        "tile_rows",
+        "heads",
+        "group_shift",
+        "window",
+        "chunk",
+        "programs",
+        "entries",
+    ],
+    do_not_specialize_on_alignment=["cu_seqlens_ptr", "seq_lens_ptr"],
+)
+def work_kernel(
+    cu_seqlens_ptr,  # [S + 1] int32
+    seq_lens_ptr,  # [S] int32
+    tile_ptr,  # [tiles, FIELDS] int32
+    start_ptr,  # [programs + 1, 3] int32
+    num_segments,
+    tile_rows,
+    heads,  # of a tile, each a unit per split
+    group_shift,  # log2 of the heads of one row in a tile
+    window,
+    chunk,
+    programs,
+    entries,  # of the workspace, each for one split of one row of one head
+    SPLIT: tl.constexpr,
+    S_PAD: tl.constexpr,
+    PROGRAMS_PAD: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    s = tl.arange(0, S_PAD)
+    mask = s < num_segments
+    rows = tl.load(cu_seqlens_ptr + s + 1, mask=mask, other=0)
+    rows -= tl.load(cu_seqlens_ptr + s, mask=mask, other=0)
+    tile_ends = tl.cumsum(tl.cdiv(rows, tile_rows), axis=0)
+    num_tiles = tl.sum(tl.cdiv(rows, tile_rows), axis=0)
+
+    # Every tile but its entry, and the number of splits of all.
+    all_splits = (num_tiles * 0).to(tl.int64)
+    for first in range(0, num_tiles, BLOCK_T):
+        t = first + tl.arange(0, BLOCK_T)
+        valid = t < num_tiles
+        before = (tile_ends[None, :] <= t[:, None]) & mask[None, :]
+        segment = tl.sum(before.to(tl.int32), axis=1)
+        first_tile = tl.max(tl.where(before, tile_ends[None, :], 0), axis=1)
+        seg_start = tl.load(cu_seqlens_ptr + segment, mask=valid, other=0)
+        seg_rows = tl.load(cu_seqlens_ptr + segment + 1, mask=valid, other=0) - seg_start
+        first_row = (t - first_tile) * tile_rows
+        tile_size = tl.minimum(seg_rows - first_row, tile_rows)
+        position = tl.load(seq_lens_ptr + segment, mask=valid, other=0) - seg_rows + first_row
+        first_split = lowest_key(position, window, chunk) // SPLIT
+        splits = (position + tile_size - 1) // SPLIT + 1 - first_split
+        record = tile_ptr + t * FIELDS
+        tl.store(record, segment, mask=valid)
+        tl.store(record + 1, first_row, mask=valid)
+        tl.store(record + 2, tile_size, mask=valid)
+        tl.store(record + 3, first_split, mask=valid)
+        tl.store(record + 4, splits, mask=valid)
+        tl.store(record + 6, group_shift + t * 0, mask=valid)
+        all_splits += tl.sum(tl.where(valid, splits, 0), axis=0)
+    tl.debug_barrier()
+
+    # Entries, and where programs begin.
+    p = tl.arange(0, PROGRAMS_PAD)
+    cut = p * (all_splits * heads) // programs
+    # Behind the last tile.
+    item = num_tiles * heads + p * 0
+    split = p * 0
+    units_before = (num_tiles * 0).to(tl.int64)
+    entries_before = (num_tiles * 0).to(tl.int64)
+    for first in range(0, num_tiles, BLOCK_T):
+        t = first + tl.arange(0, BLOCK_T)
+        valid = t < num_tiles
+        record = tile_ptr + t * FIELDS
+        splits = tl.load(record + 4, mask=valid, other=0)
+        tile_size = tl.load(record + 2, mask=valid, other=0)
+        wanted = splits * LEAST_PART * programs > all_splits * heads
+        needed = tl.where(wanted, splits * heads * (tile_size << group_shift), 0).to(tl.int64)
+        entry_end = entries_before + tl.cumsum(needed, axis=0)
+        divisible = wanted & (entry_end <= entries)
+        tl.store(record + 5, tl.where(divisible, entry_end - needed, -1), mask=valid)
+
+        unit_end = units_before + tl.cumsum((splits * heads).to(tl.int64), axis=0)
+        unit = unit_end - splits * heads
+        mine = (cut[:, None] >= unit[None, :]) & (cut[:, None] < unit_end[None, :])
+        my_splits = tl.sum(tl.where(mine, splits[None, :], 0), axis=1)
+        found = my_splits > 0
+        my_splits = tl.maximum(my_splits, 1)
+        within = (cut - tl.sum(tl.where(mine, unit[None, :], 0), axis=1)).to(tl.int32)
+        my_tile = tl.sum(tl.where(mine, t[None, :], 0), axis=1)
+        item = tl.where(found, my_tile * heads + within // my_splits, item)
+        at_split = tl.sum((mine & divisible[None, :]).to(tl.int32), axis=1) > 0
+        split = tl.where(found & at_split, within % my_splits, split)
+        # Moved to the item's first split, if it is not to be cut.
+        cut -= tl.where(found & ~at_split, within % my_splits, 0)
+        units_before += tl.sum(splits * heads, axis=0)
+        entries_before += tl.sum(needed, axis=0)
+    start = start_ptr + 3 * p
+    tl.store(start, item, mask=p <= programs)
+    tl.store(start + 1, split, mask=p <= programs)
+    tl.store(start + 2, cut, mask=p <= programs)
+
+
+class WorkList(NamedTuple):
+    """Item i is head ``i % heads`` of tile ``i // heads``. Program p begins at split
+    ``starts[p, 1]`` of item ``starts[p, 0]``, which is unit ``starts[p, 2]``, and ends where p + 1
+    begins."""
+
+    tiles: Tensor  # [tiles, FIELDS] int32, in use as many as the pass has
+    starts: Tensor  # [programs + 1, 3] int32
+
+
+def work_list(
+    metadata: AttentionMetadata,
+    num_rows: int,
+    *,
+    tile_rows: int,
+    heads: int,
+    group_shift: int,
+    window: int,
+    chunk: int,
+    split: int,
+    programs: int,
+    entries: int,
+) -> WorkList:
+    """The list of a pass of ``num_rows`` rows, the same one for all layers that ask for the same.
+
+    tile_rows: rows of a tile, of 2 ** group_shift heads each; heads: units of a tile and split;
+    split: tokens; entries: of the workspace, each for one split of one row of one head.
+    """
+    key = "attention work", num_rows, tile_rows, heads, group_shift, window, chunk, split, programs
+    if (found := metadata.derived.get(key)) is not None:
+        return found
+    num_segments, device = metadata.seq_lens.shape[0], metadata.seq_lens.device
+    most = min(num_rows, num_segments + num_rows // tile_rows)
+    tiles = torch.empty((most, FIELDS.value), dtype=torch.int32, device=device)
+    starts = torch.empty((programs + 1, 3), dtype=torch.int32, device=device)
+    work_kernel[(1,)](
+        cu_seqlens_ptr=metadata.cu_seqlens_q,
+        seq_lens_ptr=metadata.seq_lens,
+        tile_ptr=tiles,
+        start_ptr=starts,
+        num_segments=num_segments,
+        tile_rows=tile_rows,
+        heads=heads,
+        group_shift=group_shift,
+        window=window,
+        chunk=chunk,
+        programs=programs,
+        entries=entries,
+        SPLIT=split,
+        S_PAD=launch.next_power_of_2(num_segments),
+        PROGRAMS_PAD=launch.next_power_of_2(programs + 1),
+        BLOCK_T=32,
+        num_warps=8,
+        **launch.OPTIONS,
+    )
+    return metadata.derived.setdefault(key, WorkList(tiles, starts))
+
+
+class Workspace(NamedTuple):
+    """Results of splits: an entry for a row and query head, and a tile for every program."""
+
+    acc: Tensor  # [entries, D_PAD] fp32
+    highest: Tensor  # [entries] fp32
+    total: Tensor  # [entries] fp32
+    state: Tensor  # [programs, 2, BLOCK_M, D_PAD] fp32
+
+    @classmethod
+    def of(
+        cls,
+        metadata: AttentionMetadata,
+        entries: int,
+        programs: int,
+        block_m: int,
+        like: Tensor,
+    ) -> Workspace:
+        """For heads as wide as those of ``like``; the layers of a pass share it."""
+        dim = launch.padded(like.shape[-1])
+        shapes = ((entries, dim), (entries,), (entries,), (programs, 2, block_m, dim))
+        key = "attention workspace", shapes
+        if key not in metadata.derived:
+            metadata.derived[key] = cls(
+                *(torch.empty(s, dtype=torch.float32, device=like.device) for s in shapes)
+            )
+        return metadata.derived[key]
 
 
 def paged_attention(

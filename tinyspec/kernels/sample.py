@@ -238,8 +238,8 @@ def sample_rows(
     num_temperatures = 0 if temperature is None else rows
     num_forced = 0 if forced is None else rows
 
-    entry = launch.sample()
-    blocks = triton.cdiv(vocab_size, entry.block_v)
+    entry = launch.SAMPLE
+    blocks = triton.cdiv(vocab_size, entry.block)
     device = logits.device
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
     chosen = torch.empty(rows, dtype=torch.float32, device=device)
@@ -262,7 +262,7 @@ def sample_rows(
         "num_temperatures": num_temperatures,
         "num_forced": num_forced,
         "VEC": vec,
-        "BLOCK_V": entry.block_v,
+        "BLOCK_V": entry.block,
         **launch.OPTIONS,
     }
     sample_kernel[(rows * blocks,)](

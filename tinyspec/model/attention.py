@@ -1,4 +1,4 @@
-"""Attention of a patched model over the pages of the pass that is running.
+"""Attention of a served model over the pages of the pass that is running.
 
 Two ways to the same kernels: ``PagedAttention`` replaces attention modules of the standard
 structure; ``paged_attention_function`` serves every module that calls transformers' attention
@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from tinyspec.kernels.attention_metadata import AttentionMetadata
-from tinyspec.kernels.backend import Kernels
+from tinyspec.kernels.backend import AttentionMetadata, Kernels
 from tinyspec.model.attention_calls import Layer
 from tinyspec.model.equivalence import eps_name
 from tinyspec.model.introspection import AttentionRecorder

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from tinyspec.kernels import backend
-from tinyspec.kernels.attention_metadata import AttentionMetadata
+from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.model.attention import AttentionContext, PagedAttention
 from tinyspec.model.attention_calls import AttentionCall, Layer, ModuleCall, Reach
 from tinyspec.model.equivalence import (

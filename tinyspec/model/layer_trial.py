@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from tinyspec.kernels import backend
 from tinyspec.kernels.launch import MAX_NORM
-from tinyspec.kernels.twins.hidden_states import ACTIVATIONS
+from tinyspec.kernels.twins.layers import ACTIVATIONS
 from tinyspec.model.attention import AttentionContext
 from tinyspec.model.attention_calls import ModuleCall
 from tinyspec.model.equivalence import (

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinyspec.kernels.attention_metadata import AttentionMetadata
+from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.runner.device_queue import to_device
 from tinyspec.scheduler.passes import Pass, spread
 from tinyspec.scheduler.sequence_table import Array, highest

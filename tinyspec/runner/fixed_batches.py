@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tinyspec.config import EngineConfig
-from tinyspec.kernels.attention_metadata import AttentionMetadata
+from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.runner.batch import Batch, embeddings, pack_rows
 from tinyspec.runner.device_queue import overwrite, to_device
 from tinyspec.scheduler.passes import Pass

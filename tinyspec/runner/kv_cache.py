@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinyspec.kernels.twins.e4m3 import CODES
+from tinyspec.kernels.twins.layers import CODES
 from tinyspec.model.attention_calls import LayerShape
 from tinyspec.runner.device_queue import to_device
 

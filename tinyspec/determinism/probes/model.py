@@ -1,4 +1,4 @@
-"""Probes a patched model end to end: does a pass give every row the logits, log-probabilities, keys
+"""Probes a served model end to end: does a pass give every row the logits, log-probabilities, keys
 and values that the reference bucket gives it, and how long does it take?
 
 Compared is on scratch weights, which the caller sees to, so that no value of the model's own can
@@ -19,8 +19,8 @@ from torch import Tensor
 from tinyspec.config import EngineConfig
 from tinyspec.determinism.probes.attention import longest_split
 from tinyspec.determinism.probes.bits import same_bits, unequal_bits
-from tinyspec.kernels.attention_metadata import AttentionMetadata
-from tinyspec.kernels.twins.e4m3 import stored, values
+from tinyspec.kernels.backend import AttentionMetadata
+from tinyspec.kernels.twins.layers import stored, values
 from tinyspec.model.checksum import row_checksums
 from tinyspec.runner.batch import Batch
 from tinyspec.runner.model_runner import ModelRunner

@@ -16,16 +16,16 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from tinyspec.kernels.attention_metadata import AttentionMetadata
+from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.kernels.twins.attention_plan import (
     CausalMask,
     all_finite,
+    flash_attention,
     integers,
     masked,
     segments,
 )
-from tinyspec.kernels.twins.attention_tiles import flash_attention
-from tinyspec.kernels.twins.e4m3 import values
+from tinyspec.kernels.twins.layers import values
 
 # Rows of a call that has a mask: rows * context * 4 bytes.
 MASK_ROWS = 512

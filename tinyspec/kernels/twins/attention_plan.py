@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from tinyspec.kernels.attention_metadata import AttentionMetadata
+from tinyspec.kernels.backend import AttentionMetadata
 
 TILE = 128
 # Query rows of one block. More would only mask more of the tiles behind the block's own rows.
@@ -34,6 +34,8 @@ QUERY_UNIT = 32
 MASKED = -3e38
 # Between any sum of scores and one masked score.
 UNLIKELY = -MASKED / 2
+
+flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 Position = TypeVar("Position", int, Tensor)
 
@@ -187,32 +189,21 @@ def plan_calls(
     group: query heads that share a head of the call, of which there are ``parts``. unit: where
     blocks have one tile, the keys behind all contexts are left out in units of so many.
     """
-
-    def queries(block: Block) -> int:
-        return padded_queries(block.rows, group, least)
-
-    def batches(blocks: list[Block], height: int) -> Iterator[list[Block]]:
-        """Cut so that no call's scratch exceeds MAX_TILE_ROWS (a single block may)."""
-        batch: list[Block] = []
-        size = 0
-        for block in blocks:
-            cost = block.num_tiles * height
-            if height >= ALONE_QUERIES and block.num_tiles >= ALONE_TILES:
-                yield [block]
-                continue
-            if batch and size + cost > MAX_TILE_ROWS:
-                yield batch
-                batch, size = [], 0
-            batch.append(block)
-            size += cost
-        if batch:
-            yield batch
-
-    ordered = sorted(blocks, key=lambda b: (queries(b), -b.num_tiles))
+    heights = {block.rows: padded_queries(block.rows, group, least) for block in blocks}
+    batches: list[list[Block]] = []
+    size = 0
+    for block in sorted(blocks, key=lambda b: (heights[b.rows], -b.num_tiles)):
+        height = heights[block.rows]
+        alone = height >= ALONE_QUERIES and block.num_tiles >= ALONE_TILES
+        cost = MAX_TILE_ROWS if alone else block.num_tiles * height
+        if not batches or size + cost > MAX_TILE_ROWS or heights[batches[-1][0].rows] != height:
+            batches.append([])
+            size = 0
+        batches[-1].append(block)
+        size += cost
     return [
-        _plan_call(batch, height, page_size, causal, group, parts, unit)
-        for height, alike in groupby(ordered, key=queries)
-        for batch in batches(list(alike), height)
+        _plan_call(batch, heights[batch[0].rows], page_size, causal, group, parts, unit)
+        for batch in batches
     ]
 
 

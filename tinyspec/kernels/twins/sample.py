@@ -1,4 +1,5 @@
-"""Twin of sample: temperature, seeded Gumbel noise, argmax, log-probability of the chosen token.
+"""Twins of sample (temperature, seeded Gumbel noise, argmax, log-probability of the chosen token)
+and of accept/truncate (the longest matching prefix of every verifying request at once).
 
 Noise is philox4x32-10 in 64-bit integers (Salmon et al., "Parallel random numbers: as easy as 1, 2,
 3", SC 2011). Log-probabilities are torch's own, which reduces every row by itself on a CPU: their
@@ -7,7 +8,7 @@ bits depend neither on a row's address nor on the number of rows.
 
 from __future__ import annotations
 
-from math import isfinite
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +16,6 @@ from torch import Tensor
 _LOW = 0xFFFFFFFF
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
-BLOCK, LEAST_ROWS = 128, 16
 
 
 def philox(counter: tuple[Tensor, Tensor], key: Tensor) -> tuple[Tensor, ...]:
@@ -47,31 +47,12 @@ def gumbel(keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     return u.log_().neg_().log_().neg_()
 
 
-def _highest(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """``rows.max(dim=-1)``; many rows are reduced block by block first, in half the time."""
-    count, width = rows.shape
-    if count < LEAST_ROWS or width % BLOCK or not rows.is_contiguous():
-        return rows.max(dim=-1)
-    blocks = rows.view(count, -1, BLOCK)
-    block = blocks.amax(dim=-1).max(dim=-1).indices
-    best, place = blocks[torch.arange(count, dtype=torch.int64, device=rows.device), block].max(
-        dim=-1
-    )
-    return best, block * BLOCK + place
-
-
 def _chosen(rows: Tensor) -> Tensor:
     """[N] int64: where the highest of each of ``rows`` [N, V] is, the lowest index on ties; -1
-    where it is not finite. NumPy searches a row in a tenth to a third of torch's time."""
-    if rows.shape[0] < LEAST_ROWS and rows.is_cpu:
-        values = rows.numpy()
-        places = values.argmax(1)  # of NaN, where there is one
-        for row, place in enumerate(places.tolist()):
-            if not isfinite(values.item(row, place)):
-                places[row] = -1
-        return torch.from_numpy(places)
-    best, tokens = _highest(rows)
-    return torch.where(best - best == 0, tokens, -1)
+    where it is not finite. NumPy searches a row in a third of torch's time."""
+    places = torch.from_numpy(rows.numpy().argmax(1))  # of NaN, where there is one
+    best = rows.gather(1, places[:, None]).squeeze(1)
+    return torch.where(best - best == 0, places, -1)
 
 
 def sample(
@@ -131,3 +112,59 @@ def softmax(logits: Tensor) -> Tensor:
 def chosen_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
     """Log-probabilities [N] fp32 of ``tokens`` [N] int64 under softmax(logits)."""
     return torch.log_softmax(logits, dim=-1).gather(1, tokens[:, None]).squeeze(1)
+
+
+class AcceptResult(NamedTuple):
+    """All [S] int32.
+
+    num_committed: tokens that become final, the bonus token included; at least 1.
+    num_accepted:  those of them that equal their draft.
+    drafts_left:   drafts after the committed ones that stay pending.
+    pages_to_free: pages that hold only rolled-back tokens.
+    stopped:       1 where the last of them is a stop token or the request may commit no more.
+    """
+
+    num_committed: Tensor
+    num_accepted: Tensor
+    drafts_left: Tensor
+    pages_to_free: Tensor
+    stopped: Tensor
+
+
+def accept_truncate(
+    drafts: Tensor,
+    targets: Tensor,
+    num_rows: Tensor,
+    draft_lens: Tensor,
+    start: Tensor,
+    remaining: Tensor,
+    stop_ids: Tensor,
+    pages_held: Tensor,
+    page_size: int,
+) -> AcceptResult:
+    """Compare drafts with targets: what is committed, kept and freed.
+
+    drafts, targets [S, W] int64: row j of request s yields the canonical token ``targets[s, j]``,
+    which ``drafts[s, j]`` guessed; j >= draft_lens[s] has no draft and yields the bonus token.
+    num_rows [S]: rows verified, 1 to draft_lens + 1 (fewer than that: a partial verify).
+    start [S]: position of row 0. remaining [S]: tokens the request may still commit, at least 1.
+    stop_ids [S, K], padded with -1. pages_held [S]. Method: LLM-42, arXiv 2601.17768.
+    """
+    place = torch.arange(drafts.shape[1], dtype=torch.int64, device=drafts.device)
+    row = place < num_rows[:, None]
+    match = (drafts == targets) & (place < draft_lens[:, None]) & row
+    agreed = match.long().cumprod(-1).sum(-1)
+    # A row is committed when every row before it agreed with its draft.
+    committed = torch.minimum(torch.minimum(agreed + 1, num_rows), remaining)
+    stop = (targets[:, :, None] == stop_ids[:, None, :]).any(-1) & (place < committed[:, None])
+    at_stop = torch.where(stop, place, drafts.shape[1]).amin(-1)
+    committed = torch.minimum(committed, at_stop + 1)
+    stopped = (at_stop < drafts.shape[1]) | (committed == remaining)
+    accepted = torch.minimum(agreed, committed)
+    intact = (accepted == committed) & ~stopped
+    drafts_left = torch.where(intact, draft_lens - committed, 0)
+    kept = (start + committed + drafts_left + page_size - 1) // page_size
+    to_free = (pages_held - kept).clamp(min=0)
+    return AcceptResult(
+        *(found.int() for found in (committed, accepted, drafts_left, to_free, stopped))
+    )

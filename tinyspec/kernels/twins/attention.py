@@ -1,66 +1,76 @@
-"""Attention over planned tiles: a partial result of each, merged in order. Knows no sequences.
+"""Twin of paged attention: tiles of 128 tokens, each a flash-attention call, merged in order.
+
+Bits depend on the tile, not on the page. A tile's partial result does not depend on how many query
+rows or tiles share its call, provided that
+
+- query rows are as many as ``padded_queries`` says and, in fp16, for heads wider than 64 in fp32
+  and with a softcap, 16 at least, both of a call and of what torch cuts it into (calls of 4 and 8
+  rows differ there, in fp16 with AVX512-FP16 at every head size: measured);
+- 16-bit heads come in units of 32;
+- keys that are left out behind all contexts of a call leave a multiple of KEYS_UNIT;
+- partials are merged one after the other from position 0.
+
+A tile that is masked for a row has weight exactly 0 in that merge, so the tiles that other rows
+need, and those that a whole block skips by its window or chunk, change nothing. torch's call reads
+and multiplies keys that the mask hides. A masked key adds exactly 0 to each sum, so leaving it out
+changes bits only where the number of keys decides how sums are cut: on CPUs with AVX2 and with
+AVX-512 at 8 and 16 keys, never at multiples of 32 (18,468 cases of three dtypes, head sizes of 32
+to 256 and 4 to 512 query rows). Compared before use (``cut_keeps_bits``); where it does not hold,
+tiles are attended to whole.
 
 A masked key weighs 0, but 0 * NaN is NaN, and so is the score of a key that is not finite. Where a
 result is not finite, it is computed once more with such keys and their values out of the sight of
-the rows that do not attend to them; all others keep their bits.
+the rows that do not attend to them; all others keep their bits. A row is NaN where it attends to a
+value that is not finite.
 
-torch's call reads and multiplies keys that the mask hides. A masked key adds exactly 0 to each sum,
-so leaving it out changes bits only where the number of keys decides how sums are cut: on CPUs with
-AVX2 and with AVX-512 at 8 and 16 keys, never at multiples of 32 (18,468 cases of three dtypes, head
-sizes of 32 to 256 and 4 to 512 query rows). Compared before use (``cut_keeps_bits``); where it does
-not hold, tiles are attended to whole.
+Of passes that need not be canonical (``exact=False``) the rows for which there is a faster call go
+by ``attention_plain`` instead. Does not know requests or passes; calls share only what
+``AttentionMetadata.derived`` keeps for the layers of one pass.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tinyspec.kernels.twins import attention_plan
+from tinyspec.kernels.backend import AttentionMetadata
+from tinyspec.kernels.twins.attention_plain import PlainCall, plain_calls
 from tinyspec.kernels.twins.attention_plan import (
     MASKED,
     QUERY_UNIT,
     TILE,
     UNLIKELY,
+    CausalMask,
     TileCall,
     all_finite,
+    flash_attention,
+    plan_calls,
+    query_blocks,
 )
-from tinyspec.kernels.twins.e4m3 import values
+from tinyspec.kernels.twins.layers import values
 
 # Of a 16-bit head whose size is no multiple of it, torch cuts sums by the number of query rows.
 HEAD_UNIT = 32
 # Keys that may be left out behind all contexts of a call, and query rows at which torch begins to
 # multiply more of them at a time.
 KEYS_UNIT, LARGER = 32, (192, 768)
-flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-def _tiles_of(k_cache: Tensor, v_cache: Tensor, plan: TileCall) -> tuple[Tensor, Tensor]:
-    """The tiles of K and V, [T, Hkv, keys, D]: views where they are dense, else gathered."""
-    _, _, heads, dim = k_cache.shape
-    tile = attention_plan.TILE
+def _tiles_of(cache: Tensor, plan: TileCall, dtype: torch.dtype) -> Tensor:
+    """The tiles of K or V, [T, Hkv, keys, D]: a view where they are dense, else gathered."""
+    heads, dim = cache.shape[2:]
     if plan.span is not None:
-        low, high = plan.span
-        wide = heads * dim
-        shape = high - low, heads, plan.keys, dim
-        strides, start = (tile * wide, dim, wide, 1), low * tile * wide
-        return (
-            k_cache.as_strided(shape, strides, k_cache.storage_offset() + start),
-            v_cache.as_strided(shape, strides, v_cache.storage_offset() + start),
-        )
-
-    def gathered(cache: Tensor) -> Tensor:
-        if plan.tiles.dim() == 1:
-            found = cache.view(-1, tile, heads, dim).index_select(0, plan.tiles)
-        else:
-            found = cache.flatten(0, 1).index_select(0, plan.tiles.flatten())
-            found = found.view(-1, tile, heads, dim)
-        return found[:, : plan.keys].transpose(1, 2)
-
-    return gathered(k_cache), gathered(v_cache)
+        tiles = cache.view(-1, TILE, heads, dim)[slice(*plan.span)]
+    elif plan.tiles.dim() == 1:
+        tiles = cache.view(-1, TILE, heads, dim).index_select(0, plan.tiles)
+    else:
+        found = cache.flatten(0, 1).index_select(0, plan.tiles.flatten())
+        tiles = found.view(-1, TILE, heads, dim)
+    return values(tiles[:, : plan.keys].transpose(1, 2), dtype)
 
 
 def _partials(
@@ -144,8 +154,11 @@ def attend_tiles(
 
     group: query heads that share a call.
     """
-    dim = q.shape[2]
-    packed, k, v = _inputs(q, k_cache, v_cache, plan, group)
+    _, heads, dim = q.shape
+    packed = q.reshape(-1, group * dim).index_select(0, plan.gather)
+    packed = packed.reshape(-1, heads // group, plan.height * group, dim)[:, :, : plan.queries]
+    k, v = (_tiles_of(cache, plan, q.dtype) for cache in (k_cache, v_cache))
+    packed = packed.expand(len(k), -1, -1, -1)  # the query rows of a single block are there once
     if q.dtype != torch.float32 and dim % HEAD_UNIT:
         packed, k, v = (pad(x, (0, -dim % HEAD_UNIT)) for x in (packed, k, v))
     sink_rows = None
@@ -162,22 +175,6 @@ def attend_tiles(
     # Among several tiles, those of weight 0 make 0 of -0; what rounds to -0 in q's dtype after that
     # (softcap and sinks have fp32 until here) stays -0. So every zero is 0.
     return found.add_(0.0)
-
-
-def _inputs(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TileCall, group: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Query rows of every tile [T, parts, queries, D], its keys and its values.
-
-    The query rows of a single block are repeated without a copy.
-    """
-    _, heads, dim = q.shape
-    packed = q.reshape(-1, group * dim).index_select(0, plan.gather)
-    packed = packed.reshape(-1, heads // group, plan.height * group, dim)[:, :, : plan.queries]
-    k, v = _tiles_of(k_cache, v_cache, plan)
-    if k.dtype != q.dtype:
-        k, v = values(k, q.dtype), values(v, q.dtype)
-    return packed.expand(len(k), -1, -1, -1), k, v
 
 
 def _outputs(merged: Tensor, q: Tensor, plan: TileCall) -> Tensor:
@@ -221,3 +218,84 @@ def cut_keeps_bits(dtype: torch.dtype, dim: int, least: int) -> bool:
             if not all(map(torch.equal, whole, cut)):
                 return False
     return True
+
+
+def _least_rows(q: Tensor, softcap: float) -> int:
+    """Query rows that a call has at least: fewer change a row's bits.
+
+    fp16 on a CPU with AVX512-FP16 needs 16 at every head size.
+    """
+    wide = q.dtype != torch.bfloat16 or softcap  # with a softcap scores are multiplied in fp32
+    return 16 if q.dtype == torch.float16 or (wide and q.shape[2] > 64) else 4
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    metadata: AttentionMetadata,
+    *,
+    scale: float,
+    window: int = 0,
+    chunk: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of every row over its own sequence's pages.
+
+    q [R, Hq, D], caches [N, page_size, Hkv, D], in q's dtype or as e4m3 codes (uint8) -> [R, Hq, D]
+    in q's dtype; padding rows are 0. window: keys a row attends to, its own included (0: all).
+    chunk: a row attends to the keys since the last multiple of it, its own included (0: all; Llama
+    4); not along with a window. softcap: c * tanh(s / c) on the scaled scores (0: none). sinks
+    [Hq]: one more logit per head in the softmax's denominator.
+    """
+    assert not (window and chunk)
+    causal, derived = CausalMask(window, chunk), metadata.derived
+    kv_heads = k_cache.shape[2]
+    group = q.shape[1] // kv_heads
+    plain: list[PlainCall] = []
+    if not metadata.exact and not softcap and sinks is None:
+        if ("plain", causal, group) not in derived:
+            derived["plain", causal, group] = plain_calls(metadata, causal, group, q.dtype)
+        plain = derived["plain", causal, group]
+    found: list[tuple[slice | Tensor, Tensor]] = []
+    for call in plain:
+        part = call.attend(q, k_cache, v_cache, scale)
+        if part is None:
+            plain, found = [], []
+            break
+        found.append((call.rows, part))
+
+    key = "tiles", causal, group, q.shape, softcap > 0, len(plain)
+    if key not in derived:
+        derived[key] = _tile_calls(metadata, causal, q, kv_heads, plain, softcap)
+    for tiles in derived[key]:
+        part = attend_tiles(
+            q, k_cache, v_cache, tiles, group=group, scale=scale, softcap=softcap, sinks=sinks
+        )
+        found.append((tiles.rows, part))
+    if len(found) == 1 and len(found[0][1]) == len(q):
+        return found[0][1]
+    result = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    for rows, part in found:
+        result[rows] = part
+    return result
+
+
+def _tile_calls(
+    metadata: AttentionMetadata,
+    causal: CausalMask,
+    q: Tensor,
+    kv_heads: int,
+    plain: Sequence[PlainCall],
+    softcap: float,
+) -> list[TileCall]:
+    """Canonical calls for all rows that the ``plain`` ones leave."""
+    served = {row for call in plain for row in range(call.rows.start, call.rows.stop)}
+    blocks = [block for block in query_blocks(metadata, causal) if block.row not in served]
+    if not blocks:
+        return []
+    group, least = q.shape[1] // kv_heads, _least_rows(q, softcap)
+    unit = TILE if softcap or not cut_keeps_bits(q.dtype, q.shape[2], least) else KEYS_UNIT
+    size = metadata.page_size
+    return plan_calls(blocks, size, causal, group, kv_heads, least=least, unit=unit)
