@@ -5,7 +5,7 @@ import torch
 
 from tests.support.tiny import tiny
 from tinyspec import Engine, UnsupportedModelError
-from tinyspec.engine import engine as loading
+from tinyspec.engine import input_processor as loading
 from tinyspec.tools.demo import BUNDLED
 
 

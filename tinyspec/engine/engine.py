@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from tinyspec.config import EngineConfig
 from tinyspec.determinism.contract import Contract
 from tinyspec.engine.commit import Committer
 from tinyspec.engine.core import EngineCore
 from tinyspec.engine.drafter import Drafter, make_drafter
-from tinyspec.engine.input_processor import InputProcessor
+from tinyspec.engine.input_processor import InputProcessor, load
 from tinyspec.engine.lock import OneProcess, between_steps, flush, locked
 from tinyspec.engine.request_tracker import RequestTracker
 from tinyspec.engine.results import EventStream, output_of
@@ -38,15 +38,12 @@ from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.passes import EngineStats, PassRecord
 from tinyspec.scheduler.request import Request
 from tinyspec.scheduler.scheduler import Scheduler
-from tinyspec.thinking.config import FILE as THINKING
 from tinyspec.thinking.model import ThinkingModel
 from tinyspec.thinking.thinker import Thinker, unwrapped
 
 Params = SamplingParams | list[SamplingParams] | None
 # Records of passes that are kept without a trace.
 RECORDS_KEPT = 1000
-DEVICES = "auto, cpu, cuda or cuda:N"
-DTYPES = "auto, float32, bfloat16, float16, or a dtype of torch"
 
 
 class Engine(OneProcess):
@@ -385,44 +382,3 @@ class Engine(OneProcess):
         if not (self._grows or self.runner.holds_memory or self.tracker.requests):
             self.pool.resize(most_pages(self.config, self.served.layers, self.model))
         return self._inputs
-
-
-def load(name_or_path: str | Path, dtype: str | torch.dtype, device: str) -> tuple[Any, Any]:
-    """Model and tokenizer, from the hub or a folder; device "auto": a GPU if there is one. A folder
-    that a ThinkingModel was saved to gives one.
-
-    Raises ValueError naming the field, before anything is loaded: device, dtype, model.
-    """
-    place = checked_device(device)
-    if isinstance(dtype, str) and dtype != "auto":
-        found = getattr(torch, dtype, None)
-        if not isinstance(found, torch.dtype):
-            raise refuse("dtype", dtype, DTYPES)
-        dtype = found
-    try:
-        thinks = (Path(name_or_path) / THINKING).is_file()
-        kind: Any = ThinkingModel if thinks else AutoModelForCausalLM
-        model: Any = kind.from_pretrained(name_or_path, dtype=dtype)
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
-    except (OSError, ValueError) as error:
-        allowed = "a folder with a model and its tokenizer, or the name of one on the hub"
-        reason = " ".join(str(error).split())
-        raise refuse("model", str(name_or_path), f"{allowed} ({reason})") from error
-    return model.to(place), tokenizer
-
-
-def checked_device(device: str | torch.device) -> torch.device:
-    """The device to use. Raises ValueError for one that is not served or not there."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise refuse("device", device, DEVICES) from None
-    if found.type not in ("cpu", "cuda"):
-        raise refuse("device", str(device), DEVICES)
-    count = torch.cuda.device_count()
-    if found.type == "cuda" and (found.index or 0) >= count:
-        there = f"torch finds {count} CUDA devices" if count else "torch finds no CUDA device"
-        raise refuse("device", str(device), f"{DEVICES}, and {there} here")
-    return found

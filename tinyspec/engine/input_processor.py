@@ -1,4 +1,5 @@
-"""From prompts and parameters to Requests: all invalid input is refused here, naming the field.
+"""From prompts and parameters to Requests, and from a name to a model: all invalid input is refused
+here, naming the field.
 
 Knows the model's limits; runs and queues nothing.
 """
@@ -10,10 +11,11 @@ import itertools
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tinyspec.config import EngineConfig
 from tinyspec.errors import refuse
@@ -24,9 +26,13 @@ from tinyspec.scalars import is_array, plain, plain_list
 from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.request import Request
 from tinyspec.scheduler.thoughts import Thoughts
+from tinyspec.thinking.config import FILE as THINKING
+from tinyspec.thinking.model import ThinkingModel
 from tinyspec.thinking.thinker import Thinker
 
 Prompt = str | list[int] | list[dict[str, Any]]
+DEVICES = "auto, cpu, cuda or cuda:N"
+DTYPES = "auto, float32, bfloat16, float16, or a dtype of torch"
 
 
 class InputProcessor:
@@ -324,3 +330,44 @@ def text_digest(tokenizer: Any, vocab_size: int) -> str:
     found = (kind.__module__, kind.__qualname__, repr(decoder), cleans_up, tokens)
     texts = [text(ids), *(text([token]) for token in ids)]
     return hashlib.sha256(repr((found, texts)).encode()).hexdigest()
+
+
+def load(name_or_path: str | Path, dtype: str | torch.dtype, device: str) -> tuple[Any, Any]:
+    """Model and tokenizer, from the hub or a folder; device "auto": a GPU if there is one. A folder
+    that a ThinkingModel was saved to gives one.
+
+    Raises ValueError naming the field, before anything is loaded: device, dtype, model.
+    """
+    place = checked_device(device)
+    if isinstance(dtype, str) and dtype != "auto":
+        found = getattr(torch, dtype, None)
+        if not isinstance(found, torch.dtype):
+            raise refuse("dtype", dtype, DTYPES)
+        dtype = found
+    try:
+        thinks = (Path(name_or_path) / THINKING).is_file()
+        kind: Any = ThinkingModel if thinks else AutoModelForCausalLM
+        model: Any = kind.from_pretrained(name_or_path, dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+    except (OSError, ValueError) as error:
+        allowed = "a folder with a model and its tokenizer, or the name of one on the hub"
+        reason = " ".join(str(error).split())
+        raise refuse("model", str(name_or_path), f"{allowed} ({reason})") from error
+    return model.to(place), tokenizer
+
+
+def checked_device(device: str | torch.device) -> torch.device:
+    """The device to use. Raises ValueError for one that is not served or not there."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise refuse("device", device, DEVICES) from None
+    if found.type not in ("cpu", "cuda"):
+        raise refuse("device", str(device), DEVICES)
+    count = torch.cuda.device_count()
+    if found.type == "cuda" and (found.index or 0) >= count:
+        there = f"torch finds {count} CUDA devices" if count else "torch finds no CUDA device"
+        raise refuse("device", str(device), f"{DEVICES}, and {there} here")
+    return found
