@@ -369,34 +369,6 @@ def test_a_step_may_not_be_entered_from_within(engine, expected, where):
 # The lock
 
 
-def test_those_that_are_ready_come_first():
-    """Then those that would only step."""
-    lock, order, ready = StepLock(), [], {"late": False}
-
-    def take(name, condition):
-        with lock(name, condition):
-            order.append(name)
-            ready["late"] = True
-
-    def queue(name, condition):
-        thread, before = Thread(target=take, args=(name, condition)), len(lock._waiting)
-        thread.start()
-        while len(lock._waiting) == before:
-            Event().wait(0.001)
-        return thread
-
-    with lock("test"):
-        threads = [queue("steps", lambda: False), queue("late", lambda: ready["late"])]
-        assert not lock.wanted
-        threads += [queue("first", lambda: True)]
-        assert lock.wanted
-        with lock("test"):
-            order.append("within")
-    for thread in threads:
-        thread.join(PATIENCE)
-    assert order[:2] == ["within", "first"] and sorted(order[2:]) == ["late", "steps"]
-
-
 @pytest.mark.parametrize("waits", [False, True])
 def test_ctrl_c_at_any_call_leaves_no_lock_held(waits, sigint):
     """Another thread always gets it afterwards."""
