@@ -343,7 +343,7 @@ def test_a_failure_behind_the_forward_costs_nobody(name):
             tokens += event.token_ids
         check_residents(engine)
         assert tokens == stream.requests[0].sequences[0].tokens[len(prompt) :]
-        assert len(tokens) == 20 and sampler.kernels.calls > 1
+        assert len(tokens) == 20 and sampler.kernels.calls > 0
         done = drain(engine)
         assert [bits(done[request_id]) for request_id in ids] == expected
         assert whole(engine)

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from threading import Barrier, Event, Thread
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -278,14 +279,15 @@ def test_a_stream_is_closed_while_another_thread_looks_whether_it_is_ready(engin
     class Looks:
         """Stands for a sequence, and for the moment at which another thread closes the stream."""
 
-        finished = False
+        finished, index, request = False, 0, SimpleNamespace(thoughts=None)
 
         @property
         def length(self):
             looked.append(stream.close())
             return 0
 
-    stream._open = {Looks(): 0, Looks(): 0, **stream._open}
+    told = next(iter(stream._open.values()))
+    stream._open = {Looks(): told, Looks(): told, **stream._open}
     assert stream._ready() and looked
     assert list(stream) == []
 
