@@ -21,7 +21,7 @@ from tests.kernels.cases import (
     poisoned,  # noqa: F401 - a fixture
 )
 from tests.support.tolerances import OPERATOR_16, assert_as_good_as_torch, close
-from tinyspec.determinism.probes.bits import cancelling_inputs, position_invariant
+from tinyspec.determinism.rows import cancelling_inputs, position_invariant
 from tinyspec.kernels.hidden_states import linear
 from tinyspec.kernels.twins import layers as twins
 

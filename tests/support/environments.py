@@ -59,7 +59,7 @@ kept += [bytearray(rng.randrange(1, 1 << 16)) for _ in range(rng.randrange(200))
 if rng.random() < 0.5:
     torch.randn(300, 300) @ torch.randn(300, 300)
 from tinyspec import Engine, EngineConfig
-from tinyspec.determinism.canary import canary
+from tinyspec.determinism.environment import canary
 for dtype in ("float32", "bfloat16", "float16"):
     with Engine(model_of(dtype), config=EngineConfig(max_model_len=256)) as engine:
         print(canary(engine.runner.model, engine.config.reference_rows), end=" ")

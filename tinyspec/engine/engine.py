@@ -114,15 +114,14 @@ class Engine(OneProcess):
         kept = PASSES_KEPT if config.trace is True else int(config.trace)
         trace = Trace(kept, self.tokenizer) if kept else None
         records: deque[PassRecord] = deque(maxlen=kept or RECORDS_KEPT)
-        beside = None
+        extra = None
         if self._thinker is not None:
             self._thinker.follow(runner)
             self._thinker.serve(self.served.root)
-            beside = self._thinker.beside
+            extra = self._thinker.extra_modules
         parts = (admission, scheduler, runner, Sampler(kernels), committer, drafter, records)
         self.core = EngineCore(*parts, bool(config.overlap), trace)
-        self.contract = Contract(runner, config, beside, self._renew)
-        self.contract.pause = flush
+        self.contract = Contract(runner, config, extra, self._renew, flush)
         self.tracker = RequestTracker(self.core, self.contract)
         self.lock = self.tracker.lock
         given = (self.model, self.tokenizer, config, self.pool, self._thinker)
@@ -140,7 +139,7 @@ class Engine(OneProcess):
         self.core.drain()
         self.served = served
         self.runner.serve(served)
-        self.contract.serve(served)
+        self.contract.serve(served, None if self._thinker is None else self._thinker.extra_modules)
 
     def __enter__(self) -> Self:
         return self
