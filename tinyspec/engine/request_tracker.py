@@ -109,8 +109,8 @@ class RequestTracker:
         one that has tokens is aborted.
         """
         self._core.admission.forget_pages()
-        if self._core.thinker is not None:
-            self._core.thinker.forget_states()
+        if self._core.committer.thinker is not None:
+            self._core.committer.thinker.forget_states()
         asking = [request for request in self.requests.values() if request.params.deterministic]
         begun = [r for r in asking if any(s.num_generated for s in r.sequences)]
         self._abort(begun, f"{what} changed while it was running")
