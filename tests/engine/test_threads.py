@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from threading import Barrier, Event, Thread
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ def together(work, count=THREADS) -> list:
 def streamed(engine, requests) -> list:
     """The bits of ``requests``, put together from events."""
     found = {}
-    events = engine.stream([p for p, _ in requests], [s for _, s in requests])
+    events = engine.results([p for p, _ in requests], [s for _, s in requests])
     for event in events:
         tokens, logprobs, reason = found.setdefault(event.request_id, ([], [], []))
         tokens += event.token_ids
@@ -114,7 +115,7 @@ def test_nobody_is_aborted_but_who_is_asked_for(engine, expected):
         if n == 1:
             return engine.abort(engine.add_request(*REQUESTS[n][0])).completions[0].finish_reason
         if n in (2, 3):
-            stream = engine.stream([p for p, _ in REQUESTS[n]], REQUESTS[n][0][1])
+            stream = engine.results([p for p, _ in REQUESTS[n]], REQUESTS[n][0][1])
             next(stream)
             return stream.close() if n == 3 else None
         return bits_of(run(engine, REQUESTS[n]))
@@ -177,7 +178,7 @@ def test_a_forked_process_is_told(engine):
     engine.generate([[1, 2]], greedy(2))
     calls = (
         lambda: engine.generate([[1, 2]]),
-        lambda: next(engine.stream([[1, 2]])),
+        lambda: next(engine.results([[1, 2]])),
         lambda: engine.add_request([1, 2]),
         engine.step,
         engine.close,
@@ -208,7 +209,7 @@ def test_a_thread_with_another_number_of_torchs_threads_is_told(engine, expected
             refused.append(refusal)
 
     first, second = REQUESTS[0]
-    with engine.stream(*map(list, zip(first, second, strict=True))) as events:
+    with engine.results(*map(list, zip(first, second, strict=True))) as events:
         next(events)
         thread = Thread(target=other)
         thread.start()
@@ -272,27 +273,28 @@ def test_closing_ends_the_calls_of_others():
 
 
 def test_a_stream_is_closed_while_another_thread_looks_whether_it_is_ready(engine):
-    stream = engine.stream([[1, 2], [3, 4]], LONG)
+    stream = engine.results([[1, 2], [3, 4]], LONG)
     looked = []
 
     class Looks:
         """Stands for a sequence, and for the moment at which another thread closes the stream."""
 
-        finished = False
+        finished, index, request = False, 0, SimpleNamespace(thoughts=None)
 
         @property
         def length(self):
             looked.append(stream.close())
             return 0
 
-    stream._open = {Looks(): 0, Looks(): 0, **stream._open}
+    told = next(iter(stream._open.values()))
+    stream._open = {Looks(): told, Looks(): told, **stream._open}
     assert stream._ready() and looked
     assert list(stream) == []
 
 
 def test_a_stream_that_is_dropped_in_a_step(engine):
     """By a thread that waits for nobody, as finalizers are; its requests end with that step."""
-    stream = engine.stream([[1, 2]], LONG)
+    stream = engine.results([[1, 2]], LONG)
     next(stream)
     with engine.lock("test"), engine.lock.step():
         thread = Thread(target=stream.__del__)
@@ -329,7 +331,7 @@ def test_a_thread_that_comes_later_gets_its_tokens_soon(engine):
 CALLS = {
     "generate": lambda engine: engine.generate([[1, 2]]),
     "score": lambda engine: engine.score([[1, 2]], [[3]]),
-    "stream": lambda engine: engine.stream([[1, 2]]),
+    "stream": lambda engine: engine.results([[1, 2]]),
     "add_request": lambda engine: engine.add_request([1, 2]),
     "step": lambda engine: engine.step(),
     "fingerprint": lambda engine: engine.fingerprint,
@@ -367,34 +369,6 @@ def test_a_step_may_not_be_entered_from_within(engine, expected, where):
 
 
 # The lock
-
-
-def test_those_that_are_ready_come_first():
-    """Then those that would only step."""
-    lock, order, ready = StepLock(), [], {"late": False}
-
-    def take(name, condition):
-        with lock(name, condition):
-            order.append(name)
-            ready["late"] = True
-
-    def queue(name, condition):
-        thread, before = Thread(target=take, args=(name, condition)), len(lock._waiting)
-        thread.start()
-        while len(lock._waiting) == before:
-            Event().wait(0.001)
-        return thread
-
-    with lock("test"):
-        threads = [queue("steps", lambda: False), queue("late", lambda: ready["late"])]
-        assert not lock.wanted
-        threads += [queue("first", lambda: True)]
-        assert lock.wanted
-        with lock("test"):
-            order.append("within")
-    for thread in threads:
-        thread.join(PATIENCE)
-    assert order[:2] == ["within", "first"] and sorted(order[2:]) == ["late", "steps"]
 
 
 @pytest.mark.parametrize("waits", [False, True])
