@@ -139,7 +139,7 @@ def test_doors_agree(models):
             tokens = [[] for _ in expected]
             logprobs = [[] for _ in expected]
             reasons = [None for _ in expected]
-            for event in engine.results([needle[0]], needle[1]):
+            for event in engine.stream([needle[0]], needle[1]):
                 tokens[event.index] += event.token_ids
                 logprobs[event.index] += event.logprobs
                 reasons[event.index] = event.finish_reason

@@ -63,7 +63,7 @@ def test_bad_prompts(engine, prompts, message):
         with pytest.raises(ValueError, match=message):
             engine.generate(each, SHORT)
         with pytest.raises(ValueError, match=message):
-            engine.results(each, SHORT)
+            engine.stream(each, SHORT)
         assert untouched(engine)
 
 

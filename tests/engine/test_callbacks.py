@@ -100,7 +100,7 @@ def test_a_callback_that_aborts_a_request(where, streamed):
             return
         first = engine.add_request(ids[0], params(**calls))
         if streamed:
-            stream = engine.results([ids[1]], params())
+            stream = engine.stream([ids[1]], params())
             other.append(stream.requests[0].request_id)
         else:
             other.append(engine.add_request(ids[1], params()))

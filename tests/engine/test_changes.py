@@ -135,7 +135,7 @@ def between_steps(model, change):
 def in_a_stream(model, change):
     """Between events, while another request waits."""
     with engine_of(model) as engine:
-        events = iter(engine.results([PROMPT], asking()))
+        events = iter(engine.stream([PROMPT], asking()))
         other = engine.add_request(OTHER, asking())
         once, found, done = Once(model, change, AT), [], []
         for event in events:

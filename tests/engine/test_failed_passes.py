@@ -334,7 +334,7 @@ def test_a_failure_behind_the_forward_costs_nobody(name):
     prompt, params = asked()[3][0], SamplingParams(max_new_tokens=20)
     with steady(model, verify="always", page_size=4) as engine:
         engine.generate([[1]], greedy(1))
-        stream = engine.results([prompt], params)
+        stream = engine.stream([prompt], params)
         tokens = list(next(stream).token_ids)
         ids = [engine.add_request(*request) for request in asked()]
         sampler = engine.core.sampler
@@ -356,7 +356,7 @@ def test_aborts_and_streams_while_suspects_are_tried():
     with steady(model, page_size=4) as engine:
         engine.generate([[1]], greedy(1))
         ids = [engine.add_request(*request) for request in asked()]
-        stream = engine.results([asked()[1][0]], replace(asked()[1][1], max_new_tokens=13))
+        stream = engine.stream([asked()[1][0]], replace(asked()[1][1], max_new_tokens=13))
         faulty.arm(lambda call, rows: call == 3)
         while not engine.admission.suspects:
             engine.step()

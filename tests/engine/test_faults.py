@@ -42,7 +42,7 @@ def on_new_weights(engine, request_id):
 def test_a_stream_says_that_it_was_cut_short(end):
     """Its last event carries finish_reason, whatever ended the request."""
     with Engine(tiny()) as engine:
-        stream = engine.results(prompts(4)[3:], DETERMINISTIC)
+        stream = engine.stream(prompts(4)[3:], DETERMINISTIC)
         events = [next(stream)]
         end(engine, events[0].request_id)
         events += stream

@@ -99,7 +99,7 @@ def test_a_call_is_stopped_between_two_of_its_steps(streamed):
         expected = engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=10))[0]
         with pytest.raises(KeyboardInterrupt):
             if streamed:
-                list(engine.results([[1, 2, 3]], params))
+                list(engine.stream([[1, 2, 3]], params))
             else:
                 engine.generate([[1, 2, 3]], params)
         assert sum(engine.stats().passes.values()) == 15, "ten, and as many as there were tokens"

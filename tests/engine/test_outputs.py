@@ -221,7 +221,7 @@ def test_stream_adds_up(engine):
     """Events hold the whole completion, random bytes and broken characters included."""
     wanted = [babble(True), babble(False), replace(babble(True), seed=9)]
     outputs = engine.generate(prompts(3), wanted)
-    streamed = collect(engine.results(prompts(3), wanted))
+    streamed = collect(engine.stream(prompts(3), wanted))
     assert len(streamed) == 6
     flat = [c for output in outputs for c in output.completions]
     for (tokens, text, logprobs, reasons), completion in zip(
@@ -272,7 +272,7 @@ def test_an_emoji_comes_whole():
 def test_without_a_tokenizer():
     assert TextStream(None).push([1, 2], True) is None
     with Engine(tiny()) as engine:
-        events = list(engine.results([[1, 2]], SamplingParams(max_new_tokens=3)))
+        events = list(engine.stream([[1, 2]], SamplingParams(max_new_tokens=3)))
         assert [event.text for event in events] == [None] * 3
         output = engine.generate([[1, 2]], SamplingParams(max_new_tokens=3))[0]
         assert output.completions[0].text is None and output.completions[0].logprobs is None

@@ -58,7 +58,7 @@ def test_nothing_of_the_model_is_touched(family, no_results_on_disk):
     model = MODELS[family](family).train()
     before, own = state(model), portrait(model)
     with Engine(model, config=SMALL) as engine:
-        for event in engine.results([PROMPT, PROMPT[:7]], [KEPT, PARAMS]):
+        for event in engine.stream([PROMPT, PROMPT[:7]], [KEPT, PARAMS]):
             assert event is not None and state(model) == before
         tinyspec.doctor(engine)
         assert state(model) == before

@@ -77,7 +77,7 @@ class Soak:
         for number in self.some(rng):
             prompt, params = REQUESTS[number]
             left = rng.randrange(6)
-            with self.engine.results([prompt], params) as events:
+            with self.engine.stream([prompt], params) as events:
                 for count, _ in enumerate(events):
                     if count == left:
                         break

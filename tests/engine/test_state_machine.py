@@ -210,7 +210,7 @@ class OneEngine(RuleBasedStateMachine):
 
     @rule(asked=st.lists(requests(), min_size=1, max_size=3))
     def open_stream(self, asked):
-        stream = self.engine.results([p for p, _ in asked], [s for _, s in asked])
+        stream = self.engine.stream([p for p, _ in asked], [s for _, s in asked])
         ids = [request.request_id for request in stream.requests]
         read = {
             (request_id, n): ([], [])

@@ -62,7 +62,7 @@ def test_streamed_as_they_are_committed(engine):
     engine.release()  # nothing is known from before
     found = {n: [] for n in range(len(PROMPTS))}
     before_tokens = 0
-    with engine.results(PROMPTS, params(num_return_sequences=2)) as events:
+    with engine.stream(PROMPTS, params(num_return_sequences=2)) as events:
         ids = [request.request_id for request in events.requests]
         for event in events:
             place = ids.index(event.request_id)

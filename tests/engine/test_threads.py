@@ -64,7 +64,7 @@ def together(work, count=THREADS) -> list:
 def streamed(engine, requests) -> list:
     """The bits of ``requests``, put together from events."""
     found = {}
-    events = engine.results([p for p, _ in requests], [s for _, s in requests])
+    events = engine.stream([p for p, _ in requests], [s for _, s in requests])
     for event in events:
         tokens, logprobs, reason = found.setdefault(event.request_id, ([], [], []))
         tokens += event.token_ids
@@ -115,7 +115,7 @@ def test_nobody_is_aborted_but_who_is_asked_for(engine, expected):
         if n == 1:
             return engine.abort(engine.add_request(*REQUESTS[n][0])).completions[0].finish_reason
         if n in (2, 3):
-            stream = engine.results([p for p, _ in REQUESTS[n]], REQUESTS[n][0][1])
+            stream = engine.stream([p for p, _ in REQUESTS[n]], REQUESTS[n][0][1])
             next(stream)
             return stream.close() if n == 3 else None
         return bits_of(run(engine, REQUESTS[n]))
@@ -178,7 +178,7 @@ def test_a_forked_process_is_told(engine):
     engine.generate([[1, 2]], greedy(2))
     calls = (
         lambda: engine.generate([[1, 2]]),
-        lambda: next(engine.results([[1, 2]])),
+        lambda: next(engine.stream([[1, 2]])),
         lambda: engine.add_request([1, 2]),
         engine.step,
         engine.close,
@@ -209,7 +209,7 @@ def test_a_thread_with_another_number_of_torchs_threads_is_told(engine, expected
             refused.append(refusal)
 
     first, second = REQUESTS[0]
-    with engine.results(*map(list, zip(first, second, strict=True))) as events:
+    with engine.stream(*map(list, zip(first, second, strict=True))) as events:
         next(events)
         thread = Thread(target=other)
         thread.start()
@@ -273,7 +273,7 @@ def test_closing_ends_the_calls_of_others():
 
 
 def test_a_stream_is_closed_while_another_thread_looks_whether_it_is_ready(engine):
-    stream = engine.results([[1, 2], [3, 4]], LONG)
+    stream = engine.stream([[1, 2], [3, 4]], LONG)
     looked = []
 
     class Looks:
@@ -294,7 +294,7 @@ def test_a_stream_is_closed_while_another_thread_looks_whether_it_is_ready(engin
 
 def test_a_stream_that_is_dropped_in_a_step(engine):
     """By a thread that waits for nobody, as finalizers are; its requests end with that step."""
-    stream = engine.results([[1, 2]], LONG)
+    stream = engine.stream([[1, 2]], LONG)
     next(stream)
     with engine.lock("test"), engine.lock.step():
         thread = Thread(target=stream.__del__)
@@ -331,7 +331,7 @@ def test_a_thread_that_comes_later_gets_its_tokens_soon(engine):
 CALLS = {
     "generate": lambda engine: engine.generate([[1, 2]]),
     "score": lambda engine: engine.score([[1, 2]], [[3]]),
-    "stream": lambda engine: engine.results([[1, 2]]),
+    "stream": lambda engine: engine.stream([[1, 2]]),
     "add_request": lambda engine: engine.add_request([1, 2]),
     "step": lambda engine: engine.step(),
     "fingerprint": lambda engine: engine.fingerprint,
