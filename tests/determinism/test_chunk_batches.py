@@ -129,7 +129,7 @@ def test_states_of_plain_requests_are_no_deterministic_ones():
             if plain_first:
                 given = [PROMPT, OTHER, PROMPT[3:]]
                 engine.generate(given, exact(deterministic=False))
-                kept = engine.core.thinker._states
+                kept = engine.core.committer.thinker._states
                 assert kept
             found.append(all_bits(engine.generate([PROMPT], exact())[0]))
     assert found[0] == found[1]

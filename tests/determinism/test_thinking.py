@@ -124,7 +124,7 @@ def test_the_probe_finds_what_mixes_chunks():
 def bits_with_neighbours(model, prove):
     """Of one deterministic request alone and beside others."""
     with engine_of(model, prefix_cache=False) as engine:
-        thinker = engine.core.thinker
+        thinker = engine.core.committer.thinker
         thinker.batches.proven = not prove
         one = all_bits(engine.generate(*NEEDLES[1])[0])
         thinker.forget_states()

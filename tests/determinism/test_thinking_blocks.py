@@ -64,13 +64,13 @@ def test_blocks_that_mix_chunks_from_now_on():
     model = thinking_model()
     with engine_of(model, prefix_cache=False) as engine:
         bits(engine)
-        assert engine.core.thinker.batches.reference > 1
+        assert engine.core.committer.thinker.batches.reference > 1
         mlp = model.compression.block.layer.mlp
         mlp.up_proj = Mixing(mlp.up_proj)
         alone = bits(engine)
-        assert engine.core.thinker.batches.reference == 1
+        assert engine.core.committer.thinker.batches.reference == 1
         many = engine.generate([PROMPT, PROMPT[3:], PROMPT[5:]], exact())
         assert all_bits(many[0]) == alone[0]
         mlp.up_proj = mlp.up_proj.linear
         bits(engine)
-        assert engine.core.thinker.batches.reference > 1
+        assert engine.core.committer.thinker.batches.reference > 1

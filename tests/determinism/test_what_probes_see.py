@@ -10,11 +10,12 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from tests.support.moe import tiny_moe
 from tests.support.tiny import config_of
 from tinyspec import Engine, EngineConfig
 from tinyspec.determinism import rows
 from tinyspec.determinism.model_probe import ModelProbe, segments
-from tinyspec.determinism.proof import FIRST_PASSES
+from tinyspec.determinism.proof import FIRST_PASSES, Prober
 from tinyspec.determinism.rows import agree, keeps_places, probe_pool
 from tinyspec.kernels import backend as kernels
 from tinyspec.kernels import launch
@@ -55,6 +56,16 @@ def test_a_difference_beyond_a_split(backend):
         assert probe.difference(8, passes) is None
         context.kernels = replace(TWINS, backend=backend, paged_attention=attend)
         assert bool(probe.difference(8, passes)) == (backend == "triton")
+
+
+@pytest.mark.parametrize(("family", "router"), [("mixtral", "gate"), ("gpt_oss", "router")])
+def test_operators_of_routers(family, router):
+    """Recorded while scratch weights stand for the model's own, which a parameter is known by."""
+    with Engine(tiny_moe(family)) as engine, engine.runner.torch_state():
+        prober = Prober(engine.runner, engine.config, lambda: None)
+        prober.prepare(ModelProbe(engine.runner, engine.config))
+        found = {name.partition("mlp")[2].partition(" of ")[0] for name in prober.ops}
+    assert {f".{router}: linear", f".{router}: softmax"} <= found
 
 
 # 64 outputs can cancel.

@@ -27,7 +27,6 @@ from tests.support.patience import PATIENCE
 from tests.support.tiny import tiny
 from tinyspec import AsyncEngine, Engine, EngineConfig, SamplingParams
 from tinyspec.engine.async_engine import Call
-from tinyspec.engine.stream import EventStream
 
 SETTINGS = {"page_size": 8, "num_pages": 120}
 REQUESTS = [(text(3 + 7 * n, seed=n), greedy(9, temperature=n % 2, seed=n)) for n in range(5)]
@@ -296,13 +295,3 @@ def test_a_forked_process_is_told(served):
 def test_max_requests(most):
     with pytest.raises(ValueError, match=f"max_requests={most}"):
         AsyncEngine(tiny(), max_requests=most)
-
-
-def test_streams_are_taken_without_steps():
-    """What the worker reads, it does not run."""
-    with Engine(tiny()) as engine:
-        stream = engine.stream([[1, 2]], SamplingParams(max_new_tokens=1, eos_token_id=0))
-        assert isinstance(stream, EventStream) and stream.new_events() is None
-        engine.step()
-        assert [event.finish_reason for event in stream.new_events()] == ["length"]
-        assert stream.new_events() == []

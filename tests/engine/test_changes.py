@@ -216,14 +216,6 @@ def test_a_change_between_calls(change):
     assert old != new and (before != after or change is changes.threads), "the change matters"
 
 
-@pytest.mark.parametrize("change", each(FOLLOWED, changes.frequencies), **NAME)
-def test_two_models_have_two_fingerprints(change):
-    """Each served by an engine of its own, made after the change."""
-    before, after = fresh(change, False), fresh(change, True)
-    assert before[1] != after[1]
-    assert before[0] != after[0] or change is changes.threads
-
-
 @pytest.mark.parametrize("called", [False, True])
 def test_weights_made_in_inference_mode(caplog, called):
     """They count no writes: their bits are compared."""

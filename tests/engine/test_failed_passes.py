@@ -8,6 +8,7 @@ import gc
 import random
 import weakref
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -308,70 +309,44 @@ def test_a_prompt_too_large_costs_those_who_run_nothing():
         assert whole(engine)
 
 
-def test_a_failure_outside_the_pass_raises_and_leaves_the_others():
-    """The sampler's own failure is nobody's: the call raises, what was queued before goes on."""
-    model, _ = faulty_model()
-    expected = alone(model)
-    with steady(model, page_size=4) as engine:
-        engine.generate([[1]], greedy(1))
-        ids = [engine.add_request(*request) for request in asked()]
-        for _ in range(2):
-            engine.step()
-        sampler, left = engine.core.sampler, [4]
-        sample = sampler.sample
+class FailsOnce:
+    """Kernels of which one raises at its first call."""
 
-        def fails_once(*args):
-            left[0] -= 1
-            if left[0] == 0:
-                raise RuntimeError(ARMED)
-            return sample(*args)
-
-        sampler.sample = fails_once
-        with pytest.raises(RuntimeError, match=ARMED):
-            engine.generate(*asked()[2])
-        check_residents(engine)
-        done = drain(engine)
-        assert [bits(done[request_id]) for request_id in ids] == expected
-        assert whole(engine)
-
-
-class AcceptFailsOnce:
-    """Kernels whose ``accept_truncate`` raises at its first call."""
-
-    def __init__(self, kernels):
-        self.kernels, self.calls = kernels, 0
+    def __init__(self, kernels, name):
+        self.kernels, self.name, self.calls = kernels, name, 0
 
     def __getattr__(self, name):
-        return getattr(self.kernels, name)
+        whole = getattr(self.kernels, name)
+        return partial(self.fail, whole) if name == self.name else whole
 
-    def accept_truncate(self, *args):
+    def fail(self, whole, *args, **kwargs):
         self.calls += 1
         if self.calls == 1:
             raise RuntimeError(ARMED)
-        return self.kernels.accept_truncate(*args)
+        return whole(*args, **kwargs)
 
 
-def test_a_failure_outside_the_pass_loses_no_token_of_a_stream():
-    """Tokens that were committed before the step failed are still streamed, once."""
+@pytest.mark.parametrize("name", ["sample", "accept_truncate"])
+def test_a_failure_behind_the_forward_costs_nobody(name):
+    """Those of the pass are tried again; a stream has each token once."""
     model, _ = faulty_model()
     expected = alone(model)
     prompt, params = asked()[3][0], SamplingParams(max_new_tokens=20)
-    with steady(model, verify="always") as engine:
+    with steady(model, verify="always", page_size=4) as engine:
         engine.generate([[1]], greedy(1))
         stream = engine.stream([prompt], params)
         tokens = list(next(stream).token_ids)
-        kept = engine.add_request(*asked()[0])
+        ids = [engine.add_request(*request) for request in asked()]
         sampler = engine.core.sampler
-        sampler.kernels = AcceptFailsOnce(sampler.kernels)
-        sequence = stream.requests[0].sequences[0]
-        with pytest.raises(RuntimeError, match=ARMED):
-            for event in stream:
-                tokens += event.token_ids
+        sampler.kernels = FailsOnce(sampler.kernels, name)
         for event in stream:
             tokens += event.token_ids
-        assert len(tokens) == 20
-        assert tokens == sequence.tokens[len(prompt) :]
-        assert bits(drain(engine)[kept]) == expected[0]
+        check_residents(engine)
+        assert tokens == stream.requests[0].sequences[0].tokens[len(prompt) :]
+        assert len(tokens) == 20 and sampler.kernels.calls > 0
+        done = drain(engine)
+        assert [bits(done[request_id]) for request_id in ids] == expected
+        assert whole(engine)
 
 
 def test_aborts_and_streams_while_suspects_are_tried():

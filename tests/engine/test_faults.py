@@ -17,40 +17,6 @@ from tinyspec import Engine, EngineConfig, SamplingParams
 DETERMINISTIC = SamplingParams(max_new_tokens=12, deterministic=True, logprobs=True)
 
 
-@pytest.mark.parametrize(
-    "count", [150, pytest.param(3000, marks=pytest.mark.slow("random use", 20))]
-)
-def test_no_page_is_lost_over_many_requests(count):
-    rng = random.Random(0)
-    model = tiny()
-    done = aborted = 0
-    with Engine(model, config=EngineConfig(page_size=16, num_pages=60, max_sequences=24)) as engine:
-        for prompt, params in crowd(rng, count):
-            short = SamplingParams(
-                max_new_tokens=rng.randint(1, 6),
-                deterministic=params.deterministic,
-                num_return_sequences=params.num_return_sequences,
-            )
-            engine.add_request(prompt[:40], short)
-            if rng.random() < 0.2:
-                output = engine.abort(rng.choice(sorted(engine.tracker.requests)))
-                assert "abort" in {c.finish_reason for c in output.completions}
-                aborted += 1
-            if len(engine.tracker.requests) > 30:
-                done += len(engine.step())
-        while engine.has_unfinished():
-            done += len(engine.step())
-        assert done + aborted == count
-        assert aborted > count / 10
-        assert whole(engine)
-
-
-def test_control_a_lost_page_is_seen():
-    with Engine(tiny()) as engine:
-        engine.pool.grow([], 1)
-        assert not whole(engine)
-
-
 def test_interrupt_leaves_a_usable_engine(sigint):
     """Ctrl-C at any moment of a long generate: in its preparation, its prompts, its decoding."""
     with Engine(tiny()) as engine:
@@ -100,16 +66,6 @@ class Poison(torch.nn.Module):
         return self.inner(ids) + bad[..., None]
 
 
-class Proposes:
-    """Always drafts the same tokens."""
-
-    def __init__(self, tokens):
-        self.tokens = tokens
-
-    def propose(self, sequences, n):
-        return [self.tokens[:n] for _ in sequences]
-
-
 def poisoned(token):
     model = tiny()
     model.model.embed_tokens = Poison(model.model.embed_tokens, token)
@@ -152,35 +108,6 @@ def test_a_long_request_that_is_not_finite_fails_alone(long, page_size):
         assert "finite" in outputs[0].completions[0].error
         assert bits(outputs[1]) == expected
         assert whole(engine)
-
-
-def test_a_poisonous_draft_is_survived():
-    """A draft whose values are NaN spoils its tile; the verify runs again without drafts."""
-    token, expected = unused_token()
-    config = EngineConfig(drafter=Proposes([token] * 5))
-    with Engine(poisoned(token), config=config) as engine:
-        output = engine.generate([[5, 9, 11]], DETERMINISTIC)[0]
-    assert output.completions[0].error is None
-    assert bits(output) == expected
-
-
-def test_release_and_weights():
-    """The pool can be given back between calls; weights that change give a new fingerprint."""
-    model = tiny()
-    with Engine(model) as engine:
-        first = engine.generate([[1, 2, 3]], DETERMINISTIC)[0]
-        engine.release()
-        assert engine.runner._cache is None
-        again = engine.generate([[1, 2, 3]], DETERMINISTIC)[0]
-        assert bits(again) == bits(first)
-        assert again.fingerprint == first.fingerprint
-        with torch.no_grad():
-            model.lm_head.weight[7, 0] += 1
-        changed = engine.generate([[1, 2, 3]], DETERMINISTIC)[0]
-        assert changed.fingerprint != first.fingerprint
-        model.lm_head.weight.data[7, 0] -= 1
-        engine.weights_changed()
-        assert engine.generate([[1, 2, 3]], DETERMINISTIC)[0].fingerprint == first.fingerprint
 
 
 @pytest.mark.parametrize("page_size", [8, 128])

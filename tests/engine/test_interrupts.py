@@ -24,19 +24,6 @@ def medium():
     MATMUL.fp32_precision = before
 
 
-def test_one_ambient_state_within_another(medium):
-    torch_state = TorchState(torch.device("cpu"))
-    with torch_state():
-        for _ in range(3):
-            with torch_state():
-                assert torch.is_inference_mode_enabled()
-                assert MATMUL.fp32_precision == "ieee"
-            # What a processor or a criterion may do in the middle of a call.
-            MATMUL.fp32_precision = "bf16"
-    assert not torch.is_inference_mode_enabled()
-    assert MATMUL.fp32_precision == "bf16"
-
-
 def test_a_call_sets_its_state_again_where_the_users_code_has_run(medium):
     """Before each pass of a request with a processor."""
     model, seen = tiny(), []

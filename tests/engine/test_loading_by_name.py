@@ -1,13 +1,11 @@
 """Models by name, and what is taken for an engine's arguments: refused in words that help."""
 
-import logging
-
 import pytest
 import torch
 
 from tests.support.tiny import tiny
 from tinyspec import Engine, UnsupportedModelError
-from tinyspec.engine import loading
+from tinyspec.engine import input_processor as loading
 from tinyspec.tools.demo import BUNDLED
 
 
@@ -41,22 +39,6 @@ def test_a_name_that_is_not_found(tmp_path):
     for name in ("no/such-model", str(tmp_path)):
         with pytest.raises(ValueError, match=f"^model='{name}' is not allowed: a folder with a m"):
             Engine.from_pretrained(name)
-
-
-def test_the_hub_warns_once(monkeypatch, caplog):
-    logger = logging.getLogger(loading.HUB)
-
-    def unreachable(*_, **__):
-        for _ in range(6):
-            logger.warning("thrown while requesting")
-        raise OSError("no network")
-
-    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", unreachable)
-    with caplog.at_level("WARNING"), pytest.raises(ValueError, match="no network"):
-        loading.load("some/model", "auto", "cpu")
-    assert len(caplog.records) == 1
-    logger.warning("thrown while requesting")
-    assert len(caplog.records) == 2, "warnings of others stay"
 
 
 def test_what_is_no_model_or_no_config():

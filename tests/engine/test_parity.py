@@ -45,47 +45,6 @@ def test_logprobs_agree_with_a_plain_forward(family):
     assert close(torch.tensor(completion.logprobs), expected, LOGPROBS)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_unpatch_leaves_no_trace(family):
-    model = tiny(family).train()
-    model.get_input_embeddings().eval()
-    # Modules in a mode that the module around them is not in.
-    next(m for n, m in model.named_modules() if n.endswith(("q_proj", "c_attn", "dense"))).eval()
-    before = {name: id(module) for name, module in model.named_modules()}
-    training = {name: module.training for name, module in model.named_modules()}
-    weights = {name: p.data_ptr() for name, p in model.named_parameters()}
-    implementation = model.config._attn_implementation
-    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
-    ids = torch.tensor(prompts(5)[3:4])
-    model.eval()
-    with torch.no_grad():
-        logits = model(ids).logits
-    for name, module in model.named_modules():
-        module.training = training[name]
-    with Engine(model) as engine:
-        assert {name: p.data_ptr() for name, p in model.named_parameters()} == weights
-        engine.generate(prompts(3), GREEDY)
-        assert {n: m.training for n, m in model.named_modules()}.items() >= {
-            (n, t)
-            for n, t in training.items()
-            if n in dict(model.named_modules()) and "rotary" not in n
-        }
-    assert {name: id(module) for name, module in model.named_modules()} == before
-    assert {name: module.training for name, module in model.named_modules()} == training
-    assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
-    assert model.config._attn_implementation == implementation
-    model.eval()
-    with torch.no_grad():
-        assert torch.equal(model(ids).logits, logits)
-
-
-def test_state_dict_is_the_same_while_patched():
-    model = tiny("qwen3")
-    names = set(model.state_dict())
-    with Engine(model):
-        assert set(model.state_dict()) == names
-
-
 def test_the_users_settings_come_back():
     model = tiny()
     torch.set_float32_matmul_precision("medium")

@@ -179,18 +179,6 @@ def test_completions_of_one_prompt_share_its_thoughts():
         assert passes[0] == rounds_of(thoughts, 8) and passes[1:] == [0, 0]
 
 
-def test_aborted_while_it_thinks():
-    model = thinking_model()
-    thoughts, _ = reference(model)[-1]
-    with engine_of(model, thinking_window=1) as engine:
-        name = engine.add_request(PROMPTS[-1], params())
-        for _ in range(3):
-            engine.step()
-        output = engine.abort(name)
-        assert said(output) == (thoughts[:3], [])
-        assert output.completions[0].finish_reason == "abort" and whole(engine)
-
-
 def test_prompt_logprobs():
     """Of every token by a row with the states that it ends with."""
     model = thinking_model()
@@ -223,16 +211,6 @@ def test_logits_that_are_not_finite():
         found, short = engine.generate([prompt, prompt[:5]], params())
     assert found.completions[0].error == "the thought of chunk 0 has no finite logits"
     assert short.completions[0].error is None and short.thoughts == []
-
-
-def test_engines_beside_each_other():
-    model = thinking_model()
-    wanted = reference(model)
-    with engine_of(model) as one, engine_of(model) as two, Engine(model.backbone) as plain:
-        for engine in (one, two):
-            assert [said(o) for o in engine.generate(PROMPTS, params())] == wanted
-        assert plain.generate(PROMPTS)[0].thoughts is None
-        assert reference(model) == wanted
 
 
 def test_refused():

@@ -1,9 +1,5 @@
 """A thinking model by itself beside an open engine: read, trained, copied, loaded, saved."""
 
-import copy
-import io
-import pickle
-
 import pytest
 import torch
 
@@ -15,7 +11,7 @@ from tests.support.thinking import (
     prompt_of,
     thinking_model,
 )
-from tinyspec.thinking.model import IGNORED, ThinkingModel
+from tinyspec.thinking.model import IGNORED
 from tinyspec.thinking.reading import generate
 
 PROMPT = prompt_of(67, 67)
@@ -55,44 +51,6 @@ def test_read_and_trained_beside_an_engine(kind):
         assert trained != found and model.training
     with engine_of(other) as engine:
         assert bits(engine) == trained
-
-
-def saved_and_loaded(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-def test_copies_beside_an_engine(tmp_path):
-    model = thinking_model(biased=False)
-    said, loss = generate(model, PROMPT, 8, None), loss_of(model)
-    with engine_of(model) as engine:
-        found = bits(engine)
-        model.save_pretrained(tmp_path)
-        for other in (
-            copy.deepcopy(model),
-            pickle.loads(pickle.dumps(model)),
-            saved_and_loaded(model),
-            ThinkingModel.from_pretrained(tmp_path, dtype=torch.float32),
-        ):
-            assert generate(other, PROMPT, 8, None) == said
-            assert torch.equal(loss_of(other), loss)
-            assert other.state_dict().keys() == model.state_dict().keys()
-            assert bits(engine) == found
-            with engine_of(other) as its_own:
-                assert bits(its_own) == found
-
-
-def test_weights_loaded_beside_an_engine():
-    model, other = thinking_model(), thinking_model()
-    other.load_state_dict({name: value * 1.1 for name, value in other.state_dict().items()})
-    with engine_of(model) as engine:
-        before = bits(engine)
-        model.load_state_dict(other.state_dict())
-        after = bits(engine)
-    with engine_of(other) as engine:
-        assert bits(engine) == after != before
 
 
 def test_another_dtype():

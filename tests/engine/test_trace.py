@@ -1,9 +1,7 @@
 """The trace: what passes did row by row, at hardly any cost and without changing a bit."""
 
-import gc
 import json
 import random
-import time
 
 import pytest
 
@@ -12,7 +10,6 @@ from tests.support.cases import text
 from tests.support.mixes import HalfLiar, Liar, bits, crowd
 from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
-from tinyspec.engine.trace import Trace
 
 REQUESTS = crowd(random.Random(3), 12)
 TIGHT = {"page_size": 8, "num_pages": 30, "max_rows": 32}
@@ -139,35 +136,6 @@ def test_every_end_is_there(monkeypatch):
     assert {name: [w[2] for w in found].count(name) for name in reasons} == reasons
 
 
-@pytest.mark.parametrize("seed", [2, 6])
-def test_names_are_held_as_long_as_passes_need_them(seed, monkeypatch):
-    """A completion ends while a pass with its rows is under way, in which others start."""
-    monkeypatch.setattr("tinyspec.engine.trace.NAMES_HELD", 0)
-    rng, settings = random.Random(seed), {"page_size": 8, "num_pages": 90, "max_rows": 32}
-    config = EngineConfig(
-        trace=True, reference_rows=16, verify="always", draft_window=4, overlap=True, **settings
-    )
-    with Engine(tiny(), config=config) as engine:
-        left = 20
-        while left or engine.has_unfinished():
-            for _ in range(min(rng.randrange(3), left)):
-                params = SamplingParams(
-                    max_new_tokens=1 + rng.randrange(12),
-                    deterministic=rng.random() < 0.5,
-                    temperature=1.0,
-                    seed=left,
-                    num_return_sequences=1 + rng.randrange(3),
-                    stop_token_ids=list(range(12)),
-                )
-                engine.add_request(text(3 + rng.randrange(60), seed=left), params)
-                left -= 1
-            if engine.has_unfinished():
-                engine.step()
-        passes = engine.trace.passes()
-        assert any(one.surplus for one in passes), "or nothing was under way in vain"
-        assert 1 not in engine.trace._names, "and those of the past are let go"
-
-
 def test_failed_passes_are_there(monkeypatch):
     """A pass that raised has no tokens; those who shared it are tried one by one."""
     with Engine(tiny(), config=EngineConfig(trace=True)) as engine:
@@ -206,43 +174,6 @@ def test_what_is_saved(tmp_path):
     ends = [e["ts"] + e["dur"] for e in passes]
     later = [e["ts"] for e in passes[1:]]
     assert all(end <= begin + 0.01 for end, begin in zip(ends, later, strict=False))
-
-
-def cost(count, verify):
-    """(microseconds of host time that the trace took, rows) of a pass, on average."""
-    spent = 0.0
-
-    def timed(method):
-        def call(*args):
-            nonlocal spent
-            began = time.thread_time()
-            method(*args)
-            spent += time.thread_time() - began
-
-        return call
-
-    config = EngineConfig(trace=True, verify=verify, overlap=False)
-    with Engine(tiny(), config=config) as engine:
-        for name in ("begin", "drafted", "verified", "committed", "close"):
-            setattr(engine.core.trace, name, timed(getattr(Trace, name).__get__(engine.trace)))
-        params = SamplingParams(max_new_tokens=60, deterministic=True, ignore_eos=True)
-        gc.disable()
-        engine.generate([text(5)] * count, params)
-        gc.enable()
-        passes = len(engine.records)
-        rows = sum(sum(record.rows.values()) for record in engine.records)
-    return 1e6 * spent / passes, rows / passes
-
-
-@pytest.mark.parametrize("verify", ["auto", "always"])
-@pytest.mark.parametrize("count", [1, 64])
-def test_host_time(count, verify, capsys):
-    """10 microseconds a pass and 0.5 a row, with the clocks; four times that on a busy machine."""
-    took, rows = min(cost(count, verify) for _ in range(3))
-    bound = 10 + 0.5 * rows
-    with capsys.disabled():
-        print(f" {took:.1f} of {bound:.1f} microseconds a pass of {rows:.0f} rows", end="")
-    assert took < 4 * bound
 
 
 def test_drafts_of_a_half_liar():

@@ -66,21 +66,6 @@ def test_three_training_steps(prefix_cache):
     assert len(set(seen)) == 4
 
 
-def test_training_through_the_model_itself_needs_its_own_attention():
-    """A trainer calls the model with gradients: closed, the engine has left nothing behind."""
-    model = tiny()
-    ids = torch.tensor([PROMPTS[3]])
-    with Engine(model, config=CONFIG) as engine:
-        engine.generate(PROMPTS, DETERMINISTIC)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = model(ids, labels=ids).loss
-    before.backward()
-    optimizer.step()
-    assert model(ids, labels=ids).loss < before
-    with Engine(model, config=CONFIG) as engine:
-        assert [bits(o) for o in engine.generate(PROMPTS, DETERMINISTIC)] == fresh(model)[0]
-
-
 @pytest.mark.crossed(2)
 @pytest.mark.parametrize("change", [step, load, assign], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("verify_weights", [False, True])

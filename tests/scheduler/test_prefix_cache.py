@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.engine.test_faults import Poison
 from tests.support.cases import (
     DTYPES,
     KINDS,
@@ -25,7 +26,7 @@ from tests.support.cases import (
 )
 from tests.support.mixes import bits, crowd, plain
 from tests.support.pages import check_residents, indexed_kv, page_kv
-from tests.support.tiny import tiny
+from tests.support.tiny import VOCAB, tiny
 from tinyspec import SamplingParams
 
 PROMPT = text(48, seed=1)
@@ -190,6 +191,16 @@ def test_a_small_pool_evicts(num_pages):
         assert bits_of(run(engine, requests)) == alone
 
 
+def test_release_drops_it():
+    with engine_of(tiny(), page_size=16) as engine:
+        request = (PROMPT, greedy(5))
+        first = bits_of_one(engine, request)
+        assert bits_of_one(engine, request)[0] == [47]
+        engine.release()
+        assert len(engine.admission.prefix) == 0
+        assert bits_of_one(engine, request) == first
+
+
 def bump(model):
     with torch.no_grad():
         model.model.layers[0].self_attn.k_proj.weight[3] *= 1.5
@@ -238,6 +249,26 @@ def test_prompt_logprobs_with_a_warm_cache(deterministic):
     assert (warm.prompt_logprobs, bits(warm)) == (cold.prompt_logprobs, bits(cold))
     if deterministic:
         assert (among.prompt_logprobs, bits(among)) == (cold.prompt_logprobs, bits(cold))
+
+
+def test_failed_requests_leave_nothing_indexed():
+    """Neither those whose logits were not finite nor those whose pass raised."""
+    sound = text(44, seed=5)
+    token = next(t for t in range(VOCAB) if t not in sound)
+    model = tiny()
+    model.model.embed_tokens = Poison(model.model.embed_tokens, token)
+    bad = [*sound[:3], token, *sound[3:]]
+    with engine_of(model, page_size=4, max_rows=16) as engine:
+        for deterministic in (True, False):
+            for copies in (1, 3):
+                wanted = SamplingParams(max_new_tokens=5, deterministic=deterministic)
+                outputs = engine.generate([bad] * copies, wanted)
+                assert all("finite" in o.completions[0].error for o in outputs)
+                assert len(engine.admission.prefix) == 0
+                assert whole(engine)
+        # Control: a sound prompt of that length is indexed.
+        engine.generate([sound], SamplingParams(max_new_tokens=1))
+        assert len(engine.admission.prefix) == 11
 
 
 class Breaks:

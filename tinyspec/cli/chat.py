@@ -108,7 +108,7 @@ class Chat:
 
     def _fitting(self, messages: list[dict[str, str]]) -> SamplingParams:
         """The parameters with as many tokens as the conversation leaves room for."""
-        from tinyspec.engine.tokenization import to_token_ids
+        from tinyspec.engine.input_processor import to_token_ids
 
         most = self.engine.config.max_model_len
         assert most is not None

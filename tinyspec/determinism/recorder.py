@@ -55,7 +55,8 @@ MATMULS = ("mm", "linear", "matmul", "mv", "dot", "conv")
 STEPS = {
     *("sigmoid", "silu", "gelu", "tanh", "softplus", "log_sigmoid_forward", "mish", "elu", "erf"),
     *("exp", "expm1", "log", "log1p", "pow", "rsqrt", "sin", "cos", "sum", "mean", "cumsum"),
-    *("_softmax", "_log_softmax", "linalg_vector_norm"),
+    *("var", "std", "logsumexp", "linalg_vector_norm"),
+    *("softmax", "_softmax", "log_softmax", "_log_softmax"),  # in inference mode, and outside
 }
 # What torch marks as telling the host values or a shape, and what else does: the last is what
 # ``tolist`` and ``numpy`` begin with.
@@ -134,8 +135,7 @@ class PassRecorder(TorchDispatchMode):
         self._kept_alive: list[Tensor] = []
         self._inside: list[str] = []
         self._in_attention = False
-        plain = (p for p in model.parameters() if not is_packed(p))
-        self._own = {p.untyped_storage().data_ptr() for p in plain}
+        self._own: set[int] = set()
         self._linears = {n for n, m in model.named_modules() if linear_shape(m) is not None}
         self._of_rows: set[StorageWeakRef] = set()
 
@@ -153,6 +153,9 @@ class PassRecorder(TorchDispatchMode):
     @contextmanager
     def recording(self, context: AttentionContext | None = None) -> Iterator[None]:
         """Record what runs in the block; context: of the attention of a served model."""
+        # Here, as weights may have been replaced since this object was made.
+        plain = (p for p in self._model.parameters() if not is_packed(p))
+        self._own = {p.untyped_storage().data_ptr() for p in plain}
         handles = []
         for name, module in self._model.named_modules():
             handles += [

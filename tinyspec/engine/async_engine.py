@@ -8,7 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from threading import Lock, Thread, current_thread
@@ -19,8 +19,7 @@ import torch
 from tinyspec.config import EngineConfig
 from tinyspec.engine.engine import Engine, Params
 from tinyspec.engine.lock import LOOK, OneProcess
-from tinyspec.engine.results import output_of
-from tinyspec.engine.stream import EventStream
+from tinyspec.engine.results import EventStream, output_of
 from tinyspec.errors import refuse
 from tinyspec.outputs import RequestOutput, StreamEvent
 from tinyspec.scalars import plain
@@ -46,7 +45,7 @@ class Call:
     asked: bool = False
     begun: bool = False
     error: BaseException | None = None
-    requests: Iterable[Request] = ()
+    requests: list[Request] = field(default_factory=list)
     stream: EventStream | None = None
 
     def begin(self, engine: Engine) -> None:
@@ -61,15 +60,31 @@ class Call:
             request.thread = 0  # its code ends no worker
 
     @property
-    def finished(self) -> bool:
-        return all(request.finished for request in self.requests)
+    def unfinished(self) -> bool:
+        """Whether steps are to be run for it."""
+        return self.begun and not all(request.finished for request in self.requests)
 
     def answer(self, tokenizer: Any) -> list[Any] | None:
         """Outputs, or the events since the last answer; None where there are none yet, an empty
         list where none will come."""
         if self.stream is not None:
             return self.stream.new_events()
-        return [output_of(r, tokenizer) for r in self.requests] if self.finished else None
+        return None if self.unfinished else [output_of(r, tokenizer) for r in self.requests]
+
+    def resolve(self, value: Any) -> None:
+        """Let its task go on with ``value``, or with an exception that is raised there."""
+        self.asked, future = False, self.future
+
+        def set_value() -> None:
+            if future.done():  # its task was cancelled
+                return
+            raises = isinstance(value, BaseException)
+            (future.set_exception if raises else future.set_result)(value)
+
+        try:
+            future.get_loop().call_soon_threadsafe(set_value)
+        except RuntimeError:  # it is closed: nobody waits any more
+            self.ended = True
 
 
 class AsyncWorker:
@@ -82,17 +97,13 @@ class AsyncWorker:
     def __init__(self, engine: Engine, max_requests: int, closes: bool):
         self._engine, self.closes = engine, closes
         self._max_requests = max_requests
-        self._lock = Lock()
         # Closed while there is nothing to do. No Event: to set one takes a lock, which a finalizer
         # would wait for where its own thread holds it.
         self._gate = Lock()
         self._stopping = self._stopped = False
-        # Calls with a new future, or ended, that the worker has not seen; those that wait; those
-        # that have begun.
+        # Calls that wait for an answer, or have ended, which the worker has not seen; all others.
         self._told: deque[Call] = deque()
-        self._waiting: dict[Call, None] = {}
-        self._running: dict[Call, None] = {}
-        self._answers: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = {}
+        self._calls: dict[Call, None] = {}
         self._thread = Thread(target=self._work, name="tinyspec", daemon=True)
         self._thread.start()
         atexit.register(self.stop)
@@ -102,19 +113,19 @@ class AsyncWorker:
             self._gate.release()
 
     def tell(self, call: Call) -> None:
-        """The task waits for its next answer, or has ended it. Raises ValueError where no worker
-        is left to answer."""
+        """The task waits for its next answer. Raises ValueError where no worker is left to give
+        it."""
         self._engine.tracker.lock.check_process()
-        with self._lock:
-            if self._stopped:
-                raise refuse("engine", "closed", "an engine that is open")
-            self._told.append(call)
+        self._told.append(call)
         self._wake()
+        if self._stopped:
+            call.future.cancel()
+            raise refuse("engine", "closed", "an engine that is open")
 
     def end(self, call: Call) -> None:
-        """The task wants no more: what is unfinished is aborted."""
+        """The task wants no more, as finalizers tell too: what is unfinished is aborted."""
         call.ended = True
-        self._told.append(call)  # under no lock: called by finalizers too
+        self._told.append(call)
         self._wake()
 
     def stop(self, seconds: float | None = None) -> None:
@@ -129,41 +140,50 @@ class AsyncWorker:
 
     def _work(self) -> None:
         try:
-            self._serve()
+            while not self._stopping:
+                self._serve()
         finally:  # whatever a tokenizer raised, nobody waits for ever
-            with self._lock:
-                self._stopped = True
+            self._stopped = True
             self._take()
-            closed = refuse("engine", "closed", "an engine that is open")
-            self._fail([*self._waiting, *self._running], closed)
-            self._send()
+            self._fail(list(self._calls), refuse("engine", "closed", "an engine that is open"))
             if self.closes:
                 self._engine.close()
             atexit.unregister(self.stop)
 
     def _serve(self) -> None:
-        while not self._stopping:
-            self._gate.acquire(blocking=False)
-            self._take()
-            while self._waiting and len(self._engine.tracker.requests) < self._max_requests:
-                self._begin()
-            unfinished = [call for call in self._running if not call.finished]
+        """Begin what waits, run a step, answer; wait where there is nothing to do."""
+        engine, tracker = self._engine, self._engine.tracker
+        self._gate.acquire(blocking=False)
+        self._take()
+        waiting = [call for call in self._calls if not call.begun]
+        while waiting and len(tracker.requests) < self._max_requests:
+            call = waiting.pop(0)
             try:
-                if unfinished:
-                    self._step(unfinished)
-            except BaseException as error:  # of no request: the engine's own
-                self._fail(unfinished, error)
-            self._answer()
-            if not unfinished and not self._told:
-                # Other threads may be using the engine, and calls wait for them.
-                self._gate.acquire(timeout=LOOK if self._waiting else -1)
-
-    def _step(self, unfinished: list[Call]) -> None:
-        """Unless another thread has stepped for them meanwhile."""
-        tracker = self._engine.tracker
+                call.begin(engine)
+            except Exception as error:
+                self._fail([call], error)
+        unfinished = [call for call in self._calls if call.unfinished]
+        try:
+            with tracker.lock("generate"):
+                # Another thread may have stepped for them meanwhile.
+                if any(call.unfinished for call in unfinished):
+                    tracker.advance()
+        except BaseException as error:  # of no request: the engine's own
+            self._fail(unfinished, error)
         with tracker.lock("generate"):
-            if not all(call.finished for call in unfinished):
-                tracker.advance()
+            for call in [call for call in self._calls if call.begun and call.asked]:
+                try:
+                    found = call.answer(engine.tokenizer)
+                except Exception as error:  # a tokenizer's
+                    self._fail([call], error)
+                else:
+                    if found is not None:
+                        call.resolve(found)
+        for call in [call for call in self._calls if call.ended]:
+            self._forget(call)
+        if not unfinished and not self._told:
+            # Other threads may be using the engine, and calls wait for them.
+            self._gate.acquire(timeout=LOOK if waiting else -1)
 
     def _take(self) -> None:
         while self._told:
@@ -172,70 +192,21 @@ class AsyncWorker:
             if call.ended:
                 self._forget(call)
             elif call.error is not None:
-                self._put(call, call.error)
-            elif not call.begun:
-                self._waiting[call] = None
-
-    def _begin(self) -> None:
-        call = next(iter(self._waiting))
-        del self._waiting[call]
-        try:
-            call.begin(self._engine)
-        except Exception as error:
-            self._fail([call], error)
-        else:
-            self._running[call] = None
-
-    def _answer(self) -> None:
-        """To calls that wait for an answer and can have one."""
-        with self._engine.tracker.lock("generate"):
-            for call in [call for call in self._running if call.asked]:
-                try:
-                    found = call.answer(self._engine.tokenizer)
-                except Exception as error:  # a tokenizer's
-                    self._fail([call], error)
-                    continue
-                if found is not None:
-                    self._put(call, found)
-        self._send()
-
-    def _put(self, call: Call, value: Any) -> None:
-        call.asked = False
-        self._answers.setdefault(call.future.get_loop(), []).append((call.future, value))
-
-    def _send(self) -> None:
-        """Hand over the answers, all of one loop's at a time."""
-        answers, self._answers = self._answers, {}
-        for loop, found in answers.items():
-            try:
-                loop.call_soon_threadsafe(_settle, found)
-            except RuntimeError:  # closed: nobody waits any more
-                futures = {future for future, _ in found}
-                for call in [call for call in self._running if call.future in futures]:
-                    self._forget(call)
+                call.resolve(call.error)
+            else:
+                self._calls[call] = None
 
     def _fail(self, calls: Iterable[Call], error: BaseException) -> None:
         for call in calls:
             self._forget(call)
             call.error = error
             if call.asked:
-                self._put(call, error)
+                call.resolve(error)
 
     def _forget(self, call: Call) -> None:
         """Abort what is unfinished."""
-        self._waiting.pop(call, None)
-        self._running.pop(call, None)
-        self._engine.tracker.cancel(list(call.requests))
-
-
-def _settle(answers: list[tuple[asyncio.Future[Any], Any]]) -> None:
-    for future, value in answers:
-        if future.done():  # its task was cancelled
-            continue
-        if isinstance(value, BaseException):
-            future.set_exception(value)
-        else:
-            future.set_result(value)
+        self._calls.pop(call, None)
+        self._engine.tracker.cancel(call.requests)
 
 
 class AsyncEngine(OneProcess):

@@ -1,37 +1,56 @@
-"""Commits sampled tokens: accept drafts, roll back, stop. Tokens are added nowhere else.
+"""Commits what a pass has found: accept drafts, roll back, stop. Tokens are added nowhere else.
 
-Knows sequences and pages, not passes: plain tokens and rows of a verify are committed alike. Most
-are committed as columns of the sequence table; one by one are those whose end hangs on more than
-their ids, or that keep more than ids and log-probabilities.
+Plain tokens and rows of a verify are committed alike. Most are committed as columns of the sequence
+table; one by one are those whose end hangs on more than their ids, or that keep more than ids and
+log-probabilities. Knows no device.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from tinyspec.engine.tokenization import ends_in_stop_string
-from tinyspec.engine.trace import Trace
+from tinyspec.engine.launcher import Decisions, Fetched, InFlightPass
 from tinyspec.model.torch_state import callers_modes
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.sampler import NOT_FINITE, Sampled, SpecialResult
 from tinyspec.scheduler.admission import Admission
+from tinyspec.scheduler.passes import DRAFT, DRAFTING
 from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.sequence_table import Array
+from tinyspec.thinking.chunks import think
+from tinyspec.thinking.thinker import Thinker
 
 
 @dataclass
 class Commits:
-    """What one step committed. ended: sequences that finished."""
+    """What one step committed, and how many drafts it made. ended: sequences that finished."""
 
     committed: int = 0
+    drafted: int = 0
     accepted: int = 0
     rolled_back: int = 0
     rollbacks: int = 0
     ended: list[Sequence] = field(default_factory=list)
+
+
+@dataclass
+class NewTokens:
+    """Of n sequences: rows of the table, where the tokens of each are among those sampled, how
+    many there are, and what was decided on their drafts, where any has some."""
+
+    rows: Array
+    firsts: Array
+    counts: Array
+    decisions: Decisions | None
+
+    def only(self, which: Array) -> NewTokens:
+        """Those at ``which``."""
+        decisions = None if self.decisions is None else self.decisions.only(which)
+        return NewTokens(self.rows[which], self.firsts[which], self.counts[which], decisions)
 
 
 @dataclass(eq=False)
@@ -41,7 +60,7 @@ class Committer:
     admission: Admission
     tokenizer: Any
     runner: ModelRunner
-    trace: Trace | None = None
+    thinker: Thinker | None = None
     _commits: Commits = field(default_factory=Commits)
     _raised: BaseException | None = None
 
@@ -53,51 +72,118 @@ class Committer:
         commits, self._commits = self._commits, Commits()
         return commits
 
-    def commit(
-        self,
-        rows: Array,
-        firsts: Array,
-        counts: Array,
-        found: Sampled,
-        decisions: Array | None,
-    ) -> None:
-        """Commit ``counts`` [n] of the tokens ``found``, from places ``firsts`` [n] on, to each of
-        the sequences in ``rows`` [n]. decisions [5, n]: of ``accept_truncate`` for those with
-        drafts, 0 for others; None where there are no others. Raises afterwards what a criterion
-        raised but Exceptions."""
-        if decisions is None:
-            self._commit_newest(rows, firsts, found)
+    def commit(self, done: InFlightPass, results: Fetched) -> None:
+        """Mark what a pass has computed, start the siblings that wait for it, and commit tokens or
+        keep them as drafts, whose errors are left to the verify. What is not alive is left out, and
+        tokens of works that are not good to their end.
+
+        Raises what a thinking block raised, and afterwards what a criterion raised but Exceptions.
+        """
+        table, works, found = self.table, done.works, results.sampled
+        ends = self._think(done)
+        alive = done.alive
+        for result in found.special.values():
+            self.runner.torch_state.stream.hand_out(result.scores, result.logits)
+        final = alive & (works.kinds != DRAFT)
+        table.advance(works.rows[final], ends[final], done.work_pass.canonical)
+        if results.prompt_logprobs is not None:
+            for (n, position), value in zip(
+                done.unscored, results.prompt_logprobs.tolist(), strict=True
+            ):
+                if alive[n] and position < ends[n]:
+                    request = table.sequences[works.rows[n]].request
+                    request.prompt_logprobs[position + 1] = value
+        alive &= ends == works.ends
+        new = NewTokens(done.rows, done.firsts, done.counts, results.decisions)
+        kept = (final & alive)[done.work]
+        if done.leads:
+            new = replace(new, rows=self._start_siblings(done, alive))
+            kept &= new.rows >= 0
+        if done.work_pass.way == DRAFTING:
+            self._keep_drafts(new, (alive & (works.kinds == DRAFT))[done.work], found)
+        if np.count_nonzero(kept) < len(kept):
+            new = new.only(kept)
+        if supplied := table.places("supplied", new.rows):
+            self._keep_logits(new.only(np.array(supplied)), found)
+            new = new.only(np.delete(np.arange(len(new.rows)), supplied))
+        if new.decisions is None:
+            self._commit_newest(new, found)
         else:
-            self._commit_verified(rows, firsts, counts, found, decisions)
+            self._commit_verified(new, new.decisions, found)
         if self._raised is not None:
             error, self._raised = self._raised, None
             raise error
 
-    def _commit_verified(
-        self, rows: Array, firsts: Array, counts: Array, found: Sampled, decisions: Array
-    ) -> None:
-        """As ``commit``, where some have drafts."""
-        drafted = decisions[0] > 0
-        self._commit_newest(rows[~drafted], firsts[~drafted], found)
-        rows, firsts, counts = rows[drafted], firsts[drafted], counts[drafted]
-        if not len(rows):
+    def _think(self, done: InFlightPass) -> Array:
+        """[works] int64: up to where the positions of each are good, given what was thought about
+        those before; what follows is truncated. Raises what a block raises."""
+        ends: Array = done.works.ends
+        if self.thinker is None or done.thinking is None or done.thinking.hidden is None:
+            return ends
+        ends = ends.copy()
+        canonical = done.work_pass.canonical
+        for sequence, error in think(self.thinker, done.thinking, done.alive, ends, canonical):
+            self.fail(sequence, error)
+        alive = done.alive
+        for span in done.thinking.spans:
+            for sequence in span.sequence.request.sequences:
+                sequence.thought()
+            if alive[span.work] and ends[span.work] < done.works.ends[span.work]:
+                # Shared pages hold what is good, and are not written again.
+                kept = max(int(ends[span.work]), span.sequence.frozen)
+                self.admission.truncate(span.sequence, kept)
+        return ends
+
+    def _start_siblings(self, done: InFlightPass, alive: Array) -> Array:
+        """Start the siblings of prompts that are computed, those without a place wait; the rows of
+        ``done``, siblings' own among them, -1 for those that do not start."""
+        places = {sibling: place for place, sibling in done.siblings}
+        rows, works = done.rows.copy(), done.works
+        rows[list(places.values())] = -1
+        waits = alive & self.table.draft_free[works.rows] & (works.yields > 0)
+        for row in works.rows[waits].tolist():
+            leader = self.table.sequences[row]
+            while leader.siblings:
+                sibling = leader.siblings.pop(0)
+                if sibling not in places or not self.admission.can_fork(leader):
+                    self.admission.add(sibling)
+                    continue
+                if (copy := self.admission.fork(leader, sibling)) is not None:
+                    self.runner.cache.copy_page(*copy)
+                rows[places[sibling]] = sibling.row
+            leader.forbid_drafts(leader.draft_free)
+        return rows
+
+    def _keep_drafts(self, new: NewTokens, drafting: Array, found: Sampled) -> None:
+        """One more draft for those that are ``drafting`` [n]. What follows a draft that ended the
+        drafts was drafted before that was known."""
+        drafting &= ~self.table.draft_ended[new.rows]
+        self.table.draft(new.rows[drafting], found.tokens[new.firsts[drafting]])
+        self._commits.drafted += int(drafting.sum())
+
+    def _commit_verified(self, new: NewTokens, decisions: Decisions, found: Sampled) -> None:
+        """Some have drafts."""
+        drafted = decisions.committed > 0
+        self._commit_newest(new.only(~drafted), found)
+        new, decisions = new.only(drafted), decisions.only(drafted)
+        if not len(new.rows):
             return
-        place = np.arange(counts.max())
-        places = firsts[:, None] + np.minimum(place, counts[:, None] - 1)
+        counts, place = new.counts[:, None], np.arange(new.counts.max())
+        places = new.firsts[:, None] + np.minimum(place, counts - 1)
         targets = found.tokens[places]
-        targets[place >= counts[:, None]] = -1
+        targets[place >= counts] = -1
         good = (targets >= 0).cumprod(1).sum(1)
-        broken = [self.table.sequences[row] for row in rows[good < counts].tolist()]
+        broken = [self.table.sequences[row] for row in new.rows[good < new.counts].tolist()]
         some = good > 0
         if some.any():
-            decided = decisions[:, drafted][:, some]
-            self._verify(rows[some], places[some], targets[some], decided, found)
+            self._verify(new.rows[some], places[some], targets[some], decisions.only(some), found)
         for sequence in broken:
             if not sequence.finished:
                 self._retry_without_drafts(sequence)
 
-    def _commit_newest(self, rows: Array, places: Array, found: Sampled) -> None:
-        """One token for each of ``rows``, which have no drafts."""
+    def _commit_newest(self, new: NewTokens, found: Sampled) -> None:
+        """One token for each, none of which has drafts."""
+        rows, places = new.rows, new.firsts
         if not len(rows):
             return
         tokens = found.tokens[places]
@@ -109,13 +195,11 @@ class Committer:
                 self.fail(sequence, result.error or NOT_FINITE, result.cause)
             # A sequence that failed has taken those with it that wait for its prompt.
             rows, places, tokens = (x[~broken] for x in (rows, places, tokens))
-        counts = np.ones(len(rows), np.int64)
-        stopped = self.table.stops_at(rows, tokens)
+        tokens, counts = tokens[:, None], np.ones(len(rows), np.int64)
+        stopped = self.table.stops_at(rows, tokens[:, 0])
         stopped |= self.table.length[rows] + 1 >= self.table.most[rows]
-        counts, stopped = self._append(
-            rows, counts, tokens[:, None], places[:, None], stopped, found
-        )
-        self.finish(rows, counts, tokens[:, None], stopped)
+        counts, stopped = self._append(rows, counts, tokens, places[:, None], stopped, found)
+        self.finish(rows, counts, tokens, stopped)
 
     def _retry_without_drafts(self, sequence: Sequence) -> None:
         """A row's logits were not finite, perhaps by the values of a wrong draft in its tile: drop
@@ -128,30 +212,14 @@ class Committer:
         self.runner.cache.zero_tail(sequence.pages, kept)
 
     def _verify(
-        self, rows: Array, places: Array, targets: Array, decisions: Array, found: Sampled
+        self, rows: Array, places: Array, targets: Array, decided: Decisions, found: Sampled
     ) -> None:
         """Commit, of the verifier's tokens ``targets`` [n, W], what ``accept_truncate`` decided."""
-        table, drafts = self.table, self.table.num_drafts[rows]
-        if self.trace is not None:
-            self.trace.verified(rows, drafts, decisions)
-        committed, agreed, left, freed, stopped = decisions
-        counts, ended = self._append(rows, committed, targets, places, stopped > 0, found)
+        table, commits, drafts = self.table, self._commits, self.table.num_drafts[rows]
+        committed, agreed = decided.committed, decided.accepted
+        counts, ended = self._append(rows, committed, targets, places, decided.stopped > 0, found)
         dropped = np.where(agreed < np.minimum(committed, drafts), drafts - agreed, 0)
-        self._count(rows, np.minimum(agreed, counts), dropped)
-        self.finish(rows, counts, targets, ended)
-        unfinished = table.generation_id[rows] > 0
-        # The newest draft was not known to be none when the decision was made.
-        left = np.minimum(left, np.maximum(drafts - committed, 0))
-        table.num_drafts[rows[unfinished]] = left[unfinished]
-        done = rows[unfinished & (left == 0)]
-        table.proposed[done] = table.draft_ended[done] = False
-        for row in rows[unfinished & (freed > 0)].tolist():
-            sequence = table.sequences[row]
-            self.admission.truncate(sequence, sequence.computed + sequence.num_drafts)
-
-    def _count(self, rows: Array, accepted: Array, dropped: Array) -> None:
-        """Statistics of a verify."""
-        table, commits = self.table, self._commits
+        accepted = np.minimum(agreed, counts)
         table.verify_passes[rows] += 1
         table.accepted[rows] += accepted
         table.rolled_back[rows] += dropped
@@ -159,6 +227,16 @@ class Committer:
         commits.accepted += int(accepted.sum())
         commits.rolled_back += int(dropped.sum())
         commits.rollbacks += int((dropped > 0).sum())
+        self.finish(rows, counts, targets, ended)
+        unfinished = table.generation_id[rows] > 0
+        # The newest draft was not known to be none when the decision was made.
+        left = np.minimum(decided.left, np.maximum(drafts - committed, 0))
+        table.num_drafts[rows[unfinished]] = left[unfinished]
+        done = rows[unfinished & (left == 0)]
+        table.proposed[done] = table.draft_ended[done] = False
+        for row in rows[unfinished & (decided.freed > 0)].tolist():
+            sequence = table.sequences[row]
+            self.admission.truncate(sequence, sequence.computed + sequence.num_drafts)
 
     def _append(
         self,
@@ -192,8 +270,6 @@ class Committer:
         """After ``counts`` [n] of ``tokens`` [n, W] were added: KV before the newest is final, full
         pages can be shared, and sequences that ``stopped`` leave."""
         table = self.table
-        if self.trace is not None:
-            self.trace.committed(rows, counts, tokens)
         table.mark_final(rows)
         for row in rows[table.draft_free[rows]].tolist():
             table.sequences[row].forbid_drafts(False)
@@ -207,10 +283,9 @@ class Committer:
             for n in np.flatnonzero(stopped).tolist():
                 self.end(table.sequences[rows[n]], "stop" if by_token[n] else "length")
 
-    def keep_logits(self, rows: Array, places: Array, found: Sampled) -> None:
-        """Let the sequences in ``rows`` [n] wait for tokens from outside, with the logits that were
-        ``found`` at ``places`` [n]."""
-        for row, place in zip(rows.tolist(), places.tolist(), strict=True):
+    def _keep_logits(self, new: NewTokens, found: Sampled) -> None:
+        """Let sequences wait for tokens from outside, with the logits that were ``found``."""
+        for row, place in zip(new.rows.tolist(), new.firsts.tolist(), strict=True):
             sequence = self.table.sequences[row]
             sequence.next_logits = found.special.get(place, SpecialResult()).logits
             if sequence.next_logits is None:
@@ -219,7 +294,8 @@ class Committer:
     def supply(
         self, sequences: list[Sequence], tokens: list[int], logprobs: list[float] | None
     ) -> None:
-        """Commit a token to each of ``sequences``, which wait for it."""
+        """Commit a token from outside to each of ``sequences``, which wait for it; whoever calls
+        this ends the step by ``tracker.end``. logprobs: of the tokens, where any is wanted."""
         for n, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
             sequence.supply(token, None if logprobs is None else logprobs[n])
         running = [n for n, sequence in enumerate(sequences) if sequence.running]
@@ -286,10 +362,14 @@ class Committer:
         if sequence.teacher_forced:
             return False
         if params.stop_strings:
-            generated = sequence.ids(sequence.request.num_prompt, sequence.length)
+            # A token has at least one byte, so a match that is new begins in these last ones.
+            reach = max(len(stop.encode()) for stop in params.stop_strings) + 1
+            first = max(sequence.request.num_prompt, sequence.length - reach)
+            newest = sequence.ids(first, sequence.length)
             with callers_modes():
-                if ends_in_stop_string(self.tokenizer, generated, params.stop_strings):
-                    return True
+                text = self.tokenizer.decode(newest, skip_special_tokens=False)
+            if any(stop in text for stop in params.stop_strings):
+                return True
         if not params.stopping_criteria:
             return False
         ids = torch.tensor([sequence.history], dtype=torch.int64, device=self.runner.device)

@@ -6,12 +6,16 @@ A wrong proposal costs rows but changes no result: committed tokens are always t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
+from operator import index
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from transformers import PreTrainedModel
 
 from tinyspec.errors import refuse
+from tinyspec.model.torch_state import callers_modes
+from tinyspec.scheduler import request
 
 
 @runtime_checkable
@@ -86,3 +90,51 @@ def make_drafter(choice: Any, served: PreTrainedModel, field: str = "drafter") -
     if isinstance(choice, Drafter):
         return choice
     raise refuse(field, choice, 'None, "ngram", a model, or anything with propose(sequences, n)')
+
+
+def proposals(
+    drafter: Drafter, sequences: list[request.Sequence], limits: list[int], vocab_size: int
+) -> list[list[int] | Exception]:
+    """At most ``limits`` drafts for each of ``sequences``, up to the first id that is no token:
+    those that are given, else by ``drafter``, once the prompt is computed. What it raised for a
+    sequence alone stands in its place."""
+    found: list[list[int] | Exception] = [[]] * len(sequences)
+    asked = []
+    for n, (sequence, limit) in enumerate(zip(sequences, limits, strict=True)):
+        if sequence.given_tokens is not None:
+            place = sequence.num_generated
+            found[n] = sequence.given_tokens[place : place + limit]
+        elif sequence.pending == 1:
+            asked.append(n)
+    if asked:
+        most = max(limits[n] for n in asked)
+        histories: list[Sequence[int]] = [sequences[n].history for n in asked]
+        try:
+            given: Sequence[list[int] | Exception] = _ask(drafter, histories, most)
+        except Exception:
+            given = [_ask_alone(drafter, history, most) for history in histories]
+        for n, proposal in zip(asked, given, strict=True):
+            found[n] = proposal if isinstance(proposal, Exception) else proposal[: limits[n]]
+    tokens = range(vocab_size)
+    return [
+        each if isinstance(each, Exception) else list(takewhile(tokens.__contains__, each))
+        for each in found
+    ]
+
+
+def _ask(drafter: Drafter, histories: list[Sequence[int]], n: int) -> list[list[int]]:
+    """Its proposals, checked."""
+    with callers_modes():
+        given = drafter.propose(histories, n)
+    checked = [[index(token) for token in proposal] for proposal in given]
+    if len(checked) != len(histories):
+        raise ValueError(f"{len(checked)} proposals for {len(histories)} sequences")
+    return checked
+
+
+def _ask_alone(drafter: Drafter, history: Sequence[int], n: int) -> list[int] | Exception:
+    """After it raised for several."""
+    try:
+        return _ask(drafter, [history], n)[0]
+    except Exception as error:
+        return error

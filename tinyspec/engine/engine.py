@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,14 +16,11 @@ from tinyspec.determinism.contract import Contract
 from tinyspec.engine.commit import Committer
 from tinyspec.engine.core import EngineCore
 from tinyspec.engine.drafter import Drafter, make_drafter
-from tinyspec.engine.input_processor import InputProcessor
-from tinyspec.engine.loading import load
+from tinyspec.engine.input_processor import InputProcessor, load
 from tinyspec.engine.lock import OneProcess, between_steps, flush, locked
-from tinyspec.engine.observed import Observed, passes_traced, records_of
-from tinyspec.engine.refusals import idle
 from tinyspec.engine.request_tracker import RequestTracker
-from tinyspec.engine.stream import EventStream
-from tinyspec.engine.trace import Trace
+from tinyspec.engine.results import EventStream, output_of
+from tinyspec.engine.trace import PASSES_KEPT, Trace
 from tinyspec.errors import refuse
 from tinyspec.kernels import backend
 from tinyspec.model.install import install
@@ -36,15 +35,18 @@ from tinyspec.sampling_params import SamplingParams
 from tinyspec.scheduler.admission import Admission
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.scheduler.page_pool import PagePool
+from tinyspec.scheduler.passes import EngineStats, PassRecord
 from tinyspec.scheduler.request import Request
 from tinyspec.scheduler.scheduler import Scheduler
 from tinyspec.thinking.model import ThinkingModel
 from tinyspec.thinking.thinker import Thinker, unwrapped
 
 Params = SamplingParams | list[SamplingParams] | None
+# Records of passes that are kept without a trace.
+RECORDS_KEPT = 1000
 
 
-class Engine(OneProcess, Observed):
+class Engine(OneProcess):
     """Generates from a loaded causal LM, by a copy of its modules over the same weights.
 
     model: a transformers causal LM on one device; of PEFT's or torch.compile's wrapper the model
@@ -108,20 +110,22 @@ class Engine(OneProcess, Observed):
         scheduler = Scheduler(config, admission, buckets)
         self.runner = runner = ModelRunner(self.served, self.pool, kernels, buckets, config)
         check_parity(self.served, runner)
-        committer = Committer(admission, self.tokenizer, runner)
-        parts = (admission, scheduler, runner, Sampler(kernels), committer, drafter)
-        traced = passes_traced(config)
-        trace = Trace(traced, admission.table, self.tokenizer) if traced else None
+        committer = Committer(admission, self.tokenizer, runner, self._thinker)
+        kept = PASSES_KEPT if config.trace is True else int(config.trace)
+        trace = Trace(kept, self.tokenizer) if kept else None
+        records: deque[PassRecord] = deque(maxlen=kept or RECORDS_KEPT)
+        extra = None
         if self._thinker is not None:
             self._thinker.serve(self.served.root, runner.torch_state)
-        more = (records_of(config), bool(config.overlap), trace, self._thinker)
-        self.core = EngineCore(*parts, *more)
-        extra = None if self._thinker is None else self._thinker.extra_modules
+            extra = self._thinker.extra_modules
+        parts = (admission, scheduler, runner, Sampler(kernels), committer, drafter, records)
+        self.core = EngineCore(*parts, bool(config.overlap), trace, self._thinker)
         self.contract = Contract(runner, config, extra, self._renew, flush)
-        self.tracker = RequestTracker(self.core, self.contract, self.tokenizer)
+        self.tracker = RequestTracker(self.core, self.contract)
         self.lock = self.tracker.lock
         given = (self.model, self.tokenizer, config, self.pool, self._thinker)
         self._inputs = InputProcessor(*given)
+        self._outputs: list[RequestOutput] = []
 
     def _renew(self) -> None:
         """Serve the model as it is now, which has another structure."""
@@ -154,13 +158,9 @@ class Engine(OneProcess, Observed):
                 self.core.drain()
                 self.runner.release()
 
-    def _refuse_closed(self) -> None:
-        if self.closed is not None:
-            raise idle(self.closed)
-
     def _refuse_unfinished(self, what: str) -> None:
         """Raise ValueError for ``what`` neither a closed nor a running engine does."""
-        self._refuse_closed()
+        self.tracker.refuse_closed()
         self.tracker.apply_asked()
         if unfinished := len(self.tracker.requests):
             raise refuse(what, f"{unfinished} unfinished requests", "none")
@@ -177,6 +177,25 @@ class Engine(OneProcess, Observed):
         """An engine for a model on the hub or in a folder; device "auto": a GPU if there is one."""
         return cls(*load(name_or_path, dtype, device), config)
 
+    def stats(self) -> EngineStats:
+        """Sums over all passes so far."""
+        return self.core.stats
+
+    @property
+    def records(self) -> list[PassRecord]:
+        """Records of the latest passes: 1000, or as many as ``EngineConfig(trace=...)`` says."""
+        return list(self.core.records)
+
+    @property
+    def trace(self) -> Trace:
+        """What every row of the latest passes was for, and what became of it.
+
+        Raises ValueError unless ``EngineConfig(trace=True)`` keeps it.
+        """
+        if self.core.trace is None:
+            raise refuse("trace", False, "an engine with EngineConfig(trace=True)")
+        return self.core.trace
+
     @locked
     def forget_plain(self) -> None:
         """Between calls whose plain outputs must not depend on earlier ones: the prefix cache keeps
@@ -191,7 +210,7 @@ class Engine(OneProcess, Observed):
     @locked
     def reserve(self, num_pages: int) -> None:
         """Let the page pool grow to ``num_pages``, or as far as memory allows; its pages stay."""
-        self._refuse_closed()
+        self.tracker.refuse_closed()
         there = self.pool.num_pages
         if num_pages > there and self.config.num_pages is None:
             self.core.drain()
@@ -257,7 +276,13 @@ class Engine(OneProcess, Observed):
         """
         with self.lock("generate"):
             requests = self.prepare(prompts, params)
-        return self.tracker.finish(requests, progress)
+        return self._finish(requests, progress)
+
+    def _finish(self, requests: list[Request], progress: bool) -> list[RequestOutput]:
+        """Run ``requests`` to their end; their outputs, in their order."""
+        self.tracker.run(requests, progress)
+        with self.lock("generate"):  # a tokenizer serves one thread at a time
+            return [output_of(request, self.tokenizer) for request in requests]
 
     def score(
         self, prompts: Any, continuations: Any, params: Params = None, progress: bool = False
@@ -272,7 +297,7 @@ class Engine(OneProcess, Observed):
         """
         with self.lock("score"):
             requests = self.ready().scored(prompts, continuations, params)
-        completions = [o.completions[0] for o in self.tracker.finish(requests, progress)]
+        completions = [o.completions[0] for o in self._finish(requests, progress)]
         for completion in completions:
             if completion.error is not None:
                 raise RuntimeError(f"no score: {completion.error}")
@@ -288,7 +313,7 @@ class Engine(OneProcess, Observed):
         """
         with self.lock("replay"):
             requests = self.ready().replayed(outputs)
-        return self.tracker.finish(requests, progress)
+        return self._finish(requests, progress)
 
     def stream(self, prompts: Any, params: Params = None) -> EventStream:
         """Committed tokens of ``prompts`` as they come; arguments and errors as ``generate``.
@@ -329,18 +354,24 @@ class Engine(OneProcess, Observed):
     @locked
     def step(self) -> list[RequestOutput]:
         """Run one pass; the outputs of requests that finished since the last call."""
-        self._refuse_closed()
+        self.tracker.refuse_closed()
         self.tracker.advance()
-        return self.tracker.take_finished()
+        while finished := self.tracker.finished:  # what a tokenizer raises leaves the rest
+            self._outputs.append(output_of(finished.popleft(), self.tokenizer))
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
     def abort(self, request_id: str) -> RequestOutput:
         """End a request; its output so far, with finish_reason "abort". Raises ValueError if no
-        request of that id is unfinished."""
-        return self.tracker.abort(request_id)
+        request of that id is unfinished. Within a step it ends with that, and what is returned is
+        what it has so far."""
+        output = output_of(self.tracker.abort(request_id), self.tokenizer)
+        ended = [replace(c, finish_reason=c.finish_reason or "abort") for c in output.completions]
+        return replace(output, completions=ended)
 
     def has_unfinished(self) -> bool:
         """Whether ``step`` has anything left to run or to return."""
-        return self.tracker.has_unfinished()
+        return self.tracker.has_unfinished() or bool(self._outputs)
 
     @locked
     def ready(self) -> InputProcessor:

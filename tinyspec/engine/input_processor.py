@@ -1,29 +1,38 @@
-"""From prompts and parameters to Requests: all invalid input is refused here, naming the field.
+"""From prompts and parameters to Requests, and from a name to a model: all invalid input is refused
+here, naming the field.
 
 Knows the model's limits; runs and queues nothing.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import secrets
-from collections.abc import Sequence as Many
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tinyspec.config import EngineConfig
-from tinyspec.engine.tokenization import as_prompts, continuation_ids, text_digest, to_token_ids
 from tinyspec.errors import refuse
 from tinyspec.model.supported import vocab_size
 from tinyspec.outputs import RequestOutput
 from tinyspec.sampling_params import SamplingParams
+from tinyspec.scalars import is_array, plain, plain_list
 from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.request import Request
 from tinyspec.scheduler.thoughts import Thoughts
+from tinyspec.thinking.config import FILE as THINKING
+from tinyspec.thinking.model import ThinkingModel
 from tinyspec.thinking.thinker import Thinker
+
+Prompt = str | list[int] | list[dict[str, Any]]
+DEVICES = "auto, cpu, cuda or cuda:N"
+DTYPES = "auto, float32, bfloat16, float16, or a dtype of torch"
 
 
 class InputProcessor:
@@ -99,7 +108,7 @@ class InputProcessor:
             request.sequences[0].teacher_forced = True
         return requests
 
-    def replayed(self, outputs: Many[RequestOutput]) -> list[Request]:
+    def replayed(self, outputs: Sequence[RequestOutput]) -> list[Request]:
         """Finished requests once more, with their tokens given; no cached page is used."""
         params = [replace(output.params, deterministic=True) for output in outputs]
         requests = self.requests([output.prompt_token_ids for output in outputs], params)
@@ -114,7 +123,7 @@ class InputProcessor:
         """One for each of ``count`` prompts."""
         if params is None or isinstance(params, SamplingParams):
             each = [params or SamplingParams()] * count
-        elif isinstance(params, Many) and all(isinstance(p, SamplingParams) for p in params):
+        elif isinstance(params, Sequence) and all(isinstance(p, SamplingParams) for p in params):
             each = list(params)
         else:
             raise refuse("params", params, "SamplingParams, or a list of them")
@@ -204,3 +213,161 @@ def _default_eos(model: PreTrainedModel, vocab_size: int) -> tuple[int, ...]:
     eos = settings.eos_token_id
     ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
     return tuple(token for token in ids if token < vocab_size)
+
+
+def as_prompts(prompts: Any) -> list[Prompt]:
+    """A list of prompts, from one prompt or several: a str, token ids, chat messages, or what a
+    tokenizer returned; token ids may be tensors or arrays, one prompt a row."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if (rows := _rows(prompts)) is not None:
+        return rows
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise refuse("prompts", prompts, "a str, token ids, chat messages, or a list of these")
+    if prompts and (isinstance(plain(prompts[0]), int) or _is_message(prompts[0])):
+        return [list(prompts)]
+    return list(prompts)
+
+
+def _is_message(value: Any) -> bool:
+    """Whether it is a message of a chat."""
+    return isinstance(value, dict) and "input_ids" not in value
+
+
+def _rows(prompts: Any) -> list[Prompt] | None:
+    """Token ids of each prompt of a tensor, an array or what a tokenizer returned, without padding;
+    None for anything else."""
+    if not isinstance(prompts, Mapping):
+        return _lists("prompts", prompts) if is_array(prompts) else None
+    if "input_ids" not in prompts:
+        raise refuse("prompts", prompts, "input_ids, as a tokenizer returns them")
+    rows = _lists("input_ids", prompts["input_ids"])
+    if (mask := prompts.get("attention_mask")) is None:
+        return rows
+    masks = _lists("attention_mask", mask)
+    if [len(row) for row in rows] != [len(row) for row in masks]:
+        raise refuse("attention_mask", mask, "of the shape of input_ids")
+    return [_unpadded(row, own) for row, own in zip(rows, masks, strict=True)]
+
+
+def _lists(field: str, values: Any) -> list[Any]:
+    """A list for each row of ``values``, one row or several."""
+    rows = plain_list(values)
+    if rows and isinstance(rows[0], Iterable):
+        rows = [plain_list(row) for row in rows]
+        if not any(row and isinstance(row[0], list) for row in rows):
+            return rows
+        raise refuse(field, values, "one or two dimensions")
+    return [rows]
+
+
+def _unpadded(row: list[int], mask: list[int]) -> list[int]:
+    """The tokens of ``row`` whose ``mask`` is not 0, which are side by side."""
+    there = [place for place, kept in enumerate(mask) if kept]
+    if there and there[-1] - there[0] != len(there) - 1:
+        raise refuse("attention_mask", mask, "0 before and after the prompt alone")
+    return [row[place] for place in there]
+
+
+def to_token_ids(prompt: Any, tokenizer: Any) -> list[int]:
+    """Token ids of one prompt. Raises ValueError where that needs a tokenizer and there is none."""
+    if (rows := None if isinstance(prompt, str) else _rows(prompt)) is not None:
+        if len(rows) != 1:
+            raise refuse("prompt", prompt, "one prompt")
+        return rows[0]  # type: ignore[return-value]
+    if not isinstance(prompt, (str, Sequence)) or isinstance(prompt, bytes):
+        raise refuse("prompt", prompt, "a str, token ids, or chat messages")
+    text = isinstance(prompt, str)
+    if not text and not (prompt and isinstance(prompt[0], dict)):
+        return plain_list(prompt)
+    if tokenizer is None:
+        raise refuse("prompt", prompt, "token ids, as the engine has no tokenizer")
+    if isinstance(prompt, str):
+        return list(tokenizer(sound("prompt", prompt))["input_ids"])
+    if not getattr(tokenizer, "chat_template", None):
+        raise refuse("prompt", prompt, "text or token ids, as the tokenizer has no chat template")
+    chat = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    return list(tokenizer(sound("prompt", chat), add_special_tokens=False)["input_ids"])
+
+
+def sound(field: str, text: str) -> str:
+    """``text``. Raises ValueError where half of a surrogate pair stands alone: it is no character,
+    and no tokenizer takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = text[error.start]
+        raise refuse(f"{field}[{error.start}]", found, "no lone surrogates in text") from None
+    return text
+
+
+def continuation_ids(text: Prompt, tokenizer: Any) -> list[int]:
+    """Token ids of a text that continues another, without special tokens."""
+    if isinstance(text, str):
+        if tokenizer is None:
+            raise refuse("continuation", text, "token ids, as the engine has no tokenizer")
+        return list(tokenizer(sound("continuation", text), add_special_tokens=False)["input_ids"])
+    return to_token_ids(text, None)
+
+
+def text_digest(tokenizer: Any, vocab_size: int) -> str:
+    """Digest of what stop strings see: the text of every token, alone and after the others.
+
+    Bytes of one character have the same text alone, and settings may enter the text of several
+    tokens only: so vocabulary, class, decoder and clean-up count as well, where there are any.
+    """
+
+    def text(token_ids: list[int]) -> str:
+        try:
+            return str(tokenizer.decode(token_ids, skip_special_tokens=False))
+        except Exception as error:  # of an id beyond the tokenizer's
+            return type(error).__name__
+
+    kind, ids = type(tokenizer), list(range(vocab_size))
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    cleans_up = getattr(tokenizer, "clean_up_tokenization_spaces", None)
+    tokens = sorted(tokenizer.get_vocab().items()) if hasattr(tokenizer, "get_vocab") else None
+    found = (kind.__module__, kind.__qualname__, repr(decoder), cleans_up, tokens)
+    texts = [text(ids), *(text([token]) for token in ids)]
+    return hashlib.sha256(repr((found, texts)).encode()).hexdigest()
+
+
+def load(name_or_path: str | Path, dtype: str | torch.dtype, device: str) -> tuple[Any, Any]:
+    """Model and tokenizer, from the hub or a folder; device "auto": a GPU if there is one. A folder
+    that a ThinkingModel was saved to gives one.
+
+    Raises ValueError naming the field, before anything is loaded: device, dtype, model.
+    """
+    place = checked_device(device)
+    if isinstance(dtype, str) and dtype != "auto":
+        found = getattr(torch, dtype, None)
+        if not isinstance(found, torch.dtype):
+            raise refuse("dtype", dtype, DTYPES)
+        dtype = found
+    try:
+        thinks = (Path(name_or_path) / THINKING).is_file()
+        kind: Any = ThinkingModel if thinks else AutoModelForCausalLM
+        model: Any = kind.from_pretrained(name_or_path, dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+    except (OSError, ValueError) as error:
+        allowed = "a folder with a model and its tokenizer, or the name of one on the hub"
+        reason = " ".join(str(error).split())
+        raise refuse("model", str(name_or_path), f"{allowed} ({reason})") from error
+    return model.to(place), tokenizer
+
+
+def checked_device(device: str | torch.device) -> torch.device:
+    """The device to use. Raises ValueError for one that is not served or not there."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise refuse("device", device, DEVICES) from None
+    if found.type not in ("cpu", "cuda"):
+        raise refuse("device", str(device), DEVICES)
+    count = torch.cuda.device_count()
+    if found.type == "cuda" and (found.index or 0) >= count:
+        there = f"torch finds {count} CUDA devices" if count else "torch finds no CUDA device"
+        raise refuse("device", str(device), f"{DEVICES}, and {there} here")
+    return found

@@ -5,27 +5,206 @@ Waits for nothing. The newest tokens of a pass whose results are not in are take
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tinyspec.engine.in_flight import InFlightPass, Results
 from tinyspec.kernels.backend import Kernels
-from tinyspec.runner.device_queue import DeviceQueue, to_device
+from tinyspec.runner.batch import PackedPass
+from tinyspec.runner.device_queue import DeviceQueue, Pending, to_device
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.processors import SpecialRow
-from tinyspec.runner.sampler import SampleBatch, Sampler
+from tinyspec.runner.sampler import SampleBatch, Sampled, Sampler, Sampling
 from tinyspec.sampling_params import SamplingParams
 from tinyspec.scheduler.admission import Admission
-from tinyspec.scheduler.passes import Pass, PassRecord, spread
+from tinyspec.scheduler.passes import DRAFT, Pass, PassRecord, ScheduledRows, spread
 from tinyspec.scheduler.request import Sequence
-from tinyspec.scheduler.sequence_table import Array, SequenceTable
+from tinyspec.scheduler.sequence_table import Array, SequenceTable, ahead_of_results
 from tinyspec.thinking.taps import ThinkingRows
 from tinyspec.thinking.thinker import Thinker
+
+GREEDY = SamplingParams()
+
+
+@dataclass
+class Results:
+    """Of a pass, on the device. decisions [5, S] int32: of ``accept_truncate``, in its order;
+    prompt_logprobs [P] fp32."""
+
+    sampling: Sampling
+    decisions: Tensor | None
+    prompt_logprobs: Tensor | None
+
+    def tensors(self) -> list[Tensor | None]:
+        """What is fetched."""
+        sampling = self.sampling
+        return [sampling.tokens, sampling.logprobs, self.decisions, self.prompt_logprobs]
+
+
+class Decisions(NamedTuple):
+    """Of ``accept_truncate``, [n] each, where 0 tokens are committed for those without drafts."""
+
+    committed: Array
+    accepted: Array
+    left: Array
+    freed: Array
+    stopped: Array
+
+    def only(self, which: Array) -> Decisions:
+        """Those at ``which``."""
+        return Decisions(*(column[which] for column in self))
+
+
+@dataclass
+class Fetched:
+    """Results on the host; decisions: of the n sequences of the pass, None where none has drafts
+    to verify."""
+
+    sampled: Sampled
+    decisions: Decisions | None
+    prompt_logprobs: Array | None
+
+
+@dataclass(eq=False)
+class InFlightPass:
+    """A pass under way, and the n sequences that get tokens from it: siblings that start come last.
+
+    generation_ids: of the works' rows when it was launched; a row that has another by now holds
+    another sequence, or the same one computed anew. work [n]: which work's rows a sequence's tokens
+    come from. rows [n]: of the table, a leader's for siblings. firsts, counts [n]: places of its
+    tokens among those sampled. offsets: of each work, its first row of logits. siblings: (place
+    among the n, sequence). leads: whether siblings wait for a prompt that it computes. unscored:
+    (work, position) of prompt rows whose logits give a missing log-probability. verified [S]:
+    places of those with drafts to verify. thinking: rows of prompts that are thought about.
+    """
+
+    work_pass: Pass
+    record: PassRecord
+    generation_ids: Array
+    work: Array
+    rows: Array
+    firsts: Array
+    counts: Array
+    offsets: Array
+    siblings: list[tuple[int, Sequence]]
+    leads: bool
+    unscored: list[tuple[int, int]]
+    verified: Array
+    pending: Pending[Results] = field(init=False)
+    thinking: ThinkingRows | None = None
+
+    @classmethod
+    def of(cls, work_pass: Pass, admission: Admission) -> InFlightPass:
+        """Before it is handed to the device."""
+        record = PassRecord.of(work_pass, len(admission.waiting), admission.pool.num_held)
+        table, works = work_pass.table, work_pass.works
+        offsets = works.cu_tokens - works.yields
+        work, rows, firsts, counts = offsets, works.rows, offsets, works.yields
+        if not works.single:
+            work = counts.nonzero()[0]
+            rows, firsts, counts = rows[work], firsts[work], counts[work]
+        siblings: list[tuple[int, Sequence]] = []
+        leads = False
+        leading = table.draft_free[rows]
+        if np.count_nonzero(leading):
+            started, leads = _siblings(work_pass, work[leading], admission)
+            siblings = [(len(work) + n, sibling) for n, (_, sibling) in enumerate(started)]
+            work = np.concatenate([work, [n for n, _ in started]]).astype(np.int64)
+            rows, counts = works.rows[work], works.yields[work]
+            firsts = counts.cumsum() - counts
+        verified = (table.num_drafts[rows] > 0) & (works.kinds[work] != DRAFT)
+        ids, unscored = table.generation_id[works.rows], _unscored(work_pass)
+        parts = (ids, work, rows, firsts, counts, offsets, siblings, leads, unscored)
+        return cls(work_pass, record, *parts, verified.nonzero()[0])
+
+    @property
+    def works(self) -> ScheduledRows:
+        """Its rows."""
+        return self.work_pass.works
+
+    @property
+    def alive(self) -> Array:
+        """[works] bool: whose sequences are still those that it was launched for."""
+        found: Array = self.work_pass.table.generation_id[self.works.rows] == self.generation_ids
+        return found
+
+    @property
+    def predictable(self) -> bool:
+        """Whether all but the ids of its tokens is known: each of its sequences gets one token or
+        one draft, none starts, and nothing is thought about."""
+        thinks = self.thinking is not None and bool(self.thinking.spans)
+        return not (len(self.verified) or self.leads or self.pending.failed or thinks)
+
+    @contextmanager
+    def committed_ahead(self) -> Iterator[None]:
+        """A block in which the sequence table is as it will be once it is committed, but for the
+        ids of its tokens. No sequence may enter or leave in it."""
+        works, table = self.works, self.work_pass.table
+        drafting = works.kinds == DRAFT
+        final = ~drafting
+        grown = self.rows[final[self.work]]
+        rows, ends, drafted = works.rows[final], works.ends[final], works.rows[drafting]
+        with ahead_of_results(table, rows, ends, self.work_pass.canonical, grown, drafted):
+            yield
+
+    def sources(self, rows: Array) -> Array:
+        """[n]: where among its tokens the newest one of each of ``rows`` is; -1: elsewhere."""
+        places = np.full(len(self.work_pass.table.sequences), -1)
+        places[self.rows] = self.firsts
+        found: Array = places[rows]
+        return found
+
+    @property
+    def tokens(self) -> Tensor:
+        """What was sampled, where it lies."""
+        return self.pending.results.sampling.tokens
+
+    def fetch(self) -> Fetched:
+        """Wait for the device. Raises what the pass raised."""
+        tokens, logprobs, decided, prompts = self.pending.fetch()
+        assert tokens is not None
+        decisions = None
+        if decided is not None:
+            every = np.zeros((len(decided), len(self.rows)), np.int64)
+            every[:, self.verified] = decided
+            decisions = Decisions(*every)
+        return Fetched(self.pending.results.sampling.on_host(tokens, logprobs), decisions, prompts)
+
+
+def _siblings(
+    work_pass: Pass, leaders: Array, admission: Admission
+) -> tuple[list[tuple[int, Sequence]], bool]:
+    """(work, sibling) of those that can start once the works ``leaders`` are computed, and whether
+    any wait for them."""
+    found: list[tuple[int, Sequence]] = []
+    places, pages = max(admission.free_places, 0), admission.pool.num_free
+    leads = False
+    for n in leaders.tolist():
+        siblings = work_pass.table.sequences[work_pass.works.rows[n]].siblings
+        copies = work_pass.works.ends[n] % admission.pool.page_size != 0
+        count = min(len(siblings), places, pages if copies else places)
+        places, pages = places - count, pages - (count if copies else 0)
+        found += [(n, sibling) for sibling in siblings[:count]]
+        leads = leads or bool(siblings)
+    return found, leads
+
+
+def _unscored(work_pass: Pass) -> list[tuple[int, int]]:
+    """(work, position) of prompt rows whose logits give a log-probability that is missing."""
+    table, works = work_pass.table, work_pass.works
+    found: list[tuple[int, int]] = []
+    for n in table.places("scores_prompt", works.rows):
+        request = table.sequences[works.rows[n]].request
+        last = min(int(works.ends[n]), request.num_prompt - 1)
+        positions = range(int(works.starts[n]), last)
+        found += [(n, p) for p in positions if request.prompt_logprobs[p + 1] is None]
+    return found
 
 
 class Comparison:
@@ -34,70 +213,66 @@ class Comparison:
     def __init__(
         self,
         table: SequenceTable,
-        rows: Array,
-        firsts: Array,
-        counts: Array,
-        unknown: Array,
+        launched: InFlightPass,
+        before: InFlightPass | None,
         device: torch.device,
     ):
-        """rows [S]: of ``table``. firsts, counts [S]: places of their tokens among those sampled.
-        unknown [S]: for a newest draft without an id its place among the tokens of the pass before,
-        else -1."""
+        """before: whose tokens are the newest drafts of some, which have no ids yet."""
+        which = launched.verified
+        rows, firsts, counts = launched.rows[which], launched.firsts[which], launched.counts[which]
+        unknown = np.full(len(rows), -1) if before is None else before.sources(rows)
         drafts, lengths = table.num_drafts[rows], table.length[rows]
         place = np.arange(max(int(counts.max()), int(drafts.max())))
-        places = np.minimum(lengths[:, None] + place, table.ids.shape[1] - 1)
-        guesses = table.ids[rows[:, None], places]
+        columns = np.minimum(lengths[:, None] + place, table.ids.shape[1] - 1)
+        guesses = table.ids[rows[:, None], columns]
         guesses[place >= drafts[:, None]] = -1
         some = np.flatnonzero(unknown >= 0)
         last = np.stack([some, drafts[some] - 1, unknown[some]])
         places = firsts[:, None] + np.minimum(place, counts[:, None] - 1)
-        columns = drafts, lengths - 1, table.most[rows] - lengths, table.num_pages[rows]
+        numbers = drafts, lengths - 1, table.most[rows] - lengths, table.num_pages[rows]
         self._guesses, self._places, self._excess, self._stops = (
             to_device(x, device)
             for x in (guesses, places, place >= counts[:, None], table.stops[rows])
         )
-        packed = to_device(np.stack(columns).astype(np.int32), device)
+        packed = to_device(np.stack(numbers).astype(np.int32), device)
         self._drafts, self._starts, self._remaining, self._pages = packed.unbind()
         self._last = to_device(last, device) if len(some) else None
 
     def run(
-        self, kernels: Kernels, page_size: int, tokens: Tensor, before: Tensor | None
+        self, kernels: Kernels, page_size: int, tokens: Tensor, before: InFlightPass | None
     ) -> Tensor:
-        """Decisions [5, S] int32, in the order of ``AcceptResult``, on the sampled ``tokens``;
-        before: tokens of the pass before. A sequence is verified up to its first row without a
-        token; where that is its first row, its decision means nothing."""
+        """Decisions [5, S] int32 on the sampled ``tokens``. A sequence is verified up to its first
+        row without a token; where that is its first row, its decision means nothing."""
         targets = tokens[self._places].masked_fill_(self._excess, -1)
         good = (targets >= 0).long().cumprod(1).sum(1).clamp_(min=1).int()
         if self._last is not None:
             assert before is not None
             sequence, place, source = self._last
-            self._guesses[sequence, place] = before[source]
-        return torch.stack(
-            kernels.accept_truncate(
-                self._guesses,
-                targets,
-                good,
-                self._drafts,
-                self._starts,
-                self._remaining,
-                self._stops,
-                self._pages,
-                page_size,
-            )
-        )
+            self._guesses[sequence, place] = before.tokens[source]
+        held = (self._drafts, self._starts, self._remaining, self._stops, self._pages)
+        found = kernels.accept_truncate(self._guesses, targets, good, *held, page_size)
+        return torch.stack(found)
 
 
-Work = Callable[[], Results]
-GREEDY = SamplingParams()
+@dataclass(eq=False)
+class DeviceWork:
+    """All that a pass is on the device, drawn up: it reads nothing that may change meanwhile.
 
+    targets [P]: tokens of prompts whose log-probabilities the first P rows of logits give. before:
+    a pass whose tokens it takes where they lie.
+    """
 
-class FailedPass(Exception):
-    """The forward of a pass raised ``__cause__``; what else raises is no request's fault."""
+    packed: PackedPass
+    samples: SampleBatch
+    comparison: Comparison | None
+    targets: Tensor | None
+    before: InFlightPass | None
+    thinking: ThinkingRows | None
 
 
 @dataclass(eq=False)
 class Launcher:
-    """Packs a pass with all that follows from it on the device."""
+    """Packs a pass with all that follows from it on the device, and hands it over."""
 
     admission: Admission
     runner: ModelRunner
@@ -107,93 +282,68 @@ class Launcher:
     def __post_init__(self) -> None:
         self.queue = DeviceQueue()
 
-    def launch(self, work_pass: Pass, record: PassRecord) -> InFlightPass:
-        """Pack a pass and start it."""
-        return self.start(*self.pack(work_pass, record))
-
-    def start(self, launched: InFlightPass, work: Work) -> InFlightPass:
-        """Hand over what ``pack`` returned."""
+    def launch(self, launched: InFlightPass, work: Callable[[], Results]) -> InFlightPass:
+        """Start what ``pack`` has drawn up."""
         launched.pending = self.queue.launch(work)
         return launched
 
     def pack(
-        self, work_pass: Pass, record: PassRecord, before: InFlightPass | None = None
-    ) -> tuple[InFlightPass, Work]:
-        """A pass, and its work for the device, which reads nothing that may change meanwhile.
+        self, work_pass: Pass, before: InFlightPass | None = None
+    ) -> tuple[InFlightPass, Callable[[], Results]]:
+        """A pass, and its work for the device, which raises what went wrong here as well.
 
         before: a pass whose results are not in, as if it were committed (``committed_ahead``).
         """
-        launched = InFlightPass.of(work_pass, record, self.admission)
-        forward = self._forward(launched, before)
-        batch = self._samples(launched)
-        compare = self._comparison(launched, before)
-        sampler = self.sampler
-        page_size = self.admission.pool.page_size
-
-        def work() -> Results:
-            logits, prompt_logprobs = forward()
-            sampling = sampler.sample(logits, batch)
-            decisions = None
-            if compare is not None:
-                tokens = None if before is None else _tokens(before)
-                decisions = compare.run(sampler.kernels, page_size, sampling.tokens, tokens)
-            return Results(sampling, decisions, prompt_logprobs)
-
-        return launched, work
-
-    def _forward(
-        self, launched: InFlightPass, before: InFlightPass | None
-    ) -> Callable[[], tuple[Tensor, Tensor | None]]:
-        """A function that runs the pass: logits of the rows that yield tokens, and the missing
-        log-probabilities of prompt tokens. It raises FailedPass."""
-        fresh = self.admission.pool.take_fresh()
+        launched = InFlightPass.of(work_pass, self.admission)
         try:
-            forward = self._packed(launched, fresh, before)
+            return launched, partial(self._run, self._drawn_up(launched, before))
         except Exception as error:
-            return partial(_fail, error)
+            return launched, partial(_fail, error)
 
-        def run() -> tuple[Tensor, Tensor | None]:
-            try:
-                return forward()
-            except Exception as error:
-                raise FailedPass from error
+    def _run(self, work: DeviceWork) -> Results:
+        """The forward, what is sampled from its logits, and decisions on drafts."""
+        runner, sampler, hooks = self.runner, self.sampler, None
+        if self.thinker is not None and work.thinking is not None:
+            hooks = work.thinking.hooks(*self.thinker.layers)
+        before = None if work.before is None else work.before.tokens
+        logits = runner.run(work.packed, before, hooks)
+        prompt_logprobs = None
+        if work.targets is not None:
+            first = len(work.targets)
+            prompt_logprobs = sampler.kernels.chosen_logprobs(logits[:first], work.targets)
+            logits = logits[first:]
+        sampling = sampler.sample(logits, work.samples)
+        decisions = None
+        if work.comparison is not None:
+            given = (sampler.kernels, runner.page_size, sampling.tokens, work.before)
+            decisions = work.comparison.run(*given)
+        return Results(sampling, decisions, prompt_logprobs)
 
-        return run
-
-    def _packed(
-        self, launched: InFlightPass, fresh: list[int], before: InFlightPass | None
-    ) -> Callable[[], tuple[Tensor, Tensor | None]]:
-        runner, works, unscored = self.runner, launched.works, launched.unscored
+    def _drawn_up(self, launched: InFlightPass, before: InFlightPass | None) -> DeviceWork:
+        runner, works, table = self.runner, launched.works, self.admission.table
+        fresh, unscored = self.admission.pool.take_fresh(), launched.unscored
         ends = works.cu_rows
         wanted = launched.offsets if works.single else spread(ends - works.yields, works.yields)
-        first = len(unscored)
+        targets = newest = None
         if unscored:  # these rows come first
             more = [ends[n] - works.counts[n] + p - works.starts[n] for n, p in unscored]
             wanted = np.concatenate([more, wanted])
             requests = [sequence.request for sequence in launched.work_pass.sequences]
             prompts = np.array([requests[n].prompt[p + 1] for n, p in unscored])
             targets = to_device(prompts, runner.device)
-        newest = None
         if before is not None:
-            table, rows = self.admission.table, works.rows
-            sources = before.sources(rows)
-            drawn = works.ends == table.length[rows] + table.num_drafts[rows]
+            sources = before.sources(works.rows)
+            drawn = works.ends == table.length[works.rows] + table.num_drafts[works.rows]
             some = np.flatnonzero((sources >= 0) & drawn)
             newest = np.stack([ends[some] - 1, sources[some]])
         packed = runner.pack(launched.work_pass, fresh, wanted, newest)
-        hooks = None
         if self.thinker is not None:
-            launched.thinking = thinking = ThinkingRows.of(launched.work_pass, runner.device)
-            hooks = None if thinking is None else thinking.hooks(*self.thinker.layers)
-
-        def forward() -> tuple[Tensor, Tensor | None]:
-            logits = runner.run(packed, None if before is None else _tokens(before), hooks)
-            if not first:
-                return logits, None
-            scores = self.sampler.kernels.chosen_logprobs(logits[:first], targets)
-            return logits[first:], scores
-
-        return forward
+            launched.thinking = ThinkingRows.of(launched.work_pass, runner.device)
+        comparison = None
+        if len(launched.verified):
+            comparison = Comparison(table, launched, before, runner.device)
+        samples = self._samples(launched)
+        return DeviceWork(packed, samples, comparison, targets, before, launched.thinking)
 
     def _samples(self, launched: InFlightPass) -> SampleBatch:
         """What the sampler needs to know of every token."""
@@ -219,24 +369,9 @@ class Launcher:
             logits_row, key, position, temperature, top_k, top_p, min_p, wanted, special
         )
 
-    def _comparison(self, launched: InFlightPass, before: InFlightPass | None) -> Comparison | None:
-        which = launched.verified
-        if not len(which):
-            return None
-        rows = launched.rows[which]
-        unknown = np.full(len(rows), -1) if before is None else before.sources(rows)
-        firsts, counts = launched.firsts[which], launched.counts[which]
-        table, device = self.admission.table, self.runner.device
-        return Comparison(table, rows, firsts, counts, unknown, device)
 
-
-def _fail(error: Exception) -> tuple[Tensor, Tensor | None]:
-    raise FailedPass from error
-
-
-def _tokens(launched: InFlightPass) -> Tensor:
-    """Its tokens where they lie."""
-    return launched.pending.results.sampling.tokens
+def _fail(error: Exception) -> Results:
+    raise error
 
 
 def _special_row(sequence: Sequence, position: int) -> SpecialRow:

@@ -1,7 +1,7 @@
-"""Requests from submission to output: queue them, run steps, hand out outputs, to any thread.
+"""Requests from submission to their end: queue them, and run steps for any thread.
 
 Holds every unfinished request, and drops what was computed with weights that have changed since.
-What a request has got so far is in its sequences. Knows no prompt text and no tensor.
+What a request has got so far is in its sequences. Knows no text and no tensor.
 """
 
 from __future__ import annotations
@@ -11,49 +11,51 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from threading import get_ident
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from tinyspec.determinism.contract import Contract
 from tinyspec.engine.commit import Commits
 from tinyspec.engine.core import EngineCore
 from tinyspec.engine.lock import StepLock, between_steps, flush
-from tinyspec.engine.refusals import idle, refuse_other_number
-from tinyspec.engine.results import output_of
 from tinyspec.errors import DeterminismError, TinyspecError, refuse
-from tinyspec.outputs import RequestOutput
 from tinyspec.scheduler.request import Request, Sequence
 
 # Threads of libraries that touch no model.
 HARMLESS = ("TMonitor",)  # tqdm's
 
 
-def _told(error: Exception) -> str:
-    known = isinstance(error, TinyspecError)
-    return str(error) if known else f"{type(error).__name__}: {error}"
-
-
 class RequestTracker:
-    """Unfinished requests of one engine by id, and those of ``queue`` that have finished and were
-    not taken. The thread that holds ``lock`` steps for all: requests of all threads share passes.
+    """Unfinished requests of one engine by id, and those of ``queue`` that have ``finished`` and
+    were not taken. The thread that holds ``lock`` steps for all: requests of all threads share
+    passes. closed: why nothing runs any more.
     """
 
-    def __init__(self, core: EngineCore, contract: Contract, tokenizer: Any):
+    def __init__(self, core: EngineCore, contract: Contract):
         self.requests: dict[str, Request] = {}
-        self._core, self._contract, self._tokenizer = core, contract, tokenizer
+        self.finished: deque[Request] = deque()
+        self.closed: str | None = None
+        self.lock = StepLock()
+        self._core, self._contract = core, contract
         self._calls_user: set[str] = set()
-        self._threads = False
         self._queued: set[str] = set()
-        self._finished: deque[Request] = deque()
-        self._outputs: list[RequestOutput] = []
+        self._threads = False
         # To be aborted: streams that were collected, and what a step's own code asked for.
         self._dropped: list[Request] = []
         self._written = False
-        self.closed: str | None = None
-        self.lock = StepLock()
+
+    @property
+    def _in_step(self) -> bool:
+        """Whether the calling thread is within a step."""
+        return self.lock.mine and self.lock.in_step
+
+    def refuse_closed(self) -> None:
+        """Raise ValueError for an engine that runs nothing."""
+        if self.closed is not None:
+            raise refuse("engine", self.closed, "an engine that is open")
 
     def check_model(self) -> None:
         """Compare the model with what it was at the last call.
@@ -62,17 +64,22 @@ class RequestTracker:
         being served.
         """
         self.apply_asked()
-        self._refuse_idle()
+        self.refuse_closed()
         self._refuse_other_number()
         self._refresh(digest=True)
 
-    def _refuse_idle(self) -> None:
-        if self.closed is not None:
-            raise idle(self.closed)
-
     def _refuse_other_number(self) -> None:
-        if self.requests and self._contract.threads_changed:
-            refuse_other_number(self.requests.values())
+        """In a thread for which torch computes with another number of threads than before: raise
+        ValueError where it is not the caller of requests whose bits depend on that number."""
+        if not (self.requests and self._contract.threads_changed):
+            return
+        asking = [r.thread for r in self.requests.values() if r.params.deterministic]
+        if asking and get_ident() not in asking:
+            raise ValueError(
+                f"torch computes with {torch.get_num_threads()} threads in this thread of Python, "
+                "and with another number in those whose deterministic requests are unfinished; "
+                "call torch.set_num_threads with the same number in all that use the engine"
+            )
 
     def _refresh(self, digest: bool) -> None:
         try:
@@ -80,43 +87,42 @@ class RequestTracker:
                 what = self._contract.refresh(digest)
         except Exception as error:  # none is made of the model as it is now
             self._core.admission.forget_pages()
-            self._abort_all(list(self.requests.values()), _told(error))
+            self._abort(self.requests.values(), _told(error))
             raise
         if what is not None:
-            self.on_change(what)
+            self._start_again(what)
 
     def weights_changed(self) -> None:
         """Weights were written; within a step it takes effect at its end."""
-        if self.lock.mine and self.lock.in_step:
+        if self._in_step:
             self._written = True
             return
         with self.lock("weights_changed"):
             self._refresh(digest=False)
             self._contract.weights_changed()
-            self.on_change()
+            self._start_again("the weights")
 
-    def on_change(self, what: str = "the weights") -> None:
+    def _start_again(self, what: str) -> None:
         """Drop everything computed with the model as it was; ``what`` changed.
 
         Plain requests and those without tokens continue with the model as it is. A deterministic
         one that has tokens is aborted.
         """
-        contract = self._contract
         self._core.admission.forget_pages()
-        if self._core.thinker is not None:
-            self._core.thinker.forget_states()
+        if self._core.committer.thinker is not None:
+            self._core.committer.thinker.forget_states()
         asking = [request for request in self.requests.values() if request.params.deterministic]
         begun = [r for r in asking if any(s.num_generated for s in r.sequences)]
-        self._abort_all(begun, f"{what} changed while it was running")
+        self._abort(begun, f"{what} changed while it was running")
         for request in self.requests.values():
             request.forget_prompt()
         if len(begun) == len(asking):
             return
         try:
-            contract.ensure()
-            fingerprint = contract.fingerprint
+            self._contract.ensure()
+            fingerprint = self._contract.fingerprint
         except Exception as error:  # of whatever the model is made of now
-            self._abort_all(asking, _told(error))
+            self._abort(asking, _told(error))
             return
         for request in self.requests.values():
             request.fingerprint = fingerprint
@@ -128,16 +134,10 @@ class RequestTracker:
             with suppress(TinyspecError, ValueError):  # which every request was told
                 self._refresh(digest=False)
 
-    def _abort_all(self, requests: list[Request], error: str) -> None:
-        for request in requests:
-            if self._unfinished(request):
-                self._abort(request, error)
-                self._forget(request)
-
     def add(self, requests: list[Request]) -> None:
         """Begin requests; DeterminismError if the contract cannot be kept."""
         with self.lock("generate"):
-            self._refuse_idle()  # since they were prepared
+            self.refuse_closed()  # since they were prepared
             fingerprint = self._contract.known_fingerprint
             if any(request.params.deterministic for request in requests):
                 with self.lock.step():
@@ -146,29 +146,23 @@ class RequestTracker:
             for request in requests:
                 request.fingerprint, request.thread = fingerprint, get_ident()
                 self.requests[request.request_id] = request
-                params = request.params
-                if params.logits_processors or params.stopping_criteria:
+                if request.params.logits_processors or request.params.stopping_criteria:
                     self._calls_user.add(request.request_id)
                 for sequence in {*request.sequences} - {*request.sequences[0].siblings}:
                     self._core.admission.add(sequence)
 
     def queue(self, request: Request) -> str:
-        """Begin a request whose output ``take_finished`` returns; its id."""
+        """Begin a request that is among ``finished`` at its end; its id."""
         self.add([request])
         self._queued.add(request.request_id)
         return request.request_id
-
-    def finish(self, requests: list[Request], progress: bool = False) -> list[RequestOutput]:
-        """Run ``requests`` to their end; their outputs, in their order."""
-        self.run(requests, progress)
-        with self.lock("generate"):  # a tokenizer serves one thread at a time
-            return [output_of(request, self._tokenizer) for request in requests]
 
     @between_steps()
     def run(
         self, requests: list[Request], progress: bool = False, until_abort: bool = False
     ) -> None:
-        """Run ``requests`` to their end, or ``until_abort`` of one, which ends the others."""
+        """Run ``requests`` to their end, or ``until_abort`` of one, which ends the others.
+        progress: show a bar of finished completions."""
         sequences = [sequence for request in requests for sequence in request.sequences]
 
         def done() -> bool:
@@ -177,14 +171,11 @@ class RequestTracker:
             return all(sequence.finished for sequence in sequences)
 
         # A bar that is not shown would all the same start tqdm's thread.
-        with (
-            tqdm(total=len(sequences), unit="completion", delay=2.0)
-            if progress
-            else (nullcontext()) as bar
-        ):
+        shown = tqdm(total=len(sequences), unit="completion", delay=2.0) if progress else None
+        with shown or nullcontext():
             try:
                 self.add(requests)
-                self.run_until(done, sequences, bar)
+                self.run_until(done, sequences, shown)
             finally:
                 self.cancel(requests)
 
@@ -204,39 +195,31 @@ class RequestTracker:
                         bar.update(sum(s.finished for s in sequences) - bar.n)
                     flush()
 
-    def supply(
-        self, sequences: list[Sequence], tokens: list[int], logprobs: list[float] | None
-    ) -> None:
-        """Commit a token from outside to each of ``sequences``, which wait for theirs; to call with
-        ``lock``, and ``end`` afterwards. logprobs: of the tokens, where any is wanted."""
-        self._core.committer.supply(sequences, tokens, logprobs)
-
-    def end(self, sequences: list[Sequence], reasons: list[str]) -> None:
-        """After ``supply``: those of ``sequences`` that have a reason end with it."""
-        self._finish(self._core.end(sequences, reasons))
-
     def advance(self, called: bool = True) -> None:
         """Run one step, and forget the requests that it finished; to call with ``lock``. called:
         whether the caller has run code of its own since the last step."""
         self.apply_asked()
         self._refuse_other_number()
-        core = self._core
+        core, contract = self._core, self._contract
         called |= core.drafts_by_user or self._runs_user_code()
         with core.runner.torch_state(again=called):
             begun = time.perf_counter()
             with self.lock.step():
                 core.propose()
             self._check_before_pass(called)
-            commits, written = None, len(self._contract.written)
+            commits, written = None, len(contract.written)
             try:
                 with self.lock.step():
                     commits = core.step()
             finally:
                 self._finish(core.recover() if commits is None else commits)
             with self.lock.step():
-                if len(self._contract.written) > written:
+                sound = len(contract.written) == written
+                if sound and core.table.any("deterministic"):  # prove what makes them faster
+                    seconds = time.perf_counter() - begun
+                    sound = contract.prove_repaid(seconds, core.scheduler.accepted())
+                if not sound:
                     self._end_asking()
-                self._prove_repaid(time.perf_counter() - begun)
 
     def _runs_user_code(self) -> bool:
         """Whether code of the user's may have run since the last call: callbacks of requests, hooks
@@ -244,6 +227,11 @@ class RequestTracker:
         before, self._threads = self._threads, other_threads()  # one may have ended meanwhile
         by_request = bool(self._calls_user) or self._contract.runs_user_code
         return by_request or self._threads or before
+
+    def end(self, sequences: list[Sequence], reasons: list[str]) -> None:
+        """After ``core.committer.supply``, with ``lock``: those of ``sequences`` that have a reason
+        end with it."""
+        self._finish(self._core.end(sequences, reasons))
 
     def _finish(self, commits: Commits) -> None:
         """After a step: forget the requests that it finished, and do what its own code asked
@@ -257,14 +245,6 @@ class RequestTracker:
                 self._forget(request)
         self.apply_asked()
 
-    def _prove_repaid(self, seconds: float) -> None:
-        """After a step of so many seconds: prove what makes deterministic requests faster. They end
-        where that shows that none can be served."""
-        if not self._core.table.any("deterministic"):
-            return
-        if not self._contract.prove_repaid(seconds, self._core.scheduler.accepted()):
-            self._end_asking()
-
     def _end_asking(self) -> None:
         """Abort deterministic requests where none can be served."""
         asking = [r for r in self.requests.values() if r.params.deterministic]
@@ -272,54 +252,34 @@ class RequestTracker:
             if asking:
                 self._contract.ensure()
         except DeterminismError as error:
-            self._abort_all(asking, str(error))
-
-    def _forget(self, request: Request) -> None:
-        """A request has finished."""
-        del self.requests[request.request_id]
-        self._calls_user.discard(request.request_id)
-        if request.request_id in self._queued:
-            self._queued.remove(request.request_id)
-            self._finished.append(request)
-
-    def take_finished(self) -> list[RequestOutput]:
-        """Outputs that became ready since the last call."""
-        while self._finished:  # what a tokenizer raises leaves the rest for the next call
-            self._outputs.append(output_of(self._finished.popleft(), self._tokenizer))
-        outputs, self._outputs = self._outputs, []
-        return outputs
+            self._abort(asking, str(error))
 
     def has_unfinished(self) -> bool:
-        """Whether requests are unfinished or outputs not taken."""
+        """Whether requests are unfinished, or finished and not taken."""
         dropped = {request.request_id for request in tuple(self._dropped)}
-        return bool(self.requests.keys() - dropped or self._finished or self._outputs)
+        return bool(self.requests.keys() - dropped or self.finished)
 
-    def abort(self, request_id: str) -> RequestOutput:
+    def abort(self, request_id: str) -> Request:
         """End one request; ValueError if none of that id is unfinished. Within a step it ends with
-        that, and what is returned is what it has so far."""
-        within = self.lock.mine and self.lock.in_step
+        that."""
+        within = self._in_step
         with nullcontext() if within else self.lock("abort"):
             request = self.requests.get(request_id)
             if request is None or request in self._dropped:
                 raise refuse("request_id", request_id, "the id of an unfinished request")
-            if not within:
-                self.cancel([request])
-                return output_of(request, self._tokenizer)
             self._queued.discard(request_id)
-            self._dropped.append(request)
-        output = output_of(request, self._tokenizer)
-        ended = [replace(c, finish_reason=c.finish_reason or "abort") for c in output.completions]
-        return replace(output, completions=ended)
+            if within:
+                self._dropped.append(request)
+            else:
+                self._abort([request])
+            return request
 
     def cancel(self, requests: list[Request]) -> None:
         """Abort those of ``requests`` that are unfinished; nothing else reports them."""
-        if not any(map(self._unfinished, requests)):
-            return
-        with self.lock("abort"):
-            for request in filter(self._unfinished, requests):
-                self._queued.discard(request.request_id)
-                self._abort(request)
-                self._forget(request)
+        if any(map(self._unfinished, requests)):
+            with self.lock("abort"):
+                self._queued -= {request.request_id for request in requests}
+                self._abort(requests)
 
     def drop(self, requests: list[Request]) -> None:
         """As ``cancel``, at any line of any thread, as finalizers are: by the next call or step."""
@@ -329,7 +289,7 @@ class RequestTracker:
         """Abort all; no request can be added any more, which is refused with ``why``."""
         self.closed = why
         self._queued.clear()
-        self._abort_all(list(self.requests.values()), "the engine was closed")
+        self._abort(self.requests.values(), "the engine was closed")
 
     def apply_asked(self) -> None:
         """Do what was asked for where it could not be done, within a step or by a finalizer; to
@@ -343,11 +303,26 @@ class RequestTracker:
     def _unfinished(self, request: Request) -> bool:
         return self.requests.get(request.request_id) is request
 
-    def _abort(self, request: Request, error: str | None = None) -> None:
-        """End its sequences that are unfinished."""
-        for sequence in [s for s in request.sequences if not s.finished]:
-            sequence.finish_reason, sequence.error = "abort", error
-            self._core.admission.remove(sequence)
+    def _abort(self, requests: Iterable[Request], error: str | None = None) -> None:
+        """End those of ``requests`` that are unfinished."""
+        for request in list(filter(self._unfinished, requests)):
+            for sequence in [s for s in request.sequences if not s.finished]:
+                sequence.finish_reason, sequence.error = "abort", error
+                self._core.admission.remove(sequence)
+            self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        """A request has finished."""
+        del self.requests[request.request_id]
+        self._calls_user.discard(request.request_id)
+        if request.request_id in self._queued:
+            self._queued.remove(request.request_id)
+            self.finished.append(request)
+
+
+def _told(error: Exception) -> str:
+    known = isinstance(error, TinyspecError)
+    return str(error) if known else f"{type(error).__name__}: {error}"
 
 
 def other_threads() -> bool:

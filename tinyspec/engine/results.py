@@ -1,13 +1,25 @@
-"""What users see of a request: an event while it grows, its output at the end."""
+"""What users see of requests: outputs at their end, and streams of events while they grow."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import starmap
 from typing import Any
 
-from tinyspec.engine.tokenization import decode
+from tinyspec.engine.request_tracker import RequestTracker
 from tinyspec.outputs import Completion, RequestOutput, StreamEvent, Thought
 from tinyspec.scheduler.request import Request, Sequence
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+def decode(tokenizer: Any, token_ids: list[int]) -> str | None:
+    """Text of generated tokens without special tokens; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    return tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
 def output_of(request: Request, tokenizer: Any) -> RequestOutput:
@@ -33,18 +45,6 @@ def thoughts_of(request: Request, tokenizer: Any, first: int = 0) -> list[Though
     return [replace(thought, text=decode(tokenizer, thought.token_ids)) for thought in found]
 
 
-def event_of(sequence: Sequence, committed: int) -> StreamEvent:
-    """The event of a sequence's newest ``committed`` tokens."""
-    end = sequence.length
-    return StreamEvent(
-        request_id=sequence.request.request_id,
-        index=sequence.index,
-        token_ids=sequence.ids(end - committed, end),
-        logprobs=sequence.last_logprobs(committed) if sequence.params.logprobs else None,
-        finish_reason=sequence.finish_reason,
-    )
-
-
 def _completion_of(sequence: Sequence, tokenizer: Any) -> Completion:
     token_ids = sequence.ids(sequence.request.num_prompt, sequence.length)
     return Completion(
@@ -56,3 +56,134 @@ def _completion_of(sequence: Sequence, tokenizer: Any) -> Completion:
         error=sequence.error,
         stats=sequence.stats,
     )
+
+
+class TextStream:
+    """Text of a growing sequence, piece by piece and in whole characters.
+
+    Each piece is decoded together with the one before it, because some tokenizers decode a token
+    differently at the start of a text.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._start = 0
+        self._end = 0
+
+    def push(self, token_ids: list[int], last: bool) -> str | None:
+        """The text that these tokens add; ``last`` adds an incomplete character too."""
+        if self._tokenizer is None:
+            return None
+        self._tokens += token_ids
+        known = decode(self._tokenizer, self._tokens[self._start : self._end]) or ""
+        text = decode(self._tokenizer, self._tokens[self._start :]) or ""
+        if text.endswith(_INCOMPLETE) and not last:
+            return ""
+        self._start, self._end = self._end, len(self._tokens)
+        return text[len(known) :]
+
+
+@dataclass
+class _Told:
+    """What was told of a sequence: how many tokens, and thoughts of its prompt."""
+
+    text: TextStream
+    tokens: int
+    thoughts: int = 0
+
+
+class EventStream(Iterator[StreamEvent]):
+    """Events of some requests that ``tracker`` has begun, each sequence's in order; runs the engine
+    where there is none yet.
+
+    Several streams and calls of ``generate`` may be under way in one engine, in one thread or many;
+    each stream is read by one thread at a time. ``close`` (or leaving the ``with`` block, or
+    deleting the stream) aborts what is unfinished.
+    """
+
+    def __init__(
+        self, requests: list[Request], tokenizer: Any, tracker: RequestTracker, engine: object
+    ):
+        self.requests = requests
+        self._tokenizer, self._tracker = tokenizer, tracker
+        self._engine = engine  # which is not collected before the stream
+        self._events: deque[StreamEvent] = deque()
+        # Sequences of which there is more to tell.
+        self._open = {
+            sequence: _Told(TextStream(tokenizer), request.num_prompt)
+            for request in requests
+            for sequence in request.sequences
+        }
+
+    def __next__(self) -> StreamEvent:
+        while not self._events:
+            with self._tracker.lock("stream", self._ready):
+                self._look()  # first of all, as others may have run the engine
+                if not self._events:
+                    if not self._open:
+                        raise StopIteration
+                    self._tracker.advance()
+                    self._look()
+        return self._events.popleft()
+
+    def _ready(self) -> bool:
+        """Whether there is something to tell."""
+        return not self._open or any(starmap(self._news, list(self._open.items())))
+
+    def _news(self, sequence: Sequence, told: _Told) -> bool:
+        """Whether it has got tokens, or thoughts, of which its first completion tells, since they
+        were told, or has ended."""
+        if (thoughts := sequence.request.thoughts) is not None:
+            # Those of before the model changed are made again.
+            told.thoughts = min(told.thoughts, len(thoughts.found))
+            if sequence.index == 0 and told.thoughts < len(thoughts.found):
+                return True
+        return sequence.length > told.tokens or sequence.finished
+
+    def _look(self) -> None:
+        """An event of each sequence of which there is something to tell."""
+        for sequence, told in list(self._open.items()):
+            if not self._news(sequence, told):
+                continue
+            request, count = sequence.request, sequence.length - told.tokens
+            token_ids = sequence.ids(told.tokens, sequence.length)
+            event = StreamEvent(
+                request_id=request.request_id,
+                index=sequence.index,
+                token_ids=token_ids,
+                text=told.text.push(token_ids, sequence.finished),
+                logprobs=sequence.last_logprobs(count) if sequence.params.logprobs else None,
+                finish_reason=sequence.finish_reason,
+            )
+            told.tokens += count
+            if sequence.index == 0:
+                event.thoughts = thoughts_of(request, self._tokenizer, told.thoughts) or None
+                told.thoughts += len(event.thoughts or ())
+            self._events.append(event)
+            if sequence.finished:
+                del self._open[sequence]
+
+    def new_events(self) -> list[StreamEvent] | None:
+        """What there is now, without running the engine: None where there is nothing yet, an empty
+        list where nothing will come."""
+        with self._tracker.lock("stream"):
+            self._look()
+        events = list(self._events)
+        self._events.clear()
+        return None if not events and self._open else events
+
+    def close(self) -> None:
+        """Abort what is unfinished and forget what was not read."""
+        self._tracker.cancel(self.requests)
+        self._open = {}  # another thread may be going through what there was
+        self._events.clear()
+
+    def __enter__(self) -> EventStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self._tracker.drop(self.requests)

@@ -1,139 +1,258 @@
-"""Records of passes, kept while an engine runs: what every row was for, and what became of it.
+"""A trace of passes: what every row was for, and what became of it; as a Chrome trace, too.
 
-While a pass runs only references to its arrays are kept, so that the host does hardly more than
-without; ``traced.py`` draws up tokens, names and counts when somebody asks. Knows no pictures.
+Drawn up from what a pass and its sequences were before it was committed, and are afterwards. Knows
+no pictures.
 """
 
 from __future__ import annotations
 
+import json
 from collections import deque
-from itertools import chain
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
-from tinyspec.engine.in_flight import InFlightPass
-from tinyspec.engine.traced import Kept, Name, Replay, TracedPass
+from tinyspec.engine.launcher import Fetched, InFlightPass
+from tinyspec.scheduler.passes import KINDS, PassRecord
 from tinyspec.scheduler.request import Sequence
-from tinyspec.scheduler.sequence_table import Array, SequenceTable
 
 # Passes that are kept where the setting names no number.
 PASSES_KEPT = 10_000
-# Stays in the table whose names are held before those that have ended are left out.
-NAMES_HELD = 4096
+PROMPT, CANONICAL, PLAIN, DRAFT, VERIFIED = "prompt", "canonical", "plain", "draft", "verify"
+# Completions that get a token without rows, from another one's prompt or when all have theirs, or
+# that end without any.
+NO_ROWS = "no rows"
+# Of the Chrome trace format: processes are groups of lanes. ``tools/trace_run.py`` reads it back.
+PASSES, COMPLETIONS = 1, 2
+FORMAT = 1
+
+
+@dataclass(slots=True)
+class TracedWork:
+    """One sequence's rows in a pass.
+
+    kind: "prompt", "canonical" (a deterministic request's newest token in a canonical pass),
+    "plain" (the same of a plain one), "draft", "verify" or "no rows". start: position of its first
+    row. tokens: ids committed. newest: the generated token before these, -1 where there is none.
+    drafts: ids drafted by this pass, or verified by it. targets: of a verify, all that the rows
+    yielded. accepted, rejected: drafts. proposed: drafts that a drafter added before the pass. kv:
+    tokens whose KV is final after the pass. kv_drafts: tokens behind them whose KV is a draft's.
+    pages: held after it. end: finish reason.
+    """
+
+    request_id: str
+    index: int
+    prompt_tokens: int
+    deterministic: bool
+    kind: str
+    start: int = 0
+    rows: int = 0
+    tokens: list[int] = field(default_factory=list)
+    newest: int = -1
+    drafts: list[int] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
+    accepted: int = 0
+    rejected: int = 0
+    proposed: int = 0
+    kv: int = 0
+    kv_drafts: int = 0
+    pages: int = 0
+    end: str | None = None
+
+    @classmethod
+    def of(cls, sequence: Sequence, kind: str = NO_ROWS) -> TracedWork:
+        """Of a sequence that is not looked at yet."""
+        request = sequence.request
+        prompt, deterministic = request.num_prompt, sequence.deterministic
+        return cls(request.request_id, sequence.index, prompt, deterministic, kind)
+
+
+@dataclass
+class TracedPass:
+    """One pass. began: seconds of ``time.perf_counter``, of the step that committed it; its length
+    is ``record.seconds``. surplus: rows of sequences that had gone when it was committed."""
+
+    record: PassRecord
+    began: float
+    works: list[TracedWork]
+    surplus: int
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """Rows by kind, padding included."""
+        found = dict.fromkeys((PROMPT, CANONICAL, PLAIN, DRAFT, VERIFIED), 0)
+        for work in self.works:
+            if work.rows:
+                found[work.kind] += work.rows
+        return {**found, "surplus": self.surplus, "padding": self.record.padding}
+
+
+class Before(NamedTuple):
+    """A sequence before a pass is committed: tokens, drafts, and its counts of verifies."""
+
+    sequence: Sequence
+    length: int
+    drafts: list[int]
+    accepted: int
+    rolled_back: int
+    verify_passes: int
 
 
 class Trace:
-    """Records of the latest ``size`` passes of one engine.
+    """Records of the latest ``size`` passes of one engine; of a pass of n sequences about 2 KB +
+    0.5 KB n. Costs host time alone, and changes no bit and no fingerprint."""
 
-    A pass of n sequences takes about 2 KB + 0.1 KB n of memory, and host time of 10 microseconds at
-    most and 0.5 for each of its rows. Changes no bit and no fingerprint.
-    """
-
-    def __init__(self, size: int, table: SequenceTable, tokenizer: Any = None):
+    def __init__(self, size: int, tokenizer: Any = None):
         self.tokenizer = tokenizer
-        self._table = table
-        self._kept: deque[Kept] = deque(maxlen=size)
-        self._names: dict[int, Name] = {}
-        self._named = 0
-        self._clear()
+        self._kept: deque[TracedPass] = deque(maxlen=size)
+        # Drafts of each sequence that are told.
+        self._drafted: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def _clear(self) -> None:
-        self._proposed: list[tuple[Name, list[int]]] = []
-        self._drafts: list[tuple[Array, Array]] = []
-        self._verified: list[tuple[Array, Array, Array]] = []
-        self._committed: list[tuple[Array, Array, Array]] = []
+    def before(self, done: InFlightPass) -> dict[int, Before]:
+        """To call before ``done`` is committed: its sequences that are there, by their works."""
+        found, table = {}, done.work_pass.table
+        for n in done.alive.nonzero()[0].tolist():
+            sequence: Sequence = table.sequences[done.works.rows[n]]
+            stats = sequence.stats
+            counts = (stats.accepted, stats.rolled_back, stats.verify_passes)
+            found[n] = Before(sequence, sequence.length, sequence.drafts, *counts)
+        return found
 
-    def begin(self, *launched: InFlightPass | None) -> None:
-        """``launched``, of which the first is about to be committed: to call while the sequences
-        that it ends are there."""
-        if self._named == self._table.generations:
-            return
-        if len(self._names) > NAMES_HELD:  # passes that are kept hold theirs
-            passes = [one.generation_ids for one in launched if one is not None]
-            held = chain.from_iterable([self._table.generation_id[self._table.rows], *passes])
-            self._names = {n: self._names[n] for n in map(int, held) if n in self._names}
-        self._learn_names()
+    def after(
+        self,
+        done: InFlightPass,
+        before: dict[int, Before],
+        results: Fetched | None,
+        began: float,
+        ended: list[Sequence],
+    ) -> None:
+        """``done`` is committed, or has failed; ``ended`` sequences have finished."""
+        works = {each.sequence: self._work(done, n, each) for n, each in before.items()}
+        for place, n in enumerate(done.work.tolist() if results is not None else ()):
+            if n in before and (work := works[before[n].sequence]).kind == VERIFIED:
+                assert results is not None
+                first, count = done.firsts[place], done.counts[place]
+                sampled = results.sampled.tokens[first : first + count].tolist()
+                work.targets = [token for token in sampled if token >= 0]
+        for _, sibling in done.siblings:
+            if sibling.num_generated:
+                work = works[sibling] = TracedWork.of(sibling)
+                work.tokens = sibling.ids(sibling.request.num_prompt, sibling.length)
+        for sequence in ended:
+            works.setdefault(sequence, TracedWork.of(sequence)).end = sequence.finish_reason
+        surplus = done.works.num_rows - sum(work.rows for work in works.values())
+        self._kept.append(TracedPass(done.record, began, list(works.values()), surplus))
 
-    def _learn_names(self) -> None:
-        """Of stays that have begun since the last call."""
-        table = self._table
-        if self._named == table.generations:
-            return
-        for sequence in table.sequences:
-            if (
-                sequence is not None
-                and (entry := int(table.generation_id[sequence.row])) > self._named
-            ):
-                self._names[entry] = name_of(sequence)
-        self._named = table.generations
+    def _work(self, done: InFlightPass, n: int, before: Before) -> TracedWork:
+        """Of work ``n``."""
+        works, sequence, stats = done.works, before.sequence, before.sequence.stats
+        kind = KINDS[works.kinds[n]]
+        if stats.verify_passes > before.verify_passes:
+            kind = VERIFIED
+        elif kind == "decode":
+            kind = CANONICAL if sequence.deterministic else PLAIN
+        work = TracedWork.of(sequence, kind)
+        work.start, work.rows = int(works.starts[n]), int(works.counts[n])
+        if before.length > sequence.request.num_prompt:
+            (work.newest,) = sequence.ids(before.length - 1, before.length)
+        work.tokens = sequence.ids(before.length, sequence.length)
+        work.kv, work.pages = sequence.computed, len(sequence.pages)
+        if kind == VERIFIED:
+            work.drafts = before.drafts
+        elif kind == DRAFT and sequence.running:
+            work.drafts = sequence.drafts[len(before.drafts) :]
+            work.kv_drafts = int(works.ends[n]) - work.kv
+        work.accepted = stats.accepted - before.accepted
+        work.rejected = stats.rolled_back - before.rolled_back
+        work.proposed = stats.drafted - self._drafted.get(sequence, 0)
+        work.proposed -= len(work.drafts) if kind == DRAFT else 0
+        self._drafted[sequence] = stats.drafted
+        return work
 
-    def proposed(self, sequence: Sequence, drafts: list[int]) -> None:
-        """A drafter's proposal."""
-        self._proposed.append((name_of(sequence), drafts))
-
-    def drafted(self, rows: Array, tokens: Array) -> None:
-        """One draft for each of ``rows``, negative where there is none."""
-        self._drafts.append((rows, tokens))
-
-    def verified(self, rows: Array, drafts: Array, decisions: Array) -> None:
-        """``decisions`` [5, n] on the ``drafts`` [n] drafts of ``rows`` [n]."""
-        self._verified.append((rows, drafts, decisions))
-
-    def committed(self, rows: Array, counts: Array, tokens: Array) -> None:
-        """``counts`` [n] of ``tokens`` [n, W] for each of ``rows`` [n], which still run."""
-        self._learn_names()  # completions may have started from another one's prompt
-        self._committed.append((self._table.generation_id[rows], counts, tokens))
-
-    def close(self, launched: InFlightPass, began: float, ended: list[Sequence]) -> None:
-        """The pass is committed, or has failed; ``ended`` sequences have finished."""
-        table, works = self._table, launched.works
-        rows = works.rows
-        self._kept.append(
-            Kept(
-                launched.record,
-                began,
-                works,
-                self._names,
-                launched.generation_ids,
-                table.generation_id[rows],
-                table.computed[rows],
-                table.num_pages[rows],
-                self._proposed,
-                self._drafts,
-                self._verified,
-                self._committed,
-                [(name_of(sequence), sequence.finish_reason) for sequence in ended],
-            )
-        )
-        self._clear()
-
-    def supplied(self, ended: list[Sequence]) -> None:
-        """Tokens from outside were committed after a pass, and ``ended`` sequences have
-        finished."""
-        if self._kept:
-            self._kept[-1].committed.extend(self._committed)
-            self._kept[-1].ended.extend((name_of(s), s.finish_reason) for s in ended)
-        self._committed = []
+    def supplied(self, sequences: list[Sequence]) -> None:
+        """Each has got a token from outside, after a pass."""
+        works = self._kept[-1].works if self._kept else []
+        known = {(work.request_id, work.index): work for work in works}
+        for sequence in sequences:
+            key = sequence.request.request_id, sequence.index
+            if key not in known:
+                works.append(TracedWork.of(sequence))
+            work = known.get(key, works[-1])
+            work.tokens = [*work.tokens, *sequence.ids(sequence.length - 1, sequence.length)]
+            work.end = sequence.finish_reason
 
     def passes(self) -> list[TracedPass]:
-        """The passes that are kept, in order; drafts of before the first of them are -1."""
-        replay = Replay()
-        return [replay.drawn_up(kept) for kept in list(self._kept)]
+        """The passes that are kept, in order."""
+        return list(self._kept)
 
     def save(self, path: str | Path) -> None:
         """Write what is kept as a Chrome trace: for https://ui.perfetto.dev and ``tinyspec trace``.
 
         Raises OSError where the file cannot be written.
         """
-        from tinyspec.engine.trace_events import write
+        text = json.dumps(chrome_trace(self.passes(), self.tokenizer))
+        Path(path).write_text(text, encoding="utf-8")
 
-        write(Path(path), self.passes(), self.tokenizer)
+
+def chrome_trace(passes: list[TracedPass], tokenizer: Any = None) -> dict[str, Any]:
+    """``passes`` as an object of the format, with one lane for passes and one for each completion:
+    times in microseconds from the first pass on; text of tokens where there is a tokenizer."""
+    lanes: dict[tuple[str, int], int] = {}
+    for one in passes:
+        for work in one.works:
+            lanes.setdefault((work.request_id, work.index), len(lanes) + 1)
+    begun = passes[0].began if passes else 0.0
+    events = [_named("process_name", "passes", PASSES), _named("thread_name", "passes", PASSES, 1)]
+    events.append(_named("process_name", "completions", COMPLETIONS))
+    events += [
+        _named("thread_name", f"{request}{f' #{index}' if index else ''}", COMPLETIONS, lane)
+        for (request, index), lane in lanes.items()
+    ]
+    for one in passes:
+        events += _events(one, lanes, begun)
+    texts: dict[int, str] = {}
+    if tokenizer is not None:
+        works = [work for one in passes for work in one.works]
+        tokens = {t for w in works for t in (*w.tokens, *w.drafts, *w.targets, w.newest)} - {-1}
+        texts = {token: _text(tokenizer, token) for token in tokens}
+    known = {"format": FORMAT, "texts": texts}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "tinyspec": known}
 
 
-def name_of(sequence: Sequence) -> Name:
-    request = sequence.request
-    prompt = len(request.prompt)
-    return Name(request.request_id, sequence.index, prompt, request.params.deterministic)
+def _named(name: str, value: str, process: int, lane: int = 0) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": process, "tid": lane, "args": {"name": value}}
+
+
+def _events(one: TracedPass, lanes: dict[tuple[str, int], int], begun: float) -> list[Any]:
+    record = one.record
+    time = {"ts": round(1e6 * (one.began - begun), 3), "dur": round(1e6 * record.seconds, 3)}
+    kind = "canonical" if record.canonical else "fast"
+    name = f"{kind} pass of {record.bucket}{f', {record.way}' if record.way else ''}"
+    args = {**asdict(record), "rows": one.rows}
+    pages = {"ph": "C", "name": "pages held", "args": {"pages": record.pages_held}}
+    found = [
+        {"ph": "X", "name": name, "pid": PASSES, "tid": 1, **time, "args": args},
+        {**pages, "pid": PASSES, "tid": 0, "ts": time["ts"]},
+    ]
+    for work in one.works:
+        where = {"pid": COMPLETIONS, "tid": lanes[work.request_id, work.index], **time}
+        args = {"pass": record.number, **asdict(work)}
+        found.append({"ph": "X", "name": _title(work), **where, "args": args})
+    return found
+
+
+def _title(work: TracedWork) -> str:
+    if work.kind == VERIFIED:
+        undone = f", {work.rejected} rolled back" if work.rejected else ""
+        return f"verify {len(work.drafts)}: {work.accepted} accepted{undone}"
+    return work.kind if work.rows < 2 else f"{work.kind} of {work.rows} rows"
+
+
+def _text(tokenizer: Any, token: int) -> str:
+    """Of a token by itself; of one that has none, as an end: its name."""
+    text = tokenizer.decode([token], skip_special_tokens=True)
+    return str(text or tokenizer.convert_ids_to_tokens(token))

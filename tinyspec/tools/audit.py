@@ -13,7 +13,7 @@ from typing import Any
 
 from tinyspec.determinism.fingerprint_parts import are_parts, digest_of, explained
 from tinyspec.engine.engine import Engine
-from tinyspec.engine.tokenization import decode
+from tinyspec.engine.results import decode
 from tinyspec.errors import refuse
 from tinyspec.outputs import Completion, RequestOutput, Thought
 from tinyspec.sampling_params import SamplingParams

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tinyspec.engine.engine import Engine
-from tinyspec.engine.trace_events import chrome_trace
+from tinyspec.engine.trace import chrome_trace
 from tinyspec.outputs import RequestOutput
 from tinyspec.sampling_params import SamplingParams
 from tinyspec.thinking.config import ThinkingConfig

@@ -10,7 +10,7 @@ import textwrap
 from dataclasses import dataclass, field
 from html import escape
 
-from tinyspec.engine.traced import DRAFT, PROMPT, VERIFIED, TracedPass, TracedWork
+from tinyspec.engine.trace import DRAFT, PROMPT, VERIFIED, TracedPass, TracedWork
 from tinyspec.tools.trace import Lane, Run, Verify, cells_of, lane_name, lane_of, printable, shown
 
 # By name: on a light and on a dark ground.

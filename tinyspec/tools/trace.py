@@ -12,8 +12,16 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from tinyspec.engine.trace_events import COMPLETIONS, FORMAT, PASSES
-from tinyspec.engine.traced import DRAFT, PROMPT, VERIFIED, TracedPass, TracedWork
+from tinyspec.engine.trace import (
+    COMPLETIONS,
+    DRAFT,
+    FORMAT,
+    PASSES,
+    PROMPT,
+    VERIFIED,
+    TracedPass,
+    TracedWork,
+)
 from tinyspec.scheduler.passes import PassRecord
 
 Lane = tuple[str, int]
