@@ -21,6 +21,7 @@ from tinyspec.model.attention import AttentionContext
 from tinyspec.model.linears import linear_shape
 from tinyspec.model.moe import RowFunction
 from tinyspec.model.shadow import standing_in
+from tinyspec.model.torch_state import global_hooks
 from tinyspec.model.trial import eps_name
 
 # The children of a layer and of its MLP, all of them.
@@ -150,7 +151,10 @@ class FusedLayer(nn.Module):
         x = self.self_attn(hidden_states=x, **kwargs)[0]
         x, residual = self.post_attention_layernorm.add(x, hidden_states)
         x, following = self.mlp(x), self.tinyspec_next
-        return residual + x if following is None else following.add_ahead(x, residual)
+        # Hooks on all modules might change the hidden states before the norm is called.
+        if following is None or global_hooks():
+            return residual + x
+        return following.add_ahead(x, residual)
 
 
 def fused_parts(layer: nn.Module, stream: ResidualStream, form: Form) -> dict[str, nn.Module]:

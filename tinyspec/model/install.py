@@ -39,7 +39,7 @@ from tinyspec.model.fused_layer import (
     fused_parts,
 )
 from tinyspec.model.introspection import attention_calls, module_calls
-from tinyspec.model.layer_trial import layer_forms, link, norms_behind
+from tinyspec.model.layer_trial import Layers, layer_forms, link
 from tinyspec.model.linears import LinearFunction, calls_interface, children, kernel_stand_ins
 from tinyspec.model.moe import serve_experts
 from tinyspec.model.positions import given_positions, rope_table
@@ -163,12 +163,12 @@ def _install(served: ServedModel, config: EngineConfig, linear: LinearFunction |
     repack_weights(model, model.dtype)  # before a forward in inference mode does
     last = max(positions, min(LEAST_POSITIONS, max_positions(model))) - 1
     # Recorded before there are modules that run in passes only.
-    forms: dict[nn.Module, Any] = {}
+    layers = Layers({}, {})
     if fuses_layers(config):
         with TorchState(model.device)():
-            forms = layer_forms(model, context.record, last)
+            layers = layer_forms(model, context.record, last)
     _swap_attention(served, last)
-    _swap_layers(served, forms)
+    _swap_layers(served, layers)
     if linear is not None:
         for parent, name, kernel_linear in kernel_stand_ins(model, linear):
             served.swap(parent, name, kernel_linear)
@@ -215,11 +215,11 @@ def _swap_attention(served: ServedModel, last: int) -> None:
         context.layers.append(Layer(names[id(call.module)], module, call.reach))
 
 
-def _swap_layers(served: ServedModel, forms: dict[nn.Module, Any]) -> None:
+def _swap_layers(served: ServedModel, layers: Layers) -> None:
     """Replace the layers that have a form, their norms and MLPs, and the norms behind them."""
-    stream, following = ResidualStream(served.context), norms_behind(served.model)
-    made: dict[nn.Module | None, FusedLayer | FusedNorm] = {}
-    for module, form in forms.items():
+    stream = ResidualStream(served.context)
+    made: dict[nn.Module, FusedLayer | FusedNorm] = {}
+    for module, form in layers.forms.items():
         if isinstance(form, Form):
             made[module] = fused_layer(module)
             for name, part in fused_parts(module, stream, form).items():
@@ -229,7 +229,7 @@ def _swap_layers(served: ServedModel, forms: dict[nn.Module, Any]) -> None:
     for parent, name, module in children(served.model):
         if module in made:
             served.swap(parent, name, made[module])
-    for own, behind in following.items():
+    for own, behind in layers.following.items():
         layer, after = made.get(own), made.get(behind)
         if isinstance(layer, FusedLayer) and after is not None:
             link(served.model, layer, after)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
-from itertools import accumulate, pairwise, product
-from typing import Any, TypeVar
+from itertools import accumulate, product
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +36,7 @@ from tinyspec.model.fused_layer import (
 )
 from tinyspec.model.introspection import Record, module_calls
 from tinyspec.model.shadow import shell
-from tinyspec.model.torch_state import global_hooks
-from tinyspec.model.trial import SIZES, close, described, kind_of, own_kind, probe_rows
+from tinyspec.model.trial import SIZES, close, described, kind_of, own_kind, probe_rows, same_bits
 from tinyspec.model.wrappers import has_hooks, runs_class_forward
 
 logger = logging.getLogger("tinyspec")
@@ -189,32 +188,58 @@ def _may_have_one(module: nn.Module, given: ModuleCall) -> bool:
     return one and all(n.dtype == hidden.dtype and len(n) <= MAX_NORM for n in norms)
 
 
-def layer_forms(model: PreTrainedModel, record: Record, last: int) -> dict[nn.Module, Any]:
-    """The form of each layer, and the offset of each norm behind one, that has a stand-in: as they
-    are called in a forward of rows at positions from 0 to ``last``."""
-    following = norms_behind(model)
-    if not following:
-        return {}
-    behind = [norm for norm in following.values() if norm is not None and is_norm(norm)]
-    calls = module_calls(model, record, [*following, *behind], last)
-    forms = _forms({layer: calls[layer] for layer in following})
-    norms = {norm: calls[norm] for norm in behind if any(following[one] is norm for one in forms)}
-    return forms | _forms(norms)
+class Layers(NamedTuple):
+    """forms: of each layer, and of each norm behind one, that has a stand-in: a layer's form, or a
+    norm's offset. following: what is called with each layer's result as it was returned."""
+
+    forms: dict[nn.Module, Any]
+    following: dict[nn.Module, nn.Module]
 
 
-def norms_behind(model: nn.Module) -> dict[nn.Module, nn.Module | None]:
-    """Pre-norm layers, each with the layer or norm of its width that comes next in the order of the
-    model: what is probably called with its result. Where it is not, its norm is computed twice."""
+def layer_forms(model: PreTrainedModel, record: Record, last: int) -> Layers:
+    """As layers and norms are called in a forward of rows at positions from 0 to ``last``."""
     layers = [module for module in model.modules() if is_pre_norm(module)]
-    inside = {id(part) for layer in layers for part in layer.modules()} - set(map(id, layers))
-    width = {layer.get_submodule(NORMS[0]).get_parameter("weight").shape for layer in layers}
-    order = [
-        module
-        for module in model.modules()
-        if id(module) not in inside
-        if module in layers or (is_norm(module) and module.get_parameter("weight").shape in width)
-    ]
-    return {one: after for one, after in pairwise([*order, None]) if one in layers}
+    if not layers:
+        return Layers({}, {})
+    inside = {part for layer in layers for part in layer.modules()}
+    norms = [module for module in model.modules() if module not in inside and is_norm(module)]
+    calls, following = _recorded(model, record, layers, norms, last)
+    forms = _forms({layer: calls[layer] for layer in layers})
+    behind = {norm for layer in forms for norm in following[layer]} & set(norms)
+    forms |= _forms({norm: calls[norm] for norm in norms if norm in behind})
+    return Layers(forms, {layer: found[0] for layer, found in following.items() if len(found) == 1})
+
+
+def _recorded(
+    model: PreTrainedModel,
+    record: Record,
+    layers: list[nn.Module],
+    norms: list[nn.Module],
+    last: int,
+) -> tuple[dict[nn.Module, list[ModuleCall]], dict[nn.Module, list[nn.Module]]]:
+    """The calls of layers and norms in a forward, and what was called with the very tensor that
+    each layer returned, to which nobody had written."""
+    made: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+    following: dict[nn.Module, list[nn.Module]] = {layer: [] for layer in layers}
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = ModuleCall(args, kwargs).hidden
+        for layer, (output, copy) in made.items():
+            if output is hidden and same_bits(output, copy):
+                following[layer].append(module)
+
+    def after(module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        if isinstance(output, Tensor):
+            made[module] = output, output.clone()
+
+    called = [*layers, *norms]
+    hooks = [module.register_forward_pre_hook(before, with_kwargs=True) for module in called]
+    hooks += [layer.register_forward_hook(after) for layer in layers]
+    try:
+        return module_calls(model, record, called, last), following
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def link(model: nn.Module, layer: FusedLayer, after: FusedLayer | FusedNorm) -> None:
@@ -223,6 +248,6 @@ def link(model: nn.Module, layer: FusedLayer, after: FusedLayer | FusedNorm) -> 
     names = {id(module): name for name, module in model.named_modules()}
     paths = (accumulate(names[id(one)].split("."), "{}.{}".format) for one in (layer, after))
     passed = [layer, *map(model.get_submodule, set.symmetric_difference(*map(set, paths)))]
-    if not any(map(has_hooks, passed)) and not global_hooks():
+    if not any(map(has_hooks, passed)):
         norm = after if isinstance(after, FusedNorm) else after.input_layernorm
         vars(layer)["tinyspec_next"] = norm
