@@ -35,8 +35,6 @@ MASKED = -3e38
 # Between any sum of scores and one masked score.
 UNLIKELY = -MASKED / 2
 
-flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-
 Position = TypeVar("Position", int, Tensor)
 
 
@@ -223,7 +221,7 @@ def _plan_call(
     ]
     # Block and number of every tile.
     pairs = [(b, blocks[b].first_tile + depth) for depth, n in enumerate(counts) for b in range(n)]
-    tiles, span, index = _find_tiles(blocks, pairs, page_size)
+    tiles, span, index = _find_tiles(blocks, pairs, page_size, queries)
     if span is not None:
         # A tile of the range that no block has gets the first block's rows; its result is not read.
         at = dict(zip(index, pairs, strict=True))
@@ -274,7 +272,7 @@ def _results(
 
 
 def _find_tiles(
-    blocks: list[Block], pairs: list[tuple[int, int]], page_size: int
+    blocks: list[Block], pairs: list[tuple[int, int]], page_size: int, queries: int
 ) -> tuple[Tensor, tuple[int, int] | None, list[int]]:
     """``TileCall.tiles`` and ``TileCall.span`` for tiles (block, number), and where each of them is
     in the call."""
@@ -284,7 +282,9 @@ def _find_tiles(
     ratio = page_size // TILE
     places = [blocks[b].pages[number // ratio] * ratio + number % ratio for b, number in pairs]
     low, high = min(places), max(places) + 1
-    if high - low > 2.5 * len(places) or len(set(places)) < len(places):
+    # For few query rows it is cheaper to multiply tiles that nobody needs than to copy the others.
+    most = 2.5 * len(places) if queries <= QUERY_UNIT else len(places)
+    if high - low > most or len(set(places)) < len(places):
         return integers(places), None, every
     return integers(places), (low, high), [place - low for place in places]
 
