@@ -58,7 +58,7 @@ def stub(engine: Engine) -> Callable[[], object]:
     """Stub what a step of ``engine`` computes; returns the check for a changed model that a step
     makes after code of the user's.
     """
-    core, context, largest = engine.core, engine.patched.context, engine.config.max_rows
+    core, context, largest = engine.core, engine.served.context, engine.config.max_rows
     logits = torch.zeros(1, largest, VOCAB, device=DEVICE)
     tokens = torch.zeros(largest, dtype=torch.long, device=DEVICE)
 

@@ -140,7 +140,7 @@ def decode_pass(model: Any, batch: int, context: int, linear: str = "auto") -> L
             runner.model,
             lambda **asked: SimpleNamespace(logits=_zeros(asked, vocab)),
         )
-        one.patched.context.check = lambda: None  # that every layer called attention
+        one.served.context.check = lambda: None  # that every layer called attention
         kernels = one.core.sampler.kernels
         one.core.sampler.kernels = replace(kernels, sample=_sample_zero(kernels.sample))
         work = of_shapes("launches", [(context - 1, out)] * batch, vocab)
@@ -189,7 +189,7 @@ def _by_triton(engine: Engine, found: Launches) -> Iterator[None]:
 
         return call
 
-    engine.patched.context.kernels = kernels
+    engine.served.context.kernels = kernels
     for module in runner.model.modules():
         if isinstance(module, KernelLinear):
             module._linear = kernels.linear

@@ -155,7 +155,7 @@ def test_an_engine_probes_with_its_softcap(monkeypatch):
         assert softcap
         assert {layer.softcap for layer in engine.runner.layers} == {softcap}
         assert all(probe_attention(engine.runner))
-        context = engine.patched.context
+        context = engine.served.context
         context.kernels = replace(
             context.kernels,
             paged_attention=lambda q, *_, softcap, **__: q * (1 + (len(q) == 1) * (softcap > 0)),
@@ -190,7 +190,7 @@ def test_the_advice_for_attention(no_results_on_disk):
         return whole(q, *args, **kwargs) * (1 + 2e-7 * (len(q) == 1))
 
     with Engine(tiny()) as engine:
-        context = engine.patched.context
+        context = engine.served.context
         context.kernels = replace(context.kernels, paged_attention=other)
         engine.contract.drop_fingerprint()
         with pytest.raises(DeterminismError, match="attention") as caught:

@@ -138,6 +138,6 @@ def test_the_probe_reads_codes(monkeypatch):
     assert not found and found.checked > 1000
     with coded(tiny()) as engine:
         seen.clear()
-        engine.patched.context.kernels = broken
+        engine.served.context.kernels = broken
         assert not any(probe_attention(engine.runner, seconds=0.0))
         assert seen == {CODES}

@@ -69,7 +69,7 @@ def test_sinks_of_a_model():
     with Engine(zoo.tiny("gpt_oss"), config=CONFIG) as engine:
         assert all(layer.sinks for layer in engine.runner.layers)
         assert all(probe_attention(engine.runner))
-        engine.patched.context.kernels = broken(lambda _, scores: "sinks" in scores, TWINS)
+        engine.served.context.kernels = broken(lambda _, scores: "sinks" in scores, TWINS)
         assert not any(kind for kind in probe_attention(engine.runner) if kind.checked)
     with Engine(tiny(), config=CONFIG) as engine:
         assert not any(layer.sinks for layer in engine.runner.layers)
@@ -86,7 +86,7 @@ def test_far_bounds(name, bound):
     """On a GPU before the first token, on a CPU later."""
     bad = broken(lambda metadata, scores: scores[name] > 0)
     with Engine(tiny(), config=CONFIG) as engine:
-        context = engine.patched.context
+        context = engine.served.context
         layers = [layer._replace(reach=Reach(**{name: bound})) for layer in context.layers]
         context.layers[:] = layers
         near = {LENGTH: 88, 8192 + 100: 100}[bound]
@@ -133,7 +133,7 @@ def test_near_bounds_meet_the_same_boundaries():
 def test_far_bounds_are_compared_later_on_a_cpu(no_results_on_disk, proven_on_demand):
     """With the first further bucket."""
     with Engine(tiny(), config=CONFIG) as engine:
-        context = engine.patched.context
+        context = engine.served.context
         context.layers[:] = [layer._replace(reach=Reach(window=5000)) for layer in context.layers]
         engine.contract.ensure()
         unbounded, bounded = engine.contract.results.attention
@@ -169,7 +169,7 @@ def test_a_difference_beyond_a_split(backend):
 
     engine = Engine(LlamaForCausalLM(shape).eval(), config=config)
     with engine, engine.runner.torch_state():
-        context = engine.patched.context
+        context = engine.served.context
         context.kernels = replace(TWINS, backend=backend)
         probe = model.ModelProbe(engine.runner, engine.config, 1)
         probe.compute_reference()

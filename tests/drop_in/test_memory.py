@@ -35,7 +35,7 @@ def large_tensors(least: int) -> set[int]:
 def tables_of(model) -> set[int]:
     """Storages of the RoPE tables that stand in for the model's own rotary modules."""
     found = []
-    for *_, module in model.generate._engine.patched.swapped:
+    for *_, module in model.generate._engine.served.swapped:
         if isinstance(module, RopeTable):
             found.append(module.tinyspec_positions)
             for made in module.tinyspec_tables.values():

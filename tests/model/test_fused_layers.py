@@ -323,7 +323,7 @@ SMALL_CONFIG = EngineConfig(reference_rows=8, max_rows=8, max_model_len=64)
 def test_probes_see_fused_functions(name, forced, no_results_on_disk):
     """Where a row's place in the reference bucket shows."""
     with Engine(tiny(), config=SMALL_CONFIG) as engine:
-        context = engine.patched.context
+        context = engine.served.context
         context.kernels = rows_matter(context.kernels, name, lambda rows: rows == 5)
         with pytest.raises(DeterminismError, match=NAMES[name]):
             engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4, deterministic=True))
@@ -334,7 +334,7 @@ def test_probes_see_fused_functions(name, forced, no_results_on_disk):
 def test_probes_see_buckets_of_fused_functions(name, forced, no_results_on_disk):
     """Where the number of rows shows."""
     with Engine(tiny(), config=SMALL_CONFIG) as engine:
-        context = engine.patched.context
+        context = engine.served.context
         context.kernels = rows_matter(context.kernels, name, lambda rows: rows < 3 - len(rows))
         broken = {fact.rows: fact.broken_by for fact in engine.contract.probe().buckets}
         assert any(NAMES[name] in which for which in broken[2])
@@ -371,7 +371,7 @@ def test_bits_alone_and_in_crowds(dtype, forced):
 def test_control_rows_that_matter(forced):
     """Without the contract, and a norm that depends on the number of rows."""
     with Engine(tiny(), config=CROWDED) as engine:
-        context, few = engine.patched.context, lambda rows: rows < len(rows) % 8
+        context, few = engine.served.context, lambda rows: rows < len(rows) % 8
         context.kernels = rows_matter(context.kernels, "add_rms_norm", few)
         alone, among = in_a_crowd(engine, [(p, plain(params)) for p, params in needles()[:2]])
     assert alone != among

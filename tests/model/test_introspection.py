@@ -75,7 +75,7 @@ def reaches(kind, **changes):
             setattr(config, name, value)
         model = type(model)(config).eval()
     with Engine(model, config=EngineConfig(max_model_len=128)) as engine:
-        return [layer.reach for layer in engine.patched.context.layers]
+        return [layer.reach for layer in engine.served.context.layers]
 
 
 def test_windows_come_from_masks():
@@ -93,8 +93,8 @@ def test_shared_and_repeated_layers_have_pools_of_their_own():
     model = tiny("hrm_text")
     modules = {type(m).__name__ for m in model.modules()}
     with Engine(model, config=EngineConfig(max_model_len=128)) as engine:
-        bound = len(engine.patched.bound)
-        assert len(engine.patched.layers) > bound, modules
+        bound = len(engine.served.bound)
+        assert len(engine.served.layers) > bound, modules
 
 
 def test_no_mask_function_is_left_behind():

@@ -131,7 +131,7 @@ def test_a_position_embedding_inside_of_a_stand_in():
     rows = torch.arange(4)[None]
     with Engine(model) as engine, torch.no_grad():
         embed = model.model.decoder.embed_positions
-        engine.patched.context.positions = rows
+        engine.served.context.positions = rows
 
         def run():
             return embed(torch.ones(1, 4))

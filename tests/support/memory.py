@@ -78,7 +78,7 @@ def pool_of(model) -> tuple[int, int]:
 
 
 def page_bytes(model, page_size: int = SMALL.page_size) -> int:
-    layers = model.generate._engine.patched.layers
+    layers = model.generate._engine.served.layers
     return KVCache.page_bytes(layers, page_size, model.dtype)
 
 

@@ -120,7 +120,7 @@ def record_passes(engine: Engine, kernels: Kernels) -> dict[Any, list[tuple[Any,
     """What ``kernels`` would launch for every pass of ``engine`` and its sampling, recorded before
     it runs: by shape, beside what the host has sent."""
     found: dict[Any, list[tuple[Any, Recording]]] = {}
-    runner, context, sampler = engine.runner, engine.patched.context, engine.core.sampler
+    runner, context, sampler = engine.runner, engine.served.context, engine.core.sampler
     run, sample, own = runner.run, sampler.sample, context.kernels
 
     def recorded(key: Any, sent: Any, function: Callable[[], Any]) -> None:

@@ -46,8 +46,8 @@ class Finding:
 def attention_of(model: PreTrainedModel) -> str:
     """Which attention an engine gives ``model``, or the refusal that it raises."""
     with Engine(model, config=CONFIG) as engine:
-        called = {id(module) for module in engine.patched.bound}
-        swapped = {id(one.own) for one in engine.patched.swapped}
+        called = {id(module) for module in engine.served.bound}
+        swapped = {id(one.own) for one in engine.served.swapped}
         return FUSED if called & swapped else INTERFACE
 
 

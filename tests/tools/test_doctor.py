@@ -174,7 +174,7 @@ def test_a_rare_difference_of_attention(no_results_on_disk):
     """That only the many rows of a doctor show: the engine refuses from then on."""
     with Engine(sound(), config=CONFIG) as engine:
         engine.generate([[1, 2]], DETERMINISTIC)
-        context = engine.patched.context
+        context = engine.served.context
         whole = context.kernels.paged_attention
 
         def other(q, *args, **kwargs):

@@ -25,7 +25,7 @@ from tinyspec.model.attention_calls import LayerShape
 from tinyspec.model.checksum import checksum
 from tinyspec.model.cpu.linears import CpuLinear
 from tinyspec.model.linear_kinds import distinct_linears, linear_shape
-from tinyspec.model.patched_model import patched_of
+from tinyspec.model.served_model import served_of
 from tinyspec.model.torch_state import TorchState
 
 # Kinds of linears and heads, and outputs of a linear: more would cost more and show little more.
@@ -66,7 +66,7 @@ class Used:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Used:
-        """Of a patched model."""
+        """Of a served model."""
         found = set()
         for module in distinct_linears(model).values():
             inputs, outputs = linear_shape(module) or (0, 0)
@@ -76,16 +76,16 @@ class Used:
             kind = type(module) if isinstance(module, CpuLinear) else None
             found.add((dtype, inputs, min(outputs, MOST_OUTPUTS), kind))
         linears = sorted(found, key=str)[:MOST_LINEARS]
-        heads = tuple(dict.fromkeys(patched_of(model).layers))[:MOST_HEADS]
+        heads = tuple(dict.fromkeys(served_of(model).layers))[:MOST_HEADS]
         return cls(tuple(linears), heads, model.dtype)
 
 
 def canary(model: PreTrainedModel, rows: int) -> str:
-    """16 hexadecimal digits for a patched model in passes of ``rows`` rows, the reference bucket.
+    """16 hexadecimal digits for a served model in passes of ``rows`` rows, the reference bucket.
 
     Computed once for equal models, and again when threads or what else is not pinned have changed.
     """
-    kernels = patched_of(model).context.kernels
+    kernels = served_of(model).context.kernels
     assert kernels is not None
     with TorchState(model.device)():
         return _digest(Used.of(model), rows, model.device, kernels.backend, ambient(model.device))

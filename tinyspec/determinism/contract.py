@@ -43,8 +43,8 @@ from tinyspec.kernels import backend
 from tinyspec.model.linear_kinds import linear_kinds
 from tinyspec.model.linears import kernel_stand_ins
 from tinyspec.model.outline import WEIGHTS
-from tinyspec.model.patched_model import PatchedModel, patched_of
 from tinyspec.model.quantized import unprovable
+from tinyspec.model.served_model import ServedModel, served_of
 from tinyspec.model.torch_state import refuse_unpinnable
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.scheduler.buckets import Buckets
@@ -57,9 +57,9 @@ class LinearModes:
     """How the linears of one engine's model run so that results hold: by the linear kernel, or in
     tiles of rows."""
 
-    def __init__(self, patched: PatchedModel, runner: ModelRunner, config: EngineConfig):
-        self._patched, self._runner, self._config = patched, runner, config
-        self._num_swapped = len(patched.swapped)
+    def __init__(self, served: ServedModel, runner: ModelRunner, config: EngineConfig):
+        self._served, self._runner, self._config = served, runner, config
+        self._num_swapped = len(served.swapped)
         self._tiled: tuple[str, ...] = ()
 
     def serve_kinds(self, kinds: Collection[str]) -> tuple[str, ...]:
@@ -67,18 +67,18 @@ class LinearModes:
         whom it serves; their names."""
         if self._config.linear != "auto":
             return ()
-        every = linear_kinds(self._patched.model)
+        every = linear_kinds(self._served.model)
         return self.serve([name for kind in kinds for name in every[kind]])
 
     def serve(self, names: Collection[str]) -> tuple[str, ...]:
         """Let the linear kernel serve the plain linears among ``names``; the names of those."""
         if not names:
             return ()
-        model = self._patched.model
+        model = self._served.model
         before = {name: model.get_submodule(name) for name in names}
         linear = backend.load(self._config.backend).linear
         for parent, name, module in kernel_stand_ins(model, linear, only=names):
-            self._patched.swap(parent, name, module)
+            self._served.swap(parent, name, module)
         self._runner.drop_graphs()
         return tuple(n for n in names if model.get_submodule(n) is not before[n])
 
@@ -92,7 +92,7 @@ class LinearModes:
     def restore(self) -> None:
         """Every linear as it was when the engine was made."""
         self._runner.tiles.unbind()
-        self._patched.undo(self._num_swapped)
+        self._served.undo(self._num_swapped)
         self._tiled = ()
         self._runner.drop_graphs()
 
@@ -123,22 +123,22 @@ class Contract:
         self._key = ""
         self.pause: Callable[[], None] = lambda: None
         self._ambient = ambient(runner.device)
-        self.serve(patched_of(runner.model))
+        self.serve(served_of(runner.model))
         runner.graphs.runs_user_code = lambda: self.runs_user_code
-        if uncounted := len(self._patched.outline.uncounted):
+        if uncounted := len(self._served.outline.uncounted):
             logger.warning(
                 "%d tensors of the model were made in torch.inference_mode and count no writes: "
                 "their bits are digested at every call and after code of the user's",
                 uncounted,
             )
 
-    def serve(self, patched: PatchedModel) -> None:
+    def serve(self, served: ServedModel) -> None:
         """The model that the runner serves from now on: nothing is known of it."""
-        self._patched, self._model = patched, patched.model
-        self._modes = LinearModes(patched, self._runner, self._config)
+        self._served, self._model = served, served.model
+        self._modes = LinearModes(served, self._runner, self._config)
         self._ladder = Ladder(self.buckets, self._config)
-        self.runs_user_code = runs_user_code(patched.root)
-        patched.mark_parameters(lambda module: top_package(type(module)) not in LIBRARIES)
+        self.runs_user_code = runs_user_code(served.root)
+        served.mark_parameters(lambda module: top_package(type(module)) not in LIBRARIES)
         self._layouts = layouts(self._model)
         self._forget()
 
@@ -163,7 +163,7 @@ class Contract:
     def _current_fingerprint(self) -> Fingerprint:
         """The fingerprint with the modules that are installed now."""
         if self.known_fingerprint is None:
-            counters = self._patched.counters()
+            counters = self._served.counters()
             if self._weights_digest is None:
                 self._weights_digest = self._digests(counters)
             given = (self._weights_digest, self._config, self._runner.device, counters)
@@ -189,7 +189,7 @@ class Contract:
     def changed(self) -> bool:
         """Whether anything may have changed since the last ``refresh``."""
         same = ambient(self._runner.device) == self._ambient
-        return not same or self._patched.outline.changed() is not None
+        return not same or self._served.outline.changed() is not None
 
     def refresh(self, digest: bool = True) -> str | None:
         """Follow what changed of process and model since the last call, and name it.
@@ -199,7 +199,7 @@ class Contract:
         model cannot be served as it is now.
         """
         what = self._follow_process()
-        change = self._patched.outline.changed()
+        change = self._served.outline.changed()
         if change is not None:
             self._runner.drop_graphs()
             if change.structure:
@@ -209,7 +209,7 @@ class Contract:
             return change.what
         if digest and self._config.verify_weights:
             before = self._weights_digest
-            self._weights_digest = self._digests(self._patched.counters())
+            self._weights_digest = self._digests(self._served.counters())
             if before not in (None, self._weights_digest):
                 self.known_fingerprint = None
                 return WEIGHTS
@@ -226,12 +226,12 @@ class Contract:
     @property
     def written(self) -> set[str]:
         """Names of buffers that passes were seen to write to: no deterministic request may."""
-        return self._patched.written
+        return self._served.written
 
     def weights_changed(self) -> None:
         """Numbers of weights did: what was computed from them is computed again."""
         self.drop_fingerprint()
-        self._patched.follow_weights()
+        self._served.follow_weights()
         if self._beside is not None:
             self._beside.on_change()
         if (found := layouts(self._model)) != self._layouts:
@@ -263,7 +263,7 @@ class Contract:
         Raises DeterminismError for TunableOp, kernels that no probe can prove, and own writes.
         """
         refuse_unpinnable(self._runner.device.type)
-        refuse_written(self._patched.written)
+        refuse_written(self._served.written)
         if self.results is None or fresh:
             reason = unprovable(self._model)
             if reason is not None:

@@ -28,8 +28,8 @@ from tinyspec.model.checksum import checksum
 from tinyspec.model.linear_kinds import linear_shape
 from tinyspec.model.linears import KernelLinear, SharedLinear
 from tinyspec.model.moe import kernel_experts
-from tinyspec.model.patched_model import patched_of
 from tinyspec.model.quantized import extra_parts, is_packed, packing_format, parts
+from tinyspec.model.served_model import served_of
 from tinyspec.model.torch_state import without_modes
 
 # One more with every change that gives canonical passes other bits.
@@ -120,7 +120,7 @@ def _attention(model: PreTrainedModel) -> list[Any]:
     modules = dict(model.named_modules())
     return [
         [layer.name, vars(layer.reach), getattr(modules.get(layer.name), "scores", None)]
-        for layer in patched_of(model).context.layers
+        for layer in served_of(model).context.layers
     ]
 
 

@@ -25,7 +25,7 @@ from tinyspec.engine.trace import Trace
 from tinyspec.errors import refuse
 from tinyspec.kernels import backend
 from tinyspec.model.install import install
-from tinyspec.model.patched_model import PatchedModel
+from tinyspec.model.served_model import ServedModel
 from tinyspec.model.supported import max_positions
 from tinyspec.outputs import RequestOutput
 from tinyspec.runner.capacity import most_pages
@@ -54,7 +54,7 @@ class Engine(OneProcess, Observed):
     Threads may share one: requests of all, and the user's code in them, run in the same passes in
     any thread that waits, and any thread's ``step`` returns what ``add_request`` of all gave.
     For tests and tools to look at, and free to change: ``core`` (one step), ``admission`` (waiting
-    and running sequences), ``pool`` (pages), ``runner`` (one pass), ``patched`` (the copy that
+    and running sequences), ``pool`` (pages), ``runner`` (one pass), ``served`` (the copy that
     runs), ``tracker`` (unfinished requests), ``contract`` (fingerprint and proof).
 
     The model is never touched: it can be run, trained, changed, saved and copied at any time, and
@@ -89,13 +89,13 @@ class Engine(OneProcess, Observed):
         self._thinker = None if thinking is None else Thinker(thinking, config)
         kernels = backend.load(config.backend)
         self._linear = kernels.linear if config.linear == "always" else None
-        self.patched = self._installed()
-        most = 1 if self._grows else most_pages(config, self.patched.layers, self.model)
+        self.served = self._installed()
+        most = 1 if self._grows else most_pages(config, self.served.layers, self.model)
         self._build(drafter, kernels, most)
         flush()
         self.closed = None
 
-    def _installed(self) -> PatchedModel:
+    def _installed(self) -> ServedModel:
         """A shadow of the model as it is now."""
         return install(self.model, self.config, self._linear, self._thinking)
 
@@ -106,15 +106,15 @@ class Engine(OneProcess, Observed):
         self.pool = PagePool(num_pages, config.page_size)
         self.admission = admission = Admission(config, self.pool)
         scheduler = Scheduler(config, admission, buckets)
-        self.runner = runner = ModelRunner(self.patched, self.pool, kernels, buckets, config)
-        check_parity(self.patched, runner)
+        self.runner = runner = ModelRunner(self.served, self.pool, kernels, buckets, config)
+        check_parity(self.served, runner)
         committer = Committer(admission, self.tokenizer, runner)
         parts = (admission, scheduler, runner, Sampler(kernels), committer, drafter)
         traced = passes_traced(config)
         trace = Trace(traced, admission.table, self.tokenizer) if traced else None
         if self._thinker is not None:
             self._thinker.follow(runner)
-            self._thinker.serve(self.patched.root)
+            self._thinker.serve(self.served.root)
         more = (records_of(config), bool(config.overlap), trace, self._thinker)
         self.core = EngineCore(*parts, *more)
         beside = None if self._thinker is None else self._thinker.beside
@@ -130,13 +130,13 @@ class Engine(OneProcess, Observed):
         if (device := self.model.device) != self.runner.device:
             allowed = f"{self.runner.device}, where this engine was made"
             raise refuse("model.device", str(device), allowed)
-        patched = self._installed()
+        served = self._installed()
         if self._thinker is not None:
-            self._thinker.serve(patched.root)
+            self._thinker.serve(served.root)
         self.core.drain()
-        self.patched = patched
-        self.runner.serve(patched)
-        self.contract.serve(patched)
+        self.served = served
+        self.runner.serve(served)
+        self.contract.serve(served)
 
     def __enter__(self) -> Self:
         return self
@@ -197,7 +197,7 @@ class Engine(OneProcess, Observed):
         there = self.pool.num_pages
         if num_pages > there and self.config.num_pages is None:
             self.core.drain()
-            layers, taken = self.patched.layers, self.runner.pages_taken
+            layers, taken = self.served.layers, self.runner.pages_taken
             more = min(num_pages, most_pages(self.config, layers, self.model, taken)) - there
             if more > 0:
                 self.runner.extend(there + more)
@@ -349,5 +349,5 @@ class Engine(OneProcess, Observed):
         """The maker of requests, after a check of engine, weights and memory."""
         self.check_model()
         if not (self._grows or self.runner.holds_memory or self.tracker.requests):
-            self.pool.resize(most_pages(self.config, self.patched.layers, self.model))
+            self.pool.resize(most_pages(self.config, self.served.layers, self.model))
         return self._inputs

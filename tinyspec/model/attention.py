@@ -1,4 +1,4 @@
-"""Attention of a patched model over the pages of the pass that is running.
+"""Attention of a served model over the pages of the pass that is running.
 
 Two ways to the same kernels: ``PagedAttention`` replaces attention modules of the standard
 structure; ``paged_attention_function`` serves every module that calls transformers' attention

@@ -32,9 +32,9 @@ from tinyspec.model.layer_trial import chosen_forms
 from tinyspec.model.linears import LinearFunction, kernel_stand_ins
 from tinyspec.model.modules import calls_interface, children
 from tinyspec.model.moe import serve_experts
-from tinyspec.model.patched_model import PatchedModel
 from tinyspec.model.positions import given_positions, rope_table
 from tinyspec.model.quantized import repack_weights
+from tinyspec.model.served_model import ServedModel
 from tinyspec.model.supported import (
     FUSED,
     LEAST_POSITIONS,
@@ -105,7 +105,7 @@ def install(
     config: EngineConfig,
     linear: LinearFunction | None = None,
     root: nn.Module | None = None,
-) -> PatchedModel:
+) -> ServedModel:
     """A shadow of ``model`` with paged attention in the place of its own; weights are shared.
 
     config: resolved. linear: the kernel that is to serve all plain linears. root: what ``model`` is
@@ -119,13 +119,13 @@ def install(
     if reason is not None:
         raise unsupported(model, reason)
     AttentionInterface.register(IMPLEMENTATION, paged_attention_function)
-    patched = PatchedModel(model, model if root is None else root)
+    served = ServedModel(model, model if root is None else root)
     # Tables and stand-ins are made under the settings of passes.
     with pinned(model.device.type), without_modes():
-        _install(patched, config, linear)
-    if config.backend == "triton" and (reason := head_refusal(patched.layers)) is not None:
+        _install(served, config, linear)
+    if config.backend == "triton" and (reason := head_refusal(served.layers)) is not None:
         raise unsupported(model, reason)
-    return patched
+    return served
 
 
 def fuses_layers(config: EngineConfig) -> bool:
@@ -133,16 +133,16 @@ def fuses_layers(config: EngineConfig) -> bool:
     return config.backend == "triton"
 
 
-def _install(patched: PatchedModel, config: EngineConfig, linear: LinearFunction | None) -> None:
-    model, context, positions = patched.model, patched.context, config.max_model_len
+def _install(served: ServedModel, config: EngineConfig, linear: LinearFunction | None) -> None:
+    model, context, positions = served.model, served.context, config.max_model_len
     assert positions
     serve_experts(model, context, config.linear)
     like = torch.empty(0, dtype=model.dtype, device=model.device)
     for parent, name, module in children(model):
         if _counts_positions(module):
-            patched.swap(parent, name, given_positions(module, context))
+            served.swap(parent, name, given_positions(module, context))
         elif _is_rotary(module):
-            patched.swap(parent, name, rope_table(module, max(positions, LEAST_POSITIONS), like))
+            served.swap(parent, name, rope_table(module, max(positions, LEAST_POSITIONS), like))
     repack_weights(model, model.dtype)  # before a forward in inference mode does
     last = max(positions, min(LEAST_POSITIONS, max_positions(model))) - 1
     # Recorded before there are modules that run in passes only.
@@ -150,13 +150,13 @@ def _install(patched: PatchedModel, config: EngineConfig, linear: LinearFunction
     if fuses_layers(config):
         with TorchState(model.device)():
             forms = chosen_forms(layer_calls(model, context.record, last))
-    _swap_attention(patched, last)
-    _swap_layers(patched, forms)
+    _swap_attention(served, last)
+    _swap_layers(served, forms)
     if linear is not None:
-        for parent, name, served in kernel_stand_ins(model, linear):
-            patched.swap(parent, name, served)
-    for parent, name, quicker in cpu_stand_ins(model, patched.fast_mode):
-        patched.swap(parent, name, quicker)
+        for parent, name, kernel_linear in kernel_stand_ins(model, linear):
+            served.swap(parent, name, kernel_linear)
+    for parent, name, quicker in cpu_stand_ins(model, served.fast_mode):
+        served.swap(parent, name, quicker)
 
 
 @cache
@@ -171,9 +171,9 @@ def _warn_unfused(model_type: str) -> None:
         )
 
 
-def _swap_attention(patched: PatchedModel, last: int) -> None:
+def _swap_attention(served: ServedModel, last: int) -> None:
     """Record the attention calls of the model, and replace the modules that have stand-ins."""
-    model, context = patched.model, patched.context
+    model, context = served.model, served.context
     with TorchState(model.device)():
         calls, keeps_logits = attention_calls(model, IMPLEMENTATION, context.record)
         modules = {id(call.module): call.module for call in calls}
@@ -190,34 +190,34 @@ def _swap_attention(patched: PatchedModel, last: int) -> None:
     names = _names(model)
     for parent, name, module in children(model):
         if id(module) in made:
-            patched.swap(parent, name, made[id(module)])
-    patched.layers += [call.shape for call in calls]
-    patched.keeps_logits = keeps_logits
+            served.swap(parent, name, made[id(module)])
+    served.layers += [call.shape for call in calls]
+    served.keeps_logits = keeps_logits
     for call in calls:
         module = made.get(id(call.module), call.module)
         context.layers.append(Layer(names[id(call.module)], module, call.reach))
 
 
-def _swap_layers(patched: PatchedModel, forms: list[tuple[LayerCall, Any]]) -> None:
+def _swap_layers(served: ServedModel, forms: list[tuple[LayerCall, Any]]) -> None:
     """Replace the layers that have a form, their norms and MLPs, and the norm behind the last."""
-    stream = ResidualStream(patched.context)
+    stream = ResidualStream(served.context)
     made: dict[int, FusedLayer | FusedNorm] = {}
     layers = [(call, form) for call, form in forms if isinstance(form, Form)]
     behind = {id(module) for call, _ in layers for module in call.following}
     for call, form in layers:
         made[id(call.module)] = fused_layer(call.module)
         for name, part in fused_parts(call.module, stream, form).items():
-            patched.swap(call.module, name, part)
+            served.swap(call.module, name, part)
     for call, offset in forms:
         if id(call.module) in behind and id(call.module) not in made:
             made[id(call.module)] = fused_norm(call.module, stream, offset)
-    for parent, name, module in children(patched.model):
+    for parent, name, module in children(served.model):
         if id(module) in made:
-            patched.swap(parent, name, made[id(module)])
+            served.swap(parent, name, made[id(module)])
     for call, _ in layers:
         if len(call.following) == 1 and id(call.following[0]) in made:
             layer, following = (made[id(part)] for part in (call.module, call.following[0]))
-            between = _between(patched.model, layer, following)
+            between = _between(served.model, layer, following)
             vars(layer).update(tinyspec_next=following, tinyspec_between=between)
 
 

@@ -1,1 +1,1 @@
-"""Passes through a patched model: batches, the KV pool, logits and sampling."""
+"""Passes through a served model: batches, the KV pool, logits and sampling."""

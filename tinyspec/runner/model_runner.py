@@ -1,4 +1,4 @@
-"""Runs passes through a patched model. Knows rows and pages, not requests nor sampling."""
+"""Runs passes through a served model. Knows rows and pages, not requests nor sampling."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tinyspec.config import EngineConfig
 from tinyspec.kernels.backend import Kernels
 from tinyspec.model.cpu.heap import keep_freed_memory
 from tinyspec.model.introspection import accepted
-from tinyspec.model.patched_model import PatchedModel
+from tinyspec.model.served_model import ServedModel
 from tinyspec.model.supported import vocab_size
 from tinyspec.model.torch_state import TorchState
 from tinyspec.runner.batch import Batch
@@ -53,40 +53,40 @@ class ModelRunner:
 
     def __init__(
         self,
-        patched: PatchedModel,
+        served: ServedModel,
         pool: PagePool,
         kernels: Kernels,
         buckets: Buckets,
         config: EngineConfig,
     ):
-        self.device = device = patched.model.device
+        self.device = device = served.model.device
         self.torch_state = TorchState(device)
         self.buckets = buckets
         if device.type == "cpu":
             keep_freed_memory()
         self._pool, self._kernels, self._config = pool, kernels, config
         self._cache: KVCache | None = None
-        self._context = patched.context
+        self._context = served.context
         self.taps: LayerTaps | None = None
         self.graphs = PassGraphs(self.torch_state.stream, bool(config.cuda_graphs))
         self._fixed = FixedBatches(config, buckets.fit, buckets.fit_canonical, device)
-        self.serve(patched)
+        self.serve(served)
 
-    def serve(self, patched: PatchedModel) -> None:
+    def serve(self, served: ServedModel) -> None:
         """Run this model from now on, on pages of its own where it has others; no pass may be
         running."""
-        model, before = patched.model, self._cache
+        model, before = served.model, self._cache
         self._context.k, self._context.v = [], []  # the model of before is collected late
         self.graphs.clear()
-        self._patched, self.model, self.layers = patched, model, patched.layers
+        self._served, self.model, self.layers = served, model, served.layers
         self.vocab_size = vocab_size(model)
-        self._keeps_logits = patched.keeps_logits
+        self._keeps_logits = served.keeps_logits
         self._always = accepted(model, use_cache=False, return_dict=True)
         self._takes_positions = "position_ids" in accepted(model, position_ids=None)
-        self._context = patched.context
+        self._context = served.context
         self._context.kernels = self._kernels
         self.kv_dtype = dtype_of(self._config.kv_dtype, model.dtype)
-        self.tiles, self._fast_mode = patched.tiles, patched.fast_mode
+        self.tiles, self._fast_mode = served.tiles, served.fast_mode
         if before is not None:
             if (before.layers, before.dtype) != (self.layers, self.kv_dtype):
                 self.release()
@@ -199,9 +199,9 @@ class ModelRunner:
                 rows, sources = packed.newest
                 packed.batch.input_ids[rows] = tokens[sources].clamp(min=0)
             self.cache.zero(packed.fresh)
-            marks = self._patched.marks()
+            marks = self._served.marks()
             logits = self.forward(packed.batch, packed.keep, packed.canonical)
-            self._patched.keep_apart(marks)
+            self._served.keep_apart(marks)
             if packed.count < logits.shape[0]:
                 logits = logits[: packed.count]
         return logits
@@ -233,7 +233,7 @@ class ModelRunner:
             self._fixed.tables.forget()
 
     def forward(self, batch: Batch, keep: Tensor | None, canonical: bool) -> Tensor:
-        """One forward of the patched model over packed rows; logits of the rows ``keep``, or of
+        """One forward of the served model over packed rows; logits of the rows ``keep``, or of
         all: in fp32 for the twins, as they are for Triton.
 
         canonical: linears run in tiles where the pass would not be canonical without them;

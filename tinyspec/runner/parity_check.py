@@ -18,8 +18,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from tinyspec.errors import unsupported
 from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.model.introspection import ROUNDING
-from tinyspec.model.patched_model import PatchedModel
 from tinyspec.model.scratch_weights import with_scratch_weights, with_weights
+from tinyspec.model.served_model import ServedModel
 from tinyspec.model.shadow import Shadow
 from tinyspec.model.supported import SERVED, max_positions, vocab_size
 from tinyspec.model.torch_state import TorchState
@@ -35,28 +35,28 @@ def is_known(model: PreTrainedModel) -> bool:
     return own and model.config.model_type in SERVED
 
 
-def check_parity(patched: PatchedModel, runner: ModelRunner) -> None:
-    """Compare logits of the patched model with those of its own ``generate``, unless it is known.
+def check_parity(served: ServedModel, runner: ModelRunner) -> None:
+    """Compare logits of the served model with those of its own ``generate``, unless it is known.
 
     Raises UnsupportedModelError if they differ by more than rounding.
     """
-    model = patched.model
+    model = served.model
     if is_known(model):
         return
-    plain = Shadow(patched.user).of(patched.user)
-    off = with_weights((model, plain), {}, partial(_off, patched, runner, plain))
+    plain = Shadow(served.user).of(served.user)
+    off = with_weights((model, plain), {}, partial(_off, served, runner, plain))
     if isnan(off):  # as with weights that are zero, which show nothing
-        off = with_scratch_weights(model, partial(_off, patched, runner, plain), plain)
+        off = with_scratch_weights(model, partial(_off, served, runner, plain), plain)
     # Twice: both sides round.
     if not off <= 2 * ROUNDING[model.dtype]:
         why = f"its type is untested, and its logits over pages are {off:.1%} off"
         raise unsupported(model, f"{why} those of its own generate")
 
 
-def _off(patched: PatchedModel, runner: ModelRunner, plain: PreTrainedModel) -> float:
+def _off(served: ServedModel, runner: ModelRunner, plain: PreTrainedModel) -> float:
     """How far the logits are apart from those of ``plain``, another shadow of the same model,
     relative to the largest; NaN where its own are all zero."""
-    model = patched.model
+    model = served.model
     try:
         tokens, expected = _own_generate(plain)
     except Exception as error:

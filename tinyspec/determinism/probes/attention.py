@@ -21,7 +21,7 @@ from tinyspec.kernels.twins.attention import KEYS_UNIT
 from tinyspec.kernels.twins.attention_plan import TILE
 from tinyspec.kernels.twins.layers import CODES, stored
 from tinyspec.model.attention_calls import LayerShape, Reach
-from tinyspec.model.patched_model import patched_of
+from tinyspec.model.served_model import served_of
 from tinyspec.runner.model_runner import ModelRunner
 
 PAGE_SIZE = 128
@@ -109,7 +109,7 @@ def compare_more(
 def _kinds(runner: ModelRunner, far: bool = True) -> list[tuple[LayerShape, Reach]]:
     """The distinct kinds of attention calls; first without bounds that no row of the probe comes
     to, and then (``far``) with nearer ones in their place."""
-    reaches = [layer.reach for layer in patched_of(runner.model).context.layers]
+    reaches = [layer.reach for layer in served_of(runner.model).context.layers]
     layers = list(zip(runner.layers, reaches, strict=True))
     kinds = [(shape, _within(reach)) for shape, reach in layers]
     if far:

@@ -1,4 +1,4 @@
-"""Probes a patched model end to end: does a pass give every row the logits, log-probabilities, keys
+"""Probes a served model end to end: does a pass give every row the logits, log-probabilities, keys
 and values that the reference bucket gives it, and how long does it take?
 
 Compared is on scratch weights, which the caller sees to, so that no value of the model's own can

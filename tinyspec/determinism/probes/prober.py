@@ -29,8 +29,8 @@ from tinyspec.determinism.probes.row_functions import (
 from tinyspec.model.fused_layer import fused_functions
 from tinyspec.model.linear_kinds import linear_kinds, linear_shape, linear_weight
 from tinyspec.model.moe import kernel_experts, row_functions
-from tinyspec.model.patched_model import patched_of
 from tinyspec.model.scratch_model import ScratchModel
+from tinyspec.model.served_model import served_of
 from tinyspec.runner.capacity import refuse_shortage
 from tinyspec.runner.model_runner import ModelRunner
 
@@ -82,7 +82,7 @@ class Prober:
         def begin() -> AbstractContextManager[None]:
             logit_rows = min(rows, self.reference)
             recorders.append(OpRecorder(self.runner.model, rows, logit_rows, self.experts))
-            return recorders[-1].recording(patched_of(self.runner.model).context)
+            return recorders[-1].recording(served_of(self.runner.model).context)
 
         return begin
 

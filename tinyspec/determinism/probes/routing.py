@@ -237,7 +237,7 @@ class OpRecorder(TorchDispatchMode):
 
     @contextmanager
     def recording(self, context: AttentionContext | None = None) -> Iterator[None]:
-        """Record what runs in the block; context: of the attention of a patched model."""
+        """Record what runs in the block; context: of the attention of a served model."""
         handles = []
         for name, module in self._model.named_modules():
             handles += [

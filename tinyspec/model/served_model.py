@@ -35,7 +35,7 @@ class Swapped(NamedTuple):
     stand_in: nn.Module
 
 
-class PatchedModel:
+class ServedModel:
     """user: the model that this was made of, and outline: as it was then. model, root: the shadows
     of it and of what it is a part of.
 
@@ -147,6 +147,6 @@ def named(tree: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield name.replace("_orig_mod.", "").removesuffix("_orig_mod").rstrip("."), module
 
 
-def patched_of(model: PreTrainedModel) -> PatchedModel:
+def served_of(model: PreTrainedModel) -> ServedModel:
     """Of the shadow that it holds."""
     return model.__dict__["_tinyspec"]
