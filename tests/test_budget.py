@@ -48,13 +48,6 @@ def test_every_value_is_shown(sizes):
     assert chosen == budget.covering(items[::-1]), "in whatever order they are collected"
 
 
-def test_two_parameters_do_not_go_together():
-    """With two values each beside one of many all four pairs are shown."""
-    chosen = budget.covering(crossed(a=list(range(8)), b=["x", "y"], c=["u", "v"]))
-    pairs = {(i.callspec.params["b"], i.callspec.params["c"]) for i in chosen}
-    assert len(pairs) == 4 and len(chosen) == 8
-
-
 def test_a_family_has_its_share():
     items = [*lasting("crosses", 2.0, 500), *lasting("random use", 30.0, 100)]
     chosen = budget.sampled(config(36), items)
@@ -66,11 +59,6 @@ def test_a_family_has_its_share():
         allowed = budget.quota(config(36), family)
         assert 0.8 * allowed < spent[family] <= allowed
     assert sum(budget.quota(config(36), family) for family in budget.SHARES) == pytest.approx(2160)
-
-
-def test_at_least_one_of_a_family():
-    chosen = budget.sampled(config(0.01), lasting("crosses", 2.0, 5))
-    assert len(chosen) == 1
 
 
 def test_the_seed_draws():

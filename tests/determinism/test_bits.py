@@ -20,7 +20,6 @@ from tinyspec.determinism.probes.row_functions import probe_function, probe_pool
 from tinyspec.model.linear_kinds import distinct_linears, linear_shape, linear_weight
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-ROW_COUNTS = [1, 2, 3, 4, 8, 16, 32]
 
 
 class IntegerLinear(nn.Linear):

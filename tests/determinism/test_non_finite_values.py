@@ -16,7 +16,6 @@ from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.kernels.twins import attention as twin
 
 SPECIAL = 5
-WINDOW = 24
 PARAMS = SamplingParams(max_new_tokens=6, deterministic=True, logprobs=True)
 
 

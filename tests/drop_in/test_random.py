@@ -23,11 +23,11 @@ from tests.support.drop_in import (
     AfterEven,
     AtMultiples,
     alone,
-    left_padded,
     own,
     processors_of,
     random_ids,
 )
+from tests.support.judge import padded
 from tests.support.tiny import VOCAB, tiny
 from tests.support.tolerances import LOGITS, close
 
@@ -131,7 +131,7 @@ def calls(draw, more: dict[str, tuple[Any, ...]] | None = None):
     layout = draw(st.sampled_from(("lists", "mask", "no mask")))
     if layout == "lists":
         return {**given_, "input_ids": prompts}, prompts, rows
-    given_["input_ids"], mask = left_padded(prompts)
+    given_["input_ids"], mask = padded(prompts)
     if layout == "mask":
         given_["attention_mask"] = mask
     return given_, prompts, rows

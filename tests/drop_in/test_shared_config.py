@@ -21,7 +21,6 @@ from tinyspec import Engine, SamplingParams
 from tinyspec.model.attention import IMPLEMENTATION
 
 PROMPT = random_ids(9)
-IDS = torch.tensor([PROMPT])
 # The first row is padded: a mask that is left out shows.
 PADDED = {
     "input_ids": torch.tensor([[0, 0, *PROMPT], random_ids(11, 1)]),

@@ -25,7 +25,6 @@ from tinyspec.model.cpu.linears import (
     cpu_stand_ins,
 )
 
-CONFIG = EngineConfig(reference_rows=16, max_rows=64)
 # Which linear, and the row counts that are quicker by torch's default.
 KINDS = {
     torch.float32: (OneDnnLinear, range(1, MKL_ROWS + 1)),

@@ -196,10 +196,6 @@ def window(model: Any) -> None:
             layer.self_attn.sliding_window = 7
 
 
-def scale_of_attention(model: Any) -> None:
-    model.model.layers[0].self_attn.scaling = 0.5
-
-
 def frequencies(model: Any) -> None:
     with torch.no_grad():
         model.model.rotary_emb.inv_freq.mul_(2)

@@ -68,14 +68,6 @@ def alone(model: PreTrainedModel, prompt: list[int], **settings: Any) -> list[in
     return out[0, len(prompt) :].tolist()
 
 
-def left_padded(prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """input_ids and attention_mask, as a tokenizer would pad them."""
-    longest = max(map(len, prompts))
-    ids = [[PAD] * (longest - len(p)) + p for p in prompts]
-    mask = [[0] * (longest - len(p)) + [1] * len(p) for p in prompts]
-    return torch.tensor(ids), torch.tensor(mask)
-
-
 def processors_of(model: PreTrainedModel, prompt: list[int], **settings: Any) -> Any:
     """The logits processors that transformers makes of ``settings``."""
     found = []

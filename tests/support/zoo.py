@@ -150,22 +150,3 @@ def greedy(
         **settings,
     )
     return out.sequences[0, len(prompt) :].tolist(), torch.cat(out.logits).float()
-
-
-def portrait(model: PreTrainedModel, tokens: int = 64) -> dict[str, float]:
-    """How fit a model is to be compared token by token.
-
-    distinct: different tokens of ``tokens``. gap: the least distance of the best two logits.
-    early: share of the tokens that change with the first token of a prompt of 17.
-    """
-    prompt = prompts()[2]
-    said, logits = greedy(model, prompt, tokens)
-    best = logits.topk(2).values
-    other, moved = greedy(model, [(prompt[0] + 7) % VOCAB, *prompt[1:]], tokens)
-    changed = sum(a != b for a, b in zip(said, other, strict=True)) / len(said)
-    return {
-        "distinct": len(set(said)),
-        "gap": float((best[:, 0] - best[:, 1]).min()),
-        "early": changed,
-        "first_logits_moved": float((logits[0] - moved[0]).abs().max()),
-    }
