@@ -185,14 +185,8 @@ def attend_tiles(
 def _outputs(merged: Tensor, q: Tensor, plan: TileCall) -> Tensor:
     """Of results [B, parts, queries, D or more] those of the plan's rows [n, Hq, D]."""
     _, heads, dim = q.shape
-    if merged.shape[3] > dim:
-        merged = merged[..., :dim]
-    found = merged.to(q.dtype).reshape(-1, dim)
-    if plan.picked is None:
-        found = found[: len(plan.rows) * heads].contiguous()
-    else:
-        found = found.index_select(0, plan.picked)
-    return found.view(-1, heads, dim)
+    found = merged[..., :dim].to(q.dtype).reshape(-1, dim)
+    return found.index_select(0, plan.picked).view(-1, heads, dim)
 
 
 @dataclass

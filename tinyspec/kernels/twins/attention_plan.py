@@ -117,8 +117,7 @@ class TileCall:
     gather: [T * parts * height] the groups of heads, counted through the pass, that are every
             tile's query rows.
     rows:   [n] the pass rows that the call computes, ascending.
-    picked: [n * parts * group] where these have their heads in the result [B, parts, queries]; None
-            where that is 0, 1, 2, ...
+    picked: [n * parts * group] where these have their heads in the result [B, parts, queries].
     owners: [T] block of every tile; None where tiles and blocks are the same in the same order, or
             all tiles are one block's, whose query rows are there once.
     mask:   [T, 1, queries, keys] fp32, 0 or MASKED.
@@ -132,7 +131,7 @@ class TileCall:
     height: int
     gather: Tensor
     rows: Tensor
-    picked: Tensor | None
+    picked: Tensor
     owners: Tensor | None
     mask: Tensor
     keys: int
@@ -259,16 +258,13 @@ def _plan_call(
     )
 
 
-def _results(
-    blocks: list[Block], queries: int, group: int, parts: int
-) -> tuple[Tensor, Tensor | None]:
+def _results(blocks: list[Block], queries: int, group: int, parts: int) -> tuple[Tensor, Tensor]:
     """``TileCall.rows`` and ``TileCall.picked``."""
     own = sorted((block.row, n * parts * queries, block.rows) for n, block in enumerate(blocks))
     query = integers([place + n * group for _, place, count in own for n in range(count)])
     heads = integers(range(group)) + integers(range(parts))[:, None] * queries
-    picked = (query[:, None, None] + heads).flatten()
     rows = integers([first + n for first, _, count in own for n in range(count)])
-    return rows, None if torch.equal(picked, integers(range(len(picked)))) else picked
+    return rows, (query[:, None, None] + heads).flatten()
 
 
 def _find_tiles(
