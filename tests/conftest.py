@@ -89,7 +89,7 @@ def _fixed_costs() -> Iterator[Any]:
     """The scheduler chooses by costs of buckets, and every test has the same ones: measured, they
     would be others on a busy machine. A doctor looks at no more rows of attention than the proof
     does."""
-    from tinyspec.determinism.probe_results import ProbeResults
+    from tinyspec.determinism.results import ProbeResults
     from tinyspec.scheduler.buckets import Buckets, row_counts
 
     costs = {rows: 1e-3 * (1 + rows / 32) for rows in row_counts(4096)}
@@ -114,16 +114,16 @@ def _everything_known(request, monkeypatch) -> None:
     ``proven_on_demand``."""
     if "proven_on_demand" not in request.fixturenames:
         from tinyspec.determinism.contract import Contract
-        from tinyspec.determinism.probes.proof import FIRST_PASSES
+        from tinyspec.determinism.proof import FIRST_PASSES
 
-        monkeypatch.setattr("tinyspec.determinism.probes.proof.ALL_PASSES", FIRST_PASSES)
+        monkeypatch.setattr("tinyspec.determinism.proof.ALL_PASSES", FIRST_PASSES)
         prove = Contract.prove
 
         def whole(contract, fresh=False):
             known = contract.results is not None and not fresh
             results = prove(contract, fresh)
             if not known and not results.unsound:
-                contract._prove_more(contract.buckets.sizes)
+                contract.prove_more(contract.buckets.sizes, 1)
             return prove(contract)
 
         monkeypatch.setattr(Contract, "prove", whole)
@@ -135,13 +135,13 @@ def probed(monkeypatch) -> list[Any]:
     from tinyspec.determinism import contract
 
     found = []
-    whole = contract.ReferenceProof
+    whole = contract.prove_reference
 
     def counted(*args):
         found.append(args)
         return whole(*args)
 
-    monkeypatch.setattr(contract, "ReferenceProof", counted)
+    monkeypatch.setattr(contract, "prove_reference", counted)
     return found
 
 
@@ -149,7 +149,7 @@ def probed(monkeypatch) -> list[Any]:
 def proven_on_demand(monkeypatch):
     """Engines know the reference bucket first, and prove others between the passes of requests, as
     soon as these would have used them."""
-    monkeypatch.setattr("tinyspec.determinism.ladder.proof_seconds", lambda *_: 0.0)
+    monkeypatch.setattr("tinyspec.determinism.contract.proof_seconds", lambda *_: 0.0)
 
 
 @pytest.fixture
@@ -164,11 +164,11 @@ def two_threads():
 def no_results_on_disk(monkeypatch):
     """For models whose linears a test replaces, which the key of probe results does not see: what
     one test finds is kept for that test alone."""
-    from tinyspec.determinism import probe_cache
+    from tinyspec.determinism import results
 
     kept: dict[str, Any] = {}
-    monkeypatch.setattr(probe_cache, "load", kept.get)
-    monkeypatch.setattr(probe_cache, "store", kept.__setitem__)
+    monkeypatch.setattr(results, "load", kept.get)
+    monkeypatch.setattr(results, "store", kept.__setitem__)
 
 
 @pytest.fixture

@@ -1,16 +1,28 @@
 """Attention of a row alone and in its prompt: head sizes, softcaps, and a probe that tells."""
 
 from dataclasses import replace
+from itertools import count
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.support import zoo
 from tests.support.budget import first
 from tests.support.tiny import config_of, tiny
-from tinyspec import DeterminismError, Engine, SamplingParams
-from tinyspec.determinism.probes.attention import MANY_ROWS, probe_attention, probe_rows
+from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
+from tinyspec.determinism import attention_probe
+from tinyspec.determinism.attention_probe import (
+    LENGTH,
+    MANY_ROWS,
+    AttentionKind,
+    attention_kinds,
+    compare_attention,
+    compare_rows,
+)
+from tinyspec.determinism.results import ComparedRows
 from tinyspec.kernels import backend as kernels
+from tinyspec.kernels import launch
 from tinyspec.kernels.twins import attention as twin
 from tinyspec.kernels.twins import attention_plan
 from tinyspec.kernels.twins.attention import flash_attention
@@ -18,6 +30,8 @@ from tinyspec.kernels.twins.attention_plan import padded_queries
 from tinyspec.model.attention_calls import LayerShape, Reach
 from tinyspec.model.cpu.linears import cpu_has
 
+TWINS = kernels.load("torch")
+CONFIG = EngineConfig(reference_rows=8)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -31,9 +45,26 @@ ODD_GROUPS = (
 EVEN_GROUPS = ((8, 2, 128), (4, 4, 64), (8, 1, 256), (16, 1, 80))
 
 
-def probe(dtype, dim, softcap=0.0, heads=(8, 2), **more):
-    shape = LayerShape(*heads, dim, softcap)
-    return probe_rows(kernels.load("torch"), shape, dtype, torch.device("cpu"), **more)
+def probe(dtype, dim, softcap=0.0, heads=(8, 2), kernels=TWINS, reach=None, sinks=False, **more):
+    """One kind of calls, by one round or more."""
+    kind = AttentionKind(LayerShape(*heads, dim, softcap, sinks=sinks), reach or Reach())
+    like, known = torch.empty(0, dtype=dtype), ComparedRows(kind.name)
+    return compare_rows(kernels, kind, like, more.pop("kv_dtype", dtype), known, **more)
+
+
+def of_engine(engine):
+    """One round of every kind of a model's calls, by the kernels that its passes call."""
+    return compare_attention(engine.runner, attention_kinds(engine.runner))
+
+
+def broken(when, whole=TWINS):
+    """Attention of single rows is another where ``when(scores)``."""
+
+    def attend(q, k, v, metadata, **scores):
+        out = whole.paged_attention(q, k, v, metadata, **scores)
+        return out * (1 + (len(q) == 1 and when(scores)))
+
+    return replace(whole, paged_attention=attend)
 
 
 @pytest.mark.crossed(0.2)
@@ -43,7 +74,7 @@ def probe(dtype, dim, softcap=0.0, heads=(8, 2), **more):
 def test_rows_alone_and_in_their_prompt(dtype, dim, softcap):
     found = probe(dtype, dim, softcap)
     assert found.checked > 1000
-    assert found, str(found)
+    assert found
 
 
 @pytest.mark.crossed(0.5)
@@ -52,7 +83,7 @@ def test_rows_alone_and_in_their_prompt(dtype, dim, softcap):
 def test_groups_that_are_no_power_of_two(dtype, heads):
     found = probe(dtype, heads[2], heads=heads[:2])
     assert found.checked > 2000
-    assert found, str(found)
+    assert found
 
 
 def rest_of_a_cut_differs():
@@ -85,7 +116,7 @@ def test_many_rows(dtype, heads):
     """A difference in one row of 10,000 shows with 99 %."""
     found = probe(dtype, heads[2], heads=heads[:2], rows=MANY_ROWS)
     assert found.checked >= 50_000
-    assert found, str(found)
+    assert found
 
 
 @pytest.mark.parametrize("reach", [Reach(window=24), Reach(chunk=100)], ids=str)
@@ -96,30 +127,30 @@ def test_bounded_rows(reach):
 
 def test_one_row_of_many_is_found():
     """More rows find what few do not, and the result says how many it took."""
-    whole = kernels.load("torch")
     calls = []
 
     def rarely(q, *args, **kwargs):
-        out = whole.paged_attention(q, *args, **kwargs)
+        out = TWINS.paged_attention(q, *args, **kwargs)
         calls.append(len(out))
         if sum(calls) > 30_000 and len(calls) % 50 == 49:
             out[-1, 0, 0] += 1
         return out
 
-    broken = replace(whole, paged_attention=rarely)
-    shape, device = LayerShape(2, 1, 16), torch.device("cpu")
-    few = probe_rows(broken, shape, torch.float32, device)
+    bad = replace(TWINS, paged_attention=rarely)
+    few = probe(torch.float32, 16, heads=(2, 1), kernels=bad)
     assert few and few.checked < 10_000
     del calls[:]
-    many = probe_rows(broken, shape, torch.float32, device, rows=MANY_ROWS)
+    many = probe(torch.float32, 16, heads=(2, 1), kernels=bad, rows=MANY_ROWS)
     assert many.checked >= MANY_ROWS and 0 < many.differing < 20
 
 
-def test_time_ends_it():
+def test_time_ends_it(monkeypatch):
+    clock = count()
+    monkeypatch.setattr(attention_probe.time, "perf_counter", lambda: next(clock))
     few, more = (
-        probe(torch.float32, 16, heads=(2, 1), rows=10**9, seconds=seconds) for seconds in (0, 0.5)
+        probe(torch.float32, 16, heads=(2, 1), rows=10**9, seconds=seconds) for seconds in (0, 2)
     )
-    assert 2000 < few.checked < more.checked < 10**9
+    assert few.checked > 2000 and more.checked == 3 * few.checked
 
 
 @pytest.mark.parametrize("group", range(1, 41))
@@ -149,18 +180,85 @@ def test_control_few_rows_of_a_wide_head(dtype, softcap, monkeypatch):
     assert not probe(dtype, 256, softcap, heads=(8, 1))
 
 
-def test_an_engine_probes_with_its_softcap(monkeypatch):
-    with Engine(tiny("gemma2", torch.bfloat16)) as engine:
-        softcap = engine.model.config.attn_logit_softcapping
-        assert softcap
-        assert {layer.softcap for layer in engine.runner.layers} == {softcap}
-        assert all(probe_attention(engine.runner))
+@pytest.mark.parametrize("name", ["softcap", "sinks"])
+def test_an_engine_probes_what_its_calls_have(name):
+    model = tiny("gemma2", torch.bfloat16) if name == "softcap" else zoo.tiny("gpt_oss")
+    with Engine(model, config=CONFIG) as engine:
+        assert all(getattr(layer, name) for layer in engine.runner.layers)
+        assert all(of_engine(engine))
+        engine.served.context.kernels = broken(lambda scores: scores.get(name, 0) is not None)
+        found = of_engine(engine)
+        assert found and not any(found) and all(name in kind.name for kind in found)
+    shape = (torch.float32, 16, 0.0, (4, 2), broken(lambda scores: "sinks" in scores))
+    assert probe(*shape) and not probe(*shape, sinks=True)
+
+
+@pytest.mark.parametrize("keys", [32, 64, 96])
+def test_keys_that_are_left_out(keys, monkeypatch):
+    """Calls over so many keys of a tile have other bits, unlike what was compared before use."""
+    monkeypatch.setattr(twin, "cut_keeps_bits", lambda *_: True)
+    flash = twin.flash_attention
+
+    def other(q, k, *args, **more):
+        out, lse = flash(q, k, *args, **more)
+        return out * (1 + (k.shape[2] == keys)), lse
+
+    monkeypatch.setattr(twin, "flash_attention", other)
+    assert not probe(torch.float32, 64, heads=(4, 2))
+    monkeypatch.setattr(twin, "cut_keeps_bits", lambda *_: False)
+    assert probe(torch.float32, 64, heads=(4, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "bound"),
+    [
+        ("window", 8192 + 100),
+        pytest.param("chunk", LENGTH, marks=pytest.mark.slow("crosses", 1)),
+    ],
+)
+def test_far_bounds(name, bound, no_results_on_disk, proven_on_demand):
+    """Before the first token on a GPU, with the first further bucket on a CPU."""
+    near = f"{name} { {LENGTH: 88, 8192 + 100: 100}[bound] }"
+    with Engine(tiny(), config=CONFIG) as engine:
         context = engine.served.context
-        context.kernels = replace(
-            context.kernels,
-            paged_attention=lambda q, *_, softcap, **__: q * (1 + (len(q) == 1) * (softcap > 0)),
-        )
-        assert not any(probe_attention(engine.runner))
+        context.layers[:] = [
+            layer._replace(reach=Reach(**{name: bound})) for layer in context.layers
+        ]
+        engine.contract.ensure()
+        (unbounded,) = engine.contract.results.attention
+        unknown, bounded = attention_kinds(engine.runner)
+        assert unbounded.name == unknown.name and near in bounded.name
+        context.kernels = broken(lambda scores: scores[name] > 0)
+        results = engine.contract.prove_more([16])
+        assert [kind.differing > 0 for kind in results.attention] == [False, True]
+        assert [wrong.name for wrong in results.unsound] == [bounded.name]
+
+
+FAR = [*range(LENGTH, LENGTH + 3 * 512, 7)]
+FAR += [2**n + d for n in range(10, 18) for d in (0, 1, 37)]
+
+
+def ends(bound: int, rows: range) -> set[tuple[int, int]]:
+    """Where in a split the rows' windows of this length begin and end."""
+    return {((row - bound + 1) % 512, row % 512) for row in rows if row >= bound}
+
+
+def test_near_bounds_meet_the_same_boundaries():
+    """Whole windows that the probe sees are whole windows of the far bound, in every launch's
+    splits; of chunks as well."""
+    splits = {entry.split for entry in launch._ATTENTION.values()}
+    splits |= {e.split for table in launch._ATTENTION_OF.values() for e in table.values()}
+    assert all(attention_probe.SPLIT % split == 0 for split in splits)
+    for bound in FAR:
+        near = attention_probe.nearer(Reach(window=bound)).window
+        assert attention_probe.nearer(Reach(chunk=bound)).chunk == near < LENGTH - 20
+        assert near >= 64 and near % 512 == bound % 512
+    for bound in (1000, 4096, 4096 + 37, 131072 + 1):
+        near = attention_probe.nearer(Reach(window=bound)).window
+        seen = ends(near, range(LENGTH))
+        assert seen and seen <= ends(bound, range(bound, bound + 512))
+    # As it was, for half of all bounds.
+    assert not ends(256 + 4096 % 256, range(LENGTH)) & ends(4096, range(4096, 4608))
 
 
 def grouped(dtype=torch.float32):

@@ -6,7 +6,7 @@ from torch import nn
 
 from tests.support.sensitive import RowByRowLinear, ShapeSensitiveLinear
 from tests.support.thinking import all_bits, engine_of, exact, prompt_of, thinking_model
-from tinyspec.determinism.probes.batches import BatchFunction, other_than
+from tinyspec.determinism.rows import BatchFunction, other_than
 from tinyspec.thinking.thinker import REFERENCE, SIZES, ChunkBatches
 
 PROMPT, OTHER = prompt_of(67, 67), prompt_of(70, 3)

@@ -8,17 +8,14 @@ import torch
 
 from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig
-from tinyspec.determinism import fingerprint, probe_cache
-from tinyspec.determinism.code_digest import PACKAGE, file_digest, syntax_digest
+from tinyspec.determinism import fingerprint
+from tinyspec.determinism.fingerprint import PACKAGE, syntax_digest
+from tinyspec.determinism.results import package_digest
 from tinyspec.model.checksum import row_checksums
 from tinyspec.thinking.thinker import CODE
 
 # One file of each wing that decides bits, twins and kernels apart.
 FILES = ("kernels/sample.py", "kernels/twins/sample.py", "model/row_tiles.py", "runner/sampler.py")
-digest_of = {
-    "syntax": syntax_digest.__wrapped__,
-    "files": file_digest.__wrapped__,
-}
 
 
 @pytest.fixture
@@ -33,11 +30,6 @@ def edit(path, change):
     after = change(before)
     assert after != before
     path.write_text(after)
-
-
-@pytest.mark.parametrize("kind", digest_of)
-def test_the_place_of_installation_is_no_part(copy, kind):
-    assert digest_of[kind](copy) == digest_of[kind](PACKAGE)
 
 
 def other_docstrings(text):
@@ -57,36 +49,28 @@ def other_constant(text):
     return ast.unparse(tree)
 
 
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param(lambda text: text + "\n# a comment\n", id="comment"),
-        pytest.param(other_docstrings, id="docstrings and formatting"),
-    ],
-)
-def test_what_the_fingerprint_does_not_see(copy, name, change):
-    edit(copy / name, change)
-    assert syntax_digest(copy) == syntax_digest(PACKAGE)
-    assert file_digest(copy) != file_digest(PACKAGE)
+def digests(root):
+    """Of the wings that decide bits, and of every file."""
+    return syntax_digest.__wrapped__(root), package_digest.__wrapped__(root)
 
 
-def test_code_that_decides_no_bit(copy):
+def test_what_the_digests_see(copy):
+    """The fingerprint's what decides bits, wherever it is installed; the key of results all."""
+    own = digests(PACKAGE)
+    assert digests(copy) == own
+    for name in FILES:
+        text = (copy / name).read_text()
+        for change in (lambda text: text + "\n# a comment\n", other_docstrings):
+            edit(copy / name, change)
+            syntax, files = digests(copy)
+            assert syntax == own[0] and files != own[1]
+        edit(copy / name, other_constant)
+        assert digests(copy)[0] != own[0]
+        (copy / name).write_text(text)
     edit(copy / "scheduler" / "buckets.py", other_constant)
-    assert syntax_digest(copy) == syntax_digest(PACKAGE)
-    assert file_digest(copy) != file_digest(PACKAGE)
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_changed_constant(copy, name):
-    edit(copy / name, other_constant)
-    assert syntax_digest(copy) != syntax_digest(PACKAGE)
-    assert file_digest(copy) != file_digest(PACKAGE)
-
-
-def test_a_moved_file(copy):
+    assert digests(copy)[0] == own[0]
     (copy / "runner" / "sampler.py").rename(copy / "runner" / "picker.py")
-    assert syntax_digest(copy) != syntax_digest(PACKAGE)
+    assert digests(copy)[0] != own[0]
 
 
 def test_the_fingerprint_holds_it(monkeypatch):
@@ -97,16 +81,6 @@ def test_the_fingerprint_holds_it(monkeypatch):
         monkeypatch.setattr(fingerprint, "syntax_digest", lambda: "other code")
         engine.weights_changed()
         assert engine.fingerprint != own
-
-
-def test_the_key_of_probe_results_covers_every_file(copy, monkeypatch):
-    """Kernels included: what they did before says nothing of what they do now."""
-    own = probe_cache.key_of("fingerprint", "settings")
-    monkeypatch.setattr(probe_cache, "file_digest", lambda: file_digest(copy))
-    assert probe_cache.key_of("fingerprint", "settings") == own
-    edit(copy / "kernels" / "linear.py", lambda text: text + "\nOTHER = 1\n")
-    file_digest.cache_clear()
-    assert probe_cache.key_of("fingerprint", "settings") != own
 
 
 def test_row_checksums():

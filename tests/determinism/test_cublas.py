@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tinyspec.determinism import cublas, environment
+from tinyspec.determinism import environment
 from tinyspec.kernels import backend
 
 LINE = "7f00-7f01 r-xp 00000000 08:01 42    {}"
@@ -48,24 +48,26 @@ def loader(parts, whole, loaded):
 
 def test_versions_of_loaded_libraries(maps):
     loaded = []
-    found = cublas.versions(maps, loader((12, 9, 1), 120901, loaded))
+    found = environment.cublas_versions(maps, loader((12, 9, 1), 120901, loaded))
     twice = ["libcublas.so.12", "12.9.1"]
     assert found == [twice, twice, ["libcublasLt.so.12", "120901"]]
     assert len(loaded) == 3
-    assert cublas.versions(maps, loader((12, 9, 2), 120901, [])) != found
+    assert environment.cublas_versions(maps, loader((12, 9, 2), 120901, [])) != found
 
 
 def test_versions_where_none_can_be_asked(maps, tmp_path):
-    assert cublas.versions(tmp_path / "none") == []
-    found = cublas.versions(maps, lambda path: SimpleNamespace())
+    assert environment.cublas_versions(tmp_path / "none") == []
+    found = environment.cublas_versions(maps, lambda path: SimpleNamespace())
     assert {version for _, version in found} == {""}
 
 
 def test_functions_of_a_library_that_is_loaded(tmp_path):
     """The real loader, on a library of torch's that has neither function."""
-    line = next(line for line in cublas.MAPS.read_text().splitlines() if "libtorch_cpu" in line)
+    line = next(
+        line for line in environment.MAPS.read_text().splitlines() if "libtorch_cpu" in line
+    )
     path = line.split(maxsplit=5)[-1]
-    assert cublas._version(ctypes.CDLL(path)) == ""
+    assert environment._cublas_version(ctypes.CDLL(path)) == ""
 
 
 VARIABLES = {
@@ -81,22 +83,22 @@ def test_variables(told, monkeypatch):
     """Sizes of workspaces where torch does not tell them."""
     for name, value in {**VARIABLES, "CUBLASLT_LOG_LEVEL": "5", "CUBLAS_LOGINFO_DBG": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(cublas, "_C", SimpleNamespace())
+    monkeypatch.setattr(environment, "_C", SimpleNamespace())
     if told:
-        cublas._C._cuda_getCublasWorkspaceSize = lambda: 1 << 25
+        environment._C._cuda_getCublasWorkspaceSize = lambda: 1 << 25
     left_out = backend.WORKSPACES if told else ()
     expected = {name: value for name, value in VARIABLES.items() if name not in left_out}
-    assert cublas.settings() == expected
+    assert environment.cublas.__wrapped__()["variables"] == expected
 
 
 def test_it_is_part_of_the_fingerprint(monkeypatch):
     """On CUDA, and read once."""
     monkeypatch.setattr(environment, "ambient", lambda device: (1, 1, 0, "cublas", 4096))
     monkeypatch.setattr(environment, "device_parts", lambda device: ["GPU", "sm_90", "132"])
-    fixed = cublas.fixed.__wrapped__()
+    fixed = environment.cublas.__wrapped__()
     assert set(fixed) == {"versions", "variables"}
     gpu = torch.device("cuda")
     assert environment.environment(gpu)["cublas"] == fixed
-    monkeypatch.setattr(cublas, "fixed", lambda: {"versions": {"libcublas.so.12": "13.0.0"}})
+    monkeypatch.setattr(environment, "cublas", lambda: {"versions": {"libcublas.so.12": "13.0.0"}})
     assert environment.environment(gpu)["cublas"] != fixed
     assert "cublas" not in environment.environment(torch.device("cpu"))

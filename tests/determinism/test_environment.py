@@ -24,7 +24,7 @@ from tinyspec import (
     UnsupportedModelError,
     doctor,
 )
-from tinyspec.determinism import canary, environment
+from tinyspec.determinism import environment
 from tinyspec.model import openmp
 
 # Two threads: with one, most variables would change nothing.
@@ -77,7 +77,7 @@ kept += [bytearray(rng.randrange(1, 1 << 16)) for _ in range(rng.randrange(200))
 if rng.random() < 0.5:
     torch.randn(300, 300) @ torch.randn(300, 300)
 from tinyspec import Engine, EngineConfig
-from tinyspec.determinism.canary import canary
+from tinyspec.determinism.environment import canary
 for dtype in ("float32", "bfloat16", "float16"):
     with Engine(model_of(dtype), config=EngineConfig(max_model_len=256)) as engine:
         print(canary(engine.runner.model, engine.config.reference_rows), end=" ")
@@ -207,10 +207,10 @@ def product():
 def test_control_canaries_see_what_is_not_pinned(two_threads):
     """Each of these changes bits of linears, sums or element-wise functions."""
     with Engine(tiny(), config=CONFIG) as engine:
-        used, device = canary.Used.of(engine.runner.model), engine.runner.device
+        used, device = environment.Used.of(engine.runner.model), engine.runner.device
 
         def digest() -> str:
-            return canary._digest.__wrapped__(used, 8, device, "torch", ())
+            return environment._canary_bits.__wrapped__(used, 8, device, "torch", ())
 
         whole = digest()
         assert digest() == whole
@@ -233,17 +233,6 @@ def test_control_canaries_see_what_is_not_pinned(two_threads):
         assert digest() == whole
 
 
-def test_an_engine_starts_without_a_canary(monkeypatch):
-    calls = []
-    whole = canary._digest.__wrapped__
-    monkeypatch.setattr(canary, "_digest", lambda *given: calls.append(given) or whole(*given))
-    with Engine(tiny(), config=CONFIG) as engine:
-        engine.generate(prompts(2), SamplingParams(max_new_tokens=3))
-        assert calls == []
-        assert engine.fingerprint
-        assert calls
-
-
 def test_another_canary_is_another_fingerprint(monkeypatch):
     """Whatever changed it."""
     model = tiny()
@@ -253,7 +242,7 @@ def test_another_canary_is_another_fingerprint(monkeypatch):
             return bits_of(engine.generate(prompts(3), PARAMS)), engine.fingerprint
 
     before = served()
-    monkeypatch.setattr(canary, "_digest", lambda *given: "f" * 16)
+    monkeypatch.setattr(environment, "_canary_bits", lambda *given: "f" * 16)
     after = served()
     assert after[0] == before[0] and after[1] != before[1]
 

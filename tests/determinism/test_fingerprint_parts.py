@@ -46,7 +46,7 @@ def test_what_changed_is_named():
 
     def parts(model, **settings):
         with Engine(model, config=EngineConfig(**{"reference_rows": 8, **settings})) as engine:
-            return engine.contract._current_fingerprint().parts
+            return engine.contract.current_fingerprint().parts
 
     model = tiny()
     own = parts(model)
@@ -92,7 +92,7 @@ def test_what_is_long_is_a_digest():
 def test_all_parts_at_their_longest_fit():
     """Whatever the device and its libraries are called."""
     with Engine(tiny(), config=CONFIG) as engine:
-        parts = engine.contract._current_fingerprint().parts
+        parts = engine.contract.current_fingerprint().parts
     on_gpu = [*parts, "multiprocessors", "blas", "cublas", "triton", "driver"]
     fixed = {"reference_rows", "max_model_len", "backend", "kv_dtype", "cuda_graphs", "revision"}
     free = {"device", "model", "libraries", "linears", "blas"}

@@ -8,16 +8,15 @@ import pytest
 import torch
 
 from tests.determinism import test_scenarios
+from tests.determinism.test_attention_probe import of_engine, probe
 from tests.determinism.test_scenarios import FAMILIES as SCENARIOS
 from tests.support.budget import first
 from tests.support.cases import DTYPES, KINDS, bits_of, engine_of, greedy, model_of, run, text
-from tests.support.mixes import bits, crowd, needles, plain, solo
-from tests.support.tiny import FAMILIES, tiny
+from tests.support.mixes import bits, crowd, plain, solo
+from tests.support.tiny import tiny
 from tinyspec import SamplingParams
-from tinyspec.determinism.probes.attention import probe_attention, probe_rows
 from tinyspec.kernels import backend
 from tinyspec.kernels.twins.layers import CODES, stored
-from tinyspec.model.attention_calls import LayerShape
 
 coded = partial(engine_of, kv_dtype="fp8_e4m3")
 
@@ -57,28 +56,6 @@ def test_scenarios_of_the_contract(scenario, dtype, monkeypatch):
     compared = list(SCENARIOS[scenario](model_of("shape-sensitive", dtype), deterministic=True))
     assert len(compared) >= 4
     assert [where for where, expected, found in compared if expected != found] == []
-
-
-@pytest.mark.slow("crosses", 2)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family(family, dtype):
-    alone, found = alone_and_among(tiny(family, dtype), needles())
-    assert found == [alone, alone]
-
-
-@pytest.mark.slow("crosses", 60)
-def test_by_the_triton_kernels():
-    """Interpreted; they and the twins say the same."""
-    small = {"max_model_len": 64, "max_rows": 16, "page_size": 16, "prefix_cache": False}
-    requests = [(text(9, seed=n), greedy(3)) for n in range(3)]
-    tokens = []
-    for name in ("torch", "triton"):
-        with coded(tiny(), backend=name, **small) as engine:
-            alone = bits(solo(engine, requests[0]))
-            assert bits_of(run(engine, requests))[0] == alone
-            tokens.append(alone[0][0])
-    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -124,7 +101,6 @@ def test_the_probe_reads_codes(monkeypatch):
     """Over codes it compares as many rows, and finds a kernel that depends on the pass there."""
     seen = set()
     kernels = backend.load("torch")
-    shape, cpu = LayerShape(4, 2, 32), torch.device("cpu")
 
     def other(q, k, *args, **kwargs):
         seen.add(k.dtype)
@@ -132,12 +108,12 @@ def test_the_probe_reads_codes(monkeypatch):
         return out * (1 + 2e-7) if len(q) == 1 and k.dtype == CODES else out
 
     broken = replace(kernels, paged_attention=other)
-    probe = partial(probe_rows, shape=shape, dtype=torch.float32, device=cpu)
-    assert probe(kernels, kv_dtype=CODES) and probe(broken)
-    found = probe(broken, kv_dtype=CODES)
+    half = partial(probe, torch.float32, 32, heads=(4, 2))
+    assert half(kernels=kernels, kv_dtype=CODES) and half(kernels=broken)
+    found = half(kernels=broken, kv_dtype=CODES)
     assert not found and found.checked > 1000
     with coded(tiny()) as engine:
         seen.clear()
         engine.served.context.kernels = broken
-        assert not any(probe_attention(engine.runner, seconds=0.0))
+        assert not any(of_engine(engine))
         assert seen == {CODES}

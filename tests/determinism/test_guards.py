@@ -13,7 +13,8 @@ from torch import nn
 from tests.support.cases import bits_of, engine_of, greedy, text
 from tests.support.tiny import tiny
 from tinyspec import DeterminismError
-from tinyspec.determinism.probes import bits, host_reads, prober
+from tinyspec.determinism import proof
+from tinyspec.determinism.results import ComparedRows
 
 LIMIT, LARGE, WIDTH = 9, 7, 64
 MLP, NORM = "model.layers.0.mlp", "model.layers.0.input_layernorm"
@@ -138,9 +139,8 @@ def test_a_guard_anywhere_is_refused(place, rule):
 @pytest.mark.parametrize("rule", GUARDS.values(), ids=GUARDS)
 def test_control_guards_change_bits(rule, monkeypatch):
     """With both checks taken back they are served, and a neighbour changes bits."""
-    monkeypatch.setattr(host_reads.HostReads, "unsound", lambda reads: [])
-    good = bits.PositionResult("module", 16, 0, 0, -1, -1)
-    monkeypatch.setattr(prober, "position_invariant", lambda *_: good)
+    monkeypatch.setattr(proof, "reads_rows", lambda recorder: [])
+    monkeypatch.setattr(proof, "position_invariant", lambda *_: ComparedRows("module"))
     alone, beside = alone_and_beside(guarded(rule)[0])
     assert alone != beside
 

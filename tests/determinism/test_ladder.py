@@ -14,10 +14,9 @@ from tests.support.mixes import bits, crowd, needles, solo
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import prompts, tiny
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams, doctor
-from tinyspec.determinism import ladder
-from tinyspec.determinism.ladder import Ladder
-from tinyspec.determinism.probe_results import BucketResult, ProbeResults, Unsound
-from tinyspec.determinism.probes import proof
+from tinyspec.determinism import contract, proof
+from tinyspec.determinism.contract import Ladder
+from tinyspec.determinism.results import BucketResult, ProbeResults, Unsound
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.scheduler.buckets import Buckets
 
@@ -29,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("proven_on_demand", "no_results_on_disk")
 
 def on_demand(monkeypatch):
     """As soon as a pass would have used them."""
-    monkeypatch.setattr(ladder, "EVERY", 1)
+    monkeypatch.setattr(contract, "EVERY", 1)
 
 
 def at_random(monkeypatch):
@@ -78,43 +77,6 @@ def test_the_same_bits_whenever_buckets_are_proven(how, monkeypatch):
     assert (results.sizes == [8]) == (how is never)
 
 
-VARIANTS = {
-    "padded": {"verify": "padded"},
-    "always": {"verify": "always"},
-    "direct": {"verify": "direct", "linear": "always", "max_sequences": 16},
-    "ngram": {"drafter": "ngram"},
-    "small pages": {"page_size": 16},
-    "a window": {"draft_window": 3},
-}
-
-
-@pytest.mark.slow("crosses", 4)
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("how", PACES, ids=lambda how: how.__name__)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_same_bits_in_every_mode(how, variant, dtype, monkeypatch):
-    config = replace(CONFIG, **VARIANTS[variant])
-    model = tiny(dtype=dtype)
-    requests = [*NEEDLES, *crowd(random.Random(1), 12)]
-    with monkeypatch.context() as patches:
-        never(patches)
-        with Engine(model, config=config) as engine:
-            expected = [bits(solo(engine, request)) for request in NEEDLES]
-    how(monkeypatch)
-    assert served(model, requests, config)[0][: len(NEEDLES)] == expected
-
-
-@pytest.mark.slow("crosses", 3)
-@pytest.mark.parametrize("how", PACES, ids=lambda how: how.__name__)
-def test_the_same_bits_in_tiles(how, monkeypatch):
-    """Linears that no other bucket agrees with, in tiles of the reference bucket's rows."""
-    model = replace_linears(tiny(), ShapeSensitiveLinear)
-    expected = reference_bits(model, NEEDLES)
-    how(monkeypatch)
-    found, _ = served(model, [*NEEDLES, *crowd(random.Random(0), 12)])
-    assert found[: len(NEEDLES)] == expected
-
-
 def test_control_a_false_fact(monkeypatch):
     """A bucket that is declared canonical and is not."""
     model = replace_linears(tiny(), ShapeSensitiveLinear)
@@ -123,7 +85,7 @@ def test_control_a_false_fact(monkeypatch):
     on_demand(monkeypatch)
     assert served(model, requests)[0] == expected
 
-    def false(prober, results, rows):
+    def false(prober, modes, probe, results, rows):
         return results.with_bucket(BucketResult(rows, True, (), 0.001))
 
     monkeypatch.setattr(proof, "prove_bucket", false)
@@ -201,16 +163,18 @@ def passes_until(own, buckets, results, rows, most=10_000):
 
 def test_a_proof_waits_until_it_is_repaid(monkeypatch, caplog):
     monkeypatch.setattr(
-        ladder, "proof_seconds", lambda results, rows: 10 * results.buckets[0].proof
+        contract, "proof_seconds", lambda results, rows: 10 * results.buckets[0].proof
     )
     buckets = small(10)
     # 10 rows cost 2 in a pass of 32, and 1.5 in one of 16.
     number, found = passes_until(Ladder(buckets, CONFIG), buckets, known(0.1), 10)
-    assert found == 16 and number == pytest.approx(1 / 0.5, abs=ladder.EVERY)
+    assert found == 16 and number == pytest.approx(1 / 0.5, abs=contract.EVERY)
     assert passes_until(Ladder(buckets, CONFIG), buckets, known(0.1), 32, 100) is None
     with caplog.at_level(logging.INFO, "tinyspec"):
         number, found = passes_until(Ladder(buckets, CONFIG), buckets, known(1.0), 10)
-        assert found == 16 and number == pytest.approx(10 * ladder.PATIENCE, abs=ladder.EVERY + 1)
+        assert found == 16 and number == pytest.approx(
+            10 * contract.PATIENCE, abs=contract.EVERY + 1
+        )
     (line,) = caplog.messages
     assert "16 rows" in line and "warm_up" in line
 
@@ -313,16 +277,14 @@ def test_an_interrupt_takes_effect_between_the_passes_of_a_proof(monkeypatch):
 def test_a_reference_bucket_that_turns_out_unsound(monkeypatch):
     """Deterministic requests end with the reason, plain ones go on, others are refused."""
     wrong = "in other passes"
-
-    def broken(runner, kind, *_):
-        return kind, [Unsound("attention", wrong, "try another dtype")]
+    broken = [Unsound("attention", wrong, "try another dtype")]
 
     with Engine(tiny(), config=CONFIG) as engine:
         plain = SamplingParams(max_new_tokens=12)
         alone = bits(engine.generate(prompts(1), plain)[0])
         engine.contract.ensure()
         on_demand(monkeypatch)
-        monkeypatch.setattr(proof, "compare_more", broken)
+        monkeypatch.setattr(proof, "compare_passes", lambda *_: broken)
         outputs = engine.generate(prompts(1) * 2, [DETERMINISTIC, plain])
         ends = [o.completions[0].finish_reason for o in outputs]
         assert ends == ["abort", "length"] and wrong in outputs[0].completions[0].error

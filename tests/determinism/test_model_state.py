@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.support.budget import first
-from tests.support.changes import FOLLOWED, Halves, llama, model_for, threads, times
+from tests.support.changes import FOLLOWED, Halves, llama, model_for, times
 from tests.support.tiny import FAMILIES, prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.determinism.model_state import class_description, description, function_settings
@@ -142,14 +142,3 @@ def test_what_holds_tensors_is_no_setting():
     found = function_settings(model)
     assert "model.layers.1.mlp.up_proj.kept" not in found
     assert found["model.layers.1.mlp.up_proj.sizes"] == [1, [2, 3]]
-
-
-def test_threads_are_part_of_it(two_threads):
-    model = tiny()
-    with Engine(model, config=CONFIG) as engine:
-        contract = engine.contract
-        assert not contract.threads_changed
-        threads(model)
-        assert contract.threads_changed and contract.changed()
-        torch.set_num_threads(2)
-        assert not contract.threads_changed and not contract.changed()

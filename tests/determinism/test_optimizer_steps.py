@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
-from torch import nn
 
 from tests.support.drop_in import PAD, patched, random_ids
 from tests.support.tiny import tiny
-from tinyspec.model.outline import OptimizerSteps
 
 PROMPT = random_ids(40)
 KINDS = pytest.mark.parametrize("kind", [{"fused": True}, {"foreach": True}, {}], ids=str)
@@ -21,29 +17,6 @@ def step(*parameters, **kind):
     for parameter in parameters:
         parameter.grad = parameter.detach().clone()
     torch.optim.AdamW(parameters, lr=0.3, **kind).step()
-
-
-@KINDS
-def test_steps_are_counted_by_memory(kind):
-    steps, other = OptimizerSteps(), OptimizerSteps()
-    parameter, neighbour = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
-    steps.follow([parameter])
-    other.follow([neighbour])
-    before = parameter._version
-    step(parameter, **kind)
-    assert (parameter._version == before) == ("fused" in kind), "why steps are counted"
-    assert (steps.count, other.count) == (1, 0)
-    step(nn.Parameter(parameter.detach()[2:4]), **kind)
-    step(neighbour, **kind)
-    assert (steps.count, other.count) == (2, 1)
-
-
-def test_who_is_gone_is_not_told():
-    steps = OptimizerSteps()
-    before = len(OptimizerSteps._all)
-    del steps
-    gc.collect()
-    assert len(OptimizerSteps._all) < before
 
 
 @KINDS

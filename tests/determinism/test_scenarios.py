@@ -1,19 +1,17 @@
-"""The peers' own scenarios: needles in crowds, batch 1 against N, one prompt many times, shared
-prefixes, decode against prefill.
+"""The peers' own scenarios: one prompt many times, shared prefixes, decode against prefill.
 
 A family compares what a request gives in two situations and yields (where, expected, found). With
 the flag all are equal. Control: without it, on a model whose linears are sensitive to the row
 count, every family finds a difference.
 """
 
-import random
 from dataclasses import replace
 
 import pytest
 
 from tests.support.budget import first
 from tests.support.cases import DTYPES, KINDS, bits_of, engine_of, greedy, model_of, run, text
-from tests.support.mixes import bits, crowd, plain, solo
+from tests.support.mixes import bits, plain, solo
 
 SAMPLED = {"temperature": 0.9, "seed": 17, "top_p": 0.95}
 
@@ -21,36 +19,6 @@ SAMPLED = {"temperature": 0.9, "seed": 17, "top_p": 0.95}
 def asked(tokens, deterministic, **style):
     wanted = greedy(tokens, **style)
     return wanted if deterministic else plain(wanted)
-
-
-def needle_in_crowds(model, deterministic):
-    """One prompt, at a random place among crowds of every size and of short and long prompts."""
-    rng = random.Random(1)
-    for style in ({}, SAMPLED):
-        needle = (text(24, seed=5), asked(14, deterministic, **style))
-        with engine_of(model) as engine:
-            alone = bits(solo(engine, needle))
-        for size in (2, 17):
-            others = crowd(rng, size)
-            place = rng.randint(0, size)
-            others.insert(place, needle)
-            with engine_of(model) as engine:
-                yield f"{size} others, {style}", alone, bits(run(engine, others)[place])
-
-
-def batch_of_one_against_n(model, deterministic):
-    """Every prompt by itself, then the first 3 and all of them in one call."""
-    requests = [
-        (text(n, seed=n), asked(10, deterministic, **({} if n % 2 else SAMPLED)))
-        for n in (3, 8, 21, 34, 1, 16, 55, 2, 40, 13, 28, 5)
-    ]
-    with engine_of(model) as engine:
-        alone = [bits(solo(engine, request)) for request in requests]
-    for size in (3, 12):
-        with engine_of(model) as engine:
-            together = bits_of(run(engine, requests[:size]))
-        for place, found in enumerate(together):
-            yield f"prompt {place} of {size}", alone[place], found
 
 
 def one_prompt_many_times(model, deterministic):
@@ -122,8 +90,6 @@ def decode_against_prefill(model, deterministic):
 FAMILIES = {
     family.__name__: family
     for family in (
-        needle_in_crowds,
-        batch_of_one_against_n,
         one_prompt_many_times,
         shared_prefixes,
         decode_against_prefill,

@@ -5,6 +5,7 @@ row count is found whatever the weights are.
 """
 
 import random
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -72,7 +73,7 @@ def facts_of(model, fill=as_they_are):
     """
     with Engine(model, config=CONFIG) as engine:
         fill(model)
-        found = engine.contract.probe(fresh=True, attention_rows=1).to_dict()
+        found = asdict(engine.contract.probe(fresh=True, attention_rows=1))
     for bucket in found["buckets"]:
         del bucket["seconds"], bucket["proof"]
     for kind in found["attention"]:
@@ -100,20 +101,11 @@ def replaced(model, name, kind=OtherAtFourRows):
 # The same facts
 
 
-MORE = [(f, d) for f in ("llama", "qwen2", "gpt2") for d in (torch.float32, torch.bfloat16)][1:]
-
-
 @pytest.mark.slow("crosses", 2)
 def test_the_same_facts_for_all_weights(family="llama", dtype=torch.float32):
     found = [facts_of(tiny(family, dtype), fill) for fill in FILLS]
     assert found[1:] == found[:-1]
     assert found[0]["unsound"] == ()
-
-
-@pytest.mark.slow("crosses", 2)
-@pytest.mark.parametrize(("family", "dtype"), MORE, ids=str)
-def test_the_same_facts_for_all_weights_of_others(family, dtype):
-    test_the_same_facts_for_all_weights(family, dtype)
 
 
 NAME = "model.layers.1.mlp.down_proj"
@@ -138,16 +130,6 @@ def test_an_adapter_with_b_of_zero(random_b):
     assert not any("lora_B" in n for n in broken_by(other, 4)), "control"
     layer.lora_B["default"] = OtherAtFourRows(layer.lora_B["default"])
     assert f"{NAME}.lora_B.default" in broken_by(facts_of(model), 4)
-
-
-@pytest.mark.slow("crosses", 1)
-def test_adapters_of_zero_and_of_random_numbers_have_the_same_facts():
-    peft = pytest.importorskip("peft")
-    found = []
-    for init in (True, False):
-        settings = peft.LoraConfig(r=8, target_modules=["q_proj"], init_lora_weights=init)
-        found.append(facts_of(peft.get_peft_model(tiny(), settings).eval()))
-    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("fill", [zero, identity], ids=lambda fill: fill.__name__)
@@ -290,43 +272,3 @@ def test_another_checkpoint_of_the_same_structure_reads_the_facts(home, probed):
     second = proven(tiny(seed=1))
     assert len(probed) == 1 and len(list(home.iterdir())) == 1
     assert second[0] == first[0] and second[1] != first[1]
-
-
-def wider(model):
-    model.model.layers[0].mlp.up_proj = nn.Linear(64, 192, bias=True)
-
-
-def elsewhere_in_memory(model):
-    weight = torch.empty(64 * 192 + 1)[1:].view(64, 192)
-    model.get_submodule(NAME).weight.data = weight.copy_(model.get_submodule(NAME).weight.data)
-
-
-def other_activation(model):
-    model.model.layers[0].mlp.act_fn = nn.GELU()
-
-
-@pytest.mark.parametrize(
-    "change", first(1, [wider, elsewhere_in_memory, other_activation], 1), ids=lambda f: f.__name__
-)
-def test_another_structure_does_not(probed, change):
-    proven(tiny())
-    model = tiny()
-    change(model)
-    proven(model)
-    assert len(probed) == 2
-
-
-@pytest.mark.slow("crosses", 1)
-def test_other_adapters_in_use_are_proven_anew(probed):
-    peft = pytest.importorskip("peft")
-
-    def adapted():
-        settings = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
-        return peft.get_peft_model(tiny(), settings).eval()
-
-    proven(adapted())
-    model = adapted()
-    model.base_model.disable_adapter_layers()
-    proven(model)
-    proven(adapted())
-    assert len(probed) == 2

@@ -8,12 +8,11 @@ import torch
 from torch import nn
 
 from tests.support.cases import drain
-from tests.support.mixes import Liar
 from tests.support.pages import kv_of
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.thinking import all_bits, engine_of, exact, params, prompt_of, thinking_model
 from tinyspec import Engine, EngineConfig
-from tinyspec.determinism.probes.batches import BatchFunction, mixing
+from tinyspec.determinism.rows import BatchFunction, mixing
 from tinyspec.thinking.model import ThinkingModel
 from tinyspec.thinking.thinker import REFERENCE
 
@@ -47,54 +46,6 @@ def crowd(count, seed):
 def alone(model, **settings):
     with engine_of(model, **settings) as engine:
         return [all_bits(engine.generate([prompt], wanted)[0]) for prompt, wanted in NEEDLES]
-
-
-WAYS = {
-    "sequential": {"thinking_window": 1},
-    "all at once": {"thinking_window": None},
-    "window 3": {"thinking_window": 3},
-    "small passes": {"max_rows": 24},
-    "chunks in parts": {"max_rows": 21, "thinking_window": 3},
-    "few pages": {"num_pages": 9},
-    "always verified": {"verify": "always"},
-    "padded": {"verify": "padded"},
-    "overlap": {"overlap": True},
-    "a liar": {},
-    "other pages": {"page_size": 64},
-    "no prefix cache": {"prefix_cache": False},
-}
-
-
-LONG = pytest.mark.slow("crosses", 7)
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "llama sensitive",
-        "gemma3",
-        pytest.param("mistral", marks=LONG),
-        pytest.param("qwen3 sensitive", marks=LONG),
-    ],
-)
-def test_whatever_else_runs(kind):
-    model = model_of(kind)
-    wanted = alone(model)
-    assert sum(len(t.token_ids) > 1 for thoughts, _ in wanted for t in thoughts) > 3
-    for seed, (name, settings) in enumerate(WAYS.items()):
-        if name == "a liar":
-            settings = {"drafter": Liar(seed)}
-        with engine_of(model, **settings) as engine:
-            both = NEEDLES + crowd(6, seed)
-            order = list(range(len(both)))
-            random.Random(seed).shuffle(order)
-            ids = {}
-            for n in order:
-                ids[n] = engine.add_request(*both[n])
-                if n % 2:
-                    engine.step()
-            done = drain(engine)
-            assert [all_bits(done[ids[n]]) for n in range(len(NEEDLES))] == wanted, name
 
 
 def test_plain_bits_depend_on_what_else_runs():

@@ -1,14 +1,12 @@
 """Blocks that are replaced, hooked or set otherwise beside an open engine: noticed, as weights."""
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from tests.determinism.test_thinking import Mixing
-from tests.support.cases import drain
 from tests.support.thinking import all_bits, engine_of, exact, prompt_of, thinking_model
 
 PROMPT = prompt_of(67, 67)
@@ -61,17 +59,6 @@ def test_noticed(change):
         assert bits(engine) == after
 
 
-def test_noticed_while_it_decodes():
-    model = thinking_model()
-    with engine_of(model) as engine:
-        name = engine.add_request(PROMPT, exact(20))
-        while not engine.tracker.requests[name].sequences[0].num_generated:
-            engine.step()
-        block(model)
-        error = drain(engine)[name].completions[0].error
-    assert "changed while it was running" in error
-
-
 def test_blocks_that_mix_chunks_from_now_on():
     """They are proven again: each chunk runs alone, to the bits of a cold engine."""
     model = thinking_model()
@@ -87,32 +74,3 @@ def test_blocks_that_mix_chunks_from_now_on():
         mlp.up_proj = mlp.up_proj.linear
         bits(engine)
         assert engine.core.thinker.batches.reference > 1
-
-
-class Counting(nn.Module):
-    """Counts its calls, which is no setting."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner, self.calls = inner, 0
-
-    def forward(self, x):
-        self.calls += 1
-        return self.inner(x)
-
-
-def test_what_blocks_count_is_no_change():
-    model = thinking_model()
-    mlp = model.thinking.block.layer.mlp
-    mlp.up_proj = Counting(mlp.up_proj)
-    with engine_of(model, thinking_window=1) as engine:
-        found = bits(engine)
-        assert bits(engine) == found
-        engine.generate([PROMPT[9:]], exact())
-        assert mlp.up_proj.calls == 0 and bits(engine) == found
-
-
-def test_the_config_stays():
-    model = thinking_model()
-    with pytest.raises(AttributeError):
-        model.thinking_config = replace(model.thinking_config, chunk_size=4)

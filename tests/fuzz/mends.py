@@ -46,7 +46,7 @@ def _rows_alone(rows: int, group: int, least: int) -> int:
 
 STATE, SETTINGS = "tinyspec.model.torch_state:", "tinyspec.model.torch_settings:"
 PRINT, TWINS = "tinyspec.determinism.fingerprint:", "tinyspec.kernels.twins."
-CONTRACT = "tinyspec.determinism.contract:"
+CONTRACT, PROOF = "tinyspec.determinism.contract:", "tinyspec.determinism.proof:"
 TRACKER = "tinyspec.engine.request_tracker:RequestTracker."
 MENDS = {
     "settings of the process": Mend(
@@ -63,7 +63,7 @@ MENDS = {
     "autocast in a forward": Mend(
         ("forward with autocast", "layer with autocast"),
         # The code of a forward is in the fingerprint as well, and so are hooks on all modules.
-        {CONTRACT + "refuse_autocast": _nothing, PRINT + "functions": _returns({})},
+        {PROOF + "refuse_autocast": _nothing, PRINT + "functions": _returns({})},
     ),
     "hooks on all modules": Mend(
         ("hook of all modules",),
@@ -149,7 +149,7 @@ SILENT = {
 def take_back(name: str, patches: pytest.MonkeyPatch) -> None:
     """Take a mend back; facts that are found without it are kept by nobody else."""
     kept: dict[str, Any] = {}
-    cache = import_module("tinyspec.determinism.probe_cache")
+    cache = import_module("tinyspec.determinism.results")
     patches.setattr(cache, "load", kept.get)
     patches.setattr(cache, "store", kept.__setitem__)
     for place, instead in MENDS[name].patches.items():

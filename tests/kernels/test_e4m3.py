@@ -19,7 +19,7 @@ from tests.kernels.cases import DEVICE, DTYPES, normal
 from tests.kernels.test_kv_write import TURNS, angles, slots
 from tests.kernels.test_paged_attention import Sequence, launched, lay_out
 from tests.support.budget import first
-from tinyspec.determinism.probes.bits import same_bits
+from tinyspec.determinism.rows import same_bits
 from tinyspec.kernels import kv_write
 from tinyspec.kernels.twins import attention as twin_attention
 from tinyspec.kernels.twins import layers as twin

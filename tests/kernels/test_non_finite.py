@@ -15,7 +15,7 @@ import torch
 
 from tests.kernels.test_paged_attention import Sequence, launched, lay_out
 from tests.kernels.test_twin_attention import sees
-from tinyspec.determinism.probes.bits import same_bits
+from tinyspec.determinism.rows import same_bits
 from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.kernels.twins import attention as twin
 

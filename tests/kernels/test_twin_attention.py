@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from tests.support.tiny import prompts, tiny
 from tests.support.tolerances import OPERATOR, close, norm_as_good_as_torch, within_units
 from tinyspec import Engine, EngineConfig, SamplingParams
-from tinyspec.determinism.probes.bits import same_bits
+from tinyspec.determinism.rows import same_bits
 from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.kernels.twins import attention as twin
 from tinyspec.kernels.twins import attention_plan

@@ -25,8 +25,8 @@ from tinyspec import (
     SamplingParams,
     UnsupportedModelError,
 )
-from tinyspec.determinism.probes import proof
-from tinyspec.determinism.probes.routing import TOKEN_SETS, Matmul, OpRecorder, data_dependent
+from tinyspec.determinism import proof
+from tinyspec.determinism.recorder import TOKEN_SETS, Matmul, PassRecorder, data_dependent
 from tinyspec.kernels.twins.layers import linear
 from tinyspec.model.moe import IMPLEMENTATION, STATE, kernel_experts, kernel_forward
 
@@ -218,7 +218,7 @@ def test_other_designs_are_found(family):
     model = tiny_moe(family)
 
     def calls(tokens, rows=128):
-        noted = OpRecorder(model, 0)
+        noted = PassRecorder(model, 0)
         with noted.recording():
             model(tokens(VOCAB, rows)[None], use_cache=False)
         return noted.matmuls

@@ -5,6 +5,7 @@ torchao and bitsandbytes on a CPU; quantized at loading, as transformers does it
 
 import logging
 import warnings
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -309,7 +310,7 @@ def test_a_subclass_of_an_unknown_library():
 
 def facts(model):
     with Engine(model, config=CONFIG) as engine:
-        found = engine.contract.probe(fresh=True, attention_rows=1).to_dict()
+        found = asdict(engine.contract.probe(fresh=True, attention_rows=1))
     for bucket in found["buckets"]:
         del bucket["seconds"], bucket["proof"]
     for kind in found["attention"]:

@@ -16,7 +16,7 @@ from tests.support.mixes import bits, crowd, needles, solo
 from tests.support.tiny import tiny
 from tests.support.tolerances import SHORT_SUM, close
 from tinyspec import Engine, EngineConfig, SamplingParams, doctor
-from tinyspec.determinism.probes import proof
+from tinyspec.determinism import linear_modes
 from tinyspec.model.cpu import linears
 from tinyspec.model.row_tiles import RowTiles
 
@@ -163,7 +163,7 @@ def test_plain_prompts_alone_in_a_canonical_pass(breaks_above):
 
 def test_no_tile_begins_where_a_new_tensor_would_not(breaks_above, monkeypatch):
     """There a library might choose another kernel than was probed: larger buckets are left out."""
-    monkeypatch.setitem(proof.ALIGNED, "cpu", 1 << 16)
+    monkeypatch.setitem(linear_modes.ALIGNED, "cpu", 1 << 16)
     with Engine(tiny(dtype=torch.bfloat16), config=CONFIG) as engine:
         results = engine.contract.probe(attention_rows=1)
         assert results.tiled == () and max(results.canonical) == 16

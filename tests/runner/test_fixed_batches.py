@@ -17,7 +17,7 @@ from tests.support.moe import tiny_moe
 from tests.support.recorded import as_on_a_gpu, record_passes, recording
 from tests.support.tiny import FAMILIES, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams, doctor
-from tinyspec.determinism.probes.graphs import graph_refusals
+from tinyspec.determinism.model_probe import graph_refusals
 from tinyspec.runner.fixed_batches import FixedBatches
 from tinyspec.runner.graphs import GraphSafety
 from tinyspec.runner.kv_cache import KVCache

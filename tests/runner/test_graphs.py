@@ -119,7 +119,7 @@ def leave(engine, how):
             next(engine.model.parameters()).mul_(1)
         engine.check_model()
     else:
-        modes = engine.contract._modes
+        modes = engine.contract.modes
         modes.tile(("lm_head",))
         modes.tile(())
 

@@ -32,7 +32,7 @@ from tinyspec import (
     doctor,
 )
 from tinyspec.cli.main import main
-from tinyspec.determinism.probes.attention import MANY_ROWS
+from tinyspec.determinism.attention_probe import MANY_ROWS
 
 REFERENCE = 8
 SIZES = [2, 4, 8, 16, 20]

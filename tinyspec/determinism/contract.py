@@ -12,89 +12,105 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import replace
 
 import torch
 
 from tinyspec.config import EngineConfig
-from tinyspec.determinism import probe_cache
-from tinyspec.determinism.beside import Beside
+from tinyspec.determinism import results as disk
+from tinyspec.determinism.attention_probe import MANY_ROWS
 from tinyspec.determinism.environment import ambient
-from tinyspec.determinism.fingerprint import digest_weights, fingerprint
+from tinyspec.determinism.fingerprint import (
+    ExtraModules,
+    digest_extra,
+    digest_weights,
+    fingerprint,
+)
 from tinyspec.determinism.fingerprint_parts import Fingerprint
-from tinyspec.determinism.ladder import Ladder
+from tinyspec.determinism.linear_modes import LinearModes
+from tinyspec.determinism.model_probe import ModelProbe
 from tinyspec.determinism.model_state import (
     LIBRARIES,
     adapter_state,
-    experts,
     layouts,
     runs_user_code,
-    settings,
     top_package,
 )
-from tinyspec.determinism.probe_results import ProbeResults, unsound_message
-from tinyspec.determinism.probes.attention import MANY_ROWS
-from tinyspec.determinism.probes.autocast import refuse_autocast, refuse_written
-from tinyspec.determinism.probes.model import ModelProbe
-from tinyspec.determinism.probes.prober import Prober
-from tinyspec.determinism.probes.proof import ReferenceProof, prove, set_tiles
+from tinyspec.determinism.proof import (
+    Prober,
+    check_pass,
+    prove_buckets,
+    prove_reference,
+    refuse_written,
+)
+from tinyspec.determinism.results import ProbeResults
 from tinyspec.errors import DeterminismError
-from tinyspec.kernels import backend
-from tinyspec.model.linear_kinds import linear_kinds
-from tinyspec.model.linears import kernel_stand_ins
+from tinyspec.model.moe import implementations
 from tinyspec.model.outline import WEIGHTS
 from tinyspec.model.quantized import unprovable
 from tinyspec.model.served_model import ServedModel, served_of
 from tinyspec.model.torch_state import refuse_unpinnable
 from tinyspec.runner.model_runner import ModelRunner
-from tinyspec.scheduler.buckets import Buckets
+from tinyspec.scheduler.buckets import MOST_DRAFTS, Buckets, estimate
 
 logger = logging.getLogger("tinyspec")
 THREADS, PROCESS = "the number of threads", "the state of the process"
+# What a pass would have saved is looked at in one of so many passes.
+EVERY = 4
+# A proof of more seconds than SHORT waits for ``warm_up``, unless deterministic requests have run
+# for PATIENCE times as long.
+SHORT, PATIENCE = 2.0, 20
 
 
-class LinearModes:
-    """How the linears of one engine's model run so that results hold: by the linear kernel, or in
-    tiles of rows."""
+class Ladder:
+    """When a further bucket is worth its proof: once passes would have saved as much time as it
+    takes. Which buckets are proven changes speed, never a bit, so time may decide.
 
-    def __init__(self, served: ServedModel, runner: ModelRunner, config: EngineConfig):
-        self._served, self._runner, self._config = served, runner, config
-        self._num_swapped = len(served.swapped)
-        self._tiled: tuple[str, ...] = ()
+    saved: seconds that each unknown bucket would have saved so far. failed: buckets whose proof
+    raised.
+    """
 
-    def serve_kinds(self, kinds: Collection[str]) -> tuple[str, ...]:
-        """Let the linear kernel serve all plain linears of these kinds, unless the config fixes
-        whom it serves; their names."""
-        if self._config.linear != "auto":
-            return ()
-        every = linear_kinds(self._served.model)
-        return self.serve([name for kind in kinds for name in every[kind]])
+    def __init__(self, buckets: Buckets, config: EngineConfig):
+        self._buckets, self._most = buckets, config.draft_window or MOST_DRAFTS
+        self.saved: dict[int, float] = {}
+        self.failed: set[int] = set()
+        self._served = 0.0
+        self._passes = 0
+        self._told = False
 
-    def serve(self, names: Collection[str]) -> tuple[str, ...]:
-        """Let the linear kernel serve the plain linears among ``names``; the names of those."""
-        if not names:
-            return ()
-        model = self._served.model
-        before = {name: model.get_submodule(name) for name in names}
-        linear = backend.load(self._config.backend).linear
-        for parent, name, module in kernel_stand_ins(model, linear, only=names):
-            self._served.swap(parent, name, module)
-        self._runner.drop_graphs()
-        return tuple(n for n in names if model.get_submodule(n) is not before[n])
+    def next(self, results: ProbeResults, seconds: float, accepted: float) -> int | None:
+        """After a pass of so many seconds: the bucket to prove now, if there is one."""
+        self._served += seconds
+        self._passes += 1
+        known = {*results.sizes, *self.failed}
+        open_sizes = [rows for rows in self._buckets.sizes if rows not in known]
+        if not open_sizes or self._passes % EVERY:
+            return None
+        gains = self._buckets.gains(open_sizes, self._most, accepted)
+        for rows, gain in gains.items():
+            self.saved[rows] = self.saved.get(rows, 0.0) + EVERY * gain
+        for rows in sorted(gains, key=gains.__getitem__, reverse=True):
+            proof = proof_seconds(results, rows)
+            if self.saved[rows] < proof:
+                continue
+            if proof < SHORT or self._served > PATIENCE * proof:
+                return rows
+            if not self._told:
+                self._told = True
+                logger.info(
+                    "passes of %d rows would have saved %.1f of %.1f s: engine.warm_up() proves "
+                    "them, in about %.0f s",
+                    rows,
+                    self.saved[rows],
+                    self._served,
+                    proof,
+                )
+        return None
 
-    def tile(self, names: tuple[str, ...]) -> None:
-        """Run linears of these kinds in tiles of rows in large canonical passes."""
-        if self._tiled != names:
-            set_tiles(self._runner, names)
-            self._tiled = names
-            self._runner.drop_graphs()
 
-    def restore(self) -> None:
-        """Every linear as it was when the engine was made."""
-        self._runner.tiles.unbind()
-        self._served.undo(self._num_swapped)
-        self._tiled = ()
-        self._runner.drop_graphs()
+def proof_seconds(results: ProbeResults, rows: int) -> float:
+    """About what the proof of a bucket takes, from those that were made."""
+    known = {b.rows: b.proof for b in results.buckets if b.proof}
+    return estimate(known, rows) if known else 0.0
 
 
 class Contract:
@@ -104,26 +120,26 @@ class Contract:
     before it is first needed and after the model changed. runs_user_code: whether passes run hooks
     or modules of no known library. renew: makes another shadow, which is given to ``serve``. pause:
     called between the passes of a proof. results: what is known; None before it is first needed and
-    after the model changed. beside: what runs beside the model.
+    after the model changed. modes: of linears. extra: what runs beside the model.
     """
 
     def __init__(
         self,
         runner: ModelRunner,
         config: EngineConfig,
-        beside: Beside | None = None,
+        extra: ExtraModules | None = None,
         renew: Callable[[], None] = lambda: None,
+        pause: Callable[[], None] = lambda: None,
     ):
         self.results: ProbeResults | None = None
         self._weights_digest: dict[str, str] | None = None
         self.known_fingerprint: Fingerprint | None = None
         self._runner, self._config = runner, config
-        self._beside, self._renew = beside, renew
+        self._renew, self.pause = renew, pause
         self.buckets: Buckets = runner.buckets
         self._key = ""
-        self.pause: Callable[[], None] = lambda: None
         self._ambient = ambient(runner.device)
-        self.serve(served_of(runner.model))
+        self.serve(served_of(runner.model), extra)
         runner.graphs.runs_user_code = lambda: self.runs_user_code
         if uncounted := len(self._served.outline.uncounted):
             logger.warning(
@@ -132,10 +148,10 @@ class Contract:
                 uncounted,
             )
 
-    def serve(self, served: ServedModel) -> None:
+    def serve(self, served: ServedModel, extra: ExtraModules | None = None) -> None:
         """The model that the runner serves from now on: nothing is known of it."""
-        self._served, self._model = served, served.model
-        self._modes = LinearModes(served, self._runner, self._config)
+        self._served, self._model, self._extra = served, served.model, extra
+        self.modes = LinearModes(self._runner, self._config)
         self._ladder = Ladder(self.buckets, self._config)
         self.runs_user_code = runs_user_code(served.root)
         served.mark_parameters(lambda module: top_package(type(module)) not in LIBRARIES)
@@ -148,43 +164,17 @@ class Contract:
         self.buckets.forget()
         self.drop_fingerprint()
 
-    @property
-    def fingerprint(self) -> Fingerprint:
-        """The fingerprint, computed when first asked for or after something changed.
-
-        With ``linear="auto"`` the reference bucket is proven first: which modules the linear kernel
-        serves is part of the fingerprint.
-        """
-        if self._config.linear == "auto":
-            with suppress(DeterminismError):
-                self.prove()
-        return self._current_fingerprint()
-
-    def _current_fingerprint(self) -> Fingerprint:
-        """The fingerprint with the modules that are installed now."""
-        if self.known_fingerprint is None:
-            counters = self._served.counters()
-            if self._weights_digest is None:
-                self._weights_digest = self._digests(counters)
-            given = (self._weights_digest, self._config, self._runner.device, counters)
-            self.known_fingerprint = fingerprint(self._model, *given)
-        return self.known_fingerprint
-
-    def _digests(self, counters: set[str]) -> dict[str, str]:
-        """Of weights, by the part of the fingerprint; counters: names of what passes changed."""
-        found = {"weights": digest_weights(self._model, counters)}
-        if self._beside is not None:
-            found[self._beside.name] = self._beside.digest(counters)
-        return found
-
-    def drop_fingerprint(self) -> None:
-        """The weights changed: the next fingerprint needs a new digest of them."""
-        self._weights_digest = self.known_fingerprint = None
+    # What changes
 
     @property
     def threads_changed(self) -> bool:
         """Whether torch runs on another number of threads."""
         return torch.get_num_threads() != self._ambient[0]
+
+    @property
+    def written(self) -> set[str]:
+        """Names of buffers that passes were seen to write to: no deterministic request may."""
+        return self._served.written
 
     def changed(self) -> bool:
         """Whether anything may have changed since the last ``refresh``."""
@@ -223,30 +213,60 @@ class Contract:
         self._forget()
         return THREADS if before[0] != self._ambient[0] else PROCESS
 
-    @property
-    def written(self) -> set[str]:
-        """Names of buffers that passes were seen to write to: no deterministic request may."""
-        return self._served.written
-
     def weights_changed(self) -> None:
         """Numbers of weights did: what was computed from them is computed again."""
         self.drop_fingerprint()
         self._served.follow_weights()
-        if self._beside is not None:
-            self._beside.on_change()
         if (found := layouts(self._model)) != self._layouts:
             self._layouts = found
             self._forget()
+
+    # The fingerprint
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """The fingerprint, computed when first asked for or after something changed.
+
+        With ``linear="auto"`` the reference bucket is proven first: which modules the linear kernel
+        serves is part of the fingerprint.
+        """
+        if self._config.linear == "auto":
+            with suppress(DeterminismError):
+                self.prove()
+        return self.current_fingerprint()
+
+    def current_fingerprint(self) -> Fingerprint:
+        """The fingerprint with the modules that are installed now."""
+        if self.known_fingerprint is None:
+            counters = self._served.counters()
+            if self._weights_digest is None:
+                self._weights_digest = self._digests(counters)
+            given = (self._weights_digest, self._config, self._runner.device, counters)
+            self.known_fingerprint = fingerprint(self._model, *given)
+        return self.known_fingerprint
+
+    def _digests(self, counters: set[str]) -> dict[str, str]:
+        """Of weights, by the part of the fingerprint; counters: names of what passes changed."""
+        found = {"weights": digest_weights(self._model, counters)}
+        if self._extra is not None:
+            found[self._extra.name] = digest_extra(self._extra, counters)
+        return found
+
+    def drop_fingerprint(self) -> None:
+        """The weights changed: the next fingerprint needs a new digest of them."""
+        self._weights_digest = self.known_fingerprint = None
+
+    # The proof
 
     def ensure(self) -> None:
         """Raise DeterminismError unless ``deterministic=True`` can be served; proves it first."""
         results = self.prove()
         if results.unsound:
-            raise DeterminismError(unsound_message(results))
+            raise DeterminismError(results.why_unsound)
         if self._config.verify == "direct":
             most = self._config.max_sequences
             largest = next((n for n in self.buckets.sizes if n >= most), self.buckets.sizes[-1])
-            results = self._prove_more([rows for rows in self.buckets.sizes if rows <= largest])
+            results = self.prove_more([rows for rows in self.buckets.sizes if rows <= largest])
             lacking = [b.rows for b in results.buckets if b.rows <= largest and not b.canonical]
             if lacking:
                 raise DeterminismError(
@@ -264,43 +284,26 @@ class Contract:
         """
         refuse_unpinnable(self._runner.device.type)
         refuse_written(self._served.written)
-        if self.results is None or fresh:
-            reason = unprovable(self._model)
-            if reason is not None:
-                raise DeterminismError(
-                    f"{reason}, so that the bits of a row depend on other rows; deterministic=True "
-                    "needs weights without quantization, or quantization that does not depend on "
-                    "activations"
-                )
-            self.results = None
-            self._use(self._begin(fresh))
-        assert self.results is not None
-        return self.results
+        if self.results is not None and not fresh:
+            return self.results
+        if (reason := unprovable(self._model)) is not None:
+            raise DeterminismError(
+                f"{reason}, so that the bits of a row depend on other rows; deterministic=True "
+                "needs weights without quantization, or quantization that does not depend on "
+                "activations"
+            )
+        self.modes.restore()
+        self.results = self.known_fingerprint = None
+        self._key = self._results_key()
+        if fresh:
+            disk.forget(self._key)
+        known = disk.load(self._key)
+        return self._use(self._prove_reference() if known is None else self._as_on_disk(known))
 
     def probe(self, fresh: bool = False, attention_rows: int = MANY_ROWS) -> ProbeResults:
         """All probe results, found at once. attention_rows: to compare of each kind."""
-        if self.prove(fresh).unsound:
-            return self.prove()
-        return self._prove_more(self.buckets.sizes, attention_rows)
-
-    def _prove_more(
-        self, sizes: Collection[int], attention_rows: int | None = None
-    ) -> ProbeResults:
-        """The results with these buckets; attention_rows: as for ``prove``."""
-        results, begun = self.prove(), time.perf_counter()
-        new = [rows for rows in sizes if rows not in results.sizes]
-        if not new and all(kind.checked >= (attention_rows or 0) for kind in results.attention):
-            return results
-        try:
-            with self._runner.torch_state():
-                prober = Prober(self._runner, self._config, self.pause)
-                found = prove(prober, results, new, attention_rows)
-        except BaseException:
-            self._modes.tile(results.tiled)
-            raise
-        logger.info("proved passes of %s rows in %.1f s", new, time.perf_counter() - begun)
-        self._use(found)
-        return found
+        results = self.prove(fresh)
+        return results if results.unsound else self.prove_more(self.buckets.sizes, attention_rows)
 
     def prove_repaid(self, seconds: float, accepted: float) -> bool:
         """After a pass of so many seconds with deterministic requests: prove a further bucket, if
@@ -313,69 +316,65 @@ class Contract:
         if rows is None or self.changed():  # that is looked at before the next pass
             return True
         try:
-            results = self._prove_more([rows])
+            results = self.prove_more([rows])
         except Exception as error:  # requests go on without it
             self._ladder.failed.add(rows)
             logger.warning("passes of %d rows could not be probed: %s", rows, error)
         return not results.unsound
 
-    def _begin(self, fresh: bool) -> ProbeResults:
-        """From disk, or of a proof of the reference bucket."""
-        self._modes.restore()
-        self.known_fingerprint = None
-        self._key = self._results_key()
-        if fresh:
-            probe_cache.forget(self._key)
-        results = None if fresh else probe_cache.load(self._key)
-        if results is None:
-            try:
-                return self._prove_reference()
-            except BaseException:
-                self._modes.restore()
-                raise
-        if not results.unsound:
-            self._modes.serve(results.kernel_linears)
-        refuse_autocast(self._runner, self._warm_up)
-        return results
+    def prove_more(self, sizes: Collection[int], attention_rows: int | None = None) -> ProbeResults:
+        """The results with these buckets; attention_rows: to compare of each kind."""
+        results, begun = self.prove(), time.perf_counter()
+        new = [rows for rows in sizes if rows not in results.sizes]
+        if not new and all(kind.checked >= (attention_rows or 0) for kind in results.attention):
+            return results
+        try:
+            with self._runner.torch_state():
+                prober = Prober(self._runner, self._config, self.pause)
+                found = prove_buckets(prober, self.modes, results, new, attention_rows)
+        except BaseException:
+            self.modes.tile(results.tiled)
+            raise
+        logger.info("proved passes of %s rows in %.1f s", new, time.perf_counter() - begun)
+        return self._use(found)
 
     def _prove_reference(self) -> ProbeResults:
         logger.info("proving that deterministic=True can be kept, once for this model and machine")
-        begun = time.perf_counter()
-        state = self._runner.torch_state
-        with state():
-            proof = ReferenceProof(Prober(self._runner, self._config, self.pause))
-            broken = proof.linears()
-        served = self._modes.serve_kinds(broken)
-        with state():
-            if served:
-                proof.linears()
-            results = proof.rest(served)
-        (bucket,) = results.buckets
-        return results.with_bucket(replace(bucket, proof=time.perf_counter() - begun))
+        try:
+            with self._runner.torch_state():
+                prober = Prober(self._runner, self._config, self.pause)
+            return prove_reference(prober, self.modes)
+        except BaseException:
+            self.modes.restore()
+            raise
 
-    def _warm_up(self) -> None:
-        """Compiles and loads what a first pass needs, before a request."""
-        sizes = self.buckets.sizes
-        sizes = sizes if self._runner.device.type == "cuda" else [self.buckets.reference]
-        ModelProbe(self._runner, self._config, sizes[-1]).warm_up(sizes)
+    def _as_on_disk(self, results: ProbeResults) -> ProbeResults:
+        """Linears as they were proven; what one pass shows is looked at all the same, which
+        compiles and loads what a first pass needs."""
+        if not results.unsound:
+            self.modes.serve(results.kernel_linears)
+        with self._runner.torch_state():
+            check_pass(self._runner, ModelProbe(self._runner, self._config, 0, self.pause))
+        return results
 
-    def _use(self, results: ProbeResults) -> None:
+    def _use(self, results: ProbeResults) -> ProbeResults:
         """Let passes go by these results, and store them."""
         self.results = results
         if results.unsound:
-            self._modes.restore()
+            self.modes.restore()
             self.known_fingerprint = None
             self.buckets.forget()
         else:
-            self._modes.tile(results.tiled)
+            self.modes.tile(results.tiled)
             always = self._config.verify == "always"
             canonical = [results.reference] if always else results.canonical
             self.buckets.learn(canonical, results.seconds, results.own_way)
-        probe_cache.store(self._key, results)
+        disk.store(self._key, results)
+        return results
 
     def _results_key(self) -> str:
         """Of results on disk: all that they depend on, which no value of a weight is."""
         model = self._model
         rest = fingerprint(model, {"weights": ""}, self._config, self._runner.device).digest
-        found = experts(model), layouts(model), settings(model), adapter_state(model)
-        return probe_cache.key_of(rest, *found, self.buckets.sizes, self._config.linear)
+        found = implementations(model), layouts(model), adapter_state(model)
+        return disk.key_of(rest, *found, self.buckets.sizes, self._config.linear)

@@ -1,25 +1,67 @@
-"""What of the process and the machine is in force and may change bits, by the libraries' reports.
+"""What of the process and the machine is in force and may change bits: by the libraries' reports,
+and by a canary.
 
-Not what is set: a variable of the environment that nothing follows leaves it as it is. What the
-libraries do not tell shows in ``canary.py``.
+Not what is set: a variable of the environment that nothing follows leaves it as it is. The canary
+is a digest of what products, sums, element-wise functions and attention give for inputs made from
+integers, in the dtypes and widths of a model, in torch's state of a pass. An influence that no
+library reports (MKL_CBWR, ONEDNN_MAX_CPU_ISA, another BLAS) shows there as another fingerprint. It
+proves nothing of a model: the probes do that.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from tinyspec.determinism import cublas
 from tinyspec.determinism.fingerprint_parts import DIGEST
+from tinyspec.kernels import backend
+from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.model import openmp
+from tinyspec.model.attention_calls import LayerShape
+from tinyspec.model.checksum import checksum
+from tinyspec.model.cpu.linears import CpuLinear
+from tinyspec.model.linear_kinds import distinct_linears, linear_shape
+from tinyspec.model.served_model import served_of
+from tinyspec.model.torch_state import TorchState
 
 _C: Any = torch._C
+# Of this process, a line for every part of a file that is mapped; it ends with the path.
+MAPS = Path("/proc/self/maps")
+LIBRARY = "libcublas"
+# Kinds of linears and heads, and outputs of a linear: more would cost more and show little more.
+MOST_LINEARS, MOST_OUTPUTS, MOST_HEADS = 8, 256, 2
+# More than one tile of the attention twin, and a part of one.
+TOKENS = 160
+# Elements that every thread gets some of, up to 16 threads.
+LONG = 1 << 19
+# Of weights; others are packed, and multiplied in the dtype of the model.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ELEMENTWISE: tuple[Callable[[Tensor], Tensor], ...] = (
+    *(torch.exp, torch.tanh, torch.sigmoid, torch.sin, torch.cos, torch.erf, torch.reciprocal),
+    *(F.silu, F.gelu, F.softplus),
+    lambda x: F.gelu(x, approximate="tanh"),
+    lambda x: x.square().add(1).rsqrt(),
+    lambda x: x.abs().add(1).log(),
+)
+REDUCTIONS: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda x: x.sum(dim=-1),
+    lambda x: x.square().mean(dim=-1),
+    lambda x: x.softmax(dim=-1),
+    lambda x: x.log_softmax(dim=-1),
+    lambda x: F.rms_norm(x, x.shape[-1:]),
+    lambda x: F.layer_norm(x, x.shape[-1:]),
+)
 
 
 def device_parts(device: torch.device) -> list[str]:
@@ -34,13 +76,12 @@ def device_parts(device: torch.device) -> list[str]:
 def ambient(device: torch.device) -> tuple[object, ...]:
     """What may change while the process runs and is not pinned: threads that torch asks for and
     that run, quantized engine; on a GPU libraries and workspaces."""
-    found = [
-        torch.get_num_threads(),
-        openmp.settle(),
-        _C._get_qengine(),
-    ]
+    found = [torch.get_num_threads(), openmp.settle(), _C._get_qengine()]
     if device.type == "cuda":
-        found += [str(_C._get_blas_preferred_backend()), *_cublas_workspaces()]
+        # Bytes of workspaces, where torch tells them (since 2.13).
+        names = ("_cuda_getCublasWorkspaceSize", "_cuda_getCublasLtWorkspaceSize")
+        asked = [getattr(_C, name) for name in names if hasattr(_C, name)]
+        found += [str(_C._get_blas_preferred_backend()), *(ask() for ask in asked)]
     return tuple(found)
 
 
@@ -48,29 +89,18 @@ def environment(device: torch.device) -> dict[str, object]:
     """The parts of the fingerprint that come from process and machine, readable."""
     threads, running, engine, *blas = ambient(device)
     name, instructions, count = device_parts(device)
-    gpu = {"multiprocessors": count, "blas": blas, "cublas": cublas.fixed()}
+    # Versions of MKL and oneDNN, compiler, flags.
+    build = hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:16]
+    gpu = {"multiprocessors": count, "blas": blas, "cublas": cublas()}
     return {
         "device": name,
         "instruction set": instructions,
         "threads": threads,
         "threads running": running,
         "quantized engine": engine,
-        "build": f"{DIGEST}{_build()}",
+        "build": f"{DIGEST}{build}",
         **(gpu if device.type == "cuda" else {}),
     }
-
-
-def _cublas_workspaces() -> list[int]:
-    """Bytes, where torch tells (since 2.13)."""
-    names = ("_cuda_getCublasWorkspaceSize", "_cuda_getCublasLtWorkspaceSize")
-    asked: list[Callable[[], int] | None] = [getattr(_C, name, None) for name in names]
-    return [ask() for ask in asked if ask is not None]
-
-
-@cache
-def _build() -> str:
-    """Digest of what torch says of its build: versions of MKL and oneDNN, compiler, flags."""
-    return hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:16]
 
 
 @cache
@@ -81,3 +111,163 @@ def _cpu_name() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
+
+
+@cache
+def cublas() -> dict[str, object]:
+    """What is fixed of cuBLAS when a process starts: versions of the libraries that are loaded,
+    which need not be those that torch was built with, and the variables that they look at once, but
+    for those whose effect torch tells (``ambient``)."""
+    told = hasattr(_C, "_cuda_getCublasWorkspaceSize")
+    left_out = backend.WORKSPACES if told else ()
+    settings = {n: value for n, value in backend.of_cublas().items() if n not in left_out}
+    return {"versions": cublas_versions(), "variables": settings}
+
+
+def cublas_versions(
+    maps: Path = MAPS, loader: Callable[[str], Any] = ctypes.CDLL
+) -> list[list[str]]:
+    """(name, version) of every library; empty where none is loaded or the system does not tell."""
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    mapped = {Path(line.split(maxsplit=5)[-1]) for line in lines if LIBRARY in line}
+    paths = sorted(path for path in mapped if path.name.startswith(LIBRARY) and path.exists())
+    return sorted([path.name, _cublas_version(loader(str(path)))] for path in paths)
+
+
+def _cublas_version(library: Any) -> str:
+    """Of cuBLAS major, minor and patch number, of cuBLASLt by its own function; neither needs a
+    handle or a device. That of cuBLASLt is found in cuBLAS as well, which depends on it."""
+    if (ask := getattr(library, "cublasGetProperty", None)) is not None:
+        found = [ctypes.c_int(-1) for _ in range(3)]
+        for part, value in enumerate(found):
+            ask(part, ctypes.byref(value))
+        return ".".join(str(value.value) for value in found)
+    if (asked := getattr(library, "cublasLtGetVersion", None)) is not None:
+        asked.restype = ctypes.c_size_t
+        return str(asked())
+    return ""
+
+
+@dataclass(frozen=True)
+class Used:
+    """What a model computes with: (dtype, in, out, class) of its linears, its heads, its KV dtype.
+
+    The class is that of linears which a CPU runs by other operators than torch's default.
+    """
+
+    linears: tuple[tuple[torch.dtype, int, int, type[CpuLinear] | None], ...]
+    heads: tuple[LayerShape, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Used:
+        """Of a patched model."""
+        found = set()
+        for module in distinct_linears(model).values():
+            inputs, outputs = linear_shape(module) or (0, 0)
+            weight = getattr(module, "weight", None)
+            dtype = weight.dtype if isinstance(weight, Tensor) else model.dtype
+            dtype = dtype if dtype in DTYPES else model.dtype
+            kind = type(module) if isinstance(module, CpuLinear) else None
+            found.add((dtype, inputs, min(outputs, MOST_OUTPUTS), kind))
+        linears = sorted(found, key=str)[:MOST_LINEARS]
+        heads = tuple(dict.fromkeys(served_of(model).layers))[:MOST_HEADS]
+        return cls(tuple(linears), heads, model.dtype)
+
+
+def canary(model: PreTrainedModel, rows: int) -> str:
+    """16 hexadecimal digits for a patched model in passes of ``rows`` rows, the reference bucket.
+
+    Computed once for equal models, and again when threads or what else is not pinned have changed.
+    """
+    kernels = served_of(model).context.kernels
+    assert kernels is not None
+    with TorchState(model.device)():
+        return _canary_bits(
+            Used.of(model), rows, model.device, kernels.backend, ambient(model.device)
+        )
+
+
+@cache
+def _canary_bits(
+    used: Used, rows: int, device: torch.device, backend_name: str, _: tuple[object, ...]
+) -> str:
+    kernels = backend.load(backend_name)
+    results = [
+        *_linears(used, rows, device, kernels.linear),
+        *_row_functions(used, rows, device),
+        *_attention(used, device, kernels),
+        *_long(device),
+    ]
+    sums = [(str(result.dtype), tuple(result.shape), checksum(result)) for result in results]
+    return hashlib.sha256(repr(sums).encode()).hexdigest()[:16]
+
+
+def _numbers(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[rows, columns] of both signs below 64, of magnitudes that change from column to column; from
+    integers alone, so the same everywhere."""
+    place = torch.arange(rows * columns, dtype=torch.int64, device=device)
+    mixed = (place * 2654435761 >> 9) % 8191 - 4095
+    column = torch.arange(columns, dtype=torch.int32, device=device)
+    scale = ((column * 5 % 7 + 124) << 23).view(torch.float32)  # 1/8 to 8
+    return (mixed.view(rows, columns).float() * 2.0**-9 * scale).to(dtype)
+
+
+def _cancelling(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``_numbers`` whose second half in every second row takes back the first, so that rounding of
+    the sums is all that is left."""
+    x = _numbers(rows, columns, dtype, device)
+    half = columns // 2
+    x[::2, half : 2 * half] = -x[::2, :half].flip(1)
+    return x
+
+
+def _linears(
+    used: Used, rows: int, device: torch.device, kernel: Callable[..., Tensor]
+) -> Iterator[Tensor]:
+    """Products by the ways that linears take: both layouts of a weight, the kernel, a CPU's own."""
+    for dtype, inputs, outputs, kind in used.linears:
+        x = _cancelling(rows, inputs, dtype, device)
+        weight = _numbers(outputs, inputs, dtype, device) / 64
+        half = inputs // 2
+        weight[:, half : 2 * half] = weight[:, :half].flip(1)
+        yield F.linear(x, weight)
+        yield torch.mm(x, weight.t().contiguous())
+        yield kernel(x, weight)
+        if kind is not None:
+            linear = nn.Linear(inputs, outputs, bias=False, device="meta")
+            linear.weight = nn.Parameter(weight, requires_grad=False)
+            yield kind(linear).product(x)
+
+
+def _row_functions(used: Used, rows: int, device: torch.device) -> Iterator[Tensor]:
+    for width in sorted({inputs for _, inputs, *_ in used.linears}):
+        for dtype in dict.fromkeys((used.dtype, torch.float32)):
+            x = _numbers(rows, width, dtype, device)
+            for function in (*ELEMENTWISE, *REDUCTIONS):
+                yield function(x / 8)
+
+
+def _attention(used: Used, device: torch.device, kernels: backend.Kernels) -> Iterator[Tensor]:
+    """A prompt, and its last row by itself."""
+    for shape in used.heads:
+        size = 128
+        pages = -(-TOKENS // size)
+        wide = shape.num_kv_heads * shape.head_dim
+        cache = _numbers(pages * size, wide, used.dtype, device) / 16
+        cache = cache.view(pages, size, shape.num_kv_heads, shape.head_dim)
+        q = _numbers(TOKENS, shape.num_heads * shape.head_dim, used.dtype, device) / 16
+        q = q.view(TOKENS, shape.num_heads, shape.head_dim)
+        scores = {"scale": shape.head_dim**-0.5, "softcap": shape.softcap}
+        for first in (0, TOKENS - 1):
+            metadata = AttentionMetadata.of([(first, TOKENS)], [range(pages)], size, device)
+            v = cache.flip(0).contiguous()
+            yield kernels.paged_attention(q[first:], cache, v, metadata, **scores)
+
+
+def _long(device: torch.device) -> Iterator[Tensor]:
+    """Loops that every thread has a part of, among subnormal numbers as well."""
+    x = _numbers(1, LONG, torch.float32, device)[0]
+    yield (x / 3).sum()
+    yield x.exp()
+    yield x * 2.0**-120 * 2.0**-20

@@ -6,22 +6,23 @@ page size, pool size).
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 from collections.abc import Collection
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+import tinyspec
 from tinyspec.config import EngineConfig
-from tinyspec.determinism.canary import canary
-from tinyspec.determinism.code_digest import syntax_digest
-from tinyspec.determinism.environment import environment
+from tinyspec.determinism.environment import canary, environment
 from tinyspec.determinism.fingerprint_parts import DIGEST, Fingerprint, shortened
 from tinyspec.determinism.model_state import adapter_state, function_settings, functions, tensors
 from tinyspec.model.checksum import checksum
@@ -34,6 +35,42 @@ from tinyspec.model.torch_state import without_modes
 
 # One more with every change that gives canonical passes other bits.
 REVISION = 6
+PACKAGE = Path(tinyspec.__file__).parent
+# The wings that decide what a pass computes; the twins are part of kernels.
+WINGS = ("kernels", "model", "runner")
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class ExtraModules(NamedTuple):
+    """Modules that run beside the model, with weights of their own. name: of their part of the
+    fingerprint. settings: what else their results depend on."""
+
+    name: str
+    modules: nn.Module
+    settings: str
+
+
+@cache
+def syntax_digest(root: Path = PACKAGE, places: tuple[str, ...] = WINGS) -> str:
+    """Digest of the syntax trees of ``places``, wings and files in the package at ``root``, by path
+    within it.
+
+    Comments, docstrings, formatting and the place of installation leave it as it is. The trees may
+    depend on the version of Python.
+    """
+    files = {
+        path.relative_to(root).as_posix(): path
+        for place in places
+        for path in ([root / place] if place.endswith(".py") else (root / place).rglob("*.py"))
+    }
+    digest = hashlib.sha256()
+    for name, path in sorted(files.items()):
+        tree = ast.parse(path.read_bytes())
+        for node in ast.walk(tree):
+            if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+                del node.body[0]
+        digest.update(f"{name}\n{ast.dump(tree)}\n".encode())
+    return digest.hexdigest()
 
 
 def asking_for_gradients(model: nn.Module) -> list[str]:
@@ -67,6 +104,18 @@ def digest_weights(model: nn.Module, ignored: Collection[str] = ()) -> str:
         for part, plain in extra_parts(module).items():
             _add(digest, f"{name}.{part}", plain)
     return digest.hexdigest()
+
+
+def digest_extra(extra: ExtraModules, ignored: Collection[str] = ()) -> str:
+    """Of weights, structure and settings; ignored: names of attributes that are none."""
+    parts = (
+        digest_weights(extra.modules, ignored),
+        functions(extra.modules),
+        function_settings(extra.modules, ignored),
+        extra.settings,
+        asking_for_gradients(extra.modules),
+    )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def _add(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from tinyspec.model.moe import implementations
 from tinyspec.model.quantized import layout
 from tinyspec.model.row_tiles import RowTiles
 from tinyspec.model.torch_state import global_hooks
@@ -32,7 +31,6 @@ _ADAPTERS = ("active_adapters", "active_adapter", "disable_adapters", "merged_ad
 # What every module holds, and attributes that no bit of a pass depends on.
 BASE = frozenset(vars(nn.Module()))
 _IDLE = BASE | {"forward", "gradient_checkpointing", "name_or_path", "generate", "context"}
-LAYOUT = "the layout of "
 # How deep objects inside of objects are described.
 DEPTH = 4
 
@@ -97,15 +95,10 @@ def _switches_adapters(module: nn.Module) -> bool:
     return not isinstance(module, PreTrainedModel) and any(hasattr(module, a) for a in _ADAPTERS)
 
 
-def experts(model: nn.Module) -> dict[str, Any]:
-    """By name, how experts run; canonical passes may have the same bits in several ways."""
-    return {f"the experts of {name}": how for name, *how in implementations(model)}
-
-
 def layouts(model: nn.Module) -> dict[str, Any]:
     """By name, how every parameter and buffer lies in memory."""
     held = [*model.named_parameters(), *model.named_buffers()]
-    return {f"{LAYOUT}{name}": layout(tensor) for name, tensor in held}
+    return {name: layout(tensor) for name, tensor in held}
 
 
 def functions(model: nn.Module) -> dict[str, Any]:
@@ -124,38 +117,30 @@ def functions(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def settings(model: nn.Module) -> list[tuple[str, str, object]]:
-    """Plain values that modules keep as attributes: another one may be another function."""
-    return [
-        (name, attribute, value)
-        for name, module in model.named_modules()
-        for attribute, value in vars(module).items()
-        if isinstance(value, PLAIN) and value is not None and attribute != "training"
-    ]
-
-
-def raw_settings(model: nn.Module, ignored: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
-    """Name and value of every attribute but ``ignored`` that may enter what a module computes.
+def function_settings(model: nn.Module, ignored: Collection[str] = ()) -> dict[str, Any]:
+    """By name, described: every attribute but ``ignored`` that may enter what a module computes.
 
     Of transformers', torch's and our own modules these are public plain values and functions, of
     others all that they hold. Adapters have a description of their own.
     """
+    found = {}
     for name, module in model.named_modules():
         package = top_package(type(module))
         if package not in OWN and _switches_adapters(module):
             continue
         # A model's other attributes say where it came from, and what it generates with.
-        kinds = (bool, int, float) if isinstance(module, PreTrainedModel) else None
+        whole = isinstance(module, PreTrainedModel)
         for key, value in vars(module).items():
             full = f"{name}.{key}".lstrip(".")
             if key in _IDLE or key.startswith("tinyspec_") or full in ignored:
                 continue
             if isinstance(value, (nn.Module, PreTrainedConfig)) or _holds_tensors(value):
                 continue
-            if kinds is not None and not isinstance(value, kinds):
+            if whole and not isinstance(value, (bool, int, float)):
                 continue
             if package not in OWN or (not key.startswith("_") and _enters(value, package)):
-                yield full, value
+                found[full] = description(value)
+    return found
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -172,11 +157,6 @@ def _enters(value: Any, package: str) -> bool:
     if isinstance(value, (list, tuple, dict, set)):
         return package != "tinyspec"
     return isinstance(value, PLAIN) or callable(value)
-
-
-def function_settings(model: nn.Module, ignored: Collection[str] = ()) -> dict[str, Any]:
-    """The ``raw_settings``, described."""
-    return {name: description(value) for name, value in raw_settings(model, ignored)}
 
 
 def class_description(kind: Any) -> Any:

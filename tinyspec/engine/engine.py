@@ -117,13 +117,12 @@ class Engine(OneProcess, Observed):
             self._thinker.serve(self.served.root)
         more = (records_of(config), bool(config.overlap), trace, self._thinker)
         self.core = EngineCore(*parts, *more)
-        beside = None if self._thinker is None else self._thinker.beside
-        self.contract = Contract(runner, config, beside, self._renew)
+        extra = None if self._thinker is None else self._thinker.extra_modules
+        self.contract = Contract(runner, config, extra, self._renew, flush)
         self.tracker = RequestTracker(self.core, self.contract, self.tokenizer)
         self.lock = self.tracker.lock
         given = (self.model, self.tokenizer, config, self.pool, self._thinker)
         self._inputs = InputProcessor(*given)
-        self.contract.pause = flush
 
     def _renew(self) -> None:
         """Serve the model as it is now, which has another structure."""
@@ -136,7 +135,7 @@ class Engine(OneProcess, Observed):
         self.core.drain()
         self.served = served
         self.runner.serve(served)
-        self.contract.serve(served)
+        self.contract.serve(served, None if self._thinker is None else self._thinker.extra_modules)
 
     def __enter__(self) -> Self:
         return self

@@ -103,6 +103,8 @@ class RequestTracker:
         """
         contract = self._contract
         self._core.admission.forget_pages()
+        if self._core.thinker is not None:
+            self._core.thinker.forget_states()
         asking = [request for request in self.requests.values() if request.params.deterministic]
         begun = [r for r in asking if any(s.num_generated for s in r.sequences)]
         self._abort_all(begun, f"{what} changed while it was running")

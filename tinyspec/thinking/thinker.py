@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from tinyspec.config import EngineConfig
-from tinyspec.determinism.beside import Beside
-from tinyspec.determinism.code_digest import syntax_digest
-from tinyspec.determinism.probes.batches import BatchFunction, mixing, other_than
+from tinyspec.determinism.fingerprint import ExtraModules, syntax_digest
+from tinyspec.determinism.rows import BatchFunction, mixing, other_than
 from tinyspec.errors import refuse
 from tinyspec.model.torch_state import TorchState
 from tinyspec.model.wrappers import unwrap
@@ -126,15 +125,11 @@ class Thinker:
         self._states: dict[tuple[int, ...], Tensor] = {}
 
     @property
-    def beside(self) -> Beside:
+    def extra_modules(self) -> ExtraModules:
         """The blocks, as they stand in the fingerprint."""
-        settings = f"{self.config} {syntax_digest(places=CODE)}"
-        return Beside("thinking", self._modules, settings, self.forget_states)
-
-    def _modules(self) -> nn.Module:
-        """The blocks, as they are now."""
-        model = self.model
-        return nn.ModuleDict({"thinking": model.thinking, "compression": model.compression})
+        model, settings = self.model, f"{self.config} {syntax_digest(places=CODE)}"
+        blocks = {"thinking": model.thinking, "compression": model.compression}
+        return ExtraModules("thinking", nn.ModuleDict(blocks), settings)
 
     def forget_states(self) -> None:
         """Make them anew."""

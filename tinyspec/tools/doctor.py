@@ -14,10 +14,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tinyspec.config import EngineConfig
+from tinyspec.determinism.attention_probe import MANY_ROWS
 from tinyspec.determinism.environment import device_parts
-from tinyspec.determinism.probe_results import ProbeResults
-from tinyspec.determinism.probes.attention import MANY_ROWS
-from tinyspec.determinism.probes.graphs import graph_refusals
+from tinyspec.determinism.model_probe import graph_refusals
+from tinyspec.determinism.results import ProbeResults
 from tinyspec.engine.engine import Engine
 from tinyspec.engine.lock import at_once
 from tinyspec.errors import DeterminismError, TinyspecError, refuse

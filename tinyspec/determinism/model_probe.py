@@ -2,25 +2,25 @@
 and values that the reference bucket gives it, and how long does it take?
 
 Compared is on scratch weights, which the caller sees to, so that no value of the model's own can
-hide a difference; timed is on its own. Rows of every kind share its passes: single rows, verifies,
-prompt chunks, padding. Knows passes and KV, not modules.
+hide a difference. Rows of every kind share its passes: single rows, verifies, prompt chunks,
+padding. Knows passes and KV, not modules.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tinyspec.config import EngineConfig
-from tinyspec.determinism.probes.attention import longest_split
-from tinyspec.determinism.probes.bits import same_bits, unequal_bits
+from tinyspec.determinism.rows import same_bits, unequal_bits
+from tinyspec.kernels import launch
 from tinyspec.kernels.backend import AttentionMetadata
-from tinyspec.kernels.twins.layers import stored, values
+from tinyspec.kernels.twins.layers import CODES, stored, values
 from tinyspec.model.checksum import row_checksums
 from tinyspec.runner.batch import Batch
 from tinyspec.runner.model_runner import ModelRunner
@@ -34,6 +34,7 @@ BEYOND, PLACE = 9, 4
 COLUMNS = 16
 # About so many rows are distinct; larger buckets repeat them.
 DISTINCT_ROWS = 96
+KINDS = {True: "canonical", False: "other"}
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,16 @@ def segments(rows: int, page_size: int, max_model_len: int, split: int = 0) -> l
     return found
 
 
+def longest_split(runner: ModelRunner) -> int:
+    """Most tokens of a context that the runner's kernels sum at once before they merge sums; 0:
+    fewer than the probes' contexts have anyway."""
+    if runner.kernels.backend != "triton":
+        return 0
+    dtype, device, codes = runner.model.dtype, runner.device, runner.kv_dtype == CODES
+    dims = {layer.head_dim for layer in runner.layers}
+    return max(launch.attention(dtype, dim, device, codes).split for dim in dims)
+
+
 @dataclass(frozen=True)
 class ReferenceRows:
     """What the reference bucket gives every distinct row, on scratch weights.
@@ -79,168 +90,122 @@ class ReferenceRows:
     written: list[Tensor]
     sound: Tensor
 
-    @property
-    def comparable(self) -> bool:
-        """Whether there are finite rows to compare with."""
-        return bool(self.sound.any())
-
 
 class ModelProbe:
     """Passes of up to ``rows`` rows, on pages of their own, and what the reference bucket gives
     the same rows.
 
     The first few hundred rows are distinct; the others repeat them on other pages. known: the
-    reference rows; computed by ``compute_reference`` where they are not known. took: seconds of the
-    fastest pass that was compared, by rows. pause: called before every pass. Its memory lasts as
-    long as the probe.
+    reference rows, once they are computed. took: seconds of the fastest pass that was compared, by
+    rows. pause: called before every pass. Its memory lasts as long as the probe.
     """
+
+    known: ReferenceRows
 
     def __init__(
         self,
         runner: ModelRunner,
         config: EngineConfig,
-        rows: int,
-        known: ReferenceRows | None = None,
+        rows: int = 0,
         pause: Callable[[], None] = lambda: None,
     ):
         assert config.page_size and config.max_model_len
-        page_size, reference = config.page_size, runner.buckets.reference
-        self._runner, self._pause = runner, pause
+        self._runner, self._pause, self._page_size = runner, pause, config.page_size
         self.took: dict[int, float] = {}
-        self._page_size = page_size
-        self._distinct = min(runner.buckets.sizes[-1], -(-DISTINCT_ROWS // reference) * reference)
-        self._rows = rows = max(rows, self._distinct)
-        split = longest_split(runner)
-        distinct = segments(self._distinct, page_size, config.max_model_len, split)
-        self._pages = distinct[-1].pages[-1] + 1
-        self._copies = -(-rows // self._distinct)
-        self.num_pages = self._copies * self._pages
+        reference, largest = runner.buckets.reference, runner.buckets.sizes[-1]
+        self.distinct = distinct = min(largest, -(-DISTINCT_ROWS // reference) * reference)
+        own = segments(distinct, self._page_size, config.max_model_len, longest_split(runner))
+        self._pages, self._copies = own[-1].pages[-1] + 1, max(1, -(-rows // distinct))
         self._segments = [
-            replace(
-                segment,
-                first=segment.first + copy * self._distinct,
-                end=min(segment.end + copy * self._distinct, rows),
-                pages=[page + copy * self._pages for page in segment.pages],
+            Segment(
+                segment.first + copy * distinct,
+                segment.end + copy * distinct,
+                segment.position,
+                [page + copy * self._pages for page in segment.pages],
             )
             for copy in range(self._copies)
-            for segment in distinct
-            if segment.first + copy * self._distinct < rows
+            for segment in own
         ]
         places = [
             (segment.position + row - segment.first, segment.pages)
             for segment in self._segments
             for row in range(segment.first, segment.end)
         ]
-        slots = [pages[p // page_size] * page_size + p % page_size for p, pages in places]
+        size = self._page_size
+        slots = [pages[p // size] * size + p % size for p, pages in places]
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(runner.vocab_size, (self._distinct,), generator=generator)
+        ids = torch.randint(runner.vocab_size, (distinct,), generator=generator)
         positions = torch.tensor([position for position, _ in places])
-        packed = torch.stack([ids.repeat(self._copies)[:rows], positions, torch.tensor(slots)])
-        self._packed = packed.to(runner.device)
-        self._slots = self._packed[2]
-        self._cache = runner.pages(self.num_pages)
+        packed = torch.stack([ids.repeat(self._copies), positions, torch.tensor(slots)])
+        self._packed = packed.to(runner.device)  # ids, positions, slots [3, rows]
+        self._cache = runner.pages(self._copies * self._pages)
         self._pools = [p.flatten(0, 1).flatten(1) for p in (*self._cache.k, *self._cache.v)]
-        self.known = known
         self._fill_pages()
-        if known is not None:
-            self._write_known(known)
 
-    def _write_known(self, known: ReferenceRows) -> None:
-        """The keys and values of all rows, as the reference bucket writes them."""
-        own = self._slots[: self._distinct]
-        for pool, written in zip(self._pools, known.written, strict=True):
-            pool.index_copy_(0, own, written)
-        self._copy_pages()
+    def run_tokens(self, rows: int, tokens: Callable[[int, int], Tensor]) -> None:
+        """A pass of the first ``rows`` distinct rows with ``tokens(vocab_size, rows)``."""
+        assert rows <= self.distinct
+        ids = tokens(self._runner.vocab_size, rows).to(self._packed)
+        self._forward(0, rows, self._logit_rows(rows), ids=ids)
 
     def compute_reference(
-        self, recording: Callable[[], AbstractContextManager[object]] = nullcontext
+        self, recording: AbstractContextManager[object] | None = None
     ) -> ReferenceRows:
         """Compute the rows in passes of the reference bucket, after contexts of random KV.
 
-        recording: around every pass.
+        recording: around the first pass.
         """
         self._fill_pages()
         reference = self._runner.buckets.reference
         every = torch.arange(reference, device=self._runner.device)
         parts = []
-        for first in range(0, self._distinct, reference):
-            with recording():
-                logits, _ = self._forward(first, reference, 0, every, canonical=True)
-            parts.append([part[: self._distinct - first] for part in self._reduce(logits)])
+        for first in range(0, self.distinct, reference):
+            with recording if recording is not None and not first else nullcontext():
+                logits, _ = self._forward(first, reference, every)
+            parts.append([part[: self.distinct - first] for part in self._reduce(logits)])
         tables = [torch.cat(table) for table in zip(*parts, strict=True)]
-        own = self._slots[: self._distinct]
+        own = self._packed[2, : self.distinct]
         written = [pool.index_select(0, own) for pool in self._pools]
         # A NaN in keys or values reaches other rows of its sequence, and which ones depends on the
         # order of passes: such sequences are not compared.
         numbers = (values(rows, self._runner.model.dtype) for rows in written)
         finite = torch.stack([rows.isfinite().all(dim=1) for rows in numbers]).all(dim=0)
-        sound = torch.cat(
-            [
-                finite[p.first : p.end].all().expand(p.end - p.first)
-                for p in self._segments
-                if p.first < self._distinct
-            ]
-        )
-        self.known = ReferenceRows(tables, written, sound)
+        sound = [
+            finite[p.first : p.end].all().expand(p.end - p.first)
+            for p in self._segments
+            if p.first < self.distinct
+        ]
+        self.known = ReferenceRows(tables, written, torch.cat(sound))
         self._copy_pages()
         return self.known
 
-    @property
-    def distinct(self) -> int:
-        """Rows of the passes that ``run_tokens`` runs."""
-        return self._distinct
+    def difference(self, rows: int, numbers: Collection[int]) -> str | None:
+        """What in canonical passes of ``rows`` rows with these ``numbers`` differs from the
+        reference bucket."""
+        for number in numbers:
+            if (wrong := self._difference(rows, number)) is not None:
+                return wrong
+        return None
 
-    def run_tokens(self, rows: int, tokens: Callable[[int, int], Tensor]) -> None:
-        """A pass of the first ``rows`` distinct rows with ``tokens(vocab_size, rows)``."""
-        assert rows <= self._distinct
-        own = self._packed[0].clone()
-        self._packed[0, :rows] = tokens(self._runner.vocab_size, rows).to(own)
-        self._forward(0, rows, 0, self._logit_rows(rows), canonical=True)
-        self._packed[0] = own
-        if self.known is not None:
-            self._write_known(self.known)
-
-    def warm_up(self, sizes: Iterable[int]) -> None:
-        """A pass of each size, for what only a first pass does."""
-        self._copy_pages()
-        for rows in sizes:
-            self._forward(0, rows, 0, self._logit_rows(rows), canonical=True)
-
-    def difference(self, rows: int, repeat: int) -> str | None:
-        """What in a canonical pass of ``rows`` rows differs from the reference bucket.
-
-        repeat: how many such passes there were; each begins with other sequences, so that
-        neighbours differ, and every second one has padding.
-        """
-        known = self.known
-        assert known is not None
-        first, padding = self._begin(rows, repeat)
+    def _difference(self, rows: int, number: int) -> str | None:
+        """Each pass begins with other sequences, so that neighbours differ, and every second one
+        has padding."""
+        segment = self._segments[number * 4 % len(self._segments)]
+        first, padding = segment.first, rows // 4 * (number % 2)
         place = self._rows_from(first, rows - padding)
-        slots = self._slots[place]
-        place = place % self._distinct
+        slots = self._packed[2, place]
+        place = place % self.distinct
         for pool in self._pools:  # so that this pass must write what is compared
             pool.index_fill_(0, slots, 0)
         kept = self._logit_rows(rows)
-        logits, seconds = self._forward(first, rows, padding, kept, canonical=True)
+        logits, seconds = self._forward(first, rows, kept, padding)
         self.took[rows] = min(seconds, self.took.get(rows, seconds))
-        wrong = self._compare(known, logits, kept, place, slots)
-        for pool, written in zip(self._pools, known.written, strict=True):
+        wrong = self._compare(logits, kept, place, slots)
+        for pool, written in zip(self._pools, self.known.written, strict=True):
             pool.index_copy_(0, slots, written[place])
         return wrong
 
-    def seconds(self, rows: int, repeat: int, canonical: bool) -> float:
-        """Of a pass of ``rows`` rows, in fast mode unless ``canonical``."""
-        first, padding = self._begin(rows, repeat)
-        return self._forward(first, rows, padding, self._logit_rows(rows), canonical)[1]
-
-    def _begin(self, rows: int, repeat: int) -> tuple[int, int]:
-        """First row and padding of the pass of this number."""
-        segment = self._segments[repeat * 4 % len(self._segments)]
-        return segment.first, rows // 4 * (repeat % 2)
-
-    def _compare(
-        self, known: ReferenceRows, logits: Tensor, kept: Tensor, place: Tensor, slots: Tensor
-    ) -> str | None:
+    def _compare(self, logits: Tensor, kept: Tensor, place: Tensor, slots: Tensor) -> str | None:
         """What of a pass over the rows ``place`` of the tables, written to ``slots``, differs."""
 
         def differs(found: Tensor, table: Tensor, rows: Tensor) -> bool:
@@ -248,15 +213,15 @@ class ModelProbe:
             if same_bits(found, expected):
                 return False
             unlike = unequal_bits(found, expected).any(dim=1)
-            return bool((unlike & known.sound[rows]).any())
+            return bool((unlike & self.known.sound[rows]).any())
 
         live = kept < len(place)
         rows = place[kept[live]]
         names = ("logits", "log-probabilities")
-        for name, found, table in zip(names, self._reduce(logits), known.tables, strict=True):
+        for name, found, table in zip(names, self._reduce(logits), self.known.tables, strict=True):
             if differs(found[live], table, rows):
                 return name
-        for pool, written in zip(self._pools, known.written, strict=True):
+        for pool, written in zip(self._pools, self.known.written, strict=True):
             if differs(pool.index_select(0, slots), written, place):
                 return "keys and values"
         return None
@@ -281,7 +246,7 @@ class ModelProbe:
     def _rows_from(self, first: int, count: int) -> Tensor:
         """``count`` rows of the probe from ``first`` on, cyclically."""
         place = torch.arange(first, first + count, device=self._runner.device)
-        return place % self._rows
+        return place % self._packed.shape[1]
 
     def _logit_rows(self, rows: int) -> Tensor:
         """Rows of a pass that are unembedded: all, or in a large pass as many as the reference
@@ -290,13 +255,21 @@ class ModelProbe:
         return torch.arange(count, device=self._runner.device) * rows // count
 
     def _forward(
-        self, first: int, rows: int, padding: int, kept: Tensor, canonical: bool
+        self,
+        first: int,
+        rows: int,
+        kept: Tensor,
+        padding: int = 0,
+        canonical: bool = True,
+        ids: Tensor | None = None,
     ) -> tuple[Tensor, float]:
         """Logits of ``kept`` of ``rows`` rows from ``first`` on, the last of them padding, and
-        seconds."""
+        seconds. ids: of other tokens."""
         place = self._rows_from(first, rows - padding)
         packed = torch.tensor([0, 0, -1], device=place.device)[:, None].repeat(1, rows)
         packed[:, : len(place)] = self._packed[:, place]
+        if ids is not None:
+            packed[0] = ids
         self._pause()
         batch = Batch(packed[0], packed[1], packed[2], self._metadata(first, len(place)), [])
         begun = self._clocks()
@@ -336,3 +309,25 @@ class ModelProbe:
         )
         chosen = self._runner.kernels.log_softmax(logits).index_select(1, columns)
         return row_checksums(logits.float())[:, None], chosen
+
+    def run_once(self, canonical: bool) -> None:
+        """A pass of the reference bucket, of this kind."""
+        rows = self._runner.buckets.reference
+        self._forward(0, rows, self._logit_rows(rows), canonical=canonical)
+
+
+def graph_refusals(runner: ModelRunner, config: EngineConfig) -> dict[str, str]:
+    """Why passes are not captured as graphs, by kind; empty for the twins, which know no graphs.
+
+    Runs a pass of each kind that has not run yet. None of ``runner`` may be running.
+    """
+    if runner.kernels.backend != "triton":
+        return {}
+    missing = [canonical for canonical in KINDS if not runner.graphs.knows(canonical)]
+    if missing:
+        with runner.torch_state():
+            probe = ModelProbe(runner, config)
+            for canonical in missing:
+                probe.run_once(canonical)
+    found = {kind: runner.graphs.refusal(canonical) for canonical, kind in KINDS.items()}
+    return {kind: why for kind, why in found.items() if why is not None}

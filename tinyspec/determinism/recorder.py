@@ -1,34 +1,52 @@
-"""Do the shapes of a model's matmuls depend on the values of its rows? Then no probe covers them.
+"""What a pass of a model does, operator by operator, by torch's dispatcher and hooks on modules.
 
-A pass of the same rows runs with several sets of tokens, and every matmul is recorded: its module,
-shapes, and the group sizes of a grouped matmul. Experts of the linear kernel are skipped, as its
-rows do not depend on the row count, and so is attention, which has a probe of its own. Sees what
-goes through torch's dispatcher, not what a library launches by itself.
+- Its matmuls: module, shapes, the group sizes of a grouped one. Where these differ between tokens,
+  no probe of shapes covers them.
+- Its functions of rows beside the linears, one of each kind, to be probed by themselves.
+- What of its rows the host reads: it may branch on all of them at once. What operators make of
+  numbers for every row depends on rows, in values and shapes, and so does the memory that it is
+  written to. Token ids, positions and lengths are no such numbers.
+- What runs under autocast: passes run without it, but a forward or a hook may turn it on.
+
+Experts of the linear kernel are skipped, as its rows do not depend on the row count, and so is
+attention, which has a probe of its own. Unseen are reads by address, and what a library launches by
+itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tinyspec.determinism.model_state import function_settings, functions, is_users
-from tinyspec.determinism.probe_results import Unsound
-from tinyspec.determinism.probes.host_reads import HostReads
+from tinyspec.determinism.results import Unsound
 from tinyspec.model.attention import AttentionContext
 from tinyspec.model.linear_kinds import linear_shape
 from tinyspec.model.quantized import is_packed
 
-REMEDY = (
+SHAPES_DEPEND = (
+    "the shapes of its matmuls depend on the values of the rows, so that no probe of shapes can "
+    "cover them"
+)
+NO_EXPERTS = (
     "deterministic=True needs experts that the linear kernel can serve (plain weights, "
     "transformers' experts interface, linear='auto'); run this model's requests without it"
 )
+HOST_READS = (
+    "it reads on the host what the rows of a pass hold (a branch on a tensor, item(), tolist(), a "
+    "mask as an index), so that a row may depend on the others"
+)
+NO_BRANCHES = "deterministic=True needs forwards without a branch or a shape that depends on rows"
 # Parts of operators' names: mm, addmm, bmm, baddbmm, _grouped_mm, linear, matmul, addmv, dot, conv.
 MATMULS = ("mm", "linear", "matmul", "mv", "dot", "conv")
 # Operators of one tensor whose rounding may depend on an element's place (in a vector or in the
@@ -39,6 +57,10 @@ STEPS = {
     *("exp", "expm1", "log", "log1p", "pow", "rsqrt", "sin", "cos", "sum", "mean", "cumsum"),
     *("_softmax", "_log_softmax", "linalg_vector_norm"),
 }
+# What torch marks as telling the host values or a shape, and what else does: the last is what
+# ``tolist`` and ``numpy`` begin with.
+READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+OTHER_READS = ("aten.is_nonzero.default", "aten.where.default", "aten.resolve_neg.default")
 
 
 @dataclass(frozen=True)
@@ -53,9 +75,9 @@ class Matmul:
 
 @dataclass(frozen=True)
 class RowOp:
-    """A function of rows that is no linear: an element-wise module (activation, norm), or elsewhere
-    one operator (a router's matmul or sigmoid) with its parameters and constants. users: a module
-    that runs code of the user's, whose operators are recorded by themselves."""
+    """A function of rows: a linear, an element-wise module (activation, norm), or elsewhere one
+    operator (a router's matmul or sigmoid) with its parameters and constants. users: a module that
+    runs code of the user's, whose operators are recorded by themselves."""
 
     name: str
     dtype: torch.dtype
@@ -66,17 +88,27 @@ class RowOp:
 
 
 @cache
-def _operator(func: Any) -> tuple[str, bool]:
-    """Name of an operator of torch's, and whether it multiplies matrices."""
+def _operator(func: Any) -> tuple[str, bool, bool]:
+    """Name of an operator of torch's, whether it multiplies matrices, and whether it reads."""
     name = func._schema.name.partition("::")[2]
-    return name, any(part in name for part in MATMULS)
+    reads = str(func) in OTHER_READS or any(tag in func.tags for tag in READS)
+    return name, any(part in name for part in MATMULS), reads
 
 
-class OpRecorder(TorchDispatchMode):
-    """Records the matmuls of ``model`` in passes of ``rows`` rows, except inside the modules
-    ``skipped``, and its other functions of rows, one of each kind.
+def _tensors(values: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor) and not is_packed(x)]
 
-    logit_rows: how many of the rows are unembedded. reads: of rows, on the host.
+
+def _storage(x: Tensor) -> StorageWeakRef:
+    """Does not keep memory alive."""
+    return StorageWeakRef(x.untyped_storage())
+
+
+class PassRecorder(TorchDispatchMode):
+    """Of one pass of ``model`` with ``rows`` rows, except inside the modules ``skipped``.
+
+    logit_rows: how many of the rows are unembedded. host_reads: modules that read rows. autocast:
+    the first operator that ran under it, and its module.
     """
 
     def __init__(
@@ -84,7 +116,9 @@ class OpRecorder(TorchDispatchMode):
     ):
         super().__init__()
         self.matmuls: list[Matmul] = []
-        self.reads = HostReads(rows)
+        self.host_reads: list[str] = []
+        self.autocast: tuple[str, str] | None = None
+        self._model, self._rows, self._skipped = model, rows, set(skipped)
         # Modules around attention and experts, which are no functions of rows outside of a pass.
         self._attends = {name[:end] for name in skipped for end, c in enumerate(name) if c == "."}
         self._users = {
@@ -94,36 +128,21 @@ class OpRecorder(TorchDispatchMode):
         }
         self._modules: dict[object, RowOp] = {}
         self._steps: dict[object, tuple[str, RowOp]] = {}
-        self._rows = rows
         self._leading = ((1, rows), (1, logit_rows))
         # Modules without children from one tensor to one: their operators are no steps.
         self._whole: set[str] = set()
         self._kept_alive: list[Tensor] = []
-        self._model = model
-        self._skipped = set(skipped)
         self._inside: list[str] = []
         self._in_attention = False
         plain = (p for p in model.parameters() if not is_packed(p))
         self._own = {p.untyped_storage().data_ptr() for p in plain}
         self._linears = {n for n, m in model.named_modules() if linear_shape(m) is not None}
+        self._of_rows: set[StorageWeakRef] = set()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if self._in_attention or not self._skipped.isdisjoint(self._inside):
-            return result
-        self.reads.follow(func, (args, kwargs), result, self._inside[-1] if self._inside else "")
-        name, is_matmul = _operator(func)
-        if is_matmul:
-            self._note(name, func, args, kwargs or {})
-        elif name in STEPS:
-            self._note_step(name, func, args, kwargs or {}, result)
-        elif name == "_to_copy" and args[0].untyped_storage().data_ptr() in self._own:
-            # A parameter cast to another dtype; kept alive, as its address is the key.
-            self._kept_alive.append(result)
-            self._own.add(result.untyped_storage().data_ptr())
-        return result
+    @property
+    def where(self) -> str:
+        """The innermost module whose forward is running."""
+        return self._inside[-1] if self._inside else ""
 
     @property
     def row_ops(self) -> list[RowOp]:
@@ -131,17 +150,85 @@ class OpRecorder(TorchDispatchMode):
         steps = [step for where, step in self._steps.values() if where not in self._whole]
         return [*steps, *self._modules.values()]
 
-    def _note(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        where = self._inside[-1] if self._inside else ""
+    @contextmanager
+    def recording(self, context: AttentionContext | None = None) -> Iterator[None]:
+        """Record what runs in the block; context: of the attention of a served model."""
+        handles = []
+        for name, module in self._model.named_modules():
+            handles += [
+                module.register_forward_pre_hook(partial(self._enter, name)),
+                module.register_forward_hook(self._leave, with_kwargs=True),
+            ]
+        kernels = None if context is None else context.kernels
+        if context is not None and kernels is not None:
+            attend = partial(self._attend, kernels.paged_attention)
+            context.kernels = replace(kernels, paged_attention=attend)
+        try:
+            with self, _AutocastWatch(self):
+                yield
+        finally:
+            if context is not None:
+                context.kernels = kernels
+            for handle in handles:
+                handle.remove()
+
+    def _attend(self, whole: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        self._in_attention = True
+        self._attends.update(self._inside)
+        try:
+            return whole(*args, **kwargs)
+        finally:
+            self._in_attention = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self._in_attention or not self._skipped.isdisjoint(self._inside):
+            return result
+        name, is_matmul, reads = _operator(func)
+        self._follow_rows(func, reads, (args, kwargs), result)
+        if is_matmul:
+            self._note_matmul(name, func, args, kwargs)
+        elif name in STEPS:
+            self._note_step(name, func, args, kwargs, result)
+        elif name == "_to_copy" and args[0].untyped_storage().data_ptr() in self._own:
+            # A parameter cast to another dtype; kept alive, as its address is the key.
+            self._kept_alive.append(result)
+            self._own.add(result.untyped_storage().data_ptr())
+        return result
+
+    def _follow_rows(self, func: Any, reads: bool, given: Any, result: Any) -> None:
+        """Note which memory holds what depends on rows, and where the host reads that."""
+        tensors = _tensors(given)
+        depends = any(_storage(x) in self._of_rows for x in tensors)
+        for x in _tensors(result):
+            if depends or (x.is_floating_point() and x.shape[:2] == (1, self._rows)):
+                self._of_rows.add(_storage(x))
+        if depends and reads and not self._selects_alike(func, tensors):
+            self.host_reads.append(self.where)
+
+    def _selects_alike(self, func: Any, tensors: list[Tensor]) -> bool:
+        """Whether an index takes the same rows whatever rows hold: by number, or by a mask that
+        is not made of them and takes all."""
+        masks = [x for x in tensors if x.dtype in (torch.bool, torch.uint8)]
+        return func is torch.ops.aten.index.Tensor and all(
+            _storage(mask) not in self._of_rows and bool(mask.all()) for mask in masks
+        )
+
+    def _note_matmul(
+        self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         shapes = tuple(tuple(x.shape) for x in tensors)
         groups = [x for x in tensors if not x.is_floating_point() and x.dim() <= 1]
         sizes = tuple(tuple(x.reshape(-1).tolist()) for x in groups)
-        self.matmuls.append(Matmul(where, name, shapes, sizes))
-        if not kwargs and where not in self._linears and not any(map(is_packed, tensors)):
-            self._note_rows(where, name, func, args)
+        self.matmuls.append(Matmul(self.where, name, shapes, sizes))
+        if not kwargs and self.where not in self._linears and not any(map(is_packed, tensors)):
+            self._note_product(name, func, args)
 
-    def _note_rows(self, where: str, name: str, func: Any, args: tuple[Any, ...]) -> None:
+    def _note_product(self, name: str, func: Any, args: tuple[Any, ...]) -> None:
         """Record a matmul of one tensor with parameters, one of each kind."""
         at = {n: x for n, x in enumerate(args) if isinstance(x, Tensor)}
         own = {n: x for n, x in at.items() if x.untyped_storage().data_ptr() in self._own}
@@ -158,8 +245,8 @@ class OpRecorder(TorchDispatchMode):
             return out.view(1, given.shape[1], -1)
 
         kind = (name, x.dtype, x.dim(), *((w.shape, w.stride(), w.dtype) for w in own.values()))
-        step = RowOp(f"{where}: {name}", x.dtype, x.shape[-1:], run, weight)
-        self._steps.setdefault(kind, (where, step))
+        step = RowOp(f"{self.where}: {name}", x.dtype, x.shape[-1:], run, weight)
+        self._steps.setdefault(kind, (self.where, step))
 
     def _note_step(
         self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
@@ -182,10 +269,9 @@ class OpRecorder(TorchDispatchMode):
             out = func(given.reshape(*lead[:-1], rows, *shape), *others, **kwargs)
             return (out[0] if isinstance(out, tuple) else out).reshape(1, rows, -1)
 
-        where = self._inside[-1] if self._inside else ""
         kind = (name, x.dtype, lead, shape, str(others), str(kwargs))
-        step = RowOp(f"{where}: {name} of {tuple(shape)}", x.dtype, shape, run)
-        self._steps.setdefault(kind, (where, step))
+        step = RowOp(f"{self.where}: {name} of {tuple(shape)}", x.dtype, shape, run)
+        self._steps.setdefault(kind, (self.where, step))
 
     def _enter(self, name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._inside.append(name)
@@ -197,6 +283,8 @@ class OpRecorder(TorchDispatchMode):
     def _leave(
         self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
+        """Record a module from one tensor of rows to one that has no children, or runs code of the
+        user's."""
         name = self._inside.pop()
         users = name in self._users and name not in self._attends
         whole = not list(module.children())
@@ -216,40 +304,25 @@ class OpRecorder(TorchDispatchMode):
                 op = replace(op, name=f"{name}: as a whole", users=True)
                 self._modules.setdefault((*kind, self._users[name]), op)
 
-    @contextmanager
-    def _without_attention(self, context: AttentionContext) -> Iterator[None]:
-        kernels = context.kernels
-        assert kernels is not None
 
-        def attend(*args: Any, **kwargs: Any) -> Tensor:
-            self._in_attention = True
-            self._attends.update(self._inside)
-            try:
-                return kernels.paged_attention(*args, **kwargs)
-            finally:
-                self._in_attention = False
+class _AutocastWatch(TorchFunctionMode):
+    """Notes the first operator that runs under autocast; below, in the dispatcher, it is off."""
 
-        context.kernels = replace(kernels, paged_attention=attend)
-        try:
-            yield
-        finally:
-            context.kernels = kernels
+    def __init__(self, recorder: PassRecorder):
+        super().__init__()
+        self._recorder = recorder
+        self._device_type = next(recorder._model.parameters()).device.type
 
-    @contextmanager
-    def recording(self, context: AttentionContext | None = None) -> Iterator[None]:
-        """Record what runs in the block; context: of the attention of a served model."""
-        handles = []
-        for name, module in self._model.named_modules():
-            handles += [
-                module.register_forward_pre_hook(partial(self._enter, name)),
-                module.register_forward_hook(self._leave, with_kwargs=True),
-            ]
-        try:
-            with self, self._without_attention(context) if context else nullcontext():
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if self._recorder.autocast is None and torch.is_autocast_enabled(self._device_type):
+            self._recorder.autocast = resolve_name(func) or str(func), self._recorder.where
+        return func(*args, **(kwargs or {}))
 
 
 def same_token(vocab_size: int, rows: int) -> Tensor:
@@ -279,9 +352,11 @@ def data_dependent(passes: Iterable[list[Matmul]]) -> list[Unsound]:
             unlike = next((a.module for a, b in pairs if a != b), None)
             longest = max(first, other, key=len)
             name = longest[min(len(first), len(other))].module if unlike is None else unlike
-            why = (
-                f"{name}: the shapes of its matmuls depend on the values of the rows, so that no "
-                "probe of shapes can cover them"
-            )
-            return [Unsound(name, why, REMEDY)]
+            return [Unsound(name, f"{name}: {SHAPES_DEPEND}", NO_EXPERTS)]
     return []
+
+
+def reads_rows(recorder: PassRecorder) -> list[Unsound]:
+    """The first module that reads rows on the host; empty if there is none."""
+    names = [name or "model" for name in recorder.host_reads[:1]]
+    return [Unsound(name, f"{name}: {HOST_READS}", NO_BRANCHES) for name in names]

@@ -9,29 +9,24 @@ from tests.support.sensitive import (
     RowByRowLinear,
     ShapeSensitiveLinear,
 )
-from tests.support.tolerances import SHORT_SUM, close
-from tinyspec.determinism.probes.bits import (
+from tests.support.walk import CONFIG
+from tests.support.zoo import MODEL_TYPES, tiny
+from tinyspec import Engine
+from tinyspec.determinism.rows import (
+    agree,
     cancelling_inputs,
     in_passes,
+    keeps_places,
     position_invariant,
+    probe_pool,
+    same_bits,
+    sensitive_pool,
     unequal_bits,
 )
-from tinyspec.determinism.probes.row_functions import probe_function, probe_pool
 from tinyspec.model.linear_kinds import distinct_linears, linear_shape, linear_weight
+from tinyspec.scheduler.buckets import Buckets
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-class IntegerLinear(nn.Linear):
-    """Exact in fp32 whatever the order of additions: integers far below 2**24."""
-
-    def __init__(self, features: int, out: int) -> None:
-        super().__init__(features, out, bias=False)
-        nn.init.normal_(self.weight)
-        self.weight.data = (self.weight.data * 3).round()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x * 8).round().clamp(-64, 64) @ self.weight.T
 
 
 class Conv1D(nn.Module):
@@ -77,23 +72,10 @@ def test_inputs_without_a_weight_cancel_in_their_own_sum():
     assert (x.sum(1).abs() / x.abs().sum(1)).max() < 1e-4
 
 
-def test_inputs_are_a_function_of_the_seed():
-    a, b, c = (cancelling_inputs(4, 65, torch.float32, seed) for seed in (3, 3, 4))
-    assert torch.equal(a, b) and not torch.equal(a, c)
-
-
 def test_unequal_bits_sees_signs_of_zero_and_equal_nans():
     a = torch.tensor([[0.0, 1.0], [float("nan"), 1.0], [2.0, 3.0]])
     b = torch.tensor([[-0.0, 1.0], [float("nan"), 1.0], [2.0, 3.0]])
     assert unequal_bits(a, b).tolist() == [[True, False], [False] * 2, [False] * 2]
-
-
-@pytest.mark.parametrize("rows", [1, 2, 3, 7, 32])
-def test_exact_linear_is_position_invariant(rows):
-    linear = IntegerLinear(100, 60)
-    inputs = cancelling_inputs(16, 100, torch.float32, 0, linear.weight)
-    probe = position_invariant(linear, inputs, rows)
-    assert probe and probe.differing == 0 and probe.checked == (rows + 1) * ((rows + 1) // 2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -108,9 +90,7 @@ def test_shape_sensitive_linear_keeps_fact_one(rows, dtype):
 def test_position_sensitive_linear_is_caught_and_named(rows, dtype):
     linear = PositionSensitiveLinear(make_linear(dtype))
     probe = position_invariant(linear, inputs_for(linear), rows, name="mlp.down_proj")
-    assert not probe
-    assert 0 <= probe.row_index < rows and 0 <= probe.column < 96
-    assert "mlp.down_proj" in str(probe) and str(rows) in str(probe)
+    assert not probe and probe.name == "mlp.down_proj" and 0 < probe.differing < probe.checked
 
 
 def test_position_sensitive_linear_is_caught_with_few_passes():
@@ -127,7 +107,7 @@ def test_one_bad_row_index_is_caught():
         return out
 
     probe = position_invariant(bad_at_seventeen, torch.randn(16, 64), 32)
-    assert not probe and probe.row_index == 17 and probe.column == 0
+    assert not probe and probe.differing < probe.checked / 10
 
 
 def test_dependence_on_neighbours_is_caught():
@@ -140,12 +120,6 @@ def test_dependence_on_neighbours_is_caught():
 
 def test_unrepeatable_function_is_caught_at_one_row():
     assert not position_invariant(torch.rand_like, torch.randn(1, 64), 1)
-
-
-@pytest.mark.parametrize("rows", [1, 3, 16, 40])
-def test_in_passes_returns_every_row_once(rows):
-    x = torch.randn(16, 4)
-    assert torch.equal(in_passes(lambda part: part * 2, x, rows), x * 2)
 
 
 def test_careless_probe_misses_what_this_one_sees():
@@ -198,13 +172,14 @@ def test_a_packed_weight_is_not_taken_for_a_matrix():
 SIZES = [1, 2, 4, 8, 12, 16, 32, 64, 96, 144]
 
 
-def classes_of(fn, weight=None, dtype=torch.float32, features=192, reference=16):
-    pool = probe_pool(features, dtype, "cpu", weight)
-    return probe_function(fn, pool, SIZES, reference, "mlp.down_proj")
-
-
-def canonical(classes):
-    return [rows for rows in SIZES if classes.canonical(rows)]
+def facts_of(
+    fn, weight=None, dtype=torch.float32, features=192, reference=16, sizes=SIZES, search=False
+):
+    """Fact 1 in the reference bucket, and the sizes that agree with it."""
+    pools = [probe_pool(features, dtype, "cpu", weight)]
+    pools += sensitive_pool(fn, pools[0]) if search else []
+    position = keeps_places(fn, pools, reference, "mlp.down_proj")
+    return position, [rows for rows in sizes if agree(fn, pools, rows, reference)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -223,27 +198,24 @@ def test_a_probe_pool_has_needles_among_larger_rows_and_zeros(dtype):
     assert largest[::2].max() < 100
 
 
-def test_bucket_classes_of_rows_computed_one_by_one():
+def test_sizes_of_rows_computed_one_by_one():
     linear = RowByRowLinear(make_linear(torch.float32))
-    found = classes_of(linear, linear.weight)
-    assert found.position and found.labels == dict.fromkeys(SIZES, 0) and canonical(found) == SIZES
+    position, agreeing = facts_of(linear, linear.weight)
+    assert position and agreeing == SIZES
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_bucket_classes_of_a_shape_sensitive_linear(dtype):
+def test_sizes_of_a_shape_sensitive_linear(dtype):
     linear = ShapeSensitiveLinear(make_linear(dtype))
-    found = classes_of(linear, linear.weight, dtype)
-    assert found.position and sorted(found.labels.values()) == list(range(len(SIZES)))
-    assert canonical(found) == [16]
+    position, agreeing = facts_of(linear, linear.weight, dtype)
+    assert position and agreeing == [16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_bucket_classes_of_a_position_sensitive_linear(dtype):
+def test_sizes_of_a_position_sensitive_linear(dtype):
     linear = PositionSensitiveLinear(make_linear(dtype))
-    found = classes_of(linear, linear.weight, dtype)
-    assert not found.position and "mlp.down_proj" in str(found.position)
-    assert {rows for rows in SIZES if found.labels[rows] is None} == set(SIZES) - {1}
-    assert canonical(found) == []
+    position, agreeing = facts_of(linear, linear.weight, dtype)
+    assert not position and agreeing == []
 
 
 def nudged(x, row, column=5):
@@ -254,19 +226,18 @@ def nudged(x, row, column=5):
     return out
 
 
-@pytest.mark.parametrize("row", range(16))
-def test_a_row_index_that_matters_in_the_reference_bucket(row):
-    found = classes_of(lambda x: nudged(x, row))
-    assert not found.position and found.position.column == 5
-    assert canonical(found) == []
+def test_a_row_index_that_matters_in_the_reference_bucket():
+    for row in range(16):
+        position, agreeing = facts_of(lambda x, row=row: nudged(x, row))
+        assert not position and agreeing == [], row
 
 
 @pytest.mark.parametrize("rows", [4, 96, 144])
 def test_a_row_index_that_matters_in_one_other_bucket(rows):
     for row in range(rows):
-        found = classes_of(lambda x, row=row: nudged(x, row) if len(x) == rows else x)
-        assert found.position and found.labels[rows] is None, row
-        assert canonical(found) == [size for size in SIZES if size != rows]
+        fn = lambda x, row=row: nudged(x, row) if len(x) == rows else x  # noqa: E731
+        position, agreeing = facts_of(fn, sizes=[8, rows])
+        assert position and agreeing == [8], row
 
 
 @pytest.mark.parametrize("rows", SIZES)
@@ -277,25 +248,54 @@ def test_neighbours_that_matter(rows):
         scale = x.abs().max() / 127 if len(x) == rows else torch.tensor(0.125)
         return (x / scale).round() * scale
 
-    found = classes_of(scaled_by_the_largest)
-    if rows == 1:
-        assert canonical(found) == SIZES[1:]  # no neighbours: another function, no more
-    else:
-        assert found.labels[rows] is None or rows == 144  # where something large is always near
-        assert canonical(found) == ([] if rows == 16 else [s for s in SIZES if s != rows])
+    _, agreeing = facts_of(scaled_by_the_largest)
+    assert agreeing == ([] if rows == 16 else [size for size in SIZES if size != rows])
 
 
-def test_bucket_classes_are_classes():
-    found = classes_of(lambda x: x * (1.0, 1.5, 2.0)[(len(x) > 4) + (len(x) > 16)])
-    assert list(found.labels.values()) == [0, 0, 0, 1, 1, 1, 2, 2, 2, 2]
-    assert canonical(found) == [8, 12, 16]
+VECTOR = 32
 
 
-def test_sensitive_linears_see_changed_weights():
-    linear = make_linear(torch.float32)
-    sensitive = ShapeSensitiveLinear(linear)
-    x = torch.randn(4, 192)
-    before = sensitive(x)
-    assert close(before, linear(x), SHORT_SUM)
-    linear.weight.mul_(2)
-    assert close(sensitive(x), linear(x), SHORT_SUM)
+def leaves_some_over(salt: int):
+    """An operator of which 1 number in 25 tells whether it stood in a vector."""
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        flat = x.flatten()
+        tells = flat.view(torch.int32) // 64 % 25 == salt
+        tells[: len(flat) // VECTOR * VECTOR] = False
+        return torch.where(tells, flat * (1 + 2**-23), flat).view_as(x)
+
+    return run
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 6, 40])
+def test_every_bucket_with_leftovers_is_found(width):
+    """Element-wise operators round what is left over from vectors by another function, and few
+    numbers tell: however narrow the rows. Control: a pool of any rows misses some."""
+    sizes = [*Buckets(64, 16).sizes, 33, 34]
+    whole = [rows for rows in sizes if rows * width % VECTOR == 0]
+    more = {"features": width, "sizes": sizes, "search": True}
+    reference = 32 if width % 2 else 16  # without leftovers
+    for salt in range(0, 25, 4):
+        assert facts_of(leaves_some_over(salt), reference=reference, **more)[1] == whole, salt
+        assert facts_of(torch.square, reference=reference, **more)[1] == sizes
+        if width == 2:
+            assert not facts_of(leaves_some_over(salt), reference=56, **more)[0]
+    more |= {"sizes": [56], "search": False}
+    if width == 2:
+        assert any(facts_of(leaves_some_over(salt), **more)[1] for salt in range(25))
+
+
+@pytest.mark.skipif("kolibri1" not in MODEL_TYPES, reason="this transformers has no kolibri1")
+def test_sigmoid_of_a_router():
+    """kolibri1: [R, 2] sigmoids. Of 56 rows, 8 are left over from vectors of AVX-512."""
+    rows = torch.randn(2000, 2) * 2
+    expected = in_passes(torch.sigmoid, rows, CONFIG.reference_rows)
+    with Engine(tiny("kolibri1"), config=CONFIG) as engine:
+        facts = engine.contract.probe()
+    broken = {fact.rows for fact in facts.buckets if any("sigmoid" in n for n in fact.broken_by)}
+    unlike = {
+        fact.rows
+        for fact in facts.buckets
+        if not same_bits(in_passes(torch.sigmoid, rows, fact.rows), expected)
+    }
+    assert unlike <= broken

@@ -1,0 +1,137 @@
+"""Files of probe results: any bytes at all are read as what was stored, or as nothing."""
+
+import json
+import logging
+import os
+import random
+from dataclasses import asdict, replace
+from threading import Thread
+
+import pytest
+from huggingface_hub import constants
+
+from tests.support.patience import PATIENCE
+from tinyspec.determinism import results
+from tinyspec.determinism.results import BucketResult, ComparedRows, ProbeResults, Unsound
+
+KEY = "key"
+RESULTS = ProbeResults(
+    reference=8,
+    buckets=(
+        BucketResult(8, True, (), 1 / 3),
+        BucketResult(16, False, ("a.b",), 0.2, ("a.c",), 3.0),
+    ),
+    unsound=(Unsound("a.b", "why"),),
+    kernel_linears=("a.b",),
+    tiled=("a.b", "a.c"),
+    attention=(ComparedRows("decode", 7, 0),),
+    confirmed=True,
+)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
+    results._warn_once.cache_clear()
+    return tmp_path / "tinyspec"
+
+
+@pytest.fixture
+def file(home):
+    """Of results that are stored."""
+    results.store(KEY, RESULTS)
+    return home / f"{KEY}.json"
+
+
+def ignored(caplog, match: str) -> None:
+    """Nothing is read, and the log says so once, however often that is tried."""
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "tinyspec"):
+        assert [results.load(KEY) for _ in range(3)] == [None] * 3
+    (record,) = caplog.records
+    assert match in record.getMessage() and "ignored" in record.getMessage()
+
+
+def signed(found: object) -> str:
+    """A file with the right checksum."""
+    return json.dumps({"key": KEY, "checksum": results._checksum(found), "results": found})
+
+
+def plain() -> dict:
+    return json.loads(json.dumps(asdict(RESULTS)))
+
+
+def test_there_and_back(file, caplog):
+    assert results.load(KEY) == RESULTS
+    assert results.load("another") is None and not caplog.records
+    assert list(file.parent.iterdir()) == [file], "no draft is left"
+    file.write_text(signed(plain()))
+    assert results.load(KEY) == RESULTS
+
+
+def test_every_cut_and_every_changed_byte(file):
+    """But for space between words, which changes nothing."""
+    whole, rng = file.read_bytes(), random.Random(0)
+    for place in rng.sample(range(len(whole)), 40):
+        file.write_bytes(whole[:place])
+        assert results.load(KEY) in (None, *[RESULTS] * (place == len(whole) - 1))
+        other = rng.choice([b"\0", b"\xff", b"7", b'"', b"[", b" "])
+        file.write_bytes(whole[:place] + other + whole[place + 1 :])
+        assert results.load(KEY) in (None, RESULTS)
+    file.write_bytes(rng.randbytes(5000))
+    assert results.load(KEY) is None
+
+
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        ("", "JSONDecodeError"),
+        ("[" * 10**6, "RecursionError"),
+        ("7", "TypeError"),
+        ('{"key": "key"}', "KeyError"),
+        (signed(plain()).replace('"key": "key"', '"key": "other"'), "checksum"),
+        (signed(plain()).replace('"reference": 8', '"reference": 9'), "checksum"),
+        (signed({**plain(), "more": 1}), "TypeError"),
+    ],
+    ids=["empty", "nested", "number", "lacking", "key", "changed", "more"],
+)
+def test_bytes_that_are_no_results(file, caplog, text, why):
+    file.write_text(text)
+    ignored(caplog, why)
+    results.store(KEY, RESULTS)
+    assert results.load(KEY) == RESULTS, "written anew"
+
+
+def test_a_folder_or_a_pipe_in_its_place(file, caplog):
+    """Nobody waits for what is written to a pipe; the log says once what cannot be written."""
+    file.unlink()
+    os.mkfifo(file)
+    ignored(caplog, "not a file")
+    file.unlink()
+    file.mkdir()
+    with caplog.at_level(logging.WARNING, "tinyspec"):
+        results.store(KEY, RESULTS)
+        results.store(KEY, RESULTS)
+    assert sum("cannot be written" in record.getMessage() for record in caplog.records) == 1
+    assert list(file.parent.iterdir()) == [file], "no draft is left"
+
+
+def test_a_file_of_another_user(file, caplog, monkeypatch):
+    owner = file.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    if owner == 0:
+        assert results.load(KEY) == RESULTS, "root's is trusted"
+        os.chown(file, 12345, -1)
+    ignored(caplog, "belongs to user")
+
+
+def test_threads_that_store_at_once(home):
+    """One's results are there afterwards, and no draft is."""
+    own = [replace(RESULTS, reference=n) for n in range(8)]
+    threads = [Thread(target=results.store, args=(KEY, each)) for each in own]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert results.load(KEY) in own
+    assert [path.name for path in home.iterdir()] == [f"{KEY}.json"]

@@ -1,0 +1,191 @@
+"""Fact 3 on this device: attention of a row depends on its own sequence alone.
+
+Rows of a prompt of more than two tiles, computed all at once, against the same rows in other
+segments and passes. Knows kinds of attention calls and kernels, not models.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tinyspec.determinism.results import ComparedRows
+from tinyspec.determinism.rows import more_rows, unequal_bits
+from tinyspec.kernels.backend import AttentionMetadata, Kernels
+from tinyspec.kernels.twins.attention import KEYS_UNIT
+from tinyspec.kernels.twins.attention_plan import TILE
+from tinyspec.kernels.twins.layers import stored
+from tinyspec.model.attention_calls import LayerShape, Reach
+from tinyspec.model.served_model import served_of
+from tinyspec.runner.model_runner import ModelRunner
+
+PAGE_SIZE = 128
+PAGES = 5
+LENGTH = PAGE_SIZE * PAGES - 40
+# Kernels sum tiles of keys and splits of this length, or of a part of it. For bounds that no row of
+# the probe comes to stand those that leave as much over of it: rows begin and end at the same
+# places of tiles and splits. They are at least LEAST_BOUND long, and less than both together.
+SPLIT, LEAST_BOUND = 512, 64
+# A difference in one row of 10,000 shows in so many with a probability of 99 %.
+MANY_ROWS = 50_000
+# Both sides of every boundary of 64 tokens, both ends, and rows all over: with some head sizes only
+# one row in a hundred shows a difference.
+BOUNDARIES = (p + d for p in range(64, LENGTH, 64) for d in (-1, 0))
+PLACES = sorted({0, 1, 2, 3, LENGTH - 1, *BOUNDARIES, *range(0, LENGTH, 7)})
+# Rows of segments: every number of query rows that a segment may be padded to comes up.
+COUNTS = (*range(2, 9), 10, 11, 12, 14, 16, 17, 20, 21, 24, 28, 32, 40, 42, 48, 56, 64, 80)
+COUNTS = (*COUNTS, 85, 96, 106, 112, 128)
+# One in so many of the rows also runs in a pass of its own.
+SINGLE = 15
+REMEDY = (
+    "attention does not depend on reference_rows: try another dtype, bfloat16 before all others"
+)
+Spans = list[tuple[int, int]]
+
+
+class AttentionKind(NamedTuple):
+    """Calls of one shape; two of a kind differ in nothing that a kernel looks at."""
+
+    shape: LayerShape
+    reach: Reach = Reach()
+
+    @property
+    def name(self) -> str:
+        shape = self.shape
+        bounds = [f"{name} {bound}" for name, bound in vars(self.reach).items() if bound]
+        bounds += [f"softcap {shape.softcap:g}"] if shape.softcap else []
+        bounds += ["sinks"] if shape.sinks else []
+        heads = f"{shape.num_heads} heads of {shape.head_dim}, {shape.num_kv_heads} KV heads"
+        return f"attention ({', '.join([heads, *bounds])})"
+
+
+def attention_kinds(runner: ModelRunner, far: bool = True) -> list[AttentionKind]:
+    """The distinct kinds of attention calls of the runner's model: without bounds that no row of
+    the probe comes to, and then (``far``) with nearer ones in their place."""
+    reaches = [layer.reach for layer in served_of(runner.model).context.layers]
+    layers = list(zip(runner.layers, reaches, strict=True))
+    kinds = [AttentionKind(shape, _within(reach)) for shape, reach in layers]
+    if far:
+        kinds += [AttentionKind(shape, nearer(reach)) for shape, reach in layers]
+    return list(dict.fromkeys(kinds))
+
+
+def _within(reach: Reach) -> Reach:
+    return Reach(**{name: bound for name, bound in vars(reach).items() if bound < LENGTH})
+
+
+def nearer(reach: Reach) -> Reach:
+    """``reach`` with bounds that rows of the probe come to, which cut tiles and splits alike."""
+
+    def near(bound: int) -> int:
+        rest = bound % SPLIT
+        return rest if rest >= LEAST_BOUND else rest + SPLIT
+
+    return Reach(**{name: n if n < LENGTH else near(n) for name, n in vars(reach).items()})
+
+
+def compare_attention(
+    runner: ModelRunner,
+    kinds: Collection[AttentionKind],
+    known: Collection[ComparedRows] = (),
+    rows: int | None = None,
+    seconds: float | None = None,
+    pause: Callable[[], None] = lambda: None,
+) -> list[ComparedRows]:
+    """``known`` with further rows of ``kinds``, by the kernels that the runner's passes call.
+
+    rows: to have compared of each kind; None: one round more than are known.
+    """
+    like = torch.empty(0, dtype=runner.model.dtype, device=runner.device)
+    found = {kind.name: kind for kind in known}
+    for kind in kinds:
+        before = found.get(kind.name, ComparedRows(kind.name))
+        wanted = before.checked + 1 if rows is None else rows
+        given = (runner.kernels, kind, like, runner.kv_dtype, before, wanted, seconds, pause)
+        found[kind.name] = compare_rows(*given)
+    return list(found.values())
+
+
+def compare_rows(
+    kernels: Kernels,
+    kind: AttentionKind,
+    like: Tensor,
+    kv_dtype: torch.dtype,
+    known: ComparedRows,
+    rows: int = 1,
+    seconds: float | None = None,
+    pause: Callable[[], None] = lambda: None,
+) -> ComparedRows:
+    """Rounds until ``rows`` are compared or ``seconds`` are over (None: no limit), but one where
+    nothing is known. like: of the dtype and on the device of queries. kv_dtype: of the cache.
+    pause: called between passes."""
+    begun = time.perf_counter()
+    while known.checked < rows:
+        number = known.checked // ROWS_OF_ROUND
+        for wrong in _round(kernels, kind, like, kv_dtype, number, pause):
+            known = more_rows(known, wrong)
+        if seconds is not None and time.perf_counter() - begun > seconds:
+            break
+    return known
+
+
+def _passes() -> list[Spans]:
+    """Spans of rows first..last of every pass: of one row and of several, all together and some by
+    themselves."""
+    singles = [(place, place + 1) for place in PLACES]
+    # Two of each number of rows, at places that the numbers spread over the sequence.
+    several = [
+        (first, first + rows)
+        for n, rows in enumerate(COUNTS)
+        for first in (97 * n % (LENGTH - rows + 1), (LENGTH - rows) * (n % 5) // 4)
+    ]
+    every = [*singles, *several]
+    # The twin leaves out what is behind all contexts of a pass, where these are short.
+    short = [
+        [span for span in every if span[1] <= end] for end in range(KEYS_UNIT, TILE, KEYS_UNIT)
+    ]
+    return [every, *short, *([span] for span in (*singles[::SINGLE], *several[::2]))]
+
+
+PASSES = _passes()
+ROWS_OF_ROUND = sum(end - first for spans in PASSES for first, end in spans)
+
+
+def _round(
+    kernels: Kernels,
+    kind: AttentionKind,
+    like: Tensor,
+    kv_dtype: torch.dtype,
+    seed: int,
+    pause: Callable[[], None],
+) -> list[Tensor]:
+    """Where the rows of ``PASSES`` differ from the same rows of the whole prompt, by pass."""
+
+    def metadata(spans: Spans) -> AttentionMetadata:
+        return AttentionMetadata.of(spans, [range(PAGES)] * len(spans), PAGE_SIZE, like.device)
+
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*size: int) -> Tensor:
+        drawn = torch.randn(*size, generator=generator, dtype=torch.float32, device="cpu")
+        return drawn.to(like)
+
+    shape = kind.shape
+    size = PAGES, PAGE_SIZE, shape.num_kv_heads, shape.head_dim
+    k, v = (stored(draw(*size), kv_dtype) for _ in range(2))
+    q = draw(LENGTH, shape.num_heads, shape.head_dim)
+    scores = {"scale": shape.head_dim**-0.5, "softcap": shape.softcap, **vars(kind.reach)}
+    if shape.sinks:
+        scores["sinks"] = draw(shape.num_heads)
+    whole = kernels.paged_attention(q, k, v, metadata([(0, LENGTH)]), **scores)
+    wrong = []
+    for spans in PASSES:
+        pause()
+        index = torch.cat([torch.arange(*span, device=like.device) for span in spans])
+        out = kernels.paged_attention(q[index], k, v, metadata(spans), **scores)
+        wrong.append(unequal_bits(whole[index], out))
+    return wrong

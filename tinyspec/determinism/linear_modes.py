@@ -1,0 +1,87 @@
+"""How the linears of one engine's model run so that results hold: by the linear kernel, or in tiles
+of rows. Knows modules, not what is proven of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from tinyspec.config import EngineConfig
+from tinyspec.kernels import backend
+from tinyspec.model.cpu.linears import CpuLinear
+from tinyspec.model.linear_kinds import linear_kinds, linear_shape, linear_weight
+from tinyspec.model.linears import is_plain, kernel_stand_ins
+from tinyspec.model.moe import kernel_experts, kernel_in_all_passes
+from tinyspec.model.served_model import served_of
+from tinyspec.runner.model_runner import ModelRunner
+
+# Bytes of which new tensors begin at a multiple, as far as libraries look at it.
+ALIGNED = {"cpu": 64, "cuda": 256}
+
+
+class LinearModes:
+    """Of one served model; all linears are as they were when this was made, at first."""
+
+    def __init__(self, runner: ModelRunner, config: EngineConfig):
+        self._served, self._runner, self._config = served_of(runner.model), runner, config
+        self._num_swapped = len(self._served.swapped)
+        self._tiled: tuple[str, ...] = ()
+
+    def serve(self, names: Collection[str]) -> tuple[str, ...]:
+        """Let the linear kernel serve the plain linears among ``names``; the names of those."""
+        if not names:
+            return ()
+        model = self._served.model
+        before = {name: model.get_submodule(name) for name in names}
+        linear = backend.load(self._config.backend).linear
+        for parent, name, module in kernel_stand_ins(model, linear, only=names):
+            self._served.swap(parent, name, module)
+        self._runner.drop_graphs()
+        return tuple(n for n in names if model.get_submodule(n) is not before[n])
+
+    def tile(self, names: tuple[str, ...]) -> None:
+        """Run linears of these kinds in tiles of the reference's rows in larger canonical
+        passes."""
+        if self._tiled == names:
+            return
+        self._tiled = names
+        self._runner.tiles.unbind()
+        model, kinds = self._served.model, linear_kinds(self._served.model)
+        modules = [model.get_submodule(other) for name in names for other in kinds[name]]
+        plain = [module for module in modules if is_plain(module)]
+        self._runner.tiles.bind(plain, self._runner.buckets.reference)
+        self._runner.drop_graphs()
+
+    def can_tile(self, name: str, rows: int) -> bool:
+        """Whether a plain linear's rows are a whole number of tiles, each of which begins in memory
+        where a new tensor may: elsewhere a library might choose another kernel than was probed."""
+        runner, module = self._runner, self._served.model.get_submodule(name)
+        reference, shape, weight = (
+            runner.buckets.reference,
+            linear_shape(module),
+            linear_weight(module),
+        )
+        assert shape is not None
+        itemsize = (runner.model.dtype if weight is None else weight.dtype).itemsize
+        aligned = ALIGNED.get(runner.device.type, max(ALIGNED.values()))
+        whole = rows % reference == 0 and reference * shape[0] * itemsize % aligned == 0
+        return whole and (is_plain(module) or runner.tiles.holds(module))
+
+    def other_in_fast_mode(self, rows: int) -> tuple[str, ...]:
+        """The linears, and one expert for all, that fast mode runs another way in passes of so many
+        rows."""
+        model, experts = self._served.model, kernel_experts(self._served.model)
+        own = [name for name, module in experts.items() if not kernel_in_all_passes(module)]
+        modules = {name: model.get_submodule(name) for name in linear_kinds(model)}
+        linears = (
+            name
+            for name, module in modules.items()
+            if isinstance(module, CpuLinear) and module.differs_in_fast_mode(rows)
+        )
+        return (*own[:1], *linears)
+
+    def restore(self) -> None:
+        """Every linear as it was when the engine was made."""
+        self._runner.tiles.unbind()
+        self._served.undo(self._num_swapped)
+        self._tiled = ()
+        self._runner.drop_graphs()

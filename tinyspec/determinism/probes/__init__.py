@@ -1,1 +1,0 @@
-"""Measurements of the device: does a row's result depend on its place or on the bucket?"""

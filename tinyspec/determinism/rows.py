@@ -1,0 +1,295 @@
+"""Comparing bits: does a row's place in a pass change them, and which row counts agree?
+
+Facts 1 and 2 that determinism rests on, measured for any function from `[rows, features]` to
+`[rows, ...]`. Knows torch; neither engines, models nor transformers.
+
+With ordinary inputs rounding to bf16 hides nearly every change in the order of additions. Here sums
+cancel, so that what is left is the accumulator's own rounding; every row of a large pool is
+compared, and neighbours are up to 1e4 larger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tinyspec.determinism.results import ComparedRows
+from tinyspec.model.checksum import BITS
+
+RowFunction = Callable[[Tensor], Tensor]
+CANCELLED_OUTPUTS = 64
+POOL_ROWS = 64
+# Of 48 needles (the rows that are compared): a prime, so that no tile of rows is a multiple of it.
+NEEDLES = 47
+# Types of devices on which outputs are computed in tiles, each by multiprocessors of its own, and
+# how far cancelled outputs are apart there: no tile is narrower.
+TILED = ("cuda",)
+APART = 64
+# Of the reference bucket, beside those that every bucket gets.
+REFERENCE_PASSES = 8
+QUIET_PASSES = 2
+# From here on a pass has room for every needle more than once.
+LARGE_ROWS = 128
+# Rows among which sensitive ones are searched, and how many numbers these may have together.
+CANDIDATES = 1024
+CANDIDATE_NUMBERS = 1 << 17
+
+
+def unequal_bits(a: Tensor, b: Tensor) -> Tensor:
+    """`[rows, ...]` twice -> bool `[rows, elements]`; NaN equals any NaN, -0 is not 0."""
+    assert a.shape == b.shape and a.dtype == b.dtype, (a.shape, b.shape, a.dtype, b.dtype)
+    bits = BITS[a.element_size()]
+    unequal = a.contiguous().view(bits) != b.contiguous().view(bits)
+    return (unequal & ~(a.isnan() & b.isnan())).reshape(len(a), -1)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether `unequal_bits` finds none; faster where it does not."""
+    bits = BITS[a.element_size()]
+    if torch.equal(a.contiguous().view(bits), b.contiguous().view(bits)):
+        return True
+    return not unequal_bits(a, b).any()
+
+
+def cancelled_outputs(features: int) -> int:
+    """How many products of one row with a weight can cancel."""
+    return max(1, min(CANCELLED_OUTPUTS, features // 8))
+
+
+def cancelling_inputs(
+    rows: int,
+    features: int,
+    dtype: torch.dtype,
+    seed: int = 0,
+    weight: Tensor | None = None,
+    sets: int = 1,
+) -> Tensor:
+    """Inputs `[rows, features]`, on the CPU, whose products with `weight` cancel, so that the order
+    of additions shows.
+
+    A third of the features is random; another cancels its products with up to 64 rows of `weight`
+    `[out, features]`; the last, orders of magnitude smaller, cancels what rounding the second to
+    `dtype` left over. Without a weight the plain sum of a row cancels. sets: of outputs, which rows
+    take in turns, evenly spread together.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, features, generator=generator)
+    x = (x * 2.0 ** torch.randint(-3, 4, x.shape, generator=generator)).to(dtype).double()
+    weight = torch.ones(1, features) if weight is None else weight.detach()
+    count = min(cancelled_outputs(features), len(weight))
+    sets = max(1, min(sets, rows, len(weight) // count))
+    picks = torch.linspace(0, len(weight) - 1, count * sets).round().long().to(weight.device)
+    order = torch.randperm(features, generator=generator)
+    third = max(1, features // 3)
+    x[:, order[third:]] = 0
+    for number in range(sets):
+        chosen = weight[picks[number::sets]].to("cpu", torch.float64).nan_to_num(0, 0, 0)
+        own = x[number::sets]
+        for part in (order[third : 2 * third], order[2 * third :]):
+            gram = chosen[:, part] @ chosen[:, part].T
+            gram.diagonal().add_(1e-12 * gram.trace() + 1e-30)
+            solved = torch.linalg.solve(gram, -chosen @ own.T)  # [count, rows of the set]
+            own[:, part] = (solved.T @ chosen[:, part]).to(dtype).double()
+    return x.to(dtype)
+
+
+def probe_pool(
+    features: int, dtype: torch.dtype, device: torch.device | str, weight: Tensor | None = None
+) -> Tensor:
+    """[POOL_ROWS, features]: needles (rows whose sums cancel) in every even row, and between them
+    needles that are 1e4 larger, ordinary rows and zeros.
+
+    On a GPU needles cancel different outputs, together about one in ``APART``: tiles of outputs may
+    be summed each in a way of its own there.
+    """
+    sets = 1
+    if weight is not None and torch.device(device).type in TILED:
+        sets = min(-(-len(weight) // (cancelled_outputs(features) * APART)), POOL_ROWS // 2)
+    pool = cancelling_inputs(POOL_ROWS, features, dtype, 0, weight, sets)
+    if sets > 1:  # the even rows get one of each set
+        pool = pool.view(2, -1, features).transpose(0, 1).reshape(POOL_ROWS, features)
+    # By a power of two, so that the sums still cancel.
+    pool[1::4] *= 2.0**9 if dtype == torch.float16 else 2.0**13
+    generator = torch.Generator().manual_seed(features)
+    pool[3::8] = torch.randn(pool[3::8].shape, generator=generator).to(dtype)
+    pool[7::8] = 0
+    return pool.to(device)
+
+
+def sensitive_pool(fn: RowFunction, pool: Tensor) -> list[Tensor]:
+    """``pool`` with other needles: random rows that ``fn`` gives other bits in a pass of one row
+    than in a pass of many; empty where there are none.
+
+    The elements behind the last whole vector are rounded by another function, which shows in a few
+    of a hundred numbers, and passes of narrow rows have few such elements.
+    """
+    count = min(CANDIDATES, max(len(pool) // 2, CANDIDATE_NUMBERS // pool.shape[1]))
+    generator = torch.Generator().manual_seed(count)
+    rows = torch.randn(count, pool.shape[1], generator=generator) * 3
+    rows = rows.to(pool)
+    unequal = unequal_bits(fn(rows), in_passes(fn, rows, 1)).sum(dim=1)
+    found = unequal.argsort(descending=True, stable=True)[: int(unequal.count_nonzero())]
+    if not len(found):
+        return []
+    sensitive = pool.clone()
+    places = torch.arange(len(pool[::2]), device=pool.device)
+    sensitive[::2] = rows[found[places % len(found)]]
+    return [sensitive]
+
+
+def position_invariant(
+    fn: RowFunction,
+    inputs: Tensor,
+    rows: int,
+    name: str = "function",
+    passes: int | None = None,
+    scales: Sequence[float] = (1.0, 1e4, 0.0, 30.0),
+) -> ComparedRows:
+    """Fact 1: in a pass of `rows` rows, do results keep their bits in every place, among any rows?
+
+    Every second row is a needle, taken from `inputs` `[any, features]`. The needles move through
+    every row index while the rows between them change (by `scales`): one pass a row index, or about
+    `passes`; the first place again at the end, to see whether results repeat.
+    """
+    dtype, device = inputs.dtype, inputs.device
+    needles = inputs[torch.arange(0, (rows + 1) // 2, device=device) % len(inputs)]
+    generator = torch.Generator().manual_seed(rows)
+    between = torch.randn(rows // 2, inputs.shape[1], generator=generator).to(device)
+    home = torch.arange(0, rows, 2, device=device)
+    others = torch.arange(1, rows, 2, device=device)
+    found = ComparedRows(name)
+    first: Tensor | None = None
+    stride = 1 if passes is None else max(1, rows // passes) | 1
+    for number, shift in enumerate([*range(0, rows, stride), 0]):
+        x, index = inputs.new_empty(rows, inputs.shape[1]), (home + shift) % rows
+        x[index] = needles
+        scale = scales[number % len(scales)]
+        scale = min(scale, 1e3) if dtype == torch.float16 else scale
+        x[(others + shift) % rows] = (between.roll(number, 0) * scale).to(dtype)
+        result = fn(x)[index]
+        first = result if first is None else first
+        found = more_rows(found, unequal_bits(first, result))
+    return found
+
+
+def more_rows(found: ComparedRows, wrong: Tensor) -> ComparedRows:
+    """``found`` and the rows of one more pass; wrong: [n, elements], where bits differ."""
+    differing = found.differing + int(wrong.any(dim=1).sum())
+    return replace(found, checked=found.checked + len(wrong), differing=differing)
+
+
+def keeps_places(fn: RowFunction, pools: list[Tensor], rows: int, name: str) -> ComparedRows:
+    """Fact 1 in the reference bucket of ``rows`` rows, by the rows of each pool."""
+    found = ComparedRows(name)
+    for pool in pools:
+        more = position_invariant(fn, pool[::2], rows, name, REFERENCE_PASSES)
+        moved = needles_of_bucket(fn, pool, rows) is None
+        found = ComparedRows(
+            name,
+            found.checked + more.checked + len(pool),
+            found.differing + more.differing + moved,
+        )
+    return found
+
+
+def agree(fn: RowFunction, pools: list[Tensor], rows: int, reference: int) -> bool:
+    """Fact 2: whether rows have the reference bucket's bits in every place of a pass of ``rows``
+    rows."""
+    for pool in pools:
+        expected, found = (needles_of_bucket(fn, pool, size) for size in (reference, rows))
+        if expected is None or found is None or not same_bits(expected, found):
+            return False
+    return True
+
+
+def needles_of_bucket(fn: RowFunction, pool: Tensor, rows: int) -> Tensor | None:
+    """The results of the needles in passes of ``rows`` rows; None where a row's place or neighbours
+    changed bits.
+
+    First the whole pool. Then only the needles that are not large, in another order: so that every
+    place holds a needle, also without larger neighbours. Large passes cost more and do both at
+    once: they repeat the needles, an odd number of them, so that each gets places of every kind.
+    """
+    place = torch.arange(len(pool), device=pool.device)
+    needles = place[(place % 2 == 0) | (place % 4 == 1)][:NEEDLES]
+    order = needles if rows >= LARGE_ROWS else place
+    results = _cyclic(fn, pool, order, len(order), rows)
+    table = results[: len(order)]
+    if not _repeats(table, results[len(order) :]):
+        return None
+    if order is needles:
+        return table.clone()  # the rest of a large pass can be freed
+    quiet = (place[: len(pool) // 2] * 13 + 5) % (len(pool) // 2) * 2
+    results = _cyclic(fn, pool, quiet, min(len(quiet), QUIET_PASSES * rows), rows)
+    return table[needles] if _repeats(table[quiet], results) else None
+
+
+def _cyclic(fn: RowFunction, pool: Tensor, order: Tensor, count: int, rows: int) -> Tensor:
+    """The results of ``count`` rows of ``pool[order]``, ``rows`` at a time; what a last pass has
+    room for begins again at the start."""
+    place = torch.arange(-(-count // rows) * rows, device=pool.device) % len(order)
+    parts = [fn(pool[order[part]]) for part in place.split(rows)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _repeats(table: Tensor, results: Tensor) -> bool:
+    """Whether ``results`` are ``table``, again and again."""
+    return all(same_bits(part, table[: len(part)]) for part in results.split(len(table)))
+
+
+def in_passes(fn: RowFunction, inputs: Tensor, rows: int) -> Tensor:
+    """The results of all `inputs` `[pool, ...]`, `rows` at a time; the last pass repeats some."""
+    every = torch.arange(len(inputs), device=inputs.device)
+    return _cyclic(fn, inputs, every, len(inputs), rows)[: len(inputs)]
+
+
+class BatchFunction(NamedTuple):
+    """A function of [B, length, d] whose first dimension is the batch. like: [0, d], of the dtype
+    and on the device of its input."""
+
+    name: str
+    run: Callable[[Tensor], Tensor]
+    length: int
+    like: Tensor
+
+    def of_rows(self, x: Tensor) -> Tensor:
+        """The same function of [B, length * d]."""
+        return self.run(x.view(len(x), self.length, -1))
+
+    def inputs(self, count: int) -> Tensor:
+        """[count, length * d] of many sizes, so that the order of a sum shows."""
+        generator = torch.Generator().manual_seed(count)
+        size = count, self.length * self.like.shape[1]
+        values, sizes = (torch.randn(size, generator=generator) for _ in range(2))
+        return (values * sizes.exp()).to(self.like)
+
+
+def mixing(functions: list[BatchFunction], batch: int) -> str | None:
+    """The name of the first of ``functions`` in which a part's result depends on its place or on
+    its neighbours, in a batch of so many parts; None if there is none."""
+    return next((f.name for f in functions if not _is_own(f, batch, batch)), None)
+
+
+def other_than(functions: list[BatchFunction], batch: int, other: int) -> str | None:
+    """The name of the first of ``functions`` in which a part has not the same result in batches of
+    ``other`` parts as in those of ``batch``, which mix none; None if there is none."""
+    for f in functions:
+        inputs = f.inputs(max(batch, other))
+        same = same_bits(*(in_passes(f.of_rows, inputs, size) for size in (batch, other)))
+        if not same or not _is_own(f, other, 2):
+            return f.name
+    return None
+
+
+def _is_own(f: BatchFunction, batch: int, passes: int) -> bool:
+    """Whether parts keep their bits in other places of a batch, and beside others."""
+    x, order = f.inputs(batch), torch.randperm(batch, generator=torch.Generator().manual_seed(0))
+    order = order.to(x.device)
+    if not same_bits(f.of_rows(x)[order], f.of_rows(x[order])):
+        return False
+    scales = (1.0, 1e4, 0.0, torch.nan)
+    return bool(position_invariant(f.of_rows, x, batch, f.name, passes, scales))
