@@ -20,8 +20,17 @@ MAX_PAGE_SIZE = 1024
 WITH_GRAPHS = ("cuda",)
 
 
-def _power_of_two(value: object) -> bool:
-    return isinstance(value, int) and value is not True and value > 0 and value & (value - 1) == 0
+# The least that an integer field may be, and the values of fields that have a few.
+LEAST = {
+    **{"reference_rows": 4, "max_rows": 4, "max_sequences": 1, "max_model_len": 2},
+    **{"page_size": 1, "num_pages": 1, "draft_window": 1, "trace": 1},
+    **{"seed": 0, "thinking_window": 1},
+}
+ONE_OF: dict[str, tuple[object, ...]] = {
+    **{"verify": VERIFY, "backend": BACKENDS, "kv_dtype": KV_DTYPES, "linear": LINEAR},
+    **dict.fromkeys(("prefix_cache", "verify_weights"), (False, True)),
+    **dict.fromkeys(("overlap", "cuda_graphs"), (None, False, True)),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,49 +100,29 @@ class EngineConfig:
             if field.name != "drafter" and (own := plain(value)) is not value:
                 object.__setattr__(self, field.name, own)
 
-        def at_least(field: str, least: int) -> None:
-            value = getattr(self, field)
-            if value is None and field not in ("max_sequences", "trace"):
-                return
+        for name, least in LEAST.items():
+            value = getattr(self, name)
+            if value is None and name not in ("max_sequences", "trace"):
+                continue
+            if name == "trace" and isinstance(value, bool):
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise refuse(field, value, f"an integer of at least {least}")
-
-        def one_of(field: str, allowed: tuple[object, ...]) -> None:
-            value = getattr(self, field)
+                raise refuse(name, value, f"an integer of at least {least}")
+        for name, allowed in ONE_OF.items():
+            value = getattr(self, name)
             # Booleans by identity: 1 == True.
             if not any(value is a or (isinstance(a, str) and value == a) for a in allowed):
-                raise refuse(field, value, f"one of {allowed}")
-
-        at_least("reference_rows", 4)
-        at_least("max_rows", 4)
-        at_least("max_sequences", 1)
-        at_least("max_model_len", 2)
-        at_least("num_pages", 1)
-        at_least("draft_window", 1)
-        at_least("seed", 0)
-        at_least("thinking_window", 1)
+                raise refuse(name, value, f"one of {allowed}")
         if self.seed is not None and self.seed >= 2**63:
             raise refuse("seed", self.seed, "None or an integer in [0, 2**63)")
-        one_of("prefix_cache", (False, True))
-        if not isinstance(self.trace, bool):
-            at_least("trace", 1)
-        one_of("verify_weights", (False, True))
-        if self.page_size is not None and not (
-            _power_of_two(self.page_size) and self.page_size <= MAX_PAGE_SIZE
-        ):
-            raise refuse("page_size", self.page_size, f"a power of two up to {MAX_PAGE_SIZE}")
-        if self.memory_fraction is not None:
-            number = isinstance(self.memory_fraction, (int, float))
-            if not (number and 0 < self.memory_fraction <= 1):
-                raise refuse("memory_fraction", self.memory_fraction, "a number in (0, 1]")
+        size, share = self.page_size, self.memory_fraction
+        if size is not None and (size & (size - 1) or size > MAX_PAGE_SIZE):
+            raise refuse("page_size", size, f"a power of two up to {MAX_PAGE_SIZE}")
+        if share is not None:
+            if not (isinstance(share, (int, float)) and 0 < share <= 1):
+                raise refuse("memory_fraction", share, "a number in (0, 1]")
             if self.num_pages is not None:
-                raise refuse("memory_fraction", self.memory_fraction, "None with num_pages")
-        one_of("overlap", (None, False, True))
-        one_of("verify", VERIFY)
-        one_of("backend", BACKENDS)
-        one_of("kv_dtype", KV_DTYPES)
-        one_of("cuda_graphs", (None, False, True))
-        one_of("linear", LINEAR)
+                raise refuse("memory_fraction", share, "None with num_pages")
         if isinstance(self.drafter, str) and self.drafter != "ngram":
             raise refuse("drafter", self.drafter, 'None, "ngram", a model or a Drafter')
 

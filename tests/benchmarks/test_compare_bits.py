@@ -53,10 +53,14 @@ def compared(tmp_path, capsys):
     return compared
 
 
-def flip(report: dict[str, Any], number: int) -> None:
+def bit(report: dict[str, Any]) -> None:
     """Another last bit in one log-probability, as fp32 has it."""
-    bits = report["requests"][number]["logprobs"]
+    bits = report["requests"][1]["logprobs"]
     bits[1] = (float.fromhex(bits[1]) * (1 + 2**-23)).hex()
+
+
+def changed(**changes: Any):
+    return lambda report: report["requests"][0].update(changes)
 
 
 def test_equal_files(compared):
@@ -67,32 +71,18 @@ def test_equal_files(compared):
     assert "environments differ" not in text
 
 
-def test_one_bit(compared):
-    status, text = compared(lambda report: flip(report, 1))
-    assert status == 1
-    assert "deterministic: 1 of 2 requests equal" in text
-    assert "deterministic: crowd, llama 1: logprobs[1] -0x1.4000000000000p+0" in text
-    assert "(1 of 3 differ)" in text
+CHANGES = {
+    "bit": (bit, "deterministic: crowd, llama 1: logprobs[1] -0x1.4000000000000p+0"),
+    "token": (changed(tokens=[3, 1, 5]), "tokens[2] 4 and 5"),
+    "length": (changed(tokens=[3, 1]), "3 and 2 tokens"),
+    "top": (changed(others=["6:-0x1.8p+1"]), "others[0]"),
+    "finish": (changed(finish="stop"), "finish 'length' and 'stop'"),
+    "kind": (changed(deterministic=False), "deterministic in one file only"),
+    "missing": (lambda report: report["requests"].pop(0), "llama 0: only in the first file"),
+}
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"tokens": [3, 1, 5]}, "tokens[2] 4 and 5"),
-        ({"tokens": [3, 1]}, "3 and 2 tokens"),
-        ({"others": ["6:-0x1.8p+1"]}, "others[0]"),
-        ({"finish": "stop"}, "finish 'length' and 'stop'"),
-        ({"deterministic": False}, "deterministic in one file only"),
-    ],
-    ids=["token", "length", "top", "finish", "kind"],
-)
-def test_other_changes(compared, changes, said):
-    status, text = compared(lambda report: report["requests"][0].update(changes))
-    assert status == 1
-    assert said in text
-
-
-def test_missing_request(compared):
-    status, text = compared(lambda report: report["requests"].pop(0))
-    assert status == 1
-    assert "llama 0: only in the first file" in text
+@pytest.mark.parametrize(("change", "said"), CHANGES.values(), ids=CHANGES)
+def test_changes(compared, change, said):
+    status, text = compared(change)
+    assert status == 1 and said in text

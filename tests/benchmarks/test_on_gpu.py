@@ -30,11 +30,6 @@ def results(folder: Path) -> dict[str, str]:
     return {line["case"]: line["result"] for line in lines if "result" in line}
 
 
-def run_steps(steps: list[Step], tmp_path: Path, seconds: float) -> dict[str, str]:
-    run_all(steps, tmp_path, tmp_path, time.time() + seconds)
-    return results(tmp_path)
-
-
 def test_a_cut_line_is_left_out(tmp_path):
     lines = Journal(tmp_path / "f")
     lines.add("a", "one", seconds=1.5)
@@ -48,7 +43,8 @@ def test_a_cut_line_is_left_out(tmp_path):
 
 
 def test_steps(tmp_path, monkeypatch, capsys):
-    """One step fails, one hangs, and the others run; what each had written stays."""
+    """One step fails, one hangs, and the others run; what each had written stays. Where no time is
+    left for another, it does not begin."""
     monkeypatch.setattr(on_gpu, "GRACE_S", 0.2)
     hangs = "import time; print('begun', flush=True); time.sleep(60)"
     steps = [
@@ -58,23 +54,19 @@ def test_steps(tmp_path, monkeypatch, capsys):
         Step("after", 20, script("import sys; print(sys.argv)"), told=False),
     ]
     began = time.time()
-    found = run_steps(steps, tmp_path, 30)
+    run_all(steps, tmp_path, tmp_path, began + 30)
     assert time.time() - began < 15
-    assert found == {
+    run_all([Step("late", 60, script(hangs))] * 2, tmp_path, tmp_path, time.time() + 2)
+    assert results(tmp_path) == {
         "fine": "passed",
         "fails": "failed (3)",
         "hangs": "out of time",
         "after": "passed",
+        "late": "no time",
     }
     log = (tmp_path / "log.txt").read_text()
     assert "some words" in log and "begun" in log and "['-c']" in log
     assert "| hangs | " in (tmp_path / "report.md").read_text()
-
-
-def test_no_time_is_left(tmp_path, capsys):
-    began = time.time()
-    found = run_steps([Step("late", 60, script("import time; time.sleep(60)"))] * 2, tmp_path, 2)
-    assert found == {"late": "no time"} and time.time() - began < 2
 
 
 def test_lists():

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 
 from tinyspec import Engine
-from tinyspec.cli import chat, generate, score
+from tinyspec.cli import common
 from tinyspec.cli.main import main
 from tinyspec.tools.demo import BUNDLED
 
@@ -23,9 +23,7 @@ def served(bundled, monkeypatch):
     """The commands do not load a model each, but take this engine; another may be put in its place
     as ``served[0]``."""
     engines = [bundled]
-    for command in (chat, generate, score):
-        make = lambda options, config: nullcontext(engines[0])  # noqa: E731
-        monkeypatch.setattr(command, "make_engine", make)
+    monkeypatch.setattr(common, "engine_of", lambda *_: nullcontext(engines[0]))
     return engines
 
 

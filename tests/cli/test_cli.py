@@ -1,88 +1,124 @@
-"""The command line, as a user meets it: the demo, prompts in, text and JSON lines out."""
+"""The command line, as a user meets it: prompts in, text and JSON lines out, audits of these."""
 
 import io
 import json
 
 import pytest
 
-from tinyspec import Completion, RequestOutput, SamplingParams, StreamEvent
+from tests.support.tiny import tiny
+from tinyspec import Engine, RequestOutput, SamplingParams, StreamEvent
 from tinyspec.cli.generate import TextWriter
-from tinyspec.cli.main import main
 
 
-def run(capsys, *arguments):
-    status = main(arguments)
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
+def outputs(text):
+    return [RequestOutput.from_json(line) for line in text.splitlines()]
 
 
-def test_demo_keeps_its_promise(capsys):
-    status, out, _ = run(capsys, "demo", "--crowd", "5", "--max-new-tokens", "20")
-    assert status == 0
-    assert "20 tokens and 20 log-probabilities: identical, bit for bit" in out
-    assert "deterministic=False" in out
-    for word in ("Prefill", "Decode", "Verify", "ollback", "KV cache after", "fingerprint"):
-        assert word in out
-
-
-def write_outputs(capsys, file):
-    options = ("--max-new-tokens", "8", "--deterministic", "--logprobs", "--json")
-    _, out, _ = run(capsys, "generate", "One day", "Once", "--temperature", "0.9", *options)
-    file.write_text(out)
-    return [RequestOutput.from_json(line) for line in out.splitlines()]
-
-
-def test_audit_of_what_generate_wrote(capsys, tmp_path):
+def test_audit_of_what_generate_wrote(command, tmp_path):
+    """It goes on after a bad line; another reference is another engine."""
     file = tmp_path / "outputs.jsonl"
-    outputs = write_outputs(capsys, file)
-    status, out, _ = run(capsys, "audit", str(file))
-    assert status == 0
-    assert "2 same" in out and outputs[0].fingerprint in out
+    options = ("--max-new-tokens", 8, "--deterministic", "--logprobs", "--json")
+    _, written, _ = command("generate", "One day", "Once", "--temperature", 0.9, *options)
+    one, other = outputs(written)
+    file.write_text(written)
+    status, out, _ = command("audit", file)
+    assert status == 0 and "2 same" in out and one.fingerprint in out
 
-    tokens = outputs[1].completions[0].token_ids
+    tokens = other.completions[0].token_ids
     tokens[3] = tokens[3] + 1
-    file.write_text("".join(output.to_json() + "\n" for output in outputs))
-    status, out, _ = run(capsys, "audit", str(file), "--json")
-    assert status == 1
-    entries = json.loads(out)["entries"]
-    assert [(e["verdict"], e["position"]) for e in entries] == [("same", None), ("differs", 3)]
-
-    status, out, _ = run(capsys, "audit", str(file), "--reference-rows", "16")
-    assert status == 1
-    assert "2 not comparable" in out
-
-
-def test_audit_goes_on_after_a_bad_line(capsys, tmp_path):
-    file = tmp_path / "outputs.jsonl"
-    outputs = write_outputs(capsys, file)
-    good = outputs[1].to_json()
-    bad = good.replace('"temperature": 0.9', '"temperature": -1')
-    assert bad != good
+    good, bad = written.splitlines()[0], written.replace('"temperature": 0.9', '"temperature": -1')
     twice = good.replace('"request_id": ', '"request_id": "b", "request_id": ')
-    file.write_text(f"{good}\n\n{bad}\n[1]\n{twice}\n{good}\n")
-    status, out, err = run(capsys, "audit", str(file))
+    lines = (good, "", bad.splitlines()[0], "[1]", twice, other.to_json(), "")
+    file.write_text("\n".join(lines))
+    status, out, err = command("audit", file, "--json")
+    entries = json.loads(out)["entries"]
     assert status == 2
-    assert "2 same" in out
+    assert [(e["verdict"], e["position"]) for e in entries] == [("same", None), ("differs", 3)]
     assert "line 3 is not an output of tinyspec: temperature=-1" in err and "line 4" in err
     assert "line 5 is not an output of tinyspec" in err and "twice" in err
 
-
-def test_a_missing_model(capsys):
-    status, _, err = run(capsys, "generate", "--model", "no/such/folder", "x")
-    assert status == 2
-    assert "no/such/folder" in err
+    status, out, _ = command("audit", file, "--reference-rows", 16)
+    assert status == 2 and "2 not comparable" in out
 
 
-@pytest.mark.parametrize("live", [True, False])
-def test_texts_stand_in_the_order_of_prompts(live):
-    """However they grow; live, the first unfinished one at once."""
+def test_texts_stand_in_the_order_of_prompts():
+    """However they grow; the first unfinished one at once."""
     file, seen = io.StringIO(), []
-    writer = TextWriter([("a", 0), ("a", 1), ("b", 0)], file, live)
+    writer = TextWriter([("a", 0), ("a", 1), ("b", 0)], file)
     for name, index, text in (("b", 0, "x."), ("a", 0, "1"), ("a", 1, "3."), ("a", 0, "2.")):
         end = "stop" if text.endswith(".") else None
         writer.event(StreamEvent(name, index, [1], text, finish_reason=end))
         seen.append(file.getvalue())
-    for name, texts in (("b", ["x."]), ("a", ["12.", "3."])):
-        completions = [Completion([1], text, finish_reason="stop") for text in texts]
-        writer.output(RequestOutput(name, [1], SamplingParams(), completions))
-    assert seen[2] == ("1" if live else "") and file.getvalue() == "12.\n3.\nx.\n"
+    assert seen == ["", "1", "1", "12.\n3.\nx.\n"]
+
+
+def test_lines_end_with_line_feeds_alone(command, served, tmp_path):
+    """U+2028 and U+0085 may stand within JSON, and in a prompt."""
+    text = "a\u2028b\x85c"
+    for name, line in (("p.jsonl", json.dumps({"prompt": text}, ensure_ascii=False)), ("p", text)):
+        file = tmp_path / name
+        file.write_text(f"{line}\r\n", encoding="utf-8", newline="")
+        status, out, err = command("generate", "--file", file, "--max-new-tokens", 1, "--json")
+        assert (status, err) == (0, "")
+        assert outputs(out)[0].prompt_token_ids == served[0].tokenizer(text)["input_ids"]
+
+
+@pytest.mark.parametrize("dash", [(), ("-",), ("--file", "-")])
+def test_standard_input(command, served, stdin, dash):
+    """JSON lines are recognised by the first."""
+    few = ("--max-new-tokens", 1, "--json")
+    stdin('\ufeff{"prompt": [5, 6]}\n{"prompt": "Once"}\n')
+    _, out, _ = command("generate", *dash, *few)
+    assert {o.request_id[:6]: len(o.prompt_token_ids) for o in outputs(out)}["line-1"] == 2
+    stdin("{not JSON}\nOnce\n")
+    _, out, _ = command("generate", *dash, *few)
+    assert len(outputs(out)) == 2
+    stdin('{"promt": "a"}\n')
+    status, _, err = command("generate", *dash, *few)
+    assert status == 2 and "standard input, line 1" in err
+
+
+def test_what_is_not_utf8(command, served, stdin):
+    stdin(b"Once\n\xff\n")
+    assert command("generate")[2].startswith("tinyspec: standard input, line 2 is not UTF-8")
+    stdin(b"")
+    assert command("generate")[2] == "tinyspec: prompts=[] is not allowed: at least one prompt\n"
+
+
+def test_an_aborted_completion(command, served, stdin):
+    """Exit status 1, and one line that says which and why; the others are there."""
+    model = tiny()
+    model.lm_head.weight.data[0] = float("nan")
+    stdin('{"prompt": [5, 6]}\n')
+    with Engine(model) as served[0]:
+        status, out, err = command("generate", "--json", "--max-new-tokens", 2)
+    assert (status, outputs(out)[0].completions[0].finish_reason) == (1, "abort")
+    assert err.startswith("tinyspec: standard input, line 1: aborted: ") and err.count("\n") == 1
+
+
+def test_score(command, served, tmp_path):
+    file = tmp_path / "pairs.jsonl"
+    pairs = [{"prompt": "One", "continuation": " day"}, {"prompt": [5], "continuation": [6, 7]}]
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    status, out, err = command("score", "--file", file, "--json", "--temperature", 0.5)
+    assert (status, err) == (0, "")
+    found = [json.loads(line) for line in out.splitlines()]
+    params = SamplingParams(temperature=0.5)
+    expected = served[0].score(["One", [5]], [" day", [6, 7]], params)
+    assert [one["logprobs"] for one in found] == expected
+    assert [one["line"] for one in found] == [1, 2]
+    assert {one["fingerprint"] for one in found} == {served[0].fingerprint}
+    _, out, _ = command("score", "One", " day", "--temperature", 0.5)
+    assert out.startswith(f"{sum(expected[0]):.6f} in ")
+    file.write_text('{"prompt": "One", "continuation": [6, "a"]}\n')
+    status, _, err = command("score", "--file", file)
+    assert status == 2 and f"{file}, line 1: continuation[1]='a' is not allowed" in err
+
+
+def test_what_a_terminal_is_told(command, monkeypatch, tmp_path):
+    """A line about the run at its end; nothing where standard error is no terminal."""
+    arguments = ("score", "Once", " upon a time")
+    assert command(*arguments)[2] == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    err = command(*arguments)[2]
+    assert " tokens, " in err and "prompt tokens cached" in err and "passes canonical" in err

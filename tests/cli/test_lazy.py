@@ -25,7 +25,7 @@ from tinyspec import SamplingParams
 SamplingParams(temperature=1.0)
 print((texts, [name for name in %s if name in sys.modules], time.process_time()))
 """
-NAMES = [command.__name__.rpartition(".")[2] for command in COMMANDS]
+NAMES = list(COMMANDS)
 
 
 def test_help_and_settings_load_no_library():

@@ -1,6 +1,8 @@
-"""What once gave a traceback or misled, in commands of every kind: one line that helps."""
+"""What once gave a traceback or misled, in commands of every kind: one line that helps; and the
+command as a process: terminals, pipes and signals."""
 
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -22,17 +24,42 @@ COMMANDS = {
     "score bytes": (["score", "a\udcffb", "x"], "prompt[1]='\\udcff' is not allowed: no lone"),
     "no tokens": (["score", "x", ""], "continuation=[] is not allowed: at least one token"),
     "half a pair": (["score", "x"], "continuation=None is not allowed: a prompt and its cont"),
+    "a missing model": (["generate", "--model", "no/such", "x"], "model='no/such' is not allowed"),
+    "no GPU": (
+        ["generate", "Once", "--device", "cuda"],
+        "device='cuda' is not allowed: auto, cpu, cuda or cuda:N, and torch finds no",
+    ),
+    "a dtype": (["generate", "Once", "--dtype", "float9"], "--dtype: invalid choice: 'float9'"),
+    "a value": (["generate", "Once", "--top-p", "2"], "top_p=2.0 is not allowed: a number in ["),
+    "a type": (["generate", "Once", "--top-k", "many"], "argument --top-k: invalid int value"),
+    "no file": (["generate", "--file", "no.txt"], "tinyspec: no.txt: No such file or directory"),
+    "a trace": (["generate", "Once", "--trace", "no/run.json"], "no/run.json: No such file or"),
+    "--resume": (["generate", "Once", "--resume"], "--resume=True is not allowed: together with"),
     "no command": ([], "the following arguments are required: COMMAND (see tinyspec --help)"),
     "another": (["serv"], "invalid choice: 'serv'"),
 }
 
 
 @pytest.mark.parametrize(("arguments", "complaint"), COMMANDS.values(), ids=COMMANDS)
-def test_one_line(command, served, tmp_path, monkeypatch, arguments, complaint):
+def test_one_line(command, tmp_path, monkeypatch, arguments, complaint):
+    """On a machine without a GPU, and without a network."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     status, out, err = command(*arguments)
     assert (status, out) == (2, "")
-    assert complaint in err and err.count("\n") == 1 and err.startswith("tinyspec: ")
+    assert complaint in err and err.count("\n") == 1 and err.startswith("tinyspec")
+
+
+def test_unexpected_errors_are_one_line_too(command, served, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("something\nelse")
+
+    monkeypatch.setattr(served[0], "follow", fail)
+    status, _, err = command("generate", "Once")
+    assert status == 2
+    assert err == "tinyspec: RuntimeError: something else (--debug shows the traceback)\n"
+    with pytest.raises(RuntimeError, match="something"):
+        command("generate", "Once", "--debug")
 
 
 def test_a_trace_is_not_written_over_prompts_or_outputs(command, served, tmp_path, monkeypatch):
@@ -65,24 +92,28 @@ def test_standard_input_of_every_reader(command, served, stdin):
     )
 
 
-INTERRUPTED = """
-import os, signal, time
-from tinyspec.cli.common import ends_at_once
+CHILD = """
+import os, signal, sys, time
+from tinyspec.cli.common import load_libraries
+class Torch:
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(10)
 signal.signal(signal.SIGINT, signal.default_int_handler)
-{before}
-    os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(10)
+sys.meta_path.insert(0, Torch())
+{load}
 """
 
 
 @pytest.mark.parametrize(
-    ("before", "status", "told"),
-    [("with ends_at_once():", 130, "tinyspec: interrupted\n"), ("if True:", -2, "Traceback")],
+    ("load", "status", "told"),
+    [("load_libraries()", 130, "tinyspec: interrupted\n"), ("import torch", -2, "Traceback")],
     ids=["held", "control"],
 )
-def test_ctrl_c_while_libraries_load(before, status, told):
+def test_ctrl_c_while_libraries_load(load, status, told):
     """An exception in the middle of torch's import would end the process in C++."""
-    code = INTERRUPTED.format(before=before)
+    code = CHILD.format(load=load)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == status and done.stderr.startswith(told)
 
@@ -115,3 +146,47 @@ def test_the_version_is_one_line(command):
     assert status == 0 and out.count("\n") == 1
     for name in ("tinyspec ", "Python ", "torch ", "transformers ", "triton "):
         assert name in out
+
+
+LONG = ("generate", "Once", "One day", "--max-new-tokens", "1500", "--ignore-eos")
+
+
+def start(*arguments, **how):
+    command = [sys.executable, "-m", "tinyspec", *arguments]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, **how)
+
+
+def told(child):
+    """What it said on standard error, but for what libraries say when they are imported."""
+    lines = child.communicate(timeout=120)[1].decode().splitlines()
+    return [line for line in lines if line.startswith("tinyspec") or "Traceback" in line]
+
+
+@pytest.mark.slow("installation", 8)
+def test_text_comes_piece_by_piece_and_ctrl_c_is_one_line(sigint):
+    terminal, end = pty.openpty()
+    child = start(*LONG, stdout=end)
+    os.close(end)
+    pieces = [os.read(terminal, 10000) for _ in range(5)]
+    assert child.poll() is None and len(b"".join(pieces)) < 500
+    child.send_signal(signal.SIGINT)
+    assert told(child) == ["tinyspec: interrupted"] and child.returncode == 130
+    os.close(terminal)
+
+
+@pytest.mark.slow("installation", 8)
+def test_a_closed_pipe_is_silent():
+    child = start(*LONG, stdout=subprocess.PIPE)
+    child.stdout.close()
+    assert told(child) == [] and child.returncode == 141
+
+
+@pytest.mark.slow("installation", 60)
+def test_a_hub_that_does_not_answer():
+    """The error names the model, after one warning."""
+    variables = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    child = start("generate", "x", "--model", "no/such-model", env={**os.environ, **variables})
+    lines = child.communicate(timeout=200)[1].decode().splitlines()
+    assert child.returncode == 2
+    assert lines[-1].startswith("tinyspec: model='no/such-model' is not allowed")
+    assert sum("thrown while requesting" in line or "Retrying" in line for line in lines) <= 1

@@ -9,12 +9,11 @@ from transformers.generation import (
     LogitsProcessorList,
     MaxLengthCriteria,
     StoppingCriteriaList,
-    TopKLogitsWarper,
 )
 
 import tinyspec
 from tests.support.budget import first
-from tests.support.hooks import AttentionRecorder, Backwards, Boom, BoomError, Until
+from tests.support.hooks import Backwards, Until
 from tests.support.judge import (
     FAMILIES,
     NEW,
@@ -29,7 +28,7 @@ from tests.support.judge import (
     padded,
     pair,
 )
-from tests.support.tiny import VOCAB, tiny
+from tests.support.tiny import tiny
 from tinyspec import generate
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -37,7 +36,6 @@ BASE = {"max_new_tokens": NEW, "pad_token_id": PAD}
 BLOCK, MASK = padded(ROWS)
 BATCH = {"input_ids": BLOCK, "attention_mask": MASK}
 DICT = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-
 ASSISTED = {
     "random": lambda: {"assistant_model": tiny(seed=3)},
     "twin": lambda: {"assistant_model": tiny()},
@@ -83,37 +81,6 @@ def test_the_model_assists_itself():
     given, judged = (m.generate(one(ROWS[1]), **settings, assistant_model=m) for m in (model, own))
     assert torch.equal(given.sequences, judged.sequences)
     assert close(given.scores, judged.scores) and close(given.logits, judged.logits)
-
-
-@pytest.mark.parametrize("name", ["random", "lookup"])
-def test_assisted_dict_outputs_equal_transformers(name):
-    model, own = pair()
-    given, judged = (
-        m.generate(one(ROWS[1]), **BASE, **DICT, **ASSISTED[name]()) for m in (model, own)
-    )
-    assert type(given) is type(judged)
-    assert torch.equal(given.sequences, judged.sequences)
-    assert close(given.scores, judged.scores) and close(given.logits, judged.logits)
-
-
-def test_an_assistant_that_is_patched_as_well():
-    model, own = pair()
-    assistant = tiny(seed=3)
-    tinyspec.patch(assistant)
-    given = model.generate(**BATCH, **BASE, assistant_model=assistant)
-    assert torch.equal(given, joined(BLOCK, ROWS, by_row(own, ROWS, lambda: BASE)))
-    tinyspec.unpatch(assistant)
-
-
-def test_assisted_streams_hold_the_same_tokens():
-    """transformers puts accepted drafts together; the tokens are the same."""
-    streams = []
-    for model in pair():
-        recorder = AttentionRecorder()
-        settings = {**BASE, "assistant_model": tiny(seed=3), "streamer": recorder}
-        model.generate(one(ROWS[1]), **settings)
-        streams.append((recorder.tokens, recorder.puts[-1]))
-    assert streams[0] == streams[1]
 
 
 def test_an_assistant_serves_its_call_alone():
@@ -193,6 +160,13 @@ def test_custom_generate_setting_by_setting(name, patched):
         assert close(given.scores, judged.scores) and close(given.logits, judged.logits)
 
 
+UNSERVED = {
+    "beams": {"num_beams": 2},
+    "allowed": {"prefix_allowed_tokens_fn": lambda row, ids: [3 + row]},
+    "positions": {"position_ids": torch.arange(BLOCK.shape[1]).expand(BLOCK.shape)},
+}
+
+
 @pytest.mark.parametrize("patched", [True, False], ids=["patched", "unpatched"])
 def test_custom_generate_with_what_only_tinyspec_has(patched):
     model, own = pair()
@@ -213,64 +187,13 @@ def test_custom_generate_with_what_only_tinyspec_has(patched):
 
 
 @pytest.mark.parametrize("patched", [True, False], ids=["patched", "unpatched"])
-def test_custom_generate_with_beams(patched):
-    """transformers' own result or none; it has written every prompt down twice by then."""
+@pytest.mark.parametrize("unserved", UNSERVED.values(), ids=UNSERVED)
+def test_custom_generate_of_what_is_not_served(patched, unserved):
+    """transformers' own result, or refused; it has written every prompt down twice by then."""
     model, own = pair()
     served = model if patched else own
-    heard = listen(served.generate, **BATCH, **BASE, num_beams=2, custom_generate=generate)
-    if isinstance(heard.error, NotImplementedError):
-        assert "num_beams" in str(heard.error)
-    else:
-        assert torch.equal(heard.result, own.generate(**BATCH, **BASE, num_beams=2))
-
-
-def test_custom_generate_refuses_by_name():
-    model, own = pair()
-    allowed = {**BATCH, **BASE, "prefix_allowed_tokens_fn": lambda row, ids: [3 + row]}
-    with pytest.raises(NotImplementedError, match="prefix_allowed_tokens_fn"):
-        own.generate(**allowed, custom_generate=generate)
-    judged = own.generate(**allowed)
-    assert torch.equal(model.generate(**allowed, custom_generate=generate), judged)
-    for served in (model, own):
-        with pytest.raises(NotImplementedError, match="num_beams"):
-            served.generate(**BATCH, **BASE, num_beams=2, custom_generate=generate, seed=3)
-        assert torch.equal(model(BLOCK).logits, own(BLOCK).logits)
-
-
-@pytest.mark.parametrize("patched", [True, False], ids=["patched", "unpatched"])
-def test_custom_generate_raises_what_a_hook_raises(patched):
-    model, own = pair()
-    served = model if patched else own
-    error = BoomError()
-    with pytest.raises(BoomError) as raised:
-        served.generate(**BATCH, **BASE, logits_processor=[Boom(error)], custom_generate=generate)
-    assert raised.value is error
-    again = served.generate(**BATCH, **BASE, custom_generate=generate)
-    assert torch.equal(again, model.generate(**BATCH, **BASE))
-    assert again.max() < VOCAB
-
-
-CUSTOM_INPUTS = {
-    "a-processor-of-a-made-type": lambda model: {
-        "inputs": torch.tensor([[5, 17, 3, 99]]),
-        "do_sample": True,
-        "logits_processor": [TopKLogitsWarper(1)],
-    },
-    "pads-that-count": lambda model: {
-        "inputs": torch.tensor([[0, 5, 0, 9, 11, 0, 33, 8]]),
-        "attention_mask": torch.ones(1, 8, dtype=torch.long),
-    },
-    "embeddings": lambda model: {
-        "inputs_embeds": model.get_input_embeddings()(torch.tensor([[5, 17, 3, 99]])).detach(),
-    },
-}
-
-
-@pytest.mark.parametrize("name", CUSTOM_INPUTS)
-def test_custom_generate_of_one_prompt(name):
-    model = tiny()
-    asked = {**BASE, **CUSTOM_INPUTS[name](model)}
-    expected = model.generate(**asked)
-    for deterministic in (False, True):
-        more = {"custom_generate": generate, "deterministic": deterministic}
-        assert torch.equal(model.generate(**asked, **more), expected)
+    asked = {**BATCH, **BASE, **unserved}
+    assert torch.equal(served.generate(**asked, custom_generate=generate), own.generate(**asked))
+    if "num_beams" in unserved or "position_ids" in unserved:
+        with pytest.raises(NotImplementedError, match=r"num_beams|position_ids"):
+            served.generate(**asked, custom_generate=generate, seed=3)

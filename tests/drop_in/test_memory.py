@@ -1,11 +1,12 @@
-"""Memory of a patched model: no copy of a weight, pages for what a call asks, and one pass.
+"""Memory of a patched model: no copy of a weight; pages for what a call asks, kept, grown, given
+back; and one pass.
 
-Controls: what is looked for is seen where it is: a copy, and a cache as transformers grows it.
-"""
+Controls: what is looked for is seen where it is: a copy, pages that are kept."""
 
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch
 import tinyspec
 from tests.support.budget import first
 from tests.support.cases import cost
-from tests.support.drop_in import PAD, SMALL, greedy, own, patched, random_ids
+from tests.support.drop_in import SMALL, greedy, own, patched, random_ids
 from tests.support.memory import PROMPTS, generate, needed, page_bytes, pool_of, watched
 from tests.support.tiny import FAMILIES, tiny
 from tinyspec import EngineConfig
@@ -141,25 +142,71 @@ def test_the_peak_of_a_call(rows, deterministic):
         assert one_pass <= 5 * plain.most
 
 
-def test_control_a_cache_that_grows_takes_more():
-    """transformers' own call: its caches are concatenated at every step."""
-    prompts = torch.tensor([random_ids(400, n) for n in range(8)])
-    arguments = {"attention_mask": torch.ones_like(prompts), "pad_token_id": PAD}
-    with patched(tiny(), EngineConfig(reference_rows=16, max_rows=256)) as model:
-        ours, _ = watched(lambda: generate(model, prompts.tolist(), 40))
-    plain, _ = watched(lambda: own().generate(prompts, max_new_tokens=40, **arguments))
-    assert plain.most > 1.1 * ours.most
+@pytest.mark.parametrize("copies", [1, 3])
+@pytest.mark.parametrize("count", [1, 4])
+def test_the_pool_has_the_pages_that_a_call_needs(count, copies):
+    prompts = PROMPTS[:count]
+    with patched(tiny()) as model:
+        generate(model, prompts, do_sample=True, seed=1, num_return_sequences=copies)
+        pages = needed(prompts, 20, copies)
+        # One page is read by probes and belongs to nobody's budget.
+        assert pages <= pool_of(model)[0] <= pages + 1
+        assert pool_of(model)[1] == pool_of(model)[0] * page_bytes(model)
 
 
-def test_scores_and_logits_are_kept_once():
-    asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+def test_the_pool_stays_grows_and_keeps_its_values():
+    with patched(tiny()) as model:
+        engine = model.generate._engine
+        first = generate(model, PROMPTS[:1], deterministic=True)
+        small = pool_of(model)
+        storage = engine.runner._cache.k[0].data_ptr()
+        assert torch.equal(generate(model, PROMPTS[:1], deterministic=True), first)
+        assert pool_of(model) == small and engine.runner._cache.k[0].data_ptr() == storage
+        shorter = engine.stats().cached_prompt_tokens
+        assert shorter > 0
+        asked = {"return_dict_in_generate": True, "output_scores": True, "deterministic": True}
+        found = generate(model, PROMPTS, 60, **asked)
+        assert pool_of(model)[0] > small[0]
+        # The first row started from pages that were filled before the pool grew.
+        assert engine.stats().cached_prompt_tokens >= shorter + 96
+        with patched(tiny()) as other:
+            expected = generate(other, PROMPTS, 60, **asked)
+        assert torch.equal(found.sequences, expected.sequences)
+        assert all(torch.equal(*pair) for pair in zip(found.scores, expected.scores, strict=True))
+        assert model.generate._engine is engine
+
+
+def test_the_pool_is_given_back():
+    model = tiny()
+    gc.collect()
+    with patched(model):
+        first = greedy(model, PROMPTS[0])
+        pools = [weakref.ref(t) for t in (*model.generate._engine.runner._cache.k,)]
+        model.generate.release()
+        gc.collect()
+        assert pool_of(model) == (0, 0)
+        assert all(ref() is None for ref in pools)
+        assert greedy(model, PROMPTS[0]) == first
+        pools = [weakref.ref(t) for t in (*model.generate._engine.runner._cache.k,)]
+        engine = weakref.ref(model.generate._engine)
+    gc.collect()
+    assert all(ref() is None for ref in pools)
+    assert engine() is None
+
+
+@pytest.mark.parametrize("how", ["raises", "interrupted", "refused"])
+def test_a_failed_call_holds_nothing(how):
+    def fails(ids, scores):
+        raise KeyboardInterrupt if how == "interrupted" else KeyError("raised")
+
     with patched(tiny()) as model:
         generate(model)
-        plain, _ = watched(lambda: generate(model))
-        watch, found = watched(lambda: generate(model, **asked))
-        size = sum(t.nbytes for t in (*found.scores, *found.logits))
-        # Kept row by row, and once more when they are stacked for the result.
-        assert watch.most <= plain.most + 2.2 * size
-        del found
-        gc.collect()
-        assert watch.live <= plain.live + size // 10
+        pool = model.generate._engine.pool
+        before = pool_of(model)
+        for _ in range(3):
+            asked = {"temperature": -1.0} if how == "refused" else {"logits_processor": [[fails]]}
+            with pytest.raises((KeyError, KeyboardInterrupt, ValueError)):
+                generate(model, do_sample=True, **asked)
+            assert pool.num_held == 0
+            assert pool_of(model) == before
+        assert greedy(model, PROMPTS[0]) == greedy(own(), PROMPTS[0])

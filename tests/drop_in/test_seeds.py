@@ -1,18 +1,178 @@
-"""Seeds, and torch's global generator, which belongs to the caller."""
+"""Seeds and ``deterministic``: as arguments, in a config, in ``patch``; and torch's global
+generator, which belongs to the caller."""
 
 from __future__ import annotations
 
+import copy
+
+import numpy as np
 import pytest
 import torch
 import transformers
+from transformers import GenerationConfig
 
 import tinyspec
 from tests.support.drop_in import PAD, SMALL, AfterEven, patched, random_ids
 from tests.support.tiny import tiny
 
-PROMPTS = [random_ids(9), random_ids(14, 1), random_ids(5, 2), random_ids(20, 3)]
+PROMPT = random_ids(9)
+
+
 # Nearly uniform, so that two samples of ten tokens are never the same by chance.
 SAMPLED = {"do_sample": True, "temperature": 3.0, "top_k": 0, "max_new_tokens": 10}
+SAMPLED |= {"pad_token_id": PAD}
+
+
+def config(**settings):
+    return GenerationConfig(**SAMPLED, **settings)
+
+
+def rows(model, prompts, **arguments):
+    return model.generate(prompts, **arguments)[:, max(map(len, prompts)) :].tolist()
+
+
+def in_the_call(model, prompts, **asked):
+    return rows(model, prompts, generation_config=config(**asked))
+
+
+def in_the_model(model, prompts, **asked):
+    before = copy.deepcopy(model.generation_config)
+    model.generation_config = config(**asked)
+    try:
+        return rows(model, prompts)
+    finally:
+        model.generation_config = before
+
+
+def in_the_patch(model, prompts, **asked):
+    tinyspec.unpatch(model)
+    tinyspec.patch(model, SMALL, **asked)
+    return rows(model, prompts, **SAMPLED)
+
+
+WAYS = pytest.mark.parametrize("way", [in_the_call, in_the_model, in_the_patch])
+
+
+@WAYS
+def test_deterministic_is_honoured(way, monkeypatch):
+    """What it refuses is refused."""
+    monkeypatch.setitem(SAMPLED, "max_time", 60.0)
+    with patched(tiny()) as model:
+        way(model, [PROMPT], deterministic=False)
+        with pytest.raises(ValueError, match="max_time"):
+            way(model, [PROMPT], deterministic=True)
+
+
+@WAYS
+def test_equal_prompts_differ_and_a_script_repeats(way):
+    """A group of eight as GRPO samples it, in one call of 8 or as one of two groups in 16."""
+
+    def script(groups):
+        with patched(tiny()) as model:
+            first = way(model, [PROMPT] * 8 * groups, seed=5)
+            return first + rows(model, [PROMPT] * 8, generation_config=config(seed=5))
+
+    for groups in (1, 2):
+        found = script(groups)
+        assert found == script(groups)
+        assert len({tuple(row) for row in found}) == 8 * groups + 8
+
+
+@WAYS
+@pytest.mark.parametrize("number", [np.int64, torch.tensor], ids=["numpy", "torch"])
+def test_numbers_of_numpy_and_torch(way, number):
+    with patched(tiny()) as model:
+        expected = way(model, [PROMPT], seed=5, deterministic=False)
+    with patched(tiny()) as model:
+        given = {"seed": number(5), "deterministic": number(0) != 0}
+        assert way(model, [PROMPT], **given) == expected
+        with pytest.raises(ValueError, match=r"^seed=-1 is not allowed"):
+            way(model, [PROMPT], seed=number(-1))
+
+
+def test_an_argument_is_the_seed_of_every_row_and_comes_before_all_else():
+    with patched(tiny()) as model:
+        given = rows(model, [PROMPT] * 2, seed=7, **SAMPLED)
+        assert given[0] == given[1]
+        model.generation_config.seed = 3
+        mixed = rows(model, [PROMPT] * 3, seed=[7, None, None], **SAMPLED)
+        assert mixed[0] == given[0] and mixed[1] != mixed[2]
+        assert model.generate.seeds[0] == 7
+
+
+def test_seeds_are_recorded_and_repeat_a_row():
+    asked = config(seed=5, return_dict_in_generate=True)
+    with patched(tiny()) as model:
+        found = model.generate([PROMPT] * 4, generation_config=asked)
+        assert found.seeds == model.generate.seeds and len(set(found.seeds)) == 4
+        tokens = found.sequences[:, len(PROMPT) :].tolist()
+        assert rows(model, [PROMPT] * 4, seed=found.seeds, **SAMPLED) == tokens
+        assert rows(model, [PROMPT], seed=found.seeds[2], **SAMPLED) == tokens[2:3]
+        greedy = model.generate([PROMPT], max_new_tokens=2, return_dict_in_generate=True)
+        assert greedy.seeds == [None] and "seeds" not in greedy
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64, True, "5", 1.5])
+def test_a_base_that_is_none_is_refused(seed):
+    with patched(tiny()) as model:
+        with pytest.raises(ValueError, match=r"^seed="):
+            in_the_call(model, [PROMPT], seed=seed)
+        tinyspec.unpatch(model)
+        with pytest.raises(ValueError, match=r"^seed="):
+            tinyspec.patch(model, seed=seed)
+        assert "generate" not in vars(model)
+        with pytest.raises(ValueError, match=r"^deterministic='yes' is not allowed: True or False"):
+            tinyspec.patch(model, deterministic="yes")
+
+
+@pytest.mark.parametrize("asked", [{"deterministic": True}, {"seed": 5}], ids=str)
+@pytest.mark.parametrize("way", [in_the_call, in_the_model])
+def test_what_is_asked_for_is_never_lost(way, asked):
+    """Beams are not served: transformers would run, and nothing would be deterministic."""
+    (name,) = asked
+    with patched(tiny()) as model, pytest.raises(NotImplementedError, match=f"beam.*{name}"):
+        way(model, [PROMPT], num_beams=2, **asked)
+
+
+def test_what_patch_promises_is_never_lost():
+    beams_config = {"num_beams": 2, "max_new_tokens": 3}
+    beams = {"inputs": torch.tensor([PROMPT]), **beams_config}
+    with patched(tiny()) as model:
+        tinyspec.unpatch(model)
+        tinyspec.patch(model, SMALL, deterministic=True)
+        with pytest.raises(NotImplementedError, match=r"beam.*deterministic=True"):
+            model.generate(**beams)
+        assert model.generate(deterministic=False, **beams).shape == (1, 12)
+        plain = GenerationConfig(deterministic=False, pad_token_id=PAD, **beams_config)
+        given = beams["inputs"]
+        assert model.generate(given, generation_config=plain).shape == (1, 12)
+        tinyspec.unpatch(model)
+        tinyspec.patch(model, SMALL, seed=5)  # a base for calls that sample by tinyspec
+        assert model.generate(**beams).shape == (1, 12)
+
+
+def test_a_model_that_cannot_be_served_any_more_runs_its_own_generate(caplog):
+    asked = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": PAD}
+    with patched(tiny()) as model:
+        first = rows(model, [PROMPT], **asked)
+        attention = model.model.layers[0].self_attn
+        handle = attention.register_forward_hook(lambda m, a, out: (out[0] * 0.5, *out[1:]))
+        twin = tiny()
+        twin.model.layers[0].self_attn.register_forward_hook(
+            lambda m, a, out: (out[0] * 0.5, *out[1:])
+        )
+        given = torch.tensor([PROMPT])
+        assert torch.equal(model.generate(given, **asked), twin.generate(given, **asked))
+        assert "the model as it is now" in caplog.text and "hook" in caplog.text
+        with pytest.raises(NotImplementedError, match=r"hook.*deterministic=True"):
+            rows(model, [PROMPT], deterministic=True, **asked)
+        handle.remove()
+        passes = model.generate.stats().passes.copy()
+        assert rows(model, [PROMPT], **asked) == first
+        assert model.generate.stats().passes != passes, "served again"
+
+
+PROMPTS = [random_ids(9), random_ids(14, 1), random_ids(5, 2), random_ids(20, 3)]
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +183,7 @@ def model():
 
 def new_tokens(model, prompts=None, **arguments) -> list[list[int]]:
     prompts = prompts or PROMPTS
-    out = model.generate(prompts, **{"pad_token_id": PAD, **SAMPLED, **arguments})
+    out = model.generate(prompts, **{**SAMPLED, **arguments})
     return out[:, max(map(len, prompts)) :].tolist()
 
 
@@ -45,23 +205,13 @@ def test_without_a_seed_every_row_and_every_call_has_a_sample_of_its_own(model):
     assert len({tuple(tokens) for tokens in samples}) == 5
 
 
-def test_a_new_process_or_model_repeats(model):
-    transformers.set_seed(5)
-    first = new_tokens(model)
-    with patched(tiny()) as other:
-        transformers.set_seed(5)
-        assert new_tokens(other) == first
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
         {"do_sample": False},
         {"do_sample": False, "deterministic": True},
-        {"do_sample": [False] * 4, "seed": [1, None, 2, None]},
         {"do_sample": False, "prompt_lookup_num_tokens": 3},
         {"seed": 3},
-        {"seed": [1, 2, 3, 4], "deterministic": [True, False, True, False]},
         {"do_sample": [True, False, True, False], "seed": [1, None, 2, None]},
         {"seed": 3, "num_return_sequences": 3},
     ],
@@ -99,12 +249,10 @@ OTHERS = (
     {"do_sample": [True, False, True, False]},
     {"seed": [None, 1, None, 3]},
     {"temperature": [3.0, 0.5, 3.0, 2.0], "top_p": [1.0, 0.5, 1.0, 0.9]},
-    {"num_return_sequences": [1, 3, 1, 2]},
-    {"max_new_tokens": [10, 1, 10, 30]},
-    {"deterministic": [False, True, False, True]},
+    {"num_return_sequences": [1, 3, 1, 2], "repetition_penalty": [1.0, 1.3, 1.0, 0.7]},
+    {"max_new_tokens": [10, 1, 10, 30], "deterministic": [False, True, False, True]},
     {"eos_token_id": [[127], list(range(100)), [127], [1, 2, 3]]},
     {"logits_processor": [[], [AfterEven()], [], [AfterEven()]]},
-    {"repetition_penalty": [1.0, 1.3, 1.0, 0.7]},
 )
 
 
@@ -121,14 +269,6 @@ def test_a_rows_seed_does_not_depend_on_other_rows(model, others):
         assert found[sum(copies[:row])][:10] == expected[row]
 
 
-@pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS[:3], [PROMPTS[0], *PROMPTS]])
-def test_nor_on_how_many_there_are_behind_it(model, prompts):
-    transformers.set_seed(9)
-    expected = new_tokens(model)[0]
-    transformers.set_seed(9)
-    assert new_tokens(model, prompts)[0] == expected
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_seed_is_all_that_a_sample_depends_on(model, deterministic):
     """The same seed gives the same tokens at every place; another seed gives others."""
@@ -139,34 +279,6 @@ def test_a_seed_is_all_that_a_sample_depends_on(model, deterministic):
     assert found[0] != first and found[3] != first
     with patched(tiny()) as other:
         assert new_tokens(other, [PROMPTS[0]], seed=7, **asked)[0] == first
-
-
-def test_completions_do_not_depend_on_how_many_are_asked_for(model):
-    two = new_tokens(model, [PROMPTS[1]], seed=7, num_return_sequences=2)
-    five = new_tokens(model, [PROMPTS[1]], seed=7, num_return_sequences=5)
-    assert five[:2] == two
-    assert new_tokens(model, [PROMPTS[1]], seed=7)[0] == two[0]
-
-
-def test_control_on_torchs_own_sampling_a_row_does_depend_on_others():
-    """What per-request seeds are for: transformers draws for the batch as it is."""
-    model = tiny()
-    ids = torch.tensor([PROMPTS[0], PROMPTS[0]])
-    transformers.set_seed(9)
-    both = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=PAD, **SAMPLED)
-    transformers.set_seed(9)
-    one = model.generate(
-        ids[1:], attention_mask=torch.ones_like(ids[1:]), pad_token_id=PAD, **SAMPLED
-    )
-    assert not torch.equal(both[1], one[0])
-    tinyspec.patch(model, SMALL)
-    transformers.set_seed(9)
-    both = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=PAD, **SAMPLED)
-    transformers.set_seed(9)
-    first = model.generate(
-        ids[:1], attention_mask=torch.ones_like(ids[:1]), pad_token_id=PAD, **SAMPLED
-    )
-    assert torch.equal(both[0], first[0])
 
 
 def test_a_call_that_transformers_serves_draws_as_without_tinyspec(model):

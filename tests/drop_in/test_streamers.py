@@ -1,20 +1,41 @@
-"""Streamers of ``model.generate`` of a patched model are put what transformers puts them; what a
-hook raises comes out as it is."""
+"""Streamers and stop strings of a patched model's ``generate`` are put and end what they do in
+transformers; what a hook raises comes out as it is."""
 
+import copy
 import threading
 
 import pytest
 import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    TextStreamer,
+)
+from transformers.generation import StopStringCriteria
 
+import tinyspec
 from tests.support.hooks import AttentionRecorder, Boom, BoomError
-from tests.support.judge import FAMILIES, NEW, PAD, ROWS, greedy, listen, one, padded, pair
+from tests.support.judge import (
+    FAMILIES,
+    NEW,
+    PAD,
+    ROWS,
+    defaults,
+    greedy,
+    joined,
+    listen,
+    one,
+    padded,
+    pair,
+)
 from tests.support.patience import PATIENCE
+from tinyspec.tools.demo import BUNDLED
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 BASE = {"max_new_tokens": NEW, "pad_token_id": PAD}
 BLOCK, MASK = padded(ROWS)
 SAME = torch.tensor([ROWS[1][:6], ROWS[1][6:12], ROWS[3][:6]])
-
 STREAMED = {
     "one-row": lambda g: ({"input_ids": one(ROWS[0])}, {}),
     "batch": lambda g: ({"input_ids": SAME}, {}),
@@ -49,24 +70,6 @@ def test_puts_equal_transformers(family, case):
         put.append(recorder.puts)
     assert put[0] == put[1]
     assert put[0][-1] == "end" and put[0].count("end") == 1
-
-
-def test_control_puts_of_other_rows_differ():
-    put = []
-    for model, ids in zip(pair(), (SAME, SAME.flip(0)), strict=True):
-        recorder = AttentionRecorder()
-        model.generate(ids, **BASE, streamer=recorder)
-        put.append(recorder.puts)
-    assert put[0] != put[1]
-
-
-def test_no_input_streams_its_bos():
-    put = []
-    for model in pair():
-        recorder = AttentionRecorder()
-        model.generate(**BASE, bos_token_id=5, streamer=recorder)
-        put.append(recorder.puts)
-    assert put[0] == put[1]
 
 
 def test_embeddings_stream_no_prompt():
@@ -128,23 +131,6 @@ def test_a_streamer_is_told_while_tokens_come():
     assert len(gate.puts) == NEW + 2
 
 
-def test_calls_from_several_threads():
-    """One after the other, each with its own result."""
-    model, own = pair()
-    results = {}
-
-    def call(number):
-        results[number] = model.generate(SAME + number, **BASE, streamer=AttentionRecorder())
-
-    workers = [threading.Thread(target=call, args=(number,)) for number in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(PATIENCE)
-    for number in range(4):
-        assert torch.equal(results[number], own.generate(SAME + number, **BASE))
-
-
 HOOKS = {
     "processor": lambda boom: {"logits_processor": [boom]},
     "criterion": lambda boom: {"stopping_criteria": [boom]},
@@ -152,46 +138,116 @@ HOOKS = {
     "allowed": lambda boom: {"prefix_allowed_tokens_fn": boom},
     "streamers": lambda boom: {"streamer": [AttentionRecorder(), boom, AttentionRecorder()]},
 }
+RAISED = [(hook, at, BoomError) for hook in HOOKS for at in (1, 2, 8)]
+RAISED += [(hook, 4, KeyboardInterrupt) for hook in HOOKS]
+RAISED += [("processor", 4, SystemExit), ("criterion", 4, StopIteration)]
+RAISED += [("streamer", 10**6, BoomError), ("streamers", 10**6, BoomError)]  # in ``end``
 
 
-RAISED = [(hook, at) for hook in HOOKS for at in (1, 2, 8)]
-RAISED += [("streamer", 10**6), ("streamers", 10**6)]  # in ``end``
-
-
-@pytest.mark.parametrize("hook, at", RAISED)
-def test_what_a_hook_raises_comes_out(hook, at):
+@pytest.mark.parametrize("hook, at, kind", RAISED)
+def test_what_a_hook_raises_comes_out(hook, at, kind):
     """The very exception, and the next call is served as if nothing had been."""
     model, own = pair()
-    error = BoomError("from the user's hook")
-    with pytest.raises(BoomError) as raised:
+    error = kind("from the user's hook")
+    with pytest.raises(kind) as raised:
         model.generate(SAME, **BASE, **HOOKS[hook](Boom(error, at)))
     assert raised.value is error
     assert torch.equal(model.generate(SAME, **BASE), own.generate(SAME, **BASE))
     assert torch.equal(model(SAME).logits, own(SAME).logits)
 
 
-@pytest.mark.parametrize("hook", ["processor", "criterion", "streamer", "allowed"])
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, StopIteration, SystemExit, MemoryError])
-def test_whatever_a_hook_raises_comes_out(hook, kind):
-    model, own = pair()
-    error = kind("out")
-    with pytest.raises(kind) as raised:
-        model.generate(SAME, **BASE, **HOOKS[hook](Boom(error, 4)))
-    assert raised.value is error
-    assert torch.equal(model.generate(SAME, **BASE), own.generate(SAME, **BASE))
+LONG = 24
+TEXTS = ["Once upon a time", "The dog", "A girl named Lily had a red ball. She"]
 
 
-def test_control_hooks_that_do_not_raise():
-    model, own = pair()
-    for hook in ("processor", "criterion", "allowed"):
-        given, judged = (
-            m.generate(SAME, **BASE, **HOOKS[hook](Boom(BoomError(), 10**6))) for m in (model, own)
-        )
-        assert torch.equal(given, judged)
+@pytest.fixture(scope="module")
+def models():
+    own = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32)
+    model = copy.deepcopy(own)
+    tinyspec.patch(model)
+    return model, own
 
 
-def test_streamers_of_a_failed_call_raise_as_transformers():
-    """A streamer without ``put``, and one that refuses batches."""
-    for streamer in (object(), 5, "text"):
-        ours, theirs = (listen(m.generate, SAME, **BASE, streamer=streamer) for m in pair())
-        assert type(ours.error) is type(theirs.error) is AttributeError
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(BUNDLED)
+
+
+def by_text(own, encode, **settings):
+    """What transformers makes of each of TEXTS by itself."""
+    return [own.generate(**encode(text, return_tensors="pt"), **settings) for text in TEXTS]
+
+
+def test_a_batch_encoding_as_the_tokenizer_gives_it(models, tokenizer):
+    model, own = models
+    inputs = tokenizer(TEXTS, padding=True, padding_side="left", return_tensors="pt")
+    rows = [tokenizer(text)["input_ids"] for text in TEXTS]
+    given = model.generate(**inputs, max_new_tokens=LONG)
+    alone = by_text(own, tokenizer, max_new_tokens=LONG)
+    assert torch.equal(given, joined(inputs["input_ids"], rows, alone, pad=1))
+    ragged = model.generate(**tokenizer(TEXTS), max_new_tokens=LONG)
+    left = tokenizer(TEXTS, padding=True, return_tensors="pt")["input_ids"]
+    assert torch.equal(ragged, joined(left, rows, alone, pad=1))
+
+
+STOPS = {
+    "one": lambda t: {"stop_strings": "Finn Fi"},
+    "several": lambda t: {"stop_strings": ["lived", "clev", "Finn Finn"]},
+    "config": lambda t: {"generation_config": GenerationConfig(stop_strings=["lived"])},
+    "kwargs-over-config": lambda t: {
+        "generation_config": GenerationConfig(stop_strings=["lived"]),
+        "stop_strings": ["Finn Fi"],
+    },
+    "criterion-besides": lambda t: {
+        "stop_strings": ["lived", "Iris"],
+        "stopping_criteria": [StopStringCriteria(t, ["Finn Fi"])],
+    },
+    "sampled": lambda t: {
+        "stop_strings": "Finn Fi",
+        "eos_token_id": [0, 447],
+        "do_sample": True,
+        "top_k": 1,
+        "num_return_sequences": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("stop", STOPS.values(), ids=STOPS)
+def test_stop_strings_equal_transformers(models, tokenizer, stop):
+    model, own = models
+    inputs = tokenizer(TEXTS, padding=True, return_tensors="pt")
+    rows = [tokenizer(text)["input_ids"] for text in TEXTS]
+
+    def settings():
+        return {"max_new_tokens": LONG, "tokenizer": tokenizer, **stop(tokenizer)}
+
+    given = model.generate(**inputs, **settings())
+    alone = by_text(own, tokenizer, **settings())
+    assert torch.equal(given, joined(inputs["input_ids"], rows, alone, pad=1))
+    full = model.generate(**inputs, max_new_tokens=LONG)
+    assert given.shape != full.shape or not torch.equal(given, full), "control"
+
+
+@pytest.mark.parametrize("source", ["kwargs", "config", "model"])
+def test_stop_strings_without_a_tokenizer(models, tokenizer, source):
+    inputs = tokenizer(TEXTS[0], return_tensors="pt")
+    settings = {"max_new_tokens": LONG}
+    if source == "kwargs":
+        settings["stop_strings"] = ["a"]
+    if source == "config":
+        settings["generation_config"] = GenerationConfig(stop_strings=["a"])
+    with defaults(models, stop_strings=["a"] if source == "model" else None):
+        ours, theirs = (listen(m.generate, **inputs, **settings) for m in models)
+    assert isinstance(theirs.error, ValueError) and ours.complaint == theirs.complaint
+
+
+@pytest.mark.parametrize("skip_prompt", [False, True])
+def test_a_text_streamer_prints_what_transformers_prints(models, tokenizer, capsys, skip_prompt):
+    inputs = tokenizer(TEXTS[0], return_tensors="pt")
+    printed = []
+    for model in models:
+        streamer = TextStreamer(tokenizer, skip_prompt=skip_prompt, skip_special_tokens=True)
+        model.generate(**inputs, streamer=streamer, max_new_tokens=LONG)
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    assert printed[0].startswith(TEXTS[0]) != skip_prompt

@@ -16,6 +16,7 @@ from tests.fuzz.forgeries import (
     KINDS,
     NOT_COMPARABLE,
     PARTIAL,
+    PARTS,
     SAME,
     DoesNotFitError,
     forge,
@@ -25,7 +26,7 @@ from tests.support.cases import REFERENCE, greedy, model_of, run, text
 from tests.support.mixes import crowd
 from tinyspec import Engine, EngineConfig, audit
 from tinyspec.tools import audit as audit_module
-from tinyspec.tools import comparison
+from tinyspec.tools import diff as diff_module
 from tinyspec.tools.demo import BUNDLED
 
 GRAVITY = (SAME, PARTIAL, NOT_COMPARABLE, DIFFERS)
@@ -168,23 +169,23 @@ def test_many_forgeries(benches, case_seed):
 
 # The log-probability of a certain token is 0, which -0.0 differs from in its bits alone.
 SIGNS = ("logprobs: value other sign", "top_logprobs: value other sign")
-REFUSED = ("params: max_new_tokens", "params: stop_token_ids", "params: top_logprobs")
 
-# A comparison of audit, what takes it back, and the class of forgeries that it is for.
+
+def without(field):
+    """The comparison of audit, in which this field never differs."""
+    return lambda *given: {**diff_module.compare(*given), field: None}
+
+
+# What takes a comparison of audit back, and the class of forgeries that it is for.
 TAKEN_BACK = {
-    "every bit": (comparison, "identical", lambda found, own: found == own, SIGNS),
-    "text": (comparison, "_text", lambda *_: None, ("text",)),
-    "end": (comparison, "_end", lambda *_: None, ("finish_reason",)),
-    "error": (comparison, "_error", lambda *_: None, ("error",)),
-    "prompt_logprobs": (comparison, "_prompt", lambda *_: None, ("prompt_logprobs",)),
-    "top_logprobs": (comparison, "_per_token", lambda *_: None, ("top_logprobs",)),
-    "logprobs": (comparison, "_per_token", lambda *_: None, ("logprobs",)),
-    "form of lists": (comparison, "_malformed", lambda *_: None, ("logprobs", "prompt_logprobs")),
-    "completions": (audit_module, "_malformed_completions", lambda *_: (), ("completions",)),
-    "parameters": (audit_module, "_malformed_params", lambda *_: (), ("params", "memory")),
-    "parts": (audit_module, "_other_fingerprint", lambda *_: iter(()), ("fingerprint_parts",)),
-    "obstacles": (audit_module, "_obstacles", lambda *_: iter(()), ("fingerprint",)),
-    "refusals": (audit_module, "_refused", lambda *_: (), REFUSED),
+    "every bit": (diff_module, "identical", lambda found, own: found == own, SIGNS),
+    **{
+        field: (audit_module, "compare", without(field), (field,))
+        for field in ("text", "finish_reason", "error", "prompt_logprobs", "top_logprobs")
+    },
+    "logprobs": (audit_module, "compare", without("logprobs"), ("logprobs",)),
+    "form": (audit_module, "_malformed", lambda *_: (), ("completions", "params", "memory")),
+    "obstacles": (audit_module, "_obstacles", lambda *_: iter(()), ("fingerprint", PARTS)),
     "tokens replayed": (audit_module, "_replayable", lambda output: output, ("token_ids",)),
 }
 

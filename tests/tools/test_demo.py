@@ -1,23 +1,20 @@
-"""The demo: what it shows comes from its run, and its status hangs on the promise alone."""
+"""The demos: what they show comes from their runs, and the status hangs on the promise alone."""
 
 import io
-import re
+from contextlib import ExitStack
+from pathlib import Path
+from random import Random
 
 import pytest
+from transformers import AutoTokenizer
 
-from tinyspec import Engine, EngineConfig
-from tinyspec.engine.traced import VERIFIED, TracedWork
-from tinyspec.tools.demo import BUNDLED, SEEDS, Demo, demo
-from tinyspec.tools.terminal import Style
-from tinyspec.tools.trace_run import Run, RunPass
-from tinyspec.tools.verify_picture import lines, picture
-
-
-class Terminal(io.StringIO):
-    encoding = "utf-8"
-
-    def isatty(self):
-        return True
+from benchmarks.coin_reader.tasks import TASKS
+from tinyspec import Engine, EngineConfig, SamplingParams
+from tinyspec.cli.main import main
+from tinyspec.thinking.config import ThinkingConfig
+from tinyspec.thinking.model import ThinkingModel
+from tinyspec.thinking.reading import read
+from tinyspec.tools.demo import BUNDLED, SEEDS, THINKER, WAYS, Demo, demo, demo_thinking
 
 
 @pytest.fixture(scope="module")
@@ -27,15 +24,13 @@ def engine():
         yield engine
 
 
-def test_it_shows_its_own_run(engine, capsys):
-    assert demo(engine, 3, 12, patience=0.0) == 0
+def test_it_shows_its_own_run(capsys):
+    assert main(["demo", "--crowd", "3", "--max-new-tokens", "12"]) == 0
     out = capsys.readouterr().out
     assert "12 tokens and 12 log-probabilities: identical, bit for bit" in out
-    for words in ("deterministic=False", "KV cache after prefill", "Decode", "Verify", "ollback"):
+    for words in ("deterministic=False", "Prefill", "Decode", "Verify", "ollback", "of drafts"):
         assert words in out
-    assert out.splitlines()[-1] == f"fingerprint {engine.fingerprint}"
-    table = [line.split() for line in out.splitlines() if re.match(r"  \d+  ", line)]
-    assert len(table) == 4 and table[0][1:3] == ["sampled,", "deterministic"]
+    assert out.splitlines()[-1].startswith("fingerprint ")
 
 
 def test_where_no_text_differs(engine, capsys, monkeypatch):
@@ -56,48 +51,81 @@ def test_where_no_text_differs(engine, capsys, monkeypatch):
     assert tried == 1 or f"({tried} seeds tried)" in out
 
 
-def test_a_broken_promise_is_the_status(engine, capsys, monkeypatch):
-    """Control: the plain request stands for the deterministic one, and tokens are changed."""
+def test_control_a_broken_promise_is_the_status(engine, capsys, monkeypatch):
     whole = Demo.pair
 
     def broken(self, seed, deterministic):
         found = whole(self, seed, deterministic)
-        found.crowd[0].completions[0].token_ids[2] += 1
+        found[1].completions[0].token_ids[2] += 1
         return found
 
     monkeypatch.setattr(Demo, "pair", broken)
     assert demo(engine, 1, 5, patience=0.0) == 1
     out = capsys.readouterr().out
-    assert "NOT THE SAME" in out and "another text from token 3 on" in out
+    assert "NOT THE SAME: token " in out and "another text from token 3 on" in out
 
 
-def test_tokens_that_differ_are_coloured(engine, monkeypatch):
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_tokens_that_differ_are_marked(engine, monkeypatch):
     one = Demo(engine, 1, 4)
     ids = engine.tokenizer(" Ana can run. Ben can sing.")["input_ids"]
-    other = [*ids[:5], *engine.tokenizer(" sleep now.")["input_ids"]]
-    one.style = Style(Terminal())
-    coloured = one._marked(ids, other)
-    decode = engine.tokenizer.decode
-    assert coloured == decode(ids[:5]).strip() + f"\033[1;30;43m{decode(ids[5:])}\033[0m"
-    assert "\033" not in one._marked(ids, ids)
-    one.style = Style(io.StringIO())
-    assert one._marked(ids, other) == f"{decode(ids[:5]).strip()}>>>{decode(ids[5:])}"
+    same, rest = (engine.tokenizer.decode(part) for part in (ids[:5], ids[5:]))
+    monkeypatch.setattr("sys.stdout", Terminal())
+    assert one.marked(ids, 5) == same.strip() + f"\033[1;30;43m{rest}\033[0m"
+    assert "\033" not in one.marked(ids, None)
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    assert one.marked(ids, 5) == f"{same.strip()}>>>{rest}"
 
 
-def rollback():
-    """Of two drafts out of four."""
-    texts = dict(enumerate((" friend", ",", " a", " big", " crow", " proud", " named")))
-    work = TracedWork("a", 0, 13, True, VERIFIED, 25, 5, [1, 2, 5], 0, [1, 2, 3, 4], accepted=2)
-    work.targets, work.rejected = [1, 2, 5, 4, 6], 2
-    one = RunPass(3, 0.0, 1.0, 32, True, "", 1, {}, 3, [work] * 8)
-    return picture(one, work, Run([one], texts), fast=True)
+def test_the_thinking_demo(capsys, monkeypatch):
+    """Chunk by chunk; in any encoding. Control: other thoughts than those of the other way."""
+    with ExitStack() as stack:
+        engines = {
+            name: stack.enter_context(
+                Engine.from_pretrained(THINKER, config=EngineConfig(thinking_window=window))
+            )
+            for name, window in WAYS.items()
+        }
+        config = ThinkingConfig.load(THINKER)
+        assert demo_thinking(engines, config) == 0
+        out = capsys.readouterr().out
+        assert "T → heads <eos>" in out and "T → tails <eos>" in out and "answer: heads" in out
+        assert "C(tails <eos>)" in out and "T → <eos>" in out and "identical, bit for bit" in out
+        assert "speculative: 5 chunks in 3 rounds\nsequential: 5 chunks in 5 rounds" in out
+        outputs = [
+            engine.generate(["A coin."], SamplingParams(thinking=True, deterministic=True))
+            for engine in engines.values()
+        ]
+        outputs[1][0].completions[0].token_ids[0] += 1
+        for engine, output in zip(engines.values(), outputs, strict=True):
+            monkeypatch.setattr(engine, "generate", lambda *_, found=output: found)
+        assert demo_thinking(engines, config) == 1
+        assert "DIFFERENT: token " in capsys.readouterr().out
+    ascii_only = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr("sys.stdout", ascii_only)
+    assert main(["demo", "--thinking"]) == 0
+    monkeypatch.undo()
+    assert main(["demo", "--thinking", "--model", str(BUNDLED)]) != 0
+    assert "thinking_config.json is no ThinkingConfig" in capsys.readouterr().err
 
 
-def test_a_rollback_in_characters():
-    text = "\n".join(lines(rollback(), Style(io.StringIO())))
-    assert "≠ T3'·big  ✗" in text and "= T2'  ✓" in text
-    assert "2 drafts dropped; sequence and KV cut behind T3" in text
-    assert "25 canonical + 3 verified + 2 dropped" in text and "25 canonical + 4 of drafts" in text
-    assert text.splitlines()[-1].endswith("25 canonical + 3 verified")
-    assert max(map(len, text.splitlines())) <= 100
-    assert "\033[31m" in "\n".join(lines(rollback(), Style(Terminal())))
+@pytest.mark.parametrize("operations, count", [(10, 24), (40, 8)])
+def test_the_thinker_is_right_and_thinks_what_the_reading_thinks(operations, count):
+    model = ThinkingModel.from_pretrained(THINKER)
+    tokenizer = AutoTokenizer.from_pretrained(THINKER)
+    rng = Random(f"demo {operations}")
+    made = [TASKS["parity"].example(rng, operations, held_out=True) for _ in range(count)]
+    prompts = [tokenizer(" ".join(example.prompt)).input_ids for example in made]
+    with Engine(model, tokenizer) as engine:
+        outputs = engine.generate(prompts, SamplingParams(max_new_tokens=2, thinking=True))
+    thoughts = [[thought.token_ids for thought in output.thoughts] for output in outputs]
+    answers = [output.completions[0].text.split()[0] for output in outputs]
+    reading = read(model, prompts)
+    words = tokenizer.convert_ids_to_tokens(reading.logits.argmax(-1).tolist())
+    assert (thoughts, answers) == (reading.thoughts, words)
+    assert answers == [example.answer[0] for example in made]
+    assert sum(path.stat().st_size for path in Path(THINKER).iterdir()) < 2e6

@@ -13,11 +13,9 @@ from tests.support.mixes import HalfLiar
 from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.cli.main import main
-from tinyspec.tools.drawing import COLOURS
-from tinyspec.tools.terminal import Style
-from tinyspec.tools.timeline import LEGEND, cells_of, timeline
-from tinyspec.tools.trace_run import read
-from tinyspec.tools.verify_picture import describe, draw, lines
+from tinyspec.tools.drawing import COLOURS, LEGEND, grid, timeline
+from tinyspec.tools.terminal import lines
+from tinyspec.tools.trace import cells_of, find_verify, read
 
 KINDS = ("svg", "html")
 
@@ -46,77 +44,71 @@ def test_every_token_has_a_cell(saved):
     path, stats, count = saved
     run = read(path)
     assert len(run.lanes) == count
-    cells = Counter(c for one in run.passes for w in one.works for c in cells_of(w, one.canonical))
+    cells = Counter(
+        c for one in run.passes for w in one.works for c in cells_of(w, one.record.canonical)
+    )
     assert set(cells) <= set(LEGEND) <= set(COLOURS)
     tokens = ("accepted", "bonus", "canonical", "riding", "plain")
     assert sum(cells[name] for name in tokens) == stats.committed == 20 * count
     assert cells["accepted"] == stats.accepted > 0
     assert cells["rejected"] == stats.rolled_back > 0
-    assert sum(one.rows["verify"] for one in run.passes) == stats.rows["verify"]
-    drawn = Counter(re.findall(r'<rect class="(\w+)" [^>]* rx=', "".join(timeline(run).elements)))
+    assert sum(one.record.rows["verify"] for one in run.passes) == stats.rows["verify"]
+    drawn = Counter(re.findall(r'<rect class="(\w+)"', "".join(timeline(run).elements)))
     assert drawn["accepted"] == cells["accepted"] + 1, "and once in the legend"
     assert drawn["rejected"] == cells["rejected"] + 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_command_draws(saved, kind, capsys):
+def test_the_command_draws(saved, kind, capsys, tmp_path):
     path, _, count = saved
-    picture = path.with_suffix(f".{kind}")
+    picture = tmp_path / f"run.{kind}"
     assert main(["trace", str(path), "-o", str(picture)]) == 0
     assert f"{count} completions" in capsys.readouterr().out
     words = picture.read_text(encoding="utf-8")
-    assert "prefers-color-scheme:dark" in words
+    assert "prefers-color-scheme:dark" in words and "<title>request-0: " in words
     # Nothing is loaded: the one address is the name of the SVG format.
     assert set(re.findall(r"https?://[^\"' <]*", words)) == {"http://www.w3.org/2000/svg"}
     assert "<script" not in words and "@import" not in words and "url(" not in words
-    if kind == "svg":
-        ElementTree.fromstring(words)
-        assert "<title>request-0: " in words
+    ElementTree.fromstring(re.search("<svg.*</svg>", words, re.DOTALL).group())
+    arguments = ["--first", "3", "--cells", "10", "--view", "timeline"]
+    assert main(["trace", str(path), "-o", str(picture), *arguments]) == 0
+    few = picture.read_text(encoding="utf-8")
+    assert "(the first of " in few and len(few) < len(words)
 
 
-def test_the_close_up_says_what_happened(saved):
-    """A verify with a rollback, as the trace has it; the same in characters and in SVG."""
-    path, _, _ = saved
-    run = read(path)
-    one = describe(run)
-    _, decode, verify, outcome = one.panels
-    assert outcome.name == "Rollback" and "dropped; sequence and KV cut behind" in outcome.note
-    accepted = [token for token in verify.tokens if token.colour == "accepted"]
-    drafts = [token.text for token in decode.tokens[1:]]
-    assert [token.text for token in accepted] == drafts[: len(accepted)]
-    own = verify.tokens[len(accepted)]
-    assert own.colour == "bonus" and own.text != drafts[len(accepted)]
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_verify_says_what_happened(saved):
+    """With a rollback, as the trace has it; the same in characters and in SVG."""
+    verify = find_verify(read(saved[0]))
+    _, decode, checked, outcome = verify.columns
+    assert outcome.name == "Rollback" and "sequence and KV are cut behind" in outcome.note
+    accepted = [cell for cell in checked.tokens if cell.colour == "accepted"]
+    drafts = [cell.text.partition(" ")[2] for cell in decode.tokens[1:]]
+    found = [cell.text.partition(" ")[2] for cell in checked.tokens]
+    assert found[: len(accepted)] == drafts[: len(accepted)]
+    own = checked.tokens[len(accepted)]
+    assert own.colour == "bonus" and found[len(accepted)] != drafts[len(accepted)]
     assert outcome.tokens[1:] == [*accepted, own]
-    assert f"{len(drafts) - len(accepted)} draft" in outcome.note
-    drawing, text = "".join(draw(one).elements), "\n".join(lines(one, Style(io.StringIO())))
-    for panel in one.panels:
-        words = [panel.name, f"KV cache after {panel.name.lower()}", *str(panel.note).split()]
-        assert all(word in text for word in words)
-        assert all(f">{word}<" in drawing for word in (panel.name, panel.name.lower()))
+    assert outcome.note.startswith(f"{len(drafts) - len(accepted)} dropped")
+    drawing, plain = "".join(grid(verify).elements), "\n".join(lines(verify, io.StringIO()))
+    for column in verify.columns:
+        for words in (column.name, *(cell.text for cell in column.cache + column.tokens)):
+            assert words in plain and f">{words.replace(chr(39), '&#x27;')}<" in drawing
+        assert column.note in plain
+    assert max(map(len, plain.splitlines())) <= 120 and "\033" not in plain
+    assert "\033[31m" in "\n".join(lines(verify, Terminal()))
 
 
-def test_a_window_of_passes(saved, tmp_path):
-    path, _, _ = saved
-    run = read(path)
-    few, whole = timeline(run, most_cells=10), timeline(run)
-    assert few.width <= whole.width and len(few.elements) < len(whole.elements)
-    counted = f"{len(run.lanes)} completions, {len(run.passes)} passes,"
-    assert f">{counted}" in whole.elements[0]
-    picture = tmp_path / "few.svg"
-    arguments = ["-o", str(picture), "--first", "3", "--cells", "10", "--view", "timeline"]
-    assert main(["trace", str(path), *arguments]) == 0
-    assert "the first of" in picture.read_text()
-
-
+EMPTY = '{"traceEvents": [], "tinyspec": {"format": 1, "texts": {}}}'
 BAD = {
     "no JSON": ("nonsense", "run.svg", "is not a trace that engine.trace.save wrote"),
     "another trace": ('{"traceEvents": []}', "run.svg", "is not a trace that engine.trace.save"),
     "a list": ("[]", "run.svg", "is not a trace that engine.trace.save wrote"),
-    "no passes": (
-        '{"traceEvents": [], "tinyspec": {"format": 1, "texts": {}}}',
-        "run.svg",
-        "run.json' is not allowed: a trace with at least one pass",
-    ),
+    "no passes": (EMPTY, "run.svg", "run.json' is not allowed: a trace with at least one pass"),
     "a kind": ("{}", "run.png", "run.png' is not allowed: a name that ends with .svg, .html"),
 }
 
@@ -136,9 +128,8 @@ def test_generate_writes_one(tmp_path, capsys):
     arguments = ("Once", "--max-new-tokens", "4", "--deterministic", "--trace", str(file))
     assert main(["generate", *arguments]) == 0
     run = read(file)
-    text = "".join(run.text(token) for one in run.passes for w in one.works for token in w.tokens)
-    assert text.strip() == capsys.readouterr().out.strip()
-    assert json.loads(file.read_text())["traceEvents"]
+    tokens = [token for one in run.passes for w in one.works for token in w.tokens]
+    assert "".join(run.texts[token] for token in tokens).strip() == capsys.readouterr().out.strip()
 
 
 NASTY = "<script>'\"&]]>\x00\x1b\ud800\u2028\u202e\uffff\n"
@@ -161,5 +152,4 @@ def test_names_and_texts_of_every_kind(kind, tmp_path):
     words = picture.read_text(encoding="utf-8")
     assert "<script>" not in words and "<b>" not in words and "&lt;script&gt;" in words
     assert not set("\x00\x1b\u2028\u202e\uffff") & set(words)
-    for found in re.findall("<svg.*?</svg>", words, re.DOTALL):
-        ElementTree.fromstring(found)
+    ElementTree.fromstring(re.search("<svg.*</svg>", words, re.DOTALL).group())

@@ -19,7 +19,7 @@ from transformers import GenerationMixin
 
 import tinyspec
 from tinyspec.drop_in.call import Call
-from tinyspec.drop_in.patched_generate import PatchedGenerate
+from tinyspec.drop_in.patching import PatchedGenerate
 from tinyspec.errors import UnsupportedModelError
 
 SERVED, RAISED = "served", "raised"
@@ -57,8 +57,9 @@ def _patched_at_first(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.config.getoption("--own"):
         yield
         return
-    own, serve = GenerationMixin.generate, PatchedGenerate.serve
+    own, serve = GenerationMixin.generate, PatchedGenerate.__call__
     handed_back = PatchedGenerate._call_original
+    depth = [0]  # of calls that others make in turn, which are not counted
 
     @functools.wraps(own)
     def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -71,27 +72,26 @@ def _patched_at_first(request: pytest.FixtureRequest) -> Iterator[None]:
             return own(model, *args, **kwargs)
         return model.generate(*args, **kwargs)
 
-    def counted(patched: PatchedGenerate, arguments: dict[str, Any]) -> Any:
-        outermost = not patched._in_original
-        before = calls.total()
+    def counted(patched: PatchedGenerate, *args: Any, **kwargs: Any) -> Any:
+        depth[0] += 1
+        before, how = calls.total(), RAISED
         try:
-            result = serve(patched, arguments)
-        except BaseException:
-            if outermost and calls.total() == before:
-                _count(RAISED)
-            raise
-        if outermost and calls.total() == before:
-            _count(SERVED)
-        return result
+            result = serve(patched, *args, **kwargs)
+            how = SERVED
+            return result
+        finally:
+            depth[0] -= 1
+            if not depth[0] and calls.total() == before:
+                _count(how)
 
     def back(patched: PatchedGenerate, call: Call) -> Any:
-        if not patched._in_original:
+        if depth[0] == 1:
             _count(", ".join(dict.fromkeys(call.unserved)))
         return handed_back(patched, call)
 
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(GenerationMixin, "generate", generate)
-        patches.setattr(PatchedGenerate, "serve", counted)
+        patches.setattr(PatchedGenerate, "__call__", counted)
         patches.setattr(PatchedGenerate, "_call_original", back)
         yield
 

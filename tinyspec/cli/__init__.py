@@ -1,1 +1,1 @@
-"""The command line: one file a command, and what they share."""
+"""The command line: commands in and out of lines, reports, pictures; what they share."""

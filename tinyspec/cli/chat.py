@@ -1,17 +1,16 @@
-"""``tinyspec chat``: a conversation on the terminal, its text as it comes."""
+"""``tinyspec chat``: a conversation on the terminal: a stream with a loop around it."""
 
 from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
+from inspect import getdoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinyspec.cli.common import add_model, make_engine, say, told
-from tinyspec.cli.jobs import OPTIONS, add_sampling, given, params_of
-from tinyspec.cli.progress import followed, summed_up
-from tinyspec.config import EngineConfig
+from tinyspec.cli import common
+from tinyspec.engine.lock import between_steps
 from tinyspec.errors import TinyspecError, refuse
 from tinyspec.outputs import RequestOutput
 from tinyspec.sampling_params import SamplingParams
@@ -19,36 +18,40 @@ from tinyspec.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from tinyspec.engine.engine import Engine
 
-SUMMARY = "a conversation on the terminal"
-EXAMPLE = "tinyspec chat --model Qwen/Qwen3-0.6B --temperature 0.7 --seed 1 --deterministic"
-NOTES = (
-    "A line is a message; answers come as they are generated, and the pages of the conversation "
-    "stay in the prefix cache. /seed N, /deterministic [on|off], /save FILE (one output a line, "
-    "for `tinyspec audit`), /clear, /help and /exit are commands. Ctrl-C ends an answer, and at "
-    "the prompt the chat (exit status 130), Ctrl-D as well (0)."
-)
-COMMANDS = "/seed, /deterministic, /save, /clear, /help or /exit"
 MAX_NEW_TOKENS = 512
 SWITCH = {"": True, "on": True, "off": False}
 
 
-def add(parser: ArgumentParser) -> None:
+def add_chat(parser: ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="the first message, from the system")
-    add_model(parser)
-    add_sampling(parser, [name for name in OPTIONS if name != "num_return_sequences"])
+    common.add_options(parser, *common.MODEL)
+    common.add_sampling(
+        parser, [name for name in common.SAMPLING if name != "num_return_sequences"]
+    )
 
 
-def run(options: Namespace) -> int:
-    params = params_of({"max_new_tokens": MAX_NEW_TOKENS} | given(options))
+def chat(options: Namespace) -> int:
+    """A conversation on the terminal.
+
+    A line is a message; answers come as they are generated, and the pages of
+    the conversation stay in the prefix cache. /seed N, /deterministic
+    [on|off], /save FILE (one output a line, for `tinyspec audit`), /clear,
+    /help and /exit are commands. Ctrl-C ends an answer, and at the prompt the
+    chat (exit status 130), Ctrl-D as well (0).
+
+    example:
+      tinyspec chat --model Qwen/Qwen3-0.6B --temperature 0.7 --seed 1 --deterministic
+    """
+    params = common.params_of({"max_new_tokens": MAX_NEW_TOKENS} | common.given(options))
     terminal = sys.stdin.isatty()
     if terminal:
         import readline  # noqa: F401  # lines can be edited, and earlier ones called back
-    with make_engine(options, EngineConfig()) as engine:
-        chat = Chat(engine, params, options.system)
+    with common.engine_of(options) as engine:
+        talk = Chat(engine, params, options.system)
         if terminal:
             print(f"{type(engine.model).__name__} on {engine.model.device}; /help tells the rest")
         try:
-            while not chat.take(input("> " if terminal else "")):
+            while not talk.take(input("> " if terminal else "")):
                 pass
         except EOFError:
             pass
@@ -80,7 +83,7 @@ class Chat:
             elif name and name != "/exit":
                 self._answer(line)
         except (ValueError, TinyspecError, OSError) as error:
-            say(told(error))
+            common.say(common.told(error))
         return name == "/exit"
 
     def _answer(self, line: str) -> None:
@@ -89,14 +92,13 @@ class Chat:
 
         messages = [*self._messages, {"role": "user", "content": line}]
         (request,) = self.engine.prepare([messages], self._fitting(messages))
-        with summed_up(self.engine, sys.stderr, 1):
-            try:
-                with followed(self.engine, [request]) as events:
-                    for event, _ in events:
-                        print(event.text, end="", flush=True)
-            except KeyboardInterrupt:
-                pass
-            print()
+        try:
+            with between_steps(), self.engine.follow([request]) as events:
+                for event in events:
+                    print(event.text, end="", flush=True)
+        except KeyboardInterrupt:
+            pass
+        print()
         output = output_of(request, self.engine.tokenizer)
         (completion,) = output.completions
         if completion.error is not None:
@@ -121,7 +123,7 @@ class Chat:
     def _command(self, name: str, value: str) -> str:
         """Carry out a command; what to print of it."""
         if name == "/help":
-            return NOTES
+            return str(getdoc(chat))
         if name == "/seed":
             seed: Any = int(value) if value.isdecimal() else value
             self.params = replace(self.params, seed=seed)
@@ -141,4 +143,4 @@ class Chat:
             self._messages = list(self._system)
             self.outputs.clear()
             return "a new conversation"
-        raise refuse("command", name, COMMANDS)
+        raise refuse("command", name, "/seed, /deterministic, /save, /clear, /help or /exit")

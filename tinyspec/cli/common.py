@@ -1,4 +1,4 @@
-"""What the commands share: parsers, the engine asked for, lines in, reports and errors out.
+"""What the commands share: options, the engine asked for, lines in, reports and errors out.
 
 Knows no command, and imports torch when an engine is made.
 """
@@ -6,31 +6,69 @@ Knows no command, and imports torch when an engine is made.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import signal
 import sys
-import textwrap
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from tinyspec.config import EngineConfig
 from tinyspec.engine.lock import in_main_thread
-from tinyspec.errors import TinyspecError
+from tinyspec.errors import TinyspecError, refuse
 from tinyspec.outputs import RequestOutput, no_name_twice
+from tinyspec.sampling_params import LOGPROBS_MODES, OTHER_NAMES, SamplingParams
 
 if TYPE_CHECKING:
     from tinyspec.engine.engine import Engine
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+Result = TypeVar("Result")
 STANDARD_INPUT = "-"
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # As shells report a process that Ctrl-C has ended.
 INTERRUPTED = 130
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+# Options that several commands have.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "model": {"metavar": "NAME", "help": "hub name or folder (default: the bundled model)"},
+    "dtype": {"default": "auto", "choices": DTYPES, "help": "default: %(default)s"},
+    "device": {"default": "auto", "help": "auto (default), cpu, cuda or cuda:N"},
+    "reference_rows": {"type": int, "metavar": "N", "help": "default: CPU 32, GPU 128"},
+    "json": {"action": "store_true", "help": "JSON, one line each, instead of text"},
+}
+MODEL = ("model", "dtype", "device")
+# Fields of SamplingParams that a shell can give: type, or what several of a type are, and help.
+SAMPLING: dict[str, tuple[Any, str]] = {
+    "deterministic": (bool, "the same bits whatever else runs"),
+    "max_new_tokens": (int, "default: 128"),
+    "min_new_tokens": (int, "no stop token before"),
+    "temperature": (float, "0 (default) is greedy"),
+    "top_k": (int, "sample from so many of the likeliest"),
+    "top_p": (float, "sample from the likeliest that have so much together"),
+    "min_p": (float, "sample from those with so much of the likeliest's probability"),
+    "repetition_penalty": (float, "of tokens already seen (default: 1, none)"),
+    "seed": (int, "makes a sampled request repeatable"),
+    "num_return_sequences": (int, "completions of each prompt"),
+    "eos_token_id": ([int], "instead of the model's"),
+    "ignore_eos": (bool, "run to --max-new-tokens"),
+    "stop_strings": ([str], "ends a completion, which includes it"),
+    "stop_token_ids": ([int], "ends a completion, which includes it"),
+    "logprobs": (bool, "of the chosen tokens, in JSON"),
+    "top_logprobs": (int, "those of so many best tokens too, in JSON"),
+    "prompt_logprobs": (bool, "of the prompt's tokens, in JSON"),
+    "thinking": (bool, "read prompts with thoughts, by a model that has learnt to"),
+    "logprobs_mode": (LOGPROBS_MODES, "of the distribution sampled from (default), or the model's"),
+}
+# That change the log-probability of a given token.
+OF_THE_DISTRIBUTION = (
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "logprobs_mode"),
+    "thinking",
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -40,57 +78,44 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
-def add_command(commands: Any, command: ModuleType) -> None:
-    """The parser of one command: SUMMARY, NOTES and EXAMPLE of its module, and the options that
-    ``add`` adds; ``run`` runs it."""
-    notes = "\n".join(textwrap.wrap(command.NOTES, 79, break_on_hyphens=False))
-    parser = commands.add_parser(
-        command.__name__.rpartition(".")[2],
-        help=command.SUMMARY,
-        description=command.SUMMARY,
-        epilog=f"{notes}\n\nexample:\n{textwrap.indent(command.EXAMPLE, '  ')}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser.set_defaults(run=command.run)
-    command.add(parser)
+def add_options(parser: argparse.ArgumentParser, *names: str, **defaults: object) -> None:
+    """Options of OPTIONS, with other defaults."""
+    for name in names:
+        parser.add_argument(f"--{name.replace('_', '-')}", **OPTIONS[name])
+    parser.set_defaults(**defaults)
 
 
-def add_model(parser: argparse.ArgumentParser, dtype: str = "auto") -> None:
-    """Options that choose the model, and where and in which dtype it runs."""
-    parser.add_argument(
-        "--model", metavar="NAME", help="hub name or folder (default: the bundled model)"
-    )
-    parser.add_argument("--dtype", default=dtype, choices=DTYPES, help="default: %(default)s")
-    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
+def add_sampling(parser: argparse.ArgumentParser, names: Collection[str] = tuple(SAMPLING)) -> None:
+    """An option for each of the fields; None where it is not given."""
+    group = parser.add_argument_group("sampling")
+    for name in names:
+        kind, text = SAMPLING[name]
+        how: dict[str, Any] = {"type": kind, "metavar": "N"}
+        if kind is bool:
+            how = {"action": "store_true", "default": None}
+        elif isinstance(kind, list):
+            how, text = {"action": "append", "type": kind[0]}, f"{text}; repeatable"
+        elif isinstance(kind, tuple):
+            how = {"choices": kind}
+        spelled = f"--{name.replace('_', '-')}"
+        flags = [spelled, "--stop"] if name == "stop_strings" else [spelled]
+        group.add_argument(*flags, dest=name, help=text, **how)
 
 
-def add_report(parser: argparse.ArgumentParser) -> None:
-    """Options of the commands that print a report."""
-    parser.add_argument("--reference-rows", type=int, metavar="N", help="default: CPU 32, GPU 128")
-    parser.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
+def given(options: argparse.Namespace) -> dict[str, Any]:
+    """The fields that were given as options."""
+    values = {name: getattr(options, name, None) for name in SAMPLING}
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def print_report(report: Any, as_json: bool, complaints: Collection[str] = ()) -> int:
-    """Print a report, and what is wrong with its input; the exit status."""
-    print(report.to_json() if as_json else report)
-    for complaint in complaints:
-        say(complaint)
-    if complaints:
-        return 2
-    return 0 if report else 1
-
-
-def make_engine(options: argparse.Namespace, config: EngineConfig) -> Engine:
-    """The engine that the options ask for; bars of what is loaded are for terminals only."""
-    load_libraries()
-    from transformers.utils import logging
-
-    from tinyspec.engine.engine import Engine
-
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
-    return Engine.from_pretrained(model_name(options), options.dtype, options.device, config)
+def params_of(values: dict[str, Any], names: Collection[str] = tuple(SAMPLING)) -> SamplingParams:
+    """Raises ValueError naming the field for one that is not among ``names``, or a bad value."""
+    # Of names that others have for fields SamplingParams says what they are called here.
+    for name in sorted(values.keys() - OTHER_NAMES.keys() - set(names)):
+        close = get_close_matches(name, names, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise refuse(name, values[name], f"one of {', '.join(names)}{hint}")
+    return SamplingParams(**values)
 
 
 def model_name(options: argparse.Namespace) -> str:
@@ -101,33 +126,47 @@ def model_name(options: argparse.Namespace) -> str:
 
 
 @contextmanager
-def ends_at_once() -> Iterator[None]:
-    """A block that holds nothing worth saving, and in which Ctrl-C must raise no exception: code in
-    C++ that runs while torch is imported ends the process with a message of its own."""
+def engine_of(options: argparse.Namespace, config: EngineConfig | None = None) -> Iterator[Engine]:
+    """The engine that the options ask for; at the end, on a terminal, a line about what it ran."""
+    load_libraries()
+    from transformers.utils import logging
+
+    from tinyspec.engine.engine import Engine
+
+    terminal = sys.stderr.isatty()
+    if not terminal:
+        logging.disable_progress_bar()
+    where = options.dtype, options.device, config or EngineConfig()
+    with Engine.from_pretrained(model_name(options), *where) as engine:
+        yield engine
+        stats = engine.stats()
+        if terminal and stats.committed:
+            speed = f"{stats.committed} tokens, {stats.committed / stats.seconds:.0f} a second"
+            passes = f"{stats.canonical_passes} of {sum(stats.passes.values())} passes canonical"
+            say(f"{speed}; {stats.cached_prompt_tokens} prompt tokens cached; {passes}")
+
+
+def load_libraries() -> None:
+    """Import what every engine needs. Ctrl-C meanwhile must raise no exception: code in C++ that
+    runs while torch is imported would end the process with a message of its own."""
     before = signal.getsignal(signal.SIGINT)
-    if not in_main_thread() or before is not signal.default_int_handler:
-        yield
-        return
-    signal.signal(signal.SIGINT, _end)
+    held = in_main_thread() and before is signal.default_int_handler
+    if held:
+        signal.signal(signal.SIGINT, _end)
     try:
-        yield
+        import torch  # noqa: F401
+        import transformers  # noqa: F401
+
+        import tinyspec.engine.engine  # noqa: F401
     finally:
-        signal.signal(signal.SIGINT, before)
+        if held:
+            signal.signal(signal.SIGINT, before)
 
 
 def _end(*_: Any) -> None:
     start = "\n" if sys.stderr.isatty() else ""
     os.write(2, f"{start}tinyspec: interrupted\n".encode())
     os._exit(INTERRUPTED)
-
-
-def load_libraries() -> None:
-    """Import what every engine needs."""
-    with ends_at_once():
-        import torch  # noqa: F401
-        import transformers  # noqa: F401
-
-        import tinyspec.engine.engine  # noqa: F401
 
 
 def say(message: str) -> None:
@@ -153,18 +192,15 @@ class Line:
     text: str
 
 
-def read_lines(path: str) -> list[Line]:
-    """Of a file, or of standard input for "-". Raises as ``lines_of``, and OSError for what cannot
-    be read."""
-    if path == STANDARD_INPUT:
-        return lines_of("standard input", sys.stdin.buffer.read())
-    return lines_of(path, Path(path).read_bytes())
-
-
-def lines_of(name: str, data: bytes) -> list[Line]:
-    """Only line feeds end a line. Raises ValueError naming file and line for what is not UTF-8."""
+def read_lines(path: str, data: bytes | None = None) -> list[Line]:
+    """Of a file (or of its ``data``), or of standard input for "-"; only line feeds end a line.
+    Raises OSError, and ValueError naming file and line for what is not UTF-8."""
+    name = "standard input" if path == STANDARD_INPUT else path
+    if data is None:
+        standard = path == STANDARD_INPUT
+        data = sys.stdin.buffer.read() if standard else Path(path).read_bytes()
     lines = []
-    for number, raw in enumerate(data.removeprefix(BYTE_ORDER_MARK).split(b"\n"), start=1):
+    for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         place = f"{name}, line {number}"
         try:
             text = raw.decode()
@@ -175,35 +211,87 @@ def lines_of(name: str, data: bytes) -> list[Line]:
     return lines
 
 
-def json_object(line: Line, required: Collection[str]) -> dict[str, Any]:
-    """The object of a line, which has the names ``required``. Raises ValueError naming the line."""
-    try:
-        value = json.loads(line.text, object_pairs_hook=no_name_twice)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{line.place} is not JSON: {error.msg} (column {error.colno})") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{line.place}: {error}") from error
-    for name in required:
-        if not isinstance(value, dict) or name not in value:
-            raise ValueError(f'{line.place} is not allowed: a JSON object with a "{name}"')
-    return dict(value)
-
-
-def output_of_line(line: Line) -> RequestOutput:
-    """The output of a line. Raises ValueError naming the line for one that is none."""
-    try:
-        return RequestOutput.from_json(line.text)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"{line.place} is not an output of tinyspec: {reason}") from error
-
-
-def read_outputs(path: str) -> tuple[list[RequestOutput], list[str]]:
+def read_outputs(path: str, data: bytes | None = None) -> tuple[list[RequestOutput], list[str]]:
     """The outputs in a file, and what is wrong with each line that is none."""
     outputs, complaints = [], []
-    for line in read_lines(path):
+    for line in read_lines(path, data):
         try:
-            outputs.append(output_of_line(line))
-        except ValueError as error:
-            complaints.append(str(error))
+            outputs.append(RequestOutput.from_json(line.text))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+            complaints.append(f"{line.place} is not an output of tinyspec: {reason}")
     return outputs, complaints
+
+
+def print_report(report: Any, as_json: bool, complaints: Collection[str] = ()) -> int:
+    """Print a report, and what is wrong with its input; the exit status."""
+    print(report.to_json() if as_json else report)
+    for complaint in complaints:
+        say(complaint)
+    if complaints:
+        return 2
+    return 0 if report else 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """A prompt, its parameters, and for a score what continues it. source: the kind of input,
+    "line" or "argument", and ``number`` its place there; place: the same for messages."""
+
+    source: str
+    number: int
+    place: str
+    params: SamplingParams
+    prompt: Any
+    continuation: Any = None
+
+    @cached_property
+    def job_id(self) -> str:
+        """Its place, and a digest of prompt and parameters as they were given."""
+        text = json.dumps([self.prompt, self.params.to_dict()], sort_keys=True)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return f"{self.source}-{self.number}-{digest}"
+
+
+def job_of_json(
+    line: Line,
+    shared: dict[str, Any],
+    texts: Collection[str] = ("prompt",),
+    names: Collection[str] = tuple(SAMPLING),
+) -> Job:
+    """Of a line with a JSON object: its ``texts``, and parameters that override those shared.
+    Raises ValueError naming file, line, field, value, what is allowed."""
+    try:
+        values = json.loads(line.text, object_pairs_hook=no_name_twice)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{line.place} is not JSON: {error}") from error
+    for name in texts:
+        if not isinstance(values, dict) or name not in values:
+            raise ValueError(f'{line.place} is not allowed: a JSON object with a "{name}"')
+    found = {name: values.pop(name) for name in texts}
+    try:
+        for name, value in found.items():
+            if not (isinstance(value, str) or (isinstance(value, list) and value)):
+                allowed = "text, a list of token ids, or a list of chat messages"
+                raise refuse(name, value, allowed)
+        params = params_of(shared | values, names)
+    except ValueError as error:
+        raise ValueError(f"{line.place}: {error}") from error
+    return Job("line", line.number, line.place, params, **found)
+
+
+def by_place(
+    jobs: list[Job],
+    run: Callable[[list[Job]], list[Result]],
+    errors: type[Exception] = Exception,  # chat templates raise any
+) -> list[Result]:
+    """``run(jobs)``. Raises ValueError naming the place of the first job that it refuses."""
+    try:
+        return run(jobs)
+    except errors:
+        for job in jobs:
+            try:
+                run([job])
+            except errors as error:
+                raise ValueError(f"{job.place}: {error}") from error
+        raise

@@ -11,13 +11,25 @@ import sys
 from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from inspect import getdoc
+from io import TextIOWrapper
 
-from tinyspec.cli import audit, chat, demo, diff, doctor, generate, score, trace
-from tinyspec.cli.common import INTERRUPTED, Parser, add_command, say, told
+from tinyspec.cli import chat, generate, pictures, reports
+from tinyspec.cli.common import INTERRUPTED, Parser, say, told
 
 VERSION = "show the versions of tinyspec and of what its bits depend on"
 DESCRIPTION = "Deterministic continuous batching for Hugging Face models."
-COMMANDS = (demo, generate, chat, score, doctor, audit, diff, trace)
+# What adds a command's options, and what runs it; its docstring is the help.
+COMMANDS = {
+    "demo": (pictures.add_demo, pictures.demo),
+    "generate": (generate.add_generate, generate.generate),
+    "chat": (chat.add_chat, chat.chat),
+    "score": (generate.add_score, generate.score),
+    "doctor": (reports.add_doctor, reports.doctor),
+    "audit": (reports.add_audit, reports.audit),
+    "diff": (reports.add_diff, reports.diff),
+    "trace": (pictures.add_trace, pictures.trace),
+}
 # As shells report a process that a pipe which nobody reads has ended.
 CLOSED_PIPE = 141
 
@@ -25,6 +37,8 @@ CLOSED_PIPE = 141
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status (2 for bad arguments or input)."""
     options = Namespace(debug=False)
+    if isinstance(sys.stdout, TextIOWrapper):  # no text ends a command in another encoding
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         options = _parser(arguments).parse_args(arguments)
         status = int(options.run(options))
@@ -56,8 +70,18 @@ def _parser(arguments: Sequence[str] | None) -> Parser:
     text = _versions() if wanted else ""
     parser.add_argument("--version", action="version", version=text, help=VERSION)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        add_command(commands, command)
+    for name, (add, run) in COMMANDS.items():
+        summary, _, notes = str(getdoc(run)).partition("\n\n")
+        command = commands.add_parser(
+            name,
+            help=summary.rstrip("."),
+            description=summary,
+            epilog=notes,
+            formatter_class=raw,
+        )
+        command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        command.set_defaults(run=run)
+        add(command)
     return parser
 
 

@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 import copy
-from contextlib import closing
+import functools
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
-    PrefixConstrainedLogitsProcessor,
-)
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.generation import MaxLengthCriteria
 
 from tinyspec.config import EngineConfig
-from tinyspec.drop_in.original import own_method
-from tinyspec.drop_in.patched_generate import PatchedGenerate
-from tinyspec.drop_in.prepare import prepare, user_processors
+from tinyspec.drop_in import continuous
+from tinyspec.drop_in.call import Call, RowSeeds
+from tinyspec.drop_in.prepare import prepare
 from tinyspec.drop_in.prompts import Prompt
-from tinyspec.drop_in.seeds import Defaults
-from tinyspec.drop_in.served import PROMPT_ARGUMENTS
-from tinyspec.engine.lock import between_steps, flush
+from tinyspec.drop_in.run import run
+from tinyspec.drop_in.served import ADDED_ARGUMENTS, PROMPT_ARGUMENTS
+from tinyspec.engine.drafter import make_drafter
+from tinyspec.engine.engine import Engine
+from tinyspec.errors import UnsupportedModelError
 from tinyspec.model.private_names import CACHE
 from tinyspec.model.wrappers import unwrap
+from tinyspec.sampling_params import SamplingParams
+from tinyspec.scheduler.passes import EngineStats
+
+logger = logging.getLogger("tinyspec")
+# Of the class, with self: what the arguments by position are called.
+_SIGNATURE = inspect.signature(GenerationMixin.generate)
+# Numbers that transformers' processors take from the length of the prompt.
+_LENGTHS = {"prompt_length_to_skip", "min_length", "begin_index", "regulation_start", "max_length"}
 
 
-@between_steps()
 def patch(
     model: PreTrainedModel,
     config: EngineConfig | None = None,
@@ -62,33 +73,220 @@ def patch(
 
     ``model.generate`` also has ``release()``, ``stats()``, ``weights_changed()``, ``fingerprint``
     and ``seeds``, those of the rows of the latest call, which a returned dict has as an attribute.
-    Raises UnsupportedModelError naming what is in the way, ValueError naming a bad value or if the
-    model is patched already, and RuntimeError if transformers' ``generate``
-    has no ``custom_generate``.
+    Raises UnsupportedModelError naming what is in the way, and ValueError naming a bad value or if
+    the model is patched already.
     """
     inside = unwrap(model)
-    patched_generate = PatchedGenerate(
-        inside,
-        config,
-        custom_generate=generate,
-        defaults=Defaults(deterministic, seed),
-        releases=release,
-    )
-    try:
-        patched_generate.put_in()
-        flush()
-    except BaseException:
-        patched_generate.close()
-        raise
+    if isinstance(vars(inside).get("generate"), PatchedGenerate):
+        raise ValueError("model is not allowed: it is patched; call tinyspec.unpatch(model) first")
+    defaults = SamplingParams(deterministic=deterministic, seed=seed)
+    PatchedGenerate(inside, config, defaults, release).put_in()
 
 
-@between_steps()
 def unpatch(model: PreTrainedModel) -> None:
-    """Give ``model`` its own ``generate`` back, once no call of it is served any more. A model that
-    is not patched is left alone; engines that serve it go on."""
+    """Give ``model`` its own ``generate`` back; calls of it that are under way go on to their end.
+    A model that is not patched is left alone; engines that serve it go on."""
     patched_generate = vars(unwrap(model)).get("generate")
     if isinstance(patched_generate, PatchedGenerate):
         patched_generate.close()
+
+
+class _Method:
+    """A method of ``model`` that tinyspec serves. Copies of the model, in memory or on disk, get
+    their own back."""
+
+    def __init__(self, model: PreTrainedModel, name: str, served: Callable[..., Any]):
+        self._model, self._name, self._served = model, name, served
+        self._before = vars(model).get(name)
+        self.original: Callable[..., Any] = getattr(model, name)
+        functools.update_wrapper(self, self.original, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._served(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _own_method, (self._model, self._name, self._before)
+
+    def take_out(self) -> None:
+        """Give the model its own back, unless another one has been put over this."""
+        table = vars(self._model)
+        if table.get(self._name) is self:
+            del table[self._name]
+            if self._before is not None:
+                table[self._name] = self._before
+
+
+def _own_method(model: PreTrainedModel, name: str, before: Callable[..., Any] | None) -> Any:
+    """A method of an unpatched model: ``before``, set on the model, or its class's."""
+    return before or getattr(type(model), name).__get__(model)
+
+
+class PatchedGenerate(_Method):
+    """``model.generate`` of a patched model, and the engine behind it.
+
+    defaults: of calls that do not say otherwise. releases: whether to free pages after each.
+    ``seeds``: of the rows of the latest call.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: EngineConfig | None = None,
+        defaults: SamplingParams | None = None,
+        releases: bool = False,
+    ):
+        super().__init__(model, "generate", self.serve)
+        self._batch = _Method(model, "generate_batch", self.generate_batch)
+        self._config = config or EngineConfig()
+        self._defaults, self._row_seeds = defaults or SamplingParams(), RowSeeds()
+        self._releases = releases
+        self.seeds: list[int | None] = []
+        self._logged: set[str] = set()
+        self._drafter = make_drafter(self._config.drafter, model)
+        # Guards those below: the calls that the engine serves now, and whether others may come.
+        self._lock = threading.Lock()
+        self._calls, self._closed = 0, False
+        self._engine = Engine(model, config=self._config, grows=True)
+
+    def put_in(self) -> None:
+        """Let the model's methods be these."""
+        vars(self._model).update(generate_batch=self._batch, generate=self)
+
+    def close(self) -> None:
+        """Give the model its own methods back; the engine is closed once it serves no call."""
+        self._engine.lock.check_process()  # locks may be held by threads that are not there
+        self.take_out()
+        self._batch.take_out()
+        with self._lock:
+            self._closed = True
+            if not self._calls:
+                self._engine.close()
+
+    def release(self) -> None:
+        """Free the page pool's memory; the next call allocates it again."""
+        with self._serving() as engine:
+            engine.release()
+
+    def stats(self) -> EngineStats:
+        """Sums over all passes so far."""
+        return self._engine.stats()
+
+    def weights_changed(self) -> None:
+        """Say that weights were written in a way that leaves no trace (through ``.data``)."""
+        with self._serving() as engine:
+            engine.weights_changed()
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of all that the bits of deterministic requests depend on."""
+        with self._serving() as engine:
+            return engine.fingerprint
+
+    @contextmanager
+    def _serving(self) -> Iterator[Engine]:
+        """The engine, for one call of several that threads may have under way; another one where
+        the model has moved to another device."""
+        self._engine.lock.check_process()
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("this model was unpatched; call tinyspec.patch(model) again")
+            engine = self._engine
+            moved = engine.runner.device != self._model.device
+            if (moved or engine.closed is not None) and not self._calls:
+                engine.close()
+                engine = self._engine = Engine(self._model, config=self._config, grows=True)
+            self._calls += 1
+        try:
+            yield engine
+        finally:
+            try:  # plain outputs must not depend on earlier calls
+                with engine.lock("generate"):
+                    if not engine.has_unfinished():
+                        if self._releases:
+                            engine.release()
+                        engine.forget_plain()
+            finally:
+                with self._lock:
+                    self._calls -= 1
+                    if self._closed and not self._calls:
+                        self._engine.close()
+
+    def serve(self, *args: Any, **kwargs: Any) -> Any:
+        """The result of ``generate``."""
+        arguments = _SIGNATURE.bind(self._model, *args, **kwargs).arguments
+        arguments |= arguments.pop("kwargs", {})
+        del arguments["self"]
+        if arguments.get("custom_generate") is generate:  # no other than this
+            del arguments["custom_generate"]
+        seeds = self._defaults, self._row_seeds
+        call = Call(self._model, self.original, arguments, *seeds)
+        if not call.unserved:
+            try:
+                with self._serving() as engine:
+                    sequences = run(engine, call, call.drafter() or self._drafter)
+            except UnsupportedModelError as error:  # the model has changed since the last call
+                call.unserved.append(f"the model as it is now ({error})")
+        if call.unserved:
+            return self._call_original(call)
+        self.seeds = call.seeds
+        if call.config.return_dict_in_generate and call.config.use_cache is not False:
+            self._log_once("generate: past_key_values of returned dicts are None")
+        return call.output(sequences)
+
+    def _call_original(self, call: Call) -> Any:
+        """The model's own ``generate`` serves the call, if it can."""
+        unserved = ", ".join(dict.fromkeys(call.unserved))
+        if call.tinyspec_only is not None:
+            raise NotImplementedError(
+                f"{unserved} is not supported by tinyspec, and {call.tinyspec_only} is not "
+                "supported by transformers; leave out one of them"
+            )
+        self._log_once(
+            f"generate: {unserved} is not served by tinyspec; transformers' own generate runs"
+        )
+        given = {n: v for n, v in call.arguments.items() if n not in ADDED_ARGUMENTS}
+        return self.original(**given)
+
+    def _log_once(self, line: str) -> None:
+        if line not in self._logged:
+            self._logged.add(line)
+            logger.warning(line)
+
+    def generate_batch(
+        self,
+        inputs: list[list[int]],
+        generation_config: GenerationConfig | None = None,
+        continuous_batching_config: Any = None,
+        record_timestamps: bool = False,
+        progress_bar: bool = False,
+        persistent_manager: bool = False,
+        warmup: bool = True,
+        **settings: Any,
+    ) -> dict[str, Any]:
+        """A ``GenerationOutput`` of each prompt, by id, in the order of the prompts, with the
+        tokens that ``generate`` gives the same rows.
+
+        settings: as ``generate`` takes them, ``seed`` and ``deterministic`` included. Of a
+        continuous_batching_config count return_logprobs and seed (a base). There is no manager to
+        keep or to warm up. Raises what ``generate`` raises, and NotImplementedError for what
+        tinyspec does not serve.
+        """
+        if len(inputs) == 0:
+            return {}
+        arguments = continuous.arguments_of(inputs, generation_config, settings)
+        base, defaults = getattr(continuous_batching_config, "seed", None), self._defaults
+        defaults = defaults if base is None else replace(defaults, seed=base)
+        call = Call(self._model, self.original, arguments, defaults, self._row_seeds)
+        if call.unserved:
+            unserved = ", ".join(dict.fromkeys(call.unserved))
+            raise NotImplementedError(
+                f"{unserved} is not served by tinyspec's generate_batch; call model.generate"
+            )
+        if getattr(continuous_batching_config, "return_logprobs", False):
+            call.params = [params.resolve(logprobs=True) for params in call.params]
+        drafter = call.drafter() or self._drafter
+        with self._serving() as engine:
+            return continuous.run(engine, call, drafter, record_timestamps, progress_bar)
 
 
 def generate(
@@ -106,50 +304,27 @@ def generate(
     transformers has prepared the arguments for the batch by then: ``max_length`` counts padding,
     only ``seed`` and ``deterministic`` may have a value per request, and a streamer is not passed
     on. A model that is not patched gets an engine for this call alone.
-
-    Raises NotImplementedError naming what is not served.
     """
-    unserved = _unserved(logits_processor, generation_config, model_kwargs)
-    if unserved is not None:
-        raise NotImplementedError(
-            f"{unserved} is not supported by custom_generate=tinyspec.generate; "
-            "call tinyspec.patch(model) and leave custom_generate out"
-        )
+    arguments = _arguments(input_ids, generation_config, model_kwargs)
     config = _new_token_limits(generation_config, input_ids.shape[1])
-    # What transformers makes of the config a second time is left out of the arguments.
-    original, settings = own_method(model, "generate"), {"generation_config": config}
-    made = prepare(original, Prompt([0]), model.device, settings)
-
-    def is_made(criterion: Any) -> bool:
-        if type(criterion) is MaxLengthCriteria:
-            return criterion.max_length == generation_config.max_length
-        return type(criterion) is EosTokenCriteria and criterion.eos_token_id.tolist() == made.eos
-
-    arguments = {
-        **_prompt_arguments(input_ids, model_kwargs, max(config.num_return_sequences, 1)),
-        "generation_config": config,
-        "logits_processor": user_processors(logits_processor, made.processors),
-        "stopping_criteria": [c for c in stopping_criteria if not is_made(c)],
-        "seed": seed,
-        "deterministic": deterministic,
-    }
-    patched_generate = vars(model).get("generate")
-    if isinstance(patched_generate, PatchedGenerate):
-        return patched_generate.serve(arguments)
+    longest = generation_config.max_length
     with closing(PatchedGenerate(model)) as patched_generate:
-        return patched_generate.serve(arguments)
-
-
-def _unserved(
-    processors: list[Any], config: GenerationConfig, model_kwargs: dict[str, Any]
-) -> str | None:
-    """What transformers has prepared for its own decoding alone, if there is anything."""
-    if any(isinstance(processor, PrefixConstrainedLogitsProcessor) for processor in processors):
-        return "prefix_allowed_tokens_fn"
-    past = model_kwargs.get(CACHE)
-    if past is not None and past.get_seq_length() > 0:
-        return CACHE
-    return f"num_beams={config.num_beams}" if config.num_beams > 1 else None
+        # What transformers makes of the config a second time is left out of the arguments.
+        original, settings = patched_generate.original, {"generation_config": config}
+        made = prepare(original, Prompt([0]), model.device, settings).processors
+        criteria = [
+            criterion
+            for criterion in stopping_criteria
+            if not isinstance(criterion, MaxLengthCriteria) or criterion.max_length != longest
+        ]
+        arguments |= {
+            "generation_config": config,
+            "logits_processor": _users(logits_processor, made),
+            "stopping_criteria": criteria,
+            "seed": seed,
+            "deterministic": deterministic,
+        }
+        return patched_generate(**arguments)
 
 
 def _new_token_limits(config: GenerationConfig, length: int) -> GenerationConfig:
@@ -165,20 +340,41 @@ def _new_token_limits(config: GenerationConfig, length: int) -> GenerationConfig
     return config
 
 
-def _prompt_arguments(
-    input_ids: Tensor, model_kwargs: dict[str, Any], copies: int
+def _arguments(
+    input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """The prompts and what else goes to the model, without what transformers adds to it: the cache
-    settings, and ``copies`` of every prompt, one for each completion."""
-    added = (CACHE, "use_cache", "logits_to_keep")
-    arguments = {name: value for name, value in model_kwargs.items() if name not in added}
-    embeds = arguments.get("inputs_embeds")
-    if embeds is None or input_ids.shape[1] > 0:
-        arguments["input_ids"] = input_ids
-    if arguments.get("attention_mask") is None:  # transformers leaves out a mask of ones
+    """The prompts and what else goes to the model, without what transformers adds to it: an empty
+    cache, positions, and copies of every prompt, one for each completion or beam."""
+    added = {"use_cache", "logits_to_keep"}
+    cache, positions = model_kwargs.get(CACHE), model_kwargs.get("position_ids")
+    embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
+    if mask is None:  # transformers leaves out a mask of ones
         like = input_ids if embeds is None else embeds[..., 0]
-        arguments["attention_mask"] = torch.ones_like(like, dtype=torch.long)
-    for name in PROMPT_ARGUMENTS:
-        if isinstance(arguments.get(name), Tensor):
-            arguments[name] = arguments[name][::copies]
+        mask = torch.ones_like(like, dtype=torch.long)
+    if cache is not None and cache.get_seq_length() == 0:
+        added.add(CACHE)
+    if positions is not None and ((positions == mask.cumsum(-1) - 1) | (mask == 0)).all():
+        added.add("position_ids")
+    arguments = {name: value for name, value in model_kwargs.items() if name not in added}
+    arguments["attention_mask"] = mask
+    if embeds is None:
+        arguments["input_ids"] = input_ids
+    copies = max(config.num_return_sequences, config.num_beams, 1)
+    for name in {*PROMPT_ARGUMENTS, "position_ids"} & arguments.keys():
+        arguments[name] = arguments[name][::copies]
     return arguments
+
+
+def _users(processors: list[Any], made: list[Any]) -> list[Any]:
+    """Those of ``processors`` that are the user's, where transformers makes ``made`` by itself: it
+    makes none of a type that the user passes, but its warpers, which come last."""
+
+    def numbers(processor: Any) -> dict[str, Any]:
+        fields = vars(processor).items()
+        return {k: v for k, v in fields if isinstance(v, (int, float)) and k not in _LENGTHS}
+
+    left = list(processors)
+    for one in made:
+        alike = [p for p in left if type(p) is type(one) and numbers(p) == numbers(one)]
+        left = [p for p in left if p not in alike[-1:]]
+    return left

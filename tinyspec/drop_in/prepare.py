@@ -1,29 +1,39 @@
-"""Every request of a call, prepared by transformers itself.
+"""Every request of a call, prepared by transformers itself, and put into SamplingParams.
 
 The model's own ``generate`` prepares each prompt alone and without pads, through its
 ``custom_generate`` hook, and runs nothing: merging, defaults, checks, warnings, the order of
-processors and the criteria are transformers'. Knows nothing of engines.
+processors and the criteria are transformers'. Knows nothing of engines and batches.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
+import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import GenerationConfig
-from transformers.generation import StopStringCriteria
+from transformers.generation import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StopStringCriteria,
+    logits_process,
+)
 
 from tinyspec.drop_in.prompts import Prompt
 from tinyspec.drop_in.served import ADDED_ARGUMENTS, SERVED_FIELDS
-from tinyspec.drop_in.settings import PreparedRequest
 from tinyspec.errors import refuse
+from tinyspec.sampling_params import SamplingParams
 
-Generate = Callable[..., Any]
 # Arguments that transformers takes as lists, with their depth: deeper lists hold one value for each
 # request.
 _LISTS = {
@@ -35,6 +45,38 @@ _LIST_DEPTHS = dict.fromkeys(_LISTS, 1) | {"bad_words_ids": 2, "sequence_bias": 
 SHARED_FIELDS = {"output_scores", "output_logits", "return_dict_in_generate", "pad_token_id"}
 _PER_REQUEST = SERVED_FIELDS | set(_LIST_DEPTHS) | set(ADDED_ARGUMENTS)
 _PER_REQUEST |= {"generation_config", "prefix_allowed_tokens_fn"}
+
+_LENGTHS = (
+    logits_process.MinLengthLogitsProcessor,
+    logits_process.MinNewTokensLengthLogitsProcessor,
+)
+# These become parameters where transformers made them; all others are called as they are.
+_PARAMETERS = (
+    logits_process.TemperatureLogitsWarper,
+    logits_process.TopKLogitsWarper,
+    logits_process.TopPLogitsWarper,
+    logits_process.MinPLogitsWarper,
+    *_LENGTHS,
+)
+# Where transformers made one of these, the order of all counts, and all that change or leave out
+# logits are called.
+_ORDERED = (
+    logits_process.TopHLogitsWarper,
+    logits_process.TypicalLogitsWarper,
+    logits_process.EpsilonLogitsWarper,
+    logits_process.EtaLogitsWarper,
+    logits_process.LogitNormalization,
+)
+_PENALTY = logits_process.RepetitionPenaltyLogitsProcessor
+# Of transformers' own processors these fit no other prompt of the same length.
+OF_PROMPT = (
+    logits_process.EncoderRepetitionPenaltyLogitsProcessor,
+    logits_process.EncoderNoRepeatNGramLogitsProcessor,
+    logits_process.PrefixConstrainedLogitsProcessor,
+)
+# In fp32, temperatures beyond these give the same probabilities.
+_MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-6, 1e30
+_MAX_PENALTY = 1e30
 
 
 def per_request(arguments: dict[str, Any], count: int) -> list[dict[str, Any]]:
@@ -75,29 +117,120 @@ def _depth(value: Any) -> int:
     return 1 + max(map(_depth, value), default=0)
 
 
+class _Stateless:
+    """A processor that may be called for tokens that are not committed."""
+
+    stateless = True
+
+    def __init__(self, processor: Callable[..., Tensor]):
+        self._processor = processor
+        self.__qualname__ = type(processor).__qualname__
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return self._processor(input_ids, scores)
+
+
+@dataclass
+class PreparedRequest:
+    """What transformers' ``generate`` made of the arguments for one request.
+
+    input_ids [1, L]: without what is given as embeddings. users: those of ``processors`` that are
+    the user's.
+    """
+
+    config: GenerationConfig
+    processors: list[Any]
+    criteria: list[Any]
+    input_ids: Tensor
+    users: list[Any]
+
+    @cached_property
+    def eos(self) -> list[int]:
+        """Token ids that end the request."""
+        ids = [c.eos_token_id.tolist() for c in self.criteria if type(c) is EosTokenCriteria]
+        return [token for some in ids for token in some]
+
+    @property
+    def pad(self) -> int | None:
+        """The pad token; as in transformers a stop token where none is set."""
+        pad = self.config.pad_token_id
+        return pad if pad is not None else next(iter(self.eos), None)
+
+    def params(self, seed: int | None, deterministic: bool, vocab_size: int) -> SamplingParams:
+        """The same in SamplingParams. Raises ValueError as these do."""
+        config, length = self.config, self.input_ids.shape[1]
+        if deterministic and any(type(c) is MaxTimeCriteria for c in self.criteria):
+            raise refuse("max_time", config.max_time, "None with deterministic=True")
+        made = [p for p in self.processors if not any(p is user for user in self.users)]
+        ordered = any(isinstance(p, _ORDERED) for p in made)
+        settings: dict[str, Any] = {}
+        if config.do_sample and ordered:
+            settings = {"temperature": 1.0}
+        elif config.do_sample:
+            temperature, top_p, top_k = float(config.temperature or 1), config.top_p, config.top_k
+            settings = {
+                "temperature": min(max(temperature, _MIN_TEMPERATURE), _MAX_TEMPERATURE),
+                "top_k": None if top_k is None else int(top_k),
+                "top_p": None if top_p is None or top_p >= 1 else float(top_p),
+                "min_p": None if config.min_p is None else float(config.min_p),
+            }
+        left_out = {id(p) for p in made if type(p) in (_LENGTHS if ordered else _PARAMETERS)}
+        called = [p for p in self.processors if id(p) not in left_out]
+        penalty = 1.0
+        if made and called and called[0] is made[0] and type(made[0]) is _PENALTY:
+            penalty = float(called.pop(0).penalty)
+        longest = min(c.max_length for c in self.criteria if type(c) is MaxLengthCriteria)
+        most = max(math.ceil(longest - length), 1)
+        least = math.ceil(max((config.min_length or 0) - length, config.min_new_tokens or 0))
+        return SamplingParams(
+            max_new_tokens=most,
+            min_new_tokens=min(max(least, 0), most),
+            repetition_penalty=min(penalty, _MAX_PENALTY),
+            seed=seed,
+            deterministic=deterministic,
+            num_return_sequences=max(int(config.num_return_sequences), 1),
+            eos_token_id=[token for token in self.eos if 0 <= token < vocab_size],
+            logits_processors=[_Stateless(p) if _is_stateless(p) else p for p in called],
+            stopping_criteria=[
+                c for c in self.criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)
+            ],
+            **settings,
+        )
+
+
+def _is_stateless(processor: Any) -> bool:
+    kind = type(processor)  # one of these asks the user's function
+    allowed = logits_process.PrefixConstrainedLogitsProcessor
+    return kind.__module__ == logits_process.__name__ and kind is not allowed
+
+
 def prepare(
-    generate: Generate, prompt: Prompt | None, device: torch.device, settings: dict[str, Any]
+    generate: Callable[..., Any],
+    prompt: Prompt,
+    device: torch.device,
+    settings: dict[str, Any],
+    silent: bool = False,
 ) -> PreparedRequest:
     """One request, prepared by a model's own ``generate``, which runs nothing.
 
-    prompt: without pads; None where no prompt was given: ``generate`` then begins with the BOS
-    token. settings: the arguments of the call for this request. Raises what ``generate`` raises for
-    them, and RuntimeError where it does not call ``custom_generate`` as transformers 5 does.
+    prompt: without pads. settings: the arguments of the call for this request. silent: without what
+    transformers says of them. Raises what ``generate`` raises for them, and RuntimeError where it
+    does not call ``custom_generate`` as transformers 5 does.
     """
     prepared: dict[str, Any] = {}
 
-    def hook(model: Any, input_ids: torch.Tensor, **model_kwargs: Any) -> torch.Tensor:
+    def hook(model: Any, input_ids: Tensor, **model_kwargs: Any) -> Tensor:
         prepared.update(model_kwargs, input_ids=input_ids)
         return input_ids
 
-    inputs: dict[str, Any] = {}
-    if prompt is not None:
-        if prompt.embeds is not None:
-            inputs["inputs_embeds"] = prompt.embeds[None]
-        if prompt.ids or prompt.embeds is None:
-            inputs["input_ids"] = torch.tensor([prompt.ids], dtype=torch.long, device=device)
-        inputs["attention_mask"] = torch.ones(1, len(prompt), dtype=torch.long, device=device)
-    generate(**inputs, **settings, custom_generate=hook)
+    mask = torch.ones(1, len(prompt), dtype=torch.long, device=device)
+    inputs: dict[str, Any] = {"attention_mask": mask}
+    if prompt.embeds is None:
+        inputs["input_ids"] = torch.tensor([prompt.ids], dtype=torch.long, device=device)
+    else:
+        inputs["inputs_embeds"] = prompt.embeds[None]
+    with _silence() if silent else nullcontext():
+        generate(**inputs, **settings, custom_generate=hook)
     names = ("generation_config", "logits_processor", "stopping_criteria", "input_ids")
     if missing := [name for name in names if name not in prepared]:
         raise RuntimeError(
@@ -105,9 +238,29 @@ def prepare(
             f"cannot serve it with transformers {transformers.__version__}: unpatch the model"
         )
     config, processors, criteria, input_ids = (prepared[name] for name in names)
-    user = settings.get("logits_processor")
-    user = list(user) if isinstance(user, (list, tuple)) else []
-    return PreparedRequest(config, list(processors), list(criteria), input_ids, user)
+    users = settings.get("logits_processor")
+    users = list(users) if isinstance(users, (list, tuple)) else []
+    return PreparedRequest(config, list(processors), list(criteria), input_ids, users)
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Without warnings and lines in the log of transformers' generation."""
+    names = ("utils", "configuration_utils")
+    loggers = [logging.getLogger(f"transformers.generation.{name}") for name in names]
+    for logger in loggers:
+        logger.addFilter(_nothing)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(_nothing)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
 
 
 def add_stop_strings(settings: dict[str, Any], default: GenerationConfig, tokenizer: Any) -> None:
@@ -129,46 +282,3 @@ def add_stop_strings(settings: dict[str, Any], default: GenerationConfig, tokeni
     if not any(type(criterion) is StopStringCriteria for criterion in criteria):
         criteria.append(StopStringCriteria(tokenizer, strings))
     settings["stopping_criteria"] = criteria
-
-
-# Numbers that transformers' processors take from the length of the prompt.
-_LENGTHS = {"prompt_length_to_skip", "min_length", "begin_index", "regulation_start", "max_length"}
-
-
-def user_processors(processors: list[Any], made: list[Any]) -> list[Any]:
-    """Those of ``processors`` that are the user's, where transformers makes ``made`` by itself.
-
-    It makes none of a type that the user passes, but its warpers, which come last.
-    """
-
-    def numbers(processor: Any) -> dict[str, Any]:
-        fields = vars(processor).items()
-        return {k: v for k, v in fields if isinstance(v, (int, float)) and k not in _LENGTHS}
-
-    found: set[int] = set()
-    for one in made:
-        alike = [p for p in processors if type(p) is type(one) and numbers(p) == numbers(one)]
-        found |= {id(p) for p in alike[-1:]}
-    return [p for p in processors if id(p) not in found]
-
-
-@contextmanager
-def log_lines_once() -> Iterator[None]:
-    """Each line that transformers logs, once, while it prepares one request after the other."""
-    seen: set[str] = set()
-
-    def is_new(record: logging.LogRecord) -> bool:
-        line = record.getMessage()
-        new = line not in seen
-        seen.add(line)
-        return new
-
-    names = ("utils", "configuration_utils")
-    loggers = [logging.getLogger(f"transformers.generation.{name}") for name in names]
-    for logger in loggers:
-        logger.addFilter(is_new)
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(is_new)

@@ -1,4 +1,5 @@
-"""From the padded tensors of transformers' ``generate`` to single prompts without pads, and back.
+"""From the padded tensors of transformers' ``generate`` to single prompts without pads, and back:
+returned ids, scores, and what streamers are put.
 
 Knows tensors, their shapes and which of a call's arguments they are; neither models nor parameters.
 """
@@ -12,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
 
 from tinyspec.errors import refuse
+from tinyspec.scalars import is_array, plain_list
 
 
 @dataclass
@@ -32,139 +33,124 @@ class Prompt:
         """Equal for equal prompts."""
         if self.embeds is None:
             return tuple(self.ids)
-        bits = self.embeds.detach().cpu().contiguous().view(torch.uint8)
-        return tuple(self.ids), bits.numpy().tobytes()
+        return self.embeds.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 class Prompts:
     """The prompts of one call, without pads.
 
-    input_ids: 1-D or 2-D, or lists of any lengths. embeds: [B, L, hidden]. attention_mask: of the
-    same shape; tokens where it is 0 are left out. Raises ValueError where the shapes do not fit.
+    input_ids: 1-D or 2-D, or lists of any lengths. attention_mask: of the same shape; tokens where
+    it is 0 are left out. embeds: [B, L, hidden], in place of ids. ends_in_pads: whether a row ends
+    in what does not count. Raises ValueError where the shapes do not fit.
     """
 
     def __init__(self, input_ids: Any, attention_mask: Any = None, embeds: Tensor | None = None):
         # Lists have no padding, whatever their lengths.
         self._masked = attention_mask is not None or isinstance(input_ids, Sequence)
-        if embeds is None and len(input_ids) == 0:
-            raise refuse("input_ids", input_ids, "at least one prompt")
-        # The returned sequences begin with these, [B, L]; None: lists of several lengths.
-        self._input_ids = None if input_ids is None else _tensor(input_ids)
-        if embeds is not None:
+        if embeds is None:
+            ids = _rows("input_ids", input_ids)
+            lengths = [len(row) for row in ids]
+        else:
             if embeds.ndim != 3:
                 raise refuse("inputs_embeds.shape", tuple(embeds.shape), "[batch, length, hidden]")
-            if self._input_ids is None:
-                empty = torch.empty(len(embeds), 0, dtype=torch.long, device=embeds.device)
-                self._input_ids = empty
-            lists = self._input_ids.tolist()
-            masks = _mask(attention_mask, embeds.shape[:2]).tolist()
-        elif self._input_ids is not None:
-            shape = self._input_ids.shape
-            if len(shape) != 2:
-                raise refuse("input_ids.shape", tuple(shape), "[length] or [batch, length]")
-            lists = self._input_ids.tolist()
-            masks = _mask(attention_mask, shape).tolist()
-        else:
-            lists = _lists(input_ids)
-            masks = [[1] * len(ids) for ids in lists]
-            if attention_mask is not None:
-                masks = _lists(attention_mask)
-            if list(map(len, masks)) != list(map(len, lists)):
-                raise refuse("attention_mask", masks, "lists as long as those of input_ids")
-        kept = [list(compress(ids, mask)) for ids, mask in zip(lists, masks, strict=True)]
-        self._width = len(masks[0])
-        self.prompts = [Prompt(ids) for ids in kept]
+            ids, lengths = [[]] * len(embeds), [embeds.shape[1]] * len(embeds)
+        if not ids:
+            raise refuse("input_ids", input_ids, "at least one prompt")
+        masks = [[1] * length for length in lengths]
+        if attention_mask is not None:
+            masks = _rows("attention_mask", attention_mask)
+            if [len(mask) for mask in masks] != lengths:
+                raise refuse("attention_mask", masks, f"as long as the prompts, {lengths}")
+        self.width = max(lengths)
+        self.ends_in_pads = any(mask and not mask[-1] for mask in masks)
+        self.each = [Prompt(list(compress(*pair))) for pair in zip(ids, masks, strict=True)]
+        self._padded: Tensor | None = None
         if embeds is not None:
-            for prompt, part, mask in zip(self.prompts, embeds, masks, strict=True):
-                prompt.embeds = part[torch.tensor(mask, device=embeds.device)]
+            for prompt, mask, given in zip(self.each, masks, embeds, strict=True):
+                prompt.embeds = given[torch.tensor(mask, device=given.device) != 0]
+            self._padded = torch.empty(len(embeds), 0, dtype=torch.long, device=embeds.device)
+        elif not isinstance(input_ids, Sequence):
+            self._padded = torch.as_tensor(input_ids)
+            self._padded = self._padded[None] if self._padded.ndim == 1 else self._padded
+        else:
+            self.width = max(map(len, self.each))
 
     def strip(self, index: int, pad: int | None, eos: Sequence[int]) -> bool:
         """Without an attention mask every pad token of a prompt is padding, unless it is a stop
         token too. Returns whether there was any."""
-        prompt = self.prompts[index]
-        before = len(prompt)
-        if not self._masked and prompt.embeds is None and pad is not None and pad not in eos:
-            prompt.ids = [i for i in prompt.ids if i != pad]
-        return len(prompt) < before
+        prompt = self.each[index]
+        if self._masked or prompt.embeds is not None or pad in eos or pad not in prompt.ids:
+            return False
+        self.ends_in_pads |= prompt.ids[-1] == pad
+        prompt.ids = [i for i in prompt.ids if i != pad]
+        return True
 
     def padded(self, pad: int) -> Tensor:
         """What the returned sequences begin with, [B, L]."""
-        if self._input_ids is not None:
-            return self._input_ids
-        longest = self.width
-        return torch.tensor([[pad] * (longest - len(p)) + p.ids for p in self.prompts])
-
-    @property
-    def width(self) -> int:
-        """Of the padded prompts, embeddings included."""
-        return self._width if self._input_ids is not None else max(map(len, self.prompts))
+        if self._padded is None:
+            rows = [[pad] * (self.width - len(prompt)) + prompt.ids for prompt in self.each]
+            self._padded = torch.tensor(rows)
+        return self._padded
 
 
-def _lists(given: Any) -> list[list[int]]:
-    """Lists of numbers, from lists, tensors or arrays."""
-    return [part.tolist() if hasattr(part, "tolist") else list(part) for part in given]
+def _rows(name: str, given: Any) -> list[list[Any]]:
+    """Rows of numbers, from a tensor or array of one or two dimensions, or from lists."""
+    if getattr(given, "ndim", 1) > 2:
+        raise refuse(f"{name}.shape", tuple(given.shape), "[length] or [batch, length]")
+    given = plain_list(given)
+    if any(isinstance(part, str) for part in given):
+        raise refuse(name, given, "numbers in one list, or in a list for each prompt")
+    several = all(isinstance(part, Sequence) or is_array(part) for part in given)
+    return [plain_list(part) for part in given] if several else [given]
 
 
-def _tensor(given: Any) -> Tensor | None:
-    """``given`` as a tensor [B, L]; None for lists of several lengths."""
-    if isinstance(given, Sequence):
-        lengths = {_length(part) for part in given}
-        if len(lengths) > 1 or 0 in lengths:
-            return None
-        if isinstance(given[0], Tensor):
-            given = torch.stack(list(given))
-    ids = torch.as_tensor(given)
-    if ids.is_floating_point() or ids.is_complex():
-        raise refuse("input_ids.dtype", ids.dtype, "integers (token ids)")
-    return ids[None] if ids.ndim == 1 else ids
+class Streamers:
+    """One streamer of transformers for all completions of a call, or one for each.
 
+    A single one gets [N] tokens a step, once every unfinished completion has the step's token;
+    finished ones get ``pad``. Each of several gets the tokens of its own completion.
+    """
 
-def _length(part: Any) -> int | None:
-    """The length of a list, None of a number."""
-    return len(part) if hasattr(part, "__len__") and getattr(part, "ndim", 1) > 0 else None
+    def __init__(self, streamer: Any, padded: Tensor, prompts: list[list[int]]):
+        """padded [N, L]: the prompts as returned; prompts: every completion's, without pads.
 
+        Raises ValueError where there are several streamers, and not one for each completion.
+        """
+        self._steps = 0
+        self._tokens: list[list[int]] = [[] for _ in prompts]
+        self._finished = [False] * len(prompts)
+        self._several = isinstance(streamer, (list, tuple))
+        self._streamers: list[Any] = list(streamer) if self._several else [streamer]
+        if not self._several:
+            streamer.put(padded.cpu())
+        elif len(streamer) != len(prompts):
+            allowed = f"{len(prompts)}, one for each completion (or a single streamer for all)"
+            raise refuse("len(streamer)", len(streamer), allowed)
+        else:
+            for one, ids in zip(streamer, prompts, strict=True):
+                one.put(torch.tensor([ids], dtype=torch.long))
 
-def _mask(given: Any, shape: Sequence[int]) -> Tensor:
-    """Which of [B, L] tokens count."""
-    mask = torch.ones(tuple(shape)) if given is None else torch.as_tensor(given)
-    mask = mask[None] if mask.ndim == 1 else mask
-    if mask.shape != shape:
-        raise refuse("attention_mask.shape", tuple(mask.shape), f"{tuple(shape)}, as the prompts")
-    return mask != 0
+    def put(self, index: int, token_ids: list[int], finished: bool, pad: int) -> None:
+        """Tokens of the completion ``index``."""
+        self._tokens[index] += token_ids
+        self._finished[index] |= finished
+        if self._several:
+            for token in token_ids:
+                self._streamers[index].put(torch.tensor([token]))
+            if finished:
+                self._streamers[index].end()
+            return
+        open_ = [len(t) for t, done in zip(self._tokens, self._finished, strict=True) if not done]
+        there = min(open_) if open_ else max(map(len, self._tokens))
+        for place in range(self._steps, there):
+            step = [ids[place] if place < len(ids) else pad for ids in self._tokens]
+            self._streamers[0].put(torch.tensor(step))
+            self._steps += 1
 
-
-def mask_of(arguments: dict[str, Any], default: GenerationConfig) -> Tensor | None:
-    """Which tokens count, [B, L]: as given, or as transformers takes it from pad tokens; None where
-    prompts are no batch of one length."""
-    ids = arguments.get("inputs", arguments.get("input_ids"))
-    mask = arguments.get("attention_mask")
-    if mask is not None:
-        return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or arguments.get("inputs_embeds") is not None:
-        return None
-    configs = (arguments.get("generation_config"), default)
-
-    def setting(name: str) -> Any:
-        values = (arguments.get(name), *(getattr(config, name, None) for config in configs))
-        return next((value for value in values if value is not None), None)
-
-    pads, eos = _numbers(setting("pad_token_id")), _numbers(setting("eos_token_id"))
-    return (ids != pads[0]).long() if len(pads) == 1 and pads[0] not in eos else None
-
-
-def _numbers(value: Any) -> list[Any]:
-    """All numbers in a number, a tensor or lists of any depth; none in None."""
-    if value is None:
-        return []
-    value = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(value, (list, tuple)):
-        return [number for part in value for number in _numbers(part)]
-    return [value]
-
-
-def ends_in_pads(mask: Tensor | None) -> bool:
-    """Whether a row of ``mask`` [B, L] ends in what does not count."""
-    return mask is not None and mask.numel() > 0 and bool((mask[:, -1] == 0).any())
+    def end(self) -> None:
+        """All completions have ended."""
+        if not self._several:
+            self._streamers[0].end()
 
 
 def append(prompts: Tensor, generated: list[list[int]], pad: int) -> Tensor:

@@ -9,31 +9,35 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-import torch
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import (
-    GenerationMode,
     PrefixConstrainedLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
+    WatermarkLogitsProcessor,
 )
 
 from tinyspec.model.supported import vocab_size
 
 # Arguments that tinyspec adds to those of transformers.
 ADDED_ARGUMENTS = ("seed", "deterministic")
-PROMPT_ARGUMENTS = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids")
+PROMPT_ARGUMENTS = ("inputs", "input_ids", "inputs_embeds", "attention_mask")
 # These concern a call as a whole.
-CALL_ARGUMENTS = ("tokenizer", "assistant_tokenizer", "synced_gpus", "streamer")
+CALL_ARGUMENTS = ("tokenizer", "synced_gpus", "streamer")
 UNSERVED_ARGUMENTS = (
     *("custom_generate", "negative_prompt_ids", "negative_prompt_attention_mask"),
-    "assistant_tokenizer",
+    *("assistant_tokenizer", "position_ids"),
 )
+# What tokenizers give beside ids, and types of models, besides those with an embedding of token
+# types, for which type 0 is the default.
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
-# Types of models, besides those with an embedding of token types, for which type 0 is the default.
 TEXT_IS_ZERO = {"gemma3", "gemma4", "gemma4_unified", "hrm_text"}
 UNSERVED_PROCESSORS = (
     PrefixConstrainedLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
+    WatermarkLogitsProcessor,
 )
 
 # Fields of GenerationConfig that become SamplingParams, or the processors and criteria that
@@ -64,21 +68,22 @@ DICT_FIELDS = {"output_attentions", "output_hidden_states"}
 # Values of other fields that are served; None and False, which switch a field off, are for all.
 SERVED_VALUES = {"guidance_scale": (1,), "cache_implementation": ("dynamic", "static")}
 # logits_to_keep: of a prompt the last position's are kept, as they are by default.
-_KNOWN_ARGUMENTS = {*PROMPT_ARGUMENTS, *CALL_ARGUMENTS, *ADDED_ARGUMENTS}
+_KNOWN_ARGUMENTS = {*PROMPT_ARGUMENTS, *CALL_ARGUMENTS, *ADDED_ARGUMENTS, *UNSERVED_ARGUMENTS}
 _KNOWN_ARGUMENTS |= {"generation_config", "logits_processor", "stopping_criteria", "kwargs"}
 _KNOWN_ARGUMENTS |= {"prefix_allowed_tokens_fn", "assistant_model", "logits_to_keep"}
 _KNOWN_FIELDS = {*SERVED_FIELDS, *INERT_FIELDS, *ADDED_ARGUMENTS}
-SERVED_MODES = (
-    GenerationMode.GREEDY_SEARCH,
-    GenerationMode.SAMPLE,
-    GenerationMode.ASSISTED_GENERATION,
-)
+SERVED_MODES = ("greedy_search", "sample", "assisted_generation")
 
 
 def unserved_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> Iterator[str]:
     """Arguments of a call that only transformers' own ``generate`` serves."""
     yield from (name for name in UNSERVED_ARGUMENTS if name in arguments)
-    yield from _unserved_prompts(arguments)
+    prompts = [n for n in ("inputs", "input_ids", "inputs_embeds") if n in arguments]
+    mask = arguments.get("attention_mask")
+    if getattr(mask, "ndim", 2) > 2 or isinstance(mask, dict):
+        yield "an attention_mask of more than two dimensions"
+    if len(prompts) != 1:
+        yield " beside ".join(prompts) or "no prompt (input_ids)"
     if arguments.get("cache_implementation") == "paged":
         yield "cache_implementation='paged'"
     if arguments.get("synced_gpus"):
@@ -88,64 +93,27 @@ def unserved_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> Ite
         if isinstance(processor, UNSERVED_PROCESSORS):
             yield f"a {type(processor).__name__} in logits_processor"
     assistant = arguments.get("assistant_model")
-    if isinstance(assistant, PreTrainedModel):
-        size, expected = vocab_size(assistant), vocab_size(model)
-        if size != expected:
-            yield f"an assistant_model with a vocabulary of {size} tokens, not {expected}"
-    known = {*vars(model.generation_config), *_KNOWN_ARGUMENTS, *UNSERVED_ARGUMENTS}
-    others = [n for n, value in arguments.items() if n not in known and value is not None]
-    forward = inspect.signature(model.forward).parameters if others else {}
-    yield from (f"{n} (an argument of the model's forward)" if n in forward else n for n in others)
+    if isinstance(assistant, PreTrainedModel) and vocab_size(assistant) != vocab_size(model):
+        yield "an assistant_model with another vocabulary"
+    known = {*vars(model.generation_config), *_KNOWN_ARGUMENTS}
+    yield from (name for name in arguments if name not in known)
 
 
-def default_token_types(model: PreTrainedModel, arguments: dict[str, Any]) -> list[str]:
-    """Names of token types among the arguments that are what the model has without them: all zero,
-    which tokenizers give for a text, and not looked up among the words (as by gpt2)."""
-    zeros = [
-        name
-        for name in TOKEN_TYPES
-        if isinstance(arguments.get(name), torch.Tensor) and not arguments[name].any()
-    ]
+def says_nothing(model: PreTrainedModel, name: str, value: Any) -> bool:
+    """Whether an argument is token types that are what the model has without them: all zero, which
+    tokenizers give for a text, and not looked up among the words (as by gpt2)."""
+    if name not in TOKEN_TYPES or not isinstance(value, Tensor) or value.any():
+        return False
     config = model.config
     if not hasattr(config, "type_vocab_size") and config.model_type not in TEXT_IS_ZERO:
-        return []
-    forward = inspect.signature(model.forward).parameters if zeros else {}
-    return [name for name in zeros if name in forward]
-
-
-def _unserved_prompts(arguments: dict[str, Any]) -> Iterator[str]:
-    mask = arguments.get("attention_mask")
-    if getattr(mask, "ndim", 2) > 2 or isinstance(mask, dict):
-        yield "an attention_mask of more than two dimensions"
-    prompts = {"inputs", "input_ids", "inputs_embeds"} & arguments.keys()
-    if mask is not None and not prompts:
-        yield "an attention_mask without input_ids"
-    if {"inputs", "input_ids"} <= prompts:
-        yield "inputs beside input_ids"
-    ids, embeds = (
-        arguments.get("inputs", arguments.get("input_ids")),
-        arguments.get("inputs_embeds"),
-    )
-    if ids is not None and embeds is not None and ids.shape[:2] != embeds.shape[:2]:
-        yield "input_ids beside inputs_embeds of another length"
-    if "position_ids" in arguments and not _default_positions(arguments["position_ids"], mask):
-        yield "position_ids other than 0, 1, 2, ... in every prompt"
-
-
-def _default_positions(position_ids: Any, attention_mask: Any) -> bool:
-    """Whether ``position_ids`` are what they are by default."""
-    positions = torch.as_tensor(position_ids)
-    mask = torch.ones_like(positions) if attention_mask is None else torch.as_tensor(attention_mask)
-    if mask.shape != positions.shape:
         return False
-    real = mask.to(positions.device) != 0
-    return bool(((real.long().cumsum(-1) - 1) == positions)[real].all())
+    return name in inspect.signature(model.forward).parameters
 
 
 def unserved_settings(config: GenerationConfig, assistant: Any = None) -> Iterator[str]:
     """Settings of one request that only transformers' own ``generate`` serves."""
     mode = config.get_generation_mode(assistant)
-    if mode not in SERVED_MODES:
+    if mode.value not in SERVED_MODES:
         yield f"generation mode {mode.value} (num_beams={config.num_beams})"
     if config.prompt_lookup_num_tokens is not None and config.prompt_lookup_num_tokens < 1:
         yield f"prompt_lookup_num_tokens={config.prompt_lookup_num_tokens}"

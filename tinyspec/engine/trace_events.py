@@ -1,6 +1,6 @@
 """A trace as a file in the Chrome trace format: one lane for passes, one for each completion.
 
-Everything that pictures need stands in the events' ``args``; ``tools/trace_run.py`` reads it back.
+Everything that pictures need stands in the events' ``args``; ``tools/trace.py`` reads it back.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ seed, without the prefix cache. Knows outputs and an engine's ``replay``, not ho
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -14,23 +13,28 @@ from typing import Any
 
 from tinyspec.determinism.fingerprint_parts import are_parts, digest_of, explained
 from tinyspec.engine.engine import Engine
+from tinyspec.engine.tokenization import decode
 from tinyspec.errors import refuse
-from tinyspec.outputs import Completion, RequestOutput
+from tinyspec.outputs import Completion, RequestOutput, Thought
 from tinyspec.sampling_params import SamplingParams
-from tinyspec.tools.comparison import (
+from tinyspec.tools.diff import (
     DIFFERS,
     NOT_COMPARABLE,
     PER_TOKEN,
     SAME,
-    VERDICTS,
+    WHOLE,
     Entry,
-    Finding,
     Report,
     compare,
+    first_place,
     identical,
     shown,
-    wrong,
+    summed_up,
 )
+
+PARTIAL = "partial"
+# A verdict, and the reason for it.
+Obstacle = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class AuditEntry(Entry):
 
     verdict: "same"; "differs"; "partial" if all that can be compared is the same, but not all can
     (an aborted request's end, text without a tokenizer); "not comparable" if this engine cannot
-    repeat the request. position: 0 also for the prompt's log-probabilities. tokens: leading tokens
+    repeat the request. reason: what the output says -> what the engine has. tokens: leading tokens
     that are the same, as are their log-probabilities. verified: the fields that were compared as a
     whole and are the same.
     """
@@ -55,13 +59,9 @@ class AuditReport(Report):
 
     fingerprint: str
     entries: list[AuditEntry] = field(default_factory=list)
-    columns = (
-        *(("request", "request_id"), ("index", "index"), ("tokens", "tokens")),
-        *(("verdict", "verdict"), ("verified", "verified")),
-    )
 
     def __bool__(self) -> bool:
-        return bool(self.entries) and all(entry.verdict == SAME for entry in self.entries)
+        return bool(self.entries) and super().__bool__()
 
     def __str__(self) -> str:
         return f"{super().__str__()}; engine {self.fingerprint}"
@@ -86,94 +86,86 @@ def audit(engine: Engine, outputs: Iterable[RequestOutput], progress: bool = Fal
             raise refuse("outputs", output, "RequestOutputs")
     engine.check_model()
     fingerprint = engine.fingerprint
-    inputs = engine.ready()
-    obstacles = [next(_obstacles(output, engine, inputs), None) for output in outputs]
+    obstacles = [next(_obstacles(output, engine), None) for output in outputs]
     sound = [o for o, obstacle in zip(outputs, obstacles, strict=True) if obstacle is None]
     replayed = iter(engine.replay(list(map(_replayable, sound)), progress) if sound else [])
     entries = []
     for output, obstacle in zip(outputs, obstacles, strict=True):
         again = next(replayed) if obstacle is None else None
         for index in range(_count(output.completions) or 1):
-            findings = [obstacle] if obstacle is not None else []
-            if again is not None:
-                findings = compare(output, again, index, engine.tokenizer)
-            entries.append(_entry(output, index, findings))
+            if obstacle is not None:
+                verdict, reason = obstacle
+                entry = AuditEntry(_name(output), index, verdict, None, reason)
+            else:
+                assert again is not None
+                entry = _entry(output, again, index, engine.tokenizer)
+            entries.append(entry)
     return AuditReport(fingerprint, entries)
 
 
-def _obstacles(output: RequestOutput, engine: Engine, inputs: Any) -> Iterator[Finding]:
+def _obstacles(output: RequestOutput, engine: Engine) -> Iterator[Obstacle]:
     """What keeps an output from being replayed: no engine writes it, another one did, or this one
-    does not take its request. inputs: the engine's maker of requests."""
-    params, prompt = output.params, output.prompt_token_ids
-    yield from _malformed_params(params)
-    if type(prompt) is not list or not prompt:
-        yield wrong("prompt_token_ids", f"is {shown(prompt)}, not a list of tokens")
-    for token in prompt:
-        if type(token) is not int:
-            yield wrong("prompt_token_ids", f"has {shown(token)}, which is no token id")
-    yield from _malformed_completions(output.completions, params)
-    yield from _other_fingerprint(output, engine, inputs)
+    does not take its request."""
+    params, prompt, parts = output.params, output.prompt_token_ids, output.fingerprint_parts
+    yield from _malformed(params, prompt, output.completions)
+    if parts is not None and not (
+        are_parts(parts) and identical(output.fingerprint, digest_of(parts))
+    ):
+        lie = f"its fingerprint_parts do not give its fingerprint {shown(output.fingerprint)}"
+        yield DIFFERS, lie
+    if (reason := other_engine(output, engine)) is not None:
+        yield NOT_COMPARABLE, reason
     if not params.deterministic:
-        yield Finding("params", NOT_COMPARABLE, "it is plain: it was not asked to be deterministic")
+        yield NOT_COMPARABLE, "it is plain: it was not asked to be deterministic"
     for function in (*params.logits_processors, *params.stopping_criteria):
         if not callable(function):
-            said = f"only the name of the function {function} is known"
-            yield Finding("params", NOT_COMPARABLE, said)
-    vocab_size = engine.runner.vocab_size
-    for token in prompt:
-        if not 0 <= token < vocab_size:
-            said = f"has {shown(token)}, not in a vocabulary of {vocab_size}"
-            yield wrong("prompt_token_ids", said)
-    yield from _refused(output, inputs)
+            yield NOT_COMPARABLE, f"only the name of the function {function} is known"
+    try:
+        engine.prepare([prompt], [params])
+    except ValueError as error:
+        yield NOT_COMPARABLE, f"this engine refuses it: {error}"
 
 
-def _other_fingerprint(output: RequestOutput, engine: Engine, inputs: Any) -> Iterator[Finding]:
+def other_engine(output: RequestOutput, engine: Engine) -> str | None:
+    """Why this engine would give the output another fingerprint; None where it gives this one."""
     stated, parts, own = output.fingerprint, output.fingerprint_parts, engine.contract.fingerprint
-    if parts is not None and not (are_parts(parts) and identical(stated, digest_of(parts))):
-        reason = f"its fingerprint_parts do not give its fingerprint {shown(stated)}"
-        yield Finding("fingerprint_parts", DIFFERS, reason)
-    if stated is None:
-        yield Finding("fingerprint", NOT_COMPARABLE, "it has no fingerprint")
     if output.params.needs_tokenizer or "tokenizer" in (parts or ()):
-        own = own.with_tokenizer(inputs.tokenizer_digest())
-    if not identical(stated, own.digest):
-        reason = "its fingerprint is " + shown(stated).strip("'")
-        if why := explained(parts, own.parts):
-            reason += f": {why}"
-        yield Finding("fingerprint", NOT_COMPARABLE, reason)
+        own = own.with_tokenizer(engine.ready().tokenizer_digest())
+    if identical(stated, own.digest):
+        return None
+    if stated is None:
+        return "it has no fingerprint"
+    reason = "its fingerprint is " + shown(stated).strip("'")
+    return ": ".join(filter(None, (reason, explained(parts, own.parts))))
 
 
-def _malformed_params(params: Any) -> Iterator[Finding]:
+def _malformed(params: Any, prompt: Any, completions: Any) -> Iterator[Obstacle]:
+    """What no engine writes."""
     if not isinstance(params, SamplingParams):
-        yield wrong("params", f"is {shown(params)}, not SamplingParams")
+        yield DIFFERS, f"params is {shown(params)}, not SamplingParams"
     try:
         replace(params)
     except (ValueError, TypeError) as error:
-        yield Finding("params", DIFFERS, str(error))
+        yield DIFFERS, str(error)
     if params.seed is None and params.temperature > 0:
-        yield Finding("params", DIFFERS, "seed is None: every sampled output has one")
+        yield DIFFERS, "seed is None: every sampled output has one"
     if params.eos_token_id is None:
-        yield Finding("params", DIFFERS, "eos_token_id is None: every output has its tokens")
-
-
-def _malformed_completions(completions: Any, params: SamplingParams) -> Iterator[Finding]:
-    count, asked = _count(completions), params.num_return_sequences
-    if count != asked:
-        yield Finding("completions", DIFFERS, f"it has {count} of {asked} completions")
+        yield DIFFERS, "eos_token_id is None: every output has its tokens"
+    if type(prompt) is not list or not prompt or any(type(token) is not int for token in prompt):
+        yield DIFFERS, f"prompt_token_ids is {shown(prompt)}, not a list of token ids"
+    if _count(completions) != params.num_return_sequences:
+        yield DIFFERS, f"it has {_count(completions)} of {params.num_return_sequences} completions"
     for completion in completions:
         if not isinstance(completion, Completion):
-            yield wrong("completions", f"has {shown(completion)}, which is no Completion")
+            yield DIFFERS, f"completions has {shown(completion)}, which is no Completion"
 
 
 def _count(completions: Any) -> int:
     return len(completions) if type(completions) is list else 0
 
 
-def _refused(output: RequestOutput, inputs: Any) -> Iterator[Finding]:
-    try:
-        inputs.requests([output.prompt_token_ids], [output.params])
-    except ValueError as error:
-        yield Finding("params", NOT_COMPARABLE, f"this engine refuses it: {error}")
+def _name(output: RequestOutput) -> str:
+    return output.request_id if isinstance(output.request_id, str) else shown(output.request_id)
 
 
 def _replayable(output: RequestOutput) -> RequestOutput:
@@ -187,18 +179,71 @@ def _replayable(output: RequestOutput) -> RequestOutput:
     return replace(output, completions=completions)
 
 
-def _entry(output: RequestOutput, index: int, findings: list[Finding]) -> AuditEntry:
-    """The gravest verdict, and the earliest reason for it."""
-    verdict = max((finding.verdict for finding in findings), key=VERDICTS.index)
-    decisive = [f for f in findings if f.verdict == verdict and f.reason]
-    position, reason = None, "; ".join(f.reason for f in decisive)
-    if verdict == DIFFERS:
-        first = min(decisive, key=lambda f: math.inf if f.position is None else f.position)
-        position, reason = first.position, first.reason
-    compared = [finding for finding in findings if finding.field in PER_TOKEN]
-    places = [finding.position for finding in compared if finding.position is not None]
-    if compared and not places:
-        places = [len(output.completions[index].token_ids)]
-    name = output.request_id if isinstance(output.request_id, str) else shown(output.request_id)
-    verified = tuple(finding.field for finding in findings if finding.verdict == SAME)
-    return AuditEntry(name, index, verdict, position, reason, min(places, default=0), verified)
+def _entry(output: RequestOutput, again: RequestOutput, index: int, tokenizer: Any) -> AuditEntry:
+    """The verdict on one completion. again: its replay, which follows the output's tokens, and ends
+    at the first that differs or one token later."""
+    name, theirs, mine = _name(output), output.completions[index], again.completions[index]
+    aborted = identical(theirs.finish_reason, "abort")
+    count = _count(theirs.token_ids)
+    if mine.error is not None and not (aborted and count == len(mine.token_ids)):
+        return AuditEntry(name, index, NOT_COMPARABLE, None, mine.error)
+    expected, gaps = _of_prompt(output, again)
+    if aborted and (mine.error is not None or len(mine.token_ids) > count):
+        gaps |= dict.fromkeys(
+            WHOLE[:2], "it was aborted: its tokens are verified, its end cannot be"
+        )
+        # What the user was told of the end may come from outside.
+        error = theirs.error if type(theirs.error) is str else None
+        lists = {name: getattr(mine, name) for name in PER_TOKEN}
+        cut = {name: values and values[:count] for name, values in lists.items()}
+        mine = replace(mine, **cut, finish_reason="abort", error=error)
+    whole = first_place(theirs.token_ids, mine.token_ids) is None
+    if whole:
+        text = decode(tokenizer, theirs.token_ids)
+        if (text is None) != (theirs.text is None) and type(theirs.text) in (str, type(None)):
+            gaps["text"] = "text is not verified: the engine or the output has none"
+            text = theirs.text
+        mine = replace(mine, text=text)
+    expected = replace(expected, completions=_with(expected.completions, index, mine))
+    found = compare(output, expected, index)
+    position, reason = summed_up(found.values())
+    verdict = DIFFERS if reason else PARTIAL if gaps else SAME
+    reason = reason or "; ".join(dict.fromkeys(gaps.values()))
+    places = [d.position for d in found.values() if d is not None and d.position is not None]
+    stated = {**vars(output), **vars(theirs)}
+    stated["error"] = theirs.error or "none"
+    verified = [
+        field
+        for field, difference in found.items()
+        if difference is None and field not in gaps and (whole or field not in PER_TOKEN)
+        if stated[field] is not None
+    ]
+    tokens = min(places, default=count)
+    return AuditEntry(name, index, verdict, position, reason, tokens, tuple(verified))
+
+
+def _of_prompt(output: RequestOutput, again: RequestOutput) -> tuple[RequestOutput, dict[str, str]]:
+    """The replay with what it has of the prompt, as far as neither had ended before; what is
+    missing, and why. Texts of thoughts count where both have some."""
+    began = not all(identical(completion.token_ids, []) for completion in output.completions)
+    gaps: dict[str, str] = {}
+    found, logprobs = output.prompt_logprobs, again.prompt_logprobs
+    if type(found) is list and logprobs is not None and len(found) == len(logprobs):
+        pairs = zip(found[1:], logprobs[1:], strict=True)
+        known = [f if own is None or (f is None and not began) else own for f, own in pairs]
+        if None in known or None in logprobs[1:]:
+            gaps["prompt_logprobs"] = "not all of its prompt's log-probabilities were known"
+        logprobs = logprobs[:1] + known
+    theirs, thoughts = output.thoughts, again.thoughts
+    if type(theirs) is list and thoughts is not None:
+        for n, (thought, own) in enumerate(zip(theirs, thoughts, strict=False)):
+            if type(thought) is Thought and None in (thought.text, own.text):
+                thoughts = _with(thoughts, n, replace(own, text=thought.text))
+        if not began and len(theirs) < len(thoughts):
+            gaps["thoughts"] = "it was aborted before all of its prompt was thought about"
+            thoughts = thoughts[: len(theirs)]
+    return replace(again, prompt_logprobs=logprobs, thoughts=thoughts), gaps
+
+
+def _with(values: list[Any], place: int, value: Any) -> list[Any]:
+    return [*values[:place], value, *values[place + 1 :]]

@@ -1,4 +1,5 @@
-"""``tinyspec demo``: one request says something else in a crowd; with the flag it does not."""
+"""``tinyspec demo``: one request says something else in a crowd, with the flag it does not; or a
+small model that reasons while it reads, with the same thoughts however its prompt is cut."""
 
 from __future__ import annotations
 
@@ -6,22 +7,23 @@ import json
 import sys
 import textwrap
 import time
-from dataclasses import dataclass
 from itertools import chain, count, cycle, islice
 from pathlib import Path
 from typing import Any
 
 from tinyspec.engine.engine import Engine
-from tinyspec.outputs import Completion, RequestOutput
+from tinyspec.engine.trace_events import chrome_trace
+from tinyspec.outputs import RequestOutput
 from tinyspec.sampling_params import SamplingParams
-from tinyspec.tools.comparison import first_place
-from tinyspec.tools.terminal import Style, table
-from tinyspec.tools.trace_run import run_of_passes
-from tinyspec.tools.verify_picture import describe, lines
+from tinyspec.thinking.config import ThinkingConfig
+from tinyspec.tools.diff import compare, first_place, summed_up
+from tinyspec.tools.terminal import lines, styled, table
+from tinyspec.tools.trace import find_verify, run_of
 
-# The model in the package, for demos and tests without a network, and its prompts.
+# The models in the package, for demos and tests without a network: one tells stories, one thinks
+# (trained by ``python -m benchmarks.coin_reader.train parity``).
 BUNDLED = Path(__file__).resolve().parent / "storyteller"
-PROMPTS = BUNDLED / "demo_prompts.json"
+THINKER = BUNDLED.parent / "coin_reader"
 # Chosen beforehand: with these seeds two tokens of the story are so close that the last bits decide
 # between them. Where they decide alike, further seeds are tried, for so many seconds.
 TEMPERATURE, PATIENCE = 0.8, 5.0
@@ -29,33 +31,12 @@ SEEDS = (39, 26, 163, 101, 162, 64)
 WIDTH = 86
 # Between what is the same and what is not, in text that is to be wrapped.
 MARK = "\x00"
-
-
-@dataclass
-class Pair:
-    """One request alone and in a crowd, and the outputs of the whole crowd."""
-
-    alone: RequestOutput
-    crowd: list[RequestOutput]
-
-    @property
-    def completions(self) -> tuple[Completion, Completion]:
-        return self.alone.completions[0], self.crowd[0].completions[0]
-
-    @property
-    def parts_at(self) -> int | None:
-        """The first token that differs; None where all are the same."""
-        return first_place(*(completion.token_ids for completion in self.completions))
-
-    @property
-    def logprobs_differ(self) -> tuple[int, int]:
-        """Of how many log-probabilities the bits differ, and how many were compared."""
-        pairs = list(zip(*(c.logprobs or [] for c in self.completions), strict=False))
-        return sum(a != b for a, b in pairs), len(pairs)
-
-    @property
-    def identical(self) -> bool:
-        return self.parts_at is None and self.logprobs_differ[0] == 0
+COINS = (
+    "A coin's state is heads. Alice flips the coin. The wind moves over the hill. A bird sings "
+    "near the town. One cloud rests behind the wood. Bob flips the coin. What's the state? A:"
+)
+# How the prompt is read, and how many chunks run at once; None: all of them.
+WAYS = {"speculative": None, "sequential": 1}
 
 
 class Demo:
@@ -63,8 +44,7 @@ class Demo:
 
     def __init__(self, engine: Engine, crowd: int, max_new_tokens: int):
         self.engine, self.tokens = engine, max_new_tokens
-        self.style = Style(sys.stdout)
-        found = json.loads(PROMPTS.read_text(encoding="utf-8"))
+        found = json.loads((BUNDLED / "demo_prompts.json").read_text(encoding="utf-8"))
         self.prompts = [found["story"], *islice(cycle(found["crowd"]), crowd)]
         self.others = [
             SamplingParams(
@@ -76,7 +56,7 @@ class Demo:
             for n in range(crowd)
         ]
 
-    def pair(self, seed: int, deterministic: bool) -> Pair:
+    def pair(self, seed: int, deterministic: bool) -> list[RequestOutput]:
         """The request by itself, then among the others."""
         mine = SamplingParams(
             max_new_tokens=self.tokens,
@@ -85,45 +65,45 @@ class Demo:
             logprobs=True,
             deterministic=deterministic,
         )
-        alone = self.engine.generate(self.prompts[0], mine)[0]
-        return Pair(alone, self.engine.generate(self.prompts, [mine, *self.others]))
+        alone = self.engine.generate(self.prompts[0], mine)
+        return [*alone, self.engine.generate(self.prompts, [mine, *self.others])[0]]
 
-    def find(self, seed: int | None, patience: float) -> tuple[int, Pair, int]:
+    def find(self, seed: int | None, patience: float) -> tuple[int, list[RequestOutput], int]:
         """The first seed (from ``seed`` on, or of those chosen beforehand and all others) with
         which the plain request says something else in the crowd, its outputs, and how many were
         tried; the first of them where none does in time."""
         seeds = chain(SEEDS, count()) if seed is None else count(seed)
-        first = next(seeds)
+        begun, first = time.perf_counter(), next(seeds)
         pair = self.pair(first, deterministic=False)
-        begun, tried, found = time.perf_counter(), 1, (first, pair)
-        while found[1].parts_at is None and time.perf_counter() - begun < patience:
-            seed = next(seeds)
-            found, tried = (seed, self.pair(seed, deterministic=False)), tried + 1
-        return (first, pair, tried) if found[1].parts_at is None else (*found, tried)
+        one, tried, found = first, 1, pair
+        while _parts_at(found) is None and time.perf_counter() - begun < patience:
+            one, tried = next(seeds), tried + 1
+            found = self.pair(one, deterministic=False)
+        return (first, pair, tried) if _parts_at(found) is None else (one, found, tried)
 
-    def say(self, text: str = "") -> None:
-        print(self.style.signs(text))
-
-    def show(self, pair: Pair) -> None:
+    def show(self, pair: list[RequestOutput]) -> None:
         """Both texts, one below the other, tokens that differ in colour."""
-        one, other = pair.completions
-        for name, mine, its in (("alone", one, other), ("in a crowd", other, one)):
-            self.say(f"  {self.style('bold', name)}")
-            words = self._marked(mine.token_ids, its.token_ids)
-            self.say(textwrap.indent(words, "    "))
+        at = _parts_at(pair)
+        for name, output in zip(("alone", "in a crowd"), pair, strict=True):
+            print(f"  {styled(sys.stdout, 'bold', name)}")
+            words = self.marked(output.completions[0].token_ids, at)
+            print(textwrap.indent(words, "    "))
 
-    def _marked(self, mine: list[int], its: list[int]) -> str:
-        """Text of tokens in lines; those that differ in colour, or from a sign on."""
-        differ = [n >= len(its) or token != its[n] for n, token in enumerate(mine)]
-        start = differ.index(True) if True in differ else len(mine)
+    def marked(self, tokens: list[int], at: int | None) -> str:
+        """Text in lines; from token ``at`` on in colour, or behind a sign."""
         decode = self.engine.tokenizer.decode
-        same = decode(mine[:start], skip_special_tokens=True)
-        rest = decode(mine, skip_special_tokens=True)[len(same) :]
-        sign = MARK if self.style.colour else ">>>"
+        same = decode(tokens[:at], skip_special_tokens=True)
+        rest = decode(tokens, skip_special_tokens=True)[len(same) :]
+        sign = MARK if sys.stdout.isatty() else ">>>"
         words = f"{same}{sign}{rest}" if rest else same
         head, _, tail = "\n".join(textwrap.wrap(words.strip(), WIDTH)).partition(MARK)
-        coloured = "\n".join(self.style("differs", line) for line in tail.split("\n") if line)
-        return head + coloured
+        parts = tail.split("\n")
+        return head + "\n".join(styled(sys.stdout, "differs", line) for line in parts if line)
+
+
+def _parts_at(pair: list[RequestOutput]) -> int | None:
+    """The first token that differs; None where all are the same."""
+    return first_place(*(output.completions[0].token_ids for output in pair))
 
 
 def demo(
@@ -136,64 +116,73 @@ def demo(
     """Returns 0 if the deterministic request has the same bits alone and among ``crowd`` others,
     whatever the plain one does. engine: with ``EngineConfig(trace=True)``."""
     one = Demo(engine, crowd, max_new_tokens)
-    say, style = one.say, one.style
     dtype = str(engine.model.dtype).removeprefix("torch.")
-    say(f'One request, "{" ".join(one.prompts[0].split())}", in {dtype} at temperature')
-    say(f"{TEMPERATURE} with a seed: alone, and among {crowd} others.\n")
+    print(f'One request, "{" ".join(one.prompts[0].split())}", in {dtype} at temperature')
+    print(f"{TEMPERATURE} with a seed: alone, and among {crowd} others.\n")
     found, plain, tried = one.find(seed, patience)
-    say(style("bold", f"deterministic=False, seed {found}"))
+    print(styled(sys.stdout, "bold", f"deterministic=False, seed {found}"))
     one.show(plain)
-    _tell_plain(one, plain, tried)
-    say(style("bold", f"deterministic=True, seed {found}"))
+    pairs = list(zip(*(o.completions[0].logprobs or [] for o in plain), strict=False))
+    at, more = _parts_at(plain), f" ({tried} seeds tried)" if tried > 1 else ""
+    says = "no text differed on this machine" if at is None else f"another text from token {at + 1}"
+    bits = f"the bits of {sum(a != b for a, b in pairs)} of {len(pairs)} log-probabilities differ"
+    print(f"  {says}{' on' if at is not None else ''}{more}; {bits}\n")
+    print(styled(sys.stdout, "bold", f"deterministic=True, seed {found}"))
     before = len(engine.trace)
     kept = one.pair(found, deterministic=True)
     one.show(kept)
-    compared = kept.logprobs_differ[1]
-    verdict = f"{style('rejected', 'NOT THE SAME')}: the promise is broken"
-    if kept.identical:
-        verdict = style("accepted", "identical, bit for bit")
-    say(f"  {compared} tokens and {compared} log-probabilities: {verdict}\n")
-    _tell_verify(one, kept, before)
-    _tell_crowd(one, kept)
-    say(f"\nfingerprint {kept.alone.fingerprint}")
-    return 0 if kept.identical else 1
-
-
-def _tell_plain(one: Demo, pair: Pair, tried: int) -> None:
-    differ, compared = pair.logprobs_differ
-    more = f" ({tried} seeds tried)" if tried > 1 else ""
-    at = pair.parts_at
-    if at is None:
-        says = "no text differed on this machine"
+    _, reason = summed_up(compare(kept[0], kept[1], 0).values())
+    tokens = len(kept[0].completions[0].token_ids)
+    verdict = (
+        f"NOT THE SAME: {reason}: the promise is broken" if reason else "identical, bit for bit"
+    )
+    coloured = styled(sys.stdout, "rejected" if reason else "accepted", verdict)
+    print(f"  {tokens} tokens and {tokens} log-probabilities: {coloured}\n")
+    passes: list[Any] = engine.trace.passes()[before:]
+    run = run_of(chrome_trace(passes, engine.tokenizer))
+    verify = find_verify(run, {kept[1].request_id: "this request"})
+    if verify is None:
+        print("No pass of this run had drafts to verify (--verify always drafts).")
     else:
-        says = f"{one.style('rejected', 'another text')} from token {at + 1} on"
-    one.say(f"  {says}{more}; the bits of {differ} of {compared} log-probabilities differ\n")
+        print("\n".join(lines(verify, sys.stdout)))
+    print(f"\nfingerprint {kept[0].fingerprint}")
+    return 1 if reason else 0
 
 
-def _tell_verify(one: Demo, pair: Pair, before: int) -> None:
-    """One verify of the run with the flag."""
-    passes: list[Any] = one.engine.trace.passes()[before:]
-    run = run_of_passes(passes, one.engine.tokenizer)
-    found = describe(run, prefer=pair.crowd[0].request_id)
-    if found is None:
-        one.say("No pass of this run had drafts to verify (--verify always drafts).\n")
-        return
-    mine = {pair.crowd[0].request_id: "this request", pair.alone.request_id: "this request, alone"}
-    found.name = mine.get(found.name, found.name)
-    print("\n".join(lines(found, one.style)), end="\n\n")
+def demo_thinking(engines: dict[str, Engine], config: ThinkingConfig, prompt: str = COINS) -> int:
+    """engines: of one model and its tokenizer, by the names of WAYS. Returns 0 if both have the
+    same thoughts and answers, bit for bit."""
+    params = SamplingParams(
+        max_new_tokens=8, thinking=True, deterministic=True, logprobs=True, prompt_logprobs=True
+    )
+    found = {name: engine.generate([prompt], params)[0] for name, engine in engines.items()}
+    one, other = found.values()
+    tokenizer = next(iter(engines.values())).tokenizer
+    print("\n".join(textwrap.wrap(f"A model that reasons while it reads: {prompt!r}", WIDTH)), "\n")
+    print("\n".join(_chunks(tokenizer, config, one)))
+    answer = (one.completions[0].text or "").strip()
+    print(f"\nanswer: {styled(sys.stdout, 'bold', answer)}\n")
+    for name, output in found.items():
+        passes = output.completions[0].stats.thinking_passes
+        print(f"{name}: {len(output.thoughts or [])} chunks in {passes} rounds")
+    _, reason = summed_up(compare(one, other, 0).values())
+    verdict = f"DIFFERENT: {reason}" if reason else "identical, bit for bit"
+    print(f"\nthoughts, answers and log-probabilities of both ways: {verdict}")
+    return 1 if reason else 0
 
 
-def _tell_crowd(one: Demo, pair: Pair) -> None:
-    one.say("The crowd:\n")
-    rows: list[tuple[object, ...]] = [
-        ("request", "kind", "tokens", "drafted", "accepted", "rolled back", "verifies")
-    ]
-    for n, output in enumerate(pair.crowd):
-        completion = output.completions[0]
-        stats, params = completion.stats, output.params
-        kind = "sampled" if params.temperature else "greedy"
-        kind += ", deterministic" if params.deterministic else ", plain"
-        counts = (stats.drafted, stats.accepted, stats.rolled_back, stats.verify_passes)
-        rows.append((n, kind, len(completion.token_ids), *counts))
-    for line in table(rows, right=range(2, 7)):
-        one.say(f"  {line}".rstrip())
+def _chunks(tokenizer: Any, config: ThinkingConfig, output: RequestOutput) -> list[str]:
+    """A line for each chunk: what is read, the state that is added to it, what is thought of it."""
+    ids, size = output.prompt_token_ids, config.chunk_size
+    rows: list[tuple[object, ...]] = [("", "reads", "with the state of", "thinks")]
+    before = "nothing"
+    for thought in output.thoughts or []:
+        text = tokenizer.decode(ids[thought.chunk * size :][:size])
+        said = tokenizer.decode(thought.token_ids)
+        arrow = "\N{RIGHTWARDS ARROW}"
+        rows.append((f"chunk {thought.chunk}", text, before, f"T {arrow} {said}"))
+        trivial = thought.token_ids[0] == config.end_token_id
+        before = "nothing" if trivial else f"C({said})"
+    if rest := ids[len(ids) // size * size :]:
+        rows.append(("the rest", tokenizer.decode(rest), before, ""))
+    return table(rows)

@@ -21,13 +21,15 @@ from tinyspec.determinism.results import ProbeResults
 from tinyspec.engine.engine import Engine
 from tinyspec.engine.lock import at_once
 from tinyspec.errors import DeterminismError, TinyspecError, refuse
-from tinyspec.scheduler.buckets import MOST_DRAFTS, Buckets
-from tinyspec.scheduler.scheduler import BEGINS
+from tinyspec.scheduler.buckets import Buckets
 from tinyspec.tools.terminal import table
 
 # Compared of each kind; see there.
 ATTENTION_ROWS = MANY_ROWS
-DIRECT, PADDED, DRAFT = "direct", "padded to {}", "draft and verify"
+OWN_WAY = (
+    "own way: canonical passes run these linears in tiles of rows, or by another operator than "
+    "fast mode"
+)
 
 
 @dataclass(frozen=True)
@@ -66,49 +68,33 @@ class DoctorReport:
         return "\n".join(lines)
 
     def _table(self, results: ProbeResults) -> list[str]:
-        header = ("bucket", "canonical", "ms/pass", "rows/s", "deterministic decoding", "broken by")
-        rows: list[tuple[object, ...]] = [header]
+        rows: list[tuple[object, ...]] = [
+            ("bucket", "canonical", "ms/pass", "deterministic decoding", "broken by")
+        ]
         for bucket in results.buckets:
             size = f"*{bucket.rows}" if bucket.rows == results.reference else bucket.rows
             canonical = ("own way" if bucket.own_way else "yes") if bucket.canonical else "no"
-            seconds = bucket.seconds
-            costs = (
-                (f"{seconds * 1e3:.2f}", f"{bucket.rows / seconds:.0f}") if seconds else ("-", "-")
-            )
+            cost = f"{bucket.seconds * 1e3:.2f}" if bucket.seconds else "-"
+            names = [n.rpartition(".")[2] for n in (*bucket.broken_by, *bucket.own_way)]
             plan = self.plans.get(bucket.rows, "-")
-            names = ", ".join(_short(name) for name in (*bucket.broken_by, *bucket.own_way))
-            rows.append((size, canonical, *costs, plan, names))
-        return table(rows, right=(0, 2, 3))
+            rows.append((size, canonical, cost, plan, ", ".join(names)))
+        return table(rows, right=(0, 2))
 
     def _notes(self, results: ProbeResults) -> list[str]:
         canonical, total = len(results.canonical), len(results.buckets)
         notes = [f"* reference bucket; {canonical} of {total} buckets are canonical"]
-        if results.own_way:
-            notes.append(
-                "own way: canonical passes run these linears in tiles of rows, or by another "
-                "operator than fast mode"
-            )
-        names = dict.fromkeys(n for b in results.buckets for n in (*b.broken_by, *b.own_way))
-        long = [name for name in names if _short(name) != name]
-        if long:
-            notes.append(f"broken by, the first of each kind: {', '.join(long)}")
+        notes += [OWN_WAY] if results.own_way else []
         for kind in results.attention:
             rows = f"{kind.checked} rows alone and in a prompt, {kind.differing} differ"
             notes.append(f"{kind.name}: {rows}")
         if results.kernel_linears:
             notes.append(f"served by the linear kernel: {', '.join(results.kernel_linears)}")
         notes += [f"{kind} passes run without graphs: {why}" for kind, why in self.eager.items()]
-        if self.fingerprint is not None:
-            notes.append(f"fingerprint {self.fingerprint}")
-        return notes
+        return notes + ([f"fingerprint {self.fingerprint}"] if self.fingerprint else [])
 
     def to_json(self) -> str:
         """One line of JSON."""
         return json.dumps({"ok": bool(self), **asdict(self)})
-
-
-def _short(name: str) -> str:
-    return name.rpartition(".")[2]
 
 
 def doctor(
@@ -147,7 +133,6 @@ def _examine(engine: Engine, fresh: bool, begun: float) -> DoctorReport:
     contract, config = engine.contract, engine.config
     if engine.has_unfinished() and (fresh or contract.results is None):
         raise refuse("engine", "busy", "an engine without unfinished requests")
-    problems: tuple[str, ...] = ()
     eager: dict[str, str] = {}
     try:
         if not engine.has_unfinished():
@@ -155,32 +140,23 @@ def _examine(engine: Engine, fresh: bool, begun: float) -> DoctorReport:
             eager = graph_refusals(engine.runner, config)
         contract.ensure()
     except DeterminismError as error:
-        problems = (str(error),)
-    plans: dict[int, str] = {}
-    if not problems:
-        plans = {rows: _plan(contract.buckets, config, rows) for rows in contract.buckets.sizes}
-    return _report(
-        engine.model,
-        begun,
-        problems=problems,
-        facts=contract.results,
-        plans=plans,
-        eager=eager,
-        fingerprint=None if problems else contract.fingerprint.digest,
-        kv_dtype=config.kv_dtype,
-    )
+        found: dict[str, Any] = {"problems": (str(error),)}
+    else:
+        sizes = contract.buckets.sizes
+        plans = {rows: _plan(contract.buckets, config, rows) for rows in sizes}
+        found = {"plans": plans, "fingerprint": contract.fingerprint.digest}
+    found |= {"facts": contract.results, "eager": eager, "kv_dtype": config.kv_dtype}
+    return _report(engine.model, begun, **found)
 
 
 def _plan(buckets: Buckets, config: EngineConfig, rows: int) -> str:
     """How deterministic requests decode in a step of ``rows`` rows without plain requests."""
-    padded = config.verify in ("padded", "direct")
-    if config.verify == "auto":
-        most, free = config.draft_window or MOST_DRAFTS, config.draft_window is None
-        padded = buckets.window(rows, rows, most, BEGINS[0] / sum(BEGINS), free) == 0
-    if not padded or rows > buckets.canonical[-1]:
-        return DRAFT
+    if config.verify == "always" or rows > buckets.canonical[-1]:
+        return "draft and verify"
     bucket = buckets.fit_canonical(rows)
-    return DIRECT if bucket == rows else PADDED.format(bucket)
+    if bucket == rows:
+        return "direct"
+    return f"padded to {bucket}" + " or drafts" * (config.verify == "auto")
 
 
 def _report(model: PreTrainedModel, begun: float, **found: Any) -> DoctorReport:

@@ -1,13 +1,17 @@
-"""A drawing in SVG, light or dark as the screen is, and a page of drawings. It loads nothing.
+"""A trace in SVG, light or dark as the screen is, and as a page around it. It loads nothing.
 
-Knows no traces.
+The timeline has a column for each pass, a lane for each completion and a cell for each token, over
+a strip of what the KV cache holds; a verify is a grid.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import textwrap
 from dataclasses import dataclass, field
 from html import escape
+
+from tinyspec.engine.traced import DRAFT, PROMPT, VERIFIED, TracedPass, TracedWork
+from tinyspec.tools.trace import Lane, Run, Verify, cells_of, lane_name, lane_of, printable, shown
 
 # By name: on a light and on a dark ground.
 COLOURS = {
@@ -15,6 +19,7 @@ COLOURS = {
     "ink": ("#1d2127", "#e4e7ec"),
     "faint": ("#6a727d", "#98a1ad"),
     "rule": ("#d4d9df", "#363c45"),
+    "fast": ("#e9ecef", "#272c33"),
     "prompt": ("#a9bdd6", "#4d6482"),
     "canonical": ("#2f6fbf", "#5b9bea"),
     "dark": ("#1d2127", "#14161a"),
@@ -24,135 +29,216 @@ COLOURS = {
     "bonus": ("#8457c7", "#ae88ee"),
     "riding": ("#9aa3ae", "#7b8592"),
     "plain": ("#c9cfd6", "#4a525d"),
-    "fast": ("#e9ecef", "#272c33"),
 }
+# What a cell is, and how the legend calls it.
+LEGEND = {
+    **{name: name for name in ("prompt", "canonical", "draft", "accepted", "rejected")},
+    **{"bonus": "the verifier's own", "riding": "riding along", "plain": "plain"},
+}
+# Signs in a cell, so that it is not told by its colour alone.
+SIGNS = {"rejected": "\N{MULTIPLICATION SIGN}", "bonus": "\N{BULLET}"}
+NAMES, TOP, STRIP, FEW_LANES = 132.0, 62.0, 64.0, 16
+# Of a verify: width of a column, height of a row.
+WIDE, HIGH = 218.0, 21.0
 
 
 @dataclass
 class Drawing:
-    """SVG elements from back to front; lengths in pixels, colours by name. title: said where a
-    pointer rests."""
+    """SVG elements from back to front; lengths in pixels, colours by name."""
 
-    width: float = 0.0
-    height: float = 0.0
+    width: float
+    height: float
     elements: list[str] = field(default_factory=list)
 
-    def rect(
-        self,
-        x: float,
-        y: float,
-        w: float,
-        h: float,
-        colour: str,
-        title: str = "",
-        round: float = 0.0,
-    ) -> None:
-        """x, y: top left."""
-        corner = f' rx="{round:g}"' if round else ""
-        inside = f"<title>{shielded(title)}</title>" if title else ""
-        where = f'x="{_at(x)}" y="{_at(y)}" width="{_at(w)}" height="{_at(h)}"{corner}'
-        self.elements.append(f'<rect class="{colour}" {where}>{inside}</rect>')
+    def _add(self, tag: str, colour: str, inside: str, **where: float | str) -> None:
+        sized = {n: v if isinstance(v, str) else round(v, 1) for n, v in where.items()}
+        given = " ".join(f'{name.replace("_", "-")}="{value}"' for name, value in sized.items())
+        self.elements.append(f'<{tag} class="{colour}" {given}>{inside}</{tag}>')
 
-    def line(self, x: float, y: float, w: float, h: float, colour: str, size: float = 1.0) -> None:
-        """To x + w, y + h."""
-        where = f'x1="{_at(x)}" y1="{_at(y)}" x2="{_at(x + w)}" y2="{_at(y + h)}"'
-        self.elements.append(f'<line class="{colour}" {where} stroke-width="{size:g}"/>')
+    def rect(
+        self, x: float, y: float, width: float, height: float, colour: str, title: str = ""
+    ) -> None:
+        """x, y: top left. title: said where a pointer rests."""
+        inside = f"<title>{_shielded(title)}</title>" if title else ""
+        self._add("rect", colour, inside, x=x, y=y, width=width, height=height, rx=1.5)
 
     def text(
-        self,
-        x: float,
-        y: float,
-        text: str,
-        size: float = 10,
-        colour: str = "ink",
-        anchor: str = "start",
-        bold: bool = False,
+        self, x: float, y: float, text: str, colour: str = "ink", size: float = 10, **more: str
     ) -> None:
-        """x, y: the baseline at ``anchor``."""
-        more = f' text-anchor="{anchor}"' if anchor != "start" else ""
-        more += ' font-weight="600"' if bold else ""
-        where = f'class="{colour}" x="{_at(x)}" y="{_at(y)}" font-size="{size:g}"{more}'
-        self.elements.append(f"<text {where}>{shielded(text)}</text>")
+        """x, y: the baseline."""
+        self._add("text", colour, _shielded(text), x=x, y=y, font_size=size, **more)
 
-    def stack(self, other: Drawing) -> None:
-        """Put another drawing below this one."""
-        y = self.height + (16 if self.height else 0)
-        self.elements += [f'<g transform="translate(0 {_at(y)})">', *other.elements, "</g>"]
-        self.width, self.height = max(self.width, other.width), y + other.height
+    def cell(self, x: float, y: float, side: float, name: str) -> None:
+        """A token of a kind that the legend names."""
+        self.rect(x, y, side, side, name)
+        if name in SIGNS:
+            self.text(x + side / 2, y + side - 2, SIGNS[name], "ground", side, text_anchor="middle")
 
 
-def _at(value: float) -> str:
-    return f"{value:.1f}".removesuffix(".0")
+def _shielded(text: str) -> str:
+    return escape(printable(text))
 
 
-def printable(text: str) -> str:
-    """``text`` with what cannot be printed escaped: no file may hold a lone surrogate, and no SVG a
-    control character."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+@dataclass
+class _Column:
+    """A pass in the picture. cells: of each lane that it has rows for."""
+
+    one: TracedPass
+    x: float
+    width: float
+    cells: dict[Lane, list[str]]
 
 
-def shielded(text: object) -> str:
-    """Text for a file of markup."""
-    return escape(printable(str(text)))
+def timeline(run: Run, most: int | None = None) -> Drawing:
+    """All passes, or the first that fit into ``most`` cells side by side."""
+    side = 13.0 if len(run.lanes) <= FEW_LANES else 9.0
+    columns = _columns(run.passes, side, most)
+    here = set().union(*(column.cells for column in columns))
+    lanes = [lane for lane in run.lanes if lane in here]
+    bottom = TOP + 1.4 * side * len(lanes)
+    drawing = Drawing(max(columns[-1].x + columns[-1].width + 12, 640), bottom + STRIP + 38)
+    _head(drawing, run, columns, len(lanes))
+    for n, lane in enumerate(lanes):
+        y = TOP + 1.4 * side * n
+        name = shown(lane_name(lane), 16)
+        drawing.text(NAMES - 8, y + side - 2, name, size=min(11, side), text_anchor="end")
+        for column in columns:
+            for work in column.one.works:
+                if lane_of(work) == lane:
+                    _work(drawing, run, column, work, y, side)
+    _strip(drawing, columns, bottom + 14)
+    return drawing
 
 
-def shown(text: str, longest: int = 14) -> str:
-    """A token's text in one line: spaces and line feeds visible, what cannot be printed escaped."""
-    line = printable(text).replace(" ", "\N{MIDDLE DOT}")
-    return line if len(line) <= longest else line[: longest - 1] + "\N{HORIZONTAL ELLIPSIS}"
+def _columns(passes: list[TracedPass], side: float, most: int | None) -> list[_Column]:
+    columns: list[_Column] = []
+    x, used = NAMES, 0
+    for one in passes:
+        cells = {lane_of(w): cells_of(w, one.record.canonical) for w in one.works}
+        wide = max(1, *map(len, cells.values())) if cells else 1
+        used += wide
+        if most is not None and used > most and columns:
+            break
+        columns.append(_Column(one, x, wide * side, cells))
+        x += wide * side + 2
+    return columns
 
 
-def _rules(column: int) -> str:
-    fills = (f".{name}{{fill:{both[column]}}}" for name, both in COLOURS.items())
-    lines = (f"line.{name}{{stroke:{both[column]}}}" for name, both in COLOURS.items())
-    return "".join((*fills, *lines))
+def _head(drawing: Drawing, run: Run, columns: list[_Column], lanes: int) -> None:
+    """What is shown, the legend, and of each pass its bucket and whether it is canonical."""
+    of = "" if len(columns) == len(run.passes) else f" (the first of {len(run.passes)})"
+    tokens = sum(column.one.record.committed for column in columns)
+    told = f"{lanes} completions, {len(columns)} passes{of}, {tokens} tokens"
+    drawing.text(8, 15, told, size=12, font_weight="600")
+    x = 8.0
+    for name, words in LEGEND.items():
+        drawing.cell(x, 24, 10, name)
+        drawing.text(x + 14, 33, words, "faint")
+        x += 24 + 5.6 * len(words)
+    for column in columns:
+        record, x = column.one.record, column.x
+        kind, colour = ("canonical", "canonical") if record.canonical else ("fast", "rule")
+        rows = ", ".join(f"{count} {name}" for name, count in record.rows.items() if count)
+        title = f"pass {record.number}: {kind}, bucket {record.bucket} {record.way}; rows: {rows}; "
+        title += f"{record.committed} committed; {1e3 * record.seconds:.2f} ms"
+        if record.canonical:
+            drawing.rect(x - 1, TOP - 3, column.width + 2, drawing.height - TOP - STRIP, "fast")
+        drawing.rect(x, TOP - 19, column.width, 13, colour, title)
+        if column.width >= 24:
+            ink = "ground" if record.canonical else "ink"
+            drawing.text(x + 2, TOP - 9, str(record.bucket), ink, 9)
 
 
-STYLE = (
-    "text{font-family:system-ui,'DejaVu Sans',sans-serif;white-space:pre}.none{fill:transparent}"
-    f"{_rules(0)}@media(prefers-color-scheme:dark){{{_rules(1)}}}"
-)
+def _work(
+    drawing: Drawing, run: Run, column: _Column, work: TracedWork, y: float, side: float
+) -> None:
+    cells, x = column.cells[lane_of(work)], column.x
+    if work.kind == PROMPT:  # the column's whole width, but for the token that it yields
+        width = column.width - side * (len(cells) - 1)
+        drawing.rect(x, y, width - 1, side - 1, PROMPT)
+        x, cells = x + width, cells[1:]
+    for n, name in enumerate(cells):
+        drawing.cell(x + n * side, y, side - 1, name)
+    drawing.rect(column.x, y, column.width, side, "none", _title(run, work))
 
 
-def svg(drawing: Drawing, style: bool = True) -> str:
-    """A drawing as a file; ``style``: with its colours, which a page has once."""
-    size = f'width="{drawing.width:.0f}" height="{drawing.height:.0f}"'
-    box = f'viewBox="0 0 {drawing.width:.0f} {drawing.height:.0f}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {box} {size}>'
-    colours = f"<style>{STYLE}</style>" if style else ""
-    ground = f'<rect class="ground" {size}/>'
-    return "".join((head, colours, ground, *drawing.elements, "</svg>"))
+def _title(run: Run, work: TracedWork) -> str:
+    def words(tokens: list[int]) -> str:
+        return " ".join(map(run.text, tokens))
+
+    parts = [f"{lane_name(lane_of(work))}: {work.kind}, {work.rows} rows from {work.start}"]
+    parts += [f"drafts {words(work.drafts)}"] if work.kind in (DRAFT, VERIFIED) else []
+    if work.kind == VERIFIED:
+        parts.append(f"{work.accepted} accepted, {work.rejected} rolled back")
+    parts += [f"committed {words(work.tokens)}"] if work.tokens else []
+    parts.append(f"KV: {work.kv} tokens and {work.kv_drafts} drafts, {work.pages} pages")
+    return "; ".join(parts + ([f"ended: {work.end}"] if work.end else []))
 
 
-PAGE = """\
+def _strip(drawing: Drawing, columns: list[_Column], y: float) -> None:
+    """KV tokens of all completions after each pass: canonical, of drafts, of plain requests."""
+    held: dict[Lane, tuple[int, int, int]] = {}
+    after = []
+    for column in columns:
+        for work in column.one.works:
+            kept = (work.kv, work.kv_drafts, 0) if work.deterministic else (0, 0, work.kv)
+            held[lane_of(work)] = kept if work.kv else (0, 0, 0)
+        after.append([sum(values) for values in zip(*held.values(), strict=True)])
+    most = max(map(sum, after), default=0) or 1
+    for column, values in zip(columns, after, strict=True):
+        base = y + STRIP
+        for value, colour in zip(values, ("canonical", "draft", "plain"), strict=False):
+            base -= STRIP * value / most
+            if value:
+                drawing.rect(column.x - 1, base, column.width + 2, STRIP * value / most, colour)
+    drawing.text(NAMES - 8, y + STRIP, f"KV, at most {most}", "faint", text_anchor="end")
+    told = "KV cache: tokens of deterministic requests (blue), drafts (yellow), plain ones (grey)"
+    drawing.text(NAMES, y + STRIP + 16, told, "faint")
+
+
+def grid(verify: Verify) -> Drawing:
+    """A verify."""
+    rows = list(verify.rows())
+    drawing = Drawing(len(verify.columns) * WIDE + 16, TOP + HIGH * len(rows) + 64)
+    drawing.text(8, 15, verify.title, size=12, font_weight="600")
+    for n, column in enumerate(verify.columns):
+        x = 8 + n * WIDE
+        drawing.text(x, TOP - 12, column.name, size=13, font_weight="600")
+        for line, words in enumerate(textwrap.wrap(column.note, 36)):
+            drawing.text(x, TOP + HIGH * len(rows) + 16 + 13 * line, words, "faint")
+        for row, cells in enumerate(rows):
+            if (cell := cells[n]) is not None:
+                y = TOP + row * HIGH
+                drawing.rect(x, y, 118, HIGH - 3, cell.colour)
+                ink = {"draft": "dark", "prompt": "ink"}.get(cell.colour, "ground")
+                drawing.text(x + 5, y + 13, cell.text, ink)
+                drawing.text(x + 124, y + 13, cell.said)
+    return drawing
+
+
+def svg(drawings: list[Drawing]) -> str:
+    """Drawings below one another, as a file."""
+    y, parts = 0.0, []
+    for drawing in drawings:
+        parts += [f'<g transform="translate(0 {y:.0f})">', *drawing.elements, "</g>"]
+        y += drawing.height
+    size = f'width="{max(d.width for d in drawings):.0f}" height="{y:.0f}"'
+    style = "text{font-family:system-ui,'DejaVu Sans',sans-serif;white-space:pre}"
+    for column, media in enumerate(("{}", "@media(prefers-color-scheme:dark){{{}}}")):
+        fills = (f".{name}{{fill:{both[column]}}}" for name, both in COLOURS.items())
+        style += media.format("".join(fills))
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{style}'
+    head += f'.none{{fill:transparent}}</style><rect class="ground" {size}/>'
+    return "".join((head, *parts, "</svg>"))
+
+
+def html(drawings: list[Drawing], title: str) -> str:
+    """A page of drawings, which scrolls."""
+    title = _shielded(title)
+    return f"""\
 <!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
-<meta name="viewport" content="width=device-width">
-<meta name="color-scheme" content="light dark">
-<link rel="icon" href="data:,">
-<style>{style}
-body{{font-family:system-ui,'DejaVu Sans',sans-serif;margin:1.5rem;background:#fff;color:#1d2127}}
-.wide{{overflow-x:auto;margin:0 0 1.5rem}} table{{border-collapse:collapse;font-size:.8rem}}
-th,td{{text-align:right;padding:.15rem .6rem;border-bottom:1px solid #d4d9df}}
-@media(prefers-color-scheme:dark){{body{{background:#14161a;color:#e4e7ec}}
-th,td{{border-color:#363c45}}}}
-</style></head><body><h1>{title}</h1>
+<html lang="en"><head><meta charset="utf-8"><meta name="color-scheme" content="light dark">
+<title>{title}</title></head><body><h1>{title}</h1>
 <p>Rest the pointer on a cell or on the head of a column to read what it is.</p>
-{pictures}
-<details><summary>Every pass</summary><div class="wide"><table>{table}</table></div></details>
-</body></html>
+<div style="overflow-x:auto">{svg(drawings)}</div></body></html>
 """
-
-
-def html(drawings: list[Drawing], title: str, table: Iterable[Iterable[object]]) -> str:
-    """A page of drawings, and a table below them whose first row is its head."""
-    rows: list[str] = []
-    for row in table:
-        cell = "td" if rows else "th"
-        rows.append("".join(f"<{cell}>{shielded(value)}</{cell}>" for value in row))
-    return PAGE.format(
-        title=shielded(title),
-        style=STYLE,
-        pictures="\n".join(f'<div class="wide">{svg(d, style=False)}</div>' for d in drawings),
-        table="".join(f"<tr>{row}</tr>" for row in rows),
-    )

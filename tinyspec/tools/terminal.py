@@ -1,13 +1,15 @@
-"""What a terminal shows: colours, signs, tables."""
+"""What a terminal shows: colours, tables, one verify of a trace."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from tinyspec.tools.trace import Cell, Verify
 
 CODES = {
     "bold": "1",
-    "faint": "2",
     "canonical": "34",
     "draft": "33",
     "accepted": "32",
@@ -15,41 +17,13 @@ CODES = {
     "bonus": "35",
     "differs": "1;30;43",
 }
-# What a terminal that is not Unicode's shows instead.
-PLAIN_SIGNS = str.maketrans(
-    {
-        "\N{CHECK MARK}": "+",
-        "\N{BALLOT X}": "x",
-        "\N{NOT EQUAL TO}": "#",
-        "\N{FULL BLOCK}": "#",
-        "\N{MEDIUM SHADE}": ":",
-        "\N{LIGHT SHADE}": ".",
-        "\N{RIGHTWARDS ARROW}": ">",
-        "\N{MIDDLE DOT}": " ",
-        "\N{HORIZONTAL ELLIPSIS}": "~",
-    }
-)
+# Before a cell, for those who see no colours.
+SIGNS = {"draft": "\N{MEDIUM SHADE}", "rejected": "\N{LIGHT SHADE}"}
 
 
-class Style:
-    """How a stream is written to: in colour on a terminal, in its encoding."""
-
-    def __init__(self, file: TextIO):
-        self.colour = file.isatty()
-        self._encoding = file.encoding or "utf-8"
-
-    def __call__(self, name: str, text: str) -> str:
-        """``text`` in the colour of a name of CODES."""
-        return f"\033[{CODES[name]}m{text}\033[0m" if self.colour else text
-
-    def signs(self, text: str) -> str:
-        """``text`` as the stream can show it."""
-        try:
-            text.encode(self._encoding)
-        except UnicodeEncodeError:
-            text = text.translate(PLAIN_SIGNS)
-            text = text.encode(self._encoding, "backslashreplace").decode(self._encoding)
-        return text
+def styled(file: TextIO, name: str, text: str) -> str:
+    """``text`` in the colour of a name of CODES, where the stream is a terminal."""
+    return f"\033[{CODES[name]}m{text}\033[0m" if file.isatty() and name in CODES else text
 
 
 def table(rows: Sequence[Sequence[object]], right: Collection[int] = ()) -> list[str]:
@@ -59,12 +33,32 @@ def table(rows: Sequence[Sequence[object]], right: Collection[int] = ()) -> list
     """
     cells = [list(map(str, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for row in cells:
+        pairs = enumerate(zip(row, widths, strict=True))
+        padded = [cell.rjust(w) if n in right else cell.ljust(w) for n, (cell, w) in pairs]
+        lines.append("  ".join(padded).rstrip())
+    return lines
 
-    def line(row: list[str]) -> str:
-        padded = [
-            cell.rjust(width) if number in right else cell.ljust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        return "  ".join(padded).rstrip()
 
-    return list(map(line, cells))
+def lines(verify: Verify, file: TextIO) -> list[str]:
+    """A verify in characters."""
+    rows = [[_text(cell) for cell in row] for row in verify.rows()]
+    heads = [column.name for column in verify.columns]
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+
+    def line(texts: Sequence[str], colours: Sequence[str]) -> str:
+        parts = zip(texts, widths, colours, strict=True)
+        return "  ".join(styled(file, c, text.ljust(w)) for text, w, c in parts).rstrip()
+
+    found = [verify.title, "", line(heads, ["bold"] * len(heads))]
+    for cells, texts in zip(verify.rows(), rows, strict=True):
+        found.append(line(texts, ["" if cell is None else cell.colour for cell in cells]))
+    notes = [f"{column.name}: {column.note}" for column in verify.columns if column.note]
+    return [*found, "", *notes]
+
+
+def _text(cell: Cell | None) -> str:
+    if cell is None:
+        return ""
+    return f"{SIGNS.get(cell.colour, chr(0x2588))} {cell.text}  {cell.said}".rstrip()

@@ -1,30 +1,96 @@
-"""Processors and criteria that a call is given for all its rows at once, as transformers calls
-them: found among the parameters of the rows, and called once for every step of all.
+"""A call's requests in an engine: made, run to their end, streamed.
+
+Processors and criteria that a call is given for all its rows at once are called once for every step
+of all, as transformers calls them. Knows no model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.generation import PrefixConstrainedLogitsProcessor
 
+from tinyspec.drop_in.call import Call
 from tinyspec.drop_in.prepare import is_per_request
-from tinyspec.drop_in.settings import PreparedRequest
-from tinyspec.drop_in.streamers import Streamers
+from tinyspec.drop_in.prompts import Streamers
+from tinyspec.engine.drafter import Drafter
 from tinyspec.engine.engine import Engine
 from tinyspec.errors import refuse
 from tinyspec.model.torch_state import callers_modes
 from tinyspec.runner.processors import BatchWide, SpecialRow
 from tinyspec.runner.sampler import NOT_FINITE, SampleBatch, Sampled, SpecialResult
-from tinyspec.sampling_params import SamplingParams
 from tinyspec.scheduler.request import Request, Sequence
 
 _HOW = "with processors or criteria for all rows, which may also be a list for each prompt"
+
+
+def run(engine: Engine, call: Call, drafter: Drafter) -> list[Sequence]:
+    """The sequences of ``call``, run to their end; none where it has become unserved. Raises what a
+    processor or a criterion raised."""
+    wide = wide_rows(call)
+    requests = new_requests(engine, call, wide)
+    sequences = [sequence for request in requests for sequence in request.sequences]
+    if call.unserved:
+        return []
+    streamers = call.streamers()
+    if wide is not None:
+        wide.run(engine, requests, streamers, call.pad)
+    elif streamers is None:
+        engine.run(requests, drafter)
+    else:
+        places = {(s.request.request_id, s.index): n for n, s in enumerate(sequences)}
+        with engine.follow(requests, drafter) as events:
+            for event in events:
+                if event.finish_reason == "abort":
+                    break
+                place, ended = places[event.request_id, event.index], bool(event.finish_reason)
+                streamers.put(place, event.token_ids, ended, call.pad)
+    raise_failed(sequences)
+    if streamers is not None:
+        streamers.end()
+    return sequences
+
+
+def new_requests(engine: Engine, call: Call, wide: WideRows | None = None) -> list[Request]:
+    """The engine's requests, with pages reserved for all that may run at once; none where ``wide``
+    rows do not all fit."""
+    size = engine.config.page_size or 1
+    pages = []
+    for prompt, params in zip(call.prompts.each, call.params, strict=True):
+        first = -(-(len(prompt) + params.max_new_tokens) // size)
+        # Completions share the prompt's full pages, unless each computes them.
+        further = first - (len(prompt) // size if wide is None else 0)
+        pages += [first] + [further] * (params.num_return_sequences - 1)
+    most = engine.config.max_sequences
+    needed = sum(sorted(pages)[-most:])
+    if wide is not None:
+        needed = sum(pages) + len(pages)  # that admission may ask for one more of each
+    with engine.lock("generate"):
+        engine.reserve(needed + engine.pool.num_held)  # of calls of other threads
+        if wide is not None and (len(pages) > most or needed > engine.pool.num_pages):
+            call.unserved.append(
+                f"user code for all of {len(pages)} rows ({needed} pages) at once, where there are "
+                f"max_sequences={most} and {engine.pool.num_pages} pages"
+            )
+            return []
+        call.draw_seeds()
+        ids = [p.ids or [0] * len(p) for p in call.prompts.each]
+        requests = engine.ready().of_ids(ids, call.params)
+    for request, prompt in zip(requests, call.prompts.each, strict=True):
+        request.embeds, request.num_hidden = prompt.embeds, len(prompt) - len(prompt.ids)
+        request.keeps, request.supplied = call.keeps, wide is not None
+    return requests
+
+
+def raise_failed(sequences: list[Sequence]) -> None:
+    """Raise what ended one of ``sequences`` early, if anything did."""
+    aborted = [(s, n) for n, s in enumerate(sequences) if s.finish_reason == "abort"]
+    for failed, n in sorted(aborted, key=lambda pair: pair[0].error is None)[:1]:
+        raise failed.cause or RuntimeError(f"completion {n}: {failed.error}")
 
 
 @dataclass(eq=False)
@@ -52,7 +118,7 @@ class WideRows:
         sequences = [sequence for request in requests for sequence in request.sequences]
         self.done, tracker = [False] * len(sequences), engine.tracker
         for request in requests:
-            request.supplied, request.sequences[0].siblings = True, []
+            request.sequences[0].siblings = []
 
         def wait() -> bool:
             return all(s.next_logits is not None or s.finished for s in sequences)
@@ -65,9 +131,9 @@ class WideRows:
                     if any(s.next_logits is None for s in sequences):
                         continue  # aborted, or to be computed again
                     self._step(engine, sequences)
-                for n, sequence in enumerate(sequences if streamers is not None else ()):
-                    assert streamers is not None
-                    streamers.put(n, sequence.tokens[-1:], sequence.finished, pad)
+                if streamers is not None:
+                    for n, sequence in enumerate(sequences):
+                        streamers.put(n, sequence.tokens[-1:], sequence.finished, pad)
         finally:
             tracker.cancel(requests)
 
@@ -78,8 +144,7 @@ class WideRows:
         for n in np.flatnonzero(found.tokens < 0).tolist():
             result = found.special.get(n, SpecialResult())
             raise result.cause or RuntimeError(f"completion {n}: {result.error or NOT_FINITE}")
-        logprobs = None if found.logprobs is None else found.logprobs.tolist()
-        engine.tracker.supply(sequences, found.tokens.tolist(), logprobs)
+        engine.tracker.supply(sequences, found.tokens.tolist(), None)
         for n, sequence in enumerate(sequences):
             engine.core.committer.keep(sequence, found.special[n])
         if "scores" in sequences[0].request.keeps:
@@ -105,18 +170,17 @@ class WideRows:
             for n, sequence in enumerate(sequences)
         }
         each = [sequence.sampling for sequence in sequences]
+        columns: Any = {name: np.array([one[name] for one in each]) for name in each[0]}
         batch = SampleBatch(
             np.arange(len(sequences)),
             position=np.array([sequence.length for sequence in sequences]),
-            **{name: np.array([one[name] for one in each]) for name in each[0]},
-            logprobs=any(s.params.logprobs or s.params.top_logprobs for s in sequences),
+            **columns,
             special=special,
             together=self._ids(sequences),
         )
         logits = torch.stack([sequence.next_logits for sequence in sequences])
         sampling = engine.core.sampler.sample(logits, batch)
-        logprobs = None if sampling.logprobs is None else sampling.logprobs.cpu().numpy()
-        return sampling.on_host(sampling.tokens.cpu().numpy(), logprobs)
+        return sampling.on_host(sampling.tokens.cpu().numpy(), None)
 
     def _ids(self, sequences: list[Sequence]) -> list[list[int]]:
         """[B][W + t]: all tokens so far."""
@@ -149,73 +213,45 @@ def _answer(given: Any, count: int) -> list[bool]:
     return [bool(each) for each in answer.expand(count).tolist()]
 
 
-def wide_rows(
-    arguments: dict[str, Any],
-    prepared: list[PreparedRequest],
-    params: list[SamplingParams],
-    padded: list[list[int]],
-    spare: int,
-) -> WideRows | None:
-    """What all rows of a call share, and ``params`` [B] changed to it; None where each row is by
-    itself: one row without pads, or code that is transformers' own, ``stateless``, or a prompt's.
+def wide_rows(call: Call) -> WideRows | None:
+    """What all rows of a call share, and ``call.params`` [B] changed to it; None where each row is
+    by itself: one row without pads, or code that is transformers' own, ``stateless``, or a
+    prompt's.
 
-    padded: ids of all completions as the call was given them. spare: pads of the longest prompt.
     Raises ValueError for values that would have to be one for all.
     """
-    wide, criteria = _wide(arguments, params), _criteria(arguments, params)
-    if not (wide or criteria) or (len(padded) == 1 and not spare):
+    params, first, prompts = call.params, call.prepared[0], call.prompts
+    processors = _of_all_rows(call, "logits_processor", params[0].logits_processors)
+    criteria = _of_all_rows(call, "stopping_criteria", params[0].stopping_criteria)
+    spare = prompts.width - max(map(len, prompts.each))  # pads of the longest prompt
+    single = len(params) * params[0].num_return_sequences == 1
+    if not (processors or criteria) or (single and not spare):
         return None
-    _one_for_all("deterministic", [p.deterministic for p in params])
-    most = _most(prepared, params, spare)
-    for index, one in enumerate(params):
-        places = iter(wide)
-        params[index] = one.resolve(
+    asked = [p.deterministic for p in params]
+    if len({*asked}) > 1:
+        raise refuse("deterministic", asked, f"one value {_HOW}")
+    # As many new tokens as given, or up to a length that counts pads.
+    new = [p.max_new_tokens for p in params]
+    if len({*new}) > 1 < len({prepared.config.max_length for prepared in call.prepared}):
+        raise refuse("max_new_tokens", new, f"one value {_HOW}")
+    most = new[0] if len({*new}) == 1 else max(min(new) - spare, 1)
+    wide = {id(p): BatchWide(p) for p in processors}
+    call.params = [
+        one.resolve(
             max_new_tokens=most,
             min_new_tokens=min(one.min_new_tokens, most),
-            logits_processors=[
-                next(places) if wide and _is_wide(p) else p for p in one.logits_processors
-            ],
+            logits_processors=[wide.get(id(p), p) for p in one.logits_processors],
             stopping_criteria=[c for c in one.stopping_criteria if c not in criteria],
         )
-    first = prepared[0]
-    pad = first.pad if first.eos and first.pad is not None else -1
-    return WideRows(padded, pad, criteria)
-
-
-def _most(prepared: list[PreparedRequest], params: list[SamplingParams], spare: int) -> int:
-    """New tokens of every row: as many as given, or up to a length that counts pads."""
-    new, ends = [p.max_new_tokens for p in params], [one.config.max_length for one in prepared]
-    by_default = len({*new}) == 1 < len({*ends})  # so many tokens behind each prompt
-    if by_default or any(one.config.max_new_tokens is not None for one in prepared):
-        _one_for_all("max_new_tokens", new)
-        return new[0]
-    _one_for_all("max_length", ends)
-    return max(min(new) - spare, 1)
-
-
-def _wide(arguments: dict[str, Any], params: list[SamplingParams]) -> list[BatchWide]:
-    """A processor for each of the user's."""
-    if is_per_request("logits_processor", arguments.get("logits_processor")):
-        return []
-    return [BatchWide(p) for p in params[0].logits_processors if _is_wide(p)]
-
-
-def _is_wide(processor: Any) -> bool:
-    own = isinstance(processor, PrefixConstrainedLogitsProcessor)
-    return not own and not getattr(processor, "stateless", False)
-
-
-def _criteria(arguments: dict[str, Any], params: list[SamplingParams]) -> list[Any]:
-    if is_per_request("stopping_criteria", arguments.get("stopping_criteria")):
-        return []
-    return [
-        criterion
-        for criterion in params[0].stopping_criteria
-        if not type(criterion).__module__.startswith("transformers.")
-        and not getattr(criterion, "stateless", False)
+        for one in params
     ]
+    pad = first.pad if first.eos and first.pad is not None else -1
+    return WideRows(call.padded().tolist(), pad, criteria)
 
 
-def _one_for_all(name: str, values: list[Any]) -> None:
-    if any(value != values[0] for value in values):
-        raise refuse(name, values, f"one value {_HOW}")
+def _of_all_rows(call: Call, name: str, code: Iterable[Any]) -> list[Any]:
+    """What of ``code`` of a row is the user's for all rows at once."""
+    if is_per_request(name, call.arguments.get(name)):
+        return []
+    users = [one for one in code if not type(one).__module__.startswith("transformers.")]
+    return [one for one in users if not getattr(one, "stateless", False)]

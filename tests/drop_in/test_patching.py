@@ -1,0 +1,340 @@
+"""Patching leaves the model as it is and unpatching leaves no trace; calls of ``generate`` cross:
+from several threads, within one another, and cut off.
+
+Control: the portrait that is compared shows a hook."""
+
+from __future__ import annotations
+
+import os
+import threading
+import types
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, FalconConfig
+
+import tinyspec
+from tests.support.drop_in import PAD, SMALL, greedy, own, patched, portrait, random_ids
+from tests.support.patience import PATIENCE
+from tests.support.tiny import FAMILIES, tiny
+from tinyspec import Engine, UnsupportedModelError
+
+PROMPT = random_ids(11)
+IDS = torch.tensor([PROMPT])
+
+
+def busy(family: str = "llama"):
+    """A model with something of everything that could get lost."""
+    model = tiny(family).train()
+    model.get_input_embeddings().eval()
+    model.get_input_embeddings().weight.requires_grad_(False)
+    norm = [m for m in model.modules() if "Norm" in type(m).__name__][-1]
+    norm.register_forward_hook(lambda *_: None)
+    norm.register_forward_pre_hook(lambda *_: None)
+    norm.register_full_backward_hook(lambda *_: None)
+    model.generation_config.max_new_tokens = 5
+    model.generation_config.pad_token_id = PAD
+    model.note = {"a": 1}
+    return model
+
+
+ADDED = {".generate", ".generate_batch"}
+
+
+def outside(model):
+    """The portrait of a model, but for what is on it while it is patched."""
+    return {k: v for k, v in portrait(model).items() if k not in ADDED}
+
+
+def raises(ids, scores, **_):
+    raise KeyError("raised")
+
+
+def failing_calls(model):
+    """Calls that end in errors at all places where a call can."""
+    for wrong in (
+        {"temperature": -1.0, "do_sample": True},
+        {"no_such": 1},
+        {"seed": 1, "num_beams": 2},
+        {"logits_processor": [raises]},
+        {"stopping_criteria": [raises]},
+        {"deterministic": True, "max_time": 1.0},
+        {"max_new_tokens": 10_000, "seed": 1, "do_sample": True},
+    ):
+        with pytest.raises((ValueError, NotImplementedError, KeyError)):
+            model.generate(IDS, **wrong)
+
+
+@pytest.mark.crossed(0.3)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("calls", ["no call", "calls", "failed calls", "released"])
+def test_the_model_is_its_own_self(family, calls):
+    model = busy(family)
+    before = portrait(model)
+    tinyspec.patch(model, SMALL)
+    assert outside(model) == before
+    for _ in range(2):
+        if calls == "failed calls":
+            failing_calls(model)
+        elif calls != "no call":
+            model.generate(IDS)
+            model.generate(IDS, do_sample=True, seed=1, deterministic=True)
+            model.generate(IDS, num_beams=2)  # by transformers
+        if calls == "released":
+            model.generate.release()
+        assert outside(model) == before
+    tinyspec.unpatch(model)
+    assert portrait(model) == before
+    tinyspec.unpatch(model)
+    assert portrait(model) == before
+
+
+def test_control_a_hook_shows():
+    model = busy()
+    before = portrait(model)
+    with Engine(model):
+        assert portrait(model) == before
+    model.lm_head.register_forward_hook(lambda *_: None)
+    assert portrait(model) != before
+
+
+def test_a_patched_model_is_not_patched_again():
+    with patched(tiny()) as model:
+        before, generate = portrait(model), model.generate
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"patched.*unpatch"):
+                tinyspec.patch(model)
+            assert model.generate is generate
+            assert portrait(model) == before
+        with Engine(model) as engine:  # which has a copy of its own
+            assert engine.generate([PROMPT])[0].completions[0].finish_reason == "length"
+            assert greedy(model, PROMPT) == greedy(own(), PROMPT)
+
+
+def falcon():
+    config = FalconConfig(
+        vocab_size=128, hidden_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def test_a_model_that_is_not_supported_is_left_alone():
+    model = falcon()
+    before = portrait(model)
+    with pytest.raises(UnsupportedModelError):
+        tinyspec.patch(model)
+    assert portrait(model) == before
+    tinyspec.unpatch(model)
+    assert portrait(model) == before
+
+
+def test_a_generate_of_the_models_own_comes_back():
+    asked = []
+
+    def own_generate(self, *args, **kwargs):
+        asked.append(kwargs.get("num_beams"))
+        return type(self).generate(self, *args, **kwargs)
+
+    model = tiny()
+    model.generate = types.MethodType(own_generate, model)
+    before, mine = portrait(model), model.generate
+    with patched(model):
+        assert model.generate is not mine
+        asked.clear()
+        assert greedy(model, PROMPT, num_beams=2) == greedy(own(), PROMPT, num_beams=2)
+        assert asked[-1] == 2  # what tinyspec does not serve goes to the model's own
+        assert greedy(model, PROMPT) == greedy(own(), PROMPT)
+    assert model.generate is mine
+    assert portrait(model) == before
+
+
+def test_what_is_kept_of_a_generate_says_that_it_is_over():
+    model = tiny()
+    before = portrait(model)
+    tinyspec.patch(model, SMALL)
+    kept = model.generate
+    greedy(model, PROMPT)
+    tinyspec.unpatch(model)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"unpatched; call tinyspec\.patch\(model\) again"):
+            kept(IDS, max_new_tokens=2, pad_token_id=PAD)
+        assert portrait(model) == before
+    with patched(model):
+        with pytest.raises(RuntimeError, match=r"unpatched; call tinyspec\.patch\(model\) again"):
+            kept(IDS, max_new_tokens=2, pad_token_id=PAD)
+        assert greedy(model, PROMPT) == greedy(own(), PROMPT)
+    assert portrait(model) == before
+
+
+def threads_run(*jobs) -> list[object]:
+    """Results of jobs in threads of their own, errors included."""
+    results: list[object] = [None] * len(jobs)
+
+    def run(place, job):
+        try:
+            results[place] = job()
+        except Exception as error:
+            results[place] = error
+
+    threads = [threading.Thread(target=run, args=pair) for pair in enumerate(jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    return results
+
+
+def test_two_threads():
+    prompts = [random_ids(9 + n, n) for n in range(4)]
+    expected = [[greedy(own(), prompt, 20)] * 5 for prompt in prompts]
+    with patched(tiny()) as model:
+
+        def several(prompt):
+            return [greedy(model, prompt, 20) for _ in range(5)]
+
+        found = threads_run(*(lambda p=prompt: several(p) for prompt in prompts))
+    assert found == expected
+
+
+def test_a_forked_process_is_told():
+    """At once, also where another thread holds the model at that moment."""
+    with patched(tiny()) as model:
+        held, done = threading.Event(), threading.Event()
+
+        def hold():
+            with model.generate._lock:
+                held.set()
+                done.wait(PATIENCE)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait(PATIENCE)
+        child = os.fork()
+        if child == 0:
+            told = 0
+            for call in (lambda: greedy(model, random_ids(4), 2), lambda: tinyspec.unpatch(model)):
+                try:
+                    call()
+                except ValueError as error:
+                    told += "forked process" in str(error)
+            os._exit(told)
+        done.set()
+        thread.join(PATIENCE)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+
+
+@pytest.mark.parametrize("hook", ["logits_processor", "stopping_criteria"])
+def test_generate_from_within_a_step_says_so(hook):
+    """What transformers serves runs there on the model's own modules."""
+    prompt, beams = [1, 2, 3], greedy(own(), [1, 2], num_beams=2)
+
+    def called(ids, scores, **_):
+        assert greedy(model, [1, 2], num_beams=2) == beams
+        return greedy(model, [1, 2])
+
+    with patched(tiny()) as model:
+        with pytest.raises(RuntimeError, match="generate was called from within a step"):
+            greedy(model, prompt, **{hook: [called]})
+        assert greedy(model, prompt) == greedy(own(), prompt)
+
+
+def test_generate_from_a_streamer():
+    """It is called between steps, so another call may run there."""
+    found = []
+
+    class Asks:
+        def put(self, tokens):
+            found.append(greedy(model, [1, 2]))
+
+        def end(self):
+            pass
+
+    with patched(tiny()) as model:
+        assert greedy(model, [1, 2, 3], streamer=Asks()) == greedy(own(), [1, 2, 3])
+    assert len(found) > 3 and all(tokens == greedy(own(), [1, 2]) for tokens in found)
+
+
+def test_threads_share_passes():
+    """A later call's tokens come before the last of a long one, which began first."""
+    begun, order = threading.Event(), []
+
+    def tells(ids, scores):
+        begun.set()
+        return scores
+
+    with patched(tiny()) as model:
+
+        def later():
+            begun.wait(PATIENCE)
+            order.append(greedy(model, random_ids(9), 8))
+            order.append("later")
+
+        thread = threading.Thread(target=later)
+        thread.start()
+        long = greedy(model, random_ids(5, 1), 150, logits_processor=[tells])
+        order.append("first")
+        thread.join(PATIENCE)
+        most = max(record.running for record in model.generate._engine.records)
+    assert order == [greedy(own(), random_ids(9), 8), "later", "first"] and most == 2
+    assert long == greedy(own(), random_ids(5, 1), 150)
+
+
+def test_unpatch_from_within_a_call():
+    """The call goes on, by the engine, which is closed behind it."""
+    model = tiny()
+    prompt = random_ids(9)
+    before = portrait(model)
+
+    def unpatches(ids, scores):
+        tinyspec.unpatch(model)
+        return scores
+
+    tinyspec.patch(model, SMALL)
+    engine = model.generate._engine
+    assert greedy(model, prompt, logits_processor=[unpatches]) == greedy(own(), prompt)
+    assert portrait(model) == before and engine.closed is not None
+    assert greedy(model, prompt) == greedy(own(), prompt)
+
+
+def test_unpatch_while_another_thread_generates():
+    prompt = random_ids(9)
+    expected = greedy(own(), prompt, 40)
+    for _ in range(3):
+        model = tiny()
+        before = portrait(model)
+        tinyspec.patch(model, SMALL)
+        begun = threading.Event()
+
+        def tells(ids, scores, begun=begun):
+            begun.set()
+            return scores
+
+        def unpatch(model=model, begun=begun):
+            begun.wait(PATIENCE)
+            tinyspec.unpatch(model)
+
+        found = threads_run(
+            lambda m=model, p=tells: greedy(m, prompt, 40, logits_processor=[p]), unpatch
+        )
+        assert found == [expected, None]
+        assert portrait(model) == before
+        assert greedy(model, prompt, 40) == expected
+
+
+def test_another_model_of_the_same_config():
+    """It sees nothing of the engine, also within a step."""
+    a, b = tiny(), tiny(seed=1)
+    b.config = a.config
+    for module in b.modules():
+        if getattr(module, "config", None) is not None:
+            module.config = a.config
+    padded, seen = torch.tensor([[0, 0, *PROMPT]]), []
+    expected, tokens = b(padded).logits, greedy(a, PROMPT)
+
+    def asks(ids, scores):
+        seen.append(b(padded).logits)
+        return scores
+
+    with patched(a):
+        assert greedy(a, PROMPT, logits_processor=[asks]) == tokens
+    assert len(seen) == 8 and all(torch.equal(one, expected) for one in seen)
