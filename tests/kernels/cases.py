@@ -1,4 +1,4 @@
-"""What the kernel tests share: device, dtypes and poisoned allocations.
+"""What the kernel tests share: device, dtypes, numbers.
 
 The Triton kernels run interpreted on a CPU (``TRITON_INTERPRET=1``) and compiled where there is a
 GPU. Interpreted bf16 is wrong, so bf16 needs a GPU.
@@ -37,18 +37,6 @@ def sensitive(rows: int, vocab: int, seed: int = 0) -> Tensor:
     logits = normal(rows, vocab, seed=seed) - math.log(vocab) - 0.5
     logits[:, 0] = 0.0
     return logits
-
-
-@pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh memory holds NaN (integers: -77, bools: True), so that what stays unwritten shows."""
-    empty: Callable[..., Tensor] = torch.empty
-
-    def poison(*args: object, **kwargs: object) -> Tensor:
-        tensor = empty(*args, **kwargs)
-        return tensor.fill_(float("nan") if tensor.is_floating_point() else -77)
-
-    monkeypatch.setattr(torch, "empty", poison)
 
 
 def assert_row_invariant(run: Callable[[Tensor], Tensor], x: Tensor) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.cases import DEVICE, ints, poisoned  # noqa: F401 - a fixture
+from tests.kernels.cases import DEVICE, ints
 from tinyspec.kernels.accept import accept_truncate
 from tinyspec.kernels.twins.sample import AcceptResult
 

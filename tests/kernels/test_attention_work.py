@@ -13,11 +13,7 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from tests.kernels.cases import (
-    ints,
-    normal,
-    poisoned,  # noqa: F401 - a fixture
-)
+from tests.kernels.cases import ints, normal
 from tests.kernels.test_paged_attention import Pass, Sequence, launched, lay_out
 from tinyspec.kernels import paged_attention
 from tinyspec.kernels.backend import AttentionMetadata

@@ -12,13 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.kernels.cases import (
-    DEVICE,
-    DTYPES,
-    assert_row_invariant,
-    normal,
-    poisoned,  # noqa: F401 - a fixture
-)
+from tests.kernels.cases import DEVICE, DTYPES, assert_row_invariant, normal
 from tests.support.tolerances import assert_as_good_as_torch
 from tinyspec.kernels import hidden_states as kernels
 from tinyspec.kernels.twins import layers as twins

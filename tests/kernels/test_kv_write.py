@@ -12,12 +12,7 @@ from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as glm
 from transformers.models.helium.modeling_helium import apply_rotary_pos_emb as helium
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama
 
-from tests.kernels.cases import (
-    DEVICE,
-    DTYPES,
-    normal,
-    poisoned,  # noqa: F401 - a fixture
-)
+from tests.kernels.cases import DEVICE, DTYPES, normal
 from tests.support.tolerances import ANGLES_16, assert_as_good_as_torch, close
 from tinyspec.kernels.kv_write import fused_kv_write
 from tinyspec.kernels.twins import layers as twin

@@ -13,13 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.kernels.cases import (
-    DEVICE,
-    DTYPES,
-    assert_row_invariant,
-    normal,
-    poisoned,  # noqa: F401 - a fixture
-)
+from tests.kernels.cases import DEVICE, DTYPES, assert_row_invariant, normal
 from tests.support.tolerances import OPERATOR_16, assert_as_good_as_torch, close
 from tinyspec.determinism.rows import cancelling_inputs, position_invariant
 from tinyspec.kernels.hidden_states import linear

@@ -16,13 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.cases import (
-    DEVICE,
-    DTYPES,
-    ints,
-    normal,
-    poisoned,  # noqa: F401 - a fixture
-)
+from tests.kernels.cases import DEVICE, DTYPES, ints, normal
 from tests.support.tolerances import assert_as_good_as_torch
 from tinyspec.kernels import launch
 from tinyspec.kernels.backend import AttentionMetadata

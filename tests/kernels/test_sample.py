@@ -14,13 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.cases import (
-    DEVICE,
-    DTYPES,
-    normal,
-    poisoned,  # noqa: F401 - a fixture
-    sensitive,
-)
+from tests.kernels.cases import DEVICE, DTYPES, normal, sensitive
 from tests.support.tolerances import NOISE, assert_as_good_as_torch, near, within_units
 from tinyspec.kernels import launch
 from tinyspec.kernels import sample as kernel

@@ -1,9 +1,12 @@
 """Sampling: the right distribution, the right tokens kept, and every row by itself."""
 
+from __future__ import annotations
+
 import random
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from transformers.generation.logits_process import (
@@ -16,16 +19,77 @@ from transformers.generation.logits_process import (
 )
 
 from tests.support.mixes import crowd
-from tests.support.sampling import SampleRow, sample_rows
 from tests.support.tiny import VOCAB, prompts, tiny
 from tests.support.tolerances import FORMULA, LOGPROBS, near
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.kernels import backend as kernels
 from tinyspec.kernels.twins.sample import gumbel, sample, softmax
 from tinyspec.runner import processors
-from tinyspec.runner.processors import keep_top_k, penalise_repetition
-from tinyspec.runner.sampler import Sampler
+from tinyspec.runner.processors import SpecialRow, keep_top_k, penalise_repetition
+from tinyspec.runner.sampler import NOT_FINITE, SampleBatch, Sampler, SpecialResult
 from tinyspec.scheduler.request import noise_key
+
+
+@dataclass
+class SampleRow:
+    """One token to be sampled; fields as in ``SampleBatch`` and ``SpecialRow``."""
+
+    logits_row: int
+    params: SamplingParams
+    key: int
+    position: int
+    num_generated: int
+    history: list[int]
+
+
+@dataclass
+class SampledToken:
+    token: int
+    logprob: float = 0.0
+    top: list = field(default_factory=list)
+    error: str | None = None
+    cause: Exception | None = None
+
+
+def batch_of(rows: list[SampleRow]) -> SampleBatch:
+    """The same rows as arrays, all of them special."""
+    params = [row.params for row in rows]
+
+    def integers(name):
+        return np.array([getattr(row, name) for row in rows], np.int64)
+
+    def filters(name, off):
+        values = [getattr(p, name) if p.filtered else off for p in params]
+        return np.array([off if value is None else value for value in values])
+
+    return SampleBatch(
+        integers("logits_row"),
+        integers("key"),
+        integers("position"),
+        np.array([p.temperature for p in params], np.float64),
+        filters("top_k", 0),
+        filters("top_p", 1.0),
+        filters("min_p", 0.0),
+        any(p.logprobs or p.top_logprobs for p in params),
+        {n: SpecialRow(r.params, r.num_generated, r.history) for n, r in enumerate(rows)},
+    )
+
+
+def sample_rows(sampler, logits, rows: list[SampleRow]) -> list[SampledToken]:
+    """One result a row."""
+    sampling = sampler.sample(logits, batch_of(rows))
+    logprobs = None if sampling.logprobs is None else sampling.logprobs.cpu().numpy()
+    found = sampling.on_host(sampling.tokens.cpu().numpy(), logprobs)
+    results = []
+    for n, token in enumerate(found.tokens.tolist()):
+        special = found.special.get(n, SpecialResult(error=NOT_FINITE))
+        if token < 0:
+            results.append(SampledToken(-1, error=special.error, cause=special.cause))
+            continue
+        logprob = 0.0 if found.logprobs is None else float(found.logprobs[n])
+        results.append(SampledToken(token, logprob, special.top))
+    return results
+
 
 keep_top_p, keep_min_p = (
     partial(keep, softmax=softmax) for keep in (processors.keep_top_p, processors.keep_min_p)

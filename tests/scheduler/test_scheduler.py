@@ -1,20 +1,43 @@
 """The scheduler by itself: random traces with made-up tokens in place of a model."""
 
+from __future__ import annotations
+
 import random
 from collections import Counter
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
-from tests.support.works import works_of
 from tinyspec.config import EngineConfig
 from tinyspec.sampling_params import SamplingParams
 from tinyspec.scheduler.admission import Admission
 from tinyspec.scheduler.buckets import MOST_DRAFTS, Buckets
 from tinyspec.scheduler.page_pool import PagePool
-from tinyspec.scheduler.passes import DECODE, DRAFT, PROMPT, VERIFY
-from tinyspec.scheduler.request import Request
+from tinyspec.scheduler.passes import DECODE, DRAFT, PROMPT, VERIFY, Pass
+from tinyspec.scheduler.request import Request, Sequence
 from tinyspec.scheduler.scheduler import Scheduler
+
+
+class Work(NamedTuple):
+    """Positions ``start`` to ``end - 1`` of one sequence; see ``passes.ScheduledRows``."""
+
+    sequence: Sequence
+    kind: int
+    start: int
+    end: int
+    yields: int
+
+    @property
+    def count(self) -> int:
+        return self.end - self.start
+
+
+def works_of(drawn: Pass) -> list[Work]:
+    """To be called before any of its sequences ends."""
+    works = drawn.works
+    columns = (works.kinds, works.starts, works.ends, works.yields)
+    return [Work(*one) for one in zip(drawn.sequences, *(c.tolist() for c in columns), strict=True)]
 
 
 class Logged(Admission):

@@ -23,22 +23,24 @@ result is not finite, it is computed once more with such keys and their values o
 the rows that do not attend to them; all others keep their bits. A row is NaN where it attends to a
 value that is not finite.
 
-Of passes that need not be canonical (``exact=False``) the rows for which there is a faster call go
-by ``attention_plain`` instead. Does not know requests or passes; calls share only what
-``AttentionMetadata.derived`` keeps for the layers of one pass.
+Of passes that need not be canonical (``exact=False``) decode rows whose contexts lie in the cache
+at even distances go in one call (``PageRun``): the same mathematics, other bits, which may depend
+on what shares the pass; but not whether they are finite. For other rows the canonical reduction is
+as fast. Does not know requests or passes; calls share only what ``AttentionMetadata.derived`` keeps
+for the layers of one pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from tinyspec.kernels.backend import AttentionMetadata
-from tinyspec.kernels.twins.attention_plain import PlainCall, plain_calls
 from tinyspec.kernels.twins.attention_plan import (
     MASKED,
     QUERY_UNIT,
@@ -47,9 +49,11 @@ from tinyspec.kernels.twins.attention_plan import (
     CausalMask,
     TileCall,
     all_finite,
-    flash_attention,
+    integers,
+    masked,
     plan_calls,
     query_blocks,
+    segments,
 )
 from tinyspec.kernels.twins.layers import values
 
@@ -58,6 +62,7 @@ HEAD_UNIT = 32
 # Keys that may be left out behind all contexts of a call, and query rows at which torch begins to
 # multiply more of them at a time.
 KEYS_UNIT, LARGER = 32, (192, 768)
+flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def _tiles_of(cache: Tensor, plan: TileCall, dtype: torch.dtype) -> Tensor:
@@ -180,14 +185,75 @@ def attend_tiles(
 def _outputs(merged: Tensor, q: Tensor, plan: TileCall) -> Tensor:
     """Of results [B, parts, queries, D or more] those of the plan's rows [n, Hq, D]."""
     _, heads, dim = q.shape
-    if merged.shape[3] > dim:
-        merged = merged[..., :dim]
-    found = merged.to(q.dtype).reshape(-1, dim)
-    if plan.picked is None:
-        found = found[: len(plan.rows) * heads].contiguous()
-    else:
-        found = found.index_select(0, plan.picked)
-    return found.view(-1, heads, dim)
+    found = merged[..., :dim].to(q.dtype).reshape(-1, dim)
+    return found.index_select(0, plan.picked).view(-1, heads, dim)
+
+
+@dataclass
+class PageRun:
+    """All rows that are alone in their segments; their contexts start at even distances.
+
+    rows: they follow each other. start, step: slot of the first context, and from one to the next.
+    keys: of each context, what any row attends to. mask: [rows, 1, 1, keys] fp32; None where every
+    row attends to them all.
+    """
+
+    rows: slice
+    start: int
+    step: int
+    keys: int
+    mask: Tensor | None
+
+    def _contexts(self, cache: Tensor, dtype: torch.dtype) -> Tensor:
+        """Keys or values, a view [rows, Hkv, keys, D]."""
+        _, _, heads, dim = cache.shape
+        wide, rows = heads * dim, self.rows.stop - self.rows.start
+        shape, strides = (rows, heads, self.keys, dim), (self.step * wide, dim, wide, 1)
+        start = cache.storage_offset() + self.start * wide
+        return values(cache.as_strided(shape, strides, start), dtype)
+
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float) -> Tensor | None:
+        """Attention of its rows [rows, Hq, D]; None where something is not finite, and it may be
+        what a row does not attend to."""
+        k, v = self._contexts(k_cache, q.dtype), self._contexts(v_cache, q.dtype)
+        heads, dim = q.shape[1:]
+        rows = q[self.rows].reshape(len(k), k.shape[1], -1, dim)
+        out, lse = flash_attention(rows, k, v, 0.0, attn_mask=self.mask, scale=scale)
+        if self.mask is not None and not all_finite(out, lse):
+            return None
+        return out.reshape(-1, heads, dim).contiguous()
+
+
+def page_run(metadata: AttentionMetadata, causal: CausalMask) -> PageRun | None:
+    """One call for the decode rows of a pass, if their contexts lie so."""
+    size = metadata.page_size
+    alone = [(a, length, pages) for (a, b), length, pages in segments(metadata) if b == a + 1]
+    if not alone:
+        return None
+    rows, lengths, tables = map(list, zip(*alone, strict=True))
+    count = -(-lengths[0] // size)
+    firsts = [pages[0] for pages in tables]
+    step = firsts[1] - firsts[0] if len(firsts) > 1 else count
+    even = (
+        all(causal.lowest_key(length - 1) <= 0 for length in lengths)
+        # Masked keys have to be finite: each context's own, not what lies between two of them.
+        and all(-(-length // size) == count for length in lengths)
+        and step >= count
+        and all(after - before == step for before, after in pairwise(firsts))
+        and _consecutive(rows)
+        and all(_consecutive(pages[:count]) for pages in tables)
+    )
+    if not even:
+        return None
+    keys = max(lengths)
+    mask = None
+    if min(lengths) < keys:
+        mask = masked(integers(range(keys)) >= integers(lengths)[:, None])[:, None, None]
+    return PageRun(slice(rows[0], rows[-1] + 1), firsts[0] * size, step * size, keys, mask)
+
+
+def _consecutive(numbers: list[int]) -> bool:
+    return all(after == before + 1 for before, after in pairwise(numbers))
 
 
 @cache
@@ -253,22 +319,29 @@ def paged_attention(
     causal, derived = CausalMask(window, chunk), metadata.derived
     kv_heads = k_cache.shape[2]
     group = q.shape[1] // kv_heads
-    plain: list[PlainCall] = []
-    if not metadata.exact and not softcap and sinks is None:
-        if ("plain", causal, group) not in derived:
-            derived["plain", causal, group] = plain_calls(metadata, causal, group, q.dtype)
-        plain = derived["plain", causal, group]
     found: list[tuple[slice | Tensor, Tensor]] = []
-    for call in plain:
-        part = call.attend(q, k_cache, v_cache, scale)
-        if part is None:
-            plain, found = [], []
-            break
-        found.append((call.rows, part))
+    run: PageRun | None = None
+    # torch multiplies a single row of bf16 numbers in three times the time of four.
+    one_row = group == 1 and q.dtype == torch.bfloat16
+    if not (metadata.exact or softcap or sinks is not None or one_row):
+        if ("run", causal) not in derived:
+            derived["run", causal] = page_run(metadata, causal)
+        run = derived["run", causal]
+    if run is not None:
+        part = run.attend(q, k_cache, v_cache, scale)
+        if part is not None:
+            found.append((run.rows, part))
 
-    key = "tiles", causal, group, q.shape, softcap > 0, len(plain)
+    key = "tiles", causal, group, q.shape, softcap > 0, len(found)
     if key not in derived:
-        derived[key] = _tile_calls(metadata, causal, q, kv_heads, plain, softcap)
+        served = range(len(q))[run.rows] if run is not None and found else range(0)
+        blocks = [b for b in query_blocks(metadata, causal) if b.row not in served]
+        least = _least_rows(q, softcap)
+        cuts = not softcap and cut_keeps_bits(q.dtype, q.shape[2], least)
+        unit = KEYS_UNIT if cuts else TILE
+        derived[key] = plan_calls(
+            blocks, metadata.page_size, causal, group, kv_heads, least=least, unit=unit
+        )
     for tiles in derived[key]:
         part = attend_tiles(
             q, k_cache, v_cache, tiles, group=group, scale=scale, softcap=softcap, sinks=sinks
@@ -280,22 +353,3 @@ def paged_attention(
     for rows, part in found:
         result[rows] = part
     return result
-
-
-def _tile_calls(
-    metadata: AttentionMetadata,
-    causal: CausalMask,
-    q: Tensor,
-    kv_heads: int,
-    plain: Sequence[PlainCall],
-    softcap: float,
-) -> list[TileCall]:
-    """Canonical calls for all rows that the ``plain`` ones leave."""
-    served = {row for call in plain for row in range(call.rows.start, call.rows.stop)}
-    blocks = [block for block in query_blocks(metadata, causal) if block.row not in served]
-    if not blocks:
-        return []
-    group, least = q.shape[1] // kv_heads, _least_rows(q, softcap)
-    unit = TILE if softcap or not cut_keeps_bits(q.dtype, q.shape[2], least) else KEYS_UNIT
-    size = metadata.page_size
-    return plan_calls(blocks, size, causal, group, kv_heads, least=least, unit=unit)

@@ -35,8 +35,6 @@ MASKED = -3e38
 # Between any sum of scores and one masked score.
 UNLIKELY = -MASKED / 2
 
-flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-
 Position = TypeVar("Position", int, Tensor)
 
 
@@ -119,8 +117,7 @@ class TileCall:
     gather: [T * parts * height] the groups of heads, counted through the pass, that are every
             tile's query rows.
     rows:   [n] the pass rows that the call computes, ascending.
-    picked: [n * parts * group] where these have their heads in the result [B, parts, queries]; None
-            where that is 0, 1, 2, ...
+    picked: [n * parts * group] where these have their heads in the result [B, parts, queries].
     owners: [T] block of every tile; None where tiles and blocks are the same in the same order, or
             all tiles are one block's, whose query rows are there once.
     mask:   [T, 1, queries, keys] fp32, 0 or MASKED.
@@ -134,7 +131,7 @@ class TileCall:
     height: int
     gather: Tensor
     rows: Tensor
-    picked: Tensor | None
+    picked: Tensor
     owners: Tensor | None
     mask: Tensor
     keys: int
@@ -223,7 +220,7 @@ def _plan_call(
     ]
     # Block and number of every tile.
     pairs = [(b, blocks[b].first_tile + depth) for depth, n in enumerate(counts) for b in range(n)]
-    tiles, span, index = _find_tiles(blocks, pairs, page_size)
+    tiles, span, index = _find_tiles(blocks, pairs, page_size, queries)
     if span is not None:
         # A tile of the range that no block has gets the first block's rows; its result is not read.
         at = dict(zip(index, pairs, strict=True))
@@ -261,20 +258,17 @@ def _plan_call(
     )
 
 
-def _results(
-    blocks: list[Block], queries: int, group: int, parts: int
-) -> tuple[Tensor, Tensor | None]:
+def _results(blocks: list[Block], queries: int, group: int, parts: int) -> tuple[Tensor, Tensor]:
     """``TileCall.rows`` and ``TileCall.picked``."""
     own = sorted((block.row, n * parts * queries, block.rows) for n, block in enumerate(blocks))
     query = integers([place + n * group for _, place, count in own for n in range(count)])
     heads = integers(range(group)) + integers(range(parts))[:, None] * queries
-    picked = (query[:, None, None] + heads).flatten()
     rows = integers([first + n for first, _, count in own for n in range(count)])
-    return rows, None if torch.equal(picked, integers(range(len(picked)))) else picked
+    return rows, (query[:, None, None] + heads).flatten()
 
 
 def _find_tiles(
-    blocks: list[Block], pairs: list[tuple[int, int]], page_size: int
+    blocks: list[Block], pairs: list[tuple[int, int]], page_size: int, queries: int
 ) -> tuple[Tensor, tuple[int, int] | None, list[int]]:
     """``TileCall.tiles`` and ``TileCall.span`` for tiles (block, number), and where each of them is
     in the call."""
@@ -284,7 +278,9 @@ def _find_tiles(
     ratio = page_size // TILE
     places = [blocks[b].pages[number // ratio] * ratio + number % ratio for b, number in pairs]
     low, high = min(places), max(places) + 1
-    if high - low > 2.5 * len(places) or len(set(places)) < len(places):
+    # For few query rows it is cheaper to multiply tiles that nobody needs than to copy the others.
+    most = 2.5 * len(places) if queries <= QUERY_UNIT else len(places)
+    if high - low > most or len(set(places)) < len(places):
         return integers(places), None, every
     return integers(places), (low, high), [place - low for place in places]
 
