@@ -9,13 +9,11 @@ from huggingface_hub import constants
 from torch import nn
 
 from tests.support.budget import first
-from tests.support.changes import Tuner
 from tests.support.mixes import bits
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import prompts, tiny
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
 from tinyspec.determinism import results
-from tinyspec.determinism.model_state import adapter_state
 from tinyspec.kernels.twins import layers as twins
 from tinyspec.model.checksum import checksum
 from tinyspec.model.cpu_linears import FastMode, cpu_stand_ins
@@ -42,38 +40,19 @@ def proven(model, **config):
 # Facts on disk
 
 
-def test_facts_go_to_disk_and_back(home, probed):
-    found = proven(tiny())
-    (file,) = home.iterdir()
-    assert file.suffix == ".json"
-    assert proven(tiny()) == found and len(probed) == 1
-
-
-@pytest.mark.parametrize(
-    "other",
-    first(
-        3,
-        [
-            {"reference_rows": 12},
-            {"linear": "always"},
-            {"max_model_len": 100},
-            {"max_rows": 20},
-            {"linear": "never"},
-        ],
-        1,
-    ),
-    ids=str,
+# Settings, and whether what is known with the defaults holds with them.
+OTHERS = (
+    *(({"linear": "always"}, False), ({"reference_rows": 12}, False), ({"max_rows": 20}, False)),
+    *(({"max_model_len": 100}, False), ({"linear": "never"}, False)),
+    ({"draft_window": 3, "verify": "always", "prefix_cache": False}, True),
 )
-def test_other_settings_are_probed_anew(probed, other):
+
+
+@pytest.mark.parametrize(("other", "shared"), OTHERS, ids=str)
+def test_which_settings_share_facts(probed, other, shared):
     proven(tiny())
     proven(tiny(), **other)
-    assert len(probed) == 2
-
-
-def test_settings_that_only_steer_share_facts(probed):
-    for settings in ({}, {"draft_window": 3}, {"verify": "always"}, {"prefix_cache": False}):
-        proven(tiny(), **settings)
-    assert len(probed) == 1
+    assert len(probed) == (1 if shared else 2)
 
 
 def test_fresh_facts_replace_those_on_disk(home, probed):
@@ -256,48 +235,6 @@ def test_writes_that_leave_no_trace_are_seen_by_a_digest():
             assert not engine.contract.refresh()
             model.lm_head.weight.data[3, 4] += 1
             assert bool(engine.contract.refresh()) == verify and not engine.contract.refresh()
-
-
-def switch(tuner):
-    tuner._active = ["fr"]
-
-
-def disable(tuner):
-    tuner._disabled = True
-
-
-def rescale(tuner):
-    tuner.scaling["en"] = 0.5
-
-
-def merge(tuner):
-    tuner.merged_adapters.append("en")
-
-
-@pytest.mark.parametrize("change", first(2, [switch, rescale, disable, merge], 1))
-def test_adapters_in_use_are_part_of_the_fingerprint(change):
-    model = tiny()
-    tuner = model.model.layers[0].mlp.down_proj = Tuner(model.model.layers[0].mlp.down_proj)
-    with Engine(model, config=EngineConfig(**CONFIG)) as engine:
-        before = engine.generate(prompts(3), DETERMINISTIC)
-        assert not engine.contract.refresh()
-        change(tuner)
-        assert engine.contract.changed()
-        after = engine.generate(prompts(3), DETERMINISTIC)
-        assert before[0].fingerprint != after[0].fingerprint
-        if change is not merge:
-            assert [bits(o) for o in before] != [bits(o) for o in after]
-        tuner._active, tuner._disabled, tuner.merged_adapters = ["en"], False, []
-        tuner.scaling["en"] = 1.0
-        again = engine.generate(prompts(3), DETERMINISTIC)
-        assert again[0].fingerprint == before[0].fingerprint
-        assert [bits(o) for o in again] == [bits(o) for o in before]
-
-
-def test_methods_of_those_names_are_no_adapters():
-    """Transformers' models have some."""
-    model = tiny()
-    assert hasattr(type(model), "active_adapters") and adapter_state(model) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
