@@ -240,15 +240,6 @@ def test_another_canary_is_another_fingerprint(monkeypatch):
     assert after[0] == before[0] and after[1] != before[1]
 
 
-def test_threads_change_the_fingerprint_between_calls(two_threads):
-    with Engine(tiny(), config=CONFIG) as engine:
-        two = engine.fingerprint
-        torch.set_num_threads(1)
-        one = engine.fingerprint
-        torch.set_num_threads(2)
-        assert two == engine.fingerprint != one
-
-
 def test_the_environment_is_readable():
     found = environment.environment(torch.device("cpu"))
     assert found["threads"] == torch.get_num_threads()
