@@ -45,6 +45,17 @@ def test_unequal_bits_sees_signs_of_zero_and_equal_nans():
     assert unequal_bits(a, b).tolist() == [[True, False], [False] * 2, [False] * 2]
 
 
+def test_one_bad_row_index_is_caught():
+    def bad_at_seventeen(x: torch.Tensor) -> torch.Tensor:
+        out = x.double().sum(1, keepdim=True).float()
+        if len(x) > 17:
+            out[17] = torch.nextafter(out[17], torch.tensor(torch.inf))
+        return out
+
+    probe = position_invariant(bad_at_seventeen, torch.randn(16, 64), 32)
+    assert not probe and probe.differing < probe.checked / 10
+
+
 def test_unrepeatable_function_is_caught_at_one_row():
     assert not position_invariant(torch.rand_like, torch.randn(1, 64), 1)
 

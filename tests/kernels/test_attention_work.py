@@ -98,6 +98,20 @@ def test_matches_model(name: str, bound: dict[str, int]) -> None:
     assert max(units) <= 1.5 * sum(units) / len(units) + 1
 
 
+def test_workspace() -> None:
+    """Entries of tiles that may be cut do not overlap; what has none is not cut."""
+    for entries in (ENTRIES, 20000, 0):
+        work = made(PASSES["prompts"], entries=entries)
+        used = 0
+        for *_, size, _, splits, entry, shift in work.tiles[: len(tiles_of(PASSES["prompts"]))]:
+            if entry >= 0:
+                assert entry == used
+                used += int(splits * SETTINGS["heads"] * (size << shift))
+        assert used <= entries and (used > 0) == (entries > 0)
+        for item, first, _ in work.starts.tolist():
+            assert first == 0 or work.tiles[item // SETTINGS["heads"], 5] >= 0
+
+
 def work_of_any_order(work: WorkList, heads: int, programs: int, seed: int) -> WorkList:
     """The same tiles in another order, all with entries, cut anywhere."""
     rng = random.Random(seed)

@@ -88,6 +88,18 @@ def run(dtype, shape, chosen, scores, page_size=128, seed=0, scattered=True, exa
     return [out[a:b] for a, b in pairwise(starts)]
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_tiles_with_holes_between_them(dtype, shape):
+    """Dense in the cache but for what is another's, and of one tile each: where there is but one KV
+    head, too."""
+    chosen = [(1, 5), (2, 5), (3, 5), (0, 1)]
+    scattered = run(dtype, shape, chosen, {})
+    for step in (1, 2):
+        found = run(dtype, shape, chosen, {}, scattered=False, step=step)
+        assert all(map(torch.equal, found, scattered))
+
+
 def sees(length, window=0, chunk=0):
     """[length, length]: whether the row sees the key."""
     key = torch.arange(length)
@@ -370,6 +382,52 @@ def decode(dtype, lengths, pages, size, window=0, rows=()):
     metadata = AttentionMetadata.of(spans, pages, size, exact=False)
     found = twin.paged_attention(q, *caches, metadata, scale=dim**-0.5, window=window)
     assert within_units(found, torch.stack(expected), 16), "NaN included"
+
+
+CONTEXTS = (  # lengths, pages, rows of each, whether the rows that are alone run in one call
+    ([70], [[3]], (1,), True),
+    ([200], [[3, 4]], (1,), True),
+    ([70, 70, 70], [[2], [3], [4]], (1, 1, 1), True),
+    ([70, 5, 128], [[2], [4], [6]], (1, 1, 1), True),
+    ([130, 256], [[1, 2], [5, 6]], (1, 1), True),
+    ([200], [[3, 1]], (1,), False),
+    ([70, 70, 70], [[2], [3], [5]], (1, 1, 1), False),
+    ([70, 70], [[3], [2]], (1, 1), False),
+    ([70, 200], [[1], [4, 5]], (1, 1), False),
+    ([70, 70, 90, 131], [[2], [3], [5], [7, 8]], (1, 1, 90, 31), True),
+    ([40, 70, 70, 70], [[1], [3], [5], [7]], (40, 1, 1, 1), True),
+    ([70, 70, 90, 131], [[2], [4], [5], [7, 8]], (1, 1, 1, 31), False),
+    ([70, 90, 70], [[2], [3], [4]], (1, 90, 1), False),
+    ([90, 131], [[5], [7, 9]], (90, 31), False),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_contexts_anywhere(monkeypatch, dtype):
+    """Decode rows of even contexts run in one call, beside prompts too; nothing between contexts
+    is read, which NaN would show."""
+    calls = []
+    plan = twin.page_run
+    monkeypatch.setattr(twin, "page_run", lambda *args: calls.append(plan(*args)) or calls[-1])
+    for lengths, pages, rows, even in CONTEXTS:
+        del calls[:]
+        decode(dtype, lengths, pages, 128, rows=rows)
+        assert [call is not None for call in calls] == [even and 1 in rows]
+    del calls[:]
+    decode(dtype, [70, 70], [[2], [3]], 128, window=30)
+    assert calls == [None]
+
+
+def test_a_masked_key_must_be_finite(monkeypatch):
+    """Control: contexts of unlike pages would reach into what lies between them."""
+    lengths, pages = [70, 200], [[1], [4, 5]]
+    decode(torch.float32, lengths, pages, 128)
+    whole = twin.PageRun(slice(0, 2), 128, 3 * 128, 200, torch.zeros(2, 1, 1, 200))
+    whole.mask[0, ..., 70:] = -1e30
+    monkeypatch.setattr(twin, "page_run", lambda *args: whole)
+    monkeypatch.setattr(twin, "all_finite", lambda *_: True)
+    with pytest.raises(AssertionError, match="NaN"):
+        decode(torch.float32, lengths, pages, 128)
 
 
 @pytest.mark.parametrize("exact", [False, True])
