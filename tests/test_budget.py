@@ -59,10 +59,3 @@ def test_a_family_has_its_share():
         allowed = budget.quota(config(36), family)
         assert 0.8 * allowed < spent[family] <= allowed
     assert sum(budget.quota(config(36), family) for family in budget.SHARES) == pytest.approx(2160)
-
-
-def test_the_seed_draws():
-    items = lasting("crosses", 2.0, 500)
-    first = budget.sampled(config(1), items)
-    assert first == budget.sampled(config(1), items[::-1])
-    assert first != budget.sampled(config(1, "b"), items)

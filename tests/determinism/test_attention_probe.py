@@ -1,16 +1,14 @@
 """Attention of a row alone and in its prompt: head sizes, softcaps, and a probe that tells."""
 
 from dataclasses import replace
-from itertools import count
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from tests.support import zoo
 from tests.support.budget import first
-from tests.support.tiny import config_of, tiny
-from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
+from tests.support.tiny import tiny
+from tinyspec import DeterminismError, Engine, EngineConfig
 from tinyspec.determinism import attention_probe
 from tinyspec.determinism.attention_probe import (
     LENGTH,
@@ -26,7 +24,6 @@ from tinyspec.kernels import launch
 from tinyspec.kernels.twins import attention as twin
 from tinyspec.kernels.twins import attention_plan
 from tinyspec.kernels.twins.attention import flash_attention
-from tinyspec.kernels.twins.attention_plan import padded_queries
 from tinyspec.model.attention import LayerShape, Reach
 from tinyspec.model.cpu_linears import cpu_has
 
@@ -144,28 +141,6 @@ def test_one_row_of_many_is_found():
     assert many.checked >= MANY_ROWS and 0 < many.differing < 20
 
 
-def test_time_ends_it(monkeypatch):
-    clock = count()
-    monkeypatch.setattr(attention_probe.time, "perf_counter", lambda: next(clock))
-    few, more = (
-        probe(torch.float32, 16, heads=(2, 1), rows=10**9, seconds=seconds) for seconds in (0, 2)
-    )
-    assert few.checked > 2000 and more.checked == 3 * few.checked
-
-
-@pytest.mark.parametrize("group", range(1, 41))
-@pytest.mark.parametrize("least", [4, 16])
-def test_no_short_rest(group, least):
-    """However torch cuts the query rows, no part has fewer than ``least``, nor an odd number."""
-    for rows in range(1, 129):
-        queries = padded_queries(rows, group, least)
-        unit = 32 if queries < 192 else 64 if queries < 768 else 256
-        assert queries >= rows * group
-        assert all(part >= least and part % 4 == 0 for part in {queries % unit or unit})
-        if group & (group - 1):  # only whole ones, and powers of two
-            assert queries % 32 == 0 or queries in (4, 8, 16)
-
-
 @pytest.mark.skipif(not cpu_has("amx_bf16"), reason="where few and many rows differ")
 @pytest.mark.parametrize("dim", [80, 112, 144])
 def test_control_head_sizes_as_they_are(dim, monkeypatch):
@@ -191,22 +166,6 @@ def test_an_engine_probes_what_its_calls_have(name):
         assert found and not any(found) and all(name in kind.name for kind in found)
     shape = (torch.float32, 16, 0.0, (4, 2), broken(lambda scores: "sinks" in scores))
     assert probe(*shape) and not probe(*shape, sinks=True)
-
-
-@pytest.mark.parametrize("keys", [32, 64, 96])
-def test_keys_that_are_left_out(keys, monkeypatch):
-    """Calls over so many keys of a tile have other bits, unlike what was compared before use."""
-    monkeypatch.setattr(twin, "cut_keeps_bits", lambda *_: True)
-    flash = twin.flash_attention
-
-    def other(q, k, *args, **more):
-        out, lse = flash(q, k, *args, **more)
-        return out * (1 + (k.shape[2] == keys)), lse
-
-    monkeypatch.setattr(twin, "flash_attention", other)
-    assert not probe(torch.float32, 64, heads=(4, 2))
-    monkeypatch.setattr(twin, "cut_keeps_bits", lambda *_: False)
-    assert probe(torch.float32, 64, heads=(4, 2))
 
 
 @pytest.mark.parametrize(
@@ -259,25 +218,6 @@ def test_near_bounds_meet_the_same_boundaries():
         assert seen and seen <= ends(bound, range(bound, bound + 512))
     # As it was, for half of all bounds.
     assert not ends(256 + 4096 % 256, range(LENGTH)) & ends(4096, range(4096, 4608))
-
-
-def grouped(dtype=torch.float32):
-    """A Llama with three query heads a KV head, as Llama 3.2 3B has them, and wide heads."""
-    config = config_of("llama")
-    config.update({"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 96})
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config).to(dtype).eval()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_a_model_with_three_heads_a_group(dtype):
-    params = SamplingParams(max_new_tokens=4, deterministic=True, logprobs=True)
-    with Engine(grouped(dtype)) as engine:
-        (completion,) = engine.generate([[1, 2, 3]], params)[0].completions
-        assert len(completion.token_ids) == 4 and completion.finish_reason == "length"
-        (kind,) = engine.contract.results.attention
-        assert kind.checked > 2000 and kind.differing == 0
 
 
 def test_the_advice_for_attention(no_results_on_disk):

@@ -82,42 +82,6 @@ def test_chunks_that_mix_in_larger_batches_only():
     assert sizes == [16] * 4
 
 
-def count_states(model):
-    """[number of calls] of C."""
-    calls = [0]
-    block = model.compression.block
-
-    def count(_module, _given, _found):
-        calls[0] += 1
-
-    block.register_forward_hook(count)
-    return calls
-
-
-def test_states_of_known_thoughts_are_kept():
-    """And give the bits of an engine that makes them anew; not behind a change of weights."""
-    model = thinking_model()
-    calls = count_states(model)
-
-    def fresh(prompt):
-        with engine_of(model, prefix_cache=False) as engine:
-            return all_bits(engine.generate([prompt], exact())[0])
-
-    with engine_of(model, prefix_cache=False) as engine:
-        first = all_bits(engine.generate([PROMPT], exact())[0])
-        before = calls[0]
-        assert all_bits(engine.generate([PROMPT], exact())[0]) == first
-        assert calls[0] == before
-        with torch.no_grad():
-            model.compression.block.layer.mlp.up_proj.weight.mul_(1.5)
-        second = all_bits(engine.generate([PROMPT], exact())[0])
-        assert calls[0] > before and second != first
-        model.compression.block.layer.mlp.up_proj.weight.data.mul_(1.5)
-        engine.weights_changed()
-        third = all_bits(engine.generate([PROMPT], exact())[0])
-    assert third != second and third == fresh(PROMPT)
-
-
 def test_states_of_plain_requests_are_no_deterministic_ones():
     """Plain ones run in batches of any size until it is known what changes no bit."""
     model = thinking_model()

@@ -13,14 +13,10 @@ import torch
 
 from tests.support.budget import first
 from tests.support.mixes import (
-    HalfLiar,
-    Liar,
     bits,
     crowd,
     needles,
     plain,
-    random_config,
-    run_through,
     solo,
 )
 from tests.support.sensitive import (
@@ -51,44 +47,6 @@ def models(request):
     return found
 
 
-def run_mix(model, alone, seed):
-    """One random mix; asserts that every needle in it kept its bits."""
-    rng = random.Random(seed)
-    truths = [
-        p + tokens for (p, _), row in zip(needles(), alone, strict=True) for tokens, *_ in row
-    ]
-    drafter = rng.choice((None, None, "ngram", Liar(seed), HalfLiar(truths, seed)))
-    chosen = rng.sample(range(len(needles())), rng.randint(1, 3))
-    requests = [needles()[n] for n in chosen]
-    others = crowd(rng, rng.choice((1, 3, 8, rng.randint(0, 20))))
-    places = [("needle", n) for n in range(len(requests))] + [("other", None)] * len(others)
-    rng.shuffle(places)
-    others_left = iter(others)
-    order = [requests[n] if kind == "needle" else next(others_left) for kind, n in places]
-    with Engine(model, config=random_config(rng, REFERENCE, drafter)) as engine:
-        outputs = run_through(engine, rng, order)
-        assert engine.pool.num_held == 0
-    for (kind, n), output in zip(places, outputs, strict=True):
-        assert all(c.error is None for c in output.completions)
-        if kind == "needle":
-            assert bits(output) == alone[chosen[n]], f"mix {seed}, needle {chosen[n]}"
-
-
-@pytest.mark.parametrize("seed", first(1, range(3), 4))
-def test_random_mixes(models, seed):
-    for dtype in DTYPES:
-        model, alone = models[dtype]
-        run_mix(model, alone, seed)
-
-
-@pytest.mark.slow("random mixes", 4, cases=50)
-def test_many_random_mixes(models, case_seed):
-    for seed in range(case_seed, case_seed + 10):
-        for dtype in DTYPES:
-            model, alone = models[dtype]
-            run_mix(model, alone, seed)
-
-
 def test_control_plain_requests_differ():
     """Without the flag the same mixes do change bits: the check above can fail."""
     model = sensitive()
@@ -117,18 +75,6 @@ def test_preemption(models):
         outputs = engine.generate([p for p, _ in needles()], [s for _, s in needles()])
     assert sum(c.stats.preemptions for o in outputs for c in o.completions) > 0
     assert [bits(output) for output in outputs] == alone
-
-
-def test_lying_drafter(models):
-    model, alone = models[torch.float32]
-    rollbacks = 0
-    for seed in range(5):
-        config = EngineConfig(reference_rows=REFERENCE, drafter=Liar(seed))
-        with Engine(model, config=config) as engine:
-            outputs = engine.generate([p for p, _ in needles()], [s for _, s in needles()])
-            rollbacks += engine.stats().rollbacks
-        assert [bits(output) for output in outputs] == alone
-    assert rollbacks > 50
 
 
 def test_doors_agree(models):

@@ -128,19 +128,6 @@ def test_what_a_first_token_waits_for(monkeypatch):
         assert {*rows} == {reference} and len(rows) < 12
 
 
-def test_what_is_used_is_proven(monkeypatch):
-    """One request alone decodes a row a pass, eight of them eight; plain ones prove nothing."""
-    on_demand(monkeypatch)
-    for number, proven in ((1, {2}), (8, {16, 32})):
-        config = replace(CONFIG, max_rows=24 + number)  # each has facts of its own
-        with Engine(tiny(dtype=torch.bfloat16), config=config) as engine:
-            engine.contract.ensure()
-            engine.generate(prompts(number))
-            assert engine.contract.results.sizes == [8]
-            engine.generate([p[:4] for p in prompts(number)], DETERMINISTIC)
-            assert proven & {*engine.contract.results.sizes} or number == 8
-
-
 def small(rows, drafting=0):
     """Buckets of which 32 is canonical, and a pass of so many rows was planned."""
     buckets = Buckets(1024, 32, (2, 4, 16, 32, 64, 1024))

@@ -15,7 +15,6 @@ from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import prompts, tiny
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
 from tinyspec.determinism import results
-from tinyspec.determinism.model_state import adapter_state
 from tinyspec.kernels.twins import layers as twins
 from tinyspec.model.checksum import checksum
 from tinyspec.model.cpu_linears import FastMode, cpu_stand_ins
@@ -42,38 +41,19 @@ def proven(model, **config):
 # Facts on disk
 
 
-def test_facts_go_to_disk_and_back(home, probed):
-    found = proven(tiny())
-    (file,) = home.iterdir()
-    assert file.suffix == ".json"
-    assert proven(tiny()) == found and len(probed) == 1
-
-
-@pytest.mark.parametrize(
-    "other",
-    first(
-        3,
-        [
-            {"reference_rows": 12},
-            {"linear": "always"},
-            {"max_model_len": 100},
-            {"max_rows": 20},
-            {"linear": "never"},
-        ],
-        1,
-    ),
-    ids=str,
+# Settings, and whether what is known with the defaults holds with them.
+OTHERS = (
+    *(({"linear": "always"}, False), ({"reference_rows": 12}, False), ({"max_rows": 20}, False)),
+    *(({"max_model_len": 100}, False), ({"linear": "never"}, False)),
+    ({"draft_window": 3, "verify": "always", "prefix_cache": False}, True),
 )
-def test_other_settings_are_probed_anew(probed, other):
+
+
+@pytest.mark.parametrize(("other", "shared"), OTHERS, ids=str)
+def test_which_settings_share_facts(probed, other, shared):
     proven(tiny())
     proven(tiny(), **other)
-    assert len(probed) == 2
-
-
-def test_settings_that_only_steer_share_facts(probed):
-    for settings in ({}, {"draft_window": 3}, {"verify": "always"}, {"prefix_cache": False}):
-        proven(tiny(), **settings)
-    assert len(probed) == 1
+    assert len(probed) == (1 if shared else 2)
 
 
 def test_fresh_facts_replace_those_on_disk(home, probed):
@@ -292,12 +272,6 @@ def test_adapters_in_use_are_part_of_the_fingerprint(change):
         again = engine.generate(prompts(3), DETERMINISTIC)
         assert again[0].fingerprint == before[0].fingerprint
         assert [bits(o) for o in again] == [bits(o) for o in before]
-
-
-def test_methods_of_those_names_are_no_adapters():
-    """Transformers' models have some."""
-    model = tiny()
-    assert hasattr(type(model), "active_adapters") and adapter_state(model) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)

@@ -4,13 +4,11 @@ import json
 import logging
 import os
 import random
-from dataclasses import asdict, replace
-from threading import Thread
+from dataclasses import asdict
 
 import pytest
 from huggingface_hub import constants
 
-from tests.support.patience import PATIENCE
 from tinyspec.determinism import results
 from tinyspec.determinism.results import BucketResult, ComparedRows, ProbeResults, Unsound
 
@@ -123,15 +121,3 @@ def test_a_file_of_another_user(file, caplog, monkeypatch):
         assert results.load(KEY) == RESULTS, "root's is trusted"
         os.chown(file, 12345, -1)
     ignored(caplog, "belongs to user")
-
-
-def test_threads_that_store_at_once(home):
-    """One's results are there afterwards, and no draft is."""
-    own = [replace(RESULTS, reference=n) for n in range(8)]
-    threads = [Thread(target=results.store, args=(KEY, each)) for each in own]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    assert results.load(KEY) in own
-    assert [path.name for path in home.iterdir()] == [f"{KEY}.json"]

@@ -12,13 +12,10 @@ import torch
 from huggingface_hub import constants
 from torch import nn
 
-from tests.support.budget import first
-from tests.support.loading import everything, unlike
-from tests.support.mixes import bits, crowd, needles, solo
+from tests.support.mixes import bits, crowd, solo
 from tests.support.moe import OWN_WAY, tiny_moe
 from tests.support.sensitive import ShapeSensitiveLinear, _SplitLinear, replace_linears
 from tests.support.tiny import prompts, tiny
-from tests.support.zoo import tiny as of_zoo
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
 from tinyspec.runner import kv_cache
 
@@ -155,20 +152,6 @@ def bits_of(engine, requests):
     return [bits(output) for output in outputs[: len(requests)]]
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow("crosses", 1))]
-)
-def test_on_this_machine_too(dtype):
-    """The linears that serve a model here: MKL, oneDNN or AMX."""
-    model, weights = tiny(dtype=dtype), tiny(dtype=dtype).state_dict()
-    with Engine(model, config=CONFIG) as engine:
-        zero(model)
-        engine.contract.ensure()
-        model.load_state_dict(weights)
-        alone = [bits(solo(engine, needle)) for needle in needles()[:3]]
-        assert bits_of(engine, needles()[:3]) == alone
-
-
 SLOW = pytest.mark.slow("crosses", 1)
 
 
@@ -187,57 +170,6 @@ def test_routing_by_data_is_found_whatever_the_router_says(family):
 
 
 # The user's weights
-
-
-def opt():
-    return of_zoo("opt")
-
-
-def tied():
-    model = tiny("qwen2")
-    model.config.tie_word_embeddings = True
-    model.lm_head.weight = model.model.embed_tokens.weight
-    return model
-
-
-MODELS = (tiny, tied, opt, tiny_moe, lambda: tiny("gpt2", torch.bfloat16))
-
-
-@pytest.mark.parametrize("make", first(2, MODELS, 1), ids=["llama", "tied", "opt", "moe", "gpt2"])
-def test_weights_are_not_written_to(make):
-    model = make()
-    before = everything(model)
-    tensors = [*model.parameters(), *model.buffers()]
-    seen = [(x.data_ptr(), x._version, x.detach().clone()) for x in tensors]
-    with Engine(model, config=CONFIG) as engine:
-        inside = everything(model)
-        engine.contract.probe(fresh=True)
-        kept = {n: x for n, x in inside.items() if ":_parameters:" in n or ":_buffers:" in n}
-        assert not [n for n in unlike(kept, everything(model)) if n in kept]
-        assert not engine.contract.changed()
-    assert unlike(before, everything(model)) == []
-    for tensor, (address, version, values) in zip(tensors, seen, strict=True):
-        assert (tensor.data_ptr(), tensor._version) == (address, version)
-        assert torch.equal(tensor, values)
-
-
-def test_a_proof_that_fails_gives_the_weights_back():
-    class Fails(nn.Linear):
-        def forward(self, x):
-            if self.weight is not own:
-                raise KeyboardInterrupt
-            return super().forward(x)
-
-    model = tiny()
-    linear = model.get_submodule(NAME)
-    own = linear.weight
-    linear.__class__ = Fails
-    with Engine(model, config=CONFIG) as engine:
-        before = everything(model)
-        with pytest.raises(KeyboardInterrupt):
-            engine.contract.probe()
-        assert unlike(before, everything(model)) == []
-        assert len(engine.generate([[1, 2, 3]])[0].completions[0].token_ids) > 0
 
 
 # Memory

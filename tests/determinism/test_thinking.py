@@ -8,11 +8,9 @@ import torch
 from torch import nn
 
 from tests.support.cases import drain
-from tests.support.pages import kv_of
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.thinking import all_bits, engine_of, exact, params, prompt_of, thinking_model
 from tinyspec import Engine, EngineConfig
-from tinyspec.determinism.rows import BatchFunction, mixing
 from tinyspec.thinking.model import ThinkingModel
 from tinyspec.thinking.thinker import REFERENCE
 
@@ -70,25 +68,6 @@ def test_the_bits_are_of_the_thoughts():
     assert alone(thinking_model(chunk_size=7))[0][1] != wanted[0][1]
 
 
-def kv(engine, prompt, wanted):
-    return torch.stack([tensor for pair in kv_of(engine, prompt, wanted) for tensor in pair])
-
-
-def test_keys_and_values():
-    model = thinking_model()
-    found = []
-    for window in (1, 3, None):
-        with engine_of(model, thinking_window=window) as engine:
-            found.append(kv(engine, *NEEDLES[0]))
-            other = kv(engine, NEEDLES[0][0], exact(thinking=False))
-            # Up to the first chunk with a state they are the plain model's.
-            thoughts = engine.generate(*NEEDLES[0])[0].thoughts
-            first = next(t.chunk for t in thoughts if len(t.token_ids) > 1) * 8 + 8
-            assert torch.equal(found[-1][:, :first], other[:, :first])
-            assert not torch.equal(found[-1][:, first], other[:, first])
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-
-
 class Mixing(nn.Module):
     """A linear that adds to every chunk a little of its neighbours."""
 
@@ -105,20 +84,6 @@ class ByPlace(Mixing):
 
     def forward(self, x):
         return self.linear(x * (1 + 1e-6 * torch.arange(len(x))[:, None, None]))
-
-
-def test_the_probe_finds_what_mixes_chunks():
-    linear = nn.Linear(64, 64)
-    like = torch.empty(0, 64)
-    found = {
-        kind.__name__: mixing([BatchFunction("it", module, 8, like)], REFERENCE)
-        for kind, module in [
-            (nn.Linear, linear),
-            (Mixing, Mixing(linear)),
-            (ByPlace, ByPlace(linear)),
-        ]
-    }
-    assert found == {"Linear": None, "Mixing": "it", "ByPlace": "it"}
 
 
 def bits_with_neighbours(model, prove):

@@ -20,10 +20,7 @@ from tests.support.loading import (
     unlike,
 )
 from tests.support.tiny import prompts, tiny
-from tinyspec import Engine, EngineConfig, SamplingParams, UnsupportedModelError, doctor
-from tinyspec.kernels.twins.layers import linear
-from tinyspec.model.cpu_linears import OneDnnLinear
-from tinyspec.model.linears import KernelLinear, kernel_stand_ins
+from tinyspec import Engine, SamplingParams, UnsupportedModelError, doctor
 
 peft = pytest.importorskip("peft")
 
@@ -45,8 +42,17 @@ def tuned(config):
     return peft.get_peft_model(tiny(), config).eval()
 
 
+def mixed():
+    """Adapters of two kinds at once."""
+    model = peft.get_peft_model(tiny(), peft.LoraConfig(target_modules=["q_proj"]), mixed=True)
+    model.add_adapter("other", peft.LoHaConfig(target_modules=["k_proj"], init_weights=False))
+    model.set_adapter(["default", "other"])
+    return model.eval()
+
+
 WAYS = {
     "lora": lora,
+    "mixed": mixed,
     "bf16 base": lambda: lora(tiny(dtype=torch.bfloat16)),
     "dora": lambda: lora(use_dora=True),
     "rslora": lambda: lora(use_rslora=True),
@@ -84,14 +90,6 @@ def test_control_the_adapter_changes_tokens():
     assert greedy(lora()) != greedy(tiny())
 
 
-def test_mixed_adapters():
-    model = tiny()
-    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]), mixed=True)
-    model.add_adapter("other", peft.LoHaConfig(target_modules=["k_proj"], init_weights=False))
-    model.set_adapter(["default", "other"])
-    serve(model.eval(), greedy(model))
-
-
 def test_compiled_and_wrapped():
     model = torch.compile(lora(), backend="eager")
     before = everything(model)
@@ -103,25 +101,6 @@ def test_compiled_and_wrapped():
 
 
 # What may be replaced
-
-
-def test_only_the_plain_linear_inside_is_replaced():
-    model = lora()
-    layer = model.base_model.model.model.layers[0].mlp.down_proj
-    base = layer.base_layer
-    with Engine(model, config=CONFIG) as engine:
-        served = engine.runner.model
-        copied = served.model.layers[0].mlp.down_proj
-        assert type(copied) is type(layer) and type(copied.base_layer) is OneDnnLinear
-        assert copied.base_layer.weight is base.weight
-        found = {parent._modules[name] for parent, name, _ in kernel_stand_ins(served, linear)}
-        assert copied not in found and copied.base_layer in found
-        assert copied.lora_A["default"] in found
-    assert layer.base_layer is base
-    always = EngineConfig(reference_rows=16, page_size=16, linear="always")
-    with Engine(model, config=always) as engine:
-        copied = engine.runner.model.model.layers[0].mlp.down_proj
-        assert type(copied.base_layer) is KernelLinear and alone_as_in_a_crowd(engine)
 
 
 # Fingerprints and changes under way

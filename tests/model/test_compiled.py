@@ -5,7 +5,7 @@ import torch
 
 from tests.support.loading import CONFIG, PROMPTS, greedy, own_forward, serve
 from tests.support.tiny import tiny
-from tinyspec import Engine, UnsupportedModelError, doctor
+from tinyspec import Engine, UnsupportedModelError
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,3 @@ def test_hooks_on_wrappers_are_refused(backend, compiled):
     wrapper.register_forward_hook(hook)
     with pytest.raises(UnsupportedModelError, match="has forward hooks, which"):
         Engine(model, config=CONFIG)
-
-
-def test_doctor_takes_wrappers(backend):
-    assert doctor(torch.compile(tiny(), backend=backend), CONFIG)

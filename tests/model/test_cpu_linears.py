@@ -19,10 +19,8 @@ from tinyspec.model.cpu_linears import (
     MKL_ROWS,
     TRANSPOSED_ROWS,
     CpuLinear,
-    FastMode,
     OneDnnLinear,
     TransposedLinear,
-    cpu_stand_ins,
 )
 
 # Which linear, and the row counts that are quicker by torch's default.
@@ -53,40 +51,23 @@ def quick(monkeypatch, no_results_on_disk):
     return calls
 
 
-@both
-def test_only_some_row_counts_and_only_in_fast_mode(quick, dtype):
-    fast_mode = FastMode()
-    kind, fast = KINDS[dtype]
-    ((_, _, linear),) = cpu_stand_ins(nn.Sequential(nn.Linear(96, 40, dtype=dtype)), fast_mode)
-    assert type(linear) is kind
-    with torch.no_grad():
-        for rows in (1, MKL_ROWS, MKL_ROWS + 1, TRANSPOSED_ROWS, TRANSPOSED_ROWS + 1, 64):
-            for on in (False, True):
-                fast_mode.on = on
-                del quick[:]
-                linear(torch.randn(1, rows, 96, dtype=dtype))
-                assert quick == [rows] * (on and rows in fast)
-
-
-@both
-def test_a_linear_without_fast_mode_has_one_operator(quick, dtype):
-    ((_, _, linear),) = cpu_stand_ins(nn.Sequential(nn.Linear(96, 40, dtype=dtype)))
-    for rows in (4, 64):
-        linear(torch.randn(1, rows, 96, dtype=dtype))
-    assert not quick
+PRODUCTS = {
+    "transposed": (TransposedLinear, torch.bfloat16, 2**-7),
+    "oneDNN, swapped": (lambda own: OneDnnLinear(own).product_swapped, torch.float32, 2**-20),
+}
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(96,), (1, 96), (1, 1, 96), (1, 7, 96), (2, 3, 96)], ids=str)
-def test_transposed(shape, bias):
-    """The same as the linear, as near as the dtype can tell, and laid out alike."""
-    own = nn.Linear(96, 40, bias, dtype=torch.bfloat16)
-    linear = TransposedLinear(own)
-    x = torch.randn(shape, dtype=torch.bfloat16)
+@pytest.mark.parametrize(("make", "dtype", "most"), PRODUCTS.values(), ids=PRODUCTS)
+def test_products(make, dtype, most, shape, bias):
+    """The same as the linear's, as near as the dtype can tell, and laid out alike."""
+    own = nn.Linear(96, 40, bias, dtype=dtype)
+    product, x = make(own), torch.randn(shape, dtype=dtype)
     with torch.no_grad():
-        found, exact = linear(x), own.double()(x.double())
-    assert found.shape == exact.shape and found.is_contiguous() and found.dtype == torch.bfloat16
-    assert (found.double() - exact).norm() <= 2**-7 * exact.norm()
+        found, exact = product(x), own.double()(x.double())
+    assert found.shape == exact.shape and found.is_contiguous() and found.dtype == dtype
+    assert (found.double() - exact).norm() <= most * exact.norm()
 
 
 def test_many_rows_transposed_back():
@@ -152,23 +133,3 @@ def test_pages_of_quick_passes_serve_plain_requests_alone(quick):
             engine.admission.prefix.pages[taken] = page
             engine.admission.prefix.keys[page] = taken
         assert bits(engine.generate([tokens], mine)[0]) != bits(warm)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(96,), (1, 96), (1, 1, 96), (1, 7, 96), (2, 3, 96)], ids=str)
-def test_onednn_swapped(shape, bias):
-    """By oneDNN, as near as fp32 can tell, and laid out as unswapped."""
-    own = nn.Linear(96, 40, bias)
-    x = torch.randn(shape)
-    with torch.no_grad():
-        found, exact = OneDnnLinear(own).product_swapped(x), own.double()(x.double())
-    assert found.shape == exact.shape and found.is_contiguous() and found.dtype == torch.float32
-    assert (found.double() - exact).norm() <= 2**-20 * exact.norm()
-
-
-def test_where_swapping_is_faster():
-    """Deep linears from 4 rows to 64 in whole vectors, others up to 16; of one row none."""
-    deep, shallow = OneDnnLinear(nn.Linear(1024, 8)), OneDnnLinear(nn.Linear(512, 8))
-    rows = [1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64, 80, 96]
-    assert [n for n in rows if deep.faster_swapped(n)] == [4, 8, 12, 16, 32, 48, 64]
-    assert [n for n in rows if shallow.faster_swapped(n)] == [12, 16]

@@ -6,8 +6,6 @@ import sys
 
 import pytest
 
-from tinyspec.model import cpu_linears as heap
-
 # In a process of its own, whose heap has no large free block yet.
 SCRIPT = """
 import ctypes, resource
@@ -42,8 +40,3 @@ def test_freed_memory_is_used_again():
     returned, kept = map(int, run.stdout.split())
     assert returned >= 20
     assert kept < returned / 4
-
-
-def test_without_glibc(monkeypatch):
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert not heap.keep_freed_memory()

@@ -88,15 +88,6 @@ def test_windows_come_from_masks():
     assert set(reaches("llama4_text")) == {Reach(), Reach(chunk=32)}
 
 
-def test_shared_and_repeated_layers_have_pools_of_their_own():
-    assert len(reaches("gemma3n_text")) == 6
-    model = tiny("hrm_text")
-    modules = {type(m).__name__ for m in model.modules()}
-    with Engine(model, config=EngineConfig(max_model_len=128)) as engine:
-        bound = len(engine.served.bound)
-        assert len(engine.served.layers) > bound, modules
-
-
 def test_no_mask_function_is_left_behind():
     """Neither after recording nor after a refusal."""
     before = dict(AttentionMaskInterface._global_mapping)

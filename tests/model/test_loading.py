@@ -21,6 +21,7 @@ from tests.support.loading import (
     greedy,
     load,
     own_forward,
+    refused,
     saved,
     serve,
     tokens,
@@ -41,14 +42,6 @@ def expected():
 @pytest.fixture
 def folder(tmp_path):
     return saved(tmp_path)
-
-
-def refused(model, message, config=CONFIG):
-    """An engine is refused with ``message``, and the model is as it was."""
-    before = everything(model)
-    with pytest.raises(UnsupportedModelError, match=message):
-        Engine(model, config=config)
-    assert unlike(before, everything(model)) == []
 
 
 def hook(*_):

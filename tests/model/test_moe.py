@@ -5,7 +5,6 @@ Controls: without the kernel the same comparison fails where the probe is silenc
 not, it refuses.
 """
 
-import copy
 import random
 from inspect import signature
 
@@ -15,8 +14,8 @@ from transformers.integrations.moe import use_experts_implementation
 
 from tests.support.budget import first
 from tests.support.mixes import Liar, bits, crowd, needles, random_config, run_through, solo
-from tests.support.moe import CONFIGS, OWN_WAY, SERVED, tiny_moe
-from tests.support.tiny import VOCAB, hf_greedy, prompts
+from tests.support.moe import CONFIGS, SERVED, tiny_moe
+from tests.support.tiny import hf_greedy, prompts
 from tests.support.tolerances import OPERATOR, close
 from tinyspec import (
     DeterminismError,
@@ -26,7 +25,6 @@ from tinyspec import (
     UnsupportedModelError,
 )
 from tinyspec.determinism import proof
-from tinyspec.determinism.recorder import TOKEN_SETS, Matmul, PassRecorder, data_dependent
 from tinyspec.kernels.twins.layers import linear
 from tinyspec.model.moe import IMPLEMENTATION, STATE, kernel_experts, kernel_forward
 
@@ -211,38 +209,6 @@ def test_control_other_implementations(monkeypatch, implementation):
     assert any(alone != among for alone, among in found)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("family", OWN_WAY)
-def test_other_designs_are_found(family):
-    """By transformers' own forward, as not all of them have an attention that is served."""
-    model = tiny_moe(family)
-
-    def calls(tokens, rows=128):
-        noted = PassRecorder(model, 0)
-        with noted.recording():
-            model(tokens(VOCAB, rows)[None], use_cache=False)
-        return noted.matmuls
-
-    (found,) = data_dependent([calls(tokens) for tokens in TOKEN_SETS])
-    assert OWN_WAY[family] in found.name and found.name in dict(model.named_modules())
-
-
-def test_dbrx_is_refused():
-    with Engine(tiny_moe("dbrx")) as engine:
-        with pytest.raises(DeterminismError, match=r"blocks\.0\.ffn\.experts"):
-            engine.generate([[1, 2, 3]], SamplingParams(deterministic=True))
-        assert len(engine.generate([[1, 2, 3]])[0].completions[0].token_ids) == 128
-
-
-def test_fixed_shapes_are_not_routed():
-    """All experts over all rows, and a model without any."""
-    same = [Matmul("experts", "bmm", ((8, 32, 64), (8, 64, 96)), ())]
-    assert data_dependent([same, list(same), list(same)]) == []
-    fewer = [Matmul("experts", "mm", ((31, 64), (64, 96)), ())]
-    assert data_dependent([same, fewer])[0].name == "experts"
-    assert data_dependent([same, [*same, *fewer]])[0].name == "experts"
-
-
 @pytest.mark.parametrize("implementation", first(1, ["grouped_mm", "batched_mm", "eager"], 2))
 def test_the_users_choice_stays(implementation):
     model = tiny_moe("mixtral")
@@ -253,20 +219,6 @@ def test_the_users_choice_stays(implementation):
         engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2, deterministic=True))
         assert model.get_experts_implementation()[""] == implementation
     assert not any(STATE in vars(module) for module in model.modules())
-
-
-def test_a_copy_runs_as_the_user_had_it():
-    model = tiny_moe("mixtral")
-    x, index = torch.randn(9, 64), torch.arange(18).view(9, 2) % 8
-    weights = torch.rand(9, 2)
-    with torch.no_grad():
-        expected = model.model.layers[0].mlp.experts(x, index, weights)
-        with Engine(model):
-            twin = copy.deepcopy(model)
-            assert STATE not in vars(twin.model.layers[0].mlp.experts)
-            assert twin.get_experts_implementation() == model.get_experts_implementation()
-            found = twin.model.layers[0].mlp.experts(x, index, weights)
-        assert torch.equal(found, expected)
 
 
 @pytest.mark.slow("crosses", 3)

@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support.loading import CONFIG, everything, greedy, load, saved, serve, unlike
+from tests.support.loading import CONFIG, greedy, load, refused, saved, serve
 from tests.support.tiny import tiny
-from tinyspec import Engine, UnsupportedModelError
+from tinyspec import Engine
 from tinyspec.model.cpu_linears import OneDnnLinear
 
 accelerate = pytest.importorskip("accelerate")
@@ -14,14 +14,6 @@ hooks = pytest.importorskip("accelerate.hooks")
 
 CPU = torch.device("cpu")
 PARTS = ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head")
-
-
-def refused(model, message):
-    """An engine is refused with ``message``, and the model is as it was."""
-    before = everything(model)
-    with pytest.raises(UnsupportedModelError, match=message):
-        Engine(model, config=CONFIG)
-    assert unlike(before, everything(model)) == []
 
 
 @pytest.mark.parametrize("where", ["cpu", "auto", {"": "cpu"}, CPU], ids=str)

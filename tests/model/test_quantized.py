@@ -91,6 +91,11 @@ PROVEN = {
     "bitsandbytes nf4, twice": lambda: int4(twice=True),
     "bitsandbytes fp4": lambda: int4("fp4"),
 }
+FEW = ("torchao int8 weights", "bitsandbytes int8 without outliers", "bitsandbytes nf4")
+SLOW = pytest.mark.slow("crosses", 1)
+of_each_kind = pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in FEW else SLOW) for n in PROVEN]
+)
 # They round activations: the last bits of another attention may become another token.
 ROUNDS = ("torchao int8 weights and rows", "torchao int8 intx rows")
 
@@ -110,7 +115,7 @@ def test_served_and_proven(folder, name, dtype):
     serve(model, greedy(model) if exact else None)
 
 
-@pytest.mark.parametrize("name", PROVEN)
+@of_each_kind
 def test_packed_linears_are_never_replaced(folder, name):
     model = load(folder, quantization_config=PROVEN[name]())
     linears = {n: m for n, m in model.named_modules() if n.endswith("proj")}
@@ -330,11 +335,7 @@ def test_the_same_facts_for_other_numbers(folder, name, tmp_path):
     assert found == expected
 
 
-FEW = ("torchao int8 weights", "bitsandbytes int8 without outliers", "bitsandbytes nf4")
-SLOW = pytest.mark.slow("crosses", 1)
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FEW else SLOW) for n in PROVEN])
+@of_each_kind
 def test_random_packed_weights_have_the_format_of_the_own(folder, name):
     model = settled(load(folder, quantization_config=PROVEN[name]()))
     own = {n: w for n, w in model.named_parameters() if is_packed(w)}

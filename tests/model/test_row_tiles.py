@@ -14,7 +14,6 @@ from torch import nn
 from tests.support.budget import first
 from tests.support.mixes import bits, crowd, needles, solo
 from tests.support.tiny import tiny
-from tests.support.tolerances import SHORT_SUM, close
 from tinyspec import Engine, EngineConfig, SamplingParams, doctor
 from tinyspec.determinism import linear_modes
 from tinyspec.model import cpu_linears as linears
@@ -38,19 +37,6 @@ def test_tiles_have_the_bits_of_passes_of_their_size(gradient):
         assert torch.equal(linear(x), expected)
 
 
-@pytest.mark.parametrize("shape", [(40, 16), (1, 40, 16), (1, 1, 40, 16), (2, 40, 16)], ids=str)
-def test_tiles_keep_the_shape(shape):
-    linear = nn.Linear(16, 8)
-    x = torch.randn(shape)
-    with torch.no_grad():
-        expected = linear(x)
-        tiles = RowTiles()
-        tiles.bind([linear], 8)
-        tiles.on = True
-        found = linear(x)
-    assert found.shape == expected.shape and close(found, expected, SHORT_SUM)
-
-
 @pytest.fixture
 def breaks_above(monkeypatch, no_results_on_disk):
     """torch's linear with other partial sums above 16 rows; counts its row counts."""
@@ -69,27 +55,6 @@ def breaks_above(monkeypatch, no_results_on_disk):
     # Canonical passes go by it, whatever the CPU, and there is no other way for few rows.
     monkeypatch.setattr(linears, "cpu_has", lambda name: False)
     return calls
-
-
-def test_bind_and_unbind(breaks_above):
-    linear = nn.Linear(8, 4)
-    names = list(linear.state_dict())
-    tiles = RowTiles()
-    tiles.bind([linear], 8)
-    assert list(linear.state_dict()) == names
-    x = torch.randn(1, 24, 8)
-    for on, calls in ((False, [24]), (True, [8, 8, 8])):
-        del breaks_above[:]
-        tiles.on = on
-        found = linear(x)
-        assert breaks_above == calls
-        few = linear(x[:, :8])  # the right bits for its first rows
-        assert torch.equal(found[:, :8], few) == on
-        del breaks_above[:]
-        linear(torch.randn(1, 20, 8))
-        assert breaks_above == [20], "no whole number of tiles"
-    tiles.unbind()
-    assert "forward" not in vars(linear)
 
 
 def run(engine, requests):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from tests.support.memory import watched
 from tests.support.tiny import config_of, tiny
@@ -91,24 +90,6 @@ def test_kinds_tell_forms_apart():
     assert len(linear_kinds(twice)) == 1
     twice[1].bias = nn.Parameter(torch.zeros(192)[::2])
     assert len(linear_kinds(twice)) == 2
-
-
-@pytest.mark.parametrize("asks", [True, False])
-def test_torch_takes_the_same_kernels(asks):
-    """Whether a weight asks for a gradient and where it was made decide how torch multiplies."""
-    linear = nn.Linear(64, 96, bias=False)
-    linear.weight.requires_grad_(asks)
-
-    def kernels():
-        with profile(activities=[ProfilerActivity.CPU]) as found:
-            linear(rows)
-        return {event.name for event in found.events()} & {"aten::mm", "aten::bmm"}
-
-    with torch.inference_mode():
-        rows = torch.randn(1, 16, 64)[:, :8]
-        own = kernels()
-        assert with_scratch_weights(linear, kernels) == own
-    assert own == {"aten::mm" if asks else "aten::bmm"}
 
 
 def test_tied_weights_stay_tied():

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import pytest
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.support.mixes import bits
 from tests.support.tiny import VOCAB, hf_greedy, tiny
-from tinyspec import Engine, EngineConfig, SamplingParams
+from tinyspec import Engine, EngineConfig, SamplingParams, UnsupportedModelError
 
 _rng = random.Random(0)
 PROMPTS = [[_rng.randrange(VOCAB) for _ in range(n)] for n in (1, 17, 40)]
@@ -19,6 +20,14 @@ TOKENS = 8
 CONFIG = EngineConfig(reference_rows=16, max_rows=32, page_size=16)
 PLAIN = SamplingParams(max_new_tokens=TOKENS)
 DETERMINISTIC = SamplingParams(max_new_tokens=TOKENS, deterministic=True, logprobs=True)
+
+
+def refused(model: PreTrainedModel, message: str, config: EngineConfig = CONFIG) -> None:
+    """An engine is refused with ``message``, and the model is as it was."""
+    before = everything(model)
+    with pytest.raises(UnsupportedModelError, match=message):
+        Engine(model, config=config)
+    assert unlike(before, everything(model)) == []
 
 
 def saved(folder: Any, model: PreTrainedModel | None = None) -> str:

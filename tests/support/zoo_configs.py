@@ -10,82 +10,54 @@ VOCAB = 192
 POSITIONS = 512
 WINDOW = 16
 
-# What a size is called, over all configs.
+# What a size is called, over all configs, by what it is here.
+_NAMES = {
+    64: """
+        hidden_size d_model n_embd emb_dim embedding_dim attention_hidden_size rel_extent
+    """,
+    96: """
+        intermediate_size moe_intermediate_size ffn_dim n_inner dff dim_ff d_inner
+        ffn_hidden_size feed_forward_size decoder_ffn_dim encoder_ffn_dim
+        shared_expert_intermediate_size shared_intermediate_size
+        moe_shared_expert_intermediate_size dense_intermediate_size expert_ffn_hidden_size
+        intermediate_size_mlp shared_experts_intermediate_size
+    """,
+    4: """
+        num_attention_heads n_head n_heads num_heads decoder_attention_heads
+        encoder_attention_heads num_encoder_attention_heads attention_heads
+        num_decoder_attention_heads linear_num_heads linear_num_value_heads
+        swa_num_attention_heads num_local_experts num_experts n_routed_experts moe_num_experts
+        mamba_d_conv index_n_heads
+    """,
+    2: """
+        num_key_value_heads num_kv_heads swa_num_key_value_heads linear_num_key_heads
+        num_experts_per_tok num_experts_per_token moe_topk moe_k top_k_experts n_group
+        num_expert_group topk_group encoder_layers num_encoder_layers n_groups
+    """,
+    1: """
+        n_shared_experts num_shared_experts moe_num_shared_experts bos_token_id cls_token_id
+    """,
+    16: """
+        head_dim swa_head_dim d_head dim_head v_head_dim qk_nope_head_dim linear_head_dim
+        linear_key_head_dim linear_value_head_dim kv_channels attention_head_size mamba_head_dim
+        mamba_headdim mamba_d_head attention_head_dim index_head_dim state_size ssm_state_size
+        mamba_d_state mamba_dt_rank time_step_rank chunk_size mamba_chunk_size adapter_rank
+        router_hidden_size laurel_rank hidden_size_per_layer_input sliding_window
+        sliding_window_size local_attention window_size attention_window_size
+        local_attention_window_len
+    """,
+    8: "qk_rope_head_dim rotary_dim d_rel",
+    32: "kv_lora_rank q_lora_rank o_lora_rank attention_chunk_size",
+    POSITIONS: """
+        max_position_embeddings n_positions n_ctx max_seq_len context_length model_max_length
+        max_target_positions original_max_position_embeddings
+    """,
+    VOCAB: "vocab_size decoder_vocab_size vocab_size_per_layer_input audio_vocab_size",
+    24: "index_topk index_topk_blocks",
+    0: "pad_token_id eos_token_id sep_token_id decoder_start_token_id",
+}
 SIZES: dict[str, Any] = {
-    **dict.fromkeys(
-        ("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_dim", "attention_hidden_size"),
-        64,
-    ),
-    **dict.fromkeys(
-        (
-            *("intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner", "dff", "dim_ff"),
-            *("d_inner", "ffn_hidden_size", "feed_forward_size", "decoder_ffn_dim"),
-            *("encoder_ffn_dim", "shared_expert_intermediate_size", "shared_intermediate_size"),
-            *("moe_shared_expert_intermediate_size", "dense_intermediate_size"),
-            *(
-                "expert_ffn_hidden_size",
-                "intermediate_size_mlp",
-                "shared_experts_intermediate_size",
-            ),
-        ),
-        96,
-    ),
-    **dict.fromkeys(
-        (
-            *("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"),
-            *("encoder_attention_heads", "num_encoder_attention_heads", "attention_heads"),
-            *("num_decoder_attention_heads", "linear_num_heads", "linear_num_value_heads"),
-            *("swa_num_attention_heads", "num_local_experts", "num_experts", "n_routed_experts"),
-            *("moe_num_experts", "mamba_d_conv", "index_n_heads"),
-        ),
-        4,
-    ),
-    **dict.fromkeys(
-        (
-            *("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"),
-            *("linear_num_key_heads", "num_experts_per_tok", "num_experts_per_token", "moe_topk"),
-            *("moe_k", "top_k_experts", "n_group", "num_expert_group", "topk_group"),
-            *("encoder_layers", "num_encoder_layers", "n_groups"),
-        ),
-        2,
-    ),
-    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
-    **dict.fromkeys(
-        (
-            *("head_dim", "swa_head_dim", "d_head", "dim_head", "v_head_dim", "qk_nope_head_dim"),
-            *("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim", "kv_channels"),
-            *("attention_head_size", "mamba_head_dim", "mamba_headdim", "mamba_d_head"),
-            *("attention_head_dim", "index_head_dim", "state_size", "ssm_state_size"),
-            *("mamba_d_state", "mamba_dt_rank", "time_step_rank", "chunk_size", "mamba_chunk_size"),
-            *("adapter_rank", "router_hidden_size", "laurel_rank", "hidden_size_per_layer_input"),
-        ),
-        16,
-    ),
-    **dict.fromkeys(("qk_rope_head_dim", "rotary_dim", "d_rel"), 8),
-    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "o_lora_rank"), 32),
-    **dict.fromkeys(
-        (
-            *("sliding_window", "sliding_window_size", "local_attention", "window_size"),
-            *("attention_window_size", "local_attention_window_len"),
-        ),
-        WINDOW,
-    ),
-    **dict.fromkeys(
-        (
-            *("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length"),
-            *("model_max_length", "max_target_positions", "original_max_position_embeddings"),
-        ),
-        POSITIONS,
-    ),
-    **dict.fromkeys(
-        ("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input", "audio_vocab_size"),
-        VOCAB,
-    ),
-    **dict.fromkeys(("index_topk", "index_topk_blocks"), 24),
-    **dict.fromkeys(("bos_token_id", "cls_token_id"), 1),
-    **dict.fromkeys(("pad_token_id", "eos_token_id", "sep_token_id", "decoder_start_token_id"), 0),
-    "attention_chunk_size": 32,
-    "rel_extent": 64,
+    **{name: size for size, names in _NAMES.items() for name in names.split()},
     "tie_word_embeddings": False,
     "add_cross_attention": False,
     "is_decoder": True,
@@ -235,27 +207,15 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }
 # Where 1.5, at which attention is neither flat nor one-hot, leaves too little to be seen.
-GAINS: dict[str, float] = {
-    **dict.fromkeys(
-        (
-            *(
-                "apertus",
-                "bigbird_pegasus",
-                "blenderbot",
-                "bloom",
-                "codegen",
-                "camembert",
-                "cpmant",
-                "data2vec-text",
-            ),
-            *("gptj", "marian", "mpt", "nanochat", "olmo3", "openai-gpt", "pegasus", "phi"),
-            *("prophetnet", "recurrent_gemma", "roberta", "roberta-prelayernorm", "roc_bert"),
-            *("roformer", "rwkv", "trocr", "xglm", "xlm-roberta"),
-        ),
-        2.5,
-    ),
-    **dict.fromkeys(("bart", "mvp", "persimmon", "plbart", "xmod"), 4.0),
+_GAINS = {
+    2.5: """
+        apertus bigbird_pegasus blenderbot bloom codegen camembert cpmant data2vec-text gptj
+        marian mpt nanochat olmo3 openai-gpt pegasus phi prophetnet recurrent_gemma roberta
+        roberta-prelayernorm roc_bert roformer rwkv trocr xglm xlm-roberta
+    """,
+    4.0: "bart mvp persimmon plbart xmod",
 }
+GAINS = {kind: gain for gain, kinds in _GAINS.items() for kind in kinds.split()}
 # Where with seed 0 two best logits come too near each other in 8 prompts of 64 tokens.
 SEEDS: dict[str, int] = {
     **dict.fromkeys(("cohere2_moe", "cwm", "electra", "inkling_text"), 1),
