@@ -15,11 +15,11 @@ from typing import Literal
 import torch
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
 
+from benchmarks.coin_reader.reading import first_answers
 from benchmarks.coin_reader.tasks import TASKS, Example, Task
 from benchmarks.coin_reader.vocabulary import END, PAD, word_tokenizer
 from tinyspec.thinking.config import ThinkingConfig
 from tinyspec.thinking.model import IGNORED, ThinkingModel
-from tinyspec.thinking.reading import first_answers
 
 # thoughts: Thinking States. none: the answer alone, the control. chain: the states are written out
 # before the answer, a chain of thought. retold: each with the sentence that it follows from.

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from benchmarks.coin_reader.reading import generate
 from tests.support.cases import drain, whole
 from tests.support.thinking import KINDS, NONE, engine_of, params, prompt_of, said, thinking_model
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.errors import UnsupportedModelError
 from tinyspec.thinking.model import ThinkingModel
-from tinyspec.thinking.reading import generate
 
 WINDOWS = (1, 2, 4, 8, None)
 PROMPTS = [prompt_of(n, n) for n in (3, 8, 21, 67, 80)]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from benchmarks.coin_reader.reading import generate
 from tests.support.thinking import (
     END,
     all_bits,
@@ -12,7 +13,6 @@ from tests.support.thinking import (
     thinking_model,
 )
 from tinyspec.thinking.model import IGNORED
-from tinyspec.thinking.reading import generate
 
 PROMPT = prompt_of(67, 67)
 

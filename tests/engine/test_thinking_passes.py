@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from benchmarks.coin_reader.reading import generate
 from tests.engine.test_failed_passes import Sees
 from tests.support.cases import drain, whole
 from tests.support.graphs import with_graphs
@@ -10,7 +11,6 @@ from tests.support.late_device import queue_of
 from tests.support.thinking import all_bits, engine_of, exact, params, prompt_of, said
 from tests.support.thinking import thinking_model as new_model
 from tinyspec.runner import graphs
-from tinyspec.thinking.reading import generate
 
 PROMPTS = [prompt_of(n, n) for n in (21, 67, 80, 5)]
 REQUESTS = [*((p, exact(20)) for p in PROMPTS), *((p, exact(30, thinking=False)) for p in PROMPTS)]

@@ -4,12 +4,12 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from benchmarks.coin_reader.reading import generate, read, think
 from tests.support import thinking as support
 from tests.support.thinking import END, KINDS, MORE_KINDS, SIZES, prompt_of
 from tinyspec.errors import UnsupportedModelError
 from tinyspec.thinking.config import ThinkingConfig
 from tinyspec.thinking.model import IGNORED, ThinkingModel
-from tinyspec.thinking.reading import generate, read, think
 
 ALL_KINDS = [*KINDS, *MORE_KINDS]
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from benchmarks.coin_reader import train
+from benchmarks.coin_reader.reading import first_answers
 from benchmarks.coin_reader.training import Run, Training
 from tinyspec.thinking.model import IGNORED, ThinkingModel
-from tinyspec.thinking.reading import first_answers
 
 SMALL = Run(steps=6, batch=4, hidden_size=32, layers=3, operations=3)
 

@@ -8,12 +8,12 @@ from random import Random
 import pytest
 from transformers import AutoTokenizer
 
+from benchmarks.coin_reader.reading import read
 from benchmarks.coin_reader.tasks import TASKS
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.cli.main import main
 from tinyspec.thinking.config import ThinkingConfig
 from tinyspec.thinking.model import ThinkingModel
-from tinyspec.thinking.reading import read
 from tinyspec.tools.demo import BUNDLED, SEEDS, THINKER, WAYS, Demo, demo, demo_thinking
 
 

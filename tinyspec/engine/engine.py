@@ -230,7 +230,7 @@ class Engine(OneProcess):
         self.admission.forget_pages()
         self.runner.release()
         if self._grows:
-            self.pool.shrink(1)
+            self.pool.resize(1)
 
     @property
     def fingerprint(self) -> str:

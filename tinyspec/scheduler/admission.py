@@ -21,10 +21,9 @@ def arrival_order(sequence: Sequence) -> tuple[int, int]:
     return sequence.request.arrival, sequence.index
 
 
-def priority(sequence: Sequence) -> tuple[bool, int, int]:
-    """Sort key: the lowest gets pages first and is preempted last. Deterministic before plain, in
-    order of arrival."""
-    return not sequence.deterministic, *arrival_order(sequence)
+def last_served(sequences: list[Sequence]) -> Sequence:
+    """Who gets pages last and is preempted first: plain before deterministic, then the newest."""
+    return max(sequences, key=lambda each: (not each.deterministic, *arrival_order(each)))
 
 
 class Admission:
@@ -179,7 +178,7 @@ class Admission:
         while not self.pool.can_grow(sequence.pages, tokens):
             if self.table.is_ahead:
                 return False
-            victim = max(self.running, key=priority)
+            victim = last_served(self.running)
             if victim is sequence:
                 return False
             self._preempt(victim)
@@ -198,11 +197,11 @@ class Admission:
         running = self.running
         held = [sequence for sequence in running if sequence.next_logits is not None]
         if held and (len(held) < len(running) or self._first_waiting() is not None):
-            self._preempt(max(held, key=priority))
+            self._preempt(last_served(held))
             self.admit()
             return True
         if found := not held and len(running) > 1:
-            self._preempt(max(running, key=priority))
+            self._preempt(last_served(running))
         return found
 
     def _preempt(self, sequence: Sequence) -> None:

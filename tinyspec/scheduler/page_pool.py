@@ -44,16 +44,9 @@ class PagePool:
     def resize(self, num_pages: int) -> None:
         """Have ``num_pages``; none may be owned or cached where that is fewer."""
         if num_pages < self.num_pages:
-            self.shrink(num_pages)
+            assert not self.cached and not any(self._owners)
+            self.num_pages, self._owners, self.free_pages, self._fresh = 0, [], [], []
         self.extend(num_pages - self.num_pages)
-
-    def shrink(self, num_pages: int) -> None:
-        """Keep the first ``num_pages``; none may be owned or cached."""
-        assert not self.cached and not any(self._owners)
-        self.num_pages = min(self.num_pages, num_pages)
-        self._owners = [0] * self.num_pages
-        self.free_pages = list(range(self.num_pages))
-        self._fresh = []
 
     def in_use(self) -> list[int]:
         """Pages whose values are in use: owned or cached."""

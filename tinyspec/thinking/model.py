@@ -1,6 +1,7 @@
 """A causal LM with its two thinking blocks: training's parallel forward, saving, loading.
 
-How an engine reads a prompt with it stands in engine/; the plain sequential way in reading.py.
+How an engine reads a prompt with it stands in engine/; the plain sequential way in
+benchmarks/coin_reader/reading.py.
 """
 
 from __future__ import annotations
@@ -197,8 +198,7 @@ class ThinkingModel(nn.Module):
 
     def load_blocks(self, state: dict[str, torch.Tensor], source: object) -> None:
         """T's and C's parameters, cast to the backbone's dtype."""
-        own = {f"thinking.{k}": v for k, v in self.thinking.state_dict().items()}
-        own |= {f"compression.{k}": v for k, v in self.compression.state_dict().items()}
+        own = self.blocks_state()
         wrong = [name for name in own.keys() ^ state.keys()]
         wrong += [
             name for name in own.keys() & state.keys() if own[name].shape != state[name].shape
