@@ -195,16 +195,6 @@ def test_what_it_raises_is_raised_and_the_next_call_runs():
     )
 
 
-def test_several_completions_and_limits_that_count_the_prompt():
-    model, given = zoo.tiny("llama"), block(ROWS[:2], 64)
-    asked = {"max_new_tokens": None, "max_length": 70, "num_return_sequences": 2}
-    with patched(model, SMALL):
-        seen = Matchers(4)
-        out = generate(model, given, do_sample=True, seed=3, logits_processor=[seen], **asked)
-    assert out.sequences.shape == (4, 70) and len(seen.seen) == 6
-    assert len({tuple(row.tolist()) for row in out.sequences}) == 4
-
-
 def test_lengths_by_default_and_lists_of_them():
     model, given = zoo.tiny("llama"), block(ROWS[:3], 64)
     asked = {"max_new_tokens": None, "pad_token_id": PAD}
@@ -257,9 +247,6 @@ def test_streamers_and_a_trace_get_a_token_of_every_row_a_step():
     for work in (work for one in passes for work in one.works):
         told[work.request_id] += work.tokens
     assert list(told.values()) == out.sequences[:, width:].tolist()
-
-
-WIDTH = max(map(len, ROWS))
 
 
 def same(one, other):

@@ -142,40 +142,6 @@ def test_the_peak_of_a_call(rows, deterministic):
         assert one_pass <= 5 * plain.most
 
 
-@pytest.mark.parametrize("copies", [1, 3])
-@pytest.mark.parametrize("count", [1, 4])
-def test_the_pool_has_the_pages_that_a_call_needs(count, copies):
-    prompts = PROMPTS[:count]
-    with patched(tiny()) as model:
-        generate(model, prompts, do_sample=True, seed=1, num_return_sequences=copies)
-        pages = needed(prompts, 20, copies)
-        # One page is read by probes and belongs to nobody's budget.
-        assert pages <= pool_of(model)[0] <= pages + 1
-        assert pool_of(model)[1] == pool_of(model)[0] * page_bytes(model)
-
-
-def test_the_pool_stays_grows_and_keeps_its_values():
-    with patched(tiny()) as model:
-        engine = model.generate._engine
-        first = generate(model, PROMPTS[:1], deterministic=True)
-        small = pool_of(model)
-        storage = engine.runner._cache.k[0].data_ptr()
-        assert torch.equal(generate(model, PROMPTS[:1], deterministic=True), first)
-        assert pool_of(model) == small and engine.runner._cache.k[0].data_ptr() == storage
-        shorter = engine.stats().cached_prompt_tokens
-        assert shorter > 0
-        asked = {"return_dict_in_generate": True, "output_scores": True, "deterministic": True}
-        found = generate(model, PROMPTS, 60, **asked)
-        assert pool_of(model)[0] > small[0]
-        # The first row started from pages that were filled before the pool grew.
-        assert engine.stats().cached_prompt_tokens >= shorter + 96
-        with patched(tiny()) as other:
-            expected = generate(other, PROMPTS, 60, **asked)
-        assert torch.equal(found.sequences, expected.sequences)
-        assert all(torch.equal(*pair) for pair in zip(found.scores, expected.scores, strict=True))
-        assert model.generate._engine is engine
-
-
 def test_the_pool_is_given_back():
     model = tiny()
     gc.collect()

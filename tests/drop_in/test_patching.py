@@ -11,13 +11,12 @@ import types
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, FalconConfig
 
 import tinyspec
 from tests.support.drop_in import PAD, SMALL, greedy, own, patched, portrait, random_ids
 from tests.support.patience import PATIENCE
 from tests.support.tiny import FAMILIES, tiny
-from tinyspec import Engine, UnsupportedModelError
+from tinyspec import Engine
 
 PROMPT = random_ids(11)
 IDS = torch.tensor([PROMPT])
@@ -111,23 +110,6 @@ def test_a_patched_model_is_not_patched_again():
             assert greedy(model, PROMPT) == greedy(own(), PROMPT)
 
 
-def falcon():
-    config = FalconConfig(
-        vocab_size=128, hidden_size=32, num_hidden_layers=1, num_attention_heads=2
-    )
-    return AutoModelForCausalLM.from_config(config).eval()
-
-
-def test_a_model_that_is_not_supported_is_left_alone():
-    model = falcon()
-    before = portrait(model)
-    with pytest.raises(UnsupportedModelError):
-        tinyspec.patch(model)
-    assert portrait(model) == before
-    tinyspec.unpatch(model)
-    assert portrait(model) == before
-
-
 def test_a_generate_of_the_models_own_comes_back():
     asked = []
 
@@ -182,18 +164,6 @@ def threads_run(*jobs) -> list[object]:
     for thread in threads:
         thread.join(PATIENCE)
     return results
-
-
-def test_two_threads():
-    prompts = [random_ids(9 + n, n) for n in range(4)]
-    expected = [[greedy(own(), prompt, 20)] * 5 for prompt in prompts]
-    with patched(tiny()) as model:
-
-        def several(prompt):
-            return [greedy(model, prompt, 20) for _ in range(5)]
-
-        found = threads_run(*(lambda p=prompt: several(p) for prompt in prompts))
-    assert found == expected
 
 
 def test_a_forked_process_is_told():
@@ -319,22 +289,3 @@ def test_unpatch_while_another_thread_generates():
         assert found == [expected, None]
         assert portrait(model) == before
         assert greedy(model, prompt, 40) == expected
-
-
-def test_another_model_of_the_same_config():
-    """It sees nothing of the engine, also within a step."""
-    a, b = tiny(), tiny(seed=1)
-    b.config = a.config
-    for module in b.modules():
-        if getattr(module, "config", None) is not None:
-            module.config = a.config
-    padded, seen = torch.tensor([[0, 0, *PROMPT]]), []
-    expected, tokens = b(padded).logits, greedy(a, PROMPT)
-
-    def asks(ids, scores):
-        seen.append(b(padded).logits)
-        return scores
-
-    with patched(a):
-        assert greedy(a, PROMPT, logits_processor=[asks]) == tokens
-    assert len(seen) == 8 and all(torch.equal(one, expected) for one in seen)

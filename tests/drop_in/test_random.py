@@ -448,18 +448,6 @@ def test_control_plain_where_shapes_matter():
     assert not same(bits_at(sensitive(), needles, 0), bits_at(sensitive(), needles[:1], 0))
 
 
-def new_tokens(model, prompts, **arguments):
-    return model.generate(prompts, max_new_tokens=6, pad_token_id=PAD, **arguments)[:, -6:].tolist()
-
-
-def test_processors_that_hold_a_prompt_are_not_shared():
-    prompts = [random_ids(12, n) for n in range(3)]
-    with patched(tiny()) as model:
-        together = new_tokens(model, prompts, encoder_repetition_penalty=[1.0, 30.0, 30.0])
-        alone = new_tokens(model, prompts[2:], encoder_repetition_penalty=30.0)
-        assert together[2] == alone[0] != new_tokens(model, prompts[2:])[0]
-
-
 def test_plain_calls_repeat_once_buckets_are_known():
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}

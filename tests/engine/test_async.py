@@ -173,19 +173,6 @@ def test_what_is_refused_is_its_callers(served, expected):
     assert bits(good) == expected[1]
 
 
-@pytest.mark.parametrize("error", [ValueError, SystemExit])
-def test_what_the_users_code_raises_ends_its_request(served, expected, error):
-    def broken(ids, scores):
-        raise error("broken")
-
-    async def main():
-        bad = replace(REQUESTS[0][1], logits_processors=[broken])
-        return await asyncio.gather(one(served, [1, 2], bad), one(served, *REQUESTS[1]))
-
-    failed, good = run(main())
-    assert "broken" in failed.completions[0].error and bits(good) == expected[1]
-
-
 def test_a_step_that_raises_fails_its_calls_and_no_later_one(served, expected, monkeypatch):
     step = served.engine.core.step
 
@@ -203,16 +190,6 @@ def test_a_step_that_raises_fails_its_calls_and_no_later_one(served, expected, m
         return bits(await one(served, *REQUESTS[1]))
 
     assert run(main()) == expected[1]
-
-
-def test_threads_beside_tasks(served, expected):
-    async def main():
-        there = asyncio.to_thread(served.engine.generate, [REQUESTS[2][0]], REQUESTS[2][1])
-        here = [one(served, *request) for request in REQUESTS[:2]]
-        return await asyncio.gather(*here, there)
-
-    *here, (there,) = run(main())
-    assert bits_of([*here, there]) == expected[:3]
 
 
 def test_one_engine_and_one_loop_after_the_other(served, expected):

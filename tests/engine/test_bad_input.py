@@ -116,11 +116,6 @@ def test_wrong_params(engine, params, message):
     assert untouched(engine)
 
 
-def test_unknown_request(engine):
-    with pytest.raises(ValueError, match="request_id='request-x'"):
-        engine.abort("request-x")
-
-
 @pytest.mark.parametrize(
     "setting", [{"seed": 2**70}, {"drafter": 5}, {"max_model_len": 513}], ids=str
 )

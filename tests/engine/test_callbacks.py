@@ -110,21 +110,6 @@ def test_a_callback_that_aborts_a_request(where, streamed):
         assert engine.pool.num_held == 0
 
 
-def test_a_drafter_that_says_that_weights_changed():
-    class Drafter:
-        def propose(self, sequences, n):
-            engine.weights_changed()
-            return [[1, 2] for _ in sequences]
-
-    with Engine(tiny(), config=CONFIG) as plain:
-        expected = plain.generate(prompts(2), params())
-    config = EngineConfig(reference_rows=16, drafter=Drafter())
-    with Engine(tiny(), config=config) as engine:
-        outputs = engine.generate(prompts(2), params())
-    for output, one in zip(outputs, expected, strict=True):
-        assert output.completions[0].token_ids == one.completions[0].token_ids
-
-
 def test_a_tokenizer_that_raises_costs_one_output():
     class Tokenizer:
         calls = 0

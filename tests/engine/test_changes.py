@@ -132,21 +132,6 @@ def between_steps(model, change):
         return [done[request_id] for request_id in ids]
 
 
-def in_a_stream(model, change):
-    """Between events, while another request waits."""
-    with engine_of(model) as engine:
-        events = iter(engine.stream([PROMPT], asking()))
-        other = engine.add_request(OTHER, asking())
-        once, found, done = Once(model, change, AT), [], []
-        for event in events:
-            found.append(event)
-            once.look(sum(len(e.token_ids) for e in found))
-        while engine.has_unfinished():
-            done += engine.step()
-        assert [output.request_id for output in done] == [other]
-        return found, done[0]
-
-
 RUNNING = (in_processor, in_criterion, in_generate, in_drafter, between_steps)
 
 
@@ -170,17 +155,6 @@ def test_a_change_under_a_running_request(place, change):
     assert (tokens, logprobs) == (expected[: len(tokens)], its_logprobs[: len(tokens)])
     assert first.fingerprint == old
     assert (bits(second), second.fingerprint) == (after, new)
-
-
-@pytest.mark.parametrize("change", each(FOLLOWED, changes.data_replaced), **NAME)
-def test_a_change_between_the_events_of_a_stream(change):
-    (before, _), _ = fresh(change, False)
-    (_, after), new = fresh(change, True)
-    events, other = in_a_stream(model_for(change), change)
-    assert [event.finish_reason for event in events].index("abort") == len(events) - 1
-    tokens = [token for event in events for token in event.token_ids]
-    assert AT <= len(tokens) < TOKENS and tokens == before[0][0][: len(tokens)]
-    assert (bits(other), other.fingerprint) == (after, new)
 
 
 @pytest.mark.parametrize("place", each(RUNNING, in_generate, in_drafter), **NAME)

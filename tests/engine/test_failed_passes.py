@@ -7,7 +7,6 @@ without the cause nobody fails.
 import gc
 import random
 import weakref
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -102,10 +101,6 @@ def seeing_model():
     return model, model.model.embed_tokens.seen
 
 
-def unfinished(engine):
-    return [s for request in engine.tracker.requests.values() for s in request.sequences]
-
-
 def asked():
     """Six deterministic requests of different styles; none of their tokens is 0."""
     styles = ({}, {"temperature": 0.8, "seed": 1}, {"num_return_sequences": 2})
@@ -136,23 +131,6 @@ def test_a_pass_that_fails_once_loses_nothing(at, page_size):
         assert {c.finish_reason for o in outputs for c in o.completions} == {"length"}
         assert whole(engine)
         check_residents(engine)
-
-
-def test_a_pass_that_fails_often_loses_nothing():
-    """Every third pass, as long as somebody shares it."""
-    model, faulty = faulty_model()
-    expected = alone(model)
-    with steady(model, page_size=4, num_pages=60, draft_window=4) as engine:
-        engine.generate([[1]], greedy(1))
-        faulty.arm(lambda call, rows: call % 3 == 0 and len(sharers()) > 1)
-
-        def sharers():
-            return engine.admission.running
-
-        outputs = run(engine, asked())
-        assert faulty.raised >= 3
-        assert bits_of(outputs) == expected
-        assert whole(engine)
 
 
 def test_control_a_failed_pass_shows_in_plain_requests():
@@ -215,29 +193,6 @@ def test_only_the_request_with_a_bad_token_fails(deterministic, copies):
         assert [c.finish_reason for c in output.completions] == ["length", "length"]
 
 
-def test_a_bad_token_that_comes_up_later():
-    """The request that sampled it keeps what it has; the pass with it in fails that one alone."""
-    model, sees = seeing_model()
-    expected = alone(model)
-    own = expected[1][0][0]
-    others = {t for p, _ in asked() for t in p}
-    others |= {t for n, r in enumerate(expected) if n != 1 for c in r for t in c[0]}
-    place = next(n for n, token in enumerate(own[:-1]) if token not in others and n > 2)
-    place = own.index(own[place])
-    with steady(model, page_size=4) as engine:
-        engine.generate([[1]], greedy(1))
-        sees.token = own[place]
-        outputs = run(engine, asked())
-        assert sees.raised > 0
-        assert bits_of(outputs[:1] + outputs[2:]) == expected[:1] + expected[2:]
-        failed = outputs[1].completions[0]
-        # As a draft it already raises; then the request goes on alone, up to the token itself.
-        assert failed.token_ids == own[: place + 1]
-        assert failed.logprobs == expected[1][0][1][: place + 1]
-        assert failed.error == f"the pass raised ValueError: saw {own[place]}"
-        assert whole(engine)
-
-
 class Proposes:
     """Always drafts the same tokens."""
 
@@ -288,27 +243,6 @@ def test_passes_that_are_too_large(error):
         assert whole(engine)
 
 
-def test_a_prompt_too_large_costs_those_who_run_nothing():
-    """Two requests are under way in small passes; a third one's prompt makes a pass too large."""
-    model, faulty = faulty_model("as is")
-    running = [([t or 1 for t in text(30, seed=n)], greedy(60, seed=n)) for n in (1, 2)]
-    late = (text(94, seed=3), greedy(3))  # and two rows: a pass of 96
-    with steady(model, prefix_cache=False) as engine:
-        expected = [bits(engine.generate([p], s)[0]) for p, s in running]
-    with steady(model, max_rows=256) as engine:
-        engine.generate([[1]], greedy(1))
-        faulty.arm(lambda call, rows: rows > 72)
-        ids = [engine.add_request(*request) for request in running]
-        while any(s.num_generated < 50 for s in unfinished(engine)):
-            engine.step()
-        assert faulty.raised == 0  # neither needs more than 60 rows, nor do both
-        engine.add_request(*late)
-        done = drain(engine)
-        assert faulty.raised > 0
-        assert [bits(done[request_id]) for request_id in ids] == expected
-        assert whole(engine)
-
-
 class FailsOnce:
     """Kernels of which one raises at its first call."""
 
@@ -346,30 +280,6 @@ def test_a_failure_behind_the_forward_costs_nobody(name):
         assert len(tokens) == 20 and sampler.kernels.calls > 0
         done = drain(engine)
         assert [bits(done[request_id]) for request_id in ids] == expected
-        assert whole(engine)
-
-
-def test_aborts_and_streams_while_suspects_are_tried():
-    """After a failed pass: aborting a suspect, closing a stream and new requests do no harm."""
-    model, faulty = faulty_model()
-    expected = alone(model)
-    with steady(model, page_size=4) as engine:
-        engine.generate([[1]], greedy(1))
-        ids = [engine.add_request(*request) for request in asked()]
-        stream = engine.stream([asked()[1][0]], replace(asked()[1][1], max_new_tokens=13))
-        faulty.arm(lambda call, rows: call == 3)
-        while not engine.admission.suspects:
-            engine.step()
-        gone = engine.abort(ids.pop(0)).completions[0]
-        engine.step()
-        check_residents(engine)
-        stream.close()
-        ids.append(engine.add_request(*asked()[0]))
-        done = drain(engine)
-        order = [1, 2, 3, 4, 5, 0]
-        assert [bits(done[request_id]) for request_id in ids] == [expected[n] for n in order]
-        assert gone.token_ids == expected[0][0][0][: len(gone.token_ids)]
-        assert faulty.raised == 1 and not engine.admission.suspects
         assert whole(engine)
 
 

@@ -9,7 +9,6 @@ from tests.support import signals
 from tests.support.patience import PATIENCE
 from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, SamplingParams
-from tinyspec.engine.lock import at_once, between_steps, flush
 from tinyspec.model.torch_state import TorchState
 
 pytestmark = pytest.mark.usefixtures("sigint")
@@ -57,32 +56,6 @@ def test_a_call_that_ends_leaves_the_settings_of_others_alone(medium):
     ended.set()
     thread.join()
     assert MATMUL.fp32_precision == "bf16"
-
-
-def test_interrupts_come_between_steps():
-    """Held back in a block; what came takes effect at ``flush`` and at its end, every time."""
-    calls = []
-    with signals.handled_by(lambda number, frame: calls.append(number)), between_steps():
-        signals.interrupt()
-        with between_steps():
-            signals.interrupt()
-        assert calls == []
-        flush()
-        assert len(calls) == 1
-        with at_once():
-            signals.interrupt()
-            assert len(calls) == 2
-        signals.interrupt()
-    assert len(calls) == 3
-
-
-def test_what_comes_before_a_block_leaves_nothing_behind(monkeypatch):
-    """The handler of before may raise while ours takes its place."""
-    signals.interrupt_when_set(monkeypatch)
-    with pytest.raises(KeyboardInterrupt), between_steps():
-        raise AssertionError("not entered")
-    test_interrupts_come_between_steps()
-    assert signals.handler() is signals.RAISE
 
 
 @pytest.mark.parametrize("streamed", [False, True])

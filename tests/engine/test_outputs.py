@@ -143,27 +143,6 @@ def test_json_loses_no_bit(seed):
     assert as_bits(again) != as_bits(replace(output, prompt_token_ids=[1, 3]))
 
 
-def test_json_of_a_run(engine):
-    params = SamplingParams(
-        max_new_tokens=9,
-        deterministic=True,
-        temperature=1.0,
-        top_k=3,
-        logprobs=True,
-        top_logprobs=5,
-        prompt_logprobs=True,
-        num_return_sequences=2,
-    )
-    output = engine.generate([[5, 6, 7]], params)[0]
-    assert output.completions[0].top_logprobs[0][4][1] == -torch.inf
-    assert output.fingerprint == engine.fingerprint and output.params.seed is not None
-    again = RequestOutput.from_json(output.to_json())
-    assert again == output and as_bits(again) == as_bits(output)
-    for completion in again.completions:
-        for value in completion.logprobs:
-            assert value == torch.tensor(value, dtype=torch.float32).item()
-
-
 def test_json_names_processors(engine):
     """A processor may hold anything: it goes into the line by name and is not copied."""
 

@@ -1,11 +1,10 @@
 """Overlap: the next pass is launched before the results of the last are in, on a late device.
 
 Every test compares with engines that do not overlap. Controls: they have no second pass under way,
-reading results too early raises, and surplus rows do run.
+and reading results too early raises.
 """
 
 import random
-from collections import Counter
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from tests.engine.test_state_machine import EVENTS, OneEngine
 from tests.support.at_random import use_at_random
 from tests.support.cases import bits_of, drain, greedy, model_of, run, steady, text, whole
 from tests.support.late_device import TooEarly, queue_of
-from tests.support.mixes import bits, crowd, needles
+from tests.support.mixes import bits, crowd
 from tests.support.pages import check_residents
 from tinyspec import Engine, EngineConfig, SamplingParams
 
@@ -49,54 +48,6 @@ def step_until(engine, condition):
     raise AssertionError("never")
 
 
-class Writes:
-    """Looks where passes write: into their own sequences' pages, which nobody else reads, when they
-    are launched; and when they run, into pages that are still theirs, or are nobody's, or will be
-    zeroed by a later pass that is launched. surplus: writes of rows whose sequences had gone."""
-
-    def __init__(self, engine):
-        self.engine, self.pool, self.surplus = engine, engine.pool, 0
-        self._launched, self._fresh = {}, Counter()
-        self._pack, self._run = engine.runner.pack, engine.runner.run
-        engine.runner.pack, engine.runner.run = self.pack, self.run
-
-    def _rows(self, work_pass, packed):
-        owners = [
-            sequence
-            for sequence, count in zip(
-                work_pass.sequences, work_pass.works.counts.tolist(), strict=True
-            )
-            for _ in range(count)
-        ]
-        bucket = work_pass.bucket
-        slots = packed.values[2 * bucket : 3 * bucket].tolist()
-        assert all(slot == -1 for slot in slots[len(owners) :])
-        return [
-            (sequence, slot // self.pool.page_size)
-            for sequence, slot in zip(owners, slots, strict=False)
-            if slot >= 0
-        ]
-
-    def pack(self, work_pass, fresh, wanted, newest):
-        packed = self._pack(work_pass, fresh, wanted, newest)
-        written = self._rows(work_pass, packed)
-        for sequence, page in written:
-            assert page in sequence.pages
-            assert self.pool.owners(page) == 1 and page not in self.pool.cached
-        self._launched[id(packed)] = packed, written
-        self._fresh.update(fresh)
-        return packed
-
-    def run(self, packed, tokens, hooks):
-        self._fresh.subtract(packed.fresh)
-        for sequence, page in self._launched.pop(id(packed))[1]:
-            assert page not in self.pool.cached
-            if page not in sequence.pages:
-                self.surplus += 1
-                assert self.pool.owners(page) == 0 or self._fresh[page] > 0
-        return self._run(packed, tokens, hooks)
-
-
 @pytest.mark.crossed(0.8)
 @pytest.mark.parametrize("verify", ["auto", "padded", "always"])
 @pytest.mark.parametrize("pages", [{}, {"page_size": 8, "num_pages": 14}], ids=["ample", "tight"])
@@ -104,7 +55,6 @@ def test_same_bits(verify, pages):
     requests = [*REQUESTS, *crowd(random.Random(3), 4)]
     expected, scores = truth(requests, verify=verify, **pages)
     with steady(model_of("shape-sensitive"), verify=verify, **pages) as engine:
-        Writes(engine)
         outputs = run(engine, requests)
         queue = queue_of(engine)
         assert queue.most == 2 and queue.fetches <= queue.launches <= queue.fetches + 1
@@ -115,49 +65,6 @@ def test_same_bits(verify, pages):
         assert bool(engine.stats().preemptions) == bool(pages)
         assert whole(engine)
         check_residents(engine)
-
-
-ALIKE = [(text(17 + n % 2, seed=n // 2), greedy(24 + n)) for n in range(5)]
-
-
-def counts(requests, **settings):
-    """Their bits, and what the engine counted."""
-    with steady(model_of("shape-sensitive"), **settings) as engine:
-        found = bits_of(run(engine, requests))
-        assert queue_of(engine).most == 1 + engine.config.overlap
-        assert whole(engine)
-        return found, engine.stats()
-
-
-def test_preemption():
-    """Only a step that has fetched preempts."""
-    settings = {"verify": "padded", "page_size": 4, "num_pages": 30}
-    late, stats = counts(ALIKE, **settings)
-    assert late == counts(ALIKE, **settings, overlap=False)[0] and stats.preemptions > 0
-
-
-def test_drafts_that_are_not_known_yet():
-    """A verify is launched before its newest draft is known; it is compared all the same."""
-    settings = {"verify": "always", "draft_window": 5}
-    for request in ALIKE[:1]:
-        late, stats = counts([request], **settings)
-        expected, known = counts([request], **settings, overlap=False)
-        assert late == expected and stats.rows == known.rows
-        for name in ("drafted", "accepted", "rolled_back"):
-            assert getattr(stats, name) == getattr(known, name)
-        assert stats.accepted > 15
-
-
-def test_a_new_request_waits_for_one_pass():
-    """That of the tokens under way; the next pass is for it, too."""
-    with steady(model_of("as is")) as engine:
-        engine.add_request(text(6), SamplingParams(max_new_tokens=60))
-        step_until(engine, lambda: under_way(engine) is not None)
-        engine.add_request(text(7), SamplingParams(max_new_tokens=9))
-        engine.step()
-        assert len(engine.admission.running) == 1 and under_way(engine) is None
-        engine.step()
-        assert len(engine.admission.running) == 2 and engine.records[-1].rows["prompt"] == 7
 
 
 def test_who_is_left_out_of_a_pass_comes_next():
@@ -174,16 +81,6 @@ def test_who_is_left_out_of_a_pass_comes_next():
             return next(n for n in range(80) if left in [o.request_id for o in engine.step()])
 
     assert steps(True) == steps(False) < 20
-
-
-def test_prompts_start_from_pages_as_without_overlap():
-    """One that could start from a page of the pass under way waits for it."""
-    requests = [(text(40), greedy(4 + n)) for n in range(4)]
-    settings = {"page_size": 8, "max_rows": 20, "max_sequences": 3}
-    late, stats = counts(requests, **settings)
-    expected, known = counts(requests, **settings, overlap=False)
-    assert late == expected
-    assert stats.cached_prompt_tokens == known.cached_prompt_tokens >= 3 * 32
 
 
 def test_a_step_fetches_once_and_commits_the_oldest_pass():
@@ -213,22 +110,6 @@ def test_control_reading_too_early_raises(monkeypatch):
             engine.generate([text(6)], greedy(4))
 
 
-def test_surplus_rows_touch_nobodys_pages():
-    """Sequences that stop by a token have a row in the pass under way."""
-    stops = {"stop_token_ids": tuple(range(0, 128, 5))}
-    requests = [(text(9 + n % 5, seed=n % 4), greedy(30, seed=n, **stops)) for n in range(12)]
-    requests += [(p, SamplingParams(max_new_tokens=30, **stops)) for p, _ in requests[:6]]
-    expected, _ = truth(requests, page_size=4, num_pages=60, max_sequences=5)
-    with steady(model_of("shape-sensitive"), page_size=4, num_pages=60, max_sequences=5) as engine:
-        writes = Writes(engine)
-        outputs = run(engine, requests)
-        assert bits_of(outputs[:12]) == expected[:12]
-        assert writes.surplus > 0 and engine.stats().cached_prompt_tokens > 0
-        assert {c.finish_reason for o in outputs for c in o.completions} >= {"stop"}
-        engine.core.drain()
-        assert whole(engine)
-
-
 def test_logits_that_are_not_finite():
     """The row after a token without finite logits is surplus; the others lose nothing."""
     requests = [REQUESTS[0], (text(7, seed=9), greedy(24)), REQUESTS[5]]
@@ -246,22 +127,6 @@ def test_logits_that_are_not_finite():
             assert whole(engine) and engine.stats().preemptions == 0
     assert found[0] == found[1] and found[1][0] == expected[0] and found[1][2] == expected[2]
     assert found[1][1][0][0] == tokens[: place + 1] and found[1][1][0][2] == "abort"
-
-
-def test_abort_with_a_pass_under_way():
-    expected, _ = truth(REQUESTS[:3])
-    with steady(model_of("shape-sensitive"), verify="padded") as engine:
-        ids = [engine.add_request(*request) for request in REQUESTS[:3]]
-        step_until(engine, lambda: under_way(engine) and under_way(engine).alive.all())
-        gone = engine.abort(ids[0]).completions[0]
-        assert gone.token_ids == expected[0][0][0][: len(gone.token_ids)]
-        assert not under_way(engine).alive.all() and under_way(engine).alive.any()
-        check_residents(engine)
-        # Another takes the row, and is not taken for it.
-        ids[0] = engine.add_request(*REQUESTS[0])
-        done = drain(engine)
-        assert [bits(done[request_id]) for request_id in ids] == expected
-        assert whole(engine)
 
 
 def test_a_pass_of_older_weights_is_dropped():
@@ -302,26 +167,6 @@ def test_nothing_is_under_way_after(leave):
             assert engine.generate([text(9)], greedy(20))[0].completions[0].token_ids == first
 
 
-def test_the_second_of_two_passes_fails():
-    """The first is committed, then the second is tried again one by one."""
-    expected, _ = truth(REQUESTS[:2])
-    model = model_of("shape-sensitive")
-    with steady(model, verify="padded") as engine:
-        calls = []
-        run_pass = engine.runner.run
-
-        def fails_once(*args):
-            calls.append(len(calls))
-            if len(calls) == 6:
-                raise RuntimeError("out of order")
-            return run_pass(*args)
-
-        engine.runner.run = fails_once
-        assert bits_of(run(engine, REQUESTS[:2])) == expected
-        assert queue_of(engine).most == 2 and len(calls) > 6
-        assert whole(engine)
-
-
 def test_random_use():
     """The machine of the state tests, against an oracle that does not overlap."""
     use_at_random(OneEngine, 5, cases=1, steps=20)
@@ -332,18 +177,3 @@ def test_much_random_use(case_seed):
     OneEngine.reached.clear()
     use_at_random(OneEngine, case_seed, cases=4, steps=60)
     assert set(OneEngine.reached) == set(EVENTS)
-
-
-@pytest.mark.slow("random mixes", 4, cases=30)
-def test_needles_in_crowds(case_seed):
-    rng = random.Random(case_seed)
-    # A penalty reads the tokens before it: beside one no second pass is under way.
-    requests = [r for r in needles() if r[1].repetition_penalty == 1] + crowd(rng, 10)
-    settings = {"page_size": rng.choice((8, 32)), "verify": rng.choice(("auto", "padded"))}
-    expected, _ = truth(requests, **settings)
-    with steady(model_of("shape-sensitive"), **settings) as engine:
-        Writes(engine)
-        outputs = run(engine, requests)
-        for n, (_, params) in enumerate(requests):
-            assert not params.deterministic or bits(outputs[n]) == expected[n]
-        assert queue_of(engine).most == 2

@@ -78,26 +78,6 @@ def test_control_the_callers_stream(monkeypatch):
     assert not recorder.ordered(pool)
 
 
-@pytest.mark.parametrize("missing", ["before", "after"])
-def test_control_a_wait_left_out(missing, monkeypatch):
-    """Of the engine's stream for the caller's, or the other way round."""
-    recorder = streams.record(monkeypatch)
-    own, whole = torch_state.stream_of(torch.device("cpu")).own, Stream.wait_stream
-
-    def wait(stream: Stream, other: Stream) -> None:
-        if (stream is own) != (missing == "before"):
-            whole(stream, other)
-
-    monkeypatch.setattr(Stream, "wait_stream", wait)
-    with Engine(tiny(), config=CONFIG) as engine:
-        recorder.work("before")
-        engine.generate(prompts(2), PARAMS)
-        recorder.work("after")
-    works = [recorder.named("before")[0], *recorder.named("forward"), recorder.named("after")[0]]
-    assert recorder.ordered(works[1:-1]) and not recorder.ordered(works)
-    assert recorder.ordered(works[1:] if missing == "before" else works[:-1])
-
-
 def test_code_of_the_user_changes_the_stream(monkeypatch):
     """For the rest of the step it is the engine's again, after what ran on the other."""
     recorder, other = streams.record(monkeypatch), Stream()
@@ -191,13 +171,3 @@ def test_who_captures_is_alone(monkeypatch):
         with stream.alone() as alone:
             assert alone
     assert order == ["captured", "other"]
-
-
-def test_a_cpu_has_no_stream():
-    state = torch_state.stream_of(torch.device("cpu"))
-    assert not state.queues
-    with state():
-        state.again()
-        state.take(torch.zeros(1))
-        state.hand_out(torch.zeros(1), None)
-    assert "own" not in vars(state)

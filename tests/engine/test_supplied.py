@@ -50,23 +50,8 @@ def supply(engine, sequences, disturb=lambda step: None):
     return seen
 
 
-def tokens_of(sequences):
-    return [s.tokens[s.request.num_prompt :] for s in sequences]
-
-
 def same(some, others):
     return all(map(torch.equal, some, others))
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_the_tokens_of_generate(deterministic):
-    with Engine(tiny(), config=CONFIG) as engine:
-        expected = engine.generate(prompts(5), params(deterministic))
-        sequences = begin(engine, prompts(5), deterministic=deterministic)
-        supply(engine, sequences)
-        committed = engine.stats().committed
-    assert tokens_of(sequences) == [output.completions[0].token_ids for output in expected]
-    assert committed == 2 * 5 * NEW
 
 
 def test_beside_others_that_wait_for_nobody():

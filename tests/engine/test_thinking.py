@@ -4,12 +4,11 @@ import pytest
 import torch
 
 from tests.support.cases import drain, whole
-from tests.support.pages import kv_of
 from tests.support.thinking import KINDS, NONE, engine_of, params, prompt_of, said, thinking_model
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.errors import UnsupportedModelError
 from tinyspec.thinking.model import ThinkingModel
-from tinyspec.thinking.reading import generate, read
+from tinyspec.thinking.reading import generate
 
 WINDOWS = (1, 2, 4, 8, None)
 PROMPTS = [prompt_of(n, n) for n in (3, 8, 21, 67, 80)]
@@ -70,36 +69,6 @@ def rounds_of(thoughts, window):
     return rounds
 
 
-def test_rounds():
-    model = thinking_model()
-    wanted = reference(model)
-    for window in WINDOWS:
-        with engine_of(model, thinking_window=window) as engine:
-            for (thoughts, _), prompt in zip(wanted, PROMPTS, strict=True):
-                found = engine.generate([prompt], params())[0].completions[0].stats
-                assert found.thinking_passes == rounds_of(thoughts, window)
-                if window is None and thoughts and len(thoughts[-1]) == 1:
-                    assert found.thinking_passes == len(active(thoughts)) + 1
-                if window == 1:
-                    assert found.thinking_passes == len(thoughts)
-
-
-def test_keys_and_values():
-    """Those of the sequential reading, to tolerance; without thoughts they are others."""
-    model = thinking_model("qwen3")
-    prompt = PROMPTS[-1]
-    cache = read(model, [prompt]).cache
-    with engine_of(model, thinking_window=4) as engine:
-        found, plain = (kv_of(engine, prompt, params(thinking=t)) for t in (True, False))
-    for layer, ((k, v), (other, _)) in enumerate(zip(found, plain, strict=True)):
-        expected = cache.layers[layer].keys[0].transpose(0, 1), cache.layers[layer].values[0]
-        torch.testing.assert_close(k[: len(prompt)], expected[0], atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(
-            v[: len(prompt)], expected[1].transpose(0, 1), atol=1e-4, rtol=1e-4
-        )
-        assert layer == 0 or not torch.allclose(k, other, atol=1e-2)
-
-
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_trivial_thoughts_give_the_plain_model(kind):
     model = thinking_model(kind, NONE)
@@ -152,22 +121,6 @@ def test_preempted(window):
         assert whole(engine)
 
 
-def test_beside_plain_requests_and_step_by_step():
-    model = thinking_model()
-    wanted = reference(model)
-    with engine_of(model) as engine:
-        plain = params(20, thinking=False)
-        alone = [engine.generate([prompt], plain)[0] for prompt in PROMPTS]
-        ids = []
-        for prompt in PROMPTS:
-            ids += [engine.add_request(prompt, plain), engine.add_request(prompt, params())]
-            engine.step()
-        done = drain(engine)
-        assert [said(done[name]) for name in ids[1::2]] == wanted
-        answers = [done[name].completions[0].token_ids for name in ids[::2]]
-        assert answers == [output.completions[0].token_ids for output in alone]
-
-
 def test_completions_of_one_prompt_share_its_thoughts():
     model = thinking_model()
     (thoughts, answer) = reference(model)[-1]
@@ -189,16 +142,6 @@ def test_prompt_logprobs():
             settings = params(prompt_logprobs=True, deterministic=True)
             found.append(engine.generate([prompt], settings)[0].prompt_logprobs)
     assert found[0] == found[1] and None not in found[0][1:]
-
-
-def test_thoughts_that_are_cut():
-    model = thinking_model(max_thought_tokens=2)
-    with engine_of(model) as engine:
-        (output,) = engine.generate([PROMPTS[-1]], params())
-    cut = [thought for thought in output.thoughts if thought.cut]
-    assert cut and all(1 not in thought.token_ids for thought in cut)
-    assert all((thought.token_ids[-1] == 1) != thought.cut for thought in output.thoughts)
-    assert [thought.chunk for thought in output.thoughts] == list(range(10))
 
 
 def test_logits_that_are_not_finite():

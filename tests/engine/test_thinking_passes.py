@@ -11,7 +11,6 @@ from tests.support.thinking import all_bits, engine_of, exact, params, prompt_of
 from tests.support.thinking import thinking_model as new_model
 from tinyspec.runner import graphs
 from tinyspec.thinking.reading import generate
-from tinyspec.thinking.thinker import Thinker
 
 PROMPTS = [prompt_of(n, n) for n in (21, 67, 80, 5)]
 REQUESTS = [*((p, exact(20)) for p in PROMPTS), *((p, exact(30, thinking=False)) for p in PROMPTS)]
@@ -80,23 +79,4 @@ def test_a_pass_that_raises():
                 assert said(done[name]) == (thoughts, answer)
         error = done[ids[-1]].completions[0].error
         assert f"saw {token}" in error and len(done[ids[-1]].thoughts) <= 5
-        assert whole(engine)
-
-
-def test_blocks_that_raise(monkeypatch):
-    """As a pass that raises: the request fails and says why, plain ones go on."""
-    model = new_model()
-
-    def broken(self, chunks):
-        raise RuntimeError("T is out of order")
-
-    with engine_of(model) as engine:
-        alone = engine.generate([PROMPTS[0]], params(thinking=False))[0]
-        monkeypatch.setattr(Thinker, "first_tokens", broken)
-        thinking, plain, short = engine.generate(
-            [PROMPTS[1], PROMPTS[0], [3, 4]], [params(), params(thinking=False), params()]
-        )
-        assert "T is out of order" in thinking.completions[0].error
-        assert plain.completions == alone.completions or plain.completions[0].error is None
-        assert short.completions[0].error is None and short.thoughts == []
         assert whole(engine)

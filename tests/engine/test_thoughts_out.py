@@ -1,6 +1,5 @@
 """Thoughts as users see them: outputs, streams, JSON, scores, audits, the command line."""
 
-import asyncio
 import json
 from dataclasses import replace
 
@@ -8,8 +7,6 @@ import pytest
 
 from tests.cli.conftest import main
 from tests.support.thinking import (
-    all_bits,
-    engine_of,
     exact,
     params,
     prompt_of,
@@ -17,7 +14,7 @@ from tests.support.thinking import (
     thinking_model,
     tokenizer,
 )
-from tinyspec import AsyncEngine, Engine, EngineConfig, RequestOutput, audit
+from tinyspec import Engine, EngineConfig, RequestOutput, audit
 from tinyspec.outputs import Thought
 
 PROMPTS = [prompt_of(n, n) for n in (5, 21, 67, 80)]
@@ -75,18 +72,6 @@ def test_streamed_as_they_are_committed(engine):
     assert len(found[3]) > 1 and before_tokens > 1
 
 
-def test_streamed_to_a_coroutine(engine):
-    wanted = engine.generate(PROMPTS, params())
-
-    async def read():
-        async with AsyncEngine(engine) as served:
-            return [event async for event in served.stream(PROMPTS, params())]
-
-    events = asyncio.run(read())
-    found = [thought for event in events for thought in event.thoughts or ()]
-    assert sorted(found, key=repr) == sorted([t for o in wanted for t in o.thoughts], key=repr)
-
-
 def test_scores_read_with_thoughts(engine):
     outputs = engine.generate(PROMPTS, exact())
     answers = [output.completions[0] for output in outputs]
@@ -131,12 +116,6 @@ def test_audited_by_a_model_that_does_not_think(engine):
     with Engine(other.backbone) as plain:
         report = audit(plain, outputs)
     assert {entry.verdict for entry in report.entries} == {"not comparable"}
-
-
-def test_what_is_saved_gives_the_same(folder, engine):
-    wanted = [all_bits(output)[1] for output in engine.generate(PROMPTS, exact())]
-    with engine_of(thinking_model(quiet=0.0, biased=False)) as other:
-        assert [all_bits(output)[1] for output in other.generate(PROMPTS, exact())] == wanted
 
 
 def test_command_line(folder, engine, capsys):

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from threading import Barrier, Event, Thread
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -227,33 +226,6 @@ def test_a_spawned_process_is_told(engine, copied):
             copied(given)
 
 
-@pytest.mark.parametrize("known", [False, True])
-def test_a_copy_between_two_steps_of_a_call(
-    engine, expected, monkeypatch, known, no_results_on_disk
-):
-    """Another thread copies the model after a request is prepared and before it begins: the
-    fingerprint, new because weights were written to, is that of the model as passes run it."""
-    prompt, params = REQUESTS[0][0]
-    fingerprint = None
-    if known:
-        fingerprint = engine.generate([prompt], params)[0].fingerprint
-        with torch.no_grad():
-            next(engine.model.parameters()).mul_(1)
-    add, copies = engine.tracker.add, []
-
-    def late(requests):
-        copies.append(copy.deepcopy(engine.model))
-        add(requests)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.tracker, "add", late)
-        (output,) = engine.generate([prompt], params)
-    assert copies and bits(output) == expected[0][0]
-    assert output.fingerprint == (fingerprint or engine.fingerprint)
-    engine.weights_changed()
-    assert engine.fingerprint == output.fingerprint
-
-
 def test_closing_ends_the_calls_of_others():
     engine, begun = engine_of(tiny(), **SETTINGS), Event()
 
@@ -272,26 +244,6 @@ def test_closing_ends_the_calls_of_others():
         engine.add_request([1, 2])
 
 
-def test_a_stream_is_closed_while_another_thread_looks_whether_it_is_ready(engine):
-    stream = engine.stream([[1, 2], [3, 4]], LONG)
-    looked = []
-
-    class Looks:
-        """Stands for a sequence, and for the moment at which another thread closes the stream."""
-
-        finished, index, request = False, 0, SimpleNamespace(thoughts=None)
-
-        @property
-        def length(self):
-            looked.append(stream.close())
-            return 0
-
-    told = next(iter(stream._open.values()))
-    stream._open = {Looks(): told, Looks(): told, **stream._open}
-    assert stream._ready() and looked
-    assert list(stream) == []
-
-
 def test_a_stream_that_is_dropped_in_a_step(engine):
     """By a thread that waits for nobody, as finalizers are; its requests end with that step."""
     stream = engine.stream([[1, 2]], LONG)
@@ -303,29 +255,6 @@ def test_a_stream_that_is_dropped_in_a_step(engine):
         assert not thread.is_alive() and not engine.has_unfinished()
     assert engine.generate([[1, 2]], greedy(2))[0].completions[0].token_ids
     assert not engine.tracker.requests
-
-
-def test_a_thread_that_comes_later_gets_its_tokens_soon(engine):
-    """While another one's long call runs: it gets in between two steps."""
-    begun, order = Event(), []
-
-    def tells(ids, scores):
-        begun.set()
-        return False
-
-    def later():
-        begun.wait(PATIENCE)
-        engine.generate([[5, 6]], SamplingParams(max_new_tokens=3))
-        order.append("later")
-        engine.abort(engine.add_request([5, 6], LONG))
-        order.append("something else")
-
-    thread = Thread(target=later)
-    thread.start()
-    engine.generate([[1, 2]], replace(LONG, stopping_criteria=[tells]))
-    order.append("first")
-    thread.join(PATIENCE)
-    assert order == ["later", "something else", "first"]
 
 
 CALLS = {

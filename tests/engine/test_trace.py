@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.budget import first
 from tests.support.cases import text
-from tests.support.mixes import HalfLiar, Liar, bits, crowd
+from tests.support.mixes import Liar, bits, crowd
 from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
 
@@ -136,25 +136,6 @@ def test_every_end_is_there(monkeypatch):
     assert {name: [w[2] for w in found].count(name) for name in reasons} == reasons
 
 
-def test_failed_passes_are_there(monkeypatch):
-    """A pass that raised has no tokens; those who shared it are tried one by one."""
-    with Engine(tiny(), config=EngineConfig(trace=True)) as engine:
-        whole, calls = engine.runner.run, []
-
-        def run_or_raise(*args):
-            calls.append(args)
-            if len(calls) == 3:
-                raise RuntimeError("once")
-            return whole(*args)
-
-        monkeypatch.setattr(engine.runner, "run", run_or_raise)
-        outputs = engine.generate([text(5), text(6)], SamplingParams(max_new_tokens=6))
-        passes = engine.trace.passes()
-    assert [len(o.completions[0].token_ids) for o in outputs] == [6, 6]
-    assert sum(not any(work.tokens for work in one.works) for one in passes) >= 1
-    assert sum(len(work.tokens) for one in passes for work in one.works) == 12
-
-
 def test_what_is_saved(tmp_path):
     """A Chrome trace: events with phase, lane, time and length; names of the lanes."""
     file = tmp_path / "run.json"
@@ -174,23 +155,3 @@ def test_what_is_saved(tmp_path):
     ends = [e["ts"] + e["dur"] for e in passes]
     later = [e["ts"] for e in passes[1:]]
     assert all(end <= begin + 0.01 for end, begin in zip(ends, later, strict=False))
-
-
-def test_drafts_of_a_half_liar():
-    """Accepted drafts lie before the verifier's own token, in the order of the sequence."""
-    params = SamplingParams(max_new_tokens=40, deterministic=True)
-    with Engine(tiny(), config=EngineConfig(reference_rows=16)) as engine:
-        (truth,) = engine.generate([text(9)], params)
-    tokens = truth.completions[0].token_ids
-    drafter = HalfLiar([text(9) + tokens], 1, wrong=0.3)
-    config = EngineConfig(reference_rows=16, drafter=drafter, trace=True, draft_window=5)
-    _, _, _, trace = run(config, [(text(9), params)])
-    works = [work for one in trace.passes() for work in one.works]
-    assert [token for work in works for token in work.tokens] == tokens
-    place = 0
-    for work in works:
-        if work.kind == "verify":
-            assert work.newest == tokens[place - 1]
-            assert work.tokens[: work.accepted] == work.drafts[: work.accepted]
-        place += len(work.tokens)
-    assert any(work.rejected for work in works) and any(work.accepted for work in works)

@@ -37,14 +37,6 @@ def train_step(model, optimizer):
     optimizer.zero_grad()
 
 
-def load(model, _):
-    model.load_state_dict(tiny(seed=5).state_dict())
-
-
-def assign(model, _):
-    model.lm_head.weight = nn.Parameter(tiny(seed=6).lm_head.weight.detach().clone())
-
-
 def step(model, optimizer):
     train_step(model, optimizer)
 
@@ -64,23 +56,6 @@ def test_three_training_steps(prefix_cache):
             seen.append(fingerprint)
             train_step(model, optimizer)
     assert len(set(seen)) == 4
-
-
-@pytest.mark.crossed(2)
-@pytest.mark.parametrize("change", [step, load, assign], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("verify_weights", [False, True])
-def test_changes_are_noticed(change, verify_weights):
-    model = tiny()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    config = EngineConfig(reference_rows=16, page_size=16, verify_weights=verify_weights)
-    with Engine(model, config=config) as engine:
-        first = [bits(o) for o in engine.generate(PROMPTS, DETERMINISTIC)]
-        change(model, optimizer)
-        outputs = engine.generate(PROMPTS, DETERMINISTIC)
-        expected, fingerprint = fresh(model)
-        assert [bits(o) for o in outputs] == expected != first
-        assert outputs[0].fingerprint == engine.fingerprint == fingerprint
-        assert engine.stats().cached_prompt_tokens == 0
 
 
 @pytest.mark.parametrize("told", ["weights_changed", "verify_weights", "nobody"])
@@ -111,58 +86,3 @@ def test_weights_that_lie_otherwise_have_another_fingerprint():
             model.lm_head.weight.data = same(model.lm_head.weight.detach())
             engine.check_model()
         assert fingerprints[0] == fingerprints[1] != engine.fingerprint
-
-
-def test_plain_requests_start_from_no_old_page():
-    """No fingerprint has been computed, yet the prefix cache is dropped."""
-    model = tiny()
-    params = SamplingParams(max_new_tokens=8, logprobs=True)
-    with Engine(model, config=CONFIG) as engine:
-        engine.generate([PROMPTS[5]], params)
-        engine.generate([PROMPTS[5]], params)
-        cached = engine.stats().cached_prompt_tokens
-        assert cached > 0
-        load(model, None)
-        after = bits(engine.generate([PROMPTS[5]], params)[0])
-        assert engine.stats().cached_prompt_tokens == cached
-    with Engine(tiny(seed=5), config=CONFIG) as engine:
-        assert bits(engine.generate([PROMPTS[5]], params)[0]) == after
-
-
-def test_weights_change_under_running_requests():
-    """Who has tokens of the old weights is aborted if deterministic; who has none starts anew."""
-    model = tiny()
-    config = EngineConfig(reference_rows=16, page_size=16, max_sequences=2)
-    plain = SamplingParams(max_new_tokens=12)
-    with Engine(model, config=config) as engine:
-        begun = engine.add_request(PROMPTS[3], DETERMINISTIC)
-        other = engine.add_request(PROMPTS[4], plain)
-        waiting = engine.add_request(PROMPTS[5], DETERMINISTIC)
-        done = {}
-        while not engine.tracker.requests[begun].sequences[0].num_generated:
-            done |= {output.request_id: output for output in engine.step()}
-        assert not done
-        load(model, None)
-        while engine.has_unfinished():
-            done |= {output.request_id: output for output in engine.step()}
-        assert done[begun].completions[0].finish_reason == "abort"
-        assert "weights changed" in done[begun].completions[0].error
-        assert len(done[other].completions[0].token_ids) == 12
-        expected, fingerprint = fresh(model)
-        assert bits(done[waiting]) == expected[5]
-        assert done[waiting].fingerprint == fingerprint != done[begun].fingerprint
-
-
-def test_release_gives_the_pool_back():
-    model = tiny()
-    with Engine(model, config=CONFIG) as engine:
-        first = [bits(o) for o in engine.generate(PROMPTS, DETERMINISTIC)]
-        assert engine.runner._cache is not None
-        engine.release()
-        assert engine.runner._cache is None
-        assert engine.pool.num_free == engine.pool.num_pages
-        assert [bits(o) for o in engine.generate(PROMPTS, DETERMINISTIC)] == first
-        assert engine.stats().cached_prompt_tokens == 0
-        engine.add_request(PROMPTS[0], DETERMINISTIC)
-        with pytest.raises(ValueError, match="release"):
-            engine.release()

@@ -183,23 +183,6 @@ def test_control_stale_addresses(monkeypatch):
 
 
 @LASTS
-def test_probes_run_beside_graphs(monkeypatch):
-    """On pages of their own, between passes that are replayed."""
-    log = with_graphs(monkeypatch)
-    expected = eager(TWO)
-
-    def use(engine, requests):
-        run(engine, requests)
-        replays = log.replays
-        engine.contract.probe(fresh=True)
-        assert log.replays == replays
-        cost(engine)
-        return run(engine, requests)
-
-    assert served(TWO, use=use) == expected
-
-
-@LASTS
 def test_code_of_the_user_is_not_left_out(monkeypatch):
     """Passes run eagerly while there are hooks."""
     log = with_graphs(monkeypatch)

@@ -10,22 +10,19 @@ import numpy as np
 import pytest
 import torch
 from transformers.generation.logits_process import (
-    LogitsProcessorList,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
-from tests.support.mixes import crowd
 from tests.support.tiny import VOCAB, prompts, tiny
 from tests.support.tolerances import FORMULA, LOGPROBS, near
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.kernels import backend as kernels
 from tinyspec.kernels.twins.sample import gumbel, sample, softmax
 from tinyspec.runner import processors
-from tinyspec.runner.processors import SpecialRow, keep_top_k, penalise_repetition
+from tinyspec.runner.processors import SpecialRow, keep_top_k
 from tinyspec.runner.sampler import NOT_FINITE, SampleBatch, Sampler, SpecialResult
 from tinyspec.scheduler.request import noise_key
 
@@ -201,30 +198,6 @@ STYLES = (
 )
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.8])
-@pytest.mark.parametrize("style", STYLES, ids=str)
-def test_combinations_in_order(sampler, style, temperature):
-    """Temperature, top-k, top-p, min-p: the scores that transformers' warpers leave."""
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
-    classes = {"top_k": TopKLogitsWarper, "top_p": TopPLogitsWarper, "min_p": MinPLogitsWarper}
-    warpers += [classes[name](value) for name, value in style.items()]
-    logits = distinct(10, VOCAB)
-    params = SamplingParams(temperature=temperature, seed=1, logprobs=True, **style)
-    rows = [SampleRow(n, params, noise_key(n, 0), n, 0, []) for n in range(10)]
-    expected = warpers(None, logits)
-    top = replace(params, top_logprobs=VOCAB)
-    for found, scores in zip(
-        sample_rows(sampler, logits, [replace(row, params=top) for row in rows]),
-        expected,
-        strict=True,
-    ):
-        shares = torch.log_softmax(scores, 0)
-        assert found.logprob == near(shares[found.token].item(), FORMULA)
-        allowed = {token for token, value in found.top if value > -torch.inf}
-        assert allowed == set(scores.isfinite().nonzero().squeeze(1).tolist())
-        assert found.token in allowed
-
-
 def test_ties_go_to_the_lowest_index(sampler):
     flat = torch.zeros(1, 8)
     flat[0, 5] = 1.0
@@ -246,23 +219,6 @@ def test_ties_go_to_the_lowest_index(sampler):
     assert (found.token, [token for token, _ in found.top]) == (0, [0, 1, 2])
     later = torch.tensor([[0.0, 2.0, 1.0, 2.0]])
     assert sample_rows(sampler, later, [greedy])[0].token == 1
-
-
-@pytest.mark.parametrize("penalty", [0.7, 1.0, 1.1, 1.3, 5.0])
-def test_repetition_penalty_is_transformers(sampler, penalty):
-    logits = distinct(8, VOCAB)
-    for n in range(8):
-        history = random.Random(n).choices(range(VOCAB), k=40)
-        expected = RepetitionPenaltyLogitsProcessor(penalty)(
-            torch.tensor([history]), logits[n : n + 1].clone()
-        )
-        seen = torch.tensor(sorted(set(history)))
-        assert torch.equal(penalise_repetition(logits[n], seen, penalty), expected[0])
-        params = SamplingParams(repetition_penalty=penalty, top_logprobs=VOCAB)
-        before = logits.clone()
-        found = sample_rows(sampler, logits, [SampleRow(n, params, 0, 0, 0, history)])[0]
-        assert torch.equal(logits, before)
-        assert found.token == int(expected.argmax())
 
 
 def halve(ids, scores):
@@ -413,14 +369,6 @@ def test_seeds():
     assert run(9, replace(params, temperature=0.0))[0][0] is None
 
 
-def test_global_generator_is_left_alone(engine):
-    before = torch.get_rng_state()
-    engine.generate([[5, 6]] * 2, SamplingParams(max_new_tokens=5, deterministic=True))
-    sampled = SamplingParams(max_new_tokens=5, temperature=1.0, top_p=0.9)
-    engine.generate([[5, 6]] * 2, sampled)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_raw_and_processed_logprobs(sampler, temperature):
     """Of the model's own distribution, or of the one that was sampled from."""
@@ -457,14 +405,6 @@ def test_top_logprobs_of_a_near_tie(sampler):
     assert found.top == [(9, found.logprob)]
 
 
-@pytest.mark.parametrize("style", [{}, {"top_k": 3}], ids=str)
-def test_the_smallest_temperature_is_greedy(sampler, style):
-    logits = distinct(4, VOCAB, scale=10.0)
-    params = SamplingParams(temperature=1e-6, seed=1, **style)
-    found = sample_rows(sampler, logits, [SampleRow(n, params, 5, 5, 0, []) for n in range(4)])
-    assert [row.token for row in found] == logits.argmax(-1).tolist()
-
-
 def hf_prompt_logprobs(model, prompt):
     with torch.no_grad():
         shares = torch.log_softmax(model(torch.tensor([prompt])).logits[0].float(), -1)
@@ -486,22 +426,3 @@ def test_prompt_logprobs(max_rows, deterministic):
         first, *rest = output.prompt_logprobs
         assert first is None
         assert rest == near(values, LOGPROBS)
-
-
-def test_prompt_logprobs_do_not_depend_on_chunks():
-    """Chunk sizes vary with max_rows and with who else is there; the bits do not."""
-    params = SamplingParams(max_new_tokens=2, prompt_logprobs=True, deterministic=True)
-    found = []
-    for max_rows, others, num_pages in ((16, 0, 64), (512, 0, 64), (64, 9, 64), (64, 9, 20)):
-        config = EngineConfig(
-            reference_rows=16, max_rows=max_rows, page_size=16, num_pages=num_pages
-        )
-        with Engine(tiny(), config=config) as engine:
-            neighbours = crowd(random.Random(3), others)
-            for prompt, wanted in neighbours:
-                engine.add_request(prompt, wanted)
-            engine.step()
-            outputs = engine.generate(prompts(5), params)
-        found.append([output.prompt_logprobs for output in outputs])
-    assert found[1:] == found[:1] * 3
-    assert [len(values) for values in found[0]] == [len(prompt) for prompt in prompts(5)]

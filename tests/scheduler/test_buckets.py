@@ -59,22 +59,6 @@ def test_padding_costs_the_next_canonical_bucket():
     assert buckets.window(1, 1, 16, 0.75) == 1, "some of them: (1 + 1.4) / 1.75 = 1.37"
 
 
-def test_a_canonical_bucket_needs_no_draft():
-    noisy = {4: 5.0, 8: 1.0}
-    cost = noisy.get
-    assert learnt([4, 8], lambda rows: cost(rows, 1.0)).window(3, 3, 16, 0.99) == 0
-    # In which canonical passes run another way, it is like any other.
-    assert learnt([4, 8], lambda rows: cost(rows, 1.0), [4]).window(3, 3, 16, 0.99) >= 0
-
-
-def test_plain_rows_ride_along():
-    """Thirty plain rows in a fast pass of 32, or in a canonical one of 64 at twice the cost."""
-    buckets = learnt([8, 64], lambda rows: float(rows))
-    assert buckets.window(31, 1, 16, 0.999) > 0
-    # 527 rows to verify: (16 * 32 + 9 * 64) / 17 = 64.
-    assert buckets.window(31, 31, 16, 0.99, free=False) == 0
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_the_choice_against_a_count_of_passes(seed):
     """Seconds a token of every way, by running it a thousand times over with drafts that are

@@ -3,7 +3,6 @@
 tests/scheduler/test_pages.py has the index itself.
 """
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -19,13 +18,11 @@ from tests.support.cases import (
     greedy,
     model_of,
     one_by_one,
-    run,
-    steady,
     text,
     whole,
 )
-from tests.support.mixes import bits, crowd, plain
-from tests.support.pages import check_residents, indexed_kv, page_kv
+from tests.support.mixes import bits, plain
+from tests.support.pages import indexed_kv, page_kv
 from tests.support.tiny import VOCAB, tiny
 from tinyspec import SamplingParams
 
@@ -143,64 +140,6 @@ def test_a_prompt_that_is_there_already(length):
         assert len(before) >= 3 and indexed_kv(engine) == before
 
 
-def test_indexed_pages_are_never_written():
-    """After every step of mixed traffic every page still indexed holds the bits it had."""
-    rng = random.Random(6)
-    full = (PROMPT, greedy(9))  # three whole pages of 16
-    compared = 0
-    with steady(tiny(), page_size=16, num_pages=24, draft_window=4) as engine:
-        before = {}
-        for others in (crowd(rng, 12), crowd(rng, 12), crowd(rng, 12)):
-            for prompt, params in (full, *others, ([*PROMPT, 1, 2], greedy(5)), full):
-                engine.add_request(prompt, params)
-            while engine.has_unfinished():
-                engine.step()
-                check_residents(engine)
-                now = indexed_kv(engine)
-                for key in now.keys() & before.keys():
-                    assert now[key] == before[key]
-                    compared += 1
-                before = now
-        assert engine.stats().preemptions > 0
-        # Control: the digest sees one element.
-        with torch.inference_mode():
-            engine.runner.cache.v[1][next(iter(before))[1], 3, 0, 0] += 1
-        assert indexed_kv(engine) != before
-    assert compared > 1000
-
-
-@pytest.mark.parametrize("num_pages", [8, 12, 30])
-def test_a_small_pool_evicts(num_pages):
-    """Idle pages give way to running sequences, those that were used last go last."""
-    requests = [(text(40, seed=n % 5), greedy(15)) for n in range(10)]
-    with engine_of(tiny(), page_size=8, prefix_cache=False) as engine:
-        alone = one_by_one(engine, requests[:5]) * 2
-    with engine_of(tiny(), page_size=8, num_pages=num_pages) as engine:
-        found, cached = [], []
-        for prompt, params in requests:
-            count, own = bits_of_one(engine, (prompt, params))
-            found.append(own)
-            cached += count
-            check_residents(engine)
-            assert len(engine.admission.prefix) <= num_pages
-        assert found == alone
-        assert sum(cached) == 0 if num_pages == 8 else engine.pool.num_free == num_pages
-        # The newest prompt is still there, whatever had to go for it.
-        assert bits_of_one(engine, requests[-1])[0] == [39]
-    with engine_of(tiny(), page_size=8, num_pages=num_pages) as engine:
-        assert bits_of(run(engine, requests)) == alone
-
-
-def test_release_drops_it():
-    with engine_of(tiny(), page_size=16) as engine:
-        request = (PROMPT, greedy(5))
-        first = bits_of_one(engine, request)
-        assert bits_of_one(engine, request)[0] == [47]
-        engine.release()
-        assert len(engine.admission.prefix) == 0
-        assert bits_of_one(engine, request) == first
-
-
 def bump(model):
     with torch.no_grad():
         model.model.layers[0].self_attn.k_proj.weight[3] *= 1.5
@@ -227,28 +166,6 @@ def test_a_weight_change_drops_it(write, deterministic):
             engine.weights_changed()
         assert bits_of_one(engine, (PROMPT, wanted)) == expected
     assert before != expected
-
-
-@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "plain"])
-def test_prompt_logprobs_with_a_warm_cache(deterministic):
-    """The rows that are asked for run, and write nothing that others read."""
-    wanted = greedy(6, prompt_logprobs=True, num_return_sequences=2, temperature=1.0, seed=2)
-    wanted = wanted if deterministic else plain(wanted)
-    model = model_of("shape-sensitive" if deterministic else "as is")
-    with engine_of(model, page_size=8, prefix_cache=False) as engine:
-        cold = engine.generate([PROMPT], wanted)[0]
-    with engine_of(model, page_size=8) as engine:
-        engine.generate([PROMPT], replace(wanted, prompt_logprobs=False))
-        before = indexed_kv(engine)
-        warm = engine.generate([PROMPT], wanted)[0]
-        assert [indexed_kv(engine).get(key) for key in before] == list(before.values())
-        among = run(engine, [*crowd(random.Random(2), 9), (PROMPT, wanted)])[-1]
-    assert warm.prompt_logprobs[0] is None and None not in warm.prompt_logprobs[1:]
-    assert tokens_cached(warm)[0] == 0
-    # Alone, a plain request has the same passes with and without the cache.
-    assert (warm.prompt_logprobs, bits(warm)) == (cold.prompt_logprobs, bits(cold))
-    if deterministic:
-        assert (among.prompt_logprobs, bits(among)) == (cold.prompt_logprobs, bits(cold))
 
 
 def test_failed_requests_leave_nothing_indexed():

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import _signal
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
-
-import pytest
 
 SIGINT, RAISE = signal.SIGINT, signal.default_int_handler
 Handler = Callable[[int, FrameType | None], Any]
@@ -56,14 +53,3 @@ def interrupt_at_call(number: int) -> Iterator[None]:
         yield
     finally:
         sys.setprofile(None)
-
-
-def interrupt_when_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C in place of the next change of a handler."""
-    change = _signal.signal
-
-    def interrupted(*args: Any) -> None:
-        monkeypatch.setattr(_signal, "signal", change)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(_signal, "signal", interrupted)
