@@ -18,8 +18,7 @@ class Tolerance(NamedTuple):
     atol: float
 
 
-# One fp32 operator whose sums run in another order: sums of up to 32 products, and of more.
-SHORT_SUM = Tolerance(1.3e-6, 1e-6)
+# One fp32 operator whose sums run in another order.
 OPERATOR = Tolerance(1.3e-6, 1e-5)
 # One 16-bit operator, the same; or with angles that are rounded once more.
 OPERATOR_16 = Tolerance(1e-5, 1e-2)
