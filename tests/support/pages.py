@@ -7,11 +7,10 @@ from hashlib import blake2b
 
 import torch
 
-from tinyspec import Engine, SamplingParams
+from tinyspec import Engine
 from tinyspec.runner.kv_cache import KVCache
 from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.prefix_cache import PrefixCache
-from tinyspec.scheduler.request import Sequence
 
 
 def unowned(pool: PagePool) -> list[int]:
@@ -57,28 +56,6 @@ def read_pages(
     """The first ``tokens`` keys and values of a sequence, [tokens, num_kv_heads, head_dim]."""
     k, v = cache.k[layer][pages], cache.v[layer][pages]
     return k.flatten(0, 1)[:tokens], v.flatten(0, 1)[:tokens]
-
-
-def kv_of(
-    engine: Engine, prompt: list[int], params: SamplingParams
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values of a prompt and its answer but the last token, per layer; read from the pages
-    as the request ends."""
-    (request,) = engine.prepare([prompt], params)
-    found: list[tuple[torch.Tensor, torch.Tensor]] = []
-    cache, remove = engine.runner.cache, engine.admission.remove
-
-    def read(sequence: Sequence) -> None:
-        for layer in range(len(cache.k)):
-            found.append(read_pages(cache, layer, sequence.pages, sequence.computed))
-        remove(sequence)
-
-    engine.admission.remove = read  # type: ignore[method-assign]
-    try:
-        engine.tracker.run([request])
-    finally:
-        engine.admission.remove = remove  # type: ignore[method-assign]
-    return found
 
 
 def page_kv(engine: Engine, page: int) -> bytes:
