@@ -225,7 +225,8 @@ class PassRecorder(TorchDispatchMode):
     ) -> None:
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         shapes = tuple(tuple(x.shape) for x in tensors)
-        groups = [x for x in tensors if not x.is_floating_point() and x.dim() <= 1]
+        # Packed scales of some formats are bytes, and no sizes.
+        groups = [x for x in tensors if x.dtype in (torch.int32, torch.int64) and x.dim() <= 1]
         sizes = tuple(tuple(x.reshape(-1).tolist()) for x in groups)
         self.matmuls.append(Matmul(self.where, name, shapes, sizes))
         if not kwargs and self.where not in self._linears and not any(map(is_packed, tensors)):
