@@ -1,43 +1,37 @@
 """State tracking in words, made by code: a coin that is flipped, and letters that are set.
 
-An example is sentences, some of which change a state; the thought behind such a sentence is the new
-state in words. Half a dozen lines of English, no model and no tensors.
+An example is sentences, some of which tell a state; the thought is that state in words, in the
+chunk of the first word from which it follows. No model and no tensors.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import NamedTuple, TypeVar
 
+from benchmarks.coin_reader import phrases
+from benchmarks.coin_reader.phrases import SIDES
 from benchmarks.coin_reader.vocabulary import END
 
-NAMES = ("Alice", "Bob", "Carol", "Dave", "Erin", "Frank", "Grace", "Heidi")
-SIDES = ("heads", "tails")
+T = TypeVar("T")
 LETTERS = ("a", "b", "c")
 # Sums are taken modulo this.
 MODULUS = 5
-# Sentences that change nothing: one of each list.
-FILLERS = (
-    ("The", "A", "One"),
-    ("wind", "river", "bird", "cloud"),
-    ("moves", "rests", "sings"),
-    ("over", "behind", "near"),
-    ("the",),
-    ("hill", "town", "wood", "bridge"),
-    (".",),
-)
-# One in so many sequences of operations is kept for tests.
-HELD_OUT = 5
+# One in so many sequences of operations is kept for tests. Shorter ones than this are in both.
+HELD_OUT, SHARED = 5, 3
 
 
 @dataclass(frozen=True)
 class Sentence:
-    """words; thought: the state behind them, None where they change nothing."""
+    """words; thought: the state behind them, None where they change nothing. known: index of the
+    first word from which that follows, the last one if negative."""
 
     words: tuple[str, ...]
     thought: tuple[str, ...] | None = None
+    known: int = -1
 
 
 @dataclass(frozen=True)
@@ -63,127 +57,127 @@ class Example:
         return tuple(word for s in changing for word in (*s.words, *(s.thought or ())))
 
     def thoughts(self, chunk_size: int) -> list[list[str]]:
-        """Of every whole chunk: the states behind the sentences that end in it, and END."""
+        """Of every whole chunk: the states that begin to follow in it, and END."""
         found: list[list[str]] = [[] for _ in range(len(self.prompt) // chunk_size)]
-        end = 0
+        start = 0
         for sentence in self.sentences:
-            end += len(sentence.words)
-            chunk = (end - 1) // chunk_size
+            chunk = (start + sentence.known % len(sentence.words)) // chunk_size
+            start += len(sentence.words)
             if sentence.thought is not None and chunk < len(found):
                 found[chunk].extend(sentence.thought)
         return [[*words, END] for words in found]
 
 
+class Told(NamedTuple):
+    """operations: what they are, in whatever words. sentences: the last are a question."""
+
+    operations: tuple[Hashable, ...]
+    sentences: list[Sentence]
+    answer: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class Task:
-    """make(rng, operations): first sentences, a sentence for each operation, the last ones, and the
-    answer; words: all that occur. longest: words of the longest thought of a chunk of 8, END
-    included."""
+    """make(rng, operations, filler): a story of so many, and that part of the sentences between
+    first and last changes nothing; words: all that occur. longest: words of the longest thought of
+    a chunk, END included."""
 
     name: str
     words: tuple[str, ...]
     longest: int
-    make: Callable[
-        [Random, int], tuple[list[Sentence], list[Sentence], list[Sentence], tuple[str, ...]]
-    ]
+    make: Callable[[Random, int, float], Told]
 
     def example(
         self, rng: Random, operations: int, held_out: bool = False, filler: float = 0.0
     ) -> Example:
-        """held_out: sequences of operations that training never sees. filler: part of the sentences
-        between first and last that change nothing."""
+        """held_out: sequences of operations that training never sees."""
         while True:
-            first, middle, last, answer = self.make(rng, operations)
-            if _is_held_out(middle) == held_out:
-                break
-        if filler:
-            count = round(operations * filler / (1 - filler))
-            middle = _mixed(rng, middle, [Sentence(_filler(rng)) for _ in range(count)])
-        return Example((*first, *middle, *last), (*answer, END))
+            told = self.make(rng, operations, filler)
+            if operations < SHARED or is_held_out(told.operations) == held_out:
+                return Example(tuple(told.sentences), (*told.answer, END))
 
 
-def _filler(rng: Random) -> tuple[str, ...]:
-    return tuple(rng.choice(words) for words in FILLERS)
-
-
-def _mixed(rng: Random, first: list[Sentence], second: list[Sentence]) -> list[Sentence]:
-    """Both, each in its own order."""
-    places = set(rng.sample(range(len(first) + len(second)), len(first)))
-    ones, others = iter(first), iter(second)
-    total = len(first) + len(second)
-    return [next(ones) if place in places else next(others) for place in range(total)]
-
-
-def _is_held_out(operations: list[Sentence]) -> bool:
+def is_held_out(operations: Sequence[Hashable]) -> bool:
     """By a digest, so that it is the same in every process."""
-    text = " ".join(word for sentence in operations for word in sentence.words)
-    return hashlib.sha256(text.encode()).digest()[0] % HELD_OUT == 0
+    return hashlib.sha256(repr(tuple(operations)).encode()).digest()[0] % HELD_OUT == 0
 
 
-def _parity(rng: Random, operations: int) -> tuple[list, list, list, tuple[str, ...]]:
-    side = rng.randrange(2)
-    first = [Sentence(("A", "coin's", "state", "is", SIDES[side], "."), (SIDES[side],))]
+def _mixed(rng: Random, first: list[T], filler: float, make: Callable[[Random], T]) -> list[T]:
+    """``first`` in its order, and others between."""
+    total = len(first) + round(max(len(first), 1) * filler / (1 - filler))
+    places = set(rng.sample(range(total), len(first)))
+    ones = iter(first)
+    return [next(ones) if place in places else make(rng) for place in range(total)]
+
+
+def _filler(rng: Random) -> Sentence:
+    return Sentence((*phrases.filler(rng).words, "."))
+
+
+def _flips(rng: Random, operations: int) -> tuple[int, list[tuple[str, bool]]]:
+    """How the coin lies at first, and who flips it or not; few people or many."""
+    people = rng.sample(phrases.NAMES, rng.randint(1, len(phrases.NAMES)))
+    flips = [(rng.choice(people), rng.random() < 0.5) for _ in range(operations)]
+    return rng.randrange(2), flips
+
+
+def _coin(rng: Random, operations: int, filler: float) -> Told:
+    side, flips = _flips(rng, operations)
+    first, middle = phrases.beginning(rng, side), []
+    for who, flipped in flips:
+        side ^= flipped
+        middle.append(phrases.step(rng, who, flipped, side))
+    clauses = [first, *_mixed(rng, middle, filler, phrases.filler)]
+    if filler and rng.random() < 0.1:
+        clauses.insert(0, phrases.filler(rng))
+    texts = phrases.told(rng, clauses)
+    sentences = [
+        Sentence(words, None if clause.says is None else (clause.says,), known)
+        for clause, (words, known) in zip(clauses, texts, strict=True)
+    ]
+    return Told(tuple(flips), [*sentences, Sentence(phrases.question(rng))], (SIDES[side], "."))
+
+
+def _parity(rng: Random, operations: int, filler: float) -> Told:
+    side, flips = _flips(rng, operations)
+    first = Sentence(("A", "coin's", "state", "is", SIDES[side], "."), (SIDES[side],), 4)
     middle = []
-    for _ in range(operations):
-        flips = rng.random() < 0.5
-        side ^= flips
-        verb = ("flips",) if flips else ("doesn't", "flip")
-        words = (rng.choice(NAMES), *verb, "the", "coin", ".")
-        middle.append(Sentence(words, (SIDES[side],)))
+    for who, flipped in flips:
+        side ^= flipped
+        verb = ("flips",) if flipped else ("doesn't", "flip")
+        middle.append(Sentence((who, *verb, "the", "coin", "."), (SIDES[side],), 1))
     last = [Sentence(("What's", "the", "state", "?")), Sentence(("A", ":"))]
-    return first, middle, last, (SIDES[side],)
+    middle = _mixed(rng, middle, filler, _filler)
+    return Told(tuple(flips), [first, *middle, *last], (SIDES[side], "."))
 
 
-def _variables(rng: Random, operations: int) -> tuple[list, list, list, tuple[str, ...]]:
+def _variables(rng: Random, operations: int, filler: float) -> Told:
     values = [rng.randrange(MODULUS) for _ in LETTERS]
 
     def state() -> tuple[str, ...]:
         return tuple(map(str, values))
 
-    first = [Sentence((*LETTERS, "are", *state(), "."), state())]
+    first = Sentence((*LETTERS, "are", *state(), "."), state(), -2)
     middle = []
     for _ in range(operations):
         target, source = rng.randrange(len(LETTERS)), rng.randrange(len(LETTERS))
         more = rng.randrange(MODULUS)
         values[target] = (values[source] + more) % MODULUS
         words = ("now", "set", LETTERS[target], "to", LETTERS[source], "plus", str(more), ".")
-        middle.append(Sentence(words, state()))
+        middle.append(Sentence(words, state(), -2))
     asked = rng.randrange(len(LETTERS))
     last = [Sentence(("What", "is", LETTERS[asked], "?")), Sentence(("A", ":"))]
-    return first, middle, last, (str(values[asked]),)
+    done = tuple(sentence.words for sentence in middle)
+    sentences = [first, *_mixed(rng, middle, filler, _filler), *last]
+    return Told(done, sentences, (str(values[asked]),))
 
 
-def _words(*more: str) -> tuple[str, ...]:
-    return (".", "?", ":", *more, *(word for words in FILLERS for word in words))
-
-
+_COIN_WORDS = (".", ",", "?", ":", *phrases.WORDS, *phrases.NAMES)
+_LETTER_WORDS = (*LETTERS, *map(str, range(MODULUS)), "are", "now", "set", "to", "plus", "What")
 TASKS = {
-    "parity": Task(
-        "parity",
-        _words(
-            *("A", "coin's", "state", "is", *SIDES, *NAMES),
-            *("flips", "doesn't", "flip", "the", "coin", "What's"),
-        ),
-        4,
-        _parity,
-    ),
+    "coin": Task("coin", _COIN_WORDS, 4, _coin),
+    "parity": Task("parity", _COIN_WORDS, 4, _parity),
     "variables": Task(
-        "variables",
-        _words(
-            *(
-                *LETTERS,
-                *map(str, range(MODULUS)),
-                "are",
-                "now",
-                "set",
-                "to",
-                "plus",
-                "What",
-                "is",
-                "A",
-            )
-        ),
-        8,
-        _variables,
+        "variables", (".", "?", ":", *_LETTER_WORDS, *phrases.WORDS, *phrases.NAMES), 8, _variables
     ),
 }

@@ -16,14 +16,17 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.coin_reader.tasks import TASKS
-from benchmarks.coin_reader.training import Mode, Run, Training
+from benchmarks.coin_reader.training import Loss, Mode, Run, Training
 
 # What each task needs to be learnt.
 RUNS = {
+    "coin": Run(task="coin", steps=800, tokens=4096, window=None, filler=0.9, least=0, chunk_size=4),
     "parity": Run(task="parity", steps=400),
     "variables": Run(task="variables", steps=1200),
 }
 EVALUATED = (1, 5, 10, 20, 40, 100)
+# Parts of the sentences that change nothing, for which "coin" is evaluated.
+SHARES = (0.0, 0.5, 0.7, 0.85)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,13 +43,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         parser.error(str(error))
     _train(training, options.output, options.every)
-    mode = training.run.mode
-    print(
-        f"{training.run.task}, {mode}: held-out prompts whose answer is right, of {options.count}"
-    )
-    for operations in options.evaluate:
-        right = training.accuracy(operations, options.count)
-        print(f"{operations:5} operations  {right:.3f}", flush=True)
+    run = training.run
+    print(f"{run.task}, {run.mode}: held-out prompts, {options.count} each")
+    if run.task == "coin":
+        kinds = [(f"filler {share:4}", range(run.operations + 1), share) for share in SHARES]
+    else:
+        kinds = [(f"{n:5} operations", (n,), None) for n in options.evaluate]
+    for name, operations, share in kinds:
+        answers, thoughts = training.accuracy(operations, options.count, share)
+        print(f"{name}  answers {answers:.3f}  thoughts {thoughts:.4f}", flush=True)
     return 0
 
 
@@ -63,7 +68,19 @@ def _train(training: Training, output: Path | None, every: int) -> None:
 
 def _run(options: argparse.Namespace) -> Run:
     run = RUNS[options.task]
-    names = ("mode", "steps", "seed", "operations", "filler")
+    names = (
+        "mode",
+        "loss",
+        "steps",
+        "seed",
+        "operations",
+        "filler",
+        "chunk_size",
+        "layers",
+        "hidden_size",
+        "tokens",
+        "rate",
+    )
     given = {name: getattr(options, name) for name in names}
     given = {name: value for name, value in given.items() if value is not None}
     if options.window is not None:
@@ -79,6 +96,16 @@ def _parser() -> argparse.ArgumentParser:
         choices=get_args(Mode),
         help="thoughts (default), none: the answer alone, chain: the states written out before it, "
         "retold: these and the sentences that they follow from",
+    )
+    parser.add_argument("--chunk-size", type=int)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--tokens", type=int)
+    parser.add_argument("--rate", type=float)
+    parser.add_argument("--hidden-size", type=int)
+    parser.add_argument(
+        "--loss",
+        choices=get_args(Loss),
+        help="of thoughts: the sum over a prompt's chunks (default), or the mean over all tokens",
     )
     parser.add_argument("--steps", type=int, help="default: what the task needs")
     parser.add_argument("--seed", type=int, help="of weights and examples (default: 0)")

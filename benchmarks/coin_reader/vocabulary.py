@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 PAD, END, UNKNOWN = "<pad>", "<eos>", "<unk>"
+# Stands for every capitalised word that is not in a vocabulary which has it.
+NAME = "<name>"
 
 
 def word_tokenizer(words: Iterable[str]) -> PreTrainedTokenizerFast:
@@ -16,6 +19,14 @@ def word_tokenizer(words: Iterable[str]) -> PreTrainedTokenizerFast:
     names = list(dict.fromkeys((PAD, END, UNKNOWN, *words)))
     vocabulary = {name: index for index, name in enumerate(names)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    if NAME in vocabulary:
+        known = "|".join(re.escape(name) for name in names if name[0].isalpha())
+        # HEADS is a word in other letters, and no name.
+        other = rf"(?<![\p{{L}}'])(?!(?i:{known})(?![\p{{L}}'-]))\p{{Lu}}[\p{{L}}'-]*"
+        apostrophe = normalizers.Replace("\N{RIGHT SINGLE QUOTATION MARK}", "'")
+        tokenizer.normalizer = normalizers.Sequence(
+            [apostrophe, normalizers.Replace(Regex(other), NAME)]
+        )
     marks = pre_tokenizers.Split(Regex(r"[.,?:]"), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), marks])
     # No word begins with the prefix, so all are joined by spaces; marks lose theirs.

@@ -32,7 +32,8 @@ IGNORED = -100
 
 @dataclass
 class ThinkingOutput(ModelOutput):
-    """loss: answer_loss + thought_loss, each the mean over its tokens. logits: [B, L, V].
+    """loss: answer_loss + thought_loss, the mean over the answers' tokens, and the sum over a
+    prompt's chunks, in the mean of B prompts (Eq. 6 of arXiv 2602.08332). logits: [B, L, V].
     thought_logits: [B, K, m, V]."""
 
     loss: torch.Tensor | None = None
@@ -130,9 +131,10 @@ class ThinkingModel(nn.Module):
             flat = thoughts.flatten(0, 1)
             before = self.embed(flat[:, :-1].clamp(min=0))
             found.thought_logits = self.thinking(hidden, before).unflatten(0, (batch, chunks))
-            found.thought_loss = _loss(found.thought_logits, thoughts)
+            found.thought_loss = _loss(found.thought_logits, thoughts) / batch
         if labels is not None:
-            found.answer_loss = _loss(logits[:, :-1], labels[:, 1:])
+            told = (labels[:, 1:] != IGNORED).sum().clamp(min=1)
+            found.answer_loss = _loss(logits[:, :-1], labels[:, 1:]) / told
         losses = [loss for loss in (found.answer_loss, found.thought_loss) if loss is not None]
         if losses:
             found.loss = torch.stack(losses).sum()
@@ -216,7 +218,6 @@ class ThinkingModel(nn.Module):
 
 
 def _loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy over labels that are not IGNORED; 0 where there is none."""
+    """Cross entropy, summed over labels that are not IGNORED."""
     kept = labels != IGNORED
-    total = cross_entropy(logits[kept].float(), labels[kept], reduction="sum")
-    return total / kept.sum().clamp(min=1)
+    return cross_entropy(logits[kept].float(), labels[kept], reduction="sum")
