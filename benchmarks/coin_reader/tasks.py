@@ -172,12 +172,10 @@ def _variables(rng: Random, operations: int, filler: float) -> Told:
     return Told(done, sentences, (str(values[asked]),))
 
 
-_COIN_WORDS = (".", ",", "?", ":", *phrases.WORDS, *phrases.NAMES)
+_COIN_WORDS = (*phrases.MARKS, *phrases.WORDS, *phrases.NAMES)
 _LETTER_WORDS = (*LETTERS, *map(str, range(MODULUS)), "are", "now", "set", "to", "plus", "What")
 TASKS = {
     "coin": Task("coin", _COIN_WORDS, 4, _coin),
     "parity": Task("parity", _COIN_WORDS, 4, _parity),
-    "variables": Task(
-        "variables", (".", "?", ":", *_LETTER_WORDS, *phrases.WORDS, *phrases.NAMES), 8, _variables
-    ),
+    "variables": Task("variables", (*_COIN_WORDS, *_LETTER_WORDS), 8, _variables),
 }

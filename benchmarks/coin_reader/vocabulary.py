@@ -27,7 +27,7 @@ def word_tokenizer(words: Iterable[str]) -> PreTrainedTokenizerFast:
         tokenizer.normalizer = normalizers.Sequence(
             [apostrophe, normalizers.Replace(Regex(other), NAME)]
         )
-    marks = pre_tokenizers.Split(Regex(r"[.,?:]"), "isolated")
+    marks = pre_tokenizers.Split(Regex(r"[.,;!?:]"), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), marks])
     # No word begins with the prefix, so all are joined by spaces; marks lose theirs.
     tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=True)
