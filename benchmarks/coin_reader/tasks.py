@@ -22,6 +22,8 @@ LETTERS = ("a", "b", "c")
 MODULUS = 5
 # One in so many sequences of operations is kept for tests. Shorter ones than this are in both.
 HELD_OUT, SHARED = 5, 3
+# Part of the examples whose sentences that change nothing stand together.
+LONG_RUNS = 0.3
 
 
 @dataclass(frozen=True)
@@ -103,8 +105,14 @@ def is_held_out(operations: Sequence[Hashable]) -> bool:
 
 
 def _mixed(rng: Random, first: list[T], filler: float, make: Callable[[Random], T]) -> list[T]:
-    """``first`` in its order, and others between."""
-    total = len(first) + round(max(len(first), 1) * filler / (1 - filler))
+    """``first`` in its order, and others between: evenly, or now and then in two long runs."""
+    count = round(max(len(first), 1) * filler / (1 - filler))
+    if rng.random() < LONG_RUNS:
+        ends = sorted(rng.choices(range(len(first) + 1), k=2))
+        cut = rng.randint(0, count)
+        runs = [[make(rng) for _ in range(n)] for n in (cut, count - cut)]
+        return [*first[: ends[0]], *runs[0], *first[ends[0] : ends[1]], *runs[1], *first[ends[1] :]]
+    total = len(first) + count
     places = set(rng.sample(range(total), len(first)))
     ones = iter(first)
     return [next(ones) if place in places else make(rng) for place in range(total)]

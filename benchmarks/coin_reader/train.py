@@ -21,7 +21,7 @@ from benchmarks.coin_reader.training import Loss, Mode, Run, Training
 # What each task needs to be learnt.
 RUNS = {
     "coin": Run(
-        task="coin", steps=600, tokens=4096, window=None, filler=0.9, least=0, chunk_size=4
+        task="coin", steps=800, tokens=4096, window=None, filler=0.9, least=0, chunk_size=4
     ),
     "parity": Run(task="parity", steps=400),
     "variables": Run(task="variables", steps=1200),

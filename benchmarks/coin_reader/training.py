@@ -103,7 +103,7 @@ class Training:
         """input_ids and labels [B, L], and thoughts [B, K, m] where the run thinks."""
         run = self.run
         rng = Random(f"{run.seed} {number}")
-        filler = run.filler * rng.random() * min(1.0, 2 * (number + 1) / run.steps)
+        filler = run.filler * rng.random() ** 0.5 * min(1.0, 2 * (number + 1) / run.steps)
         examples: list[Example] = []
         longest = 0
         while longest * len(examples) < run.tokens:
