@@ -14,7 +14,16 @@ from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.cli.main import main
 from tinyspec.thinking.config import ThinkingConfig
 from tinyspec.thinking.model import ThinkingModel
-from tinyspec.tools.demo import BUNDLED, SEEDS, THINKER, WAYS, Demo, demo, demo_thinking
+from tinyspec.tools.demo import (
+    BUNDLED,
+    SEEDS,
+    THINKER,
+    WAYS,
+    Demo,
+    Liar,
+    demo,
+    demo_thinking,
+)
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +33,48 @@ def engine():
         yield engine
 
 
+def shown(capsys):
+    """Lines of the demo: few and short enough for a terminal, both outcomes among them."""
+    found = capsys.readouterr().out.splitlines()
+    assert len(found) <= 45 and max(map(len, found)) <= 100
+    heads = [line.partition(":")[0] for line in found]
+    assert heads.count("Rollback") == heads.count("No Rollback") == 1
+    assert found[-2].startswith("Proven: deterministic=True kept all ")
+    assert found[-1].startswith("Next: tinyspec ")
+    return found
+
+
 def test_it_shows_its_own_run(capsys):
-    assert main(["demo", "--crowd", "3", "--max-new-tokens", "12"]) == 0
-    out = capsys.readouterr().out
-    assert "12 tokens and 12 log-probabilities: identical, bit for bit" in out
-    for words in ("deterministic=False", "Prefill", "Decode", "Verify", "ollback", "of drafts"):
-        assert words in out
-    assert out.splitlines()[-1].startswith("fingerprint ")
+    assert main(["demo", "--crowd", "3", "--max-new-tokens", "60"]) == 0
+    found = shown(capsys)
+    (same,) = [n for n, line in enumerate(found) if line.endswith(": identical, bit for bit")]
+    (head,) = [n for n, line in enumerate(found) if line.startswith("Rollback: ")]
+    assert found[3].startswith("deterministic=False") and same < head, "the texts first"
+
+
+LYING = "a drafter that lies on purpose"
+
+
+def test_only_both_outcomes_of_one_where_no_draft_is_wrong(capsys):
+    """On equal bits a drafter supplies the rollback, and the demo says so."""
+    config = EngineConfig(verify="always", trace=True, draft_window=3)
+    with Engine.from_pretrained(BUNDLED, "float32", "cpu", config) as exact:
+        assert demo(exact, 1, 12, patience=0.0, rollback=True) == 0
+        assert exact.stats().rollbacks == 0
+        found = shown(capsys)
+    assert found[0].startswith("The fast path gave no verify with a rollback in this run")
+    assert LYING in found[0] and not any("deterministic=" in line for line in found[:-2])
+    assert "drafts below: the same tokens." in " ".join(found[:2])
+    told = " ".join(found)
+    assert "drafts of a drafter: no KV" in told and "T3' dropped, T3 kept" in told
+
+
+def test_the_liar_lies_once(engine):
+    output = engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=12))[0]
+    liar, truth = Liar(output), output.completions[0].token_ids
+    (lie,) = liar.propose([[5, 6, 7, truth[0]]], 3)
+    assert lie[:2] == truth[1:3] and lie[2] != truth[3]
+    assert liar.propose([[5, 6, 7, *truth[:4]], [1]], 3) == [truth[4:7], []]
 
 
 def test_where_no_text_differs(engine, capsys, monkeypatch):

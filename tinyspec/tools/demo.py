@@ -7,6 +7,8 @@ import json
 import sys
 import textwrap
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain, count, cycle, islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from tinyspec.sampling_params import SamplingParams
 from tinyspec.thinking.config import ThinkingConfig
 from tinyspec.tools.diff import compare, first_place, summed_up
 from tinyspec.tools.terminal import lines, styled, table
-from tinyspec.tools.trace import find_verify, run_of
+from tinyspec.tools.trace import Diagram, find_verify, run_of
 
 # The models in the package, for demos and tests without a network: one tells stories, one thinks
 # (trained by ``python -m benchmarks.coin_reader.train parity``).
@@ -28,7 +30,9 @@ THINKER = BUNDLED.parent / "coin_reader"
 # between them. Where they decide alike, further seeds are tried, for so many seconds.
 TEMPERATURE, PATIENCE = 0.8, 5.0
 SEEDS = (39, 26, 163, 101, 162, 64)
-WIDTH = 86
+# Of a text: the width of a line, and how many are shown.
+WIDTH, LINES = 80, 3
+WORDS = {True: "with a rollback", False: "without a rollback"}
 # Between what is the same and what is not, in text that is to be wrapped.
 MARK = "\x00"
 COINS = (
@@ -56,15 +60,19 @@ class Demo:
             for n in range(crowd)
         ]
 
-    def pair(self, seed: int, deterministic: bool) -> list[RequestOutput]:
-        """The request by itself, then among the others."""
-        mine = SamplingParams(
+    def mine(self, seed: int, deterministic: bool) -> SamplingParams:
+        """Of the request."""
+        return SamplingParams(
             max_new_tokens=self.tokens,
             temperature=TEMPERATURE,
             seed=seed,
             logprobs=True,
             deterministic=deterministic,
         )
+
+    def pair(self, seed: int, deterministic: bool) -> list[RequestOutput]:
+        """The request by itself, then among the others."""
+        mine = self.mine(seed, deterministic)
         alone = self.engine.generate(self.prompts[0], mine)
         return [*alone, self.engine.generate(self.prompts, [mine, *self.others])[0]]
 
@@ -82,23 +90,76 @@ class Demo:
         return (first, pair, tried) if _parts_at(found) is None else (one, found, tried)
 
     def show(self, pair: list[RequestOutput]) -> None:
-        """Both texts, one below the other, tokens that differ in colour."""
+        """Both texts, one below the other, or one where they are the same; from the first token
+        that differs on in colour."""
         at = _parts_at(pair)
-        for name, output in zip(("alone", "in a crowd"), pair, strict=True):
-            print(f"  {styled(sys.stdout, 'bold', name)}")
+        names = ("alone", "in a crowd") if at is not None else ("both",)
+        for name, output in zip(names, pair, strict=False):
             words = self.marked(output.completions[0].token_ids, at)
-            print(textwrap.indent(words, "    "))
+            print(f"  {name:<12}" + textwrap.indent(words, " " * 14).lstrip(" "))
 
     def marked(self, tokens: list[int], at: int | None) -> str:
-        """Text in lines; from token ``at`` on in colour, or behind a sign."""
+        """Text in lines, of which few are shown; from token ``at`` on in colour, or behind a
+        sign."""
         decode = self.engine.tokenizer.decode
         same = decode(tokens[:at], skip_special_tokens=True)
         rest = decode(tokens, skip_special_tokens=True)[len(same) :]
         sign = MARK if sys.stdout.isatty() else ">>>"
-        words = f"{same}{sign}{rest}" if rest else same
-        head, _, tail = "\n".join(textwrap.wrap(words.strip(), WIDTH)).partition(MARK)
+        found = textwrap.wrap((f"{same}{sign}{rest}" if rest else same).strip(), WIDTH) or [""]
+        first = max([0, *(n - 1 for n, line in enumerate(found) if sign in line)])
+        few = found[first : first + LINES]
+        few[0] = f"... {few[0]}" if first else few[0]
+        few[-1] += " ..." if first + LINES < len(found) else ""
+        head, _, tail = "\n".join(few).partition(MARK)
         parts = tail.split("\n")
         return head + "\n".join(styled(sys.stdout, "differs", line) for line in parts if line)
+
+
+class Liar:
+    """A drafter that knows the answer: it lies about the last draft of a request's first verify,
+    and tells the truth afterwards."""
+
+    def __init__(self, output: RequestOutput):
+        self.prompt = len(output.prompt_token_ids)
+        self.known = [*output.prompt_token_ids, *output.completions[0].token_ids]
+
+    def propose(self, sequences: list[Sequence[int]], n: int) -> list[list[int]]:
+        return [self._after(list(sequence), n) for sequence in sequences]
+
+    def _after(self, tokens: list[int], n: int) -> list[int]:
+        drafts = self.known[len(tokens) :][:n] if tokens == self.known[: len(tokens)] else []
+        if drafts and len(tokens) <= self.prompt + 1:
+            # Another token of this text, so that it can be read.
+            drafts[-1] = next((t for t in self.known if t != drafts[-1]), drafts[-1] ^ 1)
+        return drafts
+
+
+def outcomes(engine: Engine, since: int, names: dict[str, str]) -> dict[bool, Diagram | None]:
+    """A verify with a rollback (True) and one without, of the passes after the first ``since``."""
+    run = run_of(chrome_trace(engine.trace.passes()[since:], engine.tokenizer))
+    return {rollback: find_verify(run, rollback, names) for rollback in (True, False)}
+
+
+def show_outcomes(one: Demo, seed: int, since: int, pair: list[RequestOutput]) -> None:
+    """Both outcomes of a verify of this run; what the fast path has not given, by a liar."""
+    names = ("this request alone", "this request in the crowd")
+    ids = (output.request_id for output in pair)
+    found = outcomes(one.engine, since, dict(zip(ids, names, strict=True)))
+    if None in found.values():
+        setting = replace(one.engine.config, verify="always", drafter=Liar(pair[0]))
+        with Engine(one.engine.model, one.engine.tokenizer, setting) as lied_to:
+            (again,) = lied_to.generate(one.prompts[:1], one.mine(seed, deterministic=True))
+            supplied = outcomes(lied_to, 0, {again.request_id: names[0]})
+        same = again.completions[0].token_ids == pair[0].completions[0].token_ids
+        lacking = " nor ".join(WORDS[each] for each in found if found[each] is None)
+        result = "the same tokens" if same else "OTHER TOKENS: the promise is broken"
+        told = f"The fast path gave no verify {lacking} in this run, so a drafter that lies on "
+        told += f"purpose, once, drafts below: {result}."
+        print("\n".join(textwrap.wrap(told, 98)))
+        found = {each: found[each] or supplied[each] for each in found}
+    for each, diagram in found.items():
+        short = f"The request is too short for a verify {WORDS[each]}: give --max-new-tokens 12."
+        print("\n".join(lines(diagram, sys.stdout) if diagram else [short]) + "\n")
 
 
 def _parts_at(pair: list[RequestOutput]) -> int | None:
@@ -112,13 +173,39 @@ def demo(
     max_new_tokens: int,
     seed: int | None = None,
     patience: float = PATIENCE,
+    rollback: bool = False,
 ) -> int:
     """Returns 0 if the deterministic request has the same bits alone and among ``crowd`` others,
-    whatever the plain one does. engine: with ``EngineConfig(trace=True)``."""
+    whatever the plain one does. engine: with ``EngineConfig(trace=True)``. rollback: only a verify
+    with a rollback and one without are shown."""
     one = Demo(engine, crowd, max_new_tokens)
-    dtype = str(engine.model.dtype).removeprefix("torch.")
+    found = SEEDS[0] if seed is None else seed
+    if not rollback:
+        found = show_plain(one, seed, patience)
+        print(styled(sys.stdout, "bold", f"deterministic=True, seed {found}"))
+    before = len(engine.trace)
+    kept = one.pair(found, deterministic=True)
+    _, reason = summed_up(compare(kept[0], kept[1], 0).values())
+    tokens = len(kept[0].completions[0].token_ids)
+    verdict = f"NOT THE SAME: {reason}" if reason else "identical, bit for bit"
+    if not rollback:
+        one.show(kept)
+        coloured = styled(sys.stdout, "rejected" if reason else "accepted", verdict)
+        print(f"  {tokens} tokens and {tokens} log-probabilities: {coloured}\n")
+    show_outcomes(one, found, before, kept)
+    proven = f"deterministic=True kept all {tokens} tokens and log-probabilities"
+    if reason:
+        proven = f"the promise is broken at {reason}"
+    print(f"Proven: {proven}, alone and among {crowd} others.")
+    print(f"Next: tinyspec {'trace --help' if rollback else 'demo --rollback'}")
+    return 1 if reason else 0
+
+
+def show_plain(one: Demo, seed: int | None, patience: float) -> int:
+    """What the plain request says alone and in the crowd; the seed it was shown with."""
+    dtype = str(one.engine.model.dtype).removeprefix("torch.")
     print(f'One request, "{" ".join(one.prompts[0].split())}", in {dtype} at temperature')
-    print(f"{TEMPERATURE} with a seed: alone, and among {crowd} others.\n")
+    print(f"{TEMPERATURE} with a seed: alone, and among {len(one.others)} others.\n")
     found, plain, tried = one.find(seed, patience)
     print(styled(sys.stdout, "bold", f"deterministic=False, seed {found}"))
     one.show(plain)
@@ -127,26 +214,7 @@ def demo(
     says = "no text differed on this machine" if at is None else f"another text from token {at + 1}"
     bits = f"the bits of {sum(a != b for a, b in pairs)} of {len(pairs)} log-probabilities differ"
     print(f"  {says}{' on' if at is not None else ''}{more}; {bits}\n")
-    print(styled(sys.stdout, "bold", f"deterministic=True, seed {found}"))
-    before = len(engine.trace)
-    kept = one.pair(found, deterministic=True)
-    one.show(kept)
-    _, reason = summed_up(compare(kept[0], kept[1], 0).values())
-    tokens = len(kept[0].completions[0].token_ids)
-    verdict = (
-        f"NOT THE SAME: {reason}: the promise is broken" if reason else "identical, bit for bit"
-    )
-    coloured = styled(sys.stdout, "rejected" if reason else "accepted", verdict)
-    print(f"  {tokens} tokens and {tokens} log-probabilities: {coloured}\n")
-    passes: list[Any] = engine.trace.passes()[before:]
-    run = run_of(chrome_trace(passes, engine.tokenizer))
-    verify = find_verify(run, {kept[1].request_id: "this request"})
-    if verify is None:
-        print("No pass of this run had drafts to verify (--verify always drafts).")
-    else:
-        print("\n".join(lines(verify, sys.stdout)))
-    print(f"\nfingerprint {kept[0].fingerprint}")
-    return 1 if reason else 0
+    return found
 
 
 def demo_thinking(engines: dict[str, Engine], config: ThinkingConfig, prompt: str = COINS) -> int:
