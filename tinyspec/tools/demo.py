@@ -140,11 +140,13 @@ def outcomes(engine: Engine, since: int, names: dict[str, str]) -> dict[bool, Di
     return {rollback: find_verify(run, rollback, names) for rollback in (True, False)}
 
 
-def show_outcomes(one: Demo, seed: int, since: int, pair: list[RequestOutput]) -> None:
-    """Both outcomes of a verify of this run; what the fast path has not given, by a liar."""
+def show_outcomes(one: Demo, seed: int, since: int, pair: list[RequestOutput]) -> bool:
+    """Both outcomes of a verify of this run; what the fast path has not given, by a liar. Whether
+    lies left the tokens as they were."""
     names = ("this request alone", "this request in the crowd")
     ids = (output.request_id for output in pair)
     found = outcomes(one.engine, since, dict(zip(ids, names, strict=True)))
+    same = True
     if None in found.values():
         setting = replace(one.engine.config, verify="always", drafter=Liar(pair[0]))
         with Engine(one.engine.model, one.engine.tokenizer, setting) as lied_to:
@@ -160,6 +162,7 @@ def show_outcomes(one: Demo, seed: int, since: int, pair: list[RequestOutput]) -
     for each, diagram in found.items():
         short = f"The request is too short for a verify {WORDS[each]}: give --max-new-tokens 12."
         print("\n".join(lines(diagram, sys.stdout) if diagram else [short]) + "\n")
+    return same
 
 
 def _parts_at(pair: list[RequestOutput]) -> int | None:
@@ -192,11 +195,11 @@ def demo(
         one.show(kept)
         coloured = styled(sys.stdout, "rejected" if reason else "accepted", verdict)
         print(f"  {tokens} tokens and {tokens} log-probabilities: {coloured}\n")
-    show_outcomes(one, found, before, kept)
-    proven = f"deterministic=True kept all {tokens} tokens and log-probabilities"
-    if reason:
-        proven = f"the promise is broken at {reason}"
-    print(f"Proven: {proven}, alone and among {crowd} others.")
+    if not show_outcomes(one, found, before, kept):
+        reason = reason or "a drafter that lied has changed them"
+    proven = f"Proven: deterministic=True kept all {tokens} tokens and log-probabilities"
+    proven = f"The promise is broken: {reason}" if reason else proven
+    print(f"{proven}, alone and among {crowd} others.")
     print(f"Next: tinyspec {'trace --help' if rollback else 'demo --rollback'}")
     return 1 if reason else 0
 

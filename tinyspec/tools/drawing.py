@@ -48,11 +48,10 @@ LEGEND = {
     **{"bonus": "the verifier's own", "riding": "riding along", "plain": "plain"},
 }
 # Signs in a cell, so that it is not told by its colour alone.
-SIGNS = {"rejected": "\N{MULTIPLICATION SIGN}", "bonus": "\N{BULLET}"}
+SIGNS = {"accepted": "\N{CHECK MARK}", "rejected": "\N{BALLOT X}", "bonus": "\N{BULLET}"}
 NAMES, TOP, STRIP, FEW_LANES = 132.0, 62.0, 64.0, 16
-# Of a diagram: width of a stage, height of a token, where tokens begin; signs on tokens.
+# Of a diagram: width of a stage, height of a token, where tokens begin.
 WIDE, HIGH, TOKENS = 236.0, 21.0, 250.0
-MARKS = {"accepted": "\N{CHECK MARK}", "rejected": "\N{BALLOT X}", "bonus": "\N{BULLET}"}
 
 
 @dataclass
@@ -221,7 +220,7 @@ def _strip(drawing: Drawing, columns: list[_Column], y: float) -> None:
 def picture(diagram: Diagram) -> Drawing:
     """Stages side by side: what enters, the KV cache as a cylinder, tokens below one another."""
     columns = max(len(diagram.panels), 3)
-    notes = [line for note in diagram.notes for line in textwrap.wrap(note, 39 * columns)]
+    notes = textwrap.wrap(diagram.note, 39 * columns)
     tall = max(len(panel.cells) for panel in diagram.panels) * HIGH
     drawing = Drawing(columns * WIDE + 16, TOKENS + tall + 30 + 15 * len(notes))
     drawing.text(8, 15, diagram.title, size=12, font_weight="600")
@@ -266,10 +265,10 @@ def _tokens(drawing: Drawing, panel: Panel, x: float) -> None:
     if panel.model:
         high = len(panel.cells) * HIGH - 3
         drawing.rect(x + 94, TOKENS, 20, high, "draft")
-        middle = f"rotate(-90 {x + 107} {TOKENS + high / 2})"
-        where = {"text_anchor": "middle", "transform": middle}
-        size = min(10, high / 9)
-        drawing.text(x + 107, TOKENS + high / 2, panel.model, "dark", size, **where)
+        turned = f"rotate(-90 {x + 107} {TOKENS + high})"
+        drawing.text(
+            x + 113, TOKENS + high, panel.model, "dark", min(10, high / 9), transform=turned
+        )
     for n, cell in enumerate(panel.outputs, first):
         y = TOKENS + n * HIGH + 9
         drawing.arrow(x + 87, y, x + 93, y)
@@ -281,8 +280,7 @@ def _token(drawing: Drawing, cell: Cell, x: float, y: float, wide: float) -> Non
     drawing.rect(x, y, wide, HIGH - 3, cell.colour)
     ink = {"draft": "dark", "prompt": "ink", "plain": "ink"}.get(cell.colour, "ground")
     drawing.text(x + 5, y + 13, cell.text, ink)
-    if (sign := MARKS.get(cell.colour)) is not None:
-        drawing.text(x + wide - 5, y + 13, sign, ink, text_anchor="end")
+    drawing.text(x + wide - 5, y + 13, SIGNS.get(cell.colour, ""), ink, text_anchor="end")
 
 
 def svg(drawings: list[Drawing]) -> str:

@@ -64,7 +64,7 @@ def lines(diagram: Diagram, file: TextIO, width: int = 100) -> list[str]:
             told += _filled(cache, width - indent, file)
         heads = [panel.name.ljust(indent), *[" " * indent] * len(told)]
         found += [head + line for head, line in zip(heads, told, strict=False)]
-    return found + [line for note in diagram.notes for line in textwrap.wrap(note, width)]
+    return found + textwrap.wrap(diagram.note, width)
 
 
 def _filled(parts: Sequence[tuple[str, str]], width: int, file: TextIO) -> list[str]:

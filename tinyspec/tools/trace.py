@@ -153,23 +153,16 @@ class Diagram:
     title: str
     panels: list[Panel]
     legend: list[Cell]
-    notes: list[str]
-
-    def labels(self) -> list[str]:
-        """All that is written in it."""
-        found = [self.title, *(cell.text for cell in self.legend), *self.notes]
-        for panel in self.panels:
-            found += [panel.name, *panel.enters, panel.cache, panel.model]
-            found += [cell.text for cell in (*panel.kv, *panel.cells, *panel.outputs)]
-        return [label for label in found if label]
+    note: str
 
 
 def diagrams(run: Run) -> list[Diagram]:
     """A verify with a rollback and one without, where there are; else, of a single completion, how
     it was prefilled and decoded."""
     found = [find_verify(run, rollback) for rollback in (True, False)]
+    whole = len(run.lanes) == 1 and run.passes[0].works[0].kind == PROMPT
     verifies = [one for one in found if one is not None]
-    return verifies or ([plain_diagram(run, run.lanes[0])] if len(run.lanes) == 1 else [])
+    return verifies or ([plain_diagram(run, run.lanes[0])] if whole else [])
 
 
 def find_verify(run: Run, rollback: bool, names: dict[str, str] | None = None) -> Diagram | None:
@@ -194,10 +187,10 @@ def find_verify(run: Run, rollback: bool, names: dict[str, str] | None = None) -
     return verify_diagram(run, one, work, names.get(work.request_id, lane_name(lane_of(work))))
 
 
-def _others(passes: list[TracedPass], lane: Lane) -> str:
-    """How many other requests had rows in ``passes``."""
+def _others(passes: list[TracedPass], lane: Lane) -> list[str]:
+    """How many other requests had rows in ``passes``; nothing where there are none of them."""
     ids = {work.request_id for one in passes for work in one.works if work.rows}
-    return f"other requests: {len(ids - {lane[0]})}"
+    return [f"other requests: {len(ids - {lane[0]})}"] if passes else []
 
 
 def _kv(**counts: int) -> list[Cell]:
@@ -211,90 +204,80 @@ def verify_diagram(run: Run, one: TracedPass, work: TracedWork, name: str) -> Di
     """Of a verify with one token more committed than drafts accepted. Tokens are named as in the
     papers' figures: T0 is known, T1' a draft, T1 the verifier's token at its place."""
     lane, accepted, drafts = lane_of(work), work.accepted, len(work.drafts)
-    rollback, own = accepted < drafts, f"T{accepted + 1}"
+    own = f"T{accepted + 1}"
     before = [(o, w) for o, w in run.of(lane) if o.record.number < one.record.number]
     prefill = [o for o, w in before if w.kind == PROMPT]
     ends = [n for n, (_, w) in enumerate(before, 1) if w.kind != DRAFT]
     drafting = before[max(ends, default=0) :]
 
-    known = Cell(f"T0 {run.text(work.newest)}", "canonical")
-    guesses = [Cell(f"T{n}' {run.text(t)}", "draft") for n, t in enumerate(work.drafts, 1)]
-    checked = [
-        Cell(f"T{n} (=T{n}') {run.text(t)}", "accepted") for n, t in enumerate(work.drafts, 1)
-    ]
-    kept = [Cell(f"T{n} {run.text(t)}", "accepted") for n, t in enumerate(work.tokens, 1)]
-    kept[-1].colour = "bonus"
-    wrong = [Cell(guess.text, "rejected") for guess in guesses[accepted:]]
-    surplus = work.targets[accepted + 1 :]
-    behind = [Cell(f"T{n} {run.text(t)}", "rejected") for n, t in enumerate(surplus, accepted + 2)]
-    verify = [known, *checked[:accepted], *wrong[:1], kept[-1], *wrong[1:], *behind[-1:]]
+    def named(tokens: list[int], form: str, colour: str, first: int = 1) -> list[Cell]:
+        pairs = enumerate(tokens, first)
+        return [Cell(f"{form.format(n=n)} {run.text(token)}", colour) for n, token in pairs]
 
-    since = {"prompt": work.prompt_tokens, "canonical": work.start - work.prompt_tokens}
-    drafted = drafting[-1][1].kv_drafts if drafting else 0
-    decode = (
-        [_others([o for o, _ in drafting], lane)] if drafting else ["drafts of a drafter: no KV"]
-    )
-    final = _kv(**since, accepted=accepted + 1)
-    after = f"KV cache after accepting all tokens (including {own})"
-    end, note = "No Rollback", f"Sequence and KV after accepting all tokens (including {own})"
-    note += f"; the next pass writes the KV of {own}."
+    known = named([work.newest], "T0", "canonical")
+    right = named(work.drafts[:accepted], "T{n} (=T{n}')", "accepted")
+    wrong = named(work.drafts[accepted:], "T{n}'", "rejected", accepted + 1)
+    kept = named(work.tokens[:-1], "T{n}", "accepted")
+    kept += named(work.tokens[-1:], "T{n}", "bonus", accepted + 1)
+    # Behind a draft that is wrong the last row has yielded a token as well.
+    behind = named(work.targets[drafts:], "T{n}", "rejected", drafts + 1) if wrong else []
     legend = [Cell("accepted tokens", "accepted"), Cell("bonus token", "bonus")]
-    if rollback:
-        after, end = "KV cache after verify-rollback", "Rollback"
+    after = f"accepting all tokens (including {own})"
+    end, note = (
+        "No Rollback",
+        f"Sequence and KV after {after}; the next pass writes the KV of {own}.",
+    )
+    if wrong:
+        legend[1:] = [Cell("rejected tokens", "rejected"), Cell("the verifier's own", "bonus")]
         gone = f"{own}'" if len(wrong) == 1 else f"{own}' to T{drafts}'"
         note = f"{gone} dropped, {own} kept (the verifier's own). Sequence and KV cache restored "
         note += f"until the final accepted token (T{accepted}); beyond the figure, tinyspec keeps "
         note += f"{own}, whose KV the next pass writes."
-        legend = [
-            legend[0],
-            Cell("rejected tokens", "rejected"),
-            Cell("the verifier's own", "bonus"),
-        ]
-    first = Cell(f"{work.prompt_tokens} prompt tokens", PROMPT)
-    entering = ["deterministic request", _others(prefill, lane)]
-    panels = [
-        Panel(
-            "Prefill", entering, [first], "KV cache after prefill", _kv(prompt=work.prompt_tokens)
-        ),
-        Panel(
-            "Decode",
-            decode,
-            [known, *guesses],
-            "KV cache after decode",
-            _kv(**since, draft=drafted),
-        ),
-        Panel("Verify", [_others([one], lane)], verify, after, final),
-        Panel(end, [], [known, *kept]),
+        after, end = "verify-rollback", "Rollback"
+    prompt = work.prompt_tokens
+    stored = {"prompt": prompt, "canonical": work.start - prompt}
+    caches = [
+        _kv(prompt=prompt),
+        _kv(**stored, draft=drafting[-1][1].kv_drafts if drafting else 0),
+        _kv(**stored, accepted=accepted + 1),
     ]
-    return Diagram(f"{end}: {name}, pass {one.record.number}", panels, legend, [note])
+    enters = [_others(passes, lane) for passes in (prefill, [o for o, _ in drafting], [one])]
+    by = ["drafts of a drafter: no KV"] if work.proposed and not drafting else enters[1]
+    first = [Cell(f"{prompt} prompt tokens", PROMPT)]
+    asked, drafted = ["deterministic request", *enters[0]], named(work.drafts, "T{n}'", "draft")
+    verified = [*known, *right, *wrong[:1], kept[-1], *wrong[1:], *behind]
+    panels = [
+        Panel("Prefill", asked, first, "KV cache after prefill", caches[0]),
+        Panel("Decode", by, known + drafted, "KV cache after decode", caches[1]),
+        Panel("Verify", enters[2], verified, f"KV cache after {after}", caches[2]),
+        Panel(end, [], known + kept),
+    ]
+    return Diagram(f"{end}: {name}, pass {one.record.number}", panels, legend, note)
 
 
 def plain_diagram(run: Run, lane: Lane) -> Diagram:
     """How a completion was prefilled and decoded: its prompt gives the first token, and each token
     is fed back for the next, down to the end of sequence."""
-    history = run.of(lane)
-    works = [work for _, work in history]
-    prompts = [work for work in works if work.kind == PROMPT]
-    read = [Cell(run.text(t), PROMPT) for work in prompts for t in work.read][:READ_KEPT]
-    tokens = [token for work in works for token in work.tokens]
+    works = [work for _, work in run.of(lane)]
     size = works[0].prompt_tokens
-    if size > len(read):
-        read.append(Cell(f"of {size} tokens", PROMPT))
+    read = [Cell(run.text(t), PROMPT) for work in works for t in work.read][:READ_KEPT]
+    read += [Cell(f"of {size} tokens", PROMPT)] if size > len(read) else []
+    tokens = [token for work in works for token in work.tokens]
     said = [Cell(run.text(token), "generated") for token in tokens]
-    if tokens and tokens[-1] in run.special and works[-1].end == "stop":
-        said[-1].text = f"{said[-1].text} EoS"
+    ended = works[-1].end
+    if tokens and tokens[-1] in run.special and ended == "stop":
+        said[-1].text += " EoS"
     fed, given = said[:-1], said[1:]
     if len(fed) > FIRST + LAST:
         gap = [Cell(f"{len(fed) - FIRST - LAST} more", "plain")]
         fed, given = (cells[:FIRST] + gap + cells[-LAST:] for cells in (fed, given))
-    end = {"length": "as many tokens as were asked for"}.get(works[-1].end or "", works[-1].end)
-    notes = [f"{len(tokens)} tokens: the first of the prefill, each of the others when the one "]
-    notes[0] += f"before it is fed back; it ended with {end or 'nothing yet'}."
-    kv = _kv(prompt=size), _kv(prompt=size, plain=len(tokens) - 1)
-    model = "Transformer Model"
+    note = f"{len(tokens)} tokens: the first by prefill, each other when the one before it is fed "
+    note += f"back; finish reason: {ended}."
+    caches, model = (_kv(prompt=size), _kv(prompt=size, plain=len(tokens) - 1)), "Transformer Model"
+    back = ["each generated token, fed back"]
     panels = [
-        Panel("prefill", ["prompt"], read, "kv cache", kv[0], model, said[:1]),
-        Panel("decode", ["each generated token, fed back"], fed, "kv cache", kv[1], model, given),
+        Panel("prefill", ["prompt"], read, "kv cache", caches[0], model, said[:1]),
+        Panel("decode", back, fed, "kv cache", caches[1], model, given),
     ]
     legend = [Cell("prompt", PROMPT), Cell("generated tokens", "generated")]
-    return Diagram(f"Prefill and decode: {lane_name(lane)}", panels, legend, notes)
+    return Diagram(f"Prefill and decode: {lane_name(lane)}", panels, legend, note)
