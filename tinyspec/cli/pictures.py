@@ -43,21 +43,23 @@ def demo(options: Namespace) -> int:
         raise refuse("--seed", options.seed, "an integer in [0, 2**63)")
     common.load_libraries()
     from tinyspec.tools import demo as tool
+    from tinyspec.tools import thinking_demo
 
     with ExitStack() as stack:
         if not options.thinking:
             settings = EngineConfig(verify=options.verify, trace=True, draft_window=5)
             engine = stack.enter_context(common.engine_of(options, settings))
             return tool.demo(engine, options.crowd, options.max_new_tokens, options.seed)
-        options.model = options.model or str(tool.THINKER)
+        options.model = options.model or str(thinking_demo.THINKER)
         engines = {
             name: stack.enter_context(
                 common.engine_of(options, EngineConfig(thinking_window=window))
             )
-            for name, window in tool.WAYS.items()
+            for name, window in thinking_demo.WAYS.items()
         }
-        config = tool.ThinkingConfig.load(Path(options.model))
-        return tool.demo_thinking(engines, config)
+        return thinking_demo.demo_thinking(
+            engines, thinking_demo.ThinkingConfig.load(Path(options.model))
+        )
 
 
 def add_trace(parser: ArgumentParser) -> None:
