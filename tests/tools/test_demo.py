@@ -14,16 +14,8 @@ from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.cli.main import main
 from tinyspec.thinking.config import ThinkingConfig
 from tinyspec.thinking.model import ThinkingModel
-from tinyspec.tools.demo import (
-    BUNDLED,
-    SEEDS,
-    THINKER,
-    WAYS,
-    Demo,
-    Liar,
-    demo,
-    demo_thinking,
-)
+from tinyspec.tools.demo import BUNDLED, SEEDS, Demo, Liar, demo
+from tinyspec.tools.thinking_demo import THINKER, WAYS, demo_thinking
 
 
 @pytest.fixture(scope="module")

@@ -33,8 +33,9 @@ def add_chat(parser: ArgumentParser) -> None:
 def chat(options: Namespace) -> int:
     """A conversation on the terminal.
 
-    A line is a message; answers come as they are generated, and the pages of
-    the conversation stay in the prefix cache. /seed N, /deterministic
+    A line is a message; answers come as they are generated. A new one starts
+    from the whole pages of the prefix cache (on a CPU 128 tokens each, on a
+    GPU 64) that hold the conversation so far. /seed N, /deterministic
     [on|off], /save FILE (one output a line, for `tinyspec audit`), /clear,
     /help and /exit are commands. Ctrl-C ends an answer, and at the prompt the
     chat (exit status 130), Ctrl-D as well (0).
@@ -103,7 +104,9 @@ class Chat:
         (completion,) = output.completions
         if completion.error is not None:
             raise ValueError(f"the answer was aborted: {completion.error}")
-        self._messages = [*messages, {"role": "assistant", "content": completion.text or ""}]
+        # The template puts what stands before an answer; a blank twice would not be its tokens.
+        content = (completion.text or "").lstrip()
+        self._messages = [*messages, {"role": "assistant", "content": content}]
         self.outputs.append(output)
 
     def _fitting(self, messages: list[dict[str, str]]) -> SamplingParams:

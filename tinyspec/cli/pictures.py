@@ -45,6 +45,7 @@ def demo(options: Namespace) -> int:
         raise refuse("--seed", options.seed, "an integer in [0, 2**63)")
     common.load_libraries()
     from tinyspec.tools import demo as tool
+    from tinyspec.tools import thinking_demo
 
     with ExitStack() as stack:
         if not options.thinking:
@@ -52,15 +53,16 @@ def demo(options: Namespace) -> int:
             engine = stack.enter_context(common.engine_of(options, settings))
             sizes = options.crowd, options.max_new_tokens, options.seed
             return tool.demo(engine, *sizes, rollback=options.rollback)
-        options.model = options.model or str(tool.THINKER)
+        options.model = options.model or str(thinking_demo.THINKER)
         engines = {
             name: stack.enter_context(
                 common.engine_of(options, EngineConfig(thinking_window=window))
             )
-            for name, window in tool.WAYS.items()
+            for name, window in thinking_demo.WAYS.items()
         }
-        config = tool.ThinkingConfig.load(Path(options.model))
-        return tool.demo_thinking(engines, config)
+        return thinking_demo.demo_thinking(
+            engines, thinking_demo.ThinkingConfig.load(Path(options.model))
+        )
 
 
 def add_trace(parser: ArgumentParser) -> None:
