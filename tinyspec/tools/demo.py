@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain, count, cycle, islice
 from pathlib import Path
-from typing import Any
 
 from tinyspec.engine.engine import Engine
 from tinyspec.engine.trace import chrome_trace
