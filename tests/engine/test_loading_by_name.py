@@ -10,7 +10,8 @@ from tests.support.loading import saved
 from tests.support.tiny import tiny
 from tinyspec import AsyncEngine, Engine, SamplingParams, UnsupportedModelError
 from tinyspec.engine import input_processor as loading
-from tinyspec.tools.demo import BUNDLED, THINKER
+from tinyspec.tools.demo import BUNDLED
+from tinyspec.tools.thinking_demo import THINKER
 
 
 @pytest.mark.parametrize(
