@@ -89,10 +89,12 @@ class Chat:
 
     def _answer(self, line: str) -> None:
         """Stream the answer to a message; Ctrl-C ends it where it is."""
+        from tinyspec.engine.input_processor import to_token_ids
         from tinyspec.engine.results import output_of
 
         messages = [*self._messages, {"role": "user", "content": line}]
-        (request,) = self.engine.prepare([messages], self._fitting(messages))
+        ids = to_token_ids(messages, self.engine.tokenizer)
+        (request,) = self.engine.prepare([ids], self._fitting(len(ids)))
         try:
             with between_steps(), self.engine.follow([request]) as events:
                 for event in events:
@@ -109,13 +111,11 @@ class Chat:
         self._messages = [*messages, {"role": "assistant", "content": content}]
         self.outputs.append(output)
 
-    def _fitting(self, messages: list[dict[str, str]]) -> SamplingParams:
-        """The parameters with as many tokens as the conversation leaves room for."""
-        from tinyspec.engine.input_processor import to_token_ids
-
+    def _fitting(self, length: int) -> SamplingParams:
+        """The parameters with as many tokens as a conversation of ``length`` leaves room for."""
         most = self.engine.config.max_model_len
         assert most is not None
-        room = most - len(to_token_ids(messages, self.engine.tokenizer))
+        room = most - length
         if room < 1:
             allowed = f"fewer than max_model_len={most}; /clear begins another conversation"
             raise refuse("conversation", f"{most - room} tokens", allowed)

@@ -7,6 +7,7 @@ Knows the model's limits; runs and queues nothing.
 from __future__ import annotations
 
 import itertools
+import logging
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -31,6 +32,7 @@ from tinyspec.thinking.config import FILE as THINKING
 from tinyspec.thinking.model import ThinkingModel
 from tinyspec.thinking.thinker import Thinker
 
+logger = logging.getLogger("tinyspec")
 Prompt = str | list[int] | list[dict[str, Any]]
 DTYPES = "auto, float32, bfloat16, float16, or a dtype of torch"
 # What of transformers' from_pretrained is handed on: to the tokenizer's too, and in all.
@@ -280,18 +282,17 @@ def to_token_ids(prompt: Any, tokenizer: Any) -> list[int]:
         return rows[0]  # type: ignore[return-value]
     if not isinstance(prompt, (str, Sequence)) or isinstance(prompt, bytes):
         raise refuse("prompt", prompt, "a str, token ids, or chat messages")
-    text = isinstance(prompt, str)
-    if not text and not (prompt and isinstance(prompt[0], dict)):
+    if not isinstance(prompt, str) and not (prompt and isinstance(prompt[0], dict)):
         return plain_list(prompt)
     if tokenizer is None:
         raise refuse("prompt", prompt, "token ids, as the engine has no tokenizer")
     if isinstance(prompt, str):
-        return list(tokenizer(sound("prompt", prompt))["input_ids"])
+        return _text_ids("prompt", prompt, tokenizer)
     if not getattr(tokenizer, "chat_template", None):
         raise refuse("prompt", prompt, "text or token ids, as the tokenizer has no chat template")
     told = [_with_text(message) for message in prompt]
     chat = tokenizer.apply_chat_template(told, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer(sound("prompt", chat), add_special_tokens=False)["input_ids"])
+    return _text_ids("prompt", chat, tokenizer, add_special_tokens=False)
 
 
 def _with_text(message: Any) -> Any:
@@ -305,15 +306,25 @@ def _with_text(message: Any) -> Any:
     return {**message, "content": "".join(part["text"] for part in parts)}
 
 
-def sound(field: str, text: str) -> str:
-    """``text``. Raises ValueError where half of a surrogate pair stands alone: it is no character,
-    and no tokenizer takes it."""
+def _text_ids(field: str, text: str, tokenizer: Any, **settings: Any) -> list[int]:
+    """Token ids of a text; a warning names the words that the tokenizer does not know. Raises
+    ValueError where half of a surrogate pair stands alone, which no tokenizer takes."""
     try:
         text.encode()
-    except UnicodeEncodeError as error:
-        found = text[error.start]
-        raise refuse(f"{field}[{error.start}]", found, "no lone surrogates in text") from None
-    return text
+    except UnicodeEncodeError as e:
+        raise refuse(f"{field}[{e.start}]", text[e.start], "no lone surrogates in text") from None
+    encoded, unknown = tokenizer(text, **settings), getattr(tokenizer, "unk_token_id", None)
+    ids = list(encoded["input_ids"])
+    if unknown in ids:
+        if getattr(encoded, "is_fast", False):
+            spans = [encoded.token_to_chars(n) for n, token in enumerate(ids) if token == unknown]
+            words = [text[span.start : span.end] for span in spans if span]
+        else:
+            words = [word for word in text.split() if unknown in tokenizer(word)["input_ids"]]
+        known = {"", tokenizer.unk_token}  # it may be the end token as well, written on purpose
+        if words := [word for word in dict.fromkeys(words) if word not in known]:
+            logger.warning("%s: unknown to the tokenizer (%d): %s", field, len(words), words[:9])
+    return ids
 
 
 def continuation_ids(text: Prompt, tokenizer: Any) -> list[int]:
@@ -321,7 +332,7 @@ def continuation_ids(text: Prompt, tokenizer: Any) -> list[int]:
     if isinstance(text, str):
         if tokenizer is None:
             raise refuse("continuation", text, "token ids, as the engine has no tokenizer")
-        return list(tokenizer(sound("continuation", text), add_special_tokens=False)["input_ids"])
+        return _text_ids("continuation", text, tokenizer, add_special_tokens=False)
     return to_token_ids(text, None)
 
 
