@@ -56,7 +56,7 @@ def demo(options: Namespace) -> int:
         options.model = options.model or str(thinking_demo.THINKER)
         engines = {
             name: stack.enter_context(
-                common.engine_of(options, EngineConfig(thinking_window=window))
+                common.engine_of(options, EngineConfig(thinking_window=window, trace=True))
             )
             for name, window in thinking_demo.WAYS.items()
         }
