@@ -2,15 +2,18 @@
 thought.
 
 Both sides in turns in one process. First on one model: windows of 1 chunk (sequential), of the
-default and without a bound, and the same prompts read without thoughts. The prompts are a coin's
-flips: in "dense" every sentence is one, which is the worst case of speculation; in "stories" 85 %
-of the sentences change nothing. Thoughts and answers of all windows are compared before anything is
-reported. Then, with ``--chain`` and ``--retold``, held-out prompts of several lengths are answered
-by a model that thinks and by ones of the same backbone that write a chain of thought before their
-answer: the states alone, or each behind the sentence that it follows from. Run with
+default and without a bound, and the same prompts read without thoughts. The prompts are held-out
+ones of as many flips as the model was trained on, so that it can be right: the part of the answers
+that are stands beside the time. In "dense" every sentence is a flip or none, the worst case of
+speculation; in "half" and "stories" 50 and 85 % of the sentences change nothing. Thoughts and
+answers of all windows are compared before anything is reported. Then, with ``--chain`` and
+``--retold``, held-out prompts of several lengths are answered by a model that thinks and by ones of
+the same backbone that write a chain of thought before their answer: the states alone, or each
+behind the sentence that it follows from. Run with
 
-    python benchmarks/bench_thinking.py FOLDER [--rounds N] [--sentences N] [--batches 1 8 32]
-        [--chain FOLDER] [--retold FOLDER] [--operations 10 20 40 100] [--smoke] [--json FILE]
+    python benchmarks/bench_thinking.py FOLDER [--task parity] [--rounds N] [--flips N]
+        [--batches 1 8 32] [--count N] [--chain FOLDER] [--retold FOLDER]
+        [--operations 10 20 40 100] [--smoke] [--json FILE]
 
 FOLDER: what ``python -m benchmarks.coin_reader.train parity --output FOLDER`` wrote, of the chains
 with ``--mode chain`` and ``--mode retold``. Prints Markdown tables.
@@ -38,7 +41,7 @@ from tinyspec.thinking.model import ThinkingModel
 
 WINDOWS: tuple[int | None, ...] = (1, 8, None)
 # Part of the sentences that change nothing, by workload.
-WORKLOADS = {"dense": 0.0, "stories": 0.85}
+WORKLOADS = {"dense": 0.0, "half": 0.5, "stories": 0.85}
 TOKENS = 2
 # Most words of a chain of thought for an operation, by the mode of its training.
 CHAINS = {"chain": 1, "retold": 7}
@@ -46,13 +49,15 @@ CHAINS = {"chain": 1, "retold": 7}
 
 @dataclass
 class Result:
-    """Of one workload, batch and window. rounds: mean over prompts of the passes after which
-    thoughts were looked for. chunks, active: mean number of a prompt's thoughts, and of those that
-    are not trivial. rows: prompt rows of all passes. seconds: median of the rounds."""
+    """Of one workload, batch and window. right: part of the answers. rounds: mean over prompts of
+    the passes after which thoughts were looked for. chunks, active: mean number of a prompt's
+    thoughts, and of those that are not trivial. rows: prompt rows, and seconds, for one batch; the
+    seconds are the median of the rounds."""
 
     workload: str
     batch: int
     window: str
+    right: float
     chunks: float
     active: float
     rounds: float
@@ -60,12 +65,10 @@ class Result:
     seconds: float
 
 
-def examples(
-    seed: object, operations: int, count: int, filler: float, held_out: bool = False
-) -> list[Example]:
+def examples(task: str, seed: object, operations: int, count: int, filler: float) -> list[Example]:
+    """Held-out ones."""
     rng = Random(f"{seed} {operations}")
-    make = TASKS["parity"].example
-    return [make(rng, operations, held_out, filler) for _ in range(count)]
+    return [TASKS[task].example(rng, operations, True, filler) for _ in range(count)]
 
 
 def ids_of(tokenizer: Any, made: list[Example]) -> list[list[int]]:
@@ -73,9 +76,17 @@ def ids_of(tokenizer: Any, made: list[Example]) -> list[list[int]]:
 
 
 def measure(
-    model: ThinkingModel, prompts: list[list[int]], name: str, rounds: int
+    model: ThinkingModel,
+    tokenizer: Any,
+    made: list[Example],
+    batch: int,
+    name: str,
+    rounds: int,
 ) -> Iterator[Result]:
-    """Every window, and the prompts without thoughts, in turns."""
+    """Every window, and the prompts without thoughts, in turns; ``batch`` prompts at once."""
+    prompts = ids_of(tokenizer, made)
+    wanted = [tokenizer.convert_tokens_to_ids(example.answer[0]) for example in made]
+    starts = range(0, len(prompts), batch)
     sides = {"plain": None, **{_shown(window): window for window in WINDOWS}}
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     rows: dict[str, int] = {}
@@ -86,18 +97,21 @@ def measure(
             params = SamplingParams(max_new_tokens=TOKENS, thinking=side != "plain")
             with Engine(model, config=config) as engine:
                 engine.generate(prompts[0][:9], params)  # allocates the pool
-                before = engine.stats().rows["prompt"]
+                before, found[side] = engine.stats().rows["prompt"], []
                 begun = time.perf_counter()
-                found[side] = engine.generate(prompts, params)
-                seconds[side].append(time.perf_counter() - begun)
-                rows[side] = engine.stats().rows["prompt"] - before
+                for start in starts:
+                    found[side] += engine.generate(prompts[start : start + batch], params)
+                seconds[side].append((time.perf_counter() - begun) / len(starts))
+                rows[side] = (engine.stats().rows["prompt"] - before) // len(starts)
     _compare([found[_shown(window)] for window in WINDOWS])
     for side, outputs in found.items():
         thoughts = [output.thoughts or [] for output in outputs]
+        said = [output.completions[0].token_ids[0] for output in outputs]
         yield Result(
             name,
-            len(prompts),
+            batch,
             side,
+            mean(token == word for token, word in zip(said, wanted, strict=True)),
             mean(map(len, thoughts)),
             mean(sum(len(t.token_ids) > 1 for t in each) for each in thoughts),
             mean(output.completions[0].stats.thinking_passes for output in outputs),
@@ -120,14 +134,15 @@ def _compare(sides: list[list[RequestOutput]]) -> None:
 def results_table(results: list[Result]) -> str:
     """Markdown; speed-up: the seconds of the sequential side over these."""
     sequential = {(r.workload, r.batch): r.seconds for r in results if r.window == "1"}
-    header = ("workload", "prompts", "window", "thoughts", "not trivial", "rounds", "rows", "ms")
+    header = ("workload", "prompts", "window", "right", "thoughts", "not trivial", "rounds", "rows")
     rows = []
     for r in results:
         means = (f"{mean:.1f}" for mean in (r.chunks, r.active, r.rounds))
         over = sequential[r.workload, r.batch] / r.seconds
         times = f"{r.seconds * 1000:.0f}", f"{over:.2f}"
-        rows.append((r.workload, r.batch, r.window, *means, r.rows, *times))
-    return table((*header, "speed-up"), rows)
+        right = f"{r.right:.3f}"
+        rows.append((r.workload, r.batch, r.window, right, *means, r.rows, *times))
+    return table((*header, "ms", "speed-up"), rows)
 
 
 @dataclass
@@ -145,12 +160,12 @@ class Answer:
 def against_chain(
     sides: dict[str, tuple[ThinkingModel, SamplingParams]],
     tokenizer: Any,
+    made: list[Example],
     operations: int,
     batch: int,
-    count: int,
 ) -> Iterator[Answer]:
-    """All ways in turns, on the same ``count`` held-out prompts."""
-    made = examples("chain", operations, count, 0.0, held_out=True)
+    """All ways in turns, on the same prompts."""
+    count = len(made)
     prompts = ids_of(tokenizer, made)
     wanted = [tokenizer.convert_tokens_to_ids(example.answer[0]) for example in made]
     end = tokenizer.eos_token_id
@@ -196,24 +211,24 @@ def main(arguments: list[str] | None = None) -> None:
     for mode in CHAINS:
         parser.add_argument(f"--{mode}", type=Path, help=f"a model trained with --mode {mode}")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--sentences", type=int, default=60, help="of a prompt of the first table")
+    parser.add_argument("--task", choices=list(TASKS), default="parity")
+    parser.add_argument("--flips", type=int, default=10, help="of a prompt of the first table")
     parser.add_argument("--operations", type=int, nargs="+", default=[10, 20, 40, 100])
-    parser.add_argument("--count", type=int, default=96, help="prompts for each length")
+    parser.add_argument("--count", type=int, default=96, help="prompts of each workload or length")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--smoke", action="store_true", help="tiny sizes; reports nothing")
     parser.add_argument("--json", type=Path, help="write the results there")
     options = parser.parse_args(arguments)
     if options.smoke:
-        options.rounds, options.sentences, options.batches = 1, 7, [1, 2]
+        options.rounds, options.flips, options.batches = 1, 3, [1, 2]
         options.operations, options.count = [2], 2
     model = ThinkingModel.from_pretrained(options.folder)
     tokenizer: Any = AutoTokenizer.from_pretrained(options.folder)
     results: list[Result] = []
     for name, filler in WORKLOADS.items():
+        made = examples(options.task, name, options.flips, options.count, filler)
         for batch in options.batches:
-            operations = round(options.sentences * (1 - filler))
-            prompts = ids_of(tokenizer, examples(batch, operations, batch, filler))
-            results += measure(model, prompts, name, options.rounds)
+            results += measure(model, tokenizer, made, batch, name, options.rounds)
     answers: list[Answer] = []
     chains = {mode: getattr(options, mode) for mode in CHAINS if getattr(options, mode)}
     for operations in options.operations if chains else ():
@@ -223,8 +238,9 @@ def main(arguments: list[str] | None = None) -> None:
             most = CHAINS[mode] * (operations + 1) + TOKENS
             chain = ThinkingModel.from_pretrained(folder)
             sides[mode] = chain, SamplingParams(max_new_tokens=most)
+        made = examples(options.task, "chain", operations, options.count, 0.0)
         for batch in options.batches:
-            answers += against_chain(sides, tokenizer, operations, batch, options.count)
+            answers += against_chain(sides, tokenizer, made, operations, batch)
     if options.smoke:
         return
     print(results_table(results))

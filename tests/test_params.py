@@ -1,6 +1,7 @@
 """What a user may ask for: every bad value is refused by field and value, good ones are kept."""
 
 import json
+import re
 from dataclasses import FrozenInstanceError, fields
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from tinyspec import EngineConfig, SamplingParams
+from tinyspec.errors import OTHER_NAMES
 
 NAN, INF = float("nan"), float("inf")
 BAD_PARAMS = {
@@ -94,19 +96,27 @@ def test_unknown_field(kind):
         kind().seed = 5
 
 
-@pytest.mark.parametrize(
-    "name, own",
-    [
-        ("max_tokens", "max_new_tokens"),
-        ("min_tokens", "min_new_tokens"),
-        ("n", "num_return_sequences"),
-        ("stop", "stop_strings"),
-    ],
-)
-def test_names_that_others_have(name, own):
-    with pytest.raises(ValueError, match=f"{name}=2 .*called {own}"):
-        SamplingParams(**{name: 2})
-    SamplingParams(**{own: "2" if own == "stop_strings" else 2})
+@pytest.mark.parametrize("kind", [SamplingParams, EngineConfig])
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_names_that_others_have(kind, name):
+    """Each names a setting that there is, or says that there is none."""
+    with pytest.raises(ValueError, match=f"^{name}=2 is not allowed: ") as refusal:
+        kind(**{name: 2})
+    called = re.search(r"it is called (\w+) in (\w+)", str(refusal.value))
+    if called is not None:
+        (owner,) = {SamplingParams, EngineConfig} & {globals()[called[2]]}
+        assert called[1] in {field.name for field in fields(owner)}
+    else:
+        assert "there is none" in str(refusal.value) or name == "messages"
+    assert name not in {field.name for field in (*fields(SamplingParams), *fields(EngineConfig))}
+
+
+def test_habits_from_elsewhere():
+    with pytest.raises(ValueError, match=r"top_k=-1 .*0 and None: off"):
+        SamplingParams(top_k=-1)
+    with pytest.raises(ValueError, match=r"logprobs=5 .*; top_logprobs takes a number"):
+        SamplingParams(logprobs=5)
+    assert OTHER_NAMES["max_num_seqs"] == "it is called max_sequences in EngineConfig"
 
 
 NUMBERS = {

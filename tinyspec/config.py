@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from tinyspec.errors import refuse
+from tinyspec.errors import refuse, refuse_other_names
 from tinyspec.scalars import plain
 
 VERIFY = ("auto", "direct", "padded", "always")
@@ -93,6 +93,10 @@ class EngineConfig:
     linear: str = "auto"
     overlap: bool | None = None
     thinking_window: int | None = 8
+
+    def __new__(cls, **given: Any) -> EngineConfig:
+        refuse_other_names(given)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -2,6 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+# Names that settings have in vLLM, SGLang, OpenAI's API and transformers, and what to say of them.
+_HINTS = {
+    "it is called max_new_tokens in SamplingParams": "max_tokens max_completion_tokens",
+    "it is called min_new_tokens in SamplingParams": "min_tokens",
+    "it is called num_return_sequences in SamplingParams": "n",
+    "it is called stop_strings in SamplingParams": "stop",
+    "it is called temperature in SamplingParams: 0 is greedy, above it samples": "do_sample",
+    "it is called max_sequences in EngineConfig": "max_num_seqs max_running_requests",
+    "it is called memory_fraction in EngineConfig": "gpu_memory_utilization mem_fraction_static",
+    "it is called max_rows in EngineConfig": "max_num_batched_tokens",
+    "it is called max_model_len in EngineConfig": "context_length max_seq_len max_seq_length",
+    "it is called page_size in EngineConfig": "block_size",
+    "it is called prefix_cache in EngineConfig": "enable_prefix_caching disable_radix_cache",
+    "it is called cuda_graphs in EngineConfig": "enforce_eager disable_cuda_graph",
+    "it is called kv_dtype in EngineConfig": "kv_cache_dtype",
+    "it is called drafter in EngineConfig": "speculative_config speculative_model",
+    "it is called draft_window in EngineConfig": "num_speculative_tokens",
+    "it is called prompt here, which may be chat messages": "messages",
+    "there is none; max_new_tokens does not count the prompt": "max_length",
+    "there is none; the output includes what stopped it": "include_stop_str_in_output",
+    "there is none; a function in logits_processors can do it": "frequency_penalty logit_bias "
+    "presence_penalty bad_words bad_words_ids no_repeat_ngram_size allowed_token_ids",
+    "there is none": "best_of num_beams use_beam_search length_penalty regex json_schema "
+    "guided_decoding structured_outputs response_format skip_special_tokens "
+    "tensor_parallel_size tp_size pipeline_parallel_size swap_space cpu_offload_gb enable_lora",
+}
+OTHER_NAMES = {name: hint for hint, names in _HINTS.items() for name in names.split()}
+
 # Characters of a value in a message.
 LONGEST = 400
 
@@ -33,3 +63,9 @@ def refuse(field: str, value: object, allowed: str) -> ValueError:
     if len(shown) > LONGEST:
         shown = f"{shown[: LONGEST - 3]}..."
     return ValueError(f"{field}={shown} is not allowed: {allowed}")
+
+
+def refuse_other_names(given: Mapping[str, object]) -> None:
+    """Raise ValueError for a name that others have, with what is here in its place."""
+    for name in OTHER_NAMES.keys() & given.keys():
+        raise refuse(name, given[name], OTHER_NAMES[name])

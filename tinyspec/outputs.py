@@ -144,9 +144,9 @@ class StreamEvent:
     """Tokens that one completion committed in one step.
 
     request_id, index: which completion of which request. text: what these tokens add to its text
-    (it may lag while a character is incomplete). logprobs: of these tokens, if asked for.
-    finish_reason: set on a completion's last event. thoughts: of the prompt, made since the last
-    event, in those of completion 0.
+    (it may lag while a character is incomplete). logprobs, top_logprobs: of these tokens, if asked
+    for. finish_reason: set on a completion's last event; error: why, where that is "abort".
+    thoughts: of the prompt, made since the last event, in those of completion 0.
     """
 
     request_id: str
@@ -156,3 +156,5 @@ class StreamEvent:
     logprobs: list[float] | None = None
     finish_reason: str | None = None
     thoughts: list[Thought] | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    error: str | None = None

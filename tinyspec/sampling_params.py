@@ -12,17 +12,10 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from tinyspec.errors import refuse
+from tinyspec.errors import refuse, refuse_other_names
 from tinyspec.scalars import plain, plain_list
 
 LOGPROBS_MODES = ("processed", "raw")
-# Names that others have for fields, vLLM and OpenAI among them.
-OTHER_NAMES = {
-    "max_tokens": "max_new_tokens",
-    "min_tokens": "min_new_tokens",
-    "n": "num_return_sequences",
-    "stop": "stop_strings",
-}
 
 
 def _is_int(value: object) -> bool:
@@ -87,8 +80,7 @@ class SamplingParams:
     thinking: bool = False
 
     def __new__(cls, **given: Any) -> SamplingParams:
-        for name in OTHER_NAMES.keys() & given.keys():
-            raise refuse(name, given[name], f"it is called {OTHER_NAMES[name]} here")
+        refuse_other_names(given)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -109,10 +101,10 @@ class SamplingParams:
             if not (abs(value) <= sys.float_info.max and ok(value)):
                 raise refuse(field, value, allowed)
 
-        def integer(field: str, least: int) -> None:
+        def integer(field: str, least: int, more: str = "") -> None:
             value = getattr(self, field)
             if not _is_int(value) or not least <= value < 2**63:
-                raise refuse(field, value, f"an integer of at least {least}, below 2**63")
+                raise refuse(field, value, f"an integer of at least {least}, below 2**63{more}")
 
         integer("max_new_tokens", 1)
         integer("min_new_tokens", 0)
@@ -123,7 +115,7 @@ class SamplingParams:
         number("temperature", allowed, lambda x: x == 0 or x >= 1e-6)
         number("repetition_penalty", "a finite number above 0", lambda x: x > 0)
         if self.top_k is not None:
-            integer("top_k", 0)
+            integer("top_k", 0, " (0 and None: off)")
         if self.top_p is not None:
             number("top_p", "a number in [0, 1]", lambda x: 0 <= x <= 1)
         if self.min_p is not None:
@@ -136,7 +128,8 @@ class SamplingParams:
     def _check_choices(self) -> None:
         for field in ("deterministic", "ignore_eos", "logprobs", "prompt_logprobs", "thinking"):
             if not isinstance(getattr(self, field), bool):
-                raise refuse(field, getattr(self, field), "True or False")
+                also = "; top_logprobs takes a number" if field == "logprobs" else ""
+                raise refuse(field, getattr(self, field), f"True or False{also}")
         if self.logprobs_mode not in LOGPROBS_MODES:
             raise refuse("logprobs_mode", self.logprobs_mode, f"one of {LOGPROBS_MODES}")
 

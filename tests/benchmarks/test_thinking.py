@@ -15,10 +15,11 @@ def test_it_runs(tmp_path, capsys):
     bench_thinking.main([str(tmp_path), "--smoke"])
     assert capsys.readouterr().out == ""
     found = tmp_path / "found.json"
-    given = ["--rounds", "1", "--sentences", "7", "--batches", "2", "--json", str(found)]
+    given = ["--rounds", "1", "--flips", "3", "--count", "2", "--batches", "2"]
+    given += ["--json", str(found)]
     bench_thinking.main([str(tmp_path), *given])
     results = json.loads(found.read_text())
-    assert len(results) == 8 and len(capsys.readouterr().out.splitlines()) == 10
+    assert len(results) == 12 and len(capsys.readouterr().out.splitlines()) == 14
     for result in results:
         assert result["rounds"] <= result["chunks"] and result["seconds"] > 0
 
@@ -34,10 +35,10 @@ def test_windows_that_do_not_agree():
 
 def test_against_chains_of_thought(tmp_path, capsys):
     """All answer the same prompts; here all are the model that thinks."""
-    from tinyspec.tools.demo import THINKER
+    from tinyspec.tools.thinking_demo import THINKER
 
     found, model = tmp_path / "found.json", str(THINKER)
-    given = [model, "--chain", model, "--retold", model, "--rounds", "1", "--sentences", "7"]
+    given = [model, "--chain", model, "--retold", model, "--rounds", "1", "--flips", "3"]
     given += ["--batches", "2", "--operations", "3", "--count", "4", "--json", str(found)]
     bench_thinking.main(given)
     ways = json.loads(found.read_text())[-3:]

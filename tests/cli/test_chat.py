@@ -13,7 +13,8 @@ def test_a_conversation(command, served, stdin, tmp_path):
     """Every answer is that to the conversation so far, and audit takes what /save writes."""
     saved = tmp_path / "chat.jsonl"
     stdin(
-        f"{LINES}/save {saved}\n/save {saved}\n/clear\n/nothing\n/seed x\n/save\n/exit\nnot read\n"
+        f"{LINES}/save {saved}\n/save {saved}\n/clear\n/nothing\n/seed x\n/save\n"
+        f"/save {tmp_path}/no/chat.jsonl\n/exit\nnot read\n"
     )
     status, out, err = command("chat", "--max-new-tokens", 12, "--temperature", 0.5, "--logprobs")
     assert status == 0
@@ -24,11 +25,12 @@ def test_a_conversation(command, served, stdin, tmp_path):
     complaints = err.splitlines()
     assert "File exists" in complaints[0] and "command='/nothing' is not" in complaints[1]
     assert "seed='x' is not allowed" in complaints[2]
-    assert "the name of a file" in complaints[3] and len(complaints) == 4
+    assert "the name of a file" in complaints[3] and len(complaints) == 5
+    assert complaints[4] == f"tinyspec: {tmp_path}/no/chat.jsonl: No such file or directory"
 
     messages = [
         {"role": "user", "content": "What is 1 + 2?"},
-        {"role": "assistant", "content": answers[0]},
+        {"role": "assistant", "content": answers[0].lstrip()},
         {"role": "user", "content": "And 3 + 4?"},
     ]
     (again,) = served[0].generate([messages], second.params)
@@ -40,15 +42,19 @@ def test_a_conversation(command, served, stdin, tmp_path):
     assert audit(served[0], [second])
 
 
-def test_the_conversation_stays_in_the_prefix_cache(capsys):
-    config = EngineConfig(page_size=8)
+def test_a_turn_starts_from_the_pages_of_those_before(capsys):
+    """Those of the answers too: every page that the conversation so far fills."""
+    config = EngineConfig(page_size=4)
     with Engine.from_pretrained(BUNDLED, device="cpu", config=config) as engine:
-        chat = Chat(engine, SamplingParams(max_new_tokens=4), system="Tell the truth.")
-        for _ in range(2):
-            assert not chat.take("What is 1 + 2?")
-    cached = [output.completions[0].stats.cached_prompt_tokens for output in chat.outputs]
-    first = len(chat.outputs[0].prompt_token_ids)
-    assert cached[0] == 0 and cached[1] >= first // 8 * 8 > 0
+        chat = Chat(engine, SamplingParams(max_new_tokens=20), system="Tell the truth.")
+        for line in ("What is 1 + 2?", "And 3 + 4?", "And 5 + 4?"):
+            assert not chat.take(line)
+    before = 0
+    for output in chat.outputs:
+        (completion,) = output.completions
+        assert completion.stats.cached_prompt_tokens == before // 4 * 4
+        assert completion.finish_reason == "stop" and len(completion.token_ids) > 4
+        before = len(output.prompt_token_ids) + len(completion.token_ids) - 1
 
 
 def test_ctrl_c_ends_the_answer_alone(served, capsys, monkeypatch):

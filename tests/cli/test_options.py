@@ -5,7 +5,8 @@ from dataclasses import fields
 
 import pytest
 
-from tinyspec import RequestOutput, SamplingParams
+from tests.support.loading import saved
+from tinyspec import Completion, Engine, RequestOutput, SamplingParams
 from tinyspec.cli.common import SAMPLING
 
 # As a shell gives it, and what becomes of it.
@@ -63,6 +64,12 @@ LINES = {
     "a function": ('{"prompt": "a", "stopping_criteria": ["f"]}', "stopping_criteria=['f'] is not"),
     "twice": ('{"prompt": "a", "seed": 1, "seed": 2}', "stands twice"),
     "no prompt": ('{"promt": "a"}', 'a JSON object with a "prompt"'),
+    "messages": (
+        '{"messages": [{"role": "user", "content": "a"}]}',
+        'a JSON object with a "prompt" (messages: it is called prompt here, which may be chat mess',
+    ),
+    "beside a prompt": ('{"prompt": "a", "messages": []}', "messages=[] is not allowed: it is"),
+    "of OpenAI": ('{"prompt": "a", "logit_bias": {}}', "logit_bias={} is not allowed: there is"),
     "no JSON": ('{"prompt": "a"', "is not JSON: Expecting ',' delimiter: line 1 column 15"),
     "a list": ('["a"]', 'a JSON object with a "prompt"'),
 }
@@ -84,3 +91,38 @@ def test_control_the_lines_around_them_run(command, served, tmp_path):
     file.write_text('{"prompt": "Once"}\n\n{"prompt": "Once"}\n')
     status, out, err = command("generate", "--file", file, "--max-new-tokens", 2)
     assert (status, out.count("\n"), err) == (0, 2, "")
+
+
+@pytest.mark.parametrize("name", ["generate", "chat", "score", "doctor", "audit", "demo"])
+def test_how_a_model_is_loaded(command, monkeypatch, tmp_path, name):
+    """Of every command that loads one."""
+    found = []
+
+    def from_pretrained(model, *_, **given):
+        found.append((model, given))
+        raise ValueError("enough")
+
+    monkeypatch.setattr(Engine, "from_pretrained", from_pretrained)
+    output = RequestOutput("a", [5], SamplingParams(), [Completion([6], finish_reason="stop")])
+    (tmp_path / "o.jsonl").write_text(output.to_json())
+    given = {"generate": ["Once"], "score": ["Once", " day"], "audit": [tmp_path / "o.jsonl"]}
+    call = [name, *given.get(name, []), "--model", "a/b"]
+    assert command(*call, "--revision", "v1", "--trust-remote-code")[2] == "tinyspec: enough\n"
+    assert command(*call)[0] == 2
+    assert found == [("a/b", {"revision": "v1", "trust_remote_code": True}), ("a/b", {})]
+
+
+def test_a_folder_without_a_tokenizer(command, tmp_path):
+    """Ids in and out; text and chats are refused in one line."""
+    given, file = ("--model", saved(tmp_path), "--max-new-tokens", 3), tmp_path / "p.jsonl"
+    file.write_text('{"prompt": [1, 2]}\n{"prompt": [3]}\n')
+    status, out, _ = command("generate", "--file", file, "--json", *given)
+    ids = [RequestOutput.from_json(line).completions[0].token_ids for line in out.splitlines()]
+    assert status == 0 and list(map(len, ids)) == [3, 3]
+    status, out, _ = command("generate", "--file", file, *given)
+    assert [[int(token) for token in line.split()] for line in out.splitlines()] == ids
+    file.write_text('{"prompt": [1, 2], "continuation": [3, 4]}\n')
+    assert "in 2 tokens" in command("score", "--file", file, *given[:2])[1]
+    for call in (("generate", "Once"), ("chat",)):
+        status, out, err = command(*call, *given)
+        assert (status, out) == (2, "") and "tokenizer" in err.splitlines()[-1]

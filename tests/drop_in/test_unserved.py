@@ -4,11 +4,19 @@ tinyspec has it is refused by name. And every field of GenerationConfig is one o
 import copy
 import inspect
 import logging
+import warnings
 
 import pytest
 import torch
-from transformers import CompileConfig, DynamicCache, GenerationConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    CompileConfig,
+    DynamicCache,
+    GenerationConfig,
+)
 from transformers.generation import GenerationMode, UnbatchedClassifierFreeGuidanceLogitsProcessor
+from transformers.utils import logging as transformers_logging
 
 import tinyspec
 from tests.support import zoo
@@ -18,6 +26,7 @@ from tests.support.tiny import tiny
 from tinyspec.drop_in import served
 from tinyspec.drop_in.served import TOKEN_TYPES, says_nothing
 from tinyspec.model.supported import CACHE, CACHE_NAMES, SERVED
+from tinyspec.tools.demo import BUNDLED
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -142,9 +151,45 @@ def test_returned_dicts_have_no_cache(caplog):
         with caplog.at_level(logging.INFO, logger="tinyspec"):
             out = model.generate(**BATCH, **BASE, **DICT, **more)
         assert out.past_key_values is None
-        lines.append(caplog.text.count("past_key_values of returned dicts are None"))
+        lines.append(caplog.text.count(f"{CACHE} of returned dicts is None"))
     assert lines == [0, 1, 1]
     assert own.generate(**BATCH, **BASE, **DICT).past_key_values is not None, "control"
+
+
+@pytest.mark.parametrize("custom", [{}, {"custom_generate": tinyspec.generate}])
+def test_returned_dicts_come_without_deprecations(monkeypatch, caplog, custom):
+    """And name no argument as older versions do."""
+    words = ("deprecated", *TAKEN[1:])
+    served, own = pair()
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    for more in ({}, {"output_scores": True}, {"output_attentions": True}):
+        for model, how in ((served, custom), (own, {})):
+            transformers_logging.warning_once.cache_clear()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                model.generate(**BATCH, **BASE, **DICT, **more, **how)
+            said = [*map(str, caught), *(record.getMessage() for record in caplog.records)]
+            assert not [line for line in said for word in words if word in line]
+            caplog.clear()
+
+
+@pytest.mark.parametrize("text", ["The fo", "Once upon a ti"])
+def test_token_healing(text):
+    """transformers' own, prompts healed by its way; refused with what only tinyspec has."""
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED)
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
+    asked = {**tokenizer(text, return_tensors="pt"), "max_new_tokens": 4}
+    healed = {**asked, "token_healing": True, "tokenizer": tokenizer}
+    own, plain = model.generate(**healed), model.generate(**asked)
+    assert own.tolist() != plain.tolist(), "control"
+    tinyspec.patch(model)
+    assert torch.equal(model.generate(**healed), own)
+    config = GenerationConfig(token_healing=True, max_new_tokens=4)
+    given = {**asked, "generation_config": config, "tokenizer": tokenizer}
+    del given["max_new_tokens"]
+    assert torch.equal(model.generate(**given), own)
+    with pytest.raises(NotImplementedError, match="token_healing"):
+        model.generate(**healed, deterministic=True)
 
 
 def test_no_cache_is_served():

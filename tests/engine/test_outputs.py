@@ -21,8 +21,7 @@ from tinyspec import (
     StreamEvent,
     audit,
 )
-from tinyspec.determinism.fingerprint_parts import differences
-from tinyspec.engine.input_processor import text_digest
+from tinyspec.determinism.fingerprint_parts import differences, text_digest
 from tinyspec.engine.results import TextStream
 from tinyspec.outputs import CompletionStats
 from tinyspec.tools.demo import BUNDLED
@@ -217,6 +216,32 @@ def test_stream_adds_up(engine):
     assert any("\N{REPLACEMENT CHARACTER}" in c.text for c in flat)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_events_hold_what_was_asked_for(engine, deterministic):
+    """Top log-probabilities of their tokens, and why one was aborted."""
+    calls = []
+
+    def fails(ids, scores):
+        calls.append(ids)
+        if len(calls) == 7:
+            raise KeyError("seven")
+        return False
+
+    wanted = replace(babble(deterministic), top_logprobs=2, num_return_sequences=1)
+    (output,) = engine.generate([[5, 6]], wanted)
+    tops = [top for event in engine.stream([[5, 6]], wanted) for top in event.top_logprobs]
+    assert tops == output.completions[0].top_logprobs and len(tops[0]) == 2
+    *before, last = engine.stream([[5, 6]], replace(wanted, stopping_criteria=[fails]))
+    assert {event.error for event in before} <= {None}
+    assert last.finish_reason == "abort" and "KeyError: 'seven'" in last.error
+
+    stream = engine.stream([[5, 6]], replace(wanted, top_logprobs=0))
+    assert next(stream).top_logprobs is None
+    engine.abort(stream.requests[0].request_id)
+    (last,) = stream
+    assert (last.finish_reason, last.error) == ("abort", "engine.abort was called for it")
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_text_stream(tokenizer, seed):
     """Pieces of any size: never half a character, nothing lost, nothing twice."""
@@ -408,3 +433,9 @@ def test_text_and_chat_prompts(engine, tokenizer):
         )
         for given in (messages, [messages]):
             assert engine.generate(given, params)[0].prompt_token_ids == whole
+        parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "2 + 3?"}]
+        in_parts = [{"role": "user", "content": parts}]
+        assert engine.generate(in_parts, params)[0].prompt_token_ids == whole
+        for part in ({"type": "image_url", "image_url": {"url": "x"}}, "What", {"type": "text"}):
+            with pytest.raises(ValueError, match=r"content=.* is not allowed: .*text"):
+                engine.generate([{"role": "user", "content": [*parts, part]}], params)

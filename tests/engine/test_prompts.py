@@ -1,12 +1,18 @@
 """Prompts in every form: lists, tensors and arrays, and what a tokenizer returns."""
 
+import logging
+
 import numpy as np
 import pytest
 import torch
-from transformers import BatchEncoding
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import BatchEncoding, PreTrainedTokenizerFast
 
 from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
+from tinyspec.cli.main import main
+from tinyspec.tools.thinking_demo import THINKER
 
 SHORT = SamplingParams(max_new_tokens=2)
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [12, 1, 2, 3]]
@@ -90,3 +96,47 @@ def test_what_is_refused(engine, prompts, message):
     with pytest.raises(ValueError, match=f"(?s){message}"):
         engine.generate(prompts, SHORT)
     assert not engine.has_unfinished()
+
+
+class SlowTokenizer:
+    """One that tells no offsets."""
+
+    unk_token, unk_token_id = "<unk>", 0
+
+    def __call__(self, text, **_):
+        return {"input_ids": [{"flips": 1, ".": 2}.get(word, 0) for word in text.split()]}
+
+    def decode(self, ids, **_):
+        return " ".join(map(str, ids))
+
+
+def fast_tokenizer():
+    """Its unknown token ends texts as well, as GPT-2's does."""
+    words = Tokenizer(WordLevel({"<unk>": 0, "flips": 1, ".": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()]
+    )
+    names = {"unk_token": "<unk>", "eos_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=words, **names)
+
+
+@pytest.mark.parametrize("tokenizer", [fast_tokenizer(), SlowTokenizer()], ids=["fast", "slow"])
+def test_unknown_words_are_named(tokenizer, caplog):
+    """Before anything runs, each once. Control: known ones, and the unknown token's own name."""
+    params = SamplingParams(max_new_tokens=2)
+    with Engine(tiny(), tokenizer) as engine, caplog.at_level(logging.WARNING, "tinyspec"):
+        engine.prepare(["flips .", "flips <unk> ."], params)
+        assert caplog.messages == []
+        engine.prepare(["Zed flips . flips Zed quietly ."], params)
+        assert caplog.messages == ["prompt: unknown to the tokenizer (2): ['Zed', 'quietly']"]
+        engine.score(["flips"], ["flips rarely"])
+        assert caplog.messages[1:] == ["continuation: unknown to the tokenizer (1): ['rarely']"]
+
+
+def test_unknown_words_are_seen_on_the_command_line(capsys, monkeypatch):
+    monkeypatch.setattr(logging.root, "handlers", [])  # pytest's own
+    given = ["generate", "--model", str(THINKER), "--max-new-tokens", "2"]
+    assert main([*given, "Alice flips the coin quietly."]) == 0
+    assert "unknown to the tokenizer (1): ['quietly']" in capsys.readouterr().err
+    assert main([*given, "Alice flips the coin."]) == 0
+    assert "unknown" not in capsys.readouterr().err

@@ -14,7 +14,8 @@ from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.cli.main import main
 from tinyspec.thinking.config import ThinkingConfig
 from tinyspec.thinking.model import ThinkingModel
-from tinyspec.tools.demo import BUNDLED, SEEDS, THINKER, WAYS, Demo, demo, demo_thinking
+from tinyspec.tools.demo import BUNDLED, SEEDS, Demo, Liar, demo
+from tinyspec.tools.thinking_demo import AGAIN, COINS, STAYS, THINKER, WAYS, demo_thinking
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +25,48 @@ def engine():
         yield engine
 
 
+def shown(capsys):
+    """Lines of the demo: few and short enough for a terminal, both outcomes among them."""
+    found = capsys.readouterr().out.splitlines()
+    assert len(found) <= 45 and max(map(len, found)) <= 100
+    heads = [line.partition(":")[0] for line in found]
+    assert heads.count("Rollback") == heads.count("No Rollback") == 1
+    assert found[-2].startswith("Proven: deterministic=True kept all ")
+    assert found[-1].startswith("Next: tinyspec ")
+    return found
+
+
 def test_it_shows_its_own_run(capsys):
-    assert main(["demo", "--crowd", "3", "--max-new-tokens", "12"]) == 0
-    out = capsys.readouterr().out
-    assert "12 tokens and 12 log-probabilities: identical, bit for bit" in out
-    for words in ("deterministic=False", "Prefill", "Decode", "Verify", "ollback", "of drafts"):
-        assert words in out
-    assert out.splitlines()[-1].startswith("fingerprint ")
+    assert main(["demo", "--crowd", "3", "--max-new-tokens", "60"]) == 0
+    found = shown(capsys)
+    (same,) = [n for n, line in enumerate(found) if line.endswith(": identical, bit for bit")]
+    (head,) = [n for n, line in enumerate(found) if line.startswith("Rollback: ")]
+    assert found[3].startswith("deterministic=False") and same < head, "the texts first"
+
+
+LYING = "a drafter that lies on purpose"
+
+
+def test_only_both_outcomes_of_one_where_no_draft_is_wrong(capsys):
+    """On equal bits a drafter supplies the rollback, and the demo says so."""
+    config = EngineConfig(verify="always", trace=True, draft_window=3)
+    with Engine.from_pretrained(BUNDLED, "float32", "cpu", config) as exact:
+        assert demo(exact, 1, 12, patience=0.0, rollback=True) == 0
+        assert exact.stats().rollbacks == 0
+        found = shown(capsys)
+    assert found[0].startswith("The fast path gave no verify with a rollback in this run")
+    assert LYING in found[0] and not any("deterministic=" in line for line in found[:-2])
+    assert "drafts below: the same tokens." in " ".join(found[:2])
+    told = " ".join(found)
+    assert "drafts of a drafter: no KV" in told and "T3' dropped, T3 kept" in told
+
+
+def test_the_liar_lies_once(engine):
+    output = engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=12))[0]
+    liar, truth = Liar(output), output.completions[0].token_ids
+    (lie,) = liar.propose([[5, 6, 7, truth[0]]], 3)
+    assert lie[:2] == truth[1:3] and lie[2] != truth[3]
+    assert liar.propose([[5, 6, 7, *truth[:4]], [1]], 3) == [truth[4:7], []]
 
 
 def test_where_no_text_differs(engine, capsys, monkeypatch):
@@ -81,30 +117,82 @@ def test_tokens_that_differ_are_marked(engine, monkeypatch):
     assert one.marked(ids, 5) == f"{same.strip()}>>>{rest}"
 
 
-def test_the_thinking_demo(capsys, monkeypatch):
-    """Chunk by chunk; in any encoding. Control: other thoughts than those of the other way."""
+# The seed's figure, and what its labels are in the demo.
+FIGURE = (Path(__file__).parent / "seeds" / "thinking-states.txt").read_text()
+LABELS = {
+    '"KV Cache"': "KV cache",
+    "L<sup>in</sup>": "L_in   S",
+    "L<sup>out</sup>": "L_out  Z",
+    "`T` and `C`": "T C  T \N{UPWARDS ARROW}  C \N{RIGHTWARDS ARROW}",
+    "`S_{i+1}`": "S1 = ",
+    "`Z_i`": "Z1 = ",
+    '"<EOS>"': "<eos>",
+    '"heads."': "answer ",
+}
+
+
+@pytest.fixture(scope="module")
+def thinkers():
     with ExitStack() as stack:
-        engines = {
+        yield {
             name: stack.enter_context(
-                Engine.from_pretrained(THINKER, config=EngineConfig(thinking_window=window))
+                Engine.from_pretrained(
+                    THINKER, config=EngineConfig(thinking_window=window, trace=True)
+                )
             )
             for name, window in WAYS.items()
         }
-        config = ThinkingConfig.load(THINKER)
-        assert demo_thinking(engines, config) == 0
-        out = capsys.readouterr().out
-        assert "T → heads <eos>" in out and "T → tails <eos>" in out and "answer: heads" in out
-        assert "C(tails <eos>)" in out and "T → <eos>" in out and "identical, bit for bit" in out
-        assert "speculative: 5 chunks in 3 rounds\nsequential: 5 chunks in 5 rounds" in out
-        outputs = [
-            engine.generate(["A coin."], SamplingParams(thinking=True, deterministic=True))
-            for engine in engines.values()
-        ]
-        outputs[1][0].completions[0].token_ids[0] += 1
-        for engine, output in zip(engines.values(), outputs, strict=True):
-            monkeypatch.setattr(engine, "generate", lambda *_, found=output: found)
-        assert demo_thinking(engines, config) == 1
-        assert "DIFFERENT: token " in capsys.readouterr().out
+
+
+def rounds(out: str, column: int) -> tuple[list[int], list[str]]:
+    """Rounds and chunks that a way names, and the marks of each round that it draws."""
+    half = [line[50 * column :][:50] for line in out.splitlines()]
+    (head,) = [line for line in half if line.startswith(tuple(f"{way}: " for way in WAYS))]
+    marks = [line.split()[2] for line in half if line.startswith("  round ")]
+    return [int(word) for word in head.split() if word.isdigit()], marks
+
+
+def test_the_thinking_demo(thinkers, capsys, monkeypatch):
+    """The seed's sentence and labels, thoughts and rounds of the run itself. Control: other
+    thoughts than those of the other way."""
+    config = ThinkingConfig.load(THINKER)
+    assert f'"{COINS} heads."' in FIGURE
+    assert demo_thinking(thinkers, config) == 0
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert len(lines) <= 40 and max(map(len, lines)) <= 100 and "identical, bit for bit" in out
+    assert [label for label in LABELS if label not in FIGURE] == []
+    assert [label for label in LABELS.values() if label not in out] == []
+    params = SamplingParams(max_new_tokens=8, thinking=True)
+    (output,) = thinkers["sequential"].generate([COINS], params)
+    decode, thoughts = thinkers["sequential"].tokenizer.decode, output.thoughts
+    for n, thought in enumerate(thoughts):
+        first_word = decode(thought.token_ids).split()[0]
+        assert f"Z{n + 1} = {first_word}" in out
+        state = f"C(Z{n + 1})" if len(thought.token_ids) > 1 else "0"
+        assert f"S{n + 1} = {state}" in out
+    assert output.completions[0].text.strip() in out
+    # Algorithm 1: a round ends with the first thought that is not trivial, and what follows it runs
+    # again; the rest of the prompt is a chunk of its own.
+    count, expected, first = len(thoughts) + 1, [], 0
+    while first < count:
+        active = (n for n in range(first, count - 1) if len(thoughts[n].token_ids) > 1)
+        end = next(active, count - 1) + 1
+        expected.append(STAYS * (end - first) + AGAIN * (count - end))
+        first = end
+    assert rounds(out, 0) == ([len(expected), sum(map(len, expected))], expected)
+    assert rounds(out, 1) == ([count, count], [STAYS] * count)
+    short = SamplingParams(thinking=True, deterministic=True)
+    outputs = [engine.generate(["A coin."], short) for engine in thinkers.values()]
+    outputs[1][0].completions[0].token_ids[0] += 1
+    for engine, output in zip(thinkers.values(), outputs, strict=True):
+        monkeypatch.setattr(engine, "generate", lambda *_, found=output: found)
+    assert demo_thinking(thinkers, config) == 1
+    assert "DIFFERENT: token " in capsys.readouterr().out
+
+
+def test_the_thinking_demo_of_the_command_line(capsys, monkeypatch):
+    """In any encoding; with a model that thinks alone."""
     ascii_only = io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.setattr("sys.stdout", ascii_only)
     assert main(["demo", "--thinking"]) == 0

@@ -5,17 +5,19 @@ import json
 import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.support.cases import text
 from tests.support.mixes import HalfLiar
-from tests.support.tiny import tiny
+from tests.support.tiny import VOCAB, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.cli.main import main
-from tinyspec.tools.drawing import COLOURS, LEGEND, grid, timeline
+from tinyspec.tools.drawing import COLOURS, LEGEND, html, picture, svg, timeline
 from tinyspec.tools.terminal import lines
-from tinyspec.tools.trace import cells_of, find_verify, read
+from tinyspec.tools.trace import cells_of, diagrams, find_verify, read
 
 KINDS = ("svg", "html")
 
@@ -81,26 +83,171 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_verify_says_what_happened(saved):
-    """With a rollback, as the trace has it; the same in characters and in SVG."""
-    verify = find_verify(read(saved[0]))
-    _, decode, checked, outcome = verify.columns
-    assert outcome.name == "Rollback" and "sequence and KV are cut behind" in outcome.note
-    accepted = [cell for cell in checked.tokens if cell.colour == "accepted"]
-    drafts = [cell.text.partition(" ")[2] for cell in decode.tokens[1:]]
-    found = [cell.text.partition(" ")[2] for cell in checked.tokens]
-    assert found[: len(accepted)] == drafts[: len(accepted)]
-    own = checked.tokens[len(accepted)]
-    assert own.colour == "bonus" and found[len(accepted)] != drafts[len(accepted)]
-    assert outcome.tokens[1:] == [*accepted, own]
-    assert outcome.note.startswith(f"{len(drafts) - len(accepted)} dropped")
-    drawing, plain = "".join(grid(verify).elements), "\n".join(lines(verify, io.StringIO()))
-    for column in verify.columns:
-        for words in (column.name, *(cell.text for cell in column.cache + column.tokens)):
-            assert words in plain and f">{words.replace(chr(39), '&#x27;')}<" in drawing
-        assert column.note in plain
-    assert max(map(len, plain.splitlines())) <= 120 and "\033" not in plain
-    assert "\033[31m" in "\n".join(lines(verify, Terminal()))
+SEEDS = Path(__file__).parent / "seeds"
+DIGITS = str.maketrans(
+    "\N{SUBSCRIPT ZERO}\N{SUBSCRIPT ONE}\N{SUBSCRIPT TWO}\N{SUBSCRIPT THREE}\N{SUBSCRIPT FOUR}",
+    "01234",
+)
+
+
+def seed(name):
+    return (SEEDS / f"{name}.txt").read_text(encoding="utf-8").translate(DIGITS)
+
+
+def labels_of(diagram):
+    """All that is written in it."""
+    found = [diagram.title, *(cell.text for cell in diagram.legend), diagram.note]
+    for panel in diagram.panels:
+        found += [panel.name, *panel.enters, panel.cache, panel.model]
+        found += [cell.text for cell in (*panel.kv, *panel.cells, *panel.outputs)]
+    return [label for label in found if label]
+
+
+def written(diagram, kind):
+    """All words of a diagram as they stand in a terminal, an SVG or a page."""
+    if kind == "terminal":
+        return " ".join(" ".join(lines(diagram, io.StringIO())).split())
+    drawing = picture(diagram)
+    words = svg([drawing]) if kind == "svg" else html([drawing], "a run")
+    root = ElementTree.fromstring(re.search("<svg.*</svg>", words, re.DOTALL).group())
+    found = [each.text or "" for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    return " ".join(" ".join(found).split())
+
+
+class LiesOnce:
+    """Knows ``truth``; the third draft of the first verify is wrong."""
+
+    def __init__(self, truth):
+        self.truth, self.lied = truth, False
+
+    def propose(self, sequences, n):
+        (tokens,) = [list(sequence) for sequence in sequences]
+        drafts = self.truth[len(tokens) :][:3]
+        if len(drafts) == 3 and not self.lied:
+            self.lied, drafts[2] = True, (drafts[2] + 1) % VOCAB
+        return [drafts]
+
+
+@pytest.fixture(scope="module")
+def verifies(tmp_path_factory):
+    """A verify with a rollback by a drafter's lie, and of another run, in which a deterministic
+    request drafts on the fast path beside two plain ones, one without; the works of both."""
+    path = tmp_path_factory.mktemp("verify") / "run.json"
+    mine, prompt = SamplingParams(max_new_tokens=16, deterministic=True), text(6, seed=4)
+    config = EngineConfig(trace=True, verify="always", draft_window=3)
+    found = {}
+    with Engine(tiny(), config=config) as engine:
+        others = SamplingParams(max_new_tokens=30)
+        output = engine.generate([prompt, text(5), text(9)], [mine, others, others])[0]
+        engine.trace.save(path)
+        found[False] = read(path)
+    truth = prompt + output.completions[0].token_ids
+    with Engine(tiny(), config=replace(config, drafter=LiesOnce(truth))) as engine:
+        engine.generate([prompt], mine)
+        engine.trace.save(path)
+        found[True] = read(path)
+    return {rollback: (find_verify(run, rollback), run) for rollback, run in found.items()}
+
+
+# Which seed each outcome is drawn after, and what the seed calls the token names in a cell.
+OUTCOMES = {"dvr-with-rollback": True, "dvr-no-rollback": False}
+
+
+@pytest.mark.parametrize("kind", ["terminal", *KINDS])
+@pytest.mark.parametrize("name", OUTCOMES)
+def test_a_verify_has_every_label_of_its_seed(verifies, name, kind):
+    diagram, _ = verifies[OUTCOMES[name]]
+    told, words = written(diagram, kind), seed(name)
+    labels = re.findall(r'^\* "(.+)"$', words, re.MULTILINE)
+    stages = re.findall(r"^\d\. \*\*(\w+)(?: & (\w+))?:\*\*", words, re.MULTILINE)
+    labels += [stage for pair in stages for stage in pair if stage not in ("", "Final")]
+    labels += ["deterministic request", *re.findall('Text states: "(.+)"', words)]
+    tokens = set(re.findall(r"T\d'?(?!\w)", words))
+    assert len(labels) >= 10 and len(tokens) >= 8
+    for label in {*labels, *tokens, *re.findall(r"T\d ?\(=T\d'\)", words)}:
+        label = re.sub(r"(T\d)\(", r"\1 (", label)
+        assert label in told, label
+    for label in labels_of(diagram):
+        assert " ".join(label.split()) in told, label
+    assert ("rejected tokens" in told) == ("rejected" in words) == OUTCOMES[name]
+    assert "Sequence and KV after accepting all tokens (including T4)" in told or OUTCOMES[name]
+
+
+def test_the_colours_of_the_cache_are_those_of_the_seed(verifies):
+    """Blue; blue over yellow; blue over green. And token marks, colour by colour."""
+    words = seed("dvr-with-rollback-2")
+    for stage in ("Blue cylinder (initial", "yellow lower section", "green lower section"):
+        assert stage in words
+    for rollback, (diagram, _) in verifies.items():
+        prefill, decode, verify, outcome = diagram.panels
+        assert [part.colour for part in prefill.kv] == ["prompt"]
+        assert [part.colour for part in decode.kv][-1] == ("prompt" if rollback else "draft")
+        assert [part.colour for part in verify.kv][-1] == "accepted"
+        assert {cell.colour for cell in decode.cells[1:]} == {"draft"}
+        marks = [cell.colour for cell in verify.cells[1:]]
+        right, wrong = ["accepted"] * 2, ["rejected", "bonus", "rejected"]
+        assert marks == right + (wrong if rollback else ["accepted", "bonus"])
+        assert outcome.cells[-1].colour == "bonus" and outcome.kv == []
+    assert "\033[31m" in "\n".join(lines(verifies[True][0], Terminal()))
+
+
+def test_a_verify_says_what_is_so(verifies):
+    """KV behind the last accepted token, and not the verifier's own; requests of each pass."""
+    for rollback, (diagram, run) in verifies.items():
+        prefill, decode, verify, outcome = diagram.panels
+        lane = run.lanes[0]
+        number = int(diagram.title.rpartition(" ")[2])
+        (work,) = [w for one, w in run.of(lane) if one.record.number == number]
+        assert sum(part.count for part in verify.kv) == work.kv
+        assert len(outcome.cells) == 1 + len(work.tokens) and work.kv == work.start + len(
+            work.tokens
+        )
+        assert sum(part.count for part in prefill.kv) == work.prompt_tokens == 6
+        drafted = [w for one, w in run.of(lane) if w.kind == "draft" and one.record.number < number]
+        if not rollback:
+            held = sum(part.count for part in decode.kv)
+            assert held == drafted[-1].kv + drafted[-1].kv_drafts
+        note = diagram.note
+        assert ("T3' dropped, T3 kept (the verifier's own)" in note) == rollback
+        assert ("cut behind" in note) is False and ("KV the next pass" in note) == rollback
+        others = [panel.enters[-1] for panel in (prefill, decode, verify)]
+        if rollback:
+            assert others == [
+                "other requests: 0",
+                "drafts of a drafter: no KV",
+                "other requests: 0",
+            ]
+        else:
+            assert others == ["other requests: 2"] * 3
+    plain = [line for d, _ in verifies.values() for line in lines(d, io.StringIO())]
+    assert max(map(len, plain)) <= 100 and "\033" not in "".join(plain)
+
+
+@pytest.mark.parametrize("kind", ["terminal", *KINDS])
+def test_prefill_and_decode_as_in_their_seed(kind, tmp_path, capsys):
+    """Of one plain request of the bundled model, whose story ends."""
+    file, words = tmp_path / "run.json", seed("prefill-decode")
+    prompt = "User: Tell me a story about a fox. Assistant:"
+    arguments = [prompt, "--max-new-tokens", "300", "--trace", str(file)]
+    assert main(["generate", *arguments]) == 0
+    run = read(file)
+    (diagram,) = diagrams(run)
+    told = written(diagram, kind)
+    labels = set(re.findall(r'(?:[Ll]abeled|The) "([^"]+)"', words)) - {"can", "The"}
+    assert {"Transformer Model", "prompt", "prefill", "decode", "kv cache"} <= labels
+    for label in {*labels - {"EoS/"}, "EoS", "fed back"} - {"can", "vary", "widely"}:
+        assert label in told, label
+    works = [work for _, work in run.of(run.lanes[0])]
+    tokens = [token for work in works for token in work.tokens]
+    prefill, decode = diagram.panels
+    assert works[-1].end == "stop" and decode.outputs[-1].text.endswith(" EoS")
+    assert prefill.outputs[0].text == decode.cells[0].text == run.text(tokens[0])
+    assert [c.text for c in decode.outputs[:3]] == [c.text for c in decode.cells[1:4]]
+    assert prefill.kv[0].count == works[0].prompt_tokens == len(prefill.cells)
+    assert sum(part.count for part in decode.kv) == works[0].prompt_tokens + len(tokens) - 1
+    picture_file = tmp_path / "run.svg"
+    assert main(["trace", str(file), "-o", str(picture_file)]) == 0
+    assert "Transformer Model" in picture_file.read_text(encoding="utf-8")
 
 
 EMPTY = '{"traceEvents": [], "tinyspec": {"format": 1, "texts": {}}}'

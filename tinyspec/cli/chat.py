@@ -33,8 +33,9 @@ def add_chat(parser: ArgumentParser) -> None:
 def chat(options: Namespace) -> int:
     """A conversation on the terminal.
 
-    A line is a message; answers come as they are generated, and the pages of
-    the conversation stay in the prefix cache. /seed N, /deterministic
+    A line is a message; answers come as they are generated. A new one starts
+    from the whole pages of the prefix cache (on a CPU 128 tokens each, on a
+    GPU 64) that hold the conversation so far. /seed N, /deterministic
     [on|off], /save FILE (one output a line, for `tinyspec audit`), /clear,
     /help and /exit are commands. Ctrl-C ends an answer, and at the prompt the
     chat (exit status 130), Ctrl-D as well (0).
@@ -88,10 +89,12 @@ class Chat:
 
     def _answer(self, line: str) -> None:
         """Stream the answer to a message; Ctrl-C ends it where it is."""
+        from tinyspec.engine.input_processor import to_token_ids
         from tinyspec.engine.results import output_of
 
         messages = [*self._messages, {"role": "user", "content": line}]
-        (request,) = self.engine.prepare([messages], self._fitting(messages))
+        ids = to_token_ids(messages, self.engine.tokenizer)
+        (request,) = self.engine.prepare([ids], self._fitting(len(ids)))
         try:
             with between_steps(), self.engine.follow([request]) as events:
                 for event in events:
@@ -103,16 +106,16 @@ class Chat:
         (completion,) = output.completions
         if completion.error is not None:
             raise ValueError(f"the answer was aborted: {completion.error}")
-        self._messages = [*messages, {"role": "assistant", "content": completion.text or ""}]
+        # The template puts what stands before an answer; a blank twice would not be its tokens.
+        content = (completion.text or "").lstrip()
+        self._messages = [*messages, {"role": "assistant", "content": content}]
         self.outputs.append(output)
 
-    def _fitting(self, messages: list[dict[str, str]]) -> SamplingParams:
-        """The parameters with as many tokens as the conversation leaves room for."""
-        from tinyspec.engine.input_processor import to_token_ids
-
+    def _fitting(self, length: int) -> SamplingParams:
+        """The parameters with as many tokens as a conversation of ``length`` leaves room for."""
         most = self.engine.config.max_model_len
         assert most is not None
-        room = most - len(to_token_ids(messages, self.engine.tokenizer))
+        room = most - length
         if room < 1:
             allowed = f"fewer than max_model_len={most}; /clear begins another conversation"
             raise refuse("conversation", f"{most - room} tokens", allowed)

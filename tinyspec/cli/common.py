@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from tinyspec.config import EngineConfig
 from tinyspec.engine.lock import in_main_thread
-from tinyspec.errors import TinyspecError, refuse
+from tinyspec.errors import OTHER_NAMES, TinyspecError, refuse
 from tinyspec.outputs import RequestOutput, no_name_twice
-from tinyspec.sampling_params import LOGPROBS_MODES, OTHER_NAMES, SamplingParams
+from tinyspec.sampling_params import LOGPROBS_MODES, SamplingParams
 
 if TYPE_CHECKING:
     from tinyspec.engine.engine import Engine
@@ -38,10 +38,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "model": {"metavar": "NAME", "help": "hub name or folder (default: the bundled model)"},
     "dtype": {"default": "auto", "choices": DTYPES, "help": "default: %(default)s"},
     "device": {"default": "auto", "help": "auto (default), cpu, cuda or cuda:N"},
+    "revision": {"metavar": "NAME", "help": "branch, tag or commit on the hub"},
+    "trust_remote_code": {"action": "store_true", "help": "run the model's own code"},
     "reference_rows": {"type": int, "metavar": "N", "help": "default: CPU 32, GPU 128"},
     "json": {"action": "store_true", "help": "JSON, one line each, instead of text"},
 }
-MODEL = ("model", "dtype", "device")
+MODEL = ("model", "revision", "trust_remote_code", "dtype", "device")
 # Fields of SamplingParams that a shell can give: type, or what several of a type are, and help.
 SAMPLING: dict[str, tuple[Any, str]] = {
     "deterministic": (bool, "the same bits whatever else runs"),
@@ -137,7 +139,8 @@ def engine_of(options: argparse.Namespace, config: EngineConfig | None = None) -
     if not terminal:
         logging.disable_progress_bar()
     where = options.dtype, options.device, config or EngineConfig()
-    with Engine.from_pretrained(model_name(options), *where) as engine:
+    given = {n: v for n in ("revision", "trust_remote_code") if (v := getattr(options, n))}
+    with Engine.from_pretrained(model_name(options), *where, **given) as engine:
         yield engine
         stats = engine.stats()
         if terminal and stats.committed:
@@ -267,7 +270,9 @@ def job_of_json(
         raise ValueError(f"{line.place} is not JSON: {error}") from error
     for name in texts:
         if not isinstance(values, dict) or name not in values:
-            raise ValueError(f'{line.place} is not allowed: a JSON object with a "{name}"')
+            chat = isinstance(values, dict) and "messages" in values
+            hint = f" (messages: {OTHER_NAMES['messages']})" if chat else ""
+            raise ValueError(f'{line.place} is not allowed: a JSON object with a "{name}"{hint}')
     found = {name: values.pop(name) for name in texts}
     try:
         for name, value in found.items():

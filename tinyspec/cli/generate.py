@@ -157,8 +157,8 @@ class OutputFile:
 
 class TextWriter:
     """Writes one completion after the other, each followed by a line feed, while all of them grow:
-    the first that is unfinished at once, what came of the others when it is their turn. keys:
-    (request id, index) of the completions, in order."""
+    the first that is unfinished at once, what came of the others when it is their turn; token ids
+    where there is no tokenizer. keys: (request id, index) of the completions, in order."""
 
     def __init__(self, keys: Iterable[tuple[str, int]], file: TextIO):
         self._waiting, self._file = deque(keys), file
@@ -168,7 +168,8 @@ class TextWriter:
     def event(self, event: StreamEvent) -> None:
         """Tokens that one completion got."""
         key = event.request_id, event.index
-        self._texts[key] += event.text or ""
+        ids = "".join(f"{token} " for token in event.token_ids)
+        self._texts[key] += ids if event.text is None else event.text
         if event.finish_reason is not None:
             self._ended.add(key)
         while self._waiting:

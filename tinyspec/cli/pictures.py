@@ -19,6 +19,8 @@ def add_demo(parser: ArgumentParser) -> None:
     common.add_options(parser, *common.MODEL, dtype="bfloat16")
     thinking = "a model that reasons while it reads instead, on one prompt"
     parser.add_argument("--thinking", action="store_true", help=thinking)
+    rollback = "only two verifies, one with a rollback and one without"
+    parser.add_argument("--rollback", action="store_true", help=rollback)
     parser.add_argument("--crowd", type=int, default=11, help="other requests (default: 11)")
     parser.add_argument("--max-new-tokens", type=int, default=120, help="default: 120")
     parser.add_argument("--seed", type=int, help="of the request (default: one chosen beforehand)")
@@ -30,8 +32,8 @@ def demo(options: Namespace) -> int:
     """One request alone and in a crowd, without and with deterministic=True.
 
     Exit status 0 if the deterministic request has the same bits alone and in
-    the crowd, 1 if not, whatever the plain one does. The verify that is drawn
-    is one of this run; `tinyspec trace` draws whole runs.
+    the crowd, 1 if not, whatever the plain one does. Both verifies that are
+    drawn are of this run; `tinyspec trace` draws whole runs.
 
     example:
       tinyspec demo --crowd 20
@@ -43,21 +45,24 @@ def demo(options: Namespace) -> int:
         raise refuse("--seed", options.seed, "an integer in [0, 2**63)")
     common.load_libraries()
     from tinyspec.tools import demo as tool
+    from tinyspec.tools import thinking_demo
 
     with ExitStack() as stack:
         if not options.thinking:
-            settings = EngineConfig(verify=options.verify, trace=True, draft_window=5)
+            settings = EngineConfig(verify=options.verify, trace=True, draft_window=3)
             engine = stack.enter_context(common.engine_of(options, settings))
-            return tool.demo(engine, options.crowd, options.max_new_tokens, options.seed)
-        options.model = options.model or str(tool.THINKER)
+            sizes = options.crowd, options.max_new_tokens, options.seed
+            return tool.demo(engine, *sizes, rollback=options.rollback)
+        options.model = options.model or str(thinking_demo.THINKER)
         engines = {
             name: stack.enter_context(
-                common.engine_of(options, EngineConfig(thinking_window=window))
+                common.engine_of(options, EngineConfig(thinking_window=window, trace=True))
             )
-            for name, window in tool.WAYS.items()
+            for name, window in thinking_demo.WAYS.items()
         }
-        config = tool.ThinkingConfig.load(Path(options.model))
-        return tool.demo_thinking(engines, config)
+        return thinking_demo.demo_thinking(
+            engines, thinking_demo.ThinkingConfig.load(Path(options.model))
+        )
 
 
 def add_trace(parser: ArgumentParser) -> None:
@@ -79,7 +84,8 @@ def trace(options: Namespace) -> int:
     EngineConfig(trace=True), or `generate --trace`; https://ui.perfetto.dev
     opens it as well. The timeline has a column for each pass, a lane for each
     completion and a cell for each token, over a strip of the KV cache; below
-    it stands one verify close up. .html scrolls through all passes and loads
+    it stand a verify with a rollback and one without, or, of a single request
+    without any, its prefill and decode. .html scrolls through all passes and loads
     nothing.
 
     example:
@@ -91,8 +97,8 @@ def trace(options: Namespace) -> int:
         raise refuse("--output", options.output, f"a name that ends with {', '.join(KINDS)}")
     if options.cells is not None and options.cells < 1:
         raise refuse("--cells", options.cells, "an integer of at least 1")
-    from tinyspec.tools.drawing import grid, html, svg, timeline
-    from tinyspec.tools.trace import find_verify, read
+    from tinyspec.tools.drawing import html, picture, svg, timeline
+    from tinyspec.tools.trace import diagrams, read
 
     run = read(options.file)
     if not run.passes:
@@ -103,10 +109,8 @@ def trace(options: Namespace) -> int:
         raise refuse("--first", options.first, f"at most {last}, the last pass in {options.file}")
     most = options.cells or (None if kind == ".html" else CELLS)
     drawings = [timeline(run, most)] if options.view != "verify" else []
-    verify = find_verify(run) if options.view != "timeline" else None
-    if verify is not None:
-        drawings.append(grid(verify))
-    elif not drawings:
+    drawings += map(picture, diagrams(run) if options.view != "timeline" else [])
+    if not drawings:
         raise refuse("--view", "verify", "timeline: no pass of this trace verified drafts")
     title = f"tinyspec: {Path(options.file).name}"
     text = html(drawings, title) if kind == ".html" else svg(drawings)

@@ -79,3 +79,25 @@ def differences(one: Parts, other: Parts) -> list[str]:
 def explained(one: Any, other: Parts) -> str:
     """Those differences in a line; empty where an output carries no parts. one: of the output."""
     return ", ".join(differences(one, other)) if are_parts(one) else ""
+
+
+def text_digest(tokenizer: Any, vocab_size: int) -> str:
+    """Digest of what stop strings see: the text of every token, alone and after the others.
+
+    Bytes of one character have the same text alone, and settings may enter the text of several
+    tokens only: so vocabulary, class, decoder and clean-up count as well, where there are any.
+    """
+
+    def text(token_ids: list[int]) -> str:
+        try:
+            return str(tokenizer.decode(token_ids, skip_special_tokens=False))
+        except Exception as error:  # of an id beyond the tokenizer's
+            return type(error).__name__
+
+    kind, ids = type(tokenizer), list(range(vocab_size))
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    cleans_up = getattr(tokenizer, "clean_up_tokenization_spaces", None)
+    tokens = sorted(tokenizer.get_vocab().items()) if hasattr(tokenizer, "get_vocab") else None
+    found = (kind.__module__, kind.__qualname__, repr(decoder), cleans_up, tokens)
+    texts = [text(ids), *(text([token]) for token in ids)]
+    return hashlib.sha256(repr((found, texts)).encode()).hexdigest()

@@ -89,6 +89,8 @@ class Call:
         self.prepared: list[PreparedRequest] = []
         self.params: list[SamplingParams] = []
         self.unserved = list(served.unserved_arguments(model, self.arguments))
+        if self._asked("token_healing", self.arguments):  # of the batch, by its tokenizer
+            self.unserved.append("token_healing")
         if not self.unserved:
             self._prepare()
         if not self.unserved:

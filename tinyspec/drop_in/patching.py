@@ -23,7 +23,7 @@ from tinyspec.drop_in.call import Call, RowSeeds
 from tinyspec.drop_in.prepare import prepare
 from tinyspec.drop_in.prompts import Prompt
 from tinyspec.drop_in.run import run
-from tinyspec.drop_in.served import ADDED_ARGUMENTS, PROMPT_ARGUMENTS
+from tinyspec.drop_in.served import ADDED_ARGUMENTS, DICT_FIELDS, PROMPT_ARGUMENTS
 from tinyspec.engine.drafter import make_drafter
 from tinyspec.engine.engine import Engine
 from tinyspec.errors import UnsupportedModelError
@@ -230,7 +230,7 @@ class PatchedGenerate(_Method):
             return self._call_original(call)
         self.seeds = call.seeds
         if call.config.return_dict_in_generate and call.config.use_cache is not False:
-            self._log_once("generate: past_key_values of returned dicts are None")
+            self._log_once(f"generate: {CACHE} of returned dicts is None")
         return call.output(sequences)
 
     def _call_original(self, call: Call) -> Any:
@@ -345,7 +345,7 @@ def _arguments(
 ) -> dict[str, Any]:
     """The prompts and what else goes to the model, without what transformers adds to it: an empty
     cache, positions, and copies of every prompt, one for each completion or beam."""
-    added = {"use_cache", "logits_to_keep"}
+    added = {"use_cache", "logits_to_keep", *DICT_FIELDS}  # the last stand in the config as well
     cache, positions = model_kwargs.get(CACHE), model_kwargs.get("position_ids")
     embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
     if mask is None:  # transformers leaves out a mask of ones

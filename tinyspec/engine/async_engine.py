@@ -246,13 +246,14 @@ class AsyncEngine(OneProcess):
         cls,
         name_or_path: str | Path,
         dtype: str | torch.dtype = "auto",
-        device: str = "auto",
+        device: str | torch.device = "auto",
         config: EngineConfig | None = None,
         *,
         max_requests: int = 1024,
+        **given: Any,
     ) -> AsyncEngine:
         """As ``Engine.from_pretrained``; returns when the model is loaded."""
-        engine = Engine.from_pretrained(name_or_path, dtype, device, config)
+        engine = Engine.from_pretrained(name_or_path, dtype, device, config, **given)
         served = cls(engine, max_requests=max_requests)
         served._worker.closes = True
         return served

@@ -171,11 +171,19 @@ class Engine(OneProcess):
         cls,
         name_or_path: str | Path,
         dtype: str | torch.dtype = "auto",
-        device: str = "auto",
+        device: str | torch.device = "auto",
         config: EngineConfig | None = None,
+        **given: Any,
     ) -> Engine:
-        """An engine for a model on the hub or in a folder; device "auto": a GPU if there is one."""
-        return cls(*load(name_or_path, dtype, device), config)
+        """An engine for a model on the hub or in a folder; device "auto": a GPU if there is one.
+
+        given: as transformers' from_pretrained takes it: ``revision, trust_remote_code, token,
+        cache_dir, local_files_only, subfolder`` (of the tokenizer too), ``variant,
+        use_safetensors, quantization_config, attn_implementation``; ``torch_dtype`` in place of
+        dtype, and ``device_map`` that means one device in place of device. Where no tokenizer was
+        saved, prompts are token ids. Raises ValueError naming what cannot be loaded or served.
+        """
+        return cls(*load(name_or_path, dtype, device, **given), config)
 
     def stats(self) -> EngineStats:
         """Sums over all passes so far."""

@@ -6,8 +6,8 @@ Knows the model's limits; runs and queues nothing.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
+import logging
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils.hub import cached_files
 
 from tinyspec.config import EngineConfig
-from tinyspec.errors import refuse
-from tinyspec.model.supported import vocab_size
+from tinyspec.determinism.fingerprint_parts import text_digest
+from tinyspec.errors import refuse, refuse_other_names
+from tinyspec.model.supported import checked_device, default_eos, vocab_size
 from tinyspec.outputs import RequestOutput
 from tinyspec.sampling_params import SamplingParams
 from tinyspec.scalars import is_array, plain, plain_list
@@ -30,9 +32,20 @@ from tinyspec.thinking.config import FILE as THINKING
 from tinyspec.thinking.model import ThinkingModel
 from tinyspec.thinking.thinker import Thinker
 
+logger = logging.getLogger("tinyspec")
 Prompt = str | list[int] | list[dict[str, Any]]
-DEVICES = "auto, cpu, cuda or cuda:N"
 DTYPES = "auto, float32, bfloat16, float16, or a dtype of torch"
+# What of transformers' from_pretrained is handed on: to the tokenizer's too, and in all.
+SHARED = {"revision", "trust_remote_code", "token", "cache_dir", "local_files_only", "subfolder"}
+LOADING = {"attn_implementation", "device_map", "quantization_config", "torch_dtype", "variant"}
+LOADING |= {"use_safetensors"} | SHARED
+# Values of device_map that mean one device where there is but one.
+SPREADS = {"auto", "balanced", "balanced_low_0", "sequential"}
+# One of these files is there where a tokenizer was saved.
+TOKENIZERS = [
+    *("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "spiece.model"),
+    *("vocab.json", "vocab.txt", "sentencepiece.bpe.model"),
+]
 
 
 class InputProcessor:
@@ -134,7 +147,7 @@ class InputProcessor:
     def _request(self, prompt: list[int], params: SamplingParams) -> Request:
         number, eos, seed = next(self._numbers), params.eos_token_id, params.seed
         if eos is None:
-            eos = _default_eos(self._model, self._vocab_size)
+            eos = default_eos(self._model, self._vocab_size)
         if seed is None and params.temperature > 0:
             seed = int(torch.randint(2**62, (1,), generator=self._seeds, device="cpu"))
         resolved = params.resolve(eos_token_id=eos, seed=seed)
@@ -207,14 +220,6 @@ def _check_token(field: str, token: int, size: int) -> None:
         raise refuse(field, token, f"token ids of the vocabulary, 0 to {size - 1}")
 
 
-def _default_eos(model: PreTrainedModel, vocab_size: int) -> tuple[int, ...]:
-    """The model's end-of-sequence tokens, as its ``generate`` would use now."""
-    settings = getattr(model, "generation_config", None) or model.config
-    eos = settings.eos_token_id
-    ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-    return tuple(token for token in ids if token < vocab_size)
-
-
 def as_prompts(prompts: Any) -> list[Prompt]:
     """A list of prompts, from one prompt or several: a str, token ids, chat messages, or what a
     tokenizer returned; token ids may be tensors or arrays, one prompt a row."""
@@ -277,28 +282,49 @@ def to_token_ids(prompt: Any, tokenizer: Any) -> list[int]:
         return rows[0]  # type: ignore[return-value]
     if not isinstance(prompt, (str, Sequence)) or isinstance(prompt, bytes):
         raise refuse("prompt", prompt, "a str, token ids, or chat messages")
-    text = isinstance(prompt, str)
-    if not text and not (prompt and isinstance(prompt[0], dict)):
+    if not isinstance(prompt, str) and not (prompt and isinstance(prompt[0], dict)):
         return plain_list(prompt)
     if tokenizer is None:
         raise refuse("prompt", prompt, "token ids, as the engine has no tokenizer")
     if isinstance(prompt, str):
-        return list(tokenizer(sound("prompt", prompt))["input_ids"])
+        return _text_ids("prompt", prompt, tokenizer)
     if not getattr(tokenizer, "chat_template", None):
         raise refuse("prompt", prompt, "text or token ids, as the tokenizer has no chat template")
-    chat = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer(sound("prompt", chat), add_special_tokens=False)["input_ids"])
+    told = [_with_text(message) for message in prompt]
+    chat = tokenizer.apply_chat_template(told, tokenize=False, add_generation_prompt=True)
+    return _text_ids("prompt", chat, tokenizer, add_special_tokens=False)
 
 
-def sound(field: str, text: str) -> str:
-    """``text``. Raises ValueError where half of a surrogate pair stands alone: it is no character,
-    and no tokenizer takes it."""
+def _with_text(message: Any) -> Any:
+    """A message of a chat whose content, if it is in parts as OpenAI has them, is their text."""
+    parts = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(parts, (list, tuple)):
+        return message
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or "text" not in part:
+            raise refuse("content", part, '{"type": "text", "text": ...} in a message')
+    return {**message, "content": "".join(part["text"] for part in parts)}
+
+
+def _text_ids(field: str, text: str, tokenizer: Any, **settings: Any) -> list[int]:
+    """Token ids of a text; a warning names the words that the tokenizer does not know. Raises
+    ValueError where half of a surrogate pair stands alone, which no tokenizer takes."""
     try:
         text.encode()
-    except UnicodeEncodeError as error:
-        found = text[error.start]
-        raise refuse(f"{field}[{error.start}]", found, "no lone surrogates in text") from None
-    return text
+    except UnicodeEncodeError as e:
+        raise refuse(f"{field}[{e.start}]", text[e.start], "no lone surrogates in text") from None
+    encoded, unknown = tokenizer(text, **settings), getattr(tokenizer, "unk_token_id", None)
+    ids = list(encoded["input_ids"])
+    if unknown in ids:
+        if getattr(encoded, "is_fast", False):
+            spans = [encoded.token_to_chars(n) for n, token in enumerate(ids) if token == unknown]
+            words = [text[span.start : span.end] for span in spans if span]
+        else:
+            words = [word for word in text.split() if unknown in tokenizer(word)["input_ids"]]
+        known = {"", tokenizer.unk_token}  # it may be the end token as well, written on purpose
+        if words := [word for word in dict.fromkeys(words) if word not in known]:
+            logger.warning("%s: unknown to the tokenizer (%d): %s", field, len(words), words[:9])
+    return ids
 
 
 def continuation_ids(text: Prompt, tokenizer: Any) -> list[int]:
@@ -306,68 +332,69 @@ def continuation_ids(text: Prompt, tokenizer: Any) -> list[int]:
     if isinstance(text, str):
         if tokenizer is None:
             raise refuse("continuation", text, "token ids, as the engine has no tokenizer")
-        return list(tokenizer(sound("continuation", text), add_special_tokens=False)["input_ids"])
+        return _text_ids("continuation", text, tokenizer, add_special_tokens=False)
     return to_token_ids(text, None)
 
 
-def text_digest(tokenizer: Any, vocab_size: int) -> str:
-    """Digest of what stop strings see: the text of every token, alone and after the others.
+def load(
+    name_or_path: str | Path,
+    dtype: str | torch.dtype | None = "auto",
+    device: str | torch.device = "auto",
+    **given: Any,
+) -> tuple[Any, Any]:
+    """Model and tokenizer, from the hub or a folder; None where there are no files of a tokenizer.
+    A folder that a ThinkingModel was saved to gives one. given: see ``Engine.from_pretrained``.
 
-    Bytes of one character have the same text alone, and settings may enter the text of several
-    tokens only: so vocabulary, class, decoder and clean-up count as well, where there are any.
+    Raises ValueError naming the field, before anything is loaded where that can be known.
     """
-
-    def text(token_ids: list[int]) -> str:
-        try:
-            return str(tokenizer.decode(token_ids, skip_special_tokens=False))
-        except Exception as error:  # of an id beyond the tokenizer's
-            return type(error).__name__
-
-    kind, ids = type(tokenizer), list(range(vocab_size))
-    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-    cleans_up = getattr(tokenizer, "clean_up_tokenization_spaces", None)
-    tokens = sorted(tokenizer.get_vocab().items()) if hasattr(tokenizer, "get_vocab") else None
-    found = (kind.__module__, kind.__qualname__, repr(decoder), cleans_up, tokens)
-    texts = [text(ids), *(text([token]) for token in ids)]
-    return hashlib.sha256(repr((found, texts)).encode()).hexdigest()
-
-
-def load(name_or_path: str | Path, dtype: str | torch.dtype, device: str) -> tuple[Any, Any]:
-    """Model and tokenizer, from the hub or a folder; device "auto": a GPU if there is one. A folder
-    that a ThinkingModel was saved to gives one.
-
-    Raises ValueError naming the field, before anything is loaded: device, dtype, model.
-    """
-    place = checked_device(device)
+    refuse_other_names(given)
+    for name in given.keys() - LOADING:
+        there = "one of " + ", ".join(sorted(LOADING))
+        if name in EngineConfig.__dataclass_fields__:
+            there = f"EngineConfig({name}=...) as config"
+        raise refuse(name, given[name], there)
+    place = _one_device(device, given.pop("device_map", None))
+    if "torch_dtype" in given and dtype != "auto":
+        raise refuse("torch_dtype", given["torch_dtype"], f"left out beside dtype={dtype!r}")
+    dtype = given.pop("torch_dtype", dtype)
     if isinstance(dtype, str) and dtype != "auto":
         found = getattr(torch, dtype, None)
         if not isinstance(found, torch.dtype):
             raise refuse("dtype", dtype, DTYPES)
         dtype = found
+    if given.get("quantization_config") is not None:  # quantized as it is loaded, so on the device
+        given["device_map"] = {"": place}
+    shared: dict[str, Any] = {name: given[name] for name in given.keys() & SHARED}
     try:
         thinks = (Path(name_or_path) / THINKING).is_file()
         kind: Any = ThinkingModel if thinks else AutoModelForCausalLM
-        model: Any = kind.from_pretrained(name_or_path, dtype=dtype)
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
-    except (OSError, ValueError) as error:
-        allowed = "a folder with a model and its tokenizer, or the name of one on the hub"
-        reason = " ".join(str(error).split())
+        model: Any = kind.from_pretrained(name_or_path, dtype=dtype, **given)
+        # Without files transformers makes an empty tokenizer for some types of models.
+        asked = shared | {"_raise_exceptions_for_missing_entries": False}
+        files = cached_files(name_or_path, TOKENIZERS, **asked)
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, **shared) if files else None
+    except (ImportError, OSError, ValueError) as error:
+        reason, attention = " ".join(str(error).split()), given.get("attn_implementation")
+        named = isinstance(error, ImportError) or "attn_implementation" in reason
+        if attention is not None and named:
+            allowed = f"one that transformers has here ({reason})"
+            raise refuse("attn_implementation", attention, allowed) from error
+        allowed = "a folder with a model, or the name of one on the hub"
         raise refuse("model", str(name_or_path), f"{allowed} ({reason})") from error
-    return model.to(place), tokenizer
+    moves = model.device.type != place.type or place.index not in (None, model.device.index)
+    return model.to(place) if moves else model, tokenizer
 
 
-def checked_device(device: str | torch.device) -> torch.device:
-    """The device to use. Raises ValueError for one that is not served or not there."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise refuse("device", device, DEVICES) from None
-    if found.type not in ("cpu", "cuda"):
-        raise refuse("device", str(device), DEVICES)
-    count = torch.cuda.device_count()
-    if found.type == "cuda" and (found.index or 0) >= count:
-        there = f"torch finds {count} CUDA devices" if count else "torch finds no CUDA device"
-        raise refuse("device", str(device), f"{DEVICES}, and {there} here")
-    return found
+def _one_device(device: str | torch.device, device_map: Any) -> torch.device:
+    """What ``device`` says, or in its place transformers' ``device_map``, where it means one."""
+    if device_map is None:
+        return checked_device(device)
+    if device != "auto":
+        raise refuse("device_map", device_map, f"left out beside device={device!r}")
+    places = {*device_map.values()} if isinstance(device_map, dict) else {device_map}
+    if places <= SPREADS and torch.cuda.device_count() < 2:
+        return checked_device("auto")
+    if len(places) != 1 or places & SPREADS:
+        raise refuse("device_map", device_map, "one device for the whole model, as 'cuda:0'")
+    (place,) = places
+    return checked_device(f"cuda:{place}" if isinstance(place, int) else place, "device_map")

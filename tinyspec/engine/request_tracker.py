@@ -26,6 +26,7 @@ from tinyspec.scheduler.request import Request, Sequence
 
 # Threads of libraries that touch no model.
 HARMLESS = ("TMonitor",)  # tqdm's
+ASKED = "engine.abort was called for it"
 
 
 class RequestTracker:
@@ -271,7 +272,7 @@ class RequestTracker:
             if within:
                 self._dropped.append(request)
             else:
-                self._abort([request])
+                self._abort([request], ASKED)
             return request
 
     def cancel(self, requests: list[Request]) -> None:
@@ -295,7 +296,7 @@ class RequestTracker:
         """Do what was asked for where it could not be done, within a step or by a finalizer; to
         call with ``lock``."""
         while self._dropped:
-            self.cancel([self._dropped.pop()])
+            self._abort([self._dropped.pop()], ASKED)
         if self._written:
             self._written = False
             self.weights_changed()

@@ -148,13 +148,16 @@ class EventStream(Iterator[StreamEvent]):
                 continue
             request, count = sequence.request, sequence.length - told.tokens
             token_ids = sequence.ids(told.tokens, sequence.length)
+            tops = sequence.top_logprobs[told.tokens - request.num_prompt :]
             event = StreamEvent(
                 request_id=request.request_id,
                 index=sequence.index,
                 token_ids=token_ids,
                 text=told.text.push(token_ids, sequence.finished),
                 logprobs=sequence.last_logprobs(count) if sequence.params.logprobs else None,
+                top_logprobs=tops if sequence.params.top_logprobs else None,
                 finish_reason=sequence.finish_reason,
+                error=sequence.error,
             )
             told.tokens += count
             if sequence.index == 0:

@@ -23,7 +23,9 @@ PROMPT, CANONICAL, PLAIN, DRAFT, VERIFIED = "prompt", "canonical", "plain", "dra
 # Completions that get a token without rows, from another one's prompt or when all have theirs, or
 # that end without any.
 NO_ROWS = "no rows"
-# Of the Chrome trace format: processes are groups of lanes. ``tools/trace_run.py`` reads it back.
+# Tokens of a prompt that are kept of each pass.
+READ_KEPT = 16
+# Of the Chrome trace format: processes are groups of lanes. ``tools/trace.py`` reads it back.
 PASSES, COMPLETIONS = 1, 2
 FORMAT = 1
 
@@ -34,11 +36,12 @@ class TracedWork:
 
     kind: "prompt", "canonical" (a deterministic request's newest token in a canonical pass),
     "plain" (the same of a plain one), "draft", "verify" or "no rows". start: position of its first
-    row. tokens: ids committed. newest: the generated token before these, -1 where there is none.
-    drafts: ids drafted by this pass, or verified by it. targets: of a verify, all that the rows
-    yielded. accepted, rejected: drafts. proposed: drafts that a drafter added before the pass. kv:
-    tokens whose KV is final after the pass. kv_drafts: tokens behind them whose KV is a draft's.
-    pages: held after it. end: finish reason.
+    row. read: of a prompt's rows, the first READ_KEPT ids. tokens: ids committed. newest: the
+    generated token before these, -1 where there is none. drafts: ids drafted by this pass, or
+    verified by it. targets: of a verify, all that the rows yielded. accepted, rejected: drafts.
+    proposed: drafts that a drafter added before the pass. kv: tokens whose KV is final after the
+    pass. kv_drafts: tokens behind them whose KV is a draft's. pages: held after it. end: finish
+    reason.
     """
 
     request_id: str
@@ -48,6 +51,7 @@ class TracedWork:
     kind: str
     start: int = 0
     rows: int = 0
+    read: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     newest: int = -1
     drafts: list[int] = field(default_factory=list)
@@ -159,6 +163,8 @@ class Trace:
         work.start, work.rows = int(works.starts[n]), int(works.counts[n])
         if before.length > sequence.request.num_prompt:
             (work.newest,) = sequence.ids(before.length - 1, before.length)
+        if kind == PROMPT:
+            work.read = sequence.ids(work.start, work.start + min(work.rows, READ_KEPT))
         work.tokens = sequence.ids(before.length, sequence.length)
         work.kv, work.pages = sequence.computed, len(sequence.pages)
         if kind == VERIFIED:
@@ -215,11 +221,14 @@ def chrome_trace(passes: list[TracedPass], tokenizer: Any = None) -> dict[str, A
     for one in passes:
         events += _events(one, lanes, begun)
     texts: dict[int, str] = {}
+    special: list[int] = []
     if tokenizer is not None:
         works = [work for one in passes for work in one.works]
-        tokens = {t for w in works for t in (*w.tokens, *w.drafts, *w.targets, w.newest)} - {-1}
+        known_of = ((*w.read, *w.tokens, *w.drafts, *w.targets, w.newest) for w in works)
+        tokens = {token for ids in known_of for token in ids} - {-1}
         texts = {token: _text(tokenizer, token) for token in tokens}
-    known = {"format": FORMAT, "texts": texts}
+        special = sorted(tokens & set(getattr(tokenizer, "all_special_ids", ())))
+    known = {"format": FORMAT, "texts": texts, "special": special}
     return {"traceEvents": events, "displayTimeUnit": "ms", "tinyspec": known}
 
 

@@ -24,12 +24,14 @@ from transformers import (
     PreTrainedModel,
 )
 
+from tinyspec.errors import refuse
 from tinyspec.model.wrappers import has_hooks, own_forward
 
 # What configs keep the chosen implementations under. Set by these names, because the properties of
 # nearly the same name also write to the configs inside of a config.
 ATTENTION_CHOICE = "_attn_implementation_internal"
 EXPERTS_CHOICE = "_experts_implementation_internal"
+DEVICES = "auto, cpu, cuda or cuda:N"
 _missing: list[str] = []
 # What transformers calls the argument that holds a cache, newest first, and what it is called here.
 CACHE_NAMES = ("cache", "past_key_values")
@@ -148,6 +150,31 @@ def max_positions(model: PreTrainedModel) -> int:
 def vocab_size(model: PreTrainedModel) -> int:
     """Rows of the model's embedding table: how many token ids it takes."""
     return len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
+
+
+def checked_device(device: str | torch.device, field: str = "device") -> torch.device:
+    """The device to use. Raises ValueError for one that is not served or not there."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise refuse(field, device, DEVICES) from None
+    if found.type not in ("cpu", "cuda"):
+        raise refuse(field, str(device), DEVICES)
+    count = torch.cuda.device_count()
+    if found.type == "cuda" and (found.index or 0) >= count:
+        there = f"torch finds {count} CUDA devices" if count else "torch finds no CUDA device"
+        raise refuse(field, str(device), f"{DEVICES}, and {there} here")
+    return found
+
+
+def default_eos(model: PreTrainedModel, vocab_size: int) -> tuple[int, ...]:
+    """The model's end-of-sequence tokens, as its ``generate`` would use now."""
+    settings = getattr(model, "generation_config", None) or model.config
+    eos = settings.eos_token_id
+    ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+    return tuple(token for token in ids if token < vocab_size)
 
 
 def cache_windows(model: PreTrainedModel) -> set[int]:

@@ -1,5 +1,4 @@
-"""``tinyspec demo``: one request says something else in a crowd, with the flag it does not; or a
-small model that reasons while it reads, with the same thoughts however its prompt is cut."""
+"""``tinyspec demo``: one request says something else in a crowd, with the flag it does not."""
 
 from __future__ import annotations
 
@@ -7,36 +6,30 @@ import json
 import sys
 import textwrap
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain, count, cycle, islice
 from pathlib import Path
-from typing import Any
 
 from tinyspec.engine.engine import Engine
 from tinyspec.engine.trace import chrome_trace
 from tinyspec.outputs import RequestOutput
 from tinyspec.sampling_params import SamplingParams
-from tinyspec.thinking.config import ThinkingConfig
 from tinyspec.tools.diff import compare, first_place, summed_up
-from tinyspec.tools.terminal import lines, styled, table
-from tinyspec.tools.trace import find_verify, run_of
+from tinyspec.tools.terminal import lines, styled
+from tinyspec.tools.trace import Diagram, find_verify, run_of
 
-# The models in the package, for demos and tests without a network: one tells stories, one thinks
-# (trained by ``python -m benchmarks.coin_reader.train parity``).
+# The model in the package that tells stories, for demos and tests without a network.
 BUNDLED = Path(__file__).resolve().parent / "storyteller"
-THINKER = BUNDLED.parent / "coin_reader"
 # Chosen beforehand: with these seeds two tokens of the story are so close that the last bits decide
 # between them. Where they decide alike, further seeds are tried, for so many seconds.
 TEMPERATURE, PATIENCE = 0.8, 5.0
 SEEDS = (39, 26, 163, 101, 162, 64)
-WIDTH = 86
+# Of a text: the width of a line, and how many are shown.
+WIDTH, LINES = 80, 3
+WORDS = {True: "with a rollback", False: "without a rollback"}
 # Between what is the same and what is not, in text that is to be wrapped.
 MARK = "\x00"
-COINS = (
-    "A coin's state is heads. Alice flips the coin. The wind moves over the hill. A bird sings "
-    "near the town. One cloud rests behind the wood. Bob flips the coin. What's the state? A:"
-)
-# How the prompt is read, and how many chunks run at once; None: all of them.
-WAYS = {"speculative": None, "sequential": 1}
 
 
 class Demo:
@@ -56,15 +49,19 @@ class Demo:
             for n in range(crowd)
         ]
 
-    def pair(self, seed: int, deterministic: bool) -> list[RequestOutput]:
-        """The request by itself, then among the others."""
-        mine = SamplingParams(
+    def mine(self, seed: int, deterministic: bool) -> SamplingParams:
+        """Of the request."""
+        return SamplingParams(
             max_new_tokens=self.tokens,
             temperature=TEMPERATURE,
             seed=seed,
             logprobs=True,
             deterministic=deterministic,
         )
+
+    def pair(self, seed: int, deterministic: bool) -> list[RequestOutput]:
+        """The request by itself, then among the others."""
+        mine = self.mine(seed, deterministic)
         alone = self.engine.generate(self.prompts[0], mine)
         return [*alone, self.engine.generate(self.prompts, [mine, *self.others])[0]]
 
@@ -82,23 +79,79 @@ class Demo:
         return (first, pair, tried) if _parts_at(found) is None else (one, found, tried)
 
     def show(self, pair: list[RequestOutput]) -> None:
-        """Both texts, one below the other, tokens that differ in colour."""
+        """Both texts, one below the other, or one where they are the same; from the first token
+        that differs on in colour."""
         at = _parts_at(pair)
-        for name, output in zip(("alone", "in a crowd"), pair, strict=True):
-            print(f"  {styled(sys.stdout, 'bold', name)}")
+        names = ("alone", "in a crowd") if at is not None else ("both",)
+        for name, output in zip(names, pair, strict=False):
             words = self.marked(output.completions[0].token_ids, at)
-            print(textwrap.indent(words, "    "))
+            print(f"  {name:<12}" + textwrap.indent(words, " " * 14).lstrip(" "))
 
     def marked(self, tokens: list[int], at: int | None) -> str:
-        """Text in lines; from token ``at`` on in colour, or behind a sign."""
+        """Text in lines, of which few are shown; from token ``at`` on in colour, or behind a
+        sign."""
         decode = self.engine.tokenizer.decode
         same = decode(tokens[:at], skip_special_tokens=True)
         rest = decode(tokens, skip_special_tokens=True)[len(same) :]
         sign = MARK if sys.stdout.isatty() else ">>>"
-        words = f"{same}{sign}{rest}" if rest else same
-        head, _, tail = "\n".join(textwrap.wrap(words.strip(), WIDTH)).partition(MARK)
+        found = textwrap.wrap((f"{same}{sign}{rest}" if rest else same).strip(), WIDTH) or [""]
+        first = max([0, *(n - 1 for n, line in enumerate(found) if sign in line)])
+        few = found[first : first + LINES]
+        few[0] = f"... {few[0]}" if first else few[0]
+        few[-1] += " ..." if first + LINES < len(found) else ""
+        head, _, tail = "\n".join(few).partition(MARK)
         parts = tail.split("\n")
         return head + "\n".join(styled(sys.stdout, "differs", line) for line in parts if line)
+
+
+class Liar:
+    """A drafter that knows the answer: it lies about the last draft of a request's first verify,
+    and tells the truth afterwards."""
+
+    def __init__(self, output: RequestOutput):
+        self.prompt = len(output.prompt_token_ids)
+        self.known = [*output.prompt_token_ids, *output.completions[0].token_ids]
+
+    def propose(self, sequences: list[Sequence[int]], n: int) -> list[list[int]]:
+        return [self._after(list(sequence), n) for sequence in sequences]
+
+    def _after(self, tokens: list[int], n: int) -> list[int]:
+        drafts = self.known[len(tokens) :][:n] if tokens == self.known[: len(tokens)] else []
+        if drafts and len(tokens) <= self.prompt + 1:
+            # Another token of this text, so that it can be read.
+            drafts[-1] = next((t for t in self.known if t != drafts[-1]), drafts[-1] ^ 1)
+        return drafts
+
+
+def outcomes(engine: Engine, since: int, names: dict[str, str]) -> dict[bool, Diagram | None]:
+    """A verify with a rollback (True) and one without, of the passes after the first ``since``."""
+    run = run_of(chrome_trace(engine.trace.passes()[since:], engine.tokenizer))
+    return {rollback: find_verify(run, rollback, names) for rollback in (True, False)}
+
+
+def show_outcomes(one: Demo, seed: int, since: int, pair: list[RequestOutput]) -> bool:
+    """Both outcomes of a verify of this run; what the fast path has not given, by a liar. Whether
+    lies left the tokens as they were."""
+    names = ("this request alone", "this request in the crowd")
+    ids = (output.request_id for output in pair)
+    found = outcomes(one.engine, since, dict(zip(ids, names, strict=True)))
+    same = True
+    if None in found.values():
+        setting = replace(one.engine.config, verify="always", drafter=Liar(pair[0]))
+        with Engine(one.engine.model, one.engine.tokenizer, setting) as lied_to:
+            (again,) = lied_to.generate(one.prompts[:1], one.mine(seed, deterministic=True))
+            supplied = outcomes(lied_to, 0, {again.request_id: names[0]})
+        same = again.completions[0].token_ids == pair[0].completions[0].token_ids
+        lacking = " nor ".join(WORDS[each] for each in found if found[each] is None)
+        result = "the same tokens" if same else "OTHER TOKENS: the promise is broken"
+        told = f"The fast path gave no verify {lacking} in this run, so a drafter that lies on "
+        told += f"purpose, once, drafts below: {result}."
+        print("\n".join(textwrap.wrap(told, 98)))
+        found = {each: found[each] or supplied[each] for each in found}
+    for each, diagram in found.items():
+        short = f"The request is too short for a verify {WORDS[each]}: give --max-new-tokens 12."
+        print("\n".join(lines(diagram, sys.stdout) if diagram else [short]) + "\n")
+    return same
 
 
 def _parts_at(pair: list[RequestOutput]) -> int | None:
@@ -112,13 +165,39 @@ def demo(
     max_new_tokens: int,
     seed: int | None = None,
     patience: float = PATIENCE,
+    rollback: bool = False,
 ) -> int:
     """Returns 0 if the deterministic request has the same bits alone and among ``crowd`` others,
-    whatever the plain one does. engine: with ``EngineConfig(trace=True)``."""
+    whatever the plain one does. engine: with ``EngineConfig(trace=True)``. rollback: only a verify
+    with a rollback and one without are shown."""
     one = Demo(engine, crowd, max_new_tokens)
-    dtype = str(engine.model.dtype).removeprefix("torch.")
+    found = SEEDS[0] if seed is None else seed
+    if not rollback:
+        found = show_plain(one, seed, patience)
+        print(styled(sys.stdout, "bold", f"deterministic=True, seed {found}"))
+    before = len(engine.trace)
+    kept = one.pair(found, deterministic=True)
+    _, reason = summed_up(compare(kept[0], kept[1], 0).values())
+    tokens = len(kept[0].completions[0].token_ids)
+    verdict = f"NOT THE SAME: {reason}" if reason else "identical, bit for bit"
+    if not rollback:
+        one.show(kept)
+        coloured = styled(sys.stdout, "rejected" if reason else "accepted", verdict)
+        print(f"  {tokens} tokens and {tokens} log-probabilities: {coloured}\n")
+    if not show_outcomes(one, found, before, kept):
+        reason = reason or "a drafter that lied has changed them"
+    proven = f"Proven: deterministic=True kept all {tokens} tokens and log-probabilities"
+    proven = f"The promise is broken: {reason}" if reason else proven
+    print(f"{proven}, alone and among {crowd} others.")
+    print(f"Next: tinyspec {'trace --help' if rollback else 'demo --rollback'}")
+    return 1 if reason else 0
+
+
+def show_plain(one: Demo, seed: int | None, patience: float) -> int:
+    """What the plain request says alone and in the crowd; the seed it was shown with."""
+    dtype = str(one.engine.model.dtype).removeprefix("torch.")
     print(f'One request, "{" ".join(one.prompts[0].split())}", in {dtype} at temperature')
-    print(f"{TEMPERATURE} with a seed: alone, and among {crowd} others.\n")
+    print(f"{TEMPERATURE} with a seed: alone, and among {len(one.others)} others.\n")
     found, plain, tried = one.find(seed, patience)
     print(styled(sys.stdout, "bold", f"deterministic=False, seed {found}"))
     one.show(plain)
@@ -127,62 +206,4 @@ def demo(
     says = "no text differed on this machine" if at is None else f"another text from token {at + 1}"
     bits = f"the bits of {sum(a != b for a, b in pairs)} of {len(pairs)} log-probabilities differ"
     print(f"  {says}{' on' if at is not None else ''}{more}; {bits}\n")
-    print(styled(sys.stdout, "bold", f"deterministic=True, seed {found}"))
-    before = len(engine.trace)
-    kept = one.pair(found, deterministic=True)
-    one.show(kept)
-    _, reason = summed_up(compare(kept[0], kept[1], 0).values())
-    tokens = len(kept[0].completions[0].token_ids)
-    verdict = (
-        f"NOT THE SAME: {reason}: the promise is broken" if reason else "identical, bit for bit"
-    )
-    coloured = styled(sys.stdout, "rejected" if reason else "accepted", verdict)
-    print(f"  {tokens} tokens and {tokens} log-probabilities: {coloured}\n")
-    passes: list[Any] = engine.trace.passes()[before:]
-    run = run_of(chrome_trace(passes, engine.tokenizer))
-    verify = find_verify(run, {kept[1].request_id: "this request"})
-    if verify is None:
-        print("No pass of this run had drafts to verify (--verify always drafts).")
-    else:
-        print("\n".join(lines(verify, sys.stdout)))
-    print(f"\nfingerprint {kept[0].fingerprint}")
-    return 1 if reason else 0
-
-
-def demo_thinking(engines: dict[str, Engine], config: ThinkingConfig, prompt: str = COINS) -> int:
-    """engines: of one model and its tokenizer, by the names of WAYS. Returns 0 if both have the
-    same thoughts and answers, bit for bit."""
-    params = SamplingParams(
-        max_new_tokens=8, thinking=True, deterministic=True, logprobs=True, prompt_logprobs=True
-    )
-    found = {name: engine.generate([prompt], params)[0] for name, engine in engines.items()}
-    one, other = found.values()
-    tokenizer = next(iter(engines.values())).tokenizer
-    print("\n".join(textwrap.wrap(f"A model that reasons while it reads: {prompt!r}", WIDTH)), "\n")
-    print("\n".join(_chunks(tokenizer, config, one)))
-    answer = (one.completions[0].text or "").strip()
-    print(f"\nanswer: {styled(sys.stdout, 'bold', answer)}\n")
-    for name, output in found.items():
-        passes = output.completions[0].stats.thinking_passes
-        print(f"{name}: {len(output.thoughts or [])} chunks in {passes} rounds")
-    _, reason = summed_up(compare(one, other, 0).values())
-    verdict = f"DIFFERENT: {reason}" if reason else "identical, bit for bit"
-    print(f"\nthoughts, answers and log-probabilities of both ways: {verdict}")
-    return 1 if reason else 0
-
-
-def _chunks(tokenizer: Any, config: ThinkingConfig, output: RequestOutput) -> list[str]:
-    """A line for each chunk: what is read, the state that is added to it, what is thought of it."""
-    ids, size = output.prompt_token_ids, config.chunk_size
-    rows: list[tuple[object, ...]] = [("", "reads", "with the state of", "thinks")]
-    before = "nothing"
-    for thought in output.thoughts or []:
-        text = tokenizer.decode(ids[thought.chunk * size :][:size])
-        said = tokenizer.decode(thought.token_ids)
-        arrow = "\N{RIGHTWARDS ARROW}"
-        rows.append((f"chunk {thought.chunk}", text, before, f"T {arrow} {said}"))
-        trivial = thought.token_ids[0] == config.end_token_id
-        before = "nothing" if trivial else f"C({said})"
-    if rest := ids[len(ids) // size * size :]:
-        rows.append(("the rest", tokenizer.decode(rest), before, ""))
-    return table(rows)
+    return found

@@ -1,7 +1,7 @@
 """A trace in SVG, light or dark as the screen is, and as a page around it. It loads nothing.
 
 The timeline has a column for each pass, a lane for each completion and a cell for each token, over
-a strip of what the KV cache holds; a verify is a grid.
+a strip of what the KV cache holds; a diagram has its stages side by side.
 """
 
 from __future__ import annotations
@@ -11,7 +11,18 @@ from dataclasses import dataclass, field
 from html import escape
 
 from tinyspec.engine.trace import DRAFT, PROMPT, VERIFIED, TracedPass, TracedWork
-from tinyspec.tools.trace import Lane, Run, Verify, cells_of, lane_name, lane_of, printable, shown
+from tinyspec.tools.trace import (
+    Cell,
+    Diagram,
+    Lane,
+    Panel,
+    Run,
+    cells_of,
+    lane_name,
+    lane_of,
+    printable,
+    shown,
+)
 
 # By name: on a light and on a dark ground.
 COLOURS = {
@@ -25,6 +36,7 @@ COLOURS = {
     "dark": ("#1d2127", "#14161a"),
     "draft": ("#f2b632", "#d99b1c"),
     "accepted": ("#2e9a62", "#3fb97a"),
+    "generated": ("#2e9a62", "#3fb97a"),
     "rejected": ("#d0453f", "#ea6a62"),
     "bonus": ("#8457c7", "#ae88ee"),
     "riding": ("#9aa3ae", "#7b8592"),
@@ -36,10 +48,10 @@ LEGEND = {
     **{"bonus": "the verifier's own", "riding": "riding along", "plain": "plain"},
 }
 # Signs in a cell, so that it is not told by its colour alone.
-SIGNS = {"rejected": "\N{MULTIPLICATION SIGN}", "bonus": "\N{BULLET}"}
+SIGNS = {"accepted": "\N{CHECK MARK}", "rejected": "\N{BALLOT X}", "bonus": "\N{BULLET}"}
 NAMES, TOP, STRIP, FEW_LANES = 132.0, 62.0, 64.0, 16
-# Of a verify: width of a column, height of a row.
-WIDE, HIGH = 218.0, 21.0
+# Of a diagram: width of a stage, height of a token, where tokens begin.
+WIDE, HIGH, TOKENS = 236.0, 21.0, 250.0
 
 
 @dataclass
@@ -67,6 +79,15 @@ class Drawing:
     ) -> None:
         """x, y: the baseline."""
         self._add("text", colour, _shielded(text), x=x, y=y, font_size=size, **more)
+
+    def path(self, d: str, colour: str) -> None:
+        """A shape by its outline, in SVG's commands."""
+        self._add("path", colour, "", d=d)
+
+    def arrow(self, x: float, y: float, end_x: float, end_y: float) -> None:
+        """A line with a head at its end, which points to the right."""
+        head = "m-5 -3l5 3l-5 3"
+        self.path(f"M{x} {y}L{end_x} {end_y}{head}", "arrow")
 
     def cell(self, x: float, y: float, side: float, name: str) -> None:
         """A token of a kind that the legend names."""
@@ -196,24 +217,70 @@ def _strip(drawing: Drawing, columns: list[_Column], y: float) -> None:
     drawing.text(NAMES, y + STRIP + 16, told, "faint")
 
 
-def grid(verify: Verify) -> Drawing:
-    """A verify."""
-    rows = list(verify.rows())
-    drawing = Drawing(len(verify.columns) * WIDE + 16, TOP + HIGH * len(rows) + 64)
-    drawing.text(8, 15, verify.title, size=12, font_weight="600")
-    for n, column in enumerate(verify.columns):
+def picture(diagram: Diagram) -> Drawing:
+    """Stages side by side: what enters, the KV cache as a cylinder, tokens below one another."""
+    columns = max(len(diagram.panels), 3)
+    notes = textwrap.wrap(diagram.note, 39 * columns)
+    tall = max(len(panel.cells) for panel in diagram.panels) * HIGH
+    drawing = Drawing(columns * WIDE + 16, TOKENS + tall + 30 + 15 * len(notes))
+    drawing.text(8, 15, diagram.title, size=12, font_weight="600")
+    for n, cell in enumerate(diagram.legend):
+        drawing.cell(8 + 150.0 * n, 24, 10, cell.colour)
+        drawing.text(22 + 150.0 * n, 33, cell.text, "faint")
+    most = max(sum(part.count for part in panel.kv) for panel in diagram.panels) or 1
+    for n, panel in enumerate(diagram.panels):
         x = 8 + n * WIDE
-        drawing.text(x, TOP - 12, column.name, size=13, font_weight="600")
-        for line, words in enumerate(textwrap.wrap(column.note, 36)):
-            drawing.text(x, TOP + HIGH * len(rows) + 16 + 13 * line, words, "faint")
-        for row, cells in enumerate(rows):
-            if (cell := cells[n]) is not None:
-                y = TOP + row * HIGH
-                drawing.rect(x, y, 118, HIGH - 3, cell.colour)
-                ink = {"draft": "dark", "prompt": "ink"}.get(cell.colour, "ground")
-                drawing.text(x + 5, y + 13, cell.text, ink)
-                drawing.text(x + 124, y + 13, cell.said)
+        drawing.rect(x, 44, WIDE - 12, TOKENS + tall - 38, "fast")
+        drawing.text(x + 10, TOP, panel.name, size=13, font_weight="600")
+        for line, words in enumerate(panel.enters):
+            drawing.arrow(x - 8, TOP + 15 + 16 * line, x + 14, TOP + 15 + 16 * line)
+            drawing.text(x + 19, TOP + 19 + 16 * line, words)
+        for line, words in enumerate(textwrap.wrap(panel.cache, 36)):
+            drawing.text(x + 10, TOP + 56 + 13 * line, words, "faint")
+        _cylinder(drawing, panel.kv, x + 10, TOP + 82, most)
+        _tokens(drawing, panel, x + 10)
+    for line, words in enumerate(notes):
+        drawing.text(8, TOKENS + tall + 24 + 15 * line, words)
     return drawing
+
+
+def _cylinder(drawing: Drawing, parts: list[Cell], x: float, y: float, most: int) -> None:
+    """Its parts from the top, each as high as it holds tokens, ``most`` in the whole height."""
+    wide, lid = 56.0, 6.0
+    for n, part in enumerate(parts):
+        high = max(13.0, 66 * part.count / most)
+        top = f"a{wide / 2} {lid} 0 0 {int(n == 0)} {wide} 0"
+        down = f"v{high:.1f}a{wide / 2} {lid} 0 0 1 {-wide} 0z"
+        drawing.path(f"M{x} {y:.1f}{top}{down}", part.colour)
+        drawing.text(x + wide + 8, y + high / 2 + 6, part.text)
+        y += high
+
+
+def _tokens(drawing: Drawing, panel: Panel, x: float) -> None:
+    """Tokens, and what the model makes of them: each output enters it again in the next row."""
+    wide = 86.0 if panel.model else WIDE - 34
+    first, out = len(panel.cells) - len(panel.outputs), x + 122
+    for n, cell in enumerate(panel.cells):
+        _token(drawing, cell, x, TOKENS + n * HIGH, wide)
+    if panel.model:
+        high = len(panel.cells) * HIGH - 3
+        drawing.rect(x + 94, TOKENS, 20, high, "draft")
+        turned = f"rotate(-90 {x + 107} {TOKENS + high})"
+        drawing.text(
+            x + 113, TOKENS + high, panel.model, "dark", min(10, high / 9), transform=turned
+        )
+    for n, cell in enumerate(panel.outputs, first):
+        y = TOKENS + n * HIGH + 9
+        drawing.arrow(x + 87, y, x + 93, y)
+        drawing.arrow(x + 115, y, x + 121, y)
+        _token(drawing, cell, out, y - 9, wide)
+
+
+def _token(drawing: Drawing, cell: Cell, x: float, y: float, wide: float) -> None:
+    drawing.rect(x, y, wide, HIGH - 3, cell.colour)
+    ink = {"draft": "dark", "prompt": "ink", "plain": "ink"}.get(cell.colour, "ground")
+    drawing.text(x + 5, y + 13, cell.text, ink)
+    drawing.text(x + wide - 5, y + 13, SIGNS.get(cell.colour, ""), ink, text_anchor="end")
 
 
 def svg(drawings: list[Drawing]) -> str:
@@ -226,7 +293,8 @@ def svg(drawings: list[Drawing]) -> str:
     style = "text{font-family:system-ui,'DejaVu Sans',sans-serif;white-space:pre}"
     for column, media in enumerate(("{}", "@media(prefers-color-scheme:dark){{{}}}")):
         fills = (f".{name}{{fill:{both[column]}}}" for name, both in COLOURS.items())
-        style += media.format("".join(fills))
+        arrow = f".arrow{{fill:none;stroke:{COLOURS['faint'][column]};stroke-width:1.3}}"
+        style += media.format("".join(fills) + arrow)
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{style}'
     head += f'.none{{fill:transparent}}</style><rect class="ground" {size}/>'
     return "".join((head, *parts, "</svg>"))

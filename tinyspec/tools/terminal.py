@@ -1,12 +1,13 @@
-"""What a terminal shows: colours, tables, one verify of a trace."""
+"""What a terminal shows: colours, tables, a diagram of a trace."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
-    from tinyspec.tools.trace import Cell, Verify
+    from tinyspec.tools.trace import Cell, Diagram
 
 CODES = {
     "bold": "1",
@@ -18,7 +19,13 @@ CODES = {
     "differs": "1;30;43",
 }
 # Before a cell, for those who see no colours.
-SIGNS = {"draft": "\N{MEDIUM SHADE}", "rejected": "\N{LIGHT SHADE}"}
+SIGNS = {
+    "draft": "\N{MEDIUM SHADE}",
+    "accepted": "\N{CHECK MARK}",
+    "rejected": "\N{BALLOT X}",
+    "bonus": "\N{BULLET}",
+}
+ARROW = "\N{RIGHTWARDS ARROW}"
 
 
 def styled(file: TextIO, name: str, text: str) -> str:
@@ -41,24 +48,35 @@ def table(rows: Sequence[Sequence[object]], right: Collection[int] = ()) -> list
     return lines
 
 
-def lines(verify: Verify, file: TextIO) -> list[str]:
-    """A verify in characters."""
-    rows = [[_text(cell) for cell in row] for row in verify.rows()]
-    heads = [column.name for column in verify.columns]
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+def lines(diagram: Diagram, file: TextIO, width: int = 100) -> list[str]:
+    """A diagram in characters, a stage below the other, in lines of at most ``width``."""
+    legend = [(_text(cell), cell.colour) for cell in diagram.legend]
+    found = _filled([(diagram.title, "bold"), *legend], width, file)
+    indent = max(len(panel.name) for panel in diagram.panels) + 2
+    for panel in diagram.panels:
+        parts = [(f"{words} {ARROW}", "") for words in panel.enters]
+        parts += [(_text(cell), cell.colour) for cell in panel.cells]
+        parts += [(f"{ARROW} {panel.model} {ARROW}", "")] if panel.model else []
+        parts += [(_text(cell), cell.colour) for cell in panel.outputs]
+        told = _filled(parts, width - indent, file)
+        if panel.kv:
+            cache = [(f"{panel.cache}:", ""), *((_text(part), part.colour) for part in panel.kv)]
+            told += _filled(cache, width - indent, file)
+        heads = [panel.name.ljust(indent), *[" " * indent] * len(told)]
+        found += [head + line for head, line in zip(heads, told, strict=False)]
+    return found + textwrap.wrap(diagram.note, width)
 
-    def line(texts: Sequence[str], colours: Sequence[str]) -> str:
-        parts = zip(texts, widths, colours, strict=True)
-        return "  ".join(styled(file, c, text.ljust(w)) for text, w, c in parts).rstrip()
 
-    found = [verify.title, "", line(heads, ["bold"] * len(heads))]
-    for cells, texts in zip(verify.rows(), rows, strict=True):
-        found.append(line(texts, ["" if cell is None else cell.colour for cell in cells]))
-    notes = [f"{column.name}: {column.note}" for column in verify.columns if column.note]
-    return [*found, "", *notes]
+def _filled(parts: Sequence[tuple[str, str]], width: int, file: TextIO) -> list[str]:
+    """Texts with their colours side by side, in as many lines as they need."""
+    found, room = [""], width
+    for text, colour in parts:
+        if found[-1] and len(text) > room:
+            found, room = [*found, ""], width
+        found[-1] += styled(file, colour, text) + "  "
+        room -= len(text) + 2
+    return [line.rstrip() for line in found]
 
 
-def _text(cell: Cell | None) -> str:
-    if cell is None:
-        return ""
-    return f"{SIGNS.get(cell.colour, chr(0x2588))} {cell.text}  {cell.said}".rstrip()
+def _text(cell: Cell) -> str:
+    return f"{SIGNS.get(cell.colour, chr(0x2588))} {cell.text}"

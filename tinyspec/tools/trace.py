@@ -1,14 +1,12 @@
-"""A saved trace, read back, and one verify of it as a grid: ``drawing`` and ``terminal`` set them
-out. Knows neither pixels nor terminals.
+"""A saved trace, read back, and diagrams of what happened in it: ``drawing`` and ``terminal`` set
+them out. Knows neither pixels nor terminals.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from itertools import zip_longest
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from tinyspec.engine.trace import (
     FORMAT,
     PASSES,
     PROMPT,
+    READ_KEPT,
     VERIFIED,
     TracedPass,
     TracedWork,
@@ -27,15 +26,22 @@ from tinyspec.scheduler.passes import PassRecord
 Lane = tuple[str, int]
 # Drafts that are read at a glance; a verify with as few is shown rather than a longer one.
 FEW_DRAFTS = 8
-YES, NO = "\N{CHECK MARK}", "\N{BALLOT X}"
+# Of the tokens shown of a plain request: so many first, so many last.
+FIRST, LAST = 6, 2
 
 
 @dataclass
 class Run:
-    """texts: of tokens by id; empty where the engine had no tokenizer."""
+    """texts: of tokens by id; empty where the engine had no tokenizer. special: ids that are no
+    text, as an end of sequence."""
 
     passes: list[TracedPass]
     texts: dict[int, str]
+    special: frozenset[int] = frozenset()
+
+    def of(self, lane: Lane) -> list[tuple[TracedPass, TracedWork]]:
+        """The passes that a completion has a part in, in order."""
+        return [(one, w) for one in self.passes for w in one.works if lane_of(w) == lane]
 
     @property
     def lanes(self) -> list[Lane]:
@@ -91,7 +97,7 @@ def run_of(data: dict[str, Any]) -> Run:
         raise ValueError(f"format {known['format']!r} instead of {FORMAT}")
     passes: dict[int, TracedPass] = {}
     events = [event for event in data["traceEvents"] if event["ph"] == "X"]
-    names = [field.name for field in fields(PassRecord)]
+    names = [column.name for column in fields(PassRecord)]
     for event in (event for event in events if event["pid"] == PASSES):
         record = PassRecord(**{name: event["args"][name] for name in names})
         surplus = record.rows.get("surplus", 0)
@@ -99,7 +105,8 @@ def run_of(data: dict[str, Any]) -> Run:
     for event in (event for event in events if event["pid"] == COMPLETIONS):
         args = dict(event["args"])
         passes[args.pop("pass")].works.append(TracedWork(**args))
-    return Run(list(passes.values()), {int(t): str(text) for t, text in known["texts"].items()})
+    texts = {int(token): str(text) for token, text in known["texts"].items()}
+    return Run(list(passes.values()), texts, frozenset(known.get("special", ())))
 
 
 def cells_of(work: TracedWork, canonical_pass: bool) -> list[str]:
@@ -116,95 +123,161 @@ def cells_of(work: TracedWork, canonical_pass: bool) -> list[str]:
 
 @dataclass
 class Cell:
-    """A token, or a part of the KV cache. said: what became of it."""
+    """A token by its name and text, or a part of the KV cache of ``count`` tokens. colour: one of
+    ``drawing.COLOURS``."""
 
     text: str
     colour: str
-    said: str = ""
+    count: int = 0
 
 
 @dataclass
-class Column:
-    """One of four: what was computed before, the drafts, their verify, the outcome. cache: the KV
-    cache after it."""
+class Panel:
+    """One stage. enters: what arrows bring into it. cache: what the KV cache after it is called,
+    and kv its parts. model: what the cells pass through to yield outputs, the last output from the
+    last cell; "" where that is not drawn."""
 
     name: str
-    cache: list[Cell]
-    tokens: list[Cell]
-    note: str = ""
+    enters: list[str]
+    cells: list[Cell]
+    cache: str = ""
+    kv: list[Cell] = field(default_factory=list)
+    model: str = ""
+    outputs: list[Cell] = field(default_factory=list)
 
 
 @dataclass
-class Verify:
-    """One verify of a completion: four columns side by side."""
+class Diagram:
+    """Stages from left to right. legend: what colours mean."""
 
     title: str
-    columns: list[Column]
-
-    def rows(self) -> Iterator[tuple[Cell | None, ...]]:
-        """The cells of all columns, side by side: first those of the cache, then tokens."""
-        yield from zip_longest(*(column.cache for column in self.columns))
-        yield from zip_longest(*(column.tokens for column in self.columns))
+    panels: list[Panel]
+    legend: list[Cell]
+    note: str
 
 
-def find_verify(run: Run, names: dict[str, str] | None = None) -> Verify | None:
-    """The verify that shows most: with a rollback, of a request in ``names``, of few drafts, with
-    some accepted; the first of the best. None where nothing was verified. names: what requests are
-    called instead of their ids."""
+def diagrams(run: Run) -> list[Diagram]:
+    """A verify with a rollback and one without, where there are; else, of a single completion, how
+    it was prefilled and decoded."""
+    found = [find_verify(run, rollback) for rollback in (True, False)]
+    whole = len(run.lanes) == 1 and run.passes[0].works[0].kind == PROMPT
+    verifies = [one for one in found if one is not None]
+    return verifies or ([plain_diagram(run, run.lanes[0])] if whole else [])
+
+
+def find_verify(run: Run, rollback: bool, names: dict[str, str] | None = None) -> Diagram | None:
+    """The verify that shows most, with a rollback or with all drafts accepted and the bonus token:
+    of a request in ``names``, of several but few drafts, some accepted, beside other requests; the
+    first of the best. None where there is none. names: what requests are called instead of their
+    ids."""
     names = names or {}
 
-    def worth(found: tuple[TracedPass, TracedWork]) -> tuple[bool, ...]:
-        work, count = found[1], len(found[1].drafts)
-        good = count <= FEW_DRAFTS, work.accepted > 0, count > 1, -1 not in work.drafts
-        return (work.rejected > 0, work.request_id in names, *good)
+    def worth(found: tuple[TracedPass, TracedWork]) -> tuple[int, ...]:
+        (one, work), drafts = found, len(found[1].drafts)
+        good = drafts <= FEW_DRAFTS, work.accepted > 0, -1 not in work.drafts
+        return (work.request_id in names, *good, min(drafts, 3), len(one.works) > 1)
 
-    verified = [(o, w) for o in run.passes for w in o.works if w.kind == VERIFIED and w.tokens]
-    if not verified:
+    verified = [(o, w) for o in run.passes for w in o.works if w.kind == VERIFIED and w.drafts]
+    # Those that a stop has cut off show neither outcome.
+    whole = [(o, w) for o, w in verified if len(w.tokens) == w.accepted + 1 and not w.end]
+    fitting = [(o, w) for o, w in whole if (w.accepted < len(w.drafts)) == rollback]
+    if not fitting:
         return None
-    one, work = max(verified, key=worth)
-    fast = any(w.kind == DRAFT and lane_of(w) == lane_of(work) for o in run.passes for w in o.works)
-    others = len(one.works) - 1
-    name = names.get(work.request_id, lane_name(lane_of(work)))
-    where = f"pass {one.record.number}, bucket {one.record.bucket}, {others} other requests in it"
-    return Verify(f"One verify of {name} ({where})", describe(work, run, fast))
+    one, work = max(fitting, key=worth)
+    return verify_diagram(run, one, work, names.get(work.request_id, lane_name(lane_of(work))))
 
 
-def describe(work: TracedWork, run: Run, fast: bool) -> list[Column]:
-    """Of one verify. fast: the fast path drafted, not a drafter: the drafts have KV."""
-    drafts, committed, accepted = len(work.drafts), len(work.tokens), work.accepted
-    wrong, lost = accepted < min(drafts, committed), drafts - accepted
-    newest = Cell(f"T0 {run.text(work.newest)}", "canonical")
-    guesses = [Cell(f"T{n}' {run.text(t)}", "draft") for n, t in enumerate(work.drafts, 1)]
-    targets = []
-    for n in range(drafts + 1):
-        text = f"T{n + 1} {run.text(work.targets[n]) if n < len(work.targets) else '?'}"
-        if n >= committed:
-            targets.append(Cell(text, "rejected", f"{NO} dropped"))
-        elif n < accepted:
-            targets.append(Cell(text, "accepted", f"{YES} = T{n + 1}'"))
-        else:
-            said = f"{NO} \N{NOT EQUAL TO} T{n + 1}'" if wrong else "bonus"
-            targets.append(Cell(text, "bonus", said))
+def _others(passes: list[TracedPass], lane: Lane) -> list[str]:
+    """How many other requests had rows in ``passes``; nothing where there are none of them."""
+    ids = {work.request_id for one in passes for work in one.works if work.rows}
+    return [f"other requests: {len(ids - {lane[0]})}"] if passes else []
 
-    def cache(**parts: int) -> list[Cell]:
-        words = {"canonical": "canonical", "accepted": "verified", "draft": "of drafts"}
-        named = ((c, n, words.get(c, "dropped")) for c, n in parts.items() if n)
-        return [Cell(f"KV: {n} {word}", colour) for colour, n, word in named]
 
-    before = cache(canonical=work.start)
-    since = work.start - work.prompt_tokens
-    early = [Cell(f"{work.prompt_tokens} of the prompt", PROMPT)]
-    early += [Cell(f"{since} of output", "canonical")] if since > 0 else []
-    by = "drafts of the fast path" if fast else "drafts of a drafter: they have no KV yet"
-    last = f"T{committed} is the verifier's own token"
-    note = f"all drafts are right; {last}, a bonus"
+def _kv(**counts: int) -> list[Cell]:
+    """Parts of the KV cache by colour."""
+    words = {"prompt": "prompt", "canonical": "verified before", "draft": "drafts"}
+    words |= {"accepted": "verified now", "plain": "output"}
+    return [Cell(f"{n} {words[name]}", name, n) for name, n in counts.items() if n > 0]
+
+
+def verify_diagram(run: Run, one: TracedPass, work: TracedWork, name: str) -> Diagram:
+    """Of a verify with one token more committed than drafts accepted. Tokens are named as in the
+    papers' figures: T0 is known, T1' a draft, T1 the verifier's token at its place."""
+    lane, accepted, drafts = lane_of(work), work.accepted, len(work.drafts)
+    own = f"T{accepted + 1}"
+    before = [(o, w) for o, w in run.of(lane) if o.record.number < one.record.number]
+    prefill = [o for o, w in before if w.kind == PROMPT]
+    ends = [n for n, (_, w) in enumerate(before, 1) if w.kind != DRAFT]
+    drafting = before[max(ends, default=0) :]
+
+    def named(tokens: list[int], form: str, colour: str, first: int = 1) -> list[Cell]:
+        pairs = enumerate(tokens, first)
+        return [Cell(f"{form.format(n=n)} {run.text(token)}", colour) for n, token in pairs]
+
+    known = named([work.newest], "T0", "canonical")
+    right = named(work.drafts[:accepted], "T{n} (=T{n}')", "accepted")
+    wrong = named(work.drafts[accepted:], "T{n}'", "rejected", accepted + 1)
+    kept = named(work.tokens[:-1], "T{n}", "accepted")
+    kept += named(work.tokens[-1:], "T{n}", "bonus", accepted + 1)
+    # Behind a draft that is wrong the last row has yielded a token as well.
+    behind = named(work.targets[drafts:], "T{n}", "rejected", drafts + 1) if wrong else []
+    legend = [Cell("accepted tokens", "accepted"), Cell("bonus token", "bonus")]
+    after = f"accepting all tokens (including {own})"
+    end, note = (
+        "No Rollback",
+        f"Sequence and KV after {after}; the next pass writes the KV of {own}.",
+    )
     if wrong:
-        note = f"{lost} dropped; sequence and KV are cut behind T{committed}; {last}"
-    kept = cache(canonical=work.start, accepted=committed)
-    dropped = cache(rejected=drafts + 1 - committed)
-    return [
-        Column("Prefill", before, early),
-        Column("Decode", before + cache(draft=drafts * fast), [newest, *guesses], by),
-        Column("Verify", kept + dropped, targets),
-        Column("Rollback" if wrong else "No rollback", kept, [newest, *targets[:committed]], note),
+        legend[1:] = [Cell("rejected tokens", "rejected"), Cell("the verifier's own", "bonus")]
+        gone = f"{own}'" if len(wrong) == 1 else f"{own}' to T{drafts}'"
+        note = f"{gone} dropped, {own} kept (the verifier's own). Sequence and KV cache restored "
+        note += f"until the final accepted token (T{accepted}); beyond the figure, tinyspec keeps "
+        note += f"{own}, whose KV the next pass writes."
+        after, end = "verify-rollback", "Rollback"
+    prompt = work.prompt_tokens
+    stored = {"prompt": prompt, "canonical": work.start - prompt}
+    caches = [
+        _kv(prompt=prompt),
+        _kv(**stored, draft=drafting[-1][1].kv_drafts if drafting else 0),
+        _kv(**stored, accepted=accepted + 1),
     ]
+    enters = [_others(passes, lane) for passes in (prefill, [o for o, _ in drafting], [one])]
+    by = ["drafts of a drafter: no KV"] if work.proposed and not drafting else enters[1]
+    first = [Cell(f"{prompt} prompt tokens", PROMPT)]
+    asked, drafted = ["deterministic request", *enters[0]], named(work.drafts, "T{n}'", "draft")
+    verified = [*known, *right, *wrong[:1], kept[-1], *wrong[1:], *behind]
+    panels = [
+        Panel("Prefill", asked, first, "KV cache after prefill", caches[0]),
+        Panel("Decode", by, known + drafted, "KV cache after decode", caches[1]),
+        Panel("Verify", enters[2], verified, f"KV cache after {after}", caches[2]),
+        Panel(end, [], known + kept),
+    ]
+    return Diagram(f"{end}: {name}, pass {one.record.number}", panels, legend, note)
+
+
+def plain_diagram(run: Run, lane: Lane) -> Diagram:
+    """How a completion was prefilled and decoded: its prompt gives the first token, and each token
+    is fed back for the next, down to the end of sequence."""
+    works = [work for _, work in run.of(lane)]
+    size = works[0].prompt_tokens
+    read = [Cell(run.text(t), PROMPT) for work in works for t in work.read][:READ_KEPT]
+    read += [Cell(f"of {size} tokens", PROMPT)] if size > len(read) else []
+    tokens = [token for work in works for token in work.tokens]
+    said = [Cell(run.text(token), "generated") for token in tokens]
+    ended = works[-1].end
+    if tokens and tokens[-1] in run.special and ended == "stop":
+        said[-1].text += " EoS"
+    fed, given = said[:-1], said[1:]
+    if len(fed) > FIRST + LAST:
+        gap = [Cell(f"{len(fed) - FIRST - LAST} more", "plain")]
+        fed, given = (cells[:FIRST] + gap + cells[-LAST:] for cells in (fed, given))
+    note = f"{len(tokens)} tokens: the first by prefill, each other when the one before it is fed "
+    note += f"back; finish reason: {ended}."
+    caches, model = (_kv(prompt=size), _kv(prompt=size, plain=len(tokens) - 1)), "Transformer Model"
+    back = ["each generated token, fed back"]
+    panels = [
+        Panel("prefill", ["prompt"], read, "kv cache", caches[0], model, said[:1]),
+        Panel("decode", back, fed, "kv cache", caches[1], model, given),
+    ]
+    legend = [Cell("prompt", PROMPT), Cell("generated tokens", "generated")]
+    return Diagram(f"Prefill and decode: {lane_name(lane)}", panels, legend, note)
