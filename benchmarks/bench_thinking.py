@@ -11,11 +11,11 @@ answers of all windows are compared before anything is reported. Then, with ``--
 the same backbone that write a chain of thought before their answer: the states alone, or each
 behind the sentence that it follows from. Run with
 
-    python benchmarks/bench_thinking.py FOLDER [--task parity] [--rounds N] [--flips N]
+    python benchmarks/bench_thinking.py FOLDER [--task coin] [--rounds N] [--flips N]
         [--batches 1 8 32] [--count N] [--chain FOLDER] [--retold FOLDER]
         [--operations 10 20 40 100] [--smoke] [--json FILE]
 
-FOLDER: what ``python -m benchmarks.coin_reader.train parity --output FOLDER`` wrote, of the chains
+FOLDER: what ``python -m benchmarks.coin_reader.train coin --output FOLDER`` wrote, of the chains
 with ``--mode chain`` and ``--mode retold``. Prints Markdown tables.
 """
 
@@ -42,7 +42,7 @@ from tinyspec.thinking.model import ThinkingModel
 WINDOWS: tuple[int | None, ...] = (1, 8, None)
 # Part of the sentences that change nothing, by workload.
 WORKLOADS = {"dense": 0.0, "half": 0.5, "stories": 0.85}
-TOKENS = 2
+TOKENS = 3
 # Most words of a chain of thought for an operation, by the mode of its training.
 CHAINS = {"chain": 1, "retold": 7}
 
@@ -167,7 +167,7 @@ def against_chain(
     """All ways in turns, on the same prompts."""
     count = len(made)
     prompts = ids_of(tokenizer, made)
-    wanted = [tokenizer.convert_tokens_to_ids(example.answer[0]) for example in made]
+    wanted = [tokenizer.convert_tokens_to_ids(list(example.answer[:-1])) for example in made]
     end = tokenizer.eos_token_id
     seconds: dict[str, list[float]] = {way: [] for way in sides}
     right = dict.fromkeys(sides, 0)
@@ -182,9 +182,9 @@ def against_chain(
                 begun = time.perf_counter()
                 outputs = engine.generate(prompts[start : start + batch], params)
                 seconds[way].append(time.perf_counter() - begun)
-                for output, word in zip(outputs, wanted[start:], strict=False):
+                for output, words in zip(outputs, wanted[start:], strict=False):
                     said = [token for token in output.completions[0].token_ids if token != end]
-                    right[way] += said[-1:] == [word]
+                    right[way] += said[-len(words) :] == words
     asked = count // batch * batch
     for way in sides:
         yield Answer(operations, batch, way, right[way] / asked, median(seconds[way]))
@@ -211,7 +211,7 @@ def main(arguments: list[str] | None = None) -> None:
     for mode in CHAINS:
         parser.add_argument(f"--{mode}", type=Path, help=f"a model trained with --mode {mode}")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--task", choices=list(TASKS), default="parity")
+    parser.add_argument("--task", choices=list(TASKS), default="coin")
     parser.add_argument("--flips", type=int, default=10, help="of a prompt of the first table")
     parser.add_argument("--operations", type=int, nargs="+", default=[10, 20, 40, 100])
     parser.add_argument("--count", type=int, default=96, help="prompts of each workload or length")

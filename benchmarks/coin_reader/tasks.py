@@ -38,10 +38,12 @@ class Sentence:
 
 @dataclass(frozen=True)
 class Example:
-    """sentences, the last a question that ends in "A :"; answer: words, END among them."""
+    """sentences, the last a question that ends in "A :"; answer: words, END among them.
+    operations: what they are, in whatever words."""
 
     sentences: tuple[Sentence, ...]
     answer: tuple[str, ...]
+    operations: tuple[Hashable, ...]
 
     @property
     def prompt(self) -> list[str]:
@@ -96,7 +98,7 @@ class Task:
         while True:
             told = self.make(rng, operations, filler)
             if operations < SHARED or is_held_out(told.operations) == held_out:
-                return Example(tuple(told.sentences), (*told.answer, END))
+                return Example(tuple(told.sentences), (*told.answer, END), told.operations)
 
 
 def is_held_out(operations: Sequence[Hashable]) -> bool:

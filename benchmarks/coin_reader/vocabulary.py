@@ -30,7 +30,9 @@ def word_tokenizer(words: Iterable[str]) -> PreTrainedTokenizerFast:
     marks = pre_tokenizers.Split(Regex(r"[.,;!?:]"), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), marks])
     # No word begins with the prefix, so all are joined by spaces; marks lose theirs.
-    tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=True)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.WordPiece(prefix="##", cleanup=True), decoders.Replace(" :", ":")]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, unk_token=UNKNOWN
     )

@@ -1,16 +1,18 @@
 """Training: the data, a small run beside its control, checkpoints, transformers' Trainer."""
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
 
 from benchmarks.coin_reader import train
 from benchmarks.coin_reader.reading import first_answers
+from benchmarks.coin_reader.tasks import SHARED, TASKS, is_held_out
 from benchmarks.coin_reader.training import Run, Training
 from tinyspec.thinking.model import IGNORED, ThinkingModel
 
-SMALL = Run(steps=6, batch=4, hidden_size=32, layers=3, operations=3)
+SMALL = Run(steps=6, tokens=200, hidden_size=32, layers=3, operations=3)
 
 
 def trained(run):
@@ -26,13 +28,63 @@ def test_gold_thoughts_stand_on_their_chunks():
     end = training.tokenizer.eos_token_id
     assert batch["input_ids"].shape == batch["labels"].shape
     chunks = batch["thoughts"]
-    assert chunks.shape[0] == 4 and chunks.shape[1] <= batch["input_ids"].shape[1] // 8
+    count, length = batch["input_ids"].shape
+    assert len(chunks) == count > 2 and chunks.shape[1] <= length // 8
     for row in chunks.tolist():
         for thought in row:
             ids = [token for token in thought if token != IGNORED]
             assert not ids or ids[-1] == end
     answers = [row[row != IGNORED].tolist() for row in batch["labels"]]
-    assert all(len(answer) == 2 and answer[1] == end for answer in answers)
+    assert all(len(answer) == 3 and answer[2] == end for answer in answers)
+
+
+def test_weights_of_thoughts_in_the_loss():
+    """A sum over a prompt's chunks, or the mean of all tokens."""
+    batch = Training(SMALL).batch(0)
+    ways = [Training(replace(SMALL, loss=loss)) for loss in ("sum", "mean")]
+    with torch.no_grad():
+        found = ways[0].model(**batch)
+        losses = [way.loss(batch) for way in ways]
+    kept = batch["thoughts"] >= 0
+    logits, labels = found.thought_logits[kept], batch["thoughts"][kept]
+    told = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+    for loss, count in zip(losses, (len(batch["thoughts"]), kept.sum()), strict=True):
+        torch.testing.assert_close(loss, found.answer_loss + told / count)
+
+
+@pytest.mark.parametrize("task", ["coin", "parity"])
+def test_thoughts_stand_where_their_step_begins_to_follow(task):
+    """The state of each step is in the chunk of the word that tells it: "flips", "not" and their
+    like, or the side at first. Examples of training and tests share no longer sequence."""
+    rng = Random(3)
+    tells = {"heads", "tails", "flips", "flipped", "not", "doesn't", "didn't"}
+    for number in range(60):
+        example = TASKS[task].example(rng, number % 8, filler=0.5 * (number % 2))
+        prompt = example.prompt[: -len(example.sentences[-1].words)]  # without the question
+        if task == "parity":
+            prompt = example.prompt[:-6]
+        where = [n // 4 for n, word in enumerate(prompt) if word in tells]
+        thoughts = example.thoughts(4)
+        said = [chunk for chunk, thought in enumerate(thoughts) for _ in thought[:-1]]
+        assert said == [chunk for chunk in where if chunk < len(thoughts)]
+        assert [word for thought in thoughts for word in thought[:-1]][-1:] in (
+            [], list(example.answer[:1])
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_held_out_sequences_are_never_trained_on(task):
+    """Of three operations and more, in whatever words; control: shorter ones are in both."""
+    made = {True: set(), False: set()}
+    for held_out, seen in made.items():
+        rng = Random(f"{task} {held_out}")
+        for _ in range(300):
+            example = TASKS[task].example(rng, rng.randint(0, 4), held_out)
+            seen.add(example.operations)
+    longer = {key: {s for s in seen if len(s) >= SHARED} for key, seen in made.items()}
+    assert longer[True] and longer[False] and not longer[True] & longer[False]
+    assert all(is_held_out(s) == key for key, seen in longer.items() for s in seen)
+    assert made[True] & made[False]
 
 
 def test_same_seed_same_weights_and_going_on(tmp_path):
@@ -121,9 +173,9 @@ def test_thinking_learns_what_its_control_does_not():
     prompts or none. The same backbone, data and steps without thoughts: right at 3, not at 40."""
     run = replace(train.RUNS["parity"], steps=250)
     training, control = trained(run), trained(replace(run, mode="none"))
-    assert training.accuracy(10, 100) >= 0.98 and training.accuracy(40, 100) >= 0.98
-    assert control.accuracy(3, 100) >= 0.9 and control.accuracy(40, 100) < 0.75
+    assert min(*training.accuracy((10,), 100), *training.accuracy((40,), 100)) >= 0.98
+    assert control.accuracy((3,), 100)[0] >= 0.9 and control.accuracy((40,), 100)[0] < 0.75
     states = training.model.states
     for alter in (torch.zeros_like, lambda found: found.roll(1, 0)):
         training.model.states = lambda thoughts, alter=alter: alter(states(thoughts))
-        assert training.accuracy(40, 100) < 0.75
+        assert training.accuracy((40,), 100)[0] < 0.75

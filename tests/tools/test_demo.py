@@ -2,6 +2,7 @@
 
 import io
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -201,19 +202,88 @@ def test_the_thinking_demo_of_the_command_line(capsys, monkeypatch):
     assert "thinking_config.json is no ThinkingConfig" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("operations, count", [(10, 24), (40, 8)])
-def test_the_thinker_is_right_and_thinks_what_the_reading_thinks(operations, count):
-    model = ThinkingModel.from_pretrained(THINKER)
+SHARES = (0.0, 0.5, 0.7, 0.85)
+
+
+def read_by_the_thinker(share, count):
+    """Held-out examples, their prompts as text, and what the engine made of them."""
     tokenizer = AutoTokenizer.from_pretrained(THINKER)
-    rng = Random(f"demo {operations}")
-    made = [TASKS["parity"].example(rng, operations, held_out=True) for _ in range(count)]
-    prompts = [tokenizer(" ".join(example.prompt)).input_ids for example in made]
-    with Engine(model, tokenizer) as engine:
-        outputs = engine.generate(prompts, SamplingParams(max_new_tokens=2, thinking=True))
+    rng = Random(f"demo {share}")
+    made = [TASKS["coin"].example(rng, rng.randint(0, 10), True, share) for _ in range(count)]
+    prompts = [tokenizer.decode(tokenizer.convert_tokens_to_ids(e.prompt)) for e in made]
+    with Engine.from_pretrained(THINKER) as engine:
+        params = SamplingParams(max_new_tokens=3, thinking=True)
+        return made, prompts, engine.generate(prompts, params)
+
+
+def test_the_thinker_thinks_what_the_reading_thinks():
+    _, _, outputs = read_by_the_thinker(0.5, 12)
+    prompts = [output.prompt_token_ids for output in outputs]
+    reading = read(ThinkingModel.from_pretrained(THINKER), prompts)
     thoughts = [[thought.token_ids for thought in output.thoughts] for output in outputs]
-    answers = [output.completions[0].text.split()[0] for output in outputs]
-    reading = read(model, prompts)
-    words = tokenizer.convert_ids_to_tokens(reading.logits.argmax(-1).tolist())
-    assert (thoughts, answers) == (reading.thoughts, words)
-    assert answers == [example.answer[0] for example in made]
+    answers = [output.completions[0].token_ids[0] for output in outputs]
+    assert (thoughts, answers) == (reading.thoughts, reading.logits.argmax(-1).tolist())
     assert sum(path.stat().st_size for path in Path(THINKER).iterdir()) < 2e6
+
+
+def right(made, outputs):
+    """Parts of the answers and of the thoughts."""
+    size = ThinkingConfig.load(THINKER).chunk_size
+    answers = [output.completions[0].text.split() for output in outputs]
+    pairs = [
+        (thought.text.split(), words[:-1])
+        for example, output in zip(made, outputs, strict=True)
+        for thought, words in zip(output.thoughts, example.thoughts(size), strict=True)
+    ]
+    said = [a == ["".join(e.answer[:2])] for a, e in zip(answers, made, strict=True)]
+    return sum(said) / len(said), sum(x == y for x, y in pairs) / len(pairs)
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_the_thinker_is_right(share):
+    """Control: not about examples with another answer."""
+    made, _, outputs = read_by_the_thinker(share, 25)
+    answers, thoughts = right(made, outputs)
+    assert answers >= 0.96 and thoughts >= 0.99
+    others = [replace(example, answer=("edge", ".")) for example in made]
+    assert right(others, outputs)[0] == 0
+
+
+@pytest.mark.slow("thinking", 60)
+@pytest.mark.parametrize("share", SHARES)
+def test_the_thinker_is_right_at_length(share):
+    made, _, outputs = read_by_the_thinker(share, 500)
+    answers, thoughts = right(made, outputs)
+    assert answers >= 0.98 and thoughts >= 0.998
+
+
+PHRASINGS = {
+    COINS: "heads",
+    "A coin's state is heads. What's the state? A:": "heads",
+    "A coin's state is tails. Alice flips, Alice flips, then Alice flips. What's the state? A:": (
+        "heads"
+    ),
+    "The coin is tails up. Bob doesn't flip. Then Alice flips the coin. What is the state? A:": (
+        "heads"
+    ),
+    "A coin's state is heads. Alice does not flip, the wind moves over the hill, then Bob flips. "
+    "What's the state of the coin? A:": "tails",
+    # Names that are not in the vocabulary.
+    "A coin\u2019s state is heads. Zo\u00eb flips, then O'Neill does not flip. What's "
+    "the state? A:": "tails",
+}
+
+
+def test_the_seeds_sentence_and_other_phrasings(caplog):
+    """Read as they are written, without an unknown word; control: the same with a flip more."""
+    params = SamplingParams(max_new_tokens=4, thinking=True, deterministic=True)
+    with Engine.from_pretrained(THINKER) as engine:
+        outputs = engine.generate(list(PHRASINGS), params)
+        assert "unknown to the tokenizer" not in caplog.text
+        assert [o.completions[0].text.strip() for o in outputs] == [
+            f"{side}." for side in PHRASINGS.values()
+        ]
+        assert all(o.completions[0].finish_reason == "stop" for o in outputs)
+        more = COINS.replace("Bob flips", "Bob flips, then zork Bob flips")
+        (output,) = engine.generate([more], params)
+        assert output.completions[0].text.strip() == "tails." and "'zork'" in caplog.text
