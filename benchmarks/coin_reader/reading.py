@@ -81,8 +81,3 @@ def generate(
         output = model.backbone(input_ids=token, use_cache=True, **{CACHE: reading.cache})
         answer.append(int(output.logits[0, -1].argmax()))
     return reading.thoughts[0], answer
-
-
-def first_answers(model: ThinkingModel, prompts: Sequence[Sequence[int]]) -> list[int]:
-    """The greedy first token behind each prompt."""
-    return read(model, prompts).logits.argmax(-1).tolist()

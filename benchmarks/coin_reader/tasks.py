@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from benchmarks.coin_reader import phrases
 from benchmarks.coin_reader.phrases import SIDES
@@ -72,14 +72,6 @@ class Example:
         return [[*words, END] for words in found]
 
 
-class Told(NamedTuple):
-    """operations: what they are, in whatever words. sentences: the last are a question."""
-
-    operations: tuple[Hashable, ...]
-    sentences: list[Sentence]
-    answer: tuple[str, ...]
-
-
 @dataclass(frozen=True)
 class Task:
     """make(rng, operations, filler): a story of so many, and that part of the sentences between
@@ -89,16 +81,16 @@ class Task:
     name: str
     words: tuple[str, ...]
     longest: int
-    make: Callable[[Random, int, float], Told]
+    make: Callable[[Random, int, float], Example]
 
     def example(
         self, rng: Random, operations: int, held_out: bool = False, filler: float = 0.0
     ) -> Example:
         """held_out: sequences of operations that training never sees."""
         while True:
-            told = self.make(rng, operations, filler)
-            if operations < SHARED or is_held_out(told.operations) == held_out:
-                return Example(tuple(told.sentences), (*told.answer, END), told.operations)
+            made = self.make(rng, operations, filler)
+            if operations < SHARED or is_held_out(made.operations) == held_out:
+                return made
 
 
 def is_held_out(operations: Sequence[Hashable]) -> bool:
@@ -131,7 +123,7 @@ def _flips(rng: Random, operations: int) -> tuple[int, list[tuple[str, bool]]]:
     return rng.randrange(2), flips
 
 
-def _coin(rng: Random, operations: int, filler: float) -> Told:
+def _coin(rng: Random, operations: int, filler: float) -> Example:
     side, flips = _flips(rng, operations)
     first, middle = phrases.beginning(rng, side), []
     for who, flipped in flips:
@@ -145,10 +137,11 @@ def _coin(rng: Random, operations: int, filler: float) -> Told:
         Sentence(words, None if clause.says is None else (clause.says,), known)
         for clause, (words, known) in zip(clauses, texts, strict=True)
     ]
-    return Told(tuple(flips), [*sentences, Sentence(phrases.question(rng))], (SIDES[side], "."))
+    question = Sentence(phrases.question(rng))
+    return Example((*sentences, question), (SIDES[side], ".", END), tuple(flips))
 
 
-def _parity(rng: Random, operations: int, filler: float) -> Told:
+def _parity(rng: Random, operations: int, filler: float) -> Example:
     side, flips = _flips(rng, operations)
     first = Sentence(("A", "coin's", "state", "is", SIDES[side], "."), (SIDES[side],), 4)
     middle = []
@@ -158,10 +151,10 @@ def _parity(rng: Random, operations: int, filler: float) -> Told:
         middle.append(Sentence((who, *verb, "the", "coin", "."), (SIDES[side],), 1))
     last = [Sentence(("What's", "the", "state", "?")), Sentence(("A", ":"))]
     middle = _mixed(rng, middle, filler, _filler)
-    return Told(tuple(flips), [first, *middle, *last], (SIDES[side], "."))
+    return Example((first, *middle, *last), (SIDES[side], ".", END), tuple(flips))
 
 
-def _variables(rng: Random, operations: int, filler: float) -> Told:
+def _variables(rng: Random, operations: int, filler: float) -> Example:
     values = [rng.randrange(MODULUS) for _ in LETTERS]
 
     def state() -> tuple[str, ...]:
@@ -178,8 +171,8 @@ def _variables(rng: Random, operations: int, filler: float) -> Told:
     asked = rng.randrange(len(LETTERS))
     last = [Sentence(("What", "is", LETTERS[asked], "?")), Sentence(("A", ":"))]
     done = tuple(sentence.words for sentence in middle)
-    sentences = [first, *_mixed(rng, middle, filler, _filler), *last]
-    return Told(done, sentences, (str(values[asked]),))
+    sentences = (first, *_mixed(rng, middle, filler, _filler), *last)
+    return Example(sentences, (str(values[asked]), END), done)
 
 
 _COIN_WORDS = (*phrases.MARKS, *phrases.WORDS, *phrases.NAMES)

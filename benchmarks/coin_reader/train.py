@@ -70,19 +70,7 @@ def _train(training: Training, output: Path | None, every: int) -> None:
 
 def _run(options: argparse.Namespace) -> Run:
     run = RUNS[options.task]
-    names = (
-        "mode",
-        "loss",
-        "steps",
-        "seed",
-        "operations",
-        "filler",
-        "chunk_size",
-        "layers",
-        "hidden_size",
-        "tokens",
-        "rate",
-    )
+    names = ("mode", "loss", "steps", "seed", "operations", "filler")
     given = {name: getattr(options, name) for name in names}
     given = {name: value for name, value in given.items() if value is not None}
     if options.window is not None:
@@ -99,11 +87,6 @@ def _parser() -> argparse.ArgumentParser:
         help="thoughts (default), none: the answer alone, chain: the states written out before it, "
         "retold: these and the sentences that they follow from",
     )
-    parser.add_argument("--chunk-size", type=int)
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--tokens", type=int)
-    parser.add_argument("--rate", type=float)
-    parser.add_argument("--hidden-size", type=int)
     parser.add_argument(
         "--loss",
         choices=get_args(Loss),

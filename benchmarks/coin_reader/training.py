@@ -153,7 +153,7 @@ class Training:
         same: list[bool] = []
         for start in range(0, count, 50):
             part = made[start : start + 50]
-            found, said = self.answers([self.ids(e.prompt) for e in part])
+            found, said = self.answers([self.ids(e.prompt) for e in part], len(part[0].answer))
             right += sum(f == self.ids(e.answer)[0] for f, e in zip(found, part, strict=True))
             gold = [[self.ids(t) for t in e.thoughts(self.run.chunk_size)] for e in part]
             for ours, theirs in zip(gold, said, strict=False):
@@ -161,9 +161,11 @@ class Training:
         return right / count, sum(same) / max(len(same), 1)
 
     @torch.no_grad()
-    def answers(self, prompts: list[list[int]]) -> tuple[list[int], list[list[list[int]]]]:
-        """The first token behind each prompt (of a chain of thought, the one before its end), and
-        its thoughts."""
+    def answers(
+        self, prompts: list[list[int]], length_of_answers: int
+    ) -> tuple[list[int], list[list[list[int]]]]:
+        """The first token of each prompt's answer, and its thoughts. length_of_answers: in tokens,
+        the end included; behind a chain of thought they are found from its end."""
         if self.run.mode == "thoughts":
             reading = read(self.model, prompts)
             return reading.logits.argmax(-1).tolist(), reading.thoughts
@@ -178,8 +180,9 @@ class Training:
         found = self.model.backbone.generate(  # type: ignore[operator]
             ids, attention_mask=mask, do_sample=False, max_new_tokens=2 * length, pad_token_id=end
         )
-        ends = ((found[:, length:] == end).int().argmax(1) - 1).clamp(min=0)
-        return found[:, length:].gather(1, ends[:, None])[:, 0].tolist(), []
+        ends = (found[:, length:] == end).int().argmax(1)
+        first = (ends + 1 - length_of_answers).clamp(min=0)
+        return found[:, length:].gather(1, first[:, None])[:, 0].tolist(), []
 
     def save(self, folder: Path) -> None:
         """Model and tokenizer, to be loaded by ThinkingModel.from_pretrained, and what a run needs

@@ -1,15 +1,17 @@
 """Training: the data, a small run beside its control, checkpoints, transformers' Trainer."""
 
 from dataclasses import replace
+from functools import partial
 from random import Random
 
 import pytest
 import torch
 
 from benchmarks.coin_reader import train
-from benchmarks.coin_reader.reading import first_answers
-from benchmarks.coin_reader.tasks import SHARED, TASKS, is_held_out
+from benchmarks.coin_reader.reading import read
+from benchmarks.coin_reader.tasks import SHARED, TASKS, Task, is_held_out
 from benchmarks.coin_reader.training import Run, Training
+from benchmarks.coin_reader.vocabulary import END, PAD
 from tinyspec.thinking.model import IGNORED, ThinkingModel
 
 SMALL = Run(steps=6, tokens=200, hidden_size=32, layers=3, operations=3)
@@ -87,6 +89,37 @@ def test_held_out_sequences_are_never_trained_on(task):
     assert made[True] & made[False]
 
 
+@pytest.mark.parametrize("task", ["parity", "variables"])
+@pytest.mark.parametrize("mode", ["chain", "retold"])
+def test_answers_behind_a_chain_are_found(task, mode, monkeypatch):
+    """Of a backbone that writes every chain as it should; control: one whose answers are the
+    prompts' first words."""
+    training = Training(replace(SMALL, task=task, mode=mode))
+    pad, end = training.ids([PAD, END])
+    made = {}
+    whole = Task.example
+
+    def example(*args, **kwargs):
+        found = whole(*args, **kwargs)
+        made[tuple(training.ids(found.prompt))] = found
+        return found
+
+    def generate(ids, right=True, **_):
+        rows = []
+        for row in ids.tolist():
+            found = made[tuple(token for token in row if token != pad)]
+            words = training.answer(found)
+            wrong = [*words[: -len(found.answer)], *found.prompt[: len(found.answer) - 1], END]
+            rows.append(row + training.ids(words if right else wrong))
+        longest = max(map(len, rows))
+        return torch.tensor([row + [end] * (longest - len(row)) for row in rows])
+
+    monkeypatch.setattr(Task, "example", example)
+    for right in (True, False):
+        monkeypatch.setattr(training.model.backbone, "generate", partial(generate, right=right))
+        assert training.accuracy((3,), 20)[0] == right
+
+
 def test_same_seed_same_weights_and_going_on(tmp_path):
     """Bit for bit, also where a run is interrupted and goes on; another seed gives others."""
     whole, again = trained(SMALL), trained(SMALL)
@@ -115,7 +148,7 @@ def test_the_command(tmp_path, capsys):
     printed = capsys.readouterr()
     assert "2 operations  " in printed.out and "3/3" in printed.err
     model = ThinkingModel.from_pretrained(tmp_path)
-    assert first_answers(model, [[4, 5, 6, 7]])
+    assert read(model, [[4, 5, 6, 7]]).logits.isfinite().all()
     for more, message in [
         (["--steps", "4", "--resume"], "steps=4 is not allowed"),
         (["--steps", "3", "--resume", "--output", str(tmp_path / "no")], "No such file"),

@@ -85,8 +85,8 @@ def trace(options: Namespace) -> int:
     opens it as well. The timeline has a column for each pass, a lane for each
     completion and a cell for each token, over a strip of the KV cache; below
     it stand a verify with a rollback and one without, or, of a single request
-    without any, its prefill and decode. .html scrolls through all passes and loads
-    nothing.
+    without any, its prefill and decode. .html scrolls through all passes and
+    loads nothing.
 
     example:
       tinyspec trace run.json -o run.html

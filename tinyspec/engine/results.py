@@ -148,14 +148,14 @@ class EventStream(Iterator[StreamEvent]):
                 continue
             request, count = sequence.request, sequence.length - told.tokens
             token_ids = sequence.ids(told.tokens, sequence.length)
-            tops = sequence.top_logprobs[told.tokens - request.num_prompt :]
+            tops = sequence.top_logprobs if sequence.params.top_logprobs else None
             event = StreamEvent(
                 request_id=request.request_id,
                 index=sequence.index,
                 token_ids=token_ids,
                 text=told.text.push(token_ids, sequence.finished),
                 logprobs=sequence.last_logprobs(count) if sequence.params.logprobs else None,
-                top_logprobs=tops if sequence.params.top_logprobs else None,
+                top_logprobs=None if tops is None else tops[told.tokens - request.num_prompt :],
                 finish_reason=sequence.finish_reason,
                 error=sequence.error,
             )

@@ -265,9 +265,9 @@ def _tokens(drawing: Drawing, panel: Panel, x: float) -> None:
     if panel.model:
         high = len(panel.cells) * HIGH - 3
         drawing.rect(x + 94, TOKENS, 20, high, "draft")
-        turned = f"rotate(-90 {x + 107} {TOKENS + high})"
+        rotation = f"rotate(-90 {x + 107} {TOKENS + high})"
         drawing.text(
-            x + 113, TOKENS + high, panel.model, "dark", min(10, high / 9), transform=turned
+            x + 113, TOKENS + high, panel.model, "dark", min(10, high / 9), transform=rotation
         )
     for n, cell in enumerate(panel.outputs, first):
         y = TOKENS + n * HIGH + 9
