@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from tinyspec.engine.launcher import Fetched, InFlightPass
+from tinyspec.outputs import CompletionStats
 from tinyspec.scheduler.passes import KINDS, PassRecord
 from tinyspec.scheduler.request import Sequence
 
@@ -28,6 +30,8 @@ READ_KEPT = 16
 # Of the Chrome trace format: processes are groups of lanes. ``tools/trace.py`` reads it back.
 PASSES, COMPLETIONS = 1, 2
 FORMAT = 1
+# Of a completion: the id of its request and its index there.
+Lane = tuple[str, int]
 
 
 @dataclass(slots=True)
@@ -71,36 +75,36 @@ class TracedWork:
         prompt, deterministic = request.num_prompt, sequence.deterministic
         return cls(request.request_id, sequence.index, prompt, deterministic, kind)
 
+    @property
+    def lane(self) -> Lane:
+        """Which completion it belongs to."""
+        return self.request_id, self.index
+
+
+def lane_name(lane: Lane) -> str:
+    """What a completion is called."""
+    return f"{lane[0]}{f' #{lane[1]}' if lane[1] else ''}"
+
 
 @dataclass
 class TracedPass:
     """One pass. began: seconds of ``time.perf_counter``, of the step that committed it; its length
-    is ``record.seconds``. surplus: rows of sequences that had gone when it was committed."""
+    is ``record.seconds``. rows: by kind, padding included, and as "surplus" those of sequences that
+    had gone when it was committed."""
 
     record: PassRecord
     began: float
     works: list[TracedWork]
-    surplus: int
-
-    @property
-    def rows(self) -> dict[str, int]:
-        """Rows by kind, padding included."""
-        found = dict.fromkeys((PROMPT, CANONICAL, PLAIN, DRAFT, VERIFIED), 0)
-        for work in self.works:
-            if work.rows:
-                found[work.kind] += work.rows
-        return {**found, "surplus": self.surplus, "padding": self.record.padding}
+    rows: dict[str, int]
 
 
 class Before(NamedTuple):
-    """A sequence before a pass is committed: tokens, drafts, and its counts of verifies."""
+    """A sequence before a pass is committed: tokens, drafts, and its counts."""
 
     sequence: Sequence
     length: int
     drafts: list[int]
-    accepted: int
-    rolled_back: int
-    verify_passes: int
+    stats: CompletionStats
 
 
 class Trace:
@@ -120,10 +124,8 @@ class Trace:
         """To call before ``done`` is committed: its sequences that are there, by their works."""
         found, table = {}, done.work_pass.table
         for n in done.alive.nonzero()[0].tolist():
-            sequence: Sequence = table.sequences[done.works.rows[n]]
-            stats = sequence.stats
-            counts = (stats.accepted, stats.rolled_back, stats.verify_passes)
-            found[n] = Before(sequence, sequence.length, sequence.drafts, *counts)
+            one: Sequence = table.sequences[done.works.rows[n]]
+            found[n] = Before(one, one.length, one.drafts, replace(one.stats))
         return found
 
     def after(
@@ -148,14 +150,17 @@ class Trace:
                 work.tokens = sibling.ids(sibling.request.num_prompt, sibling.length)
         for sequence in ended:
             works.setdefault(sequence, TracedWork.of(sequence)).end = sequence.finish_reason
-        surplus = done.works.num_rows - sum(work.rows for work in works.values())
-        self._kept.append(TracedPass(done.record, began, list(works.values()), surplus))
+        kinds = (PROMPT, CANONICAL, PLAIN, DRAFT, VERIFIED)
+        rows = {kind: sum(w.rows for w in works.values() if w.kind == kind) for kind in kinds}
+        rows |= {"surplus": done.works.num_rows - sum(rows.values())}
+        rows |= {"padding": done.record.padding}
+        self._kept.append(TracedPass(done.record, began, list(works.values()), rows))
 
     def _work(self, done: InFlightPass, n: int, before: Before) -> TracedWork:
         """Of work ``n``."""
         works, sequence, stats = done.works, before.sequence, before.sequence.stats
         kind = KINDS[works.kinds[n]]
-        if stats.verify_passes > before.verify_passes:
+        if stats.verify_passes > before.stats.verify_passes:
             kind = VERIFIED
         elif kind == "decode":
             kind = CANONICAL if sequence.deterministic else PLAIN
@@ -172,8 +177,8 @@ class Trace:
         elif kind == DRAFT and sequence.running:
             work.drafts = sequence.drafts[len(before.drafts) :]
             work.kv_drafts = int(works.ends[n]) - work.kv
-        work.accepted = stats.accepted - before.accepted
-        work.rejected = stats.rolled_back - before.rolled_back
+        work.accepted = stats.accepted - before.stats.accepted
+        work.rejected = stats.rolled_back - before.stats.rolled_back
         work.proposed = stats.drafted - self._drafted.get(sequence, 0)
         work.proposed -= len(work.drafts) if kind == DRAFT else 0
         self._drafted[sequence] = stats.drafted
@@ -182,14 +187,13 @@ class Trace:
     def supplied(self, sequences: list[Sequence]) -> None:
         """Each has got a token from outside, after a pass."""
         works = self._kept[-1].works if self._kept else []
-        known = {(work.request_id, work.index): work for work in works}
+        known = {work.lane: work for work in works}
         for sequence in sequences:
-            key = sequence.request.request_id, sequence.index
-            if key not in known:
-                works.append(TracedWork.of(sequence))
-            work = known.get(key, works[-1])
+            new = TracedWork.of(sequence)
+            work = known.setdefault(new.lane, new)
             work.tokens = [*work.tokens, *sequence.ids(sequence.length - 1, sequence.length)]
             work.end = sequence.finish_reason
+        works[:] = known.values()
 
     def passes(self) -> list[TracedPass]:
         """The passes that are kept, in order."""
@@ -207,27 +211,19 @@ class Trace:
 def chrome_trace(passes: list[TracedPass], tokenizer: Any = None) -> dict[str, Any]:
     """``passes`` as an object of the format, with one lane for passes and one for each completion:
     times in microseconds from the first pass on; text of tokens where there is a tokenizer."""
-    lanes: dict[tuple[str, int], int] = {}
-    for one in passes:
-        for work in one.works:
-            lanes.setdefault((work.request_id, work.index), len(lanes) + 1)
+    works = [work for one in passes for work in one.works]
+    lanes = {lane: n for n, lane in enumerate(dict.fromkeys(work.lane for work in works), 1)}
     begun = passes[0].began if passes else 0.0
     events = [_named("process_name", "passes", PASSES), _named("thread_name", "passes", PASSES, 1)]
     events.append(_named("process_name", "completions", COMPLETIONS))
-    events += [
-        _named("thread_name", f"{request}{f' #{index}' if index else ''}", COMPLETIONS, lane)
-        for (request, index), lane in lanes.items()
-    ]
+    for lane, number in lanes.items():
+        events.append(_named("thread_name", lane_name(lane), COMPLETIONS, number))
     for one in passes:
         events += _events(one, lanes, begun)
-    texts: dict[int, str] = {}
-    special: list[int] = []
-    if tokenizer is not None:
-        works = [work for one in passes for work in one.works]
-        known_of = ((*w.read, *w.tokens, *w.drafts, *w.targets, w.newest) for w in works)
-        tokens = {token for ids in known_of for token in ids} - {-1}
-        texts = {token: _text(tokenizer, token) for token in tokens}
-        special = sorted(tokens & set(getattr(tokenizer, "all_special_ids", ())))
+    ids = ((*w.read, *w.tokens, *w.drafts, *w.targets, w.newest) for w in works)
+    tokens = set(chain(*ids)) - {-1} if tokenizer is not None else set()
+    texts = {token: _text(tokenizer, token) for token in tokens}
+    special = sorted(tokens & set(getattr(tokenizer, "all_special_ids", ())))
     known = {"format": FORMAT, "texts": texts, "special": special}
     return {"traceEvents": events, "displayTimeUnit": "ms", "tinyspec": known}
 
@@ -236,7 +232,7 @@ def _named(name: str, value: str, process: int, lane: int = 0) -> dict[str, Any]
     return {"ph": "M", "name": name, "pid": process, "tid": lane, "args": {"name": value}}
 
 
-def _events(one: TracedPass, lanes: dict[tuple[str, int], int], begun: float) -> list[Any]:
+def _events(one: TracedPass, lanes: dict[Lane, int], begun: float) -> list[Any]:
     record = one.record
     time = {"ts": round(1e6 * (one.began - begun), 3), "dur": round(1e6 * record.seconds, 3)}
     kind = "canonical" if record.canonical else "fast"
@@ -248,13 +244,14 @@ def _events(one: TracedPass, lanes: dict[tuple[str, int], int], begun: float) ->
         {**pages, "pid": PASSES, "tid": 0, "ts": time["ts"]},
     ]
     for work in one.works:
-        where = {"pid": COMPLETIONS, "tid": lanes[work.request_id, work.index], **time}
+        where = {"pid": COMPLETIONS, "tid": lanes[work.lane], **time}
         args = {"pass": record.number, **asdict(work)}
-        found.append({"ph": "X", "name": _title(work), **where, "args": args})
+        found.append({"ph": "X", "name": title(work), **where, "args": args})
     return found
 
 
-def _title(work: TracedWork) -> str:
+def title(work: TracedWork) -> str:
+    """What its rows did."""
     if work.kind == VERIFIED:
         undone = f", {work.rejected} rolled back" if work.rejected else ""
         return f"verify {len(work.drafts)}: {work.accepted} accepted{undone}"

@@ -10,19 +10,8 @@ import textwrap
 from dataclasses import dataclass, field
 from html import escape
 
-from tinyspec.engine.trace import DRAFT, PROMPT, VERIFIED, TracedPass, TracedWork
-from tinyspec.tools.trace import (
-    Cell,
-    Diagram,
-    Lane,
-    Panel,
-    Run,
-    cells_of,
-    lane_name,
-    lane_of,
-    printable,
-    shown,
-)
+from tinyspec.engine.trace import PROMPT, Lane, TracedPass, TracedWork, lane_name, title
+from tinyspec.tools.trace import Cell, Diagram, Panel, Run, cells_of, printable, shown
 
 # By name: on a light and on a dark ground.
 COLOURS = {
@@ -62,7 +51,8 @@ class Drawing:
     height: float
     elements: list[str] = field(default_factory=list)
 
-    def _add(self, tag: str, colour: str, inside: str, **where: float | str) -> None:
+    def add(self, tag: str, colour: str, inside: str = "", **where: float | str) -> None:
+        """An element and its attributes, ``_`` for ``-`` in their names; inside: what it holds."""
         sized = {n: v if isinstance(v, str) else round(v, 1) for n, v in where.items()}
         given = " ".join(f'{name.replace("_", "-")}="{value}"' for name, value in sized.items())
         self.elements.append(f'<{tag} class="{colour}" {given}>{inside}</{tag}>')
@@ -72,28 +62,31 @@ class Drawing:
     ) -> None:
         """x, y: top left. title: said where a pointer rests."""
         inside = f"<title>{_shielded(title)}</title>" if title else ""
-        self._add("rect", colour, inside, x=x, y=y, width=width, height=height, rx=1.5)
+        self.add("rect", colour, inside, x=x, y=y, width=width, height=height, rx=1.5)
 
-    def text(
-        self, x: float, y: float, text: str, colour: str = "ink", size: float = 10, **more: str
-    ) -> None:
+    def text(self, x: float, y: float, text: str, colour: str = "ink", **more: float | str) -> None:
         """x, y: the baseline."""
-        self._add("text", colour, _shielded(text), x=x, y=y, font_size=size, **more)
+        self.add("text", colour, _shielded(text), x=x, y=y, **more)
 
-    def path(self, d: str, colour: str) -> None:
-        """A shape by its outline, in SVG's commands."""
-        self._add("path", colour, "", d=d)
-
-    def arrow(self, x: float, y: float, end_x: float, end_y: float) -> None:
-        """A line with a head at its end, which points to the right."""
-        head = "m-5 -3l5 3l-5 3"
-        self.path(f"M{x} {y}L{end_x} {end_y}{head}", "arrow")
+    def arrow(self, x: float, y: float, end: float) -> None:
+        """To the right, from ``x`` to ``end``."""
+        self.add("path", "arrow", d=f"M{x} {y}L{end} {y}m-5 -3l5 3l-5 3")
 
     def cell(self, x: float, y: float, side: float, name: str) -> None:
         """A token of a kind that the legend names."""
         self.rect(x, y, side, side, name)
         if name in SIGNS:
-            self.text(x + side / 2, y + side - 2, SIGNS[name], "ground", side, text_anchor="middle")
+            sign, middle = SIGNS[name], x + side / 2
+            self.text(middle, y + side - 2, sign, "ground", font_size=side, text_anchor="middle")
+
+    def head(self, title: str, legend: dict[str, str]) -> None:
+        """legend: what kinds of cells are called."""
+        self.text(8, 15, title, font_size=12, font_weight="600")
+        x = 8.0
+        for name, words in legend.items():
+            self.cell(x, 24, 10, name)
+            self.text(x + 14, 33, words, "faint")
+            x += 24 + 5.6 * len(words)
 
 
 def _shielded(text: str) -> str:
@@ -102,31 +95,29 @@ def _shielded(text: str) -> str:
 
 @dataclass
 class _Column:
-    """A pass in the picture. cells: of each lane that it has rows for."""
+    """A pass in the picture."""
 
     one: TracedPass
     x: float
     width: float
-    cells: dict[Lane, list[str]]
 
 
 def timeline(run: Run, most: int | None = None) -> Drawing:
     """All passes, or the first that fit into ``most`` cells side by side."""
     side = 13.0 if len(run.lanes) <= FEW_LANES else 9.0
     columns = _columns(run.passes, side, most)
-    here = set().union(*(column.cells for column in columns))
-    lanes = [lane for lane in run.lanes if lane in here]
+    lanes = Run([column.one for column in columns], run.texts).lanes
+    rows = {lane: TOP + 1.4 * side * n for n, lane in enumerate(lanes)}
     bottom = TOP + 1.4 * side * len(lanes)
     drawing = Drawing(max(columns[-1].x + columns[-1].width + 12, 640), bottom + STRIP + 38)
     _head(drawing, run, columns, len(lanes))
-    for n, lane in enumerate(lanes):
-        y = TOP + 1.4 * side * n
+    for lane, y in rows.items():
         name = shown(lane_name(lane), 16)
-        drawing.text(NAMES - 8, y + side - 2, name, size=min(11, side), text_anchor="end")
-        for column in columns:
-            for work in column.one.works:
-                if lane_of(work) == lane:
-                    _work(drawing, run, column, work, y, side)
+        drawing.text(NAMES - 8, y + side - 2, name, font_size=min(11, side), text_anchor="end")
+    for column in columns:
+        for work in column.one.works:
+            _work(drawing, column, work, rows[work.lane], side)
+            drawing.rect(column.x, rows[work.lane], column.width, side, "none", _title(run, work))
     _strip(drawing, columns, bottom + 14)
     return drawing
 
@@ -135,12 +126,11 @@ def _columns(passes: list[TracedPass], side: float, most: int | None) -> list[_C
     columns: list[_Column] = []
     x, used = NAMES, 0
     for one in passes:
-        cells = {lane_of(w): cells_of(w, one.record.canonical) for w in one.works}
-        wide = max(1, *map(len, cells.values())) if cells else 1
+        wide = max([1, *(len(cells_of(work, one.record.canonical)) for work in one.works)])
         used += wide
         if most is not None and used > most and columns:
             break
-        columns.append(_Column(one, x, wide * side, cells))
+        columns.append(_Column(one, x, wide * side))
         x += wide * side + 2
     return columns
 
@@ -150,12 +140,7 @@ def _head(drawing: Drawing, run: Run, columns: list[_Column], lanes: int) -> Non
     of = "" if len(columns) == len(run.passes) else f" (the first of {len(run.passes)})"
     tokens = sum(column.one.record.committed for column in columns)
     told = f"{lanes} completions, {len(columns)} passes{of}, {tokens} tokens"
-    drawing.text(8, 15, told, size=12, font_weight="600")
-    x = 8.0
-    for name, words in LEGEND.items():
-        drawing.cell(x, 24, 10, name)
-        drawing.text(x + 14, 33, words, "faint")
-        x += 24 + 5.6 * len(words)
+    drawing.head(told, LEGEND)
     for column in columns:
         record, x = column.one.record, column.x
         kind, colour = ("canonical", "canonical") if record.canonical else ("fast", "rule")
@@ -167,31 +152,23 @@ def _head(drawing: Drawing, run: Run, columns: list[_Column], lanes: int) -> Non
         drawing.rect(x, TOP - 19, column.width, 13, colour, title)
         if column.width >= 24:
             ink = "ground" if record.canonical else "ink"
-            drawing.text(x + 2, TOP - 9, str(record.bucket), ink, 9)
+            drawing.text(x + 2, TOP - 9, str(record.bucket), ink, font_size=9)
 
 
-def _work(
-    drawing: Drawing, run: Run, column: _Column, work: TracedWork, y: float, side: float
-) -> None:
-    cells, x = column.cells[lane_of(work)], column.x
+def _work(drawing: Drawing, column: _Column, work: TracedWork, y: float, side: float) -> None:
+    cells, x = cells_of(work, column.one.record.canonical), column.x
     if work.kind == PROMPT:  # the column's whole width, but for the token that it yields
         width = column.width - side * (len(cells) - 1)
         drawing.rect(x, y, width - 1, side - 1, PROMPT)
         x, cells = x + width, cells[1:]
     for n, name in enumerate(cells):
         drawing.cell(x + n * side, y, side - 1, name)
-    drawing.rect(column.x, y, column.width, side, "none", _title(run, work))
 
 
 def _title(run: Run, work: TracedWork) -> str:
-    def words(tokens: list[int]) -> str:
-        return " ".join(map(run.text, tokens))
-
-    parts = [f"{lane_name(lane_of(work))}: {work.kind}, {work.rows} rows from {work.start}"]
-    parts += [f"drafts {words(work.drafts)}"] if work.kind in (DRAFT, VERIFIED) else []
-    if work.kind == VERIFIED:
-        parts.append(f"{work.accepted} accepted, {work.rejected} rolled back")
-    parts += [f"committed {words(work.tokens)}"] if work.tokens else []
+    parts = [f"{lane_name(work.lane)}: {title(work)}, from position {work.start}"]
+    parts += [f"drafts {run.text(*work.drafts)}"] if work.drafts else []
+    parts += [f"committed {run.text(*work.tokens)}"] if work.tokens else []
     parts.append(f"KV: {work.kv} tokens and {work.kv_drafts} drafts, {work.pages} pages")
     return "; ".join(parts + ([f"ended: {work.end}"] if work.end else []))
 
@@ -203,7 +180,7 @@ def _strip(drawing: Drawing, columns: list[_Column], y: float) -> None:
     for column in columns:
         for work in column.one.works:
             kept = (work.kv, work.kv_drafts, 0) if work.deterministic else (0, 0, work.kv)
-            held[lane_of(work)] = kept if work.kv else (0, 0, 0)
+            held[work.lane] = kept
         after.append([sum(values) for values in zip(*held.values(), strict=True)])
     most = max(map(sum, after), default=0) or 1
     for column, values in zip(columns, after, strict=True):
@@ -223,17 +200,14 @@ def picture(diagram: Diagram) -> Drawing:
     notes = textwrap.wrap(diagram.note, 39 * columns)
     tall = max(len(panel.cells) for panel in diagram.panels) * HIGH
     drawing = Drawing(columns * WIDE + 16, TOKENS + tall + 30 + 15 * len(notes))
-    drawing.text(8, 15, diagram.title, size=12, font_weight="600")
-    for n, cell in enumerate(diagram.legend):
-        drawing.cell(8 + 150.0 * n, 24, 10, cell.colour)
-        drawing.text(22 + 150.0 * n, 33, cell.text, "faint")
+    drawing.head(diagram.title, {cell.colour: cell.text for cell in diagram.legend})
     most = max(sum(part.count for part in panel.kv) for panel in diagram.panels) or 1
     for n, panel in enumerate(diagram.panels):
         x = 8 + n * WIDE
         drawing.rect(x, 44, WIDE - 12, TOKENS + tall - 38, "fast")
-        drawing.text(x + 10, TOP, panel.name, size=13, font_weight="600")
+        drawing.text(x + 10, TOP, panel.name, font_size=13, font_weight="600")
         for line, words in enumerate(panel.enters):
-            drawing.arrow(x - 8, TOP + 15 + 16 * line, x + 14, TOP + 15 + 16 * line)
+            drawing.arrow(x - 8, TOP + 15 + 16 * line, x + 14)
             drawing.text(x + 19, TOP + 19 + 16 * line, words)
         for line, words in enumerate(textwrap.wrap(panel.cache, 36)):
             drawing.text(x + 10, TOP + 56 + 13 * line, words, "faint")
@@ -251,7 +225,7 @@ def _cylinder(drawing: Drawing, parts: list[Cell], x: float, y: float, most: int
         high = max(13.0, 66 * part.count / most)
         top = f"a{wide / 2} {lid} 0 0 {int(n == 0)} {wide} 0"
         down = f"v{high:.1f}a{wide / 2} {lid} 0 0 1 {-wide} 0z"
-        drawing.path(f"M{x} {y:.1f}{top}{down}", part.colour)
+        drawing.add("path", part.colour, d=f"M{x} {y:.1f}{top}{down}")
         drawing.text(x + wide + 8, y + high / 2 + 6, part.text)
         y += high
 
@@ -265,14 +239,13 @@ def _tokens(drawing: Drawing, panel: Panel, x: float) -> None:
     if panel.model:
         high = len(panel.cells) * HIGH - 3
         drawing.rect(x + 94, TOKENS, 20, high, "draft")
-        rotation = f"rotate(-90 {x + 107} {TOKENS + high})"
-        drawing.text(
-            x + 113, TOKENS + high, panel.model, "dark", min(10, high / 9), transform=rotation
-        )
+        end, size = TOKENS + high, min(10, high / 9)
+        turned = f"rotate(-90 {x + 107} {end})"
+        drawing.text(x + 113, end, panel.model, "dark", font_size=size, transform=turned)
     for n, cell in enumerate(panel.outputs, first):
         y = TOKENS + n * HIGH + 9
-        drawing.arrow(x + 87, y, x + 93, y)
-        drawing.arrow(x + 115, y, x + 121, y)
+        drawing.arrow(x + 87, y, x + 93)
+        drawing.arrow(x + 115, y, x + 121)
         _token(drawing, cell, out, y - 9, wide)
 
 
@@ -295,7 +268,7 @@ def svg(drawings: list[Drawing]) -> str:
         fills = (f".{name}{{fill:{both[column]}}}" for name, both in COLOURS.items())
         arrow = f".arrow{{fill:none;stroke:{COLOURS['faint'][column]};stroke-width:1.3}}"
         style += media.format("".join(fills) + arrow)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{style}'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" font-size="10" {size}><style>{style}'
     head += f'.none{{fill:transparent}}</style><rect class="ground" {size}/>'
     return "".join((head, *parts, "</svg>"))
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,20 @@ from tinyspec.engine.trace import (
     PROMPT,
     READ_KEPT,
     VERIFIED,
+    Lane,
     TracedPass,
     TracedWork,
+    lane_name,
 )
 from tinyspec.scheduler.passes import PassRecord
 
-Lane = tuple[str, int]
+# A pass and what one completion has in it.
+Part = tuple[TracedPass, TracedWork]
 # Drafts that are read at a glance; a verify with as few is shown rather than a longer one.
 FEW_DRAFTS = 8
 # Of the tokens shown of a plain request: so many first, so many last.
 FIRST, LAST = 6, 2
+MODEL = "Transformer Model"
 
 
 @dataclass
@@ -39,28 +44,19 @@ class Run:
     texts: dict[int, str]
     special: frozenset[int] = frozenset()
 
-    def of(self, lane: Lane) -> list[tuple[TracedPass, TracedWork]]:
+    def of(self, lane: Lane) -> list[Part]:
         """The passes that a completion has a part in, in order."""
-        return [(one, w) for one in self.passes for w in one.works if lane_of(w) == lane]
+        return [(one, w) for one in self.passes for w in one.works if w.lane == lane]
 
     @property
     def lanes(self) -> list[Lane]:
         """(request id, index) of each completion, in the order in which they came."""
-        return list({lane_of(work): None for one in self.passes for work in one.works})
+        return list(dict.fromkeys(work.lane for one in self.passes for work in one.works))
 
-    def text(self, token: int) -> str:
-        """Of one token in one line, or its id."""
-        return shown(self.texts.get(token, "?" if token < 0 else f"#{token}"))
-
-
-def lane_of(work: TracedWork) -> Lane:
-    """Which completion a work belongs to."""
-    return work.request_id, work.index
-
-
-def lane_name(lane: Lane) -> str:
-    """What a completion is called."""
-    return f"{lane[0]}{f' #{lane[1]}' if lane[1] else ''}"
+    def text(self, *tokens: int) -> str:
+        """Of tokens in one line, or their ids."""
+        texts = (self.texts.get(token, "?" if token < 0 else f"#{token}") for token in tokens)
+        return " ".join(map(shown, texts))
 
 
 def printable(text: str) -> str:
@@ -83,28 +79,23 @@ def read(path: str) -> Run:
         return run_of(json.loads(text))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-        raise ValueError(
-            f"{path} is not a trace that engine.trace.save wrote: {' '.join(reason.split())}"
-        ) from error
+        told = f"{path} is not a trace that engine.trace.save wrote: {' '.join(reason.split())}"
+        raise ValueError(told) from error
 
 
 def run_of(data: dict[str, Any]) -> Run:
     """Of an object of the Chrome trace format."""
-    if not isinstance(data, dict):
-        raise ValueError("it is no object")
     known = data["tinyspec"]
     if known["format"] != FORMAT:
         raise ValueError(f"format {known['format']!r} instead of {FORMAT}")
     passes: dict[int, TracedPass] = {}
-    events = [event for event in data["traceEvents"] if event["ph"] == "X"]
-    names = [column.name for column in fields(PassRecord)]
-    for event in (event for event in events if event["pid"] == PASSES):
-        record = PassRecord(**{name: event["args"][name] for name in names})
-        surplus = record.rows.get("surplus", 0)
-        passes[record.number] = TracedPass(record, event["ts"] / 1e6, [], surplus)
-    for event in (event for event in events if event["pid"] == COMPLETIONS):
-        args = dict(event["args"])
-        passes[args.pop("pass")].works.append(TracedWork(**args))
+    for event in data["traceEvents"]:
+        kind, args = (event["ph"], event["pid"]), dict(event["args"])
+        if kind == ("X", PASSES):
+            record = PassRecord(**args)
+            passes[record.number] = TracedPass(record, event["ts"] / 1e6, [], record.rows)
+        elif kind == ("X", COMPLETIONS):
+            passes[args.pop("pass")].works.append(TracedWork(**args))
     texts = {int(token): str(text) for token, text in known["texts"].items()}
     return Run(list(passes.values()), texts, frozenset(known.get("special", ())))
 
@@ -162,7 +153,7 @@ def diagrams(run: Run) -> list[Diagram]:
     found = [find_verify(run, rollback) for rollback in (True, False)]
     whole = len(run.lanes) == 1 and run.passes[0].works[0].kind == PROMPT
     verifies = [one for one in found if one is not None]
-    return verifies or ([plain_diagram(run, run.lanes[0])] if whole else [])
+    return verifies or ([plain_diagram(run)] if whole else [])
 
 
 def find_verify(run: Run, rollback: bool, names: dict[str, str] | None = None) -> Diagram | None:
@@ -172,7 +163,7 @@ def find_verify(run: Run, rollback: bool, names: dict[str, str] | None = None) -
     ids."""
     names = names or {}
 
-    def worth(found: tuple[TracedPass, TracedWork]) -> tuple[int, ...]:
+    def worth(found: Part) -> tuple[int, ...]:
         (one, work), drafts = found, len(found[1].drafts)
         good = drafts <= FEW_DRAFTS, work.accepted > 0, -1 not in work.drafts
         return (work.request_id in names, *good, min(drafts, 3), len(one.works) > 1)
@@ -184,13 +175,13 @@ def find_verify(run: Run, rollback: bool, names: dict[str, str] | None = None) -
     if not fitting:
         return None
     one, work = max(fitting, key=worth)
-    return verify_diagram(run, one, work, names.get(work.request_id, lane_name(lane_of(work))))
+    return verify_diagram(run, one, work, names.get(work.request_id, lane_name(work.lane)))
 
 
-def _others(passes: list[TracedPass], lane: Lane) -> list[str]:
-    """How many other requests had rows in ``passes``; nothing where there are none of them."""
-    ids = {work.request_id for one in passes for work in one.works if work.rows}
-    return [f"other requests: {len(ids - {lane[0]})}"] if passes else []
+def _others(parts: list[Part], lane: Lane) -> list[str]:
+    """How many other requests had rows in these passes; nothing where there are no passes."""
+    ids = {work.request_id for one, _ in parts for work in one.works if work.rows}
+    return [f"other requests: {len(ids - {lane[0]})}"] if parts else []
 
 
 def _kv(**counts: int) -> list[Cell]:
@@ -203,68 +194,57 @@ def _kv(**counts: int) -> list[Cell]:
 def verify_diagram(run: Run, one: TracedPass, work: TracedWork, name: str) -> Diagram:
     """Of a verify with one token more committed than drafts accepted. Tokens are named as in the
     papers' figures: T0 is known, T1' a draft, T1 the verifier's token at its place."""
-    lane, accepted, drafts = lane_of(work), work.accepted, len(work.drafts)
+    lane, accepted, drafts, prompt = work.lane, work.accepted, len(work.drafts), work.prompt_tokens
     own = f"T{accepted + 1}"
     before = [(o, w) for o, w in run.of(lane) if o.record.number < one.record.number]
-    prefill = [o for o, w in before if w.kind == PROMPT]
-    ends = [n for n, (_, w) in enumerate(before, 1) if w.kind != DRAFT]
-    drafting = before[max(ends, default=0) :]
+    drafting = list(takewhile(lambda part: part[1].kind == DRAFT, reversed(before)))
 
     def named(tokens: list[int], form: str, colour: str, first: int = 1) -> list[Cell]:
         pairs = enumerate(tokens, first)
         return [Cell(f"{form.format(n=n)} {run.text(token)}", colour) for n, token in pairs]
 
-    known = named([work.newest], "T0", "canonical")
+    drafted = named(work.drafts, "T{n}'", "draft")
     right = named(work.drafts[:accepted], "T{n} (=T{n}')", "accepted")
     wrong = named(work.drafts[accepted:], "T{n}'", "rejected", accepted + 1)
-    kept = named(work.tokens[:-1], "T{n}", "accepted")
-    kept += named(work.tokens[-1:], "T{n}", "bonus", accepted + 1)
+    kept = named([work.newest, *work.tokens], "T{n}", "accepted", 0)
+    kept[0].colour, kept[-1].colour = "canonical", "bonus"
     # Behind a draft that is wrong the last row has yielded a token as well.
     behind = named(work.targets[drafts:], "T{n}", "rejected", drafts + 1) if wrong else []
     legend = [Cell("accepted tokens", "accepted"), Cell("bonus token", "bonus")]
-    after = f"accepting all tokens (including {own})"
-    end, note = (
-        "No Rollback",
-        f"Sequence and KV after {after}; the next pass writes the KV of {own}.",
-    )
+    end, after = "No Rollback", f"accepting all tokens (including {own})"
+    note = f"Sequence and KV after {after}; the next pass writes the KV of {own}."
     if wrong:
         legend[1:] = [Cell("rejected tokens", "rejected"), Cell("the verifier's own", "bonus")]
+        end, after = "Rollback", "verify-rollback"
         gone = f"{own}'" if len(wrong) == 1 else f"{own}' to T{drafts}'"
         note = f"{gone} dropped, {own} kept (the verifier's own). Sequence and KV cache restored "
         note += f"until the final accepted token (T{accepted}); beyond the figure, tinyspec keeps "
         note += f"{own}, whose KV the next pass writes."
-        after, end = "verify-rollback", "Rollback"
-    prompt = work.prompt_tokens
+    asked = ["deterministic request", *_others([p for p in before if p[1].kind == PROMPT], lane)]
+    by = _others(drafting, lane) or (["drafts of a drafter: no KV"] if work.proposed else [])
     stored = {"prompt": prompt, "canonical": work.start - prompt}
-    caches = [
-        _kv(prompt=prompt),
-        _kv(**stored, draft=drafting[-1][1].kv_drafts if drafting else 0),
-        _kv(**stored, accepted=accepted + 1),
-    ]
-    enters = [_others(passes, lane) for passes in (prefill, [o for o, _ in drafting], [one])]
-    by = ["drafts of a drafter: no KV"] if work.proposed and not drafting else enters[1]
-    first = [Cell(f"{prompt} prompt tokens", PROMPT)]
-    asked, drafted = ["deterministic request", *enters[0]], named(work.drafts, "T{n}'", "draft")
-    verified = [*known, *right, *wrong[:1], kept[-1], *wrong[1:], *behind]
+    decoded = _kv(**stored, draft=drafting[0][1].kv_drafts if drafting else 0)
+    verified = _kv(**stored, accepted=accepted + 1)
+    checked = [kept[0], *right, *wrong[:1], kept[-1], *wrong[1:], *behind]
+    size = [Cell(f"{prompt} prompt tokens", PROMPT)]
     panels = [
-        Panel("Prefill", asked, first, "KV cache after prefill", caches[0]),
-        Panel("Decode", by, known + drafted, "KV cache after decode", caches[1]),
-        Panel("Verify", enters[2], verified, f"KV cache after {after}", caches[2]),
-        Panel(end, [], known + kept),
+        Panel("Prefill", asked, size, "KV cache after prefill", _kv(prompt=prompt)),
+        Panel("Decode", by, [kept[0], *drafted], "KV cache after decode", decoded),
+        Panel("Verify", _others([(one, work)], lane), checked, f"KV cache after {after}", verified),
+        Panel(end, [], kept),
     ]
     return Diagram(f"{end}: {name}, pass {one.record.number}", panels, legend, note)
 
 
-def plain_diagram(run: Run, lane: Lane) -> Diagram:
-    """How a completion was prefilled and decoded: its prompt gives the first token, and each token
-    is fed back for the next, down to the end of sequence."""
-    works = [work for _, work in run.of(lane)]
-    size = works[0].prompt_tokens
+def plain_diagram(run: Run) -> Diagram:
+    """How its one completion was prefilled and decoded: its prompt gives the first token, and each
+    token is fed back for the next, down to the end of sequence."""
+    works = [work for one in run.passes for work in one.works]
+    size, ended = works[0].prompt_tokens, works[-1].end
     read = [Cell(run.text(t), PROMPT) for work in works for t in work.read][:READ_KEPT]
     read += [Cell(f"of {size} tokens", PROMPT)] if size > len(read) else []
     tokens = [token for work in works for token in work.tokens]
     said = [Cell(run.text(token), "generated") for token in tokens]
-    ended = works[-1].end
     if tokens and tokens[-1] in run.special and ended == "stop":
         said[-1].text += " EoS"
     fed, given = said[:-1], said[1:]
@@ -273,11 +253,10 @@ def plain_diagram(run: Run, lane: Lane) -> Diagram:
         fed, given = (cells[:FIRST] + gap + cells[-LAST:] for cells in (fed, given))
     note = f"{len(tokens)} tokens: the first by prefill, each other when the one before it is fed "
     note += f"back; finish reason: {ended}."
-    caches, model = (_kv(prompt=size), _kv(prompt=size, plain=len(tokens) - 1)), "Transformer Model"
-    back = ["each generated token, fed back"]
+    stored, back = _kv(prompt=size, plain=len(tokens) - 1), ["each generated token, fed back"]
     panels = [
-        Panel("prefill", ["prompt"], read, "kv cache", caches[0], model, said[:1]),
-        Panel("decode", back, fed, "kv cache", caches[1], model, given),
+        Panel("prefill", ["prompt"], read, "kv cache", stored[:1], MODEL, said[:1]),
+        Panel("decode", back, fed, "kv cache", stored, MODEL, given),
     ]
     legend = [Cell("prompt", PROMPT), Cell("generated tokens", "generated")]
-    return Diagram(f"Prefill and decode: {lane_name(lane)}", panels, legend, note)
+    return Diagram(f"Prefill and decode: {lane_name(works[0].lane)}", panels, legend, note)
