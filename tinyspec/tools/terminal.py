@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Collection, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ SIGNS = {
     "rejected": "\N{BALLOT X}",
     "bonus": "\N{BULLET}",
 }
-ARROW = "\N{RIGHTWARDS ARROW}"
+FULL, ARROW = "\N{FULL BLOCK}", "\N{RIGHTWARDS ARROW}"
 
 
 def styled(file: TextIO, name: str, text: str) -> str:
@@ -50,20 +51,17 @@ def table(rows: Sequence[Sequence[object]], right: Collection[int] = ()) -> list
 
 def lines(diagram: Diagram, file: TextIO, width: int = 100) -> list[str]:
     """A diagram in characters, a stage below the other, in lines of at most ``width``."""
-    legend = [(_text(cell), cell.colour) for cell in diagram.legend]
-    found = _filled([(diagram.title, "bold"), *legend], width, file)
+    found = _filled([(diagram.title, "bold"), *_marked(diagram.legend)], width, file)
     indent = max(len(panel.name) for panel in diagram.panels) + 2
     for panel in diagram.panels:
-        parts = [(f"{words} {ARROW}", "") for words in panel.enters]
-        parts += [(_text(cell), cell.colour) for cell in panel.cells]
-        parts += [(f"{ARROW} {panel.model} {ARROW}", "")] if panel.model else []
-        parts += [(_text(cell), cell.colour) for cell in panel.outputs]
+        enters = [(f"{words} {ARROW}", "") for words in panel.enters]
+        model = [(f"{ARROW} {panel.model} {ARROW}", "")] if panel.model else []
+        parts = [*enters, *_marked(panel.cells), *model, *_marked(panel.outputs)]
         told = _filled(parts, width - indent, file)
         if panel.kv:
-            cache = [(f"{panel.cache}:", ""), *((_text(part), part.colour) for part in panel.kv)]
-            told += _filled(cache, width - indent, file)
-        heads = [panel.name.ljust(indent), *[" " * indent] * len(told)]
-        found += [head + line for head, line in zip(heads, told, strict=False)]
+            told += _filled([(f"{panel.cache}:", ""), *_marked(panel.kv)], width - indent, file)
+        for name, line in zip_longest([panel.name], told, fillvalue=""):
+            found.append(name.ljust(indent) + line)
     return found + textwrap.wrap(diagram.note, width)
 
 
@@ -78,5 +76,6 @@ def _filled(parts: Sequence[tuple[str, str]], width: int, file: TextIO) -> list[
     return [line.rstrip() for line in found]
 
 
-def _text(cell: Cell) -> str:
-    return f"{SIGNS.get(cell.colour, chr(0x2588))} {cell.text}"
+def _marked(cells: list[Cell]) -> list[tuple[str, str]]:
+    """Texts behind their signs, with their colours."""
+    return [(f"{SIGNS.get(cell.colour, FULL)} {cell.text}", cell.colour) for cell in cells]
