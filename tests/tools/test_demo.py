@@ -63,11 +63,18 @@ def test_only_both_outcomes_of_one_where_no_draft_is_wrong(capsys):
 
 
 def test_the_liar_lies_once(engine):
-    output = engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=12))[0]
+    prompt, params = [5, 6, 7], SamplingParams(max_new_tokens=12, deterministic=True)
+    (output,) = engine.generate([prompt], params)
     liar, truth = Liar(output), output.completions[0].token_ids
-    (lie,) = liar.propose([[5, 6, 7, truth[0]]], 3)
+    (lie,) = liar.propose([[*prompt, truth[0]]], 3)
     assert lie[:2] == truth[1:3] and lie[2] != truth[3]
-    assert liar.propose([[5, 6, 7, *truth[:4]], [1]], 3) == [truth[4:7], []]
+    assert liar.propose([[*prompt, *truth[:4]]], 3) == [truth[4:7]]
+    assert liar.propose([[*prompt, *truth]], 3) == [[]]
+    config = replace(engine.config, drafter=liar)
+    with Engine(engine.model, engine.tokenizer, config) as lied_to:
+        (again,) = lied_to.generate([prompt], params)
+        assert again.completions[0].token_ids == truth
+        assert lied_to.stats().rollbacks == again.completions[0].stats.rollbacks == 1
 
 
 def test_where_no_text_differs(engine, capsys, monkeypatch):

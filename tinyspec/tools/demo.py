@@ -36,32 +36,18 @@ class Demo:
     """The request, the crowd around it, and what is printed of them."""
 
     def __init__(self, engine: Engine, crowd: int, max_new_tokens: int):
-        self.engine, self.tokens = engine, max_new_tokens
+        self.engine = engine
         found = json.loads((BUNDLED / "demo_prompts.json").read_text(encoding="utf-8"))
         self.prompts = [found["story"], *islice(cycle(found["crowd"]), crowd)]
+        self.mine = SamplingParams(max_new_tokens=max_new_tokens, temperature=TEMPERATURE)
         self.others = [
-            SamplingParams(
-                max_new_tokens=max_new_tokens,
-                temperature=0.9 * (n % 2),
-                seed=n,
-                deterministic=n % 3 == 0,
-            )
+            replace(self.mine, temperature=0.9 * (n % 2), seed=n, deterministic=n % 3 == 0)
             for n in range(crowd)
         ]
 
-    def mine(self, seed: int, deterministic: bool) -> SamplingParams:
-        """Of the request."""
-        return SamplingParams(
-            max_new_tokens=self.tokens,
-            temperature=TEMPERATURE,
-            seed=seed,
-            logprobs=True,
-            deterministic=deterministic,
-        )
-
     def pair(self, seed: int, deterministic: bool) -> list[RequestOutput]:
         """The request by itself, then among the others."""
-        mine = self.mine(seed, deterministic)
+        mine = replace(self.mine, seed=seed, deterministic=deterministic, logprobs=True)
         alone = self.engine.generate(self.prompts[0], mine)
         return [*alone, self.engine.generate(self.prompts, [mine, *self.others])[0]]
 
@@ -94,60 +80,56 @@ class Demo:
         same = decode(tokens[:at], skip_special_tokens=True)
         rest = decode(tokens, skip_special_tokens=True)[len(same) :]
         sign = MARK if sys.stdout.isatty() else ">>>"
-        found = textwrap.wrap((f"{same}{sign}{rest}" if rest else same).strip(), WIDTH) or [""]
+        found = textwrap.wrap((f"{same}{sign}{rest}" if rest else same).strip(), WIDTH)
         first = max([0, *(n - 1 for n, line in enumerate(found) if sign in line)])
-        few = found[first : first + LINES]
-        few[0] = f"... {few[0]}" if first else few[0]
-        few[-1] += " ..." if first + LINES < len(found) else ""
+        left = ("... " if first else "") + " ".join(found[first:])
+        few = textwrap.wrap(left, WIDTH, max_lines=LINES, placeholder=" ...")
         head, _, tail = "\n".join(few).partition(MARK)
         parts = tail.split("\n")
         return head + "\n".join(styled(sys.stdout, "differs", line) for line in parts if line)
 
 
 class Liar:
-    """A drafter that knows the answer: it lies about the last draft of a request's first verify,
-    and tells the truth afterwards."""
+    """A drafter that knows the answer to one request: it lies about the last draft of the first
+    verify, and tells the truth afterwards."""
 
     def __init__(self, output: RequestOutput):
         self.prompt = len(output.prompt_token_ids)
         self.known = [*output.prompt_token_ids, *output.completions[0].token_ids]
 
     def propose(self, sequences: list[Sequence[int]], n: int) -> list[list[int]]:
-        return [self._after(list(sequence), n) for sequence in sequences]
-
-    def _after(self, tokens: list[int], n: int) -> list[int]:
-        drafts = self.known[len(tokens) :][:n] if tokens == self.known[: len(tokens)] else []
-        if drafts and len(tokens) <= self.prompt + 1:
+        drafts = [self.known[len(tokens) :][:n] for tokens in sequences]
+        if drafts[0] and len(sequences[0]) <= self.prompt + 1:
             # Another token of this text, so that it can be read.
-            drafts[-1] = next((t for t in self.known if t != drafts[-1]), drafts[-1] ^ 1)
+            drafts[0][-1] = next(token for token in self.known if token != drafts[0][-1])
         return drafts
 
 
 def outcomes(engine: Engine, since: int, names: dict[str, str]) -> dict[bool, Diagram | None]:
     """A verify with a rollback (True) and one without, of the passes after the first ``since``."""
     run = run_of(chrome_trace(engine.trace.passes()[since:], engine.tokenizer))
-    return {rollback: find_verify(run, rollback, names) for rollback in (True, False)}
+    return {rollback: find_verify(run, rollback, names) for rollback in WORDS}
 
 
 def show_outcomes(one: Demo, seed: int, since: int, pair: list[RequestOutput]) -> bool:
     """Both outcomes of a verify of this run; what the fast path has not given, by a liar. Whether
     lies left the tokens as they were."""
-    names = ("this request alone", "this request in the crowd")
-    ids = (output.request_id for output in pair)
-    found = outcomes(one.engine, since, dict(zip(ids, names, strict=True)))
-    same = True
-    if None in found.values():
+    alone, crowd = (output.request_id for output in pair)
+    names = {alone: "this request alone", crowd: "this request in the crowd"}
+    found, same = outcomes(one.engine, since, names), True
+    lacking = [WORDS[each] for each in found if found[each] is None]
+    if lacking:
         setting = replace(one.engine.config, verify="always", drafter=Liar(pair[0]))
         with Engine(one.engine.model, one.engine.tokenizer, setting) as lied_to:
-            (again,) = lied_to.generate(one.prompts[:1], one.mine(seed, deterministic=True))
-            supplied = outcomes(lied_to, 0, {again.request_id: names[0]})
-        same = again.completions[0].token_ids == pair[0].completions[0].token_ids
-        lacking = " nor ".join(WORDS[each] for each in found if found[each] is None)
-        result = "the same tokens" if same else "OTHER TOKENS: the promise is broken"
-        told = f"The fast path gave no verify {lacking} in this run, so a drafter that lies on "
-        told += f"purpose, once, drafts below: {result}."
-        print("\n".join(textwrap.wrap(told, 98)))
+            mine = replace(one.mine, seed=seed, deterministic=True)
+            (again,) = lied_to.generate(one.prompts[:1], mine)
+            supplied = outcomes(lied_to, 0, {again.request_id: names[alone]})
         found = {each: found[each] or supplied[each] for each in found}
+        same = _parts_at([again, pair[0]]) is None
+        result = "the same tokens" if same else "OTHER TOKENS: the promise is broken"
+        told = f"The fast path gave no verify {' nor '.join(lacking)} in this run, so a drafter "
+        told += f"that lies on purpose, once, drafts below: {result}."
+        print(textwrap.fill(told, 98))
     for each, diagram in found.items():
         short = f"The request is too short for a verify {WORDS[each]}: give --max-new-tokens 12."
         print("\n".join(lines(diagram, sys.stdout) if diagram else [short]) + "\n")
@@ -174,16 +156,17 @@ def demo(
     found = SEEDS[0] if seed is None else seed
     if not rollback:
         found = show_plain(one, seed, patience)
-        print(styled(sys.stdout, "bold", f"deterministic=True, seed {found}"))
     before = len(engine.trace)
     kept = one.pair(found, deterministic=True)
     _, reason = summed_up(compare(kept[0], kept[1], 0).values())
     tokens = len(kept[0].completions[0].token_ids)
-    verdict = f"NOT THE SAME: {reason}" if reason else "identical, bit for bit"
     if not rollback:
+        verdict = f"NOT THE SAME: {reason}" if reason else "identical, bit for bit"
+        verdict = styled(sys.stdout, "rejected" if reason else "accepted", verdict)
+        print(styled(sys.stdout, "bold", f"deterministic=True, seed {found}"), end=", ")
+        print(f"{tokens} tokens and {tokens} log-probabilities: {verdict}")
         one.show(kept)
-        coloured = styled(sys.stdout, "rejected" if reason else "accepted", verdict)
-        print(f"  {tokens} tokens and {tokens} log-probabilities: {coloured}\n")
+        print()
     if not show_outcomes(one, found, before, kept):
         reason = reason or "a drafter that lied has changed them"
     proven = f"Proven: deterministic=True kept all {tokens} tokens and log-probabilities"
