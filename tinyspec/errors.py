@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 # Names that settings have in vLLM, SGLang, OpenAI's API and transformers, and what to say of them.
 _HINTS = {
     "it is called max_new_tokens in SamplingParams": "max_tokens max_completion_tokens",
@@ -65,7 +63,7 @@ def refuse(field: str, value: object, allowed: str) -> ValueError:
     return ValueError(f"{field}={shown} is not allowed: {allowed}")
 
 
-def refuse_other_names(given: Mapping[str, object]) -> None:
+def refuse_other_names(given: dict[str, object]) -> None:
     """Raise ValueError for a name that others have, with what is here in its place."""
     for name in OTHER_NAMES.keys() & given.keys():
         raise refuse(name, given[name], OTHER_NAMES[name])

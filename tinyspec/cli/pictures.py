@@ -54,25 +54,19 @@ def demo(options: Namespace) -> int:
             sizes = options.crowd, options.max_new_tokens, options.seed
             return tool.demo(engine, *sizes, rollback=options.rollback)
         options.model = options.model or str(thinking_demo.THINKER)
-        engines = {
-            name: stack.enter_context(
-                common.engine_of(options, EngineConfig(thinking_window=window, trace=True))
-            )
-            for name, window in thinking_demo.WAYS.items()
-        }
-        return thinking_demo.demo_thinking(
-            engines, thinking_demo.ThinkingConfig.load(Path(options.model))
-        )
+        engines = {}
+        for name, window in thinking_demo.WAYS.items():
+            settings = EngineConfig(thinking_window=window, trace=True)
+            engines[name] = stack.enter_context(common.engine_of(options, settings))
+        config = thinking_demo.ThinkingConfig.load(Path(options.model))
+        return thinking_demo.demo_thinking(engines, config)
 
 
 def add_trace(parser: ArgumentParser) -> None:
-    file = "what engine.trace.save wrote; - is standard input"
-    parser.add_argument("file", metavar="FILE", help=file)
-    output = "a .svg or .html file"
-    parser.add_argument("-o", "--output", metavar="FILE", required=True, help=output)
+    parser.add_argument("file", metavar="FILE", help="a saved trace; - is standard input")
+    parser.add_argument("-o", "--output", metavar="FILE", required=True, help=".svg or .html file")
     parser.add_argument("--view", choices=VIEWS, default="both", help="default: %(default)s")
-    first = "begin with pass N (default: 0)"
-    parser.add_argument("--first", type=int, default=0, metavar="N", help=first)
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="first pass (default: 0)")
     cells = f"width in cells (default: {CELLS}; .html: all)"
     parser.add_argument("--cells", type=int, metavar="N", help=cells)
 
