@@ -134,15 +134,11 @@ class ProbeResults:
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> ProbeResults:
         """From what JSON held of ``asdict``."""
-        plain: dict[str, Any] = {
-            name: tuple(x) if isinstance(x, list) else x for name, x in found.items()
+        made = {
+            name: tuple(kind(**_with_tuples(part)) for part in found[name])
+            for name, kind in _PARTS.items()
         }
-        for name, kind in _PARTS.items():
-            plain[name] = tuple(
-                kind(**{n: tuple(x) if isinstance(x, list) else x for n, x in part.items()})
-                for part in found[name]
-            )
-        return cls(**plain)
+        return cls(**{**_with_tuples(found), **made})
 
 
 _PARTS: dict[str, Any] = {
@@ -150,6 +146,11 @@ _PARTS: dict[str, Any] = {
     "unsound": Unsound,
     "attention": ComparedRows,
 }
+
+
+def _with_tuples(found: dict[str, Any]) -> dict[str, Any]:
+    """JSON has lists in their place."""
+    return {name: tuple(x) if isinstance(x, list) else x for name, x in found.items()}
 
 
 def key_of(fingerprint: str, *others: object) -> str:
