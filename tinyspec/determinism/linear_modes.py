@@ -9,6 +9,7 @@ from tinyspec.config import EngineConfig
 from tinyspec.kernels import backend
 from tinyspec.model.cpu_linears import CpuLinear
 from tinyspec.model.linears import (
+    distinct_linears,
     is_plain,
     kernel_stand_ins,
     linear_kinds,
@@ -60,11 +61,8 @@ class LinearModes:
         """Whether a plain linear's rows are a whole number of tiles, each of which begins in memory
         where a new tensor may: elsewhere a library might choose another kernel than was probed."""
         runner, module = self._runner, self._served.model.get_submodule(name)
-        reference, shape, weight = (
-            runner.buckets.reference,
-            linear_shape(module),
-            linear_weight(module),
-        )
+        reference = runner.buckets.reference
+        shape, weight = linear_shape(module), linear_weight(module)
         assert shape is not None
         itemsize = (runner.model.dtype if weight is None else weight.dtype).itemsize
         aligned = ALIGNED.get(runner.device.type, max(ALIGNED.values()))
@@ -76,10 +74,9 @@ class LinearModes:
         rows."""
         model, experts = self._served.model, kernel_experts(self._served.model)
         own = [name for name, module in experts.items() if not kernel_in_all_passes(module)]
-        modules = {name: model.get_submodule(name) for name in linear_kinds(model)}
         linears = (
             name
-            for name, module in modules.items()
+            for name, module in distinct_linears(model).items()
             if isinstance(module, CpuLinear) and module.differs_in_fast_mode(rows)
         )
         return (*own[:1], *linears)

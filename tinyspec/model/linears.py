@@ -168,29 +168,28 @@ def is_plain(module: nn.Module) -> TypeGuard[nn.Linear | SharedLinear]:
 
 
 class RowTiles:
-    """The layers of one model that run in tiles while ``on``. bound: they, and how each runs."""
+    """The layers of one model that run in tiles while ``on``."""
 
     def __init__(self) -> None:
         self.on = False
-        self.bound: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = []
+        self._bound: list[nn.Module] = []
 
     def bind(self, modules: Iterable[nn.Module], height: int) -> None:
         """Run ``modules`` in tiles of ``height`` rows where a larger pass is a multiple of it."""
         for module in modules:
-            tiled = self._tiled(module.forward, height)
-            self.bound.append((module, tiled))
             # On the instance: modules, parameters and their names stay what they are.
-            vars(module)["forward"] = tiled
+            vars(module)["forward"] = self._tiled(module.forward, height)
+            self._bound.append(module)
 
     def holds(self, module: nn.Module) -> bool:
         """Whether ``module`` was bound."""
-        return any(bound is module for bound, _ in self.bound)
+        return module in self._bound
 
     def unbind(self) -> None:
         """Remove the tiled forwards."""
-        for module, _ in self.bound:
+        for module in self._bound:
             del vars(module)["forward"]
-        self.bound = []
+        self._bound = []
 
     def _tiled(
         self, forward: Callable[[Tensor], Tensor], height: int
