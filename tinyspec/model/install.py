@@ -229,7 +229,8 @@ def _swap_layers(served: ServedModel, layers: Layers) -> None:
     for parent, name, module in children(served.model):
         if module in made:
             served.swap(parent, name, made[module])
+    names = _names(served.model)
     for own, behind in layers.following.items():
         layer, after = made.get(own), made.get(behind)
         if isinstance(layer, FusedLayer) and after is not None:
-            link(served.model, layer, after)
+            link(served.model, names, layer, after)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import accumulate, product
 from typing import Any, NamedTuple, TypeVar
 
@@ -233,19 +233,19 @@ def _recorded(
             made[module] = output, output.clone()
 
     called = [*layers, *norms]
-    hooks = [module.register_forward_pre_hook(before, with_kwargs=True) for module in called]
-    hooks += [layer.register_forward_hook(after) for layer in layers]
-    try:
+    with ExitStack() as hooks:
+        for module in called:
+            hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_hook(after))
         return module_calls(model, record, called, last), following
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
-def link(model: nn.Module, layer: FusedLayer, after: FusedLayer | FusedNorm) -> None:
+def link(
+    model: nn.Module, names: dict[int, str], layer: FusedLayer, after: FusedLayer | FusedNorm
+) -> None:
     """Let a layer compute the norm of what is called with its result, unless a hook might change
-    that before."""
-    names = {id(module): name for name, module in model.named_modules()}
+    that before. names: of the model's modules, by their ids."""
     paths = (accumulate(names[id(one)].split("."), "{}.{}".format) for one in (layer, after))
     passed = [layer, *map(model.get_submodule, set.symmetric_difference(*map(set, paths)))]
     if not any(map(has_hooks, passed)):
