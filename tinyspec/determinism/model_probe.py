@@ -9,7 +9,7 @@ padding. Knows passes and KV, not modules.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tinyspec.config import EngineConfig
 from tinyspec.determinism.rows import same_bits, unequal_bits
+from tinyspec.interrupts import flush
 from tinyspec.kernels import launch
 from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.kernels.twins.layers import CODES, stored, values
@@ -97,20 +98,14 @@ class ModelProbe:
 
     The first few hundred rows are distinct; the others repeat them on other pages. known: the
     reference rows, once they are computed. took: seconds of the fastest pass that was compared, by
-    rows. pause: called before every pass. Its memory lasts as long as the probe.
+    rows. Its memory lasts as long as the probe.
     """
 
     known: ReferenceRows
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        config: EngineConfig,
-        rows: int = 0,
-        pause: Callable[[], None] = lambda: None,
-    ):
+    def __init__(self, runner: ModelRunner, config: EngineConfig, rows: int = 0):
         assert config.page_size and config.max_model_len
-        self._runner, self._pause, self._page_size = runner, pause, config.page_size
+        self._runner, self._page_size = runner, config.page_size
         self.took: dict[int, float] = {}
         reference, largest = runner.buckets.reference, runner.buckets.sizes[-1]
         self.distinct = distinct = min(largest, -(-DISTINCT_ROWS // reference) * reference)
@@ -142,15 +137,12 @@ class ModelProbe:
         self._pools = [p.flatten(0, 1).flatten(1) for p in (*self._cache.k, *self._cache.v)]
         self._fill_pages()
 
-    def run_tokens(self, rows: int, tokens: Callable[[int, int], Tensor]) -> None:
-        """A pass of the first ``rows`` distinct rows with ``tokens(vocab_size, rows)``."""
-        assert rows <= self.distinct
-        ids = tokens(self._runner.vocab_size, rows).to(self._packed)
-        self._forward(0, rows, self._logit_rows(rows), ids=ids)
+    def run_tokens(self, ids: Tensor) -> None:
+        """A pass of as many of the first distinct rows, with these tokens."""
+        assert len(ids) <= self.distinct
+        self._forward(0, len(ids), self._logit_rows(len(ids)), ids=ids.to(self._packed))
 
-    def compute_reference(
-        self, recording: AbstractContextManager[object] | None = None
-    ) -> ReferenceRows:
+    def compute_reference(self, recording: AbstractContextManager[object]) -> None:
         """Compute the rows in passes of the reference bucket, after contexts of random KV.
 
         recording: around the first pass.
@@ -160,7 +152,7 @@ class ModelProbe:
         every = torch.arange(reference, device=self._runner.device)
         parts = []
         for first in range(0, self.distinct, reference):
-            with recording if recording is not None and not first else nullcontext():
+            with nullcontext() if first else recording:
                 logits, _ = self._forward(first, reference, every)
             parts.append([part[: self.distinct - first] for part in self._reduce(logits)])
         tables = [torch.cat(table) for table in zip(*parts, strict=True)]
@@ -177,7 +169,6 @@ class ModelProbe:
         ]
         self.known = ReferenceRows(tables, written, torch.cat(sound))
         self._copy_pages()
-        return self.known
 
     def difference(self, rows: int, numbers: Collection[int]) -> str | None:
         """What in canonical passes of ``rows`` rows with these ``numbers`` differs from the
@@ -270,7 +261,7 @@ class ModelProbe:
         packed[:, : len(place)] = self._packed[:, place]
         if ids is not None:
             packed[0] = ids
-        self._pause()
+        flush()
         batch = Batch(packed[0], packed[1], packed[2], self._metadata(first, len(place)), [])
         begun = self._clocks()
         with self._runner.on_pages(self._cache):
@@ -319,15 +310,13 @@ class ModelProbe:
 def graph_refusals(runner: ModelRunner, config: EngineConfig) -> dict[str, str]:
     """Why passes are not captured as graphs, by kind; empty for the twins, which know no graphs.
 
-    Runs a pass of each kind that has not run yet. None of ``runner`` may be running.
+    Runs a pass of each kind. None of ``runner`` may be running.
     """
     if runner.kernels.backend != "triton":
         return {}
-    missing = [canonical for canonical in KINDS if not runner.graphs.knows(canonical)]
-    if missing:
-        with runner.torch_state():
-            probe = ModelProbe(runner, config)
-            for canonical in missing:
-                probe.run_once(canonical)
+    with runner.torch_state():
+        probe = ModelProbe(runner, config)
+        for canonical in KINDS:
+            probe.run_once(canonical)
     found = {kind: runner.graphs.refusal(canonical) for canonical, kind in KINDS.items()}
     return {kind: why for kind, why in found.items() if why is not None}

@@ -31,7 +31,7 @@ from tinyspec.model.attention import (
     PendingRope,
     Reach,
 )
-from tinyspec.model.scratch_weights import with_scratch_weights
+from tinyspec.model.scratch_weights import scratch_weights
 from tinyspec.model.shadow import standing_in
 from tinyspec.model.trial import (
     ROWS,
@@ -279,7 +279,8 @@ def stand_ins(
             makes = [make for way in ways for make in way(trial)]
             tried[key] = None
             if makes:
-                tried[key] = with_scratch_weights(module, partial(trial.first_equal, makes))
+                with scratch_weights(module):
+                    tried[key] = trial.first_equal(makes)
         if (make := tried[key]) is not None:
             made[module] = make(module, context)
     return made

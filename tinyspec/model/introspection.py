@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from threading import Lock
 from typing import Any
 
@@ -20,7 +19,7 @@ from transformers import AttentionMaskInterface, PreTrainedModel
 
 from tinyspec.errors import unsupported
 from tinyspec.model.attention import Attend, AttentionCall, LayerShape, ModuleCall, Reach
-from tinyspec.model.scratch_weights import with_scratch_weights, with_weights
+from tinyspec.model.scratch_weights import other_weights, scratch_weights
 from tinyspec.model.supported import CACHE_NAMES, cache_windows, failing_module, vocab_size
 from tinyspec.model.trial import ROWS as PROBE_ROWS
 
@@ -226,8 +225,8 @@ def _forward(
         **more,
     )
     try:
-        # Buffers that modules write to are not the user's.
-        return with_weights(model, {}, partial(model, **arguments)).logits[0].float()
+        with other_weights({}, model):  # buffers that modules write to are not the user's
+            return model(**arguments).logits[0].float()
     except Exception as error:
         raise unsupported(model, failing_module(model, error)) from error
     finally:
@@ -244,8 +243,8 @@ def attention_calls(
     """
     calls, keeps_logits, reason = _tried(model, implementation, record)
     if reason == NO_POSITIONS:  # as with weights that are zero, which show nothing
-        again = partial(_tried, model, implementation, record)
-        calls, keeps_logits, reason = with_scratch_weights(model, again)
+        with scratch_weights(model):
+            calls, keeps_logits, reason = _tried(model, implementation, record)
     if reason is not None:
         raise unsupported(model, reason)
     return calls, keeps_logits
@@ -294,12 +293,10 @@ def module_calls(
 
     positions = torch.linspace(0, last, PROBE_ROWS, dtype=torch.float32, device="cpu").long()
     rows = torch.arange(PROBE_ROWS, device="cpu")
-    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in found]
-    try:
+    with ExitStack() as hooks:
+        for module in found:
+            hooks.enter_context(module.register_forward_pre_hook(note, with_kwargs=True))
         _forward(model, record, AttentionRecorder(Masks()), rows, positions)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return found
 
 
