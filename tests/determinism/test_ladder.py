@@ -85,7 +85,7 @@ def test_control_a_false_fact(monkeypatch):
     on_demand(monkeypatch)
     assert served(model, requests)[0] == expected
 
-    def false(prober, modes, probe, results, rows):
+    def false(prober, probe, results, rows):
         return results.with_bucket(BucketResult(rows, True, (), 0.001))
 
     monkeypatch.setattr(proof, "prove_bucket", false)

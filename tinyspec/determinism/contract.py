@@ -123,17 +123,11 @@ class Contract:
     linears. extra: what runs beside the model.
     """
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        config: EngineConfig,
-        extra: ExtraModules | None = None,
-        renew: Callable[[], None] = lambda: None,
-    ):
+    def __init__(self, runner: ModelRunner, extra: ExtraModules | None, renew: Callable[[], None]):
         self.results: ProbeResults | None = None
         self._weights_digest: dict[str, str] | None = None
         self.known_fingerprint: Fingerprint | None = None
-        self._runner, self._config = runner, config
+        self._runner, self._config = runner, runner.config
         self._renew, self.buckets = renew, runner.buckets
         self._key = ""
         self._ambient = ambient(runner.device)
@@ -145,10 +139,10 @@ class Contract:
                 uncounted,
             )
 
-    def serve(self, served: ServedModel, extra: ExtraModules | None = None) -> None:
+    def serve(self, served: ServedModel, extra: ExtraModules | None) -> None:
         """The model that the runner serves from now on: nothing is known of it."""
         self._served, self._model, self._extra = served, served.model, extra
-        self.modes = LinearModes(self._runner, self._config)
+        self.modes = LinearModes(self._runner)
         self._ladder = Ladder(self.buckets, self._config)
         self.runs_user_code = runs_user_code(served.root)
         self._runner.graphs.runs_user_code = self.runs_user_code
@@ -239,7 +233,7 @@ class Contract:
             counters = self._served.counters()
             if self._weights_digest is None:
                 self._weights_digest = self._digests(counters)
-            given = (self._weights_digest, self._config, self._runner.device, counters)
+            given = (self._weights_digest, self._config, counters)
             self.known_fingerprint = fingerprint(self._model, *given)
         return self.known_fingerprint
 
@@ -299,7 +293,7 @@ class Contract:
             return self._use(self._as_on_disk(known))
         logger.info("proving that deterministic=True can be kept, once for this model and machine")
         with self._proving() as prober:
-            found = prove_reference(prober, self.modes)
+            found = prove_reference(prober)
         return self._use(found)
 
     def probe(self, fresh: bool = False, attention_rows: int = MANY_ROWS) -> ProbeResults:
@@ -331,7 +325,7 @@ class Contract:
         if not new and all(kind.checked >= (attention_rows or 0) for kind in results.attention):
             return results
         with self._proving() as prober:
-            found = prove_buckets(prober, self.modes, results, new, attention_rows)
+            found = prove_buckets(prober, results, new, attention_rows)
         logger.info("proved passes of %s rows in %.1f s", new, time.perf_counter() - begun)
         return self._use(found)
 
@@ -340,7 +334,7 @@ class Contract:
         """Around a proof; where it raises, linears run as before it."""
         try:
             with self._runner.torch_state():
-                yield Prober(self._runner, self._config)
+                yield Prober(self._runner, self.modes)
         except BaseException:
             if self.results is None:
                 self.modes.restore()
@@ -354,7 +348,7 @@ class Contract:
         if not results.unsound:
             self.modes.serve(results.kernel_linears)
         with self._runner.torch_state():
-            check_pass(self._runner, ModelProbe(self._runner, self._config))
+            check_pass(self._runner, ModelProbe(self._runner))
         return results
 
     def _use(self, results: ProbeResults) -> ProbeResults:
@@ -375,6 +369,6 @@ class Contract:
     def _results_key(self) -> str:
         """Of results on disk: all that they depend on, which no value of a weight is."""
         model = self._model
-        rest = fingerprint(model, {"weights": ""}, self._config, self._runner.device).digest
+        rest = fingerprint(model, {"weights": ""}, self._config).digest
         found = implementations(model), layouts(model), adapter_state(model)
         return disk.key_of(rest, *found, self.buckets.sizes, self._config.linear)

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from tinyspec.config import EngineConfig
-from tinyspec.kernels import backend
 from tinyspec.model.cpu_linears import CpuLinear
 from tinyspec.model.linears import (
     distinct_linears,
@@ -27,8 +25,8 @@ ALIGNED = {"cpu": 64, "cuda": 256}
 class LinearModes:
     """Of one served model; all linears are as they were when this was made, at first."""
 
-    def __init__(self, runner: ModelRunner, config: EngineConfig):
-        self._served, self._runner, self._config = served_of(runner.model), runner, config
+    def __init__(self, runner: ModelRunner):
+        self._served, self._runner = served_of(runner.model), runner
         self._num_swapped = len(self._served.swapped)
         self._tiled: tuple[str, ...] = ()
 
@@ -38,8 +36,7 @@ class LinearModes:
             return ()
         model = self._served.model
         before = {name: model.get_submodule(name) for name in names}
-        linear = backend.load(self._config.backend).linear
-        for parent, name, module in kernel_stand_ins(model, linear, only=names):
+        for parent, name, module in kernel_stand_ins(model, self._runner.kernels.linear, names):
             self._served.swap(parent, name, module)
         self._runner.drop_graphs()
         return tuple(n for n in names if model.get_submodule(n) is not before[n])

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tinyspec.config import EngineConfig
 from tinyspec.determinism.rows import same_bits, unequal_bits
 from tinyspec.interrupts import flush
 from tinyspec.kernels import launch
@@ -103,13 +102,14 @@ class ModelProbe:
 
     known: ReferenceRows
 
-    def __init__(self, runner: ModelRunner, config: EngineConfig, rows: int = 0):
-        assert config.page_size and config.max_model_len
-        self._runner, self._page_size = runner, config.page_size
+    def __init__(self, runner: ModelRunner, rows: int = 0):
+        longest = runner.config.max_model_len
+        assert longest
+        self._runner, self._page_size = runner, runner.page_size
         self.took: dict[int, float] = {}
         reference, largest = runner.buckets.reference, runner.buckets.sizes[-1]
         self.distinct = distinct = min(largest, -(-DISTINCT_ROWS // reference) * reference)
-        own = segments(distinct, self._page_size, config.max_model_len, longest_split(runner))
+        own = segments(distinct, self._page_size, longest, longest_split(runner))
         self._pages, self._copies = own[-1].pages[-1] + 1, max(1, -(-rows // distinct))
         self._segments = [
             Segment(
@@ -140,7 +140,9 @@ class ModelProbe:
     def run_tokens(self, ids: Tensor) -> None:
         """A pass of as many of the first distinct rows, with these tokens."""
         assert len(ids) <= self.distinct
-        self._forward(0, len(ids), self._logit_rows(len(ids)), ids=ids.to(self._packed))
+        batch = self._batch(0, len(ids))
+        batch.input_ids.copy_(ids)
+        self._run(batch)
 
     def compute_reference(self, recording: AbstractContextManager[object]) -> None:
         """Compute the rows in passes of the reference bucket, after contexts of random KV.
@@ -149,11 +151,10 @@ class ModelProbe:
         """
         self._fill_pages()
         reference = self._runner.buckets.reference
-        every = torch.arange(reference, device=self._runner.device)
         parts = []
         for first in range(0, self.distinct, reference):
             with nullcontext() if first else recording:
-                logits, _ = self._forward(first, reference, every)
+                logits, _ = self._run(self._batch(first, reference))
             parts.append([part[: self.distinct - first] for part in self._reduce(logits)])
         tables = [torch.cat(table) for table in zip(*parts, strict=True)]
         own = self._packed[2, : self.distinct]
@@ -188,10 +189,9 @@ class ModelProbe:
         place = place % self.distinct
         for pool in self._pools:  # so that this pass must write what is compared
             pool.index_fill_(0, slots, 0)
-        kept = self._logit_rows(rows)
-        logits, seconds = self._forward(first, rows, kept, padding)
+        logits, seconds = self._run(self._batch(first, rows, padding))
         self.took[rows] = min(seconds, self.took.get(rows, seconds))
-        wrong = self._compare(logits, kept, place, slots)
+        wrong = self._compare(logits, self._logit_rows(rows), place, slots)
         for pool, written in zip(self._pools, self.known.written, strict=True):
             pool.index_copy_(0, slots, written[place])
         return wrong
@@ -245,24 +245,17 @@ class ModelProbe:
         count = min(rows, self._runner.buckets.reference)
         return torch.arange(count, device=self._runner.device) * rows // count
 
-    def _forward(
-        self,
-        first: int,
-        rows: int,
-        kept: Tensor,
-        padding: int = 0,
-        canonical: bool = True,
-        ids: Tensor | None = None,
-    ) -> tuple[Tensor, float]:
-        """Logits of ``kept`` of ``rows`` rows from ``first`` on, the last of them padding, and
-        seconds. ids: of other tokens."""
+    def _batch(self, first: int, rows: int, padding: int = 0) -> Batch:
+        """``rows`` rows from ``first`` on, the last of them padding."""
         place = self._rows_from(first, rows - padding)
         packed = torch.tensor([0, 0, -1], device=place.device)[:, None].repeat(1, rows)
         packed[:, : len(place)] = self._packed[:, place]
-        if ids is not None:
-            packed[0] = ids
+        return Batch(packed[0], packed[1], packed[2], self._metadata(first, len(place)))
+
+    def _run(self, batch: Batch, canonical: bool = True) -> tuple[Tensor, float]:
+        """Logits of those rows of a pass that are unembedded, and seconds."""
+        kept = self._logit_rows(len(batch.input_ids))
         flush()
-        batch = Batch(packed[0], packed[1], packed[2], self._metadata(first, len(place)), [])
         begun = self._clocks()
         with self._runner.on_pages(self._cache):
             logits = self._runner.forward(batch, kept, canonical)
@@ -303,11 +296,10 @@ class ModelProbe:
 
     def run_once(self, canonical: bool) -> None:
         """A pass of the reference bucket, of this kind."""
-        rows = self._runner.buckets.reference
-        self._forward(0, rows, self._logit_rows(rows), canonical=canonical)
+        self._run(self._batch(0, self._runner.buckets.reference), canonical)
 
 
-def graph_refusals(runner: ModelRunner, config: EngineConfig) -> dict[str, str]:
+def graph_refusals(runner: ModelRunner) -> dict[str, str]:
     """Why passes are not captured as graphs, by kind; empty for the twins, which know no graphs.
 
     Runs a pass of each kind. None of ``runner`` may be running.
@@ -315,7 +307,7 @@ def graph_refusals(runner: ModelRunner, config: EngineConfig) -> dict[str, str]:
     if runner.kernels.backend != "triton":
         return {}
     with runner.torch_state():
-        probe = ModelProbe(runner, config)
+        probe = ModelProbe(runner)
         for canonical in KINDS:
             probe.run_once(canonical)
     found = {kind: runner.graphs.refusal(canonical) for canonical, kind in KINDS.items()}

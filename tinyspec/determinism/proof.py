@@ -23,7 +23,6 @@ from math import prod
 
 from torch import Tensor, nn
 
-from tinyspec.config import EngineConfig
 from tinyspec.determinism.attention_probe import (
     LENGTH,
     MANY_ROWS,
@@ -81,13 +80,14 @@ class Prober:
     """Probes one model's linears, other functions of rows and passes, for as long as a proof lasts,
     as it takes memory.
 
-    linears: the first name of every kind. ops: other functions of rows, by name, after ``prepare``.
+    modes: in which its linears run. linears: the first name of every kind. ops: other functions of
+    rows, by name, after ``prepare``.
 
     Raises DeterminismError where memory does not suffice.
     """
 
-    def __init__(self, runner: ModelRunner, config: EngineConfig):
-        self.runner, self.config = runner, config
+    def __init__(self, runner: ModelRunner, modes: LinearModes):
+        self.runner, self.modes = runner, modes
         self.reference = runner.buckets.reference
         self._scratch = ScratchModel(runner.model)
         refuse_shortage(self._scratch.nbytes, runner.device)
@@ -210,17 +210,17 @@ def refuse_written(names: Collection[str]) -> None:
         )
 
 
-def prove_reference(prober: Prober, modes: LinearModes) -> ProbeResults:
+def prove_reference(prober: Prober) -> ProbeResults:
     """The results, which know one bucket; the linear kernel gets the linears that are unsound,
     unless the config fixes whom it serves. Raises as ``check_pass``."""
     begun = time.perf_counter()
-    runner = prober.runner
+    runner, modes = prober.runner, prober.modes
     found = [prober.keeps_places(name) for name in prober.linears]
-    every = linear_kinds(runner.model) if prober.config.linear == "auto" else {}
+    every = linear_kinds(runner.model) if runner.config.linear == "auto" else {}
     served = modes.serve([n for f in found if not f for n in every.get(f.name, ())])
     if served:
         found = [prober.keeps_places(name) for name in prober.linears]
-    probe = ModelProbe(runner, prober.config)
+    probe = ModelProbe(runner)
     # Routers of random numbers may send all rows one way, and the model's own another.
     recorders = [check_pass(runner, probe)]
     rows = prober.reference
@@ -244,17 +244,13 @@ def prove_reference(prober: Prober, modes: LinearModes) -> ProbeResults:
 
 
 def prove_buckets(
-    prober: Prober,
-    modes: LinearModes,
-    results: ProbeResults,
-    sizes: Collection[int],
-    attention_rows: int | None,
+    prober: Prober, results: ProbeResults, sizes: Collection[int], attention_rows: int | None
 ) -> ProbeResults:
     """``results`` with these further buckets, and with what a second look at the reference bucket
     shows, the first time. attention_rows: to compare of each kind; None: the first time of each
     some more."""
     first, unsound, runner = not results.confirmed, list[Unsound](), prober.runner
-    probe = ModelProbe(runner, prober.config, max(sizes, default=0))
+    probe = ModelProbe(runner, max(sizes, default=0))
     if first:
         unsound += routing(prober, probe)
     if first or sizes:
@@ -269,7 +265,7 @@ def prove_buckets(
     results = replace(results, confirmed=True).with_unsound(unsound)
     for rows in sorted(sizes):
         if not results.unsound:
-            results = prove_bucket(prober, modes, probe, results, rows)
+            results = prove_bucket(prober, probe, results, rows)
     return results
 
 
@@ -302,13 +298,13 @@ def routing(prober: Prober, probe: ModelProbe) -> list[Unsound]:
 
 
 def prove_bucket(
-    prober: Prober, modes: LinearModes, probe: ModelProbe, results: ProbeResults, rows: int
+    prober: Prober, probe: ModelProbe, results: ProbeResults, rows: int
 ) -> ProbeResults:
     """Whether bucket ``rows`` is canonical: its functions of rows, and then the model end to end.
 
     A plain linear with other bits in a larger bucket runs in tiles of the reference's rows there.
     """
-    begun = time.perf_counter()
+    begun, modes = time.perf_counter(), prober.modes
     differing = [n for n in (*prober.linears, *prober.ops) if not prober.agrees(n, rows)]
     broken = [
         name for name in differing if not (name in prober.linears and modes.can_tile(name, rows))

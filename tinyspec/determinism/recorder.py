@@ -160,7 +160,6 @@ class PassRecorder(TorchDispatchMode):
         self._own = {p.untyped_storage().data_ptr() for p in plain}
         context = served_of(self._model).context
         kernels = context.kernels
-        assert kernels is not None
         attend = partial(self._attend, kernels.paged_attention)
         with ExitStack() as hooks:
             for name, module in self._model.named_modules():
@@ -315,11 +314,7 @@ class _AutocastWatch(TorchFunctionMode):
         self._device_type = next(recorder._model.parameters()).device.type
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if self._recorder.autocast is None and torch.is_autocast_enabled(self._device_type):
             self._recorder.autocast = resolve_name(func) or str(func), self._recorder.where

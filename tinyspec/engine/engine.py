@@ -92,7 +92,6 @@ class Engine(OneProcess):
         self._thinking = thinking
         self._thinker = None if thinking is None else Thinker(thinking, config)
         kernels = backend.load(config.backend)
-        self._linear = kernels.linear if config.linear == "always" else None
         self.served = self._installed()
         most = 1 if self._grows else most_pages(config, self.served.layers, self.model)
         self._build(drafter, kernels, most)
@@ -101,7 +100,7 @@ class Engine(OneProcess):
 
     def _installed(self) -> ServedModel:
         """A shadow of the model as it is now."""
-        return install(self.model, self.config, self._linear, self._thinking)
+        return install(self.model, self.config, self._thinking)
 
     def _build(self, drafter: Drafter, kernels: backend.Kernels, num_pages: int) -> None:
         config = self.config
@@ -119,7 +118,7 @@ class Engine(OneProcess):
         extra = self._served_blocks(self.served)
         parts = (admission, scheduler, runner, Sampler(kernels), committer, drafter, records)
         self.core = EngineCore(*parts, bool(config.overlap), trace, self._thinker)
-        self.contract = Contract(runner, config, extra, self._renew)
+        self.contract = Contract(runner, extra, self._renew)
         self.tracker = RequestTracker(self.core, self.contract)
         self.lock = self.tracker.lock
         given = (self.model, self.tokenizer, config, self.pool, self._thinker)

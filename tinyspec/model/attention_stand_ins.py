@@ -260,7 +260,6 @@ def stand_ins(
     calls: list[AttentionCall],
     given: dict[nn.Module, list[ModuleCall]],
     context: AttentionContext,
-    ways: tuple[Way, ...],
 ) -> dict[nn.Module, nn.Module]:
     """The stand-ins of modules that have one.
 
@@ -276,7 +275,7 @@ def stand_ins(
         key = (kind_of(module), *map(described, arguments[0]), call.shape, call.scale, call.reach)
         if key not in tried:
             trial = Trial(call, arguments[0])
-            makes = [make for way in ways for make in way(trial)]
+            makes = [make for way in WAYS for make in way(trial)]
             tried[key] = None
             if makes:
                 with scratch_weights(module):

@@ -137,7 +137,7 @@ def _examine(engine: Engine, fresh: bool, begun: float) -> DoctorReport:
     try:
         if not engine.has_unfinished():
             contract.probe(fresh, ATTENTION_ROWS)
-            eager = graph_refusals(engine.runner, config)
+            eager = graph_refusals(engine.runner)
         contract.ensure()
     except DeterminismError as error:
         found: dict[str, Any] = {"problems": (str(error),)}
