@@ -36,8 +36,7 @@ class LinearModes:
             return ()
         model = self._served.model
         before = {name: model.get_submodule(name) for name in names}
-        for parent, name, module in kernel_stand_ins(model, self._runner.kernels.linear, names):
-            self._served.swap(parent, name, module)
+        self._served.swap_all(kernel_stand_ins(model, self._runner.kernels.linear, names))
         self._runner.drop_graphs()
         return tuple(n for n in names if model.get_submodule(n) is not before[n])
 
@@ -64,7 +63,8 @@ class LinearModes:
         itemsize = (runner.model.dtype if weight is None else weight.dtype).itemsize
         aligned = ALIGNED.get(runner.device.type, max(ALIGNED.values()))
         whole = rows % reference == 0 and reference * shape[0] * itemsize % aligned == 0
-        return whole and (is_plain(module) or runner.tiles.holds(module))
+        tiled = any(module is other for other in runner.tiles.bound)
+        return whole and (is_plain(module) or tiled)
 
     def other_in_fast_mode(self, rows: int) -> tuple[str, ...]:
         """The linears, and one expert for all, that fast mode runs another way in passes of so many

@@ -33,13 +33,7 @@ from tinyspec.model.attention import (
 )
 from tinyspec.model.scratch_weights import scratch_weights
 from tinyspec.model.shadow import standing_in
-from tinyspec.model.trial import (
-    ROWS,
-    described,
-    kind_of,
-    probe_rows,
-    same_bits,
-)
+from tinyspec.model.trial import ROWS, described, kind_of, probe_rows, same_bits
 from tinyspec.model.wrappers import own_forward, runs_class_forward
 
 # How transformers' modeling files call the function that rotates q and k.

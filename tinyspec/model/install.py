@@ -57,7 +57,7 @@ from tinyspec.model.supported import (
 )
 from tinyspec.model.torch_settings import pinned
 from tinyspec.model.torch_state import TorchState, without_modes
-from tinyspec.model.wrappers import compiled_modules, has_hooks
+from tinyspec.model.wrappers import has_hooks, is_compiled
 
 logger = logging.getLogger("tinyspec")
 
@@ -83,7 +83,7 @@ def _counts_positions(module: nn.Module) -> bool:
 def _always_swapped(model: nn.Module) -> list[nn.Module]:
     """The modules that are replaced in every model, or left out, and would lose their hooks."""
     found = [m for _, _, m in children(model) if _is_rotary(m) or _counts_positions(m)]
-    return found + [wrapper for wrapper in compiled_modules(model) if has_hooks(wrapper)]
+    return found + [m for m in model.modules() if is_compiled(m) and has_hooks(m)]
 
 
 def refuse_unsupported(model: PreTrainedModel) -> None:
@@ -169,11 +169,8 @@ def _install(served: ServedModel, config: EngineConfig) -> None:
     _swap_attention(served, last)
     _swap_layers(served, layers)
     if config.linear == "always":
-        linear = backend.load(config.backend).linear
-        for parent, name, kernel_linear in kernel_stand_ins(model, linear):
-            served.swap(parent, name, kernel_linear)
-    for parent, name, quicker in cpu_stand_ins(model, served.fast_mode):
-        served.swap(parent, name, quicker)
+        served.swap_all(kernel_stand_ins(model, backend.load(config.backend).linear))
+    served.swap_all(cpu_stand_ins(model, served.fast_mode))
 
 
 @cache

@@ -152,8 +152,3 @@ def _refuse_method(wrapper: object, name: str, config: Any) -> None:
         why = "PEFT's generate finds where it begins (alora_invocation_tokens)"
     if why is not None:
         raise unsupported(wrapper, f"adapter {name!r} is {kind}, and {why}")
-
-
-def compiled_modules(model: nn.Module) -> list[nn.Module]:
-    """The wrappers of torch.compile inside of ``model``."""
-    return [module for module in model.modules() if is_compiled(module)]
