@@ -78,29 +78,16 @@ def longest_split(runner: ModelRunner) -> int:
     return max(launch.attention(dtype, dim, device, codes).split for dim in dims)
 
 
-@dataclass(frozen=True)
-class ReferenceRows:
-    """What the reference bucket gives every distinct row, on scratch weights.
-
-    tables: of logits and log-probabilities; written: keys and values, by pool. sound: rows [N] of
-    sequences without NaN.
-    """
-
-    tables: list[Tensor]
-    written: list[Tensor]
-    sound: Tensor
-
-
 class ModelProbe:
     """Passes of up to ``rows`` rows, on pages of their own, and what the reference bucket gives
     the same rows.
 
-    The first few hundred rows are distinct; the others repeat them on other pages. known: the
-    reference rows, once they are computed. took: seconds of the fastest pass that was compared, by
-    rows. Its memory lasts as long as the probe.
-    """
+    The first few hundred rows are distinct; the others repeat them on other pages. took: seconds of
+    the fastest pass that was compared, by rows. Its memory lasts as long as the probe.
 
-    known: ReferenceRows
+    Once the reference rows are computed: tables: of the logits and log-probabilities of every
+    distinct row. written: their keys and values, by pool. sound: rows [N] of sequences without NaN.
+    """
 
     def __init__(self, runner: ModelRunner, rows: int = 0):
         longest = runner.config.max_model_len
@@ -156,28 +143,25 @@ class ModelProbe:
             with nullcontext() if first else recording:
                 logits, _ = self._run(self._batch(first, reference))
             parts.append([part[: self.distinct - first] for part in self._reduce(logits)])
-        tables = [torch.cat(table) for table in zip(*parts, strict=True)]
+        self.tables = [torch.cat(table) for table in zip(*parts, strict=True)]
         own = self._packed[2, : self.distinct]
-        written = [pool.index_select(0, own) for pool in self._pools]
+        self.written = [pool.index_select(0, own) for pool in self._pools]
         # A NaN in keys or values reaches other rows of its sequence, and which ones depends on the
         # order of passes: such sequences are not compared.
-        numbers = (values(rows, self._runner.model.dtype) for rows in written)
+        numbers = (values(rows, self._runner.model.dtype) for rows in self.written)
         finite = torch.stack([rows.isfinite().all(dim=1) for rows in numbers]).all(dim=0)
         sound = [
             finite[p.first : p.end].all().expand(p.end - p.first)
             for p in self._segments
             if p.first < self.distinct
         ]
-        self.known = ReferenceRows(tables, written, torch.cat(sound))
+        self.sound = torch.cat(sound)
         self._copy_pages()
 
     def difference(self, rows: int, numbers: Collection[int]) -> str | None:
         """What in canonical passes of ``rows`` rows with these ``numbers`` differs from the
         reference bucket."""
-        for number in numbers:
-            if (wrong := self._difference(rows, number)) is not None:
-                return wrong
-        return None
+        return next(filter(None, (self._difference(rows, number) for number in numbers)), None)
 
     def _difference(self, rows: int, number: int) -> str | None:
         """Each pass begins with other sequences, so that neighbours differ, and every second one
@@ -192,7 +176,7 @@ class ModelProbe:
         logits, seconds = self._run(self._batch(first, rows, padding))
         self.took[rows] = min(seconds, self.took.get(rows, seconds))
         wrong = self._compare(logits, self._logit_rows(rows), place, slots)
-        for pool, written in zip(self._pools, self.known.written, strict=True):
+        for pool, written in zip(self._pools, self.written, strict=True):
             pool.index_copy_(0, slots, written[place])
         return wrong
 
@@ -204,15 +188,15 @@ class ModelProbe:
             if same_bits(found, expected):
                 return False
             unlike = unequal_bits(found, expected).any(dim=1)
-            return bool((unlike & self.known.sound[rows]).any())
+            return bool((unlike & self.sound[rows]).any())
 
         live = kept < len(place)
         rows = place[kept[live]]
         names = ("logits", "log-probabilities")
-        for name, found, table in zip(names, self._reduce(logits), self.known.tables, strict=True):
+        for name, found, table in zip(names, self._reduce(logits), self.tables, strict=True):
             if differs(found[live], table, rows):
                 return name
-        for pool, written in zip(self._pools, self.known.written, strict=True):
+        for pool, written in zip(self._pools, self.written, strict=True):
             if differs(pool.index_select(0, slots), written, place):
                 return "keys and values"
         return None

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -80,8 +79,8 @@ class Prober:
     """Probes one model's linears, other functions of rows and passes, for as long as a proof lasts,
     as it takes memory.
 
-    modes: in which its linears run. linears: the first name of every kind. ops: other functions of
-    rows, by name, after ``prepare``.
+    modes: in which its linears run. scratch: its scratch weights. linears: the first name of every
+    kind. ops: other functions of rows, by name, after ``prepare``.
 
     Raises DeterminismError where memory does not suffice.
     """
@@ -89,20 +88,16 @@ class Prober:
     def __init__(self, runner: ModelRunner, modes: LinearModes):
         self.runner, self.modes = runner, modes
         self.reference = runner.buckets.reference
-        self._scratch = ScratchModel(runner.model)
-        refuse_shortage(self._scratch.nbytes, runner.device)
+        self.scratch = ScratchModel(runner.model)
+        refuse_shortage(self.scratch.nbytes, runner.device)
         self.linears = list(linear_kinds(runner.model))
         self.ops: dict[str, RowOp] = {}
-
-    def on_scratch(self) -> AbstractContextManager[None]:
-        """A block on scratch weights, the same ones every time."""
-        return self._scratch.in_place()
 
     def record(self, probe: ModelProbe, tokens: Iterable[Tensor]) -> list[PassRecorder]:
         """Recorded passes, one with each set of tokens."""
         found = []
         for ids in tokens:
-            found.append(recorder_of(self.runner, len(ids)))
+            found.append(PassRecorder(self.runner, len(ids)))
             with found[-1].recording():
                 probe.run_tokens(ids)
         return found
@@ -111,8 +106,8 @@ class Prober:
         """Compute the reference rows, and take the functions of rows from the first of their
         passes: those in the model, and what experts and fused modules compute between their
         matmuls."""
-        model, recorder = self.runner.model, recorder_of(self.runner, self.reference)
-        with self.on_scratch():
+        model, recorder = self.runner.model, PassRecorder(self.runner, self.reference)
+        with self.scratch.in_place():
             probe.compute_reference(recorder.recording())
         hidden = (*row_functions(kernel_experts(model)), *fused_functions(model))
         more = [RowOp(name, dtype, shape, fn) for name, fn, shape, dtype in hidden]
@@ -124,7 +119,7 @@ class Prober:
 
     def keeps_places(self, name: str) -> ComparedRows:
         """Fact 1 of a linear or another function of rows in the reference bucket."""
-        with self.on_scratch():
+        with self.scratch.in_place():
             users, of_rows, pools = self._function(name)
             if users:
                 # Small rows beside much larger ones: what compares all rows with a number of its
@@ -135,7 +130,7 @@ class Prober:
 
     def agrees(self, name: str, rows: int) -> bool:
         """Fact 2: whether its rows have the reference bucket's bits in passes of ``rows`` rows."""
-        with self.on_scratch():
+        with self.scratch.in_place():
             users, of_rows, pools = self._function(name)
             return users or agree(of_rows, pools, rows, self.reference)
 
@@ -165,16 +160,11 @@ class Prober:
         return RowOp(name, dtype, shape[:1], product, weight)
 
 
-def recorder_of(runner: ModelRunner, rows: int) -> PassRecorder:
-    """Of a pass of ``rows`` rows."""
-    return PassRecorder(runner.model, rows, min(rows, runner.buckets.reference))
-
-
 def check_pass(runner: ModelRunner, probe: ModelProbe) -> PassRecorder:
     """A pass on the model's own weights, recorded. Raises DeterminismError where an operator runs
     under autocast, or writes to a parameter or buffer."""
     served, rows = served_of(runner.model), runner.buckets.reference
-    recorder = recorder_of(runner, rows)
+    recorder = PassRecorder(runner, rows)
     try:
         with other_weights({}, runner.model):
             before = served.marks()
@@ -224,12 +214,12 @@ def prove_reference(prober: Prober) -> ProbeResults:
     # Routers of random numbers may send all rows one way, and the model's own another.
     recorders = [check_pass(runner, probe)]
     rows = prober.reference
-    with prober.on_scratch():
+    with prober.scratch.in_place():
         recorders += prober.record(probe, token_sets(runner.vocab_size, rows)[:1])
     recorders.append(prober.prepare(probe))
     unsound = data_dependent(r.matmuls for r in recorders)
     unsound += [wrong for r in recorders for wrong in reads_rows(r)][:1]
-    if not probe.known.sound.any():
+    if not probe.sound.any():
         unsound.append(Unsound(MODEL, NOT_FINITE))
     found += [prober.keeps_places(name) for name in prober.ops]
     unsound += unsound_places(found, rows)
@@ -282,7 +272,7 @@ def unsound_places(found: Iterable[ComparedRows], rows: int, remedy: str = "") -
 def compare_passes(prober: Prober, probe: ModelProbe, numbers: Collection[int]) -> list[Unsound]:
     """Passes of the reference bucket with these numbers, compared with the reference rows."""
     rows = prober.reference
-    with prober.on_scratch():
+    with prober.scratch.in_place():
         wrong = probe.difference(rows, numbers)
     why = f"{MODEL}: at {rows} rows {wrong} depend on a row's index or neighbours"
     return [Unsound(MODEL, why)] if wrong else []
@@ -292,7 +282,7 @@ def routing(prober: Prober, probe: ModelProbe) -> list[Unsound]:
     """Matmuls of larger passes whose shapes depend on values, on scratch weights or the model's
     own."""
     tokens = token_sets(prober.runner.vocab_size, probe.distinct)
-    with prober.on_scratch():
+    with prober.scratch.in_place():
         found = data_dependent(r.matmuls for r in prober.record(probe, tokens))
     return found or data_dependent(r.matmuls for r in prober.record(probe, tokens))
 
@@ -315,7 +305,7 @@ def prove_bucket(
     if not broken:
         few = PASSES if rows <= prober.reference else LARGE_PASSES
         numbers = range(max(few, LEAST_ROWS // rows))
-        with prober.on_scratch():
+        with prober.scratch.in_place():
             wrong = probe.difference(rows, numbers)
         broken = [MODEL] if wrong else []
     own_way = () if broken else (*differing, *modes.other_in_fast_mode(rows))

@@ -27,7 +27,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedModel
 
 from tinyspec.determinism.model_state import function_settings, functions, is_users
 from tinyspec.determinism.results import Unsound
@@ -35,6 +34,7 @@ from tinyspec.model.linears import linear_shape
 from tinyspec.model.moe import kernel_experts
 from tinyspec.model.quantized import is_packed
 from tinyspec.model.served_model import served_of
+from tinyspec.runner.model_runner import ModelRunner
 
 SHAPES_DEPEND = (
     "the shapes of its matmuls depend on the values of the rows, so that no probe of shapes can "
@@ -108,14 +108,16 @@ def _storage(x: Tensor) -> StorageWeakRef:
 
 
 class PassRecorder(TorchDispatchMode):
-    """Of one pass of a served model with ``rows`` rows.
+    """Of one pass of the runner's model with ``rows`` rows, except inside experts that the linear
+    kernel serves.
 
-    logit_rows: how many of the rows are unembedded. host_reads: modules that read rows. autocast:
-    the first operator that ran under it, and its module.
+    host_reads: modules that read rows. autocast: the first operator that ran under it, and its
+    module.
     """
 
-    def __init__(self, model: PreTrainedModel, rows: int, logit_rows: int):
+    def __init__(self, runner: ModelRunner, rows: int):
         super().__init__()
+        model = runner.model
         self.matmuls: list[Matmul] = []
         self.host_reads: list[str] = []
         self.autocast: tuple[str, str] | None = None
@@ -131,7 +133,8 @@ class PassRecorder(TorchDispatchMode):
         }
         self._modules: dict[object, RowOp] = {}
         self._steps: dict[object, tuple[str, RowOp]] = {}
-        self._leading = ((1, rows), (1, logit_rows))
+        # As many rows as the reference bucket has are unembedded, or all.
+        self._leading = ((1, rows), (1, min(rows, runner.buckets.reference)))
         # Modules without children from one tensor to one: their operators are no steps.
         self._whole: set[str] = set()
         self._kept_alive: list[Tensor] = []

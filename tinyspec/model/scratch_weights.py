@@ -256,11 +256,10 @@ class ScratchModel:
         Raises DeterminismError for packed weights whose library has no function that packs others.
         """
         if not self._drawn:
-            drawn = {
-                name: scratch_like(self._own[name], self._buffers, form)
+            self._drawn = {
+                id(self._own[name]): scratch_like(self._own[name], self._buffers, form)
                 for name, form in self._forms.items()
             } | self._packed()
-            self._drawn = {id(self._own[name]): weight for name, weight in drawn.items()}
 
         with self._own_states():
             try:
@@ -274,8 +273,8 @@ class ScratchModel:
                 why = failing_module(self._model, error)
                 raise DeterminismError(f"on weights of the proof's own making {why}") from error
 
-    def _packed(self) -> dict[str, Tensor]:
-        """A random packed weight for every packed one; those of one layout share their parts."""
+    def _packed(self) -> dict[int, Tensor]:
+        """By the id of every packed weight a random one; those of one layout share their parts."""
         made: dict[Hashable, Any] = {}
         found = {}
         for name, form in self._sources.items():
@@ -287,7 +286,7 @@ class ScratchModel:
                     made[key] = packed_like(weight, self._buffers.view(form))
             if made[key] is None:
                 raise self._refusal(name)
-            found[name] = shared(made[key])
+            found[id(weight)] = shared(made[key])
         return found
 
     @contextmanager
