@@ -30,7 +30,7 @@ WINGS = (
     ("kernels",),
 )
 # In order: each imports only what stands before it.
-SHARED = ("errors", "scalars", "config", "sampling_params", "outputs")
+SHARED = ("errors", "interrupts", "scalars", "config", "sampling_params", "outputs")
 # Beside the wings: the public surface.
 SURFACE = ("tinyspec", "__main__")
 NOT_ON_HOST = {"torch", "triton", "transformers", "tokenizers"}

@@ -14,9 +14,9 @@ from tinyspec.determinism.attention_probe import (
     LENGTH,
     MANY_ROWS,
     AttentionKind,
+    AttentionProbe,
     attention_kinds,
     compare_attention,
-    compare_rows,
 )
 from tinyspec.determinism.results import ComparedRows
 from tinyspec.kernels import backend as kernels
@@ -46,7 +46,7 @@ def probe(dtype, dim, softcap=0.0, heads=(8, 2), kernels=TWINS, reach=None, sink
     """One kind of calls, by one round or more."""
     kind = AttentionKind(LayerShape(*heads, dim, softcap, sinks=sinks), reach or Reach())
     like, known = torch.empty(0, dtype=dtype), ComparedRows(kind.name)
-    return compare_rows(kernels, kind, like, more.pop("kv_dtype", dtype), known, **more)
+    return AttentionProbe(kernels, like, more.pop("kv_dtype", dtype)).compare(kind, known, **more)
 
 
 def of_engine(engine):

@@ -14,7 +14,7 @@ from tests.support.mixes import bits, crowd, needles, solo
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import prompts, tiny
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams, doctor
-from tinyspec.determinism import contract, proof
+from tinyspec.determinism import attention_probe, contract, model_probe, proof
 from tinyspec.determinism.contract import Ladder
 from tinyspec.determinism.results import BucketResult, ProbeResults, Unsound
 from tinyspec.runner.model_runner import ModelRunner
@@ -85,7 +85,7 @@ def test_control_a_false_fact(monkeypatch):
     on_demand(monkeypatch)
     assert served(model, requests)[0] == expected
 
-    def false(prober, modes, probe, results, rows):
+    def false(prober, probe, results, rows):
         return results.with_bucket(BucketResult(rows, True, (), 0.001))
 
     monkeypatch.setattr(proof, "prove_bucket", false)
@@ -251,13 +251,13 @@ def test_an_interrupt_takes_effect_between_the_passes_of_a_proof(monkeypatch):
 
     with Engine(model, config=CONFIG) as engine:
         engine.contract.ensure()
-        whole = engine.contract.pause
-        engine.contract.pause = interrupted
-        with pytest.raises(KeyboardInterrupt):
-            engine.warm_up()
+        with monkeypatch.context() as patches:
+            for module in (attention_probe, model_probe, proof):
+                patches.setattr(module, "flush", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.warm_up()
         assert len(passes) == 20
         assert all(map(torch.equal, before, model.parameters()))
-        engine.contract.pause = whole
         assert engine.generate(prompts(1), DETERMINISTIC)
 
 

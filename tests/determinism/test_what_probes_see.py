@@ -3,6 +3,7 @@
 Each broken stand-in is one that a probe did not see before.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -38,8 +39,8 @@ def test_a_difference_beyond_a_split(backend):
     with engine, engine.runner.torch_state():
         context = engine.served.context
         context.kernels = replace(TWINS, backend=backend)
-        probe = ModelProbe(engine.runner, engine.config)
-        probe.compute_reference()
+        probe = ModelProbe(engine.runner)
+        probe.compute_reference(nullcontext())
         passes = range(1, FIRST_PASSES + 1)
         assert probe.difference(8, passes) is None
         context.kernels = replace(TWINS, backend=backend, paged_attention=attend)
@@ -50,8 +51,8 @@ def test_a_difference_beyond_a_split(backend):
 def test_operators_of_routers(family, router):
     """Recorded while scratch weights stand for the model's own, which a parameter is known by."""
     with Engine(tiny_moe(family)) as engine, engine.runner.torch_state():
-        prober = Prober(engine.runner, engine.config, lambda: None)
-        prober.prepare(ModelProbe(engine.runner, engine.config))
+        prober = Prober(engine.runner, engine.contract.modes)
+        prober.prepare(ModelProbe(engine.runner))
         found = {name.partition("mlp")[2].partition(" of ")[0] for name in prober.ops}
     assert {f".{router}: linear", f".{router}: softmax"} <= found
 

@@ -18,7 +18,7 @@ import tinyspec
 from tests.support import signals
 from tests.support.drop_in import PAD, SMALL
 from tests.support.tiny import config_of
-from tinyspec.engine import lock as interrupts
+from tinyspec import interrupts
 
 pytestmark = pytest.mark.usefixtures("sigint")
 IDS = torch.tensor([[5, 17, 3]])

@@ -43,7 +43,7 @@ def supply(engine, sequences, disturb=lambda step: None):
             assert all(s.next_logits is not None for s in sequences)
             seen.append(torch.stack([s.next_logits for s in sequences]))
             tokens = seen[-1].argmax(-1).tolist()
-            engine.core.committer.supply(sequences, tokens, None)
+            engine.core.committer.supply(sequences, tokens)
             engine.tracker.end(sequences, ["length" if step == NEW - 1 else ""] * len(sequences))
     assert all(s.finished and s.num_generated == NEW for s in sequences)
     assert engine.has_unfinished() or engine.pool.num_held == len(engine.admission.waiting) == 0

@@ -78,7 +78,7 @@ def through(model, monkeypatch, way):
     rotated = []
     with monkeypatch.context() as patches:
         patches.setattr(install, "_is_rotary", lambda module: False)
-        patches.setattr(install, "WAYS", WAYS[way])
+        patches.setattr(attention_stand_ins, "WAYS", WAYS[way])
         patched = install.install(model, CONFIG)
     context = patched.context
     twins = kernels.load("torch")
@@ -443,7 +443,7 @@ LATER = {
 @pytest.mark.parametrize("source", LATER.values(), ids=LATER)
 def test_what_reaches_attention_must_be_what_was_handed_on(source, monkeypatch):
     """A pass ends where a module does something else with q and k than in its trial."""
-    monkeypatch.setattr(install, "WAYS", (rope_left_out,))
+    monkeypatch.setattr(attention_stand_ins, "WAYS", (rope_left_out,))
     model = with_forward(source)
     assert set(ways(model)) == {"deferred"}
     with Engine(model, config=CONFIG) as engine:
@@ -472,7 +472,7 @@ def reordered(model):
 @pytest.mark.parametrize("way", WAYS)
 def test_each_call_must_come_from_the_module_of_the_survey(way, monkeypatch):
     """As many calls as at load, in another order: another layer's keys would be read."""
-    monkeypatch.setattr(install, "WAYS", WAYS[way])
+    monkeypatch.setattr(attention_stand_ins, "WAYS", WAYS[way])
     model = reordered(tiny("llama"))
     prompt = [3, 4, 5, 6, 7]
     with Engine(model, config=CONFIG) as engine:
@@ -509,7 +509,7 @@ def test_no_modeling_file_is_imported():
 
 def test_a_family_that_is_no_longer_fused_says_so_once(monkeypatch, caplog):
     """Where transformers writes its attention in another way, as 5.24 did with decorators."""
-    monkeypatch.setattr(install, "WAYS", ())
+    monkeypatch.setattr(attention_stand_ins, "WAYS", ())
     install._warn_unfused.cache_clear()
     with caplog.at_level(logging.WARNING, logger="tinyspec"):
         for kind in ("phi3", "phi3", "gpt2"):

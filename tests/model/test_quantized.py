@@ -343,14 +343,12 @@ def test_random_packed_weights_have_the_format_of_the_own(folder, name):
     rows = torch.randn(3, 64, dtype=model.dtype)
     linear = model.get_submodule(NAME)
 
-    def look():
-        found = {name: model.get_parameter(name) for name in own}
-        assert all(same_format(found[n], w) and found[n] is not w for n, w in own.items())
-        return linear(rows)
-
     with torch.no_grad():
         before = linear(rows)
-        among = ScratchModel(model).run(look)
+        with ScratchModel(model).in_place():
+            found = {name: model.get_parameter(name) for name in own}
+            assert all(same_format(found[n], w) and found[n] is not w for n, w in own.items())
+            among = linear(rows)
         assert among.isfinite().all() and not torch.equal(among, before)
         assert torch.equal(linear(rows), before)
     assert all(w is own[n] for n, w in model.named_parameters() if n in own)

@@ -8,7 +8,7 @@ from tests.support.memory import watched
 from tests.support.tiny import config_of, tiny
 from tests.support.zoo import tiny as of_zoo
 from tinyspec.model.linears import linear_kinds
-from tinyspec.model.scratch_weights import ALIGNMENT, ScratchModel, weights_of, with_scratch_weights
+from tinyspec.model.scratch_weights import ALIGNMENT, ScratchModel, scratch_weights, weights_of
 
 
 def at(place, *shape, dtype=torch.float32):
@@ -57,15 +57,11 @@ def test_forms_are_those_of_the_own_weights(mode):
     copies = {name: weight.detach().clone() for name, weight in own.items()}
     seen = {}
 
-    def look():
+    with mode(), scratch_weights(model):
         for name, weight in model.named_parameters():
             assert form(weight) == forms[name], name
             assert weight is not own[name] and weight.isfinite().all() and weight.any()
             seen[name] = weight.float()
-        return "returned"
-
-    with mode():
-        assert with_scratch_weights(model, look) == "returned"
     assert seen.keys() == own.keys()
     assert all(weight is own[name] for name, weight in model.named_parameters())
     assert all(torch.equal(own[name], copies[name]) for name in own)
@@ -96,10 +92,9 @@ def test_tied_weights_stay_tied():
     model = tiny("gpt2")
     own = model.lm_head.weight
 
-    def look():
-        return model.lm_head.weight is model.transformer.wte.weight is not own
-
-    assert own is model.transformer.wte.weight and with_scratch_weights(model, look)
+    assert own is model.transformer.wte.weight
+    with scratch_weights(model):
+        assert model.lm_head.weight is model.transformer.wte.weight is not own
     assert model.lm_head.weight is model.transformer.wte.weight is own
 
 
@@ -117,7 +112,8 @@ def test_a_position_embedding_inside_of_a_stand_in():
             return embed(torch.ones(1, 4))
 
         own = run()
-        assert not torch.equal(with_scratch_weights(model, run), own)
+        with scratch_weights(model):
+            assert not torch.equal(run(), own)
         assert torch.equal(run(), own)
 
 
@@ -134,5 +130,6 @@ def test_memory_is_that_of_the_largest_weight():
 
 def proof_memory(model):
     scratch = ScratchModel(model)
-    assert scratch.run(lambda: model.lm_head.weight.sum()).isfinite()
+    with scratch.in_place():
+        assert model.lm_head.weight.sum().isfinite()
     return scratch.nbytes

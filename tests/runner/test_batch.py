@@ -111,7 +111,7 @@ def test_control_an_argument_that_depends_on_lengths(kernels, monkeypatch):
 def refusals(model):
     """What is found by passes whose kernels do not run."""
     with recording(), Engine(model, config=CONFIG) as engine:
-        return graph_refusals(engine.runner, engine.config)
+        return graph_refusals(engine.runner)
 
 
 def test_what_graphs_cannot_hold():

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyspec.cli import common
-from tinyspec.engine.lock import between_steps
 from tinyspec.errors import TinyspecError, refuse
+from tinyspec.interrupts import between_steps
 from tinyspec.outputs import RequestOutput
 from tinyspec.sampling_params import SamplingParams
 

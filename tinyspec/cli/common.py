@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from tinyspec.config import EngineConfig
-from tinyspec.engine.lock import in_main_thread
 from tinyspec.errors import OTHER_NAMES, TinyspecError, refuse
+from tinyspec.interrupts import in_main_thread
 from tinyspec.outputs import RequestOutput, no_name_twice
 from tinyspec.sampling_params import LOGPROBS_MODES, SamplingParams
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from tinyspec.cli import common
 from tinyspec.config import EngineConfig
-from tinyspec.engine.lock import between_steps
 from tinyspec.errors import refuse
+from tinyspec.interrupts import between_steps
 from tinyspec.outputs import RequestOutput, StreamEvent
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ segments and passes. Knows kinds of attention calls and kernels, not models.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tinyspec.determinism.results import ComparedRows
 from tinyspec.determinism.rows import more_rows, unequal_bits
+from tinyspec.interrupts import flush
 from tinyspec.kernels.backend import AttentionMetadata, Kernels
 from tinyspec.kernels.twins.attention import KEYS_UNIT
 from tinyspec.kernels.twins.attention_plan import TILE
@@ -94,43 +95,19 @@ def compare_attention(
     known: Collection[ComparedRows] = (),
     rows: int | None = None,
     seconds: float | None = None,
-    pause: Callable[[], None] = lambda: None,
 ) -> list[ComparedRows]:
     """``known`` with further rows of ``kinds``, by the kernels that the runner's passes call.
 
     rows: to have compared of each kind; None: one round more than are known.
     """
     like = torch.empty(0, dtype=runner.model.dtype, device=runner.device)
+    probe = AttentionProbe(runner.kernels, like, runner.kv_dtype)
     found = {kind.name: kind for kind in known}
     for kind in kinds:
         before = found.get(kind.name, ComparedRows(kind.name))
         wanted = before.checked + 1 if rows is None else rows
-        given = (runner.kernels, kind, like, runner.kv_dtype, before, wanted, seconds, pause)
-        found[kind.name] = compare_rows(*given)
+        found[kind.name] = probe.compare(kind, before, wanted, seconds)
     return list(found.values())
-
-
-def compare_rows(
-    kernels: Kernels,
-    kind: AttentionKind,
-    like: Tensor,
-    kv_dtype: torch.dtype,
-    known: ComparedRows,
-    rows: int = 1,
-    seconds: float | None = None,
-    pause: Callable[[], None] = lambda: None,
-) -> ComparedRows:
-    """Rounds until ``rows`` are compared or ``seconds`` are over (None: no limit), but one where
-    nothing is known. like: of the dtype and on the device of queries. kv_dtype: of the cache.
-    pause: called between passes."""
-    begun = time.perf_counter()
-    while known.checked < rows:
-        number = known.checked // ROWS_OF_ROUND
-        for wrong in _round(kernels, kind, like, kv_dtype, number, pause):
-            known = more_rows(known, wrong)
-        if seconds is not None and time.perf_counter() - begun > seconds:
-            break
-    return known
 
 
 def _passes() -> list[Spans]:
@@ -155,37 +132,52 @@ PASSES = _passes()
 ROWS_OF_ROUND = sum(end - first for spans in PASSES for first, end in spans)
 
 
-def _round(
-    kernels: Kernels,
-    kind: AttentionKind,
-    like: Tensor,
-    kv_dtype: torch.dtype,
-    seed: int,
-    pause: Callable[[], None],
-) -> list[Tensor]:
-    """Where the rows of ``PASSES`` differ from the same rows of the whole prompt, by pass."""
+class AttentionProbe(NamedTuple):
+    """Runs attention as passes do. like: of the dtype and on the device of queries. kv_dtype: of
+    the cache."""
 
-    def metadata(spans: Spans) -> AttentionMetadata:
-        return AttentionMetadata.of(spans, [range(PAGES)] * len(spans), PAGE_SIZE, like.device)
+    kernels: Kernels
+    like: Tensor
+    kv_dtype: torch.dtype
 
-    generator = torch.Generator().manual_seed(seed)
+    def compare(
+        self, kind: AttentionKind, known: ComparedRows, rows: int = 1, seconds: float | None = None
+    ) -> ComparedRows:
+        """Rounds until ``rows`` are compared or ``seconds`` are over (None: no limit), but one
+        where nothing is known."""
+        begun = time.perf_counter()
+        while known.checked < rows:
+            for wrong in self._round(kind, known.checked // ROWS_OF_ROUND):
+                known = more_rows(known, wrong)
+            if seconds is not None and time.perf_counter() - begun > seconds:
+                break
+        return known
 
-    def draw(*size: int) -> Tensor:
-        drawn = torch.randn(*size, generator=generator, dtype=torch.float32, device="cpu")
-        return drawn.to(like)
+    def _round(self, kind: AttentionKind, seed: int) -> list[Tensor]:
+        """Where the rows of ``PASSES`` differ from the same rows of the whole prompt, by pass."""
+        like, paged_attention = self.like, self.kernels.paged_attention
 
-    shape = kind.shape
-    size = PAGES, PAGE_SIZE, shape.num_kv_heads, shape.head_dim
-    k, v = (stored(draw(*size), kv_dtype) for _ in range(2))
-    q = draw(LENGTH, shape.num_heads, shape.head_dim)
-    scores = {"scale": shape.head_dim**-0.5, "softcap": shape.softcap, **vars(kind.reach)}
-    if shape.sinks:
-        scores["sinks"] = draw(shape.num_heads)
-    whole = kernels.paged_attention(q, k, v, metadata([(0, LENGTH)]), **scores)
-    wrong = []
-    for spans in PASSES:
-        pause()
-        index = torch.cat([torch.arange(*span, device=like.device) for span in spans])
-        out = kernels.paged_attention(q[index], k, v, metadata(spans), **scores)
-        wrong.append(unequal_bits(whole[index], out))
-    return wrong
+        def metadata(spans: Spans) -> AttentionMetadata:
+            return AttentionMetadata.of(spans, [range(PAGES)] * len(spans), PAGE_SIZE, like.device)
+
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(*size: int) -> Tensor:
+            drawn = torch.randn(*size, generator=generator, dtype=torch.float32, device="cpu")
+            return drawn.to(like)
+
+        shape = kind.shape
+        size = PAGES, PAGE_SIZE, shape.num_kv_heads, shape.head_dim
+        k, v = (stored(draw(*size), self.kv_dtype) for _ in range(2))
+        q = draw(LENGTH, shape.num_heads, shape.head_dim)
+        scores = {"scale": shape.head_dim**-0.5, "softcap": shape.softcap, **vars(kind.reach)}
+        if shape.sinks:
+            scores["sinks"] = draw(shape.num_heads)
+        whole = paged_attention(q, k, v, metadata([(0, LENGTH)]), **scores)
+        wrong = []
+        for spans in PASSES:
+            flush()
+            index = torch.cat([torch.arange(*span, device=like.device) for span in spans])
+            out = paged_attention(q[index], k, v, metadata(spans), **scores)
+            wrong.append(unequal_bits(whole[index], out))
+        return wrong

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -118,25 +118,17 @@ class Contract:
 
     buckets: of the engine; canonical ones are marked as they become known. known_fingerprint: None
     before it is first needed and after the model changed. runs_user_code: whether passes run hooks
-    or modules of no known library. renew: makes another shadow, which is given to ``serve``. pause:
-    called between the passes of a proof. results: what is known; None before it is first needed and
-    after the model changed. modes: of linears. extra: what runs beside the model.
+    or modules of no known library. renew: makes another shadow, which is given to ``serve``.
+    results: what is known; None before it is first needed and after the model changed. modes: of
+    linears. extra: what runs beside the model.
     """
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        config: EngineConfig,
-        extra: ExtraModules | None = None,
-        renew: Callable[[], None] = lambda: None,
-        pause: Callable[[], None] = lambda: None,
-    ):
+    def __init__(self, runner: ModelRunner, extra: ExtraModules | None, renew: Callable[[], None]):
         self.results: ProbeResults | None = None
         self._weights_digest: dict[str, str] | None = None
         self.known_fingerprint: Fingerprint | None = None
-        self._runner, self._config = runner, config
-        self._renew, self.pause = renew, pause
-        self.buckets: Buckets = runner.buckets
+        self._runner, self._config = runner, runner.config
+        self._renew, self.buckets = renew, runner.buckets
         self._key = ""
         self._ambient = ambient(runner.device)
         self.serve(served_of(runner.model), extra)
@@ -147,10 +139,10 @@ class Contract:
                 uncounted,
             )
 
-    def serve(self, served: ServedModel, extra: ExtraModules | None = None) -> None:
+    def serve(self, served: ServedModel, extra: ExtraModules | None) -> None:
         """The model that the runner serves from now on: nothing is known of it."""
         self._served, self._model, self._extra = served, served.model, extra
-        self.modes = LinearModes(self._runner, self._config)
+        self.modes = LinearModes(self._runner)
         self._ladder = Ladder(self.buckets, self._config)
         self.runs_user_code = runs_user_code(served.root)
         self._runner.graphs.runs_user_code = self.runs_user_code
@@ -241,7 +233,7 @@ class Contract:
             counters = self._served.counters()
             if self._weights_digest is None:
                 self._weights_digest = self._digests(counters)
-            given = (self._weights_digest, self._config, self._runner.device, counters)
+            given = (self._weights_digest, self._config, counters)
             self.known_fingerprint = fingerprint(self._model, *given)
         return self.known_fingerprint
 
@@ -297,8 +289,12 @@ class Contract:
         self._key = self._results_key()
         if fresh:
             disk.forget(self._key)
-        known = disk.load(self._key)
-        return self._use(self._prove_reference() if known is None else self._as_on_disk(known))
+        if (known := disk.load(self._key)) is not None:
+            return self._use(self._as_on_disk(known))
+        logger.info("proving that deterministic=True can be kept, once for this model and machine")
+        with self._proving() as prober:
+            found = prove_reference(prober)
+        return self._use(found)
 
     def probe(self, fresh: bool = False, attention_rows: int = MANY_ROWS) -> ProbeResults:
         """All probe results, found at once. attention_rows: to compare of each kind."""
@@ -328,24 +324,22 @@ class Contract:
         new = [rows for rows in sizes if rows not in results.sizes]
         if not new and all(kind.checked >= (attention_rows or 0) for kind in results.attention):
             return results
-        try:
-            with self._runner.torch_state():
-                prober = Prober(self._runner, self._config, self.pause)
-                found = prove_buckets(prober, self.modes, results, new, attention_rows)
-        except BaseException:
-            self.modes.tile(results.tiled)
-            raise
+        with self._proving() as prober:
+            found = prove_buckets(prober, results, new, attention_rows)
         logger.info("proved passes of %s rows in %.1f s", new, time.perf_counter() - begun)
         return self._use(found)
 
-    def _prove_reference(self) -> ProbeResults:
-        logger.info("proving that deterministic=True can be kept, once for this model and machine")
+    @contextmanager
+    def _proving(self) -> Iterator[Prober]:
+        """Around a proof; where it raises, linears run as before it."""
         try:
             with self._runner.torch_state():
-                prober = Prober(self._runner, self._config, self.pause)
-            return prove_reference(prober, self.modes)
+                yield Prober(self._runner, self.modes)
         except BaseException:
-            self.modes.restore()
+            if self.results is None:
+                self.modes.restore()
+            else:
+                self.modes.tile(self.results.tiled)
             raise
 
     def _as_on_disk(self, results: ProbeResults) -> ProbeResults:
@@ -354,7 +348,7 @@ class Contract:
         if not results.unsound:
             self.modes.serve(results.kernel_linears)
         with self._runner.torch_state():
-            check_pass(self._runner, ModelProbe(self._runner, self._config, 0, self.pause))
+            check_pass(self._runner, ModelProbe(self._runner))
         return results
 
     def _use(self, results: ProbeResults) -> ProbeResults:
@@ -375,6 +369,6 @@ class Contract:
     def _results_key(self) -> str:
         """Of results on disk: all that they depend on, which no value of a weight is."""
         model = self._model
-        rest = fingerprint(model, {"weights": ""}, self._config, self._runner.device).digest
+        rest = fingerprint(model, {"weights": ""}, self._config).digest
         found = implementations(model), layouts(model), adapter_state(model)
         return disk.key_of(rest, *found, self.buckets.sizes, self._config.linear)

@@ -181,7 +181,6 @@ def canary(model: PreTrainedModel, rows: int) -> str:
     Computed once for equal models, and again when threads or what else is not pinned have changed.
     """
     kernels = served_of(model).context.kernels
-    assert kernels is not None
     with TorchState(model.device)():
         return _canary_bits(
             Used.of(model), rows, model.device, kernels.backend, ambient(model.device)

@@ -176,7 +176,6 @@ def fingerprint(
     model: PreTrainedModel,
     weights: dict[str, str],
     config: EngineConfig,
-    device: torch.device,
     ignored: Collection[str] = (),
 ) -> Fingerprint:
     """weights: digests of the model's own and of what runs beside it, by part. ignored: names of
@@ -190,8 +189,8 @@ def fingerprint(
         "backend": config.backend,
         "kv_dtype": config.kv_dtype,
         "cuda_graphs": config.cuda_graphs,
-        **environment(device),
-        **_versions(device),
+        **environment(model.device),
+        **_versions(model.device),
         "libraries": _libraries(model),
         "linears": sorted({type(m).__name__ for m in model.modules() if linear_shape(m)}),
         "linear_kernel": served_by_kernel(model),

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from tinyspec.config import EngineConfig
-from tinyspec.kernels import backend
 from tinyspec.model.cpu_linears import CpuLinear
 from tinyspec.model.linears import (
+    distinct_linears,
     is_plain,
     kernel_stand_ins,
     linear_kinds,
@@ -26,8 +25,8 @@ ALIGNED = {"cpu": 64, "cuda": 256}
 class LinearModes:
     """Of one served model; all linears are as they were when this was made, at first."""
 
-    def __init__(self, runner: ModelRunner, config: EngineConfig):
-        self._served, self._runner, self._config = served_of(runner.model), runner, config
+    def __init__(self, runner: ModelRunner):
+        self._served, self._runner = served_of(runner.model), runner
         self._num_swapped = len(self._served.swapped)
         self._tiled: tuple[str, ...] = ()
 
@@ -37,9 +36,7 @@ class LinearModes:
             return ()
         model = self._served.model
         before = {name: model.get_submodule(name) for name in names}
-        linear = backend.load(self._config.backend).linear
-        for parent, name, module in kernel_stand_ins(model, linear, only=names):
-            self._served.swap(parent, name, module)
+        self._served.swap_all(kernel_stand_ins(model, self._runner.kernels.linear, names))
         self._runner.drop_graphs()
         return tuple(n for n in names if model.get_submodule(n) is not before[n])
 
@@ -60,26 +57,23 @@ class LinearModes:
         """Whether a plain linear's rows are a whole number of tiles, each of which begins in memory
         where a new tensor may: elsewhere a library might choose another kernel than was probed."""
         runner, module = self._runner, self._served.model.get_submodule(name)
-        reference, shape, weight = (
-            runner.buckets.reference,
-            linear_shape(module),
-            linear_weight(module),
-        )
+        reference = runner.buckets.reference
+        shape, weight = linear_shape(module), linear_weight(module)
         assert shape is not None
         itemsize = (runner.model.dtype if weight is None else weight.dtype).itemsize
         aligned = ALIGNED.get(runner.device.type, max(ALIGNED.values()))
         whole = rows % reference == 0 and reference * shape[0] * itemsize % aligned == 0
-        return whole and (is_plain(module) or runner.tiles.holds(module))
+        tiled = any(module is other for other in runner.tiles.bound)
+        return whole and (is_plain(module) or tiled)
 
     def other_in_fast_mode(self, rows: int) -> tuple[str, ...]:
         """The linears, and one expert for all, that fast mode runs another way in passes of so many
         rows."""
         model, experts = self._served.model, kernel_experts(self._served.model)
         own = [name for name, module in experts.items() if not kernel_in_all_passes(module)]
-        modules = {name: model.get_submodule(name) for name in linear_kinds(model)}
         linears = (
             name
-            for name, module in modules.items()
+            for name, module in distinct_linears(model).items()
             if isinstance(module, CpuLinear) and module.differs_in_fast_mode(rows)
         )
         return (*own[:1], *linears)

@@ -9,15 +9,15 @@ padding. Knows passes and KV, not modules.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tinyspec.config import EngineConfig
 from tinyspec.determinism.rows import same_bits, unequal_bits
+from tinyspec.interrupts import flush
 from tinyspec.kernels import launch
 from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.kernels.twins.layers import CODES, stored, values
@@ -78,43 +78,25 @@ def longest_split(runner: ModelRunner) -> int:
     return max(launch.attention(dtype, dim, device, codes).split for dim in dims)
 
 
-@dataclass(frozen=True)
-class ReferenceRows:
-    """What the reference bucket gives every distinct row, on scratch weights.
-
-    tables: of logits and log-probabilities; written: keys and values, by pool. sound: rows [N] of
-    sequences without NaN.
-    """
-
-    tables: list[Tensor]
-    written: list[Tensor]
-    sound: Tensor
-
-
 class ModelProbe:
     """Passes of up to ``rows`` rows, on pages of their own, and what the reference bucket gives
     the same rows.
 
-    The first few hundred rows are distinct; the others repeat them on other pages. known: the
-    reference rows, once they are computed. took: seconds of the fastest pass that was compared, by
-    rows. pause: called before every pass. Its memory lasts as long as the probe.
+    The first few hundred rows are distinct; the others repeat them on other pages. took: seconds of
+    the fastest pass that was compared, by rows. Its memory lasts as long as the probe.
+
+    Once the reference rows are computed: tables: of the logits and log-probabilities of every
+    distinct row. written: their keys and values, by pool. sound: rows [N] of sequences without NaN.
     """
 
-    known: ReferenceRows
-
-    def __init__(
-        self,
-        runner: ModelRunner,
-        config: EngineConfig,
-        rows: int = 0,
-        pause: Callable[[], None] = lambda: None,
-    ):
-        assert config.page_size and config.max_model_len
-        self._runner, self._pause, self._page_size = runner, pause, config.page_size
+    def __init__(self, runner: ModelRunner, rows: int = 0):
+        longest = runner.config.max_model_len
+        assert longest
+        self._runner, self._page_size = runner, runner.page_size
         self.took: dict[int, float] = {}
         reference, largest = runner.buckets.reference, runner.buckets.sizes[-1]
         self.distinct = distinct = min(largest, -(-DISTINCT_ROWS // reference) * reference)
-        own = segments(distinct, self._page_size, config.max_model_len, longest_split(runner))
+        own = segments(distinct, self._page_size, longest, longest_split(runner))
         self._pages, self._copies = own[-1].pages[-1] + 1, max(1, -(-rows // distinct))
         self._segments = [
             Segment(
@@ -142,50 +124,44 @@ class ModelProbe:
         self._pools = [p.flatten(0, 1).flatten(1) for p in (*self._cache.k, *self._cache.v)]
         self._fill_pages()
 
-    def run_tokens(self, rows: int, tokens: Callable[[int, int], Tensor]) -> None:
-        """A pass of the first ``rows`` distinct rows with ``tokens(vocab_size, rows)``."""
-        assert rows <= self.distinct
-        ids = tokens(self._runner.vocab_size, rows).to(self._packed)
-        self._forward(0, rows, self._logit_rows(rows), ids=ids)
+    def run_tokens(self, ids: Tensor) -> None:
+        """A pass of as many of the first distinct rows, with these tokens."""
+        assert len(ids) <= self.distinct
+        batch = self._batch(0, len(ids))
+        batch.input_ids.copy_(ids)
+        self._run(batch)
 
-    def compute_reference(
-        self, recording: AbstractContextManager[object] | None = None
-    ) -> ReferenceRows:
+    def compute_reference(self, recording: AbstractContextManager[object]) -> None:
         """Compute the rows in passes of the reference bucket, after contexts of random KV.
 
         recording: around the first pass.
         """
         self._fill_pages()
         reference = self._runner.buckets.reference
-        every = torch.arange(reference, device=self._runner.device)
         parts = []
         for first in range(0, self.distinct, reference):
-            with recording if recording is not None and not first else nullcontext():
-                logits, _ = self._forward(first, reference, every)
+            with nullcontext() if first else recording:
+                logits, _ = self._run(self._batch(first, reference))
             parts.append([part[: self.distinct - first] for part in self._reduce(logits)])
-        tables = [torch.cat(table) for table in zip(*parts, strict=True)]
+        self.tables = [torch.cat(table) for table in zip(*parts, strict=True)]
         own = self._packed[2, : self.distinct]
-        written = [pool.index_select(0, own) for pool in self._pools]
+        self.written = [pool.index_select(0, own) for pool in self._pools]
         # A NaN in keys or values reaches other rows of its sequence, and which ones depends on the
         # order of passes: such sequences are not compared.
-        numbers = (values(rows, self._runner.model.dtype) for rows in written)
+        numbers = (values(rows, self._runner.model.dtype) for rows in self.written)
         finite = torch.stack([rows.isfinite().all(dim=1) for rows in numbers]).all(dim=0)
         sound = [
             finite[p.first : p.end].all().expand(p.end - p.first)
             for p in self._segments
             if p.first < self.distinct
         ]
-        self.known = ReferenceRows(tables, written, torch.cat(sound))
+        self.sound = torch.cat(sound)
         self._copy_pages()
-        return self.known
 
     def difference(self, rows: int, numbers: Collection[int]) -> str | None:
         """What in canonical passes of ``rows`` rows with these ``numbers`` differs from the
         reference bucket."""
-        for number in numbers:
-            if (wrong := self._difference(rows, number)) is not None:
-                return wrong
-        return None
+        return next(filter(None, (self._difference(rows, number) for number in numbers)), None)
 
     def _difference(self, rows: int, number: int) -> str | None:
         """Each pass begins with other sequences, so that neighbours differ, and every second one
@@ -197,11 +173,10 @@ class ModelProbe:
         place = place % self.distinct
         for pool in self._pools:  # so that this pass must write what is compared
             pool.index_fill_(0, slots, 0)
-        kept = self._logit_rows(rows)
-        logits, seconds = self._forward(first, rows, kept, padding)
+        logits, seconds = self._run(self._batch(first, rows, padding))
         self.took[rows] = min(seconds, self.took.get(rows, seconds))
-        wrong = self._compare(logits, kept, place, slots)
-        for pool, written in zip(self._pools, self.known.written, strict=True):
+        wrong = self._compare(logits, self._logit_rows(rows), place, slots)
+        for pool, written in zip(self._pools, self.written, strict=True):
             pool.index_copy_(0, slots, written[place])
         return wrong
 
@@ -213,15 +188,15 @@ class ModelProbe:
             if same_bits(found, expected):
                 return False
             unlike = unequal_bits(found, expected).any(dim=1)
-            return bool((unlike & self.known.sound[rows]).any())
+            return bool((unlike & self.sound[rows]).any())
 
         live = kept < len(place)
         rows = place[kept[live]]
         names = ("logits", "log-probabilities")
-        for name, found, table in zip(names, self._reduce(logits), self.known.tables, strict=True):
+        for name, found, table in zip(names, self._reduce(logits), self.tables, strict=True):
             if differs(found[live], table, rows):
                 return name
-        for pool, written in zip(self._pools, self.known.written, strict=True):
+        for pool, written in zip(self._pools, self.written, strict=True):
             if differs(pool.index_select(0, slots), written, place):
                 return "keys and values"
         return None
@@ -254,24 +229,17 @@ class ModelProbe:
         count = min(rows, self._runner.buckets.reference)
         return torch.arange(count, device=self._runner.device) * rows // count
 
-    def _forward(
-        self,
-        first: int,
-        rows: int,
-        kept: Tensor,
-        padding: int = 0,
-        canonical: bool = True,
-        ids: Tensor | None = None,
-    ) -> tuple[Tensor, float]:
-        """Logits of ``kept`` of ``rows`` rows from ``first`` on, the last of them padding, and
-        seconds. ids: of other tokens."""
+    def _batch(self, first: int, rows: int, padding: int = 0) -> Batch:
+        """``rows`` rows from ``first`` on, the last of them padding."""
         place = self._rows_from(first, rows - padding)
         packed = torch.tensor([0, 0, -1], device=place.device)[:, None].repeat(1, rows)
         packed[:, : len(place)] = self._packed[:, place]
-        if ids is not None:
-            packed[0] = ids
-        self._pause()
-        batch = Batch(packed[0], packed[1], packed[2], self._metadata(first, len(place)), [])
+        return Batch(packed[0], packed[1], packed[2], self._metadata(first, len(place)))
+
+    def _run(self, batch: Batch, canonical: bool = True) -> tuple[Tensor, float]:
+        """Logits of those rows of a pass that are unembedded, and seconds."""
+        kept = self._logit_rows(len(batch.input_ids))
+        flush()
         begun = self._clocks()
         with self._runner.on_pages(self._cache):
             logits = self._runner.forward(batch, kept, canonical)
@@ -312,22 +280,19 @@ class ModelProbe:
 
     def run_once(self, canonical: bool) -> None:
         """A pass of the reference bucket, of this kind."""
-        rows = self._runner.buckets.reference
-        self._forward(0, rows, self._logit_rows(rows), canonical=canonical)
+        self._run(self._batch(0, self._runner.buckets.reference), canonical)
 
 
-def graph_refusals(runner: ModelRunner, config: EngineConfig) -> dict[str, str]:
+def graph_refusals(runner: ModelRunner) -> dict[str, str]:
     """Why passes are not captured as graphs, by kind; empty for the twins, which know no graphs.
 
-    Runs a pass of each kind that has not run yet. None of ``runner`` may be running.
+    Runs a pass of each kind. None of ``runner`` may be running.
     """
     if runner.kernels.backend != "triton":
         return {}
-    missing = [canonical for canonical in KINDS if not runner.graphs.knows(canonical)]
-    if missing:
-        with runner.torch_state():
-            probe = ModelProbe(runner, config)
-            for canonical in missing:
-                probe.run_once(canonical)
+    with runner.torch_state():
+        probe = ModelProbe(runner)
+        for canonical in KINDS:
+            probe.run_once(canonical)
     found = {kind: runner.graphs.refusal(canonical) for canonical, kind in KINDS.items()}
     return {kind: why for kind, why in found.items() if why is not None}

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from tinyspec.model.linears import RowTiles
 from tinyspec.model.quantized import layout
 from tinyspec.model.torch_state import global_hooks
-from tinyspec.model.wrappers import hooks_of, own_forward
+from tinyspec.model.wrappers import hooks_of, users_forward
 
 PLAIN = (bool, int, float, str, type(None))
 _CONSTANT = (bool, float, str)
@@ -109,7 +109,7 @@ def functions(model: nn.Module) -> dict[str, Any]:
         kind = type(module)
         if kind not in kinds:
             kinds[kind] = class_description(kind)
-        own = own_forward(module, "_old_forward" if hasattr(module, "_hf_hook") else "forward")
+        own = users_forward(module)
         if getattr(own, "__qualname__", "").startswith(RowTiles.__name__):
             own = None  # in tiles it has the same bits
         hooks = [description(hook) for hook in hooks_of(module)]

@@ -19,11 +19,9 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import TypeVar
 
 from torch import Tensor, nn
 
-from tinyspec.config import EngineConfig
 from tinyspec.determinism.attention_probe import (
     LENGTH,
     MANY_ROWS,
@@ -34,11 +32,11 @@ from tinyspec.determinism.attention_probe import (
 from tinyspec.determinism.linear_modes import LinearModes
 from tinyspec.determinism.model_probe import ModelProbe
 from tinyspec.determinism.recorder import (
-    TOKEN_SETS,
     PassRecorder,
     RowOp,
     data_dependent,
     reads_rows,
+    token_sets,
 )
 from tinyspec.determinism.results import BucketResult, ComparedRows, ProbeResults, Unsound
 from tinyspec.determinism.rows import (
@@ -50,10 +48,11 @@ from tinyspec.determinism.rows import (
     sensitive_pool,
 )
 from tinyspec.errors import DeterminismError
+from tinyspec.interrupts import flush
 from tinyspec.model.fused_layer import fused_functions
 from tinyspec.model.linears import linear_kinds, linear_shape, linear_weight
 from tinyspec.model.moe import kernel_experts, row_functions
-from tinyspec.model.scratch_weights import ScratchModel, with_weights
+from tinyspec.model.scratch_weights import ScratchModel, other_weights
 from tinyspec.model.served_model import served_of
 from tinyspec.runner.kv_cache import refuse_shortage
 from tinyspec.runner.model_runner import ModelRunner
@@ -74,51 +73,43 @@ PASSES, LARGE_PASSES, LEAST_ROWS = 2, 1, 4
 SMALL = 2.0**-10
 # Linears defined here compute more than their product: routers.
 ROUTERS = "transformers.models."
-T = TypeVar("T")
 
 
 class Prober:
     """Probes one model's linears, other functions of rows and passes, for as long as a proof lasts,
     as it takes memory.
 
-    pause: called between passes; what it raises ends the proof. linears: the first name of every
+    modes: in which its linears run. scratch: its scratch weights. linears: the first name of every
     kind. ops: other functions of rows, by name, after ``prepare``.
 
     Raises DeterminismError where memory does not suffice.
     """
 
-    def __init__(self, runner: ModelRunner, config: EngineConfig, pause: Callable[[], None]):
-        self.runner, self.config, self.pause = runner, config, pause
+    def __init__(self, runner: ModelRunner, modes: LinearModes):
+        self.runner, self.modes = runner, modes
         self.reference = runner.buckets.reference
-        self._scratch = ScratchModel(runner.model)
-        refuse_shortage(self._scratch.nbytes, runner.device)
-        self.experts = kernel_experts(runner.model)
+        self.scratch = ScratchModel(runner.model)
+        refuse_shortage(self.scratch.nbytes, runner.device)
         self.linears = list(linear_kinds(runner.model))
         self.ops: dict[str, RowOp] = {}
 
-    def on_scratch(self, function: Callable[[], T]) -> T:
-        """``function()`` on scratch weights, the same ones in every call."""
-        return self._scratch.run(function)
-
-    def record(
-        self, probe: ModelProbe, rows: int, tokens: Iterable[Callable[[int, int], Tensor]]
-    ) -> list[PassRecorder]:
-        """Recorded passes of ``rows`` rows, one of each set of tokens."""
+    def record(self, probe: ModelProbe, tokens: Iterable[Tensor]) -> list[PassRecorder]:
+        """Recorded passes, one with each set of tokens."""
         found = []
-        for each in tokens:
-            found.append(recorder_of(self.runner, rows))
-            with found[-1].recording(served_of(self.runner.model).context):
-                probe.run_tokens(rows, each)
+        for ids in tokens:
+            found.append(PassRecorder(self.runner, len(ids)))
+            with found[-1].recording():
+                probe.run_tokens(ids)
         return found
 
     def prepare(self, probe: ModelProbe) -> PassRecorder:
         """Compute the reference rows, and take the functions of rows from the first of their
         passes: those in the model, and what experts and fused modules compute between their
         matmuls."""
-        recorder = recorder_of(self.runner, self.reference)
-        context = served_of(self.runner.model).context
-        self.on_scratch(lambda: probe.compute_reference(recorder.recording(context)))
-        hidden = (*row_functions(self.experts), *fused_functions(self.runner.model))
+        model, recorder = self.runner.model, PassRecorder(self.runner, self.reference)
+        with self.scratch.in_place():
+            probe.compute_reference(recorder.recording())
+        hidden = (*row_functions(kernel_experts(model)), *fused_functions(model))
         more = [RowOp(name, dtype, shape, fn) for name, fn, shape, dtype in hidden]
         self.ops, seen = {}, dict[str, int]()
         for op in (*recorder.row_ops, *more):
@@ -128,8 +119,7 @@ class Prober:
 
     def keeps_places(self, name: str) -> ComparedRows:
         """Fact 1 of a linear or another function of rows in the reference bucket."""
-
-        def probe() -> ComparedRows:
+        with self.scratch.in_place():
             users, of_rows, pools = self._function(name)
             if users:
                 # Small rows beside much larger ones: what compares all rows with a number of its
@@ -138,16 +128,11 @@ class Prober:
                 return position_invariant(of_rows, small, self.reference, name, REFERENCE_PASSES)
             return keeps_places(of_rows, pools, self.reference, name)
 
-        return self.on_scratch(probe)
-
     def agrees(self, name: str, rows: int) -> bool:
         """Fact 2: whether its rows have the reference bucket's bits in passes of ``rows`` rows."""
-
-        def probe() -> bool:
+        with self.scratch.in_place():
             users, of_rows, pools = self._function(name)
             return users or agree(of_rows, pools, rows, self.reference)
-
-        return self.on_scratch(probe)
 
     def _function(self, name: str) -> tuple[bool, Callable[[Tensor], Tensor], list[Tensor]]:
         """Whether it is a module that runs code of the user's, it as a function of [R, N], and
@@ -155,7 +140,7 @@ class Prober:
         op = self.ops[name] if name in self.ops else self._linear(name)
 
         def of_rows(rows: Tensor) -> Tensor:
-            self.pause()
+            flush()
             return op.fn(rows.view(1, -1, *op.shape))[0]
 
         pools = [probe_pool(prod(op.shape), op.dtype, self.runner.device, op.weight)]
@@ -175,33 +160,22 @@ class Prober:
         return RowOp(name, dtype, shape[:1], product, weight)
 
 
-def recorder_of(runner: ModelRunner, rows: int) -> PassRecorder:
-    """Of a pass of ``rows`` rows."""
-    logit_rows = min(rows, runner.buckets.reference)
-    return PassRecorder(runner.model, rows, logit_rows, kernel_experts(runner.model))
-
-
 def check_pass(runner: ModelRunner, probe: ModelProbe) -> PassRecorder:
     """A pass on the model's own weights, recorded. Raises DeterminismError where an operator runs
     under autocast, or writes to a parameter or buffer."""
     served, rows = served_of(runner.model), runner.buckets.reference
-    recorder = recorder_of(runner, rows)
-    written: set[str] = set()
-
-    def run() -> None:
-        before = served.marks()
-        with recorder.recording(served.context):
-            probe.run_tokens(rows, TOKEN_SETS[-1])
-        now = dict(served.marks())
-        written.update(name for name, mark in before if now.get(name, mark) != mark)
-
+    recorder = PassRecorder(runner, rows)
     try:
-        with_weights(runner.model, {}, run)
+        with other_weights({}, runner.model):
+            before = served.marks()
+            with recorder.recording():
+                probe.run_tokens(token_sets(runner.vocab_size, rows)[-1])
+            now = dict(served.marks())
     except Exception as error:  # of another dtype than the next operator takes
         refuse_autocast(recorder, error)
         raise
     refuse_autocast(recorder)
-    refuse_written(written)
+    refuse_written({name for name, mark in before if now.get(name, mark) != mark})
     return recorder
 
 
@@ -226,35 +200,33 @@ def refuse_written(names: Collection[str]) -> None:
         )
 
 
-def prove_reference(prober: Prober, modes: LinearModes) -> ProbeResults:
+def prove_reference(prober: Prober) -> ProbeResults:
     """The results, which know one bucket; the linear kernel gets the linears that are unsound,
     unless the config fixes whom it serves. Raises as ``check_pass``."""
     begun = time.perf_counter()
-    runner = prober.runner
-    with runner.torch_state():
-        found = [prober.keeps_places(name) for name in prober.linears]
-    every = linear_kinds(runner.model) if prober.config.linear == "auto" else {}
+    runner, modes = prober.runner, prober.modes
+    found = [prober.keeps_places(name) for name in prober.linears]
+    every = linear_kinds(runner.model) if runner.config.linear == "auto" else {}
     served = modes.serve([n for f in found if not f for n in every.get(f.name, ())])
-    with runner.torch_state():
-        if served:
-            found = [prober.keeps_places(name) for name in prober.linears]
-        probe = ModelProbe(runner, prober.config, 0, prober.pause)
-        # Routers of random numbers may send all rows one way, and the model's own another.
-        recorders = [check_pass(runner, probe)]
-        rows, tokens = prober.reference, TOKEN_SETS[:1]
-        recorders += prober.on_scratch(lambda: prober.record(probe, rows, tokens))
-        recorders.append(prober.prepare(probe))
-        unsound = data_dependent(r.matmuls for r in recorders)
-        unsound += [wrong for r in recorders for wrong in reads_rows(r)][:1]
-        if not probe.known.sound.any():
-            unsound.append(Unsound(MODEL, NOT_FINITE))
-        found += [prober.keeps_places(name) for name in prober.ops]
-        unsound += unsound_places(found, rows)
-        kinds = attention_kinds(runner, far=runner.kernels.backend == "triton")
-        given = (kinds, (), MANY_ROWS, ATTENTION_SECONDS, prober.pause)
-        attention = compare_attention(runner, *given)
-        unsound += unsound_places(attention, LENGTH, REMEDY)
-        unsound += compare_passes(prober, probe, range(1, FIRST_PASSES + 1))
+    if served:
+        found = [prober.keeps_places(name) for name in prober.linears]
+    probe = ModelProbe(runner)
+    # Routers of random numbers may send all rows one way, and the model's own another.
+    recorders = [check_pass(runner, probe)]
+    rows = prober.reference
+    with prober.scratch.in_place():
+        recorders += prober.record(probe, token_sets(runner.vocab_size, rows)[:1])
+    recorders.append(prober.prepare(probe))
+    unsound = data_dependent(r.matmuls for r in recorders)
+    unsound += [wrong for r in recorders for wrong in reads_rows(r)][:1]
+    if not probe.sound.any():
+        unsound.append(Unsound(MODEL, NOT_FINITE))
+    found += [prober.keeps_places(name) for name in prober.ops]
+    unsound += unsound_places(found, rows)
+    kinds = attention_kinds(runner, far=runner.kernels.backend == "triton")
+    attention = compare_attention(runner, kinds, (), MANY_ROWS, ATTENTION_SECONDS)
+    unsound += unsound_places(attention, LENGTH, REMEDY)
+    unsound += compare_passes(prober, probe, range(1, FIRST_PASSES + 1))
     took, seconds = time.perf_counter() - begun, probe.took.get(rows, 0.0)
     bucket = BucketResult(rows, not unsound, (), seconds, modes.other_in_fast_mode(rows), took)
     kept = () if unsound else served
@@ -262,17 +234,13 @@ def prove_reference(prober: Prober, modes: LinearModes) -> ProbeResults:
 
 
 def prove_buckets(
-    prober: Prober,
-    modes: LinearModes,
-    results: ProbeResults,
-    sizes: Collection[int],
-    attention_rows: int | None,
+    prober: Prober, results: ProbeResults, sizes: Collection[int], attention_rows: int | None
 ) -> ProbeResults:
     """``results`` with these further buckets, and with what a second look at the reference bucket
     shows, the first time. attention_rows: to compare of each kind; None: the first time of each
     some more."""
-    first, unsound = not results.confirmed, list[Unsound]()
-    probe = ModelProbe(prober.runner, prober.config, max(sizes, default=0), prober.pause)
+    first, unsound, runner = not results.confirmed, list[Unsound](), prober.runner
+    probe = ModelProbe(runner, max(sizes, default=0))
     if first:
         unsound += routing(prober, probe)
     if first or sizes:
@@ -280,14 +248,14 @@ def prove_buckets(
     if first:
         unsound += compare_passes(prober, probe, range(FIRST_PASSES + 1, ALL_PASSES + 1))
     if first or attention_rows is not None:
-        given = (results.attention, attention_rows, None, prober.pause)
-        attention = compare_attention(prober.runner, attention_kinds(prober.runner), *given)
+        kinds = attention_kinds(runner)
+        attention = compare_attention(runner, kinds, results.attention, attention_rows)
         unsound += unsound_places(attention, LENGTH, REMEDY)
         results = replace(results, attention=tuple(attention))
     results = replace(results, confirmed=True).with_unsound(unsound)
     for rows in sorted(sizes):
         if not results.unsound:
-            results = prove_bucket(prober, modes, probe, results, rows)
+            results = prove_bucket(prober, probe, results, rows)
     return results
 
 
@@ -304,7 +272,8 @@ def unsound_places(found: Iterable[ComparedRows], rows: int, remedy: str = "") -
 def compare_passes(prober: Prober, probe: ModelProbe, numbers: Collection[int]) -> list[Unsound]:
     """Passes of the reference bucket with these numbers, compared with the reference rows."""
     rows = prober.reference
-    wrong = prober.on_scratch(lambda: probe.difference(rows, numbers))
+    with prober.scratch.in_place():
+        wrong = probe.difference(rows, numbers)
     why = f"{MODEL}: at {rows} rows {wrong} depend on a row's index or neighbours"
     return [Unsound(MODEL, why)] if wrong else []
 
@@ -312,22 +281,20 @@ def compare_passes(prober: Prober, probe: ModelProbe, numbers: Collection[int]) 
 def routing(prober: Prober, probe: ModelProbe) -> list[Unsound]:
     """Matmuls of larger passes whose shapes depend on values, on scratch weights or the model's
     own."""
-
-    def passes() -> list[Unsound]:
-        recorders = prober.record(probe, probe.distinct, TOKEN_SETS)
-        return data_dependent(r.matmuls for r in recorders)
-
-    return prober.on_scratch(passes) or passes()
+    tokens = token_sets(prober.runner.vocab_size, probe.distinct)
+    with prober.scratch.in_place():
+        found = data_dependent(r.matmuls for r in prober.record(probe, tokens))
+    return found or data_dependent(r.matmuls for r in prober.record(probe, tokens))
 
 
 def prove_bucket(
-    prober: Prober, modes: LinearModes, probe: ModelProbe, results: ProbeResults, rows: int
+    prober: Prober, probe: ModelProbe, results: ProbeResults, rows: int
 ) -> ProbeResults:
     """Whether bucket ``rows`` is canonical: its functions of rows, and then the model end to end.
 
     A plain linear with other bits in a larger bucket runs in tiles of the reference's rows there.
     """
-    begun = time.perf_counter()
+    begun, modes = time.perf_counter(), prober.modes
     differing = [n for n in (*prober.linears, *prober.ops) if not prober.agrees(n, rows)]
     broken = [
         name for name in differing if not (name in prober.linears and modes.can_tile(name, rows))
@@ -338,8 +305,9 @@ def prove_bucket(
     if not broken:
         few = PASSES if rows <= prober.reference else LARGE_PASSES
         numbers = range(max(few, LEAST_ROWS // rows))
-        if prober.on_scratch(lambda: probe.difference(rows, numbers)):
-            broken = [MODEL]
+        with prober.scratch.in_place():
+            wrong = probe.difference(rows, numbers)
+        broken = [MODEL] if wrong else []
     own_way = () if broken else (*differing, *modes.other_in_fast_mode(rows))
     proof = time.perf_counter() - begun
     seconds = probe.took.get(rows, 0.0)

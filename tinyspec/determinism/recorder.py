@@ -15,8 +15,8 @@ itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -30,9 +30,11 @@ from torch.utils._pytree import tree_leaves
 
 from tinyspec.determinism.model_state import function_settings, functions, is_users
 from tinyspec.determinism.results import Unsound
-from tinyspec.model.attention import AttentionContext
 from tinyspec.model.linears import linear_shape
+from tinyspec.model.moe import kernel_experts
 from tinyspec.model.quantized import is_packed
+from tinyspec.model.served_model import served_of
+from tinyspec.runner.model_runner import ModelRunner
 
 SHAPES_DEPEND = (
     "the shapes of its matmuls depend on the values of the rows, so that no probe of shapes can "
@@ -106,22 +108,24 @@ def _storage(x: Tensor) -> StorageWeakRef:
 
 
 class PassRecorder(TorchDispatchMode):
-    """Of one pass of ``model`` with ``rows`` rows, except inside the modules ``skipped``.
+    """Of one pass of the runner's model with ``rows`` rows, except inside experts that the linear
+    kernel serves.
 
-    logit_rows: how many of the rows are unembedded. host_reads: modules that read rows. autocast:
-    the first operator that ran under it, and its module.
+    host_reads: modules that read rows. autocast: the first operator that ran under it, and its
+    module.
     """
 
-    def __init__(
-        self, model: nn.Module, rows: int, logit_rows: int = 0, skipped: Collection[str] = ()
-    ):
+    def __init__(self, runner: ModelRunner, rows: int):
         super().__init__()
+        model = runner.model
         self.matmuls: list[Matmul] = []
         self.host_reads: list[str] = []
         self.autocast: tuple[str, str] | None = None
-        self._model, self._rows, self._skipped = model, rows, set(skipped)
+        self._model, self._rows, self._skipped = model, rows, set(kernel_experts(model))
         # Modules around attention and experts, which are no functions of rows outside of a pass.
-        self._attends = {name[:end] for name in skipped for end, c in enumerate(name) if c == "."}
+        self._attends = {
+            name[:end] for name in self._skipped for end, c in enumerate(name) if c == "."
+        }
         self._users = {
             name: str((functions(m), function_settings(m)))
             for name, m in model.named_modules()
@@ -129,7 +133,8 @@ class PassRecorder(TorchDispatchMode):
         }
         self._modules: dict[object, RowOp] = {}
         self._steps: dict[object, tuple[str, RowOp]] = {}
-        self._leading = ((1, rows), (1, logit_rows))
+        # As many rows as the reference bucket has are unembedded, or all.
+        self._leading = ((1, rows), (1, min(rows, runner.buckets.reference)))
         # Modules without children from one tensor to one: their operators are no steps.
         self._whole: set[str] = set()
         self._kept_alive: list[Tensor] = []
@@ -151,29 +156,23 @@ class PassRecorder(TorchDispatchMode):
         return [*steps, *self._modules.values()]
 
     @contextmanager
-    def recording(self, context: AttentionContext | None = None) -> Iterator[None]:
-        """Record what runs in the block; context: of the attention of a served model."""
+    def recording(self) -> Iterator[None]:
+        """Record what runs in the block."""
         # Here, as weights may have been replaced since this object was made.
         plain = (p for p in self._model.parameters() if not is_packed(p))
         self._own = {p.untyped_storage().data_ptr() for p in plain}
-        handles = []
-        for name, module in self._model.named_modules():
-            handles += [
-                module.register_forward_pre_hook(partial(self._enter, name)),
-                module.register_forward_hook(self._leave, with_kwargs=True),
-            ]
-        kernels = None if context is None else context.kernels
-        if context is not None and kernels is not None:
-            attend = partial(self._attend, kernels.paged_attention)
+        context = served_of(self._model).context
+        kernels = context.kernels
+        attend = partial(self._attend, kernels.paged_attention)
+        with ExitStack() as hooks:
+            for name, module in self._model.named_modules():
+                enter = module.register_forward_pre_hook(partial(self._enter, name))
+                hooks.enter_context(enter)
+                hooks.enter_context(module.register_forward_hook(self._leave, with_kwargs=True))
+            hooks.callback(setattr, context, "kernels", kernels)
             context.kernels = replace(kernels, paged_attention=attend)
-        try:
             with self, _AutocastWatch(self):
                 yield
-        finally:
-            if context is not None:
-                context.kernels = kernels
-            for handle in handles:
-                handle.remove()
 
     def _attend(self, whole: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         self._in_attention = True
@@ -318,33 +317,19 @@ class _AutocastWatch(TorchFunctionMode):
         self._device_type = next(recorder._model.parameters()).device.type
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if self._recorder.autocast is None and torch.is_autocast_enabled(self._device_type):
             self._recorder.autocast = resolve_name(func) or str(func), self._recorder.where
         return func(*args, **(kwargs or {}))
 
 
-def same_token(vocab_size: int, rows: int) -> Tensor:
-    """The same token in all rows."""
-    return torch.full((rows,), vocab_size // 2)
-
-
-def random_tokens(seed: int, vocab_size: int, rows: int) -> Tensor:
-    """Random tokens."""
-    return torch.randint(vocab_size, (rows,), generator=torch.Generator().manual_seed(seed))
-
-
-# Tokens of the passes that are compared: over a hundred rows practically never go to the same
-# experts in all of them by chance.
-TOKEN_SETS: tuple[Callable[[int, int], Tensor], ...] = (
-    same_token,
-    *(partial(random_tokens, seed) for seed in range(3)),
-)
+def token_sets(vocab_size: int, rows: int) -> list[Tensor]:
+    """Tokens of the passes that are compared: the same one in all rows, then random ones. Over a
+    hundred rows practically never go to the same experts in all of them by chance."""
+    generators = (torch.Generator().manual_seed(seed) for seed in range(3))
+    draws = (torch.randint(vocab_size, (rows,), generator=generator) for generator in generators)
+    return [torch.full((rows,), vocab_size // 2), *draws]
 
 
 def data_dependent(passes: Iterable[list[Matmul]]) -> list[Unsound]:

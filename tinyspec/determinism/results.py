@@ -71,6 +71,10 @@ class ComparedRows:
     def __bool__(self) -> bool:
         return self.differing == 0
 
+    def plus(self, checked: int, differing: int) -> ComparedRows:
+        """After so many more."""
+        return replace(self, checked=self.checked + checked, differing=self.differing + differing)
+
 
 @dataclass(frozen=True)
 class ProbeResults:
@@ -134,15 +138,11 @@ class ProbeResults:
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> ProbeResults:
         """From what JSON held of ``asdict``."""
-        plain: dict[str, Any] = {
-            name: tuple(x) if isinstance(x, list) else x for name, x in found.items()
+        made = {
+            name: tuple(kind(**_with_tuples(part)) for part in found[name])
+            for name, kind in _PARTS.items()
         }
-        for name, kind in _PARTS.items():
-            plain[name] = tuple(
-                kind(**{n: tuple(x) if isinstance(x, list) else x for n, x in part.items()})
-                for part in found[name]
-            )
-        return cls(**plain)
+        return cls(**{**_with_tuples(found), **made})
 
 
 _PARTS: dict[str, Any] = {
@@ -150,6 +150,11 @@ _PARTS: dict[str, Any] = {
     "unsound": Unsound,
     "attention": ComparedRows,
 }
+
+
+def _with_tuples(found: dict[str, Any]) -> dict[str, Any]:
+    """JSON has lists in their place."""
+    return {name: tuple(x) if isinstance(x, list) else x for name, x in found.items()}
 
 
 def key_of(fingerprint: str, *others: object) -> str:

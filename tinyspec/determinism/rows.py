@@ -11,7 +11,6 @@ compared, and neighbours are up to 1e4 larger.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -178,8 +177,7 @@ def position_invariant(
 
 def more_rows(found: ComparedRows, wrong: Tensor) -> ComparedRows:
     """``found`` and the rows of one more pass; wrong: [n, elements], where bits differ."""
-    differing = found.differing + int(wrong.any(dim=1).sum())
-    return replace(found, checked=found.checked + len(wrong), differing=differing)
+    return found.plus(len(wrong), int(wrong.any(dim=1).sum()))
 
 
 def keeps_places(fn: RowFunction, pools: list[Tensor], rows: int, name: str) -> ComparedRows:
@@ -188,11 +186,7 @@ def keeps_places(fn: RowFunction, pools: list[Tensor], rows: int, name: str) -> 
     for pool in pools:
         more = position_invariant(fn, pool[::2], rows, name, REFERENCE_PASSES)
         moved = needles_of_bucket(fn, pool, rows) is None
-        found = ComparedRows(
-            name,
-            found.checked + more.checked + len(pool),
-            found.differing + more.differing + moved,
-        )
+        found = found.plus(more.checked + len(pool), more.differing + moved)
     return found
 
 

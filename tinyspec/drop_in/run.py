@@ -144,7 +144,7 @@ class WideRows:
         for n in np.flatnonzero(found.tokens < 0).tolist():
             result = found.special.get(n, SpecialResult())
             raise result.cause or RuntimeError(f"completion {n}: {result.error or NOT_FINITE}")
-        engine.core.committer.supply(sequences, found.tokens.tolist(), None)
+        engine.core.committer.supply(sequences, found.tokens.tolist())
         for n, sequence in enumerate(sequences):
             engine.core.committer.keep(sequence, found.special[n])
         if "scores" in sequences[0].request.keeps:

@@ -291,13 +291,11 @@ class Committer:
             if sequence.next_logits is None:
                 self.fail(sequence, NOT_FINITE)
 
-    def supply(
-        self, sequences: list[Sequence], tokens: list[int], logprobs: list[float] | None
-    ) -> None:
+    def supply(self, sequences: list[Sequence], tokens: list[int]) -> None:
         """Commit a token from outside to each of ``sequences``, which wait for it; whoever calls
-        this ends the step by ``tracker.end``. logprobs: of the tokens, where any is wanted."""
-        for n, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
-            sequence.supply(token, None if logprobs is None else logprobs[n])
+        this ends the step by ``tracker.end``."""
+        for sequence, token in zip(sequences, tokens, strict=True):
+            sequence.supply(token)
         running = [n for n, sequence in enumerate(sequences) if sequence.running]
         self._commits.committed += len(sequences) - len(running)
         if running:  # others were preempted while they waited

@@ -13,15 +13,17 @@ from transformers import PreTrainedModel
 
 from tinyspec.config import EngineConfig
 from tinyspec.determinism.contract import Contract
+from tinyspec.determinism.fingerprint import ExtraModules
 from tinyspec.engine.commit import Committer
 from tinyspec.engine.core import EngineCore
 from tinyspec.engine.drafter import Drafter, make_drafter
 from tinyspec.engine.input_processor import InputProcessor, load
-from tinyspec.engine.lock import OneProcess, between_steps, flush, locked
+from tinyspec.engine.lock import OneProcess, locked
 from tinyspec.engine.request_tracker import RequestTracker
 from tinyspec.engine.results import EventStream, output_of
 from tinyspec.engine.trace import PASSES_KEPT, Trace
 from tinyspec.errors import refuse
+from tinyspec.interrupts import between_steps, flush
 from tinyspec.kernels import backend
 from tinyspec.model.install import install
 from tinyspec.model.served_model import ServedModel
@@ -90,7 +92,6 @@ class Engine(OneProcess):
         self._thinking = thinking
         self._thinker = None if thinking is None else Thinker(thinking, config)
         kernels = backend.load(config.backend)
-        self._linear = kernels.linear if config.linear == "always" else None
         self.served = self._installed()
         most = 1 if self._grows else most_pages(config, self.served.layers, self.model)
         self._build(drafter, kernels, most)
@@ -99,7 +100,7 @@ class Engine(OneProcess):
 
     def _installed(self) -> ServedModel:
         """A shadow of the model as it is now."""
-        return install(self.model, self.config, self._linear, self._thinking)
+        return install(self.model, self.config, self._thinking)
 
     def _build(self, drafter: Drafter, kernels: backend.Kernels, num_pages: int) -> None:
         config = self.config
@@ -114,13 +115,10 @@ class Engine(OneProcess):
         kept = PASSES_KEPT if config.trace is True else int(config.trace)
         trace = Trace(kept, self.tokenizer) if kept else None
         records: deque[PassRecord] = deque(maxlen=kept or RECORDS_KEPT)
-        extra = None
-        if self._thinker is not None:
-            self._thinker.serve(self.served.root, runner.torch_state)
-            extra = self._thinker.extra_modules
+        extra = self._served_blocks(self.served)
         parts = (admission, scheduler, runner, Sampler(kernels), committer, drafter, records)
         self.core = EngineCore(*parts, bool(config.overlap), trace, self._thinker)
-        self.contract = Contract(runner, config, extra, self._renew, flush)
+        self.contract = Contract(runner, extra, self._renew)
         self.tracker = RequestTracker(self.core, self.contract)
         self.lock = self.tracker.lock
         given = (self.model, self.tokenizer, config, self.pool, self._thinker)
@@ -133,12 +131,18 @@ class Engine(OneProcess):
             allowed = f"{self.runner.device}, where this engine was made"
             raise refuse("model.device", str(device), allowed)
         served = self._installed()
-        if self._thinker is not None:
-            self._thinker.serve(served.root, self.runner.torch_state)
+        extra = self._served_blocks(served)
         self.core.drain()
         self.served = served
         self.runner.serve(served)
-        self.contract.serve(served, None if self._thinker is None else self._thinker.extra_modules)
+        self.contract.serve(served, extra)
+
+    def _served_blocks(self, served: ServedModel) -> ExtraModules | None:
+        """Let the thinker, if there is one, run this shadow's blocks; what they are."""
+        if self._thinker is None:
+            return None
+        self._thinker.serve(served.root, self.runner.torch_state)
+        return self._thinker.extra_modules
 
     def __enter__(self) -> Self:
         return self

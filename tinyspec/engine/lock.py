@@ -5,17 +5,15 @@ Ctrl-C takes effect between steps: SIGINT is held back in the main thread while 
 
 from __future__ import annotations
 
-# What ``signal`` wraps: its own functions turn handlers into enums, in ten times as long.
-import _signal as signal
 import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from threading import Lock, get_ident
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from tinyspec.errors import refuse
+from tinyspec.interrupts import between_steps, flush, in_main_thread
 
 # Seconds between two looks of a thread that waits for what cannot wake it: Ctrl-C, for the main
 # one.
@@ -165,79 +163,3 @@ def locked(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P]
             return method(self, *args, **kwargs)
 
     return run
-
-
-class _Guard:
-    """Replaces SIGINT's handler, and remembers whether the signal came."""
-
-    def __init__(self) -> None:
-        self._came = False
-        self._previous: Any = None
-
-    def _remember(self, number: int, frame: object) -> None:
-        self._came = True
-
-    def begin(self) -> None:
-        self._previous = signal.signal(signal.SIGINT, self._remember)
-
-    def end(self) -> None:
-        """Restore the previous handler and pass on the signal, if it came."""
-        signal.signal(signal.SIGINT, self._previous)
-        if self._came:
-            self._came = False
-            signal.raise_signal(signal.SIGINT)
-
-    def flush(self) -> None:
-        """Pass the signal on, if it came, and go on holding it back."""
-        if self._came:
-            try:
-                self.end()
-            finally:
-                self.begin()
-
-
-_guards: list[_Guard] = []  # at most one
-
-
-def in_main_thread() -> bool:
-    """Whether signals are handled in the calling thread."""
-    return threading.current_thread() is threading.main_thread()
-
-
-@contextmanager
-def between_steps() -> Iterator[None]:
-    """Hold SIGINT back to the end of the block, or to the next ``flush`` in it."""
-    # A handler that was not set from Python (None) could not be restored.
-    if _guards or not in_main_thread() or signal.getsignal(signal.SIGINT) is None:
-        yield
-        return
-    guard = _Guard()
-    guard.begin()  # may raise if a signal has just come
-    _guards.append(guard)
-    try:
-        yield
-    finally:
-        if guard in _guards:
-            _guards.remove(guard)
-            guard.end()
-
-
-def flush() -> None:
-    """Within ``between_steps``: a signal that came takes effect now."""
-    if _guards and in_main_thread():
-        _guards[0].flush()
-
-
-@contextmanager
-def at_once() -> Iterator[None]:
-    """Within ``between_steps``: a block in which SIGINT takes effect at once."""
-    if not _guards or not in_main_thread():
-        yield
-        return
-    guard = _guards.pop()
-    try:
-        guard.end()
-        yield
-    finally:
-        guard.begin()
-        _guards.append(guard)

@@ -20,8 +20,9 @@ from tqdm import tqdm
 from tinyspec.determinism.contract import Contract
 from tinyspec.engine.commit import Commits
 from tinyspec.engine.core import EngineCore
-from tinyspec.engine.lock import StepLock, between_steps, flush
+from tinyspec.engine.lock import StepLock
 from tinyspec.errors import DeterminismError, TinyspecError, refuse
+from tinyspec.interrupts import between_steps, flush
 from tinyspec.scheduler.request import Request, Sequence
 
 # Threads of libraries that touch no model.

@@ -106,11 +106,13 @@ class PendingRope(NamedTuple):
 class AttentionContext:
     """What attention layers share: the kernels, the KV pool, the running pass and its thread.
 
-    layers: the attention calls of a pass, in order. A forward in another thread is refused.
+    kernels: set before the first pass. layers: the attention calls of a pass, in order. A forward
+    in another thread is refused.
     """
 
+    kernels: Kernels
+
     def __init__(self) -> None:
-        self.kernels: Kernels | None = None
         self.k: list[Tensor] = []
         self.v: list[Tensor] = []
         self.layers: list[Layer] = []
@@ -217,7 +219,7 @@ class AttentionContext:
 
         v may have another width than q and k: heads of the cache have the larger.
         """
-        if not self.serves() or self.kernels is None or self.metadata is None:
+        if not self.serves() or self.metadata is None:
             raise RuntimeError(TAKEN)
         number, layer = self._calls, self._next(module)
         cos, sin = rope or (None, None)

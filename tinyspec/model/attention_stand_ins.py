@@ -31,15 +31,9 @@ from tinyspec.model.attention import (
     PendingRope,
     Reach,
 )
-from tinyspec.model.scratch_weights import with_scratch_weights
+from tinyspec.model.scratch_weights import scratch_weights
 from tinyspec.model.shadow import standing_in
-from tinyspec.model.trial import (
-    ROWS,
-    described,
-    kind_of,
-    probe_rows,
-    same_bits,
-)
+from tinyspec.model.trial import ROWS, described, kind_of, probe_rows, same_bits
 from tinyspec.model.wrappers import own_forward, runs_class_forward
 
 # How transformers' modeling files call the function that rotates q and k.
@@ -260,7 +254,6 @@ def stand_ins(
     calls: list[AttentionCall],
     given: dict[nn.Module, list[ModuleCall]],
     context: AttentionContext,
-    ways: tuple[Way, ...],
 ) -> dict[nn.Module, nn.Module]:
     """The stand-ins of modules that have one.
 
@@ -276,10 +269,11 @@ def stand_ins(
         key = (kind_of(module), *map(described, arguments[0]), call.shape, call.scale, call.reach)
         if key not in tried:
             trial = Trial(call, arguments[0])
-            makes = [make for way in ways for make in way(trial)]
+            makes = [make for way in WAYS for make in way(trial)]
             tried[key] = None
             if makes:
-                tried[key] = with_scratch_weights(module, partial(trial.first_equal, makes))
+                with scratch_weights(module):
+                    tried[key] = trial.first_equal(makes)
         if (make := tried[key]) is not None:
             made[module] = make(module, context)
     return made

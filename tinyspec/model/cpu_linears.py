@@ -1,13 +1,16 @@
-"""Linear layers by other operators than torch's default, on a CPU, with the model's own weights.
+"""Linear layers on a CPU: other operators than torch's default, on the model's own weights, the
+switch of fast mode that they ask, and the heap that their results come from.
 
 fp32: oneDNN's product, which is faster. The operator is private to torch (inductor emits it), so it
 is looked up and compared before use; where it is missing or disagrees, layers stay as they are.
 bf16 on a CPU with AMX: the transposed product, weight times rows as columns. The bits of its rows
 hardly ever depend on how many there are, while torch's default splits its sums by that number.
 
-Both define canonical bits: the fingerprint names the classes. In fast mode the fastest operator
-serves any row count: the same product with its operands swapped, or torch's default: for few rows
-in fp32 (MKL, on an Intel CPU), for many in bf16.
+Both define canonical bits: the fingerprint names the classes. In fast mode (``FastMode``) the
+fastest operator serves any row count: the same product with its operands swapped, or torch's
+default: for few rows in fp32 (MKL, on an Intel CPU), for many in bf16.
+
+What a pass frees, glibc's heap keeps for the next one (``keep_freed_memory``).
 """
 
 from __future__ import annotations

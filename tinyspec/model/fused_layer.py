@@ -65,7 +65,6 @@ class ResidualStream:
     @property
     def kernels(self) -> Kernels:
         """Those that passes call."""
-        assert self.context.kernels is not None
         return self.context.kernels
 
 

@@ -18,6 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from tinyspec.config import EngineConfig
 from tinyspec.errors import UnsupportedEnvironmentError, unsupported
+from tinyspec.kernels import backend
 from tinyspec.kernels.launch import MAX_HEAD_DIM
 from tinyspec.model import openmp
 from tinyspec.model.attention import (
@@ -27,7 +28,7 @@ from tinyspec.model.attention import (
     PagedAttention,
     paged_attention_function,
 )
-from tinyspec.model.attention_stand_ins import WAYS, stand_ins
+from tinyspec.model.attention_stand_ins import stand_ins
 from tinyspec.model.cpu_linears import cpu_stand_ins
 from tinyspec.model.fused_layer import (
     Form,
@@ -40,7 +41,7 @@ from tinyspec.model.fused_layer import (
 )
 from tinyspec.model.introspection import attention_calls, module_calls
 from tinyspec.model.layer_trial import Layers, layer_forms, link
-from tinyspec.model.linears import LinearFunction, calls_interface, children, kernel_stand_ins
+from tinyspec.model.linears import calls_interface, children, kernel_stand_ins
 from tinyspec.model.moe import serve_experts
 from tinyspec.model.positions import given_positions, rope_table
 from tinyspec.model.quantized import repack_weights
@@ -56,7 +57,7 @@ from tinyspec.model.supported import (
 )
 from tinyspec.model.torch_settings import pinned
 from tinyspec.model.torch_state import TorchState, without_modes
-from tinyspec.model.wrappers import compiled_modules, has_hooks
+from tinyspec.model.wrappers import has_hooks, is_compiled
 
 logger = logging.getLogger("tinyspec")
 
@@ -82,7 +83,7 @@ def _counts_positions(module: nn.Module) -> bool:
 def _always_swapped(model: nn.Module) -> list[nn.Module]:
     """The modules that are replaced in every model, or left out, and would lose their hooks."""
     found = [m for _, _, m in children(model) if _is_rotary(m) or _counts_positions(m)]
-    return found + [wrapper for wrapper in compiled_modules(model) if has_hooks(wrapper)]
+    return found + [m for m in model.modules() if is_compiled(m) and has_hooks(m)]
 
 
 def refuse_unsupported(model: PreTrainedModel) -> None:
@@ -112,13 +113,11 @@ def _swap_refusal(model: nn.Module, swapped: Iterable[nn.Module]) -> str | None:
 def install(
     model: PreTrainedModel,
     config: EngineConfig,
-    linear: LinearFunction | None = None,
     root: nn.Module | None = None,
 ) -> ServedModel:
     """A shadow of ``model`` with paged attention in the place of its own; weights are shared.
 
-    config: resolved. linear: the kernel that is to serve all plain linears. root: what ``model`` is
-    a part of, which gets a shadow with it.
+    config: resolved. root: what ``model`` is a part of, which gets a shadow with it.
 
     Raises as ``refuse_unsupported``.
     """
@@ -131,7 +130,7 @@ def install(
     served = ServedModel(model, model if root is None else root)
     # Tables and stand-ins are made under the settings of passes.
     with pinned(model.device.type), without_modes():
-        _install(served, config, linear)
+        _install(served, config)
     if config.backend == "triton" and (reason := _head_refusal(served.layers)) is not None:
         raise unsupported(model, reason)
     return served
@@ -150,7 +149,7 @@ def fuses_layers(config: EngineConfig) -> bool:
     return config.backend == "triton"
 
 
-def _install(served: ServedModel, config: EngineConfig, linear: LinearFunction | None) -> None:
+def _install(served: ServedModel, config: EngineConfig) -> None:
     model, context, positions = served.model, served.context, config.max_model_len
     assert positions
     serve_experts(model, context, config.linear)
@@ -166,14 +165,12 @@ def _install(served: ServedModel, config: EngineConfig, linear: LinearFunction |
     layers = Layers({}, {})
     if fuses_layers(config):
         with TorchState(model.device)():
-            layers = layer_forms(model, context.record, last)
+            layers = layer_forms(model, last)
     _swap_attention(served, last)
     _swap_layers(served, layers)
-    if linear is not None:
-        for parent, name, kernel_linear in kernel_stand_ins(model, linear):
-            served.swap(parent, name, kernel_linear)
-    for parent, name, quicker in cpu_stand_ins(model, served.fast_mode):
-        served.swap(parent, name, quicker)
+    if config.linear == "always":
+        served.swap_all(kernel_stand_ins(model, backend.load(config.backend).linear))
+    served.swap_all(cpu_stand_ins(model, served.fast_mode))
 
 
 @cache
@@ -192,10 +189,10 @@ def _swap_attention(served: ServedModel, last: int) -> None:
     """Record the attention calls of the model, and replace the modules that have stand-ins."""
     model, context = served.model, served.context
     with TorchState(model.device)():
-        calls, keeps_logits = attention_calls(model, IMPLEMENTATION, context.record)
+        calls, keeps_logits = attention_calls(model)
         modules = list(dict.fromkeys(call.module for call in calls))
-        arguments = module_calls(model, context.record, modules, last)
-        made = stand_ins(calls, arguments, context, WAYS)
+        arguments = module_calls(model, modules, last)
+        made = stand_ins(calls, arguments, context)
     if not made:
         _warn_unfused(model.config.model_type)
     swapped = list(made)
@@ -229,7 +226,8 @@ def _swap_layers(served: ServedModel, layers: Layers) -> None:
     for parent, name, module in children(served.model):
         if module in made:
             served.swap(parent, name, made[module])
+    names = _names(served.model)
     for own, behind in layers.following.items():
         layer, after = made.get(own), made.get(behind)
         if isinstance(layer, FusedLayer) and after is not None:
-            link(served.model, layer, after)
+            link(served.model, names, layer, after)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from threading import Lock
 from typing import Any
 
@@ -19,8 +18,16 @@ from torch import Tensor, nn
 from transformers import AttentionMaskInterface, PreTrainedModel
 
 from tinyspec.errors import unsupported
-from tinyspec.model.attention import Attend, AttentionCall, LayerShape, ModuleCall, Reach
-from tinyspec.model.scratch_weights import with_scratch_weights, with_weights
+from tinyspec.model.attention import (
+    IMPLEMENTATION,
+    Attend,
+    AttentionCall,
+    LayerShape,
+    ModuleCall,
+    Reach,
+)
+from tinyspec.model.scratch_weights import other_weights, scratch_weights
+from tinyspec.model.served_model import served_of
 from tinyspec.model.supported import CACHE_NAMES, cache_windows, failing_module, vocab_size
 from tinyspec.model.trial import ROWS as PROBE_ROWS
 
@@ -110,18 +117,18 @@ class Masks:
         raise UnknownAttention("has a mask of its own making")
 
     @contextmanager
-    def registered(self, implementation: str) -> Iterator[None]:
-        """Models with this attention implementation make their masks here.
+    def registered(self) -> Iterator[None]:
+        """Models with paged attention make their masks here.
 
         The registry belongs to the process, so one at a time; a pass in another thread makes masks
         too, which paged attention ignores.
         """
         with _ONE_AT_A_TIME:
-            AttentionMaskInterface.register(implementation, self.make)
+            AttentionMaskInterface.register(IMPLEMENTATION, self.make)
             try:
                 yield
             finally:
-                del AttentionMaskInterface._global_mapping[implementation]
+                del AttentionMaskInterface._global_mapping[IMPLEMENTATION]
 
 
 ROWS = 12
@@ -202,21 +209,13 @@ def accepted(model: nn.Module, **given: Any) -> dict[str, Any]:
     return {name: value for name, value in given.items() if open_ended or name in takes}
 
 
-Record = Callable[[Attend | None, Tensor | None], None]
-
-
 def _forward(
-    model: PreTrainedModel,
-    record: Record,
-    recorder: AttentionRecorder,
-    order: Tensor,
-    positions: Tensor,
-    **more: Any,
+    model: PreTrainedModel, attend: Attend, order: Tensor, positions: Tensor, **more: Any
 ) -> Tensor:
-    """Logits of the sample tokens ``order`` at ``positions``, with attention recorded."""
+    """Logits of the sample tokens ``order`` at ``positions``, by a recorder's ``attend``."""
     ids = (order * 7 + 3) % vocab_size(model)
-    positions = positions.to(model.device)
-    record(recorder.attend, positions)
+    positions, context = positions.to(model.device), served_of(model).context
+    context.record(attend, positions)
     arguments = accepted(
         model,
         input_ids=ids[None].to(model.device),
@@ -226,42 +225,37 @@ def _forward(
         **more,
     )
     try:
-        # Buffers that modules write to are not the user's.
-        return with_weights(model, {}, partial(model, **arguments)).logits[0].float()
+        with other_weights({}, model):  # buffers that modules write to are not the user's
+            return model(**arguments).logits[0].float()
     except Exception as error:
         raise unsupported(model, failing_module(model, error)) from error
     finally:
-        record(None, None)
+        context.record(None)
 
 
-def attention_calls(
-    model: PreTrainedModel, implementation: str, record: Record
-) -> tuple[list[AttentionCall], bool]:
+def attention_calls(model: PreTrainedModel) -> tuple[list[AttentionCall], bool]:
     """The attention calls of a forward, in order; whether the model follows ``logits_to_keep``.
 
-    record: sends calls of the attention ``implementation`` to a recorder. Raises
-    UnsupportedModelError if a row depends on more than its position and what attention gets.
+    Raises UnsupportedModelError if a row depends on more than its position and what attention gets.
     """
-    calls, keeps_logits, reason = _tried(model, implementation, record)
+    calls, keeps_logits, reason = _tried(model)
     if reason == NO_POSITIONS:  # as with weights that are zero, which show nothing
-        again = partial(_tried, model, implementation, record)
-        calls, keeps_logits, reason = with_scratch_weights(model, again)
+        with scratch_weights(model):
+            calls, keeps_logits, reason = _tried(model)
     if reason is not None:
         raise unsupported(model, reason)
     return calls, keeps_logits
 
 
-def _tried(
-    model: PreTrainedModel, implementation: str, record: Record
-) -> tuple[list[AttentionCall], bool, str | None]:
+def _tried(model: PreTrainedModel) -> tuple[list[AttentionCall], bool, str | None]:
     """As ``attention_calls``, by the weights that the model has, and why it is refused."""
     rows, masks = torch.arange(ROWS, device="cpu"), Masks()
     first, reversed_, moved = (AttentionRecorder(masks) for _ in range(3))
-    with masks.registered(implementation):
-        logits = _forward(model, record, first, rows, rows)
-    other = _forward(model, record, reversed_, rows.flip(0), rows.flip(0))
+    with masks.registered():
+        logits = _forward(model, first.attend, rows, rows)
+    other = _forward(model, reversed_.attend, rows.flip(0), rows.flip(0))
     ends = torch.tensor([0, ROWS - 1], device=model.device)
-    elsewhere = _forward(model, record, moved, rows, rows + 1, logits_to_keep=ends)
+    elsewhere = _forward(model, moved.attend, rows, rows + 1, logits_to_keep=ends)
     keeps_logits = len(elsewhere) == len(ends)
     reason = first.reason
     if not first.calls:
@@ -283,7 +277,7 @@ def _tried(
 
 
 def module_calls(
-    model: PreTrainedModel, record: Record, modules: Iterable[nn.Module], last: int
+    model: PreTrainedModel, modules: Iterable[nn.Module], last: int
 ) -> dict[nn.Module, list[ModuleCall]]:
     """The arguments of the calls of ``modules`` in a forward of ``PROBE_ROWS`` rows at positions
     from 0 to ``last``, with attention recorded."""
@@ -294,12 +288,10 @@ def module_calls(
 
     positions = torch.linspace(0, last, PROBE_ROWS, dtype=torch.float32, device="cpu").long()
     rows = torch.arange(PROBE_ROWS, device="cpu")
-    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in found]
-    try:
-        _forward(model, record, AttentionRecorder(Masks()), rows, positions)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks:
+        for module in found:
+            hooks.enter_context(module.register_forward_pre_hook(note, with_kwargs=True))
+        _forward(model, AttentionRecorder(Masks()).attend, rows, positions)
     return found
 
 

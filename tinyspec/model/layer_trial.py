@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import accumulate, product
 from typing import Any, NamedTuple, TypeVar
 
@@ -34,7 +34,7 @@ from tinyspec.model.fused_layer import (
     is_norm,
     is_pre_norm,
 )
-from tinyspec.model.introspection import Record, module_calls
+from tinyspec.model.introspection import module_calls
 from tinyspec.model.shadow import shell
 from tinyspec.model.trial import SIZES, close, described, kind_of, own_kind, probe_rows, same_bits
 from tinyspec.model.wrappers import has_hooks, runs_class_forward
@@ -196,14 +196,14 @@ class Layers(NamedTuple):
     following: dict[nn.Module, nn.Module]
 
 
-def layer_forms(model: PreTrainedModel, record: Record, last: int) -> Layers:
+def layer_forms(model: PreTrainedModel, last: int) -> Layers:
     """As layers and norms are called in a forward of rows at positions from 0 to ``last``."""
     layers = [module for module in model.modules() if is_pre_norm(module)]
     if not layers:
         return Layers({}, {})
     inside = {part for layer in layers for part in layer.modules()}
     norms = [module for module in model.modules() if module not in inside and is_norm(module)]
-    calls, following = _recorded(model, record, layers, norms, last)
+    calls, following = _recorded(model, layers, norms, last)
     forms = _forms({layer: calls[layer] for layer in layers})
     behind = {norm for layer in forms for norm in following[layer]} & set(norms)
     forms |= _forms({norm: calls[norm] for norm in norms if norm in behind})
@@ -211,11 +211,7 @@ def layer_forms(model: PreTrainedModel, record: Record, last: int) -> Layers:
 
 
 def _recorded(
-    model: PreTrainedModel,
-    record: Record,
-    layers: list[nn.Module],
-    norms: list[nn.Module],
-    last: int,
+    model: PreTrainedModel, layers: list[nn.Module], norms: list[nn.Module], last: int
 ) -> tuple[dict[nn.Module, list[ModuleCall]], dict[nn.Module, list[nn.Module]]]:
     """The calls of layers and norms in a forward, and what was called with the very tensor that
     each layer returned, to which nobody had written."""
@@ -233,19 +229,19 @@ def _recorded(
             made[module] = output, output.clone()
 
     called = [*layers, *norms]
-    hooks = [module.register_forward_pre_hook(before, with_kwargs=True) for module in called]
-    hooks += [layer.register_forward_hook(after) for layer in layers]
-    try:
-        return module_calls(model, record, called, last), following
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks:
+        for module in called:
+            hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_hook(after))
+        return module_calls(model, called, last), following
 
 
-def link(model: nn.Module, layer: FusedLayer, after: FusedLayer | FusedNorm) -> None:
+def link(
+    model: nn.Module, names: dict[int, str], layer: FusedLayer, after: FusedLayer | FusedNorm
+) -> None:
     """Let a layer compute the norm of what is called with its result, unless a hook might change
-    that before."""
-    names = {id(module): name for name, module in model.named_modules()}
+    that before. names: of the model's modules, by their ids."""
     paths = (accumulate(names[id(one)].split("."), "{}.{}".format) for one in (layer, after))
     passed = [layer, *map(model.get_submodule, set.symmetric_difference(*map(set, paths)))]
     if not any(map(has_hooks, passed)):

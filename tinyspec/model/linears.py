@@ -1,8 +1,12 @@
-"""Linear layers served by the ``linear`` kernel, with the model's own weights.
+"""The linear layers of a model: their kinds, and two ways in which they run on their own weights.
 
-The kernel is for a device whose BLAS has no usable canonical bucket: its rows do not depend on the
-number of rows. Its bits differ from the BLAS's, so the fingerprint names the layers that it serves.
-Knows modules, not which bucket is canonical.
+Linears of one kind have class, sizes and layouts of weights in common: one of them is probed.
+
+The ``linear`` kernel is for a device whose BLAS has no usable canonical bucket: its rows do not
+depend on the number of rows. Its bits differ from the BLAS's, so the fingerprint names the layers
+that it serves. In tiles (``RowTiles``) the rows of a larger pass are multiplied as many at a time
+as the reference bucket has, which gives that bucket's bits. Knows modules, not which bucket is
+canonical.
 """
 
 from __future__ import annotations
@@ -145,8 +149,8 @@ def kernel_stand_ins(
 
     only: of these, the modules with these names (as in ``named_modules``); other names are ignored.
     """
-    named = dict(model.named_modules())
-    chosen = {id(module) for name, module in named.items() if only is None or name in only}
+    named = model.named_modules()
+    chosen = {id(module) for name, module in named if only is None or name in only}
     return [
         (parent, name, KernelLinear(child, linear))
         for parent, name, child in children(model)
@@ -168,27 +172,22 @@ def is_plain(module: nn.Module) -> TypeGuard[nn.Linear | SharedLinear]:
 
 
 class RowTiles:
-    """The layers of one model that run in tiles while ``on``. bound: they, and how each runs."""
+    """The layers of one model, ``bound``, that run in tiles while ``on``."""
 
     def __init__(self) -> None:
         self.on = False
-        self.bound: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = []
+        self.bound: list[nn.Module] = []
 
     def bind(self, modules: Iterable[nn.Module], height: int) -> None:
         """Run ``modules`` in tiles of ``height`` rows where a larger pass is a multiple of it."""
         for module in modules:
-            tiled = self._tiled(module.forward, height)
-            self.bound.append((module, tiled))
             # On the instance: modules, parameters and their names stay what they are.
-            vars(module)["forward"] = tiled
-
-    def holds(self, module: nn.Module) -> bool:
-        """Whether ``module`` was bound."""
-        return any(bound is module for bound, _ in self.bound)
+            vars(module)["forward"] = self._tiled(module.forward, height)
+            self.bound.append(module)
 
     def unbind(self) -> None:
         """Remove the tiled forwards."""
-        for module, _ in self.bound:
+        for module in self.bound:
             del vars(module)["forward"]
         self.bound = []
 

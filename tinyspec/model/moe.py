@@ -62,10 +62,8 @@ def experts_function(
     """An experts module's forward: hidden_states [R, H], top_k_* [R, k] -> [R, H]."""
     state: ExpertsState | None = vars(module).get(STATE)
     if state is not None and state.use_kernel:
-        kernels = state.context.kernels
-        assert kernels is not None
-        state.slots = top_k_index.shape[1]
-        return kernel_forward(module, hidden_states, top_k_index, top_k_weights, kernels.linear)
+        state.slots, linear = top_k_index.shape[1], state.context.kernels.linear
+        return kernel_forward(module, hidden_states, top_k_index, top_k_weights, linear)
     name = (state.implementation if state is not None else None) or "eager"
     forward = ALL_EXPERTS_FUNCTIONS.get_interface(name, type(module).forward.__wrapped__)
     return forward(module, hidden_states, top_k_index, top_k_weights)

@@ -8,11 +8,11 @@ different places. Knows modules; neither probes nor models by name.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from statistics import mode
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,6 @@ PLACES = 1021
 # How the numbers of a weight are spread: of matrices, so that products keep the scale of rows; of
 # norms, around one; of biases, from ordinary down to what is left of a sum that cancels.
 MATRIX, SCALE, BIAS, VECTOR = "matrix", "scale", "bias", "vector"
-T = TypeVar("T")
 
 
 class Buffer(NamedTuple):
@@ -192,18 +191,14 @@ def scratch_like(weight: Tensor, buffers: ScratchBuffers, form: Form) -> Tensor:
         return drawn
 
 
-def with_weights(
-    modules: nn.Module | tuple[nn.Module, ...],
-    weights: Mapping[int, Tensor],
-    function: Callable[[], T],
-) -> T:
-    """``function()`` while ``modules``, of a shadow, have ``weights`` by the ids of their own; tied
+@contextmanager
+def other_weights(weights: Mapping[int, Tensor], *modules: nn.Module) -> Iterator[None]:
+    """A block in which ``modules``, of a shadow, have ``weights`` by the ids of their own; tied
     ones stay tied, and buffers that stay are copied.
 
     Tables of weights are replaced as a whole: the model that shares them sees nothing of it.
     """
-    roots = modules if isinstance(modules, tuple) else (modules,)
-    parts = {id(part): part for root in roots for part in root.modules()}.values()
+    parts = {id(part): part for module in modules for part in module.modules()}.values()
     before = [(part, part._parameters, part._buffers) for part in parts]
     copies: dict[int, Tensor | None] = dict(weights)
     for _, _, buffers in before:
@@ -217,23 +212,25 @@ def with_weights(
             table = vars(part)
             table["_parameters"] = {n: weights.get(id(x), x) for n, x in parameters.items()}
             table["_buffers"] = {n: copies.get(id(x), x) for n, x in buffers.items()}
-        return function()
+        yield
     finally:
         for part, parameters, buffers in before:
             vars(part).update(_parameters=parameters, _buffers=buffers)
 
 
-def with_scratch_weights(module: nn.Module, function: Callable[[], T], *others: nn.Module) -> T:
-    """``function()`` while ``module``, and ``others`` that share its weights, have scratch weights;
+@contextmanager
+def scratch_weights(module: nn.Module, *others: nn.Module) -> Iterator[None]:
+    """A block in which ``module``, and ``others`` that share its weights, have scratch weights;
     packed weights stay."""
     forms, own = forms_of(module), dict(weights_of(module))
     buffers = ScratchBuffers(list(forms.values()))
     drawn = {id(own[name]): scratch_like(own[name], buffers, form) for name, form in forms.items()}
-    return with_weights((module, *others), drawn, function)
+    with other_weights(drawn, module, *others):
+        yield
 
 
 class ScratchModel:
-    """Runs functions while a model has scratch weights; its own are not written to.
+    """Scratch weights of a model, whose own are not written to.
 
     nbytes: memory that this takes.
     """
@@ -252,35 +249,32 @@ class ScratchModel:
         self.nbytes = self._buffers.nbytes + sum(kinds.values())
         self._drawn: dict[int, Tensor] = {}
 
-    def run(self, function: Callable[[], T]) -> T:
-        """``function()`` on scratch weights, the same ones in every call.
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """A block in which the model has scratch weights, the same ones every time.
 
         Raises DeterminismError for packed weights whose library has no function that packs others.
         """
         if not self._drawn:
-            drawn = {
-                name: scratch_like(self._own[name], self._buffers, form)
+            self._drawn = {
+                id(self._own[name]): scratch_like(self._own[name], self._buffers, form)
                 for name, form in self._forms.items()
             } | self._packed()
-            self._drawn = {id(self._own[name]): weight for name, weight in drawn.items()}
-
-        def repacked() -> T:
-            repack_weights(self._model, self._model.dtype)
-            for name in self._sources:
-                found: Any = self._model.get_parameter(name)
-                if not same_format(found, self._own[name]):
-                    raise self._refusal(name)
-            return function()
 
         with self._own_states():
             try:
-                return with_weights(self._model, self._drawn, repacked)
+                with other_weights(self._drawn, self._model):
+                    repack_weights(self._model, self._model.dtype)
+                    for name in self._sources:
+                        if not same_format(self._model.get_parameter(name), self._own[name]):
+                            raise self._refusal(name)
+                    yield
             except (AssertionError, ValueError) as error:  # as of a quantizer's range
                 why = failing_module(self._model, error)
                 raise DeterminismError(f"on weights of the proof's own making {why}") from error
 
-    def _packed(self) -> dict[str, Tensor]:
-        """A random packed weight for every packed one; those of one layout share their parts."""
+    def _packed(self) -> dict[int, Tensor]:
+        """By the id of every packed weight a random one; those of one layout share their parts."""
         made: dict[Hashable, Any] = {}
         found = {}
         for name, form in self._sources.items():
@@ -292,7 +286,7 @@ class ScratchModel:
                     made[key] = packed_like(weight, self._buffers.view(form))
             if made[key] is None:
                 raise self._refusal(name)
-            found[name] = shared(made[key])
+            found[id(weight)] = shared(made[key])
         return found
 
     @contextmanager

@@ -5,7 +5,7 @@ Knows which module stands in for which, not how they are chosen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -71,6 +71,11 @@ class ServedModel:
         """Replace ``parent``'s child ``name`` by ``module``."""
         self.swapped.append(Swapped(parent, name, parent.get_submodule(name), module))
         parent._modules[name] = module
+
+    def swap_all(self, stand_ins: Iterable[tuple[nn.Module, str, nn.Module]]) -> None:
+        """``swap`` of each (parent, name, module)."""
+        for parent, name, module in stand_ins:
+            self.swap(parent, name, module)
 
     def undo(self, kept: int) -> None:
         """Undo all swaps but the first ``kept``."""

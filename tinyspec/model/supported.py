@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from tinyspec.errors import refuse
-from tinyspec.model.wrappers import has_hooks, own_forward
+from tinyspec.model.wrappers import has_hooks, users_forward
 
 # What configs keep the chosen implementations under. Set by these names, because the properties of
 # nearly the same name also write to the configs inside of a config.
@@ -277,9 +277,7 @@ def swap_refusal(name: str, module: nn.Module) -> str | None:
     """
     if has_hooks(module):
         return f"{name} has forward hooks, which paged attention would not call"
-    # Accelerate's forward only moves inputs to the module's device, and keeps the one before.
-    attribute = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
-    if own_forward(module, attribute) is not None:
+    if users_forward(module) is not None:
         return f"{name} has a forward of its own, which paged attention would not call"
     return None
 

@@ -212,15 +212,10 @@ class TorchState:
         self._kind = self.stream.device.type
         self._thread: int | None = None
 
-    @property
-    def entered_here(self) -> bool:
-        """Whether the state has begun in this thread."""
-        return self._thread == get_ident()
-
     def __call__(self, again: bool = True) -> AbstractContextManager[None]:
         """The state while the block runs. A block within a block of the same thread only sets again
         what was changed in between; without ``again`` nothing was."""
-        if not self.entered_here:
+        if self._thread != get_ident():  # it has not begun in this thread
             return self._begun()
         return self._set_again() if again else nullcontext()
 

@@ -58,10 +58,7 @@ def close(found: Tensor, own: Tensor) -> bool:
 def kind_of(module: nn.Module) -> Hashable:
     """Classes, settings and shapes of a module and its children: equal for modules that differ only
     in ``layer_idx`` and in the values of their weights."""
-    found: list[Hashable] = []
-    for name, part in module.named_modules():
-        found.append((name, own_kind(part)))
-    return tuple(found)
+    return tuple((name, own_kind(part)) for name, part in module.named_modules())
 
 
 def own_kind(module: nn.Module) -> Hashable:

@@ -72,14 +72,15 @@ def own_forward(module: nn.Module, attribute: str = "forward") -> Any:
     return None
 
 
-def runs_class_forward(module: nn.Module) -> bool:
-    """Whether a module runs its class's forward, a plain function.
+def users_forward(module: nn.Module) -> Any:
+    """``own_forward``, and not accelerate's, which only moves inputs to the module's device and
+    keeps the one before."""
+    return own_forward(module, "_old_forward" if hasattr(module, "_hf_hook") else "forward")
 
-    Accelerate's forward only moves inputs to the module's device, and keeps the one before.
-    """
-    attribute = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
-    plain = isinstance(type(module).forward, FunctionType)
-    return plain and own_forward(module, attribute) is None
+
+def runs_class_forward(module: nn.Module) -> bool:
+    """Whether a module runs its class's forward, a plain function."""
+    return isinstance(type(module).forward, FunctionType) and users_forward(module) is None
 
 
 def _wrapped(forward: Any) -> Any:
@@ -151,8 +152,3 @@ def _refuse_method(wrapper: object, name: str, config: Any) -> None:
         why = "PEFT's generate finds where it begins (alora_invocation_tokens)"
     if why is not None:
         raise unsupported(wrapper, f"adapter {name!r} is {kind}, and {why}")
-
-
-def compiled_modules(model: nn.Module) -> list[nn.Module]:
-    """The wrappers of torch.compile inside of ``model``."""
-    return [module for module in model.modules() if is_compiled(module)]

@@ -48,7 +48,7 @@ class ModelRunner:
         self.buckets = buckets
         if device.type == "cpu":
             keep_freed_memory()
-        self._pool, self._kernels, self._config = pool, kernels, config
+        self._pool, self._kernels, self.config = pool, kernels, config
         self._cache: KVCache | None = None
         self._context = served.context
         self.graphs = PassGraphs(self.torch_state.stream, bool(config.cuda_graphs))
@@ -67,7 +67,7 @@ class ModelRunner:
         self._takes_positions = "position_ids" in accepted(model, position_ids=None)
         self._context = served.context
         self._context.kernels = self._kernels
-        self.kv_dtype = dtype_of(self._config.kv_dtype, model.dtype)
+        self.kv_dtype = dtype_of(self.config.kv_dtype, model.dtype)
         self.tiles, self._fast_mode = served.tiles, served.fast_mode
         if before is not None:
             if (before.layers, before.dtype) != (self.layers, self.kv_dtype):
@@ -86,7 +86,6 @@ class ModelRunner:
     @property
     def kernels(self) -> Kernels:
         """Those that passes call."""
-        assert self._context.kernels is not None
         return self._context.kernels
 
     @property
@@ -163,7 +162,7 @@ class ModelRunner:
     @cached_property
     def memory(self) -> PassMemory:
         """Where passes lie that the Triton kernels run."""
-        return PassMemory(self._config, self.device)
+        return PassMemory(self.config, self.device)
 
     def run(
         self, packed: PackedPass, before: Tensor | None = None, hooks: Hooks | None = None

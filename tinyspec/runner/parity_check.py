@@ -6,7 +6,6 @@ the first tokens; windows longer than that are known from its masks. Knows passe
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import pairwise
 from math import isnan, nan
 from typing import Any
@@ -18,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from tinyspec.errors import unsupported
 from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.model.introspection import ROUNDING
-from tinyspec.model.scratch_weights import with_scratch_weights, with_weights
+from tinyspec.model.scratch_weights import other_weights, scratch_weights
 from tinyspec.model.served_model import ServedModel
 from tinyspec.model.shadow import Shadow
 from tinyspec.model.supported import SERVED, max_positions, vocab_size
@@ -44,9 +43,11 @@ def check_parity(served: ServedModel, runner: ModelRunner) -> None:
     if is_known(model):
         return
     plain = Shadow(served.user).of(served.user)
-    off = with_weights((model, plain), {}, partial(_off, served, runner, plain))
+    with other_weights({}, model, plain):
+        off = _off(served, runner, plain)
     if isnan(off):  # as with weights that are zero, which show nothing
-        off = with_scratch_weights(model, partial(_off, served, runner, plain), plain)
+        with scratch_weights(model, plain):
+            off = _off(served, runner, plain)
     # Twice: both sides round.
     if not off <= 2 * ROUNDING[model.dtype]:
         why = f"its type is untested, and its logits over pages are {off:.1%} off"

@@ -182,19 +182,15 @@ class Sequence:
         place = self.num_generated - 1
         return self.ids(self.length - 1, self.length) != self.given_tokens[place : place + 1]
 
-    def supply(self, token: int, logprob: float | None) -> None:
+    def supply(self, token: int) -> None:
         """Commit the token that it waits for, whether it runs or not."""
         self.next_logits = None
         if self.table is None:
             self._tokens.append(token)
-            if self.params.logprobs and logprob is not None:
-                self._logprobs.append(logprob)
             return
         place = self.length
         self.table.set_ids(self.row, place, [token])
         self.table.length[self.row] = place + 1
-        if logprob is not None:
-            self.table.logprobs[self.row, place] = logprob
 
     def set_pages(self, pages: list[int]) -> None:
         """Its page table; also to call after a change of ``pages``."""

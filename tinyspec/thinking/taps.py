@@ -8,7 +8,7 @@ states.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,13 +40,12 @@ def tapped(
         assert read is not None
         read(output[0] if isinstance(output, tuple) else output)
 
-    handles = [] if add is None else [layer_in.register_forward_hook(change)]
-    handles += [] if read is None else [layer_out.register_forward_hook(see)]
-    try:
+    with ExitStack() as hooks:
+        if add is not None:
+            hooks.enter_context(layer_in.register_forward_hook(change))
+        if read is not None:
+            hooks.enter_context(layer_out.register_forward_hook(see))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @dataclass

@@ -19,8 +19,8 @@ from tinyspec.determinism.environment import device_parts
 from tinyspec.determinism.model_probe import graph_refusals
 from tinyspec.determinism.results import ProbeResults
 from tinyspec.engine.engine import Engine
-from tinyspec.engine.lock import at_once
 from tinyspec.errors import DeterminismError, TinyspecError, refuse
+from tinyspec.interrupts import at_once
 from tinyspec.scheduler.buckets import Buckets
 from tinyspec.tools.terminal import table
 
@@ -137,7 +137,7 @@ def _examine(engine: Engine, fresh: bool, begun: float) -> DoctorReport:
     try:
         if not engine.has_unfinished():
             contract.probe(fresh, ATTENTION_ROWS)
-            eager = graph_refusals(engine.runner, config)
+            eager = graph_refusals(engine.runner)
         contract.ensure()
     except DeterminismError as error:
         found: dict[str, Any] = {"problems": (str(error),)}
