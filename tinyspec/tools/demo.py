@@ -26,7 +26,7 @@ BUNDLED = Path(__file__).resolve().parent / "storyteller"
 TEMPERATURE, PATIENCE = 0.8, 5.0
 SEEDS = (39, 26, 163, 101, 162, 64)
 # Of a text: the width of a line, and how many are shown.
-WIDTH, LINES = 80, 3
+WIDTH, LINES = 80, 2
 WORDS = {True: "with a rollback", False: "without a rollback"}
 # Between what is the same and what is not, in text that is to be wrapped.
 MARK = "\x00"
