@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tinyspec.engine.engine import Engine
     from tinyspec.errors import DeterminismError, TinyspecError, UnsupportedModelError
     from tinyspec.outputs import Completion, RequestOutput, StreamEvent
+    from tinyspec.runner.token_logprobs import token_logprobs
     from tinyspec.sampling_params import SamplingParams
     from tinyspec.tools.audit import AuditReport, audit
     from tinyspec.tools.doctor import DoctorReport, doctor
@@ -28,6 +29,7 @@ else:
         "engine.engine": ("Engine",),
         "errors": ("DeterminismError", "TinyspecError", "UnsupportedModelError"),
         "outputs": ("Completion", "RequestOutput", "StreamEvent"),
+        "runner.token_logprobs": ("token_logprobs",),
         "sampling_params": ("SamplingParams",),
         "tools.audit": ("AuditReport", "audit"),
         "tools.doctor": ("DoctorReport", "doctor"),
@@ -62,5 +64,6 @@ __all__ = [
     "doctor",
     "generate",
     "patch",
+    "token_logprobs",
     "unpatch",
 ]

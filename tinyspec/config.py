@@ -130,6 +130,11 @@ class EngineConfig:
         if isinstance(self.drafter, str) and self.drafter != "ngram":
             raise refuse("drafter", self.drafter, 'None, "ngram", a model or a Drafter')
 
+    def backend_on(self, device_type: str) -> str:
+        """The kernels that run on such a device."""
+        auto = "torch" if device_type == "cpu" else "triton"
+        return auto if self.backend == "auto" else self.backend
+
     def resolve(self, *, device_type: str, model_positions: int) -> EngineConfig:
         """A copy with all defaults filled in.
 
@@ -143,9 +148,7 @@ class EngineConfig:
         length = self.max_model_len or model_positions
         if length > model_positions:
             raise refuse("max_model_len", length, f"at most the model's {model_positions}")
-        backend = self.backend
-        if backend == "auto":
-            backend = "torch" if cpu else "triton"
+        backend = self.backend_on(device_type)
         graphs = device_type in WITH_GRAPHS and backend == "triton"
         if self.cuda_graphs and not graphs:
             raise refuse("cuda_graphs", True, f"None or False with {backend} on {device_type}")

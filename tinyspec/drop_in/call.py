@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
@@ -34,29 +34,58 @@ class RowSeeds:
     """The rows' seeds of one call after the other, where its arguments name none: from a config, or
     from ``patch``.
 
-    A row's seed is mixed from the base, how often its prompt stood earlier in the call, and the
-    number of calls before since the base changed. So equal prompts have samples of their own, in a
-    call and from call to call, and a script that is run again repeats them.
+    A row's seed is mixed from the base, its prompt, and how many rows with this prompt there were
+    since the base changed: in earlier calls and further up in this one. So equal prompts have
+    samples of their own, whatever calls they are spread over, and a script that is run again
+    repeats them. One number is kept for each distinct prompt, about 100 bytes, until the base
+    changes.
+
+    Where torch.distributed has several ranks, rows are counted over all of them, call by call in
+    the order of ranks: each rank must make as many calls that sample by a base as the others. They
+    wait for each other here.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._bases: set[int] = set()
-        self._calls = 0
+        self._counts: Counter[int] = Counter()
 
-    def of(self, bases: list[int | None], prompts: Iterable[Hashable]) -> list[int | None]:
-        """Of one call's rows; None where a row has no base."""
-        distinct = {base for base in bases if base is not None}
+    def of(self, bases: list[int | None], prompts: Iterable[int]) -> list[int | None]:
+        """Of one call's rows; None where a row has no base. prompts: their digests.
+
+        Raises RuntimeError where other ranks do not call within the process group's timeout.
+        """
+        pairs = zip(bases, prompts, strict=True)
+        keys = [None if base is None else noise_key(base, prompt) for base, prompt in pairs]
         with self._lock:
-            self._calls = self._calls + 1 if distinct == self._bases else 0
-            self._bases, number = distinct, self._calls
-        earlier: Counter[Hashable] = Counter()
-        found: list[int | None] = []
-        for base, prompt in zip(bases, prompts, strict=True):
-            seed = None if base is None else noise_key(noise_key(base, earlier[prompt]), number)
-            found.append(None if seed is None else seed & _MASK)
-            earlier[prompt] += 1
-        return found
+            rank, ranks = _over_ranks(({base for base in bases if base is not None}, keys))
+            distinct = set().union(*(used for used, _ in ranks))
+            if distinct and distinct != self._bases:
+                self._bases, self._counts = distinct, Counter()
+            return [[self._next(key) for key in keys] for _, keys in ranks][rank]
+
+    def _next(self, key: int | None) -> int | None:
+        """The seed of the next row with this base and prompt."""
+        if key is None:
+            return None
+        self._counts[key] += 1
+        return noise_key(key, self._counts[key]) & _MASK
+
+
+def _over_ranks(given: Any) -> tuple[int, list[Any]]:
+    """This process's rank, and what all ranks give."""
+    started = distributed.is_available() and distributed.is_initialized()
+    if not started or (size := distributed.get_world_size()) == 1:
+        return 0, [given]
+    found = [None] * size
+    try:
+        distributed.all_gather_object(found, given)
+    except RuntimeError as error:
+        raise RuntimeError(
+            "a base of seeds counts prompts over all ranks: each must sample in as many calls of "
+            f"generate as the others, or with an argument seed ({error})"
+        ) from error
+    return distributed.get_rank(), found
 
 
 class Call:
@@ -95,6 +124,8 @@ class Call:
             self._prepare()
         if not self.unserved:
             self._set_params()
+        elif defaults.seed is not None and self._asked("do_sample", self.arguments):
+            row_seeds.of([], [])  # other ranks, where it is served, wait
 
     @property
     def tinyspec_only(self) -> str | None:
@@ -197,17 +228,18 @@ class Call:
                 self.params[index] = params.resolve(seed=noise_key(base, index) & _MASK)
 
     def _seeds(self) -> list[int | None]:
-        """Of each request: as an argument gives it, or from the base of a config or of ``patch``.
-        None: neither."""
+        """Of each request: as an argument gives it, or where it samples from the base of a config
+        or of ``patch``. None: neither."""
         given = [settings.get("seed") for settings in self._settings]
         bases: list[int | None] = []
-        for settings, seed in zip(self._settings, given, strict=True):
+        for settings, prepared, seed in zip(self._settings, self.prepared, given, strict=True):
             base = self._asked("seed", settings) if seed is None else None
-            bases.append(self._defaults.seed if base is None and seed is None else base)
+            base = self._defaults.seed if base is None and seed is None else base
             SamplingParams(seed=base)  # raises
+            bases.append(base if prepared.config.do_sample else None)
         if all(base is None for base in bases):
             return given
-        mixed = self._row_seeds.of(bases, (prompt.key for prompt in self.prompts.each))
+        mixed = self._row_seeds.of(bases, (prompt.digest for prompt in self.prompts.each))
         return [m if seed is None else seed for seed, m in zip(given, mixed, strict=True)]
 
     @property

@@ -64,15 +64,20 @@ def patch(
 
     deterministic, seed: of calls that do not say otherwise. A seed that is an argument of
     ``generate`` is every row's; one that stands here or in a config is a base: a row's own is mixed
-    from it, how often its prompt stood earlier in the call, and the number of calls before since
+    from it, the row's prompt, and how many rows with this prompt were sampled before since
     ``patch`` or since another base. So equal prompts have different samples, which repeat when the
-    script is run again.
+    script is run again, in batches of any size. A run that is resumed goes on from
+    ``model.generate.reseed(base)``, as did the first run at that place, say with a base of seed and
+    step. With several ranks of torch.distributed all rows of all ranks count, so each rank must
+    call ``generate`` as often as the others, as FSDP needs anyway; one that samples alone, by no
+    argument ``seed``, waits for them and raises RuntimeError at the process group's timeout.
 
     release: free the page pool's memory after each call, for a trainer that needs it; the next call
     allocates it anew, and no prompt is found in the prefix cache.
 
-    ``model.generate`` also has ``release()``, ``stats()``, ``weights_changed()``, ``fingerprint``
-    and ``seeds``, those of the rows of the latest call, which a returned dict has as an attribute.
+    ``model.generate`` also has ``release()``, ``stats()``, ``weights_changed()``,
+    ``reseed(base)``, ``fingerprint`` and ``seeds``, those of the rows of the latest call, which a
+    returned dict has as an attribute.
     Raises UnsupportedModelError naming what is in the way, and ValueError naming a bad value or if
     the model is patched already.
     """
@@ -166,6 +171,11 @@ class PatchedGenerate(_Method):
         """Free the page pool's memory; the next call allocates it again."""
         with self._serving() as engine:
             engine.release()
+
+    def reseed(self, base: int | None) -> None:
+        """Another base of seeds in place of that of ``patch``; the rows of each prompt are counted
+        anew, also where the base is the same."""
+        self._defaults, self._row_seeds = replace(self._defaults, seed=base), RowSeeds()
 
     def stats(self) -> EngineStats:
         """Sums over all passes so far."""

@@ -6,11 +6,13 @@ Knows tensors, their shapes and which of a call's arguments they are; neither mo
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import compress, zip_longest
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,11 +31,12 @@ class Prompt:
         return len(self.ids) if self.embeds is None else len(self.embeds)
 
     @property
-    def key(self) -> Hashable:
-        """Equal for equal prompts."""
-        if self.embeds is None:
-            return tuple(self.ids)
-        return self.embeds.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    def digest(self) -> int:
+        """64 bits, equal for equal prompts, in any process."""
+        values = np.array(self.ids, np.int64)
+        if self.embeds is not None:
+            values = self.embeds.detach().cpu().contiguous().view(torch.uint8).numpy()
+        return int.from_bytes(blake2b(values.tobytes(), digest_size=8).digest(), "little")
 
 
 class Prompts:
