@@ -16,6 +16,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from tinyspec.model.gradients import product
 from tinyspec.model.quantized import is_packed, layout
 from tinyspec.model.shadow import share
 from tinyspec.model.supported import private_name
@@ -123,19 +124,29 @@ class SharedLinear(nn.Module):
                 setattr(self, name, getattr(module, name))
 
 
+def matrix(module: Any) -> Tensor:
+    """The weight of a plain linear layer as [out, in]; a ``Conv1D`` and its stand-ins have it
+    transposed."""
+    weight: Tensor = module.weight
+    return weight.T if hasattr(module, "nx") else weight
+
+
 class KernelLinear(SharedLinear):
-    """A linear layer by the ``linear`` kernel; a ``Conv1D`` has its weight as [in, out]."""
+    """A linear layer by the ``linear`` kernel."""
 
     def __init__(self, module: nn.Module, linear: LinearFunction):
         super().__init__(module)
-        self.transposed = isinstance(module, Conv1D)
         self._linear = linear
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]; every row by itself."""
-        weight = self.weight.T if self.transposed else self.weight
-        out = self._linear(x.reshape(-1, x.shape[-1]), weight, self.bias)
-        return out.view(*x.shape[:-1], weight.shape[0])
+        weight = matrix(self)
+
+        def run(x: Tensor) -> Tensor:
+            out = self._linear(x.reshape(-1, x.shape[-1]), weight, self.bias)
+            return out.view(*x.shape[:-1], weight.shape[0])
+
+        return product(run, x, weight, self.bias)
 
 
 def kernel_stand_ins(
@@ -177,7 +188,7 @@ class RowTiles:
     def bind(self, modules: Iterable[nn.Module], height: int) -> None:
         """Run ``modules`` in tiles of ``height`` rows where a larger pass is a multiple of it."""
         for module in modules:
-            tiled = self._tiled(module.forward, height)
+            tiled = self._differentiable(module, self._tiled(module.forward, height))
             self.bound.append((module, tiled))
             # On the instance: modules, parameters and their names stay what they are.
             vars(module)["forward"] = tiled
@@ -191,6 +202,15 @@ class RowTiles:
         for module, _ in self.bound:
             del vars(module)["forward"]
         self.bound = []
+
+    @staticmethod
+    def _differentiable(
+        module: Any, tiled: Callable[[Tensor], Tensor]
+    ) -> Callable[[Tensor], Tensor]:
+        def run(x: Tensor) -> Tensor:
+            return product(tiled, x, matrix(module), module.bias)
+
+        return run
 
     def _tiled(
         self, forward: Callable[[Tensor], Tensor], height: int

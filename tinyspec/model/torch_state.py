@@ -205,7 +205,8 @@ def callers_modes(thread: int | None = None) -> Iterator[None]:
 
 
 class TorchState:
-    """No gradients, no modes, the settings of ``torch_settings``, on the stream of a device."""
+    """No gradients (or the caller's mode of them), no modes, the settings of ``torch_settings``, on
+    the stream of a device."""
 
     def __init__(self, device: torch.device):
         self.stream = stream_of(device)
@@ -217,11 +218,12 @@ class TorchState:
         """Whether the state has begun in this thread."""
         return self._thread == get_ident()
 
-    def __call__(self, again: bool = True) -> AbstractContextManager[None]:
+    def __call__(self, again: bool = True, gradients: bool = False) -> AbstractContextManager[None]:
         """The state while the block runs. A block within a block of the same thread only sets again
-        what was changed in between; without ``again`` nothing was."""
+        what was changed in between; without ``again`` nothing was. gradients: recorded where the
+        caller records them."""
         if not self.entered_here:
-            return self._begun()
+            return self._begun(gradients)
         return self._set_again() if again else nullcontext()
 
     @contextmanager
@@ -232,8 +234,9 @@ class TorchState:
             yield
 
     @contextmanager
-    def _begun(self) -> Iterator[None]:
-        with pinned(self._kind), self.stream(), torch.inference_mode(), without_modes():
+    def _begun(self, gradients: bool) -> Iterator[None]:
+        recorded = nullcontext() if gradients else torch.inference_mode()
+        with pinned(self._kind), self.stream(), recorded, without_modes():
             outer = _modes.stream
             try:
                 self._thread, _modes.stream = get_ident(), self.stream
