@@ -247,7 +247,8 @@ class AttentionContext:
 
         v may have another width than q and k: heads of the cache have the larger.
         """
-        if not self.serves() or self.kernels is None or self.metadata is None:
+        kernels, metadata, slots = self.kernels, self.metadata, self.slot_mapping
+        if not self.serves() or kernels is None or metadata is None or slots is None:
             raise RuntimeError(TAKEN)
         number, layer = self._calls, self._next(module)
         cos, sin = rope or (None, None)
@@ -258,7 +259,6 @@ class AttentionContext:
         if width < dim:
             v = pad(v, (0, dim - width))
         scores |= vars(layer.reach)  # window and chunk
-        kernels, metadata, slots = self.kernels, self.metadata, self.slot_mapping
 
         def write(q: Tensor, k: Tensor, v: Tensor, **norm: Any) -> Tensor:
             given, derived = (q, k, v, cos, sin, k_cache, v_cache, slots), metadata.derived

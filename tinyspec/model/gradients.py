@@ -184,7 +184,7 @@ class Tape:
             return calls.written(q, k, v, **dict(zip(names, weights, strict=True)), **form)
 
         def rotated(q: Tensor, k: Tensor, v: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
-            named = dict(zip(names, weights, strict=True))
+            named: dict[str, Any] = dict(zip(names, weights, strict=True))
             return norm_and_rotate(q, k, angles=angles, **named, **form)
 
         q, k = recomputed(written, rotated, q, k, v, *(norm[name] for name in names))
