@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tinyspec.config import EngineConfig
+    from tinyspec.drop_in.forward import canonical
     from tinyspec.drop_in.patching import generate, patch, unpatch
     from tinyspec.engine.async_engine import AsyncEngine
     from tinyspec.engine.drafter import Drafter
@@ -23,6 +24,7 @@ else:
     # The same once more, for imports on demand.
     _HOMES = {
         "config": ("EngineConfig",),
+        "drop_in.forward": ("canonical",),
         "drop_in.patching": ("generate", "patch", "unpatch"),
         "engine.async_engine": ("AsyncEngine",),
         "engine.drafter": ("Drafter",),
@@ -61,6 +63,7 @@ __all__ = [
     "TinyspecError",
     "UnsupportedModelError",
     "audit",
+    "canonical",
     "doctor",
     "generate",
     "patch",

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,6 +19,8 @@ from transformers.generation import MaxLengthCriteria
 from tinyspec.config import EngineConfig
 from tinyspec.drop_in import continuous
 from tinyspec.drop_in.call import Call, RowSeeds
+from tinyspec.drop_in.forward import PatchedForward
+from tinyspec.drop_in.method import Method
 from tinyspec.drop_in.prepare import prepare
 from tinyspec.drop_in.prompts import Prompt
 from tinyspec.drop_in.run import run
@@ -46,6 +47,7 @@ def patch(
     deterministic: bool = False,
     seed: int | None = None,
     release: bool = False,
+    forward: bool = False,
 ) -> None:
     """Let tinyspec serve ``model.generate``; everything else of the model stays as it is.
 
@@ -72,6 +74,8 @@ def patch(
     call ``generate`` as often as the others, as FSDP needs anyway; one that samples alone, by no
     argument ``seed``, waits for them and raises RuntimeError at the process group's timeout.
 
+    forward: let it serve ``model(...)`` as well, as in a block of ``tinyspec.canonical(model)``.
+
     release: free the page pool's memory after each call, for a trainer that needs it; the next call
     allocates it anew, and no prompt is found in the prefix cache.
 
@@ -85,7 +89,7 @@ def patch(
     if isinstance(vars(inside).get("generate"), PatchedGenerate):
         raise ValueError("model is not allowed: it is patched; call tinyspec.unpatch(model) first")
     defaults = SamplingParams(deterministic=deterministic, seed=seed)
-    PatchedGenerate(inside, config, defaults, release).put_in()
+    PatchedGenerate(inside, config, defaults, release, forward).put_in()
 
 
 def unpatch(model: PreTrainedModel) -> None:
@@ -96,37 +100,7 @@ def unpatch(model: PreTrainedModel) -> None:
         patched_generate.close()
 
 
-class _Method:
-    """A method of ``model`` that tinyspec serves. Copies of the model, in memory or on disk, get
-    their own back."""
-
-    def __init__(self, model: PreTrainedModel, name: str, served: Callable[..., Any]):
-        self._model, self._name, self._served = model, name, served
-        self._before = vars(model).get(name)
-        self.original: Callable[..., Any] = getattr(model, name)
-        functools.update_wrapper(self, self.original, updated=())
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._served(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _own_method, (self._model, self._name, self._before)
-
-    def take_out(self) -> None:
-        """Give the model its own back, unless another one has been put over this."""
-        table = vars(self._model)
-        if table.get(self._name) is self:
-            del table[self._name]
-            if self._before is not None:
-                table[self._name] = self._before
-
-
-def _own_method(model: PreTrainedModel, name: str, before: Callable[..., Any] | None) -> Any:
-    """A method of an unpatched model: ``before``, set on the model, or its class's."""
-    return before or getattr(type(model), name).__get__(model)
-
-
-class PatchedGenerate(_Method):
+class PatchedGenerate(Method):
     """``model.generate`` of a patched model, and the engine behind it.
 
     defaults: of calls that do not say otherwise. releases: whether to free pages after each.
@@ -139,9 +113,10 @@ class PatchedGenerate(_Method):
         config: EngineConfig | None = None,
         defaults: SamplingParams | None = None,
         releases: bool = False,
+        forward: bool = False,
     ):
         super().__init__(model, "generate", self.serve)
-        self._batch = _Method(model, "generate_batch", self.generate_batch)
+        self._batch = Method(model, "generate_batch", self.generate_batch)
         self._config = config or EngineConfig()
         self._defaults, self._row_seeds = defaults or SamplingParams(), RowSeeds()
         self._releases = releases
@@ -152,16 +127,20 @@ class PatchedGenerate(_Method):
         self._lock = threading.Lock()
         self._calls, self._closed = 0, False
         self._engine = Engine(model, config=self._config, grows=True)
+        self._methods = [self._batch, self]
+        if forward:
+            self._methods.append(PatchedForward(model, self.serving))
 
     def put_in(self) -> None:
         """Let the model's methods be these."""
-        vars(self._model).update(generate_batch=self._batch, generate=self)
+        for method in self._methods:
+            Method.put_in(method)
 
     def close(self) -> None:
         """Give the model its own methods back; the engine is closed once it serves no call."""
         self._engine.lock.check_process()  # locks may be held by threads that are not there
-        self.take_out()
-        self._batch.take_out()
+        for method in self._methods:
+            method.take_out()
         with self._lock:
             self._closed = True
             if not self._calls:
@@ -169,7 +148,7 @@ class PatchedGenerate(_Method):
 
     def release(self) -> None:
         """Free the page pool's memory; the next call allocates it again."""
-        with self._serving() as engine:
+        with self.serving() as engine:
             engine.release()
 
     def reseed(self, base: int | None) -> None:
@@ -183,17 +162,17 @@ class PatchedGenerate(_Method):
 
     def weights_changed(self) -> None:
         """Say that weights were written in a way that leaves no trace (through ``.data``)."""
-        with self._serving() as engine:
+        with self.serving() as engine:
             engine.weights_changed()
 
     @property
     def fingerprint(self) -> str:
         """Digest of all that the bits of deterministic requests depend on."""
-        with self._serving() as engine:
+        with self.serving() as engine:
             return engine.fingerprint
 
     @contextmanager
-    def _serving(self) -> Iterator[Engine]:
+    def serving(self) -> Iterator[Engine]:
         """The engine, for one call of several that threads may have under way; another one where
         the model has moved to another device."""
         self._engine.lock.check_process()
@@ -232,7 +211,7 @@ class PatchedGenerate(_Method):
         call = Call(self._model, self.original, arguments, *seeds)
         if not call.unserved:
             try:
-                with self._serving() as engine:
+                with self.serving() as engine:
                     sequences = run(engine, call, call.drafter() or self._drafter)
             except UnsupportedModelError as error:  # the model has changed since the last call
                 call.unserved.append(f"the model as it is now ({error})")
@@ -295,7 +274,7 @@ class PatchedGenerate(_Method):
         if getattr(continuous_batching_config, "return_logprobs", False):
             call.params = [params.resolve(logprobs=True) for params in call.params]
         drafter = call.drafter() or self._drafter
-        with self._serving() as engine:
+        with self.serving() as engine:
             return continuous.run(engine, call, drafter, record_timestamps, progress_bar)
 
 

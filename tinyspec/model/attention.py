@@ -7,16 +7,19 @@ interface. Neither knows requests; what a pass needs is in one ``AttentionContex
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
 from threading import get_ident
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from tinyspec.kernels.backend import AttentionMetadata, Kernels
+from tinyspec.model.gradients import PagedCalls, Tape
 from tinyspec.model.shadow import share
 from tinyspec.model.trial import eps_name
 
@@ -103,6 +106,10 @@ class PendingRope(NamedTuple):
     interleaved: bool
 
 
+# Of a context, what one pass has for itself.
+STATE = ("k", "v", "metadata", "slot_mapping", "positions", "tape", "thread", "_pending", "_calls")
+
+
 class AttentionContext:
     """What attention layers share: the kernels, the KV pool, the running pass and its thread.
 
@@ -121,6 +128,7 @@ class AttentionContext:
         self.positions: Tensor | None = None
         self.thread = 0
         self.slot_mapping: Tensor | None = None
+        self.tape: Tape | None = None
         self._pending: PendingRope | None = None
         self._calls = 0
 
@@ -129,10 +137,16 @@ class AttentionContext:
         self.recorder, self.positions = recorder, positions
         self.thread = get_ident()
 
-    def begin(self, metadata: AttentionMetadata, slot_mapping: Tensor, positions: Tensor) -> None:
-        """A pass begins in this thread."""
+    def begin(
+        self,
+        metadata: AttentionMetadata,
+        slot_mapping: Tensor,
+        positions: Tensor,
+        tape: Tape | None = None,
+    ) -> None:
+        """A pass begins in this thread; tape: of one that is differentiated."""
         self.metadata, self.slot_mapping, self.positions = metadata, slot_mapping, positions
-        self.thread = get_ident()
+        self.tape, self.thread = tape, get_ident()
         self._calls = 0
 
     def check(self) -> None:
@@ -148,7 +162,23 @@ class AttentionContext:
 
     def end(self) -> None:
         """The pass has ended or failed."""
-        self.metadata = self.slot_mapping = self.positions = self._pending = None
+        self.metadata = self.slot_mapping = self.positions = self.tape = self._pending = None
+
+    def resumed(self) -> Callable[[], AbstractContextManager[None]]:
+        """Of this moment of a pass: what makes a block that goes on from here, in any thread, also
+        after the pass has ended."""
+        kept = {name: getattr(self, name) for name in STATE}
+
+        @contextmanager
+        def block() -> Iterator[None]:
+            before = {name: getattr(self, name) for name in STATE}
+            vars(self).update(kept, thread=get_ident())
+            try:
+                yield
+            finally:
+                vars(self).update(before)
+
+        return block
 
     def serves(self) -> bool:
         """Whether this thread's pass is running."""
@@ -219,7 +249,8 @@ class AttentionContext:
 
         v may have another width than q and k: heads of the cache have the larger.
         """
-        if not self.serves() or self.metadata is None:
+        kernels, metadata, slots = self.kernels, self.metadata, self.slot_mapping
+        if not self.serves() or metadata is None or slots is None:
             raise RuntimeError(TAKEN)
         number, layer = self._calls, self._next(module)
         cos, sin = rope or (None, None)
@@ -229,12 +260,20 @@ class AttentionContext:
             q, k = pad(q, (0, dim - q.shape[-1])), pad(k, (0, dim - k.shape[-1]))
         if width < dim:
             v = pad(v, (0, dim - width))
-        derived = self.metadata.derived
-        q = self.kernels.fused_kv_write(
-            q, k, v, cos, sin, k_cache, v_cache, self.slot_mapping, derived=derived, **norm
-        )
         scores |= vars(layer.reach)  # window and chunk
-        out = self.kernels.paged_attention(q, k_cache, v_cache, self.metadata, **scores)
+
+        def write(q: Tensor, k: Tensor, v: Tensor, **norm: Any) -> Tensor:
+            given, derived = (q, k, v, cos, sin, k_cache, v_cache, slots), metadata.derived
+            return kernels.fused_kv_write(*given, derived=derived, **norm)
+
+        def read(q: Tensor, **scores: Any) -> Tensor:
+            return kernels.paged_attention(q, k_cache, v_cache, metadata, **scores)
+
+        if self.tape is not None and torch.is_grad_enabled():
+            calls = PagedCalls(write, read, k_cache, slots)
+            out = self.tape.attend(number, calls, q, k, v, rope, norm, scores)
+        else:
+            out = read(write(q, k, v, **norm), **scores)
         return out if width == dim else out[..., :width].contiguous()
 
 

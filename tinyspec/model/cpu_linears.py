@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tinyspec.model.gradients import product
 from tinyspec.model.linears import SharedLinear, children, is_plain
 
 
@@ -114,7 +115,7 @@ class CpuLinear(SharedLinear):
         """x [..., in_features] -> [..., out_features]."""
         if self._fast_mode.on and x.numel() // self.in_features in self.fast_rows:
             return self.default(x)
-        return self.product(x)
+        return product(self.product, x, self.weight, self.bias)
 
     def differs_in_fast_mode(self, rows: int) -> bool:
         """Whether fast mode may change the bits of ``rows`` rows."""

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tinyspec.kernels.backend import Kernels
+from tinyspec.kernels.twins.layers import add_rms_norm, gated_at_once
 from tinyspec.model.attention import AttentionContext
+from tinyspec.model.gradients import recomputed
 from tinyspec.model.linears import linear_shape
 from tinyspec.model.moe import RowFunction
 from tinyspec.model.shadow import standing_in
@@ -94,8 +96,11 @@ class FusedNorm(nn.Module):
 
     def _run(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         eps: float = getattr(self, eps_name(self))
-        run = self.tinyspec_stream.kernels.add_rms_norm
-        return run(x, residual, self.weight, eps, unit_offset=self.tinyspec_unit_offset)
+        form: dict[str, Any] = {"eps": eps, "unit_offset": self.tinyspec_unit_offset}
+        run, plain = self.tinyspec_stream.kernels.add_rms_norm, add_rms_norm
+        given = x, residual, self.weight
+        normed, summed = recomputed(partial(run, **form), partial(plain, **form), *given)
+        return normed, summed
 
 
 def fused_norm(norm: nn.Module, stream: ResidualStream, unit_offset: bool) -> FusedNorm:
@@ -128,7 +133,10 @@ class GatedMlp(nn.Module):
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
         """act(gate) * up, both [..., I]."""
-        return self.tinyspec_stream.kernels.gated(gate, up, self.tinyspec_activation)
+        form: dict[str, Any] = {"activation": self.tinyspec_activation}
+        run, plain = self.tinyspec_stream.kernels.gated, gated_at_once
+        out: Tensor = recomputed(partial(run, **form), partial(plain, **form), gate, up)
+        return out
 
 
 class FusedLayer(nn.Module):

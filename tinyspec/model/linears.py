@@ -20,6 +20,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from tinyspec.model.gradients import product
 from tinyspec.model.quantized import is_packed, layout
 from tinyspec.model.shadow import share
 from tinyspec.model.supported import private_name
@@ -127,19 +128,29 @@ class SharedLinear(nn.Module):
                 setattr(self, name, getattr(module, name))
 
 
+def matrix(module: Any) -> Tensor:
+    """The weight of a plain linear layer as [out, in]; a ``Conv1D`` and its stand-ins have it
+    transposed."""
+    weight: Tensor = module.weight
+    return weight.T if hasattr(module, "nx") else weight
+
+
 class KernelLinear(SharedLinear):
-    """A linear layer by the ``linear`` kernel; a ``Conv1D`` has its weight as [in, out]."""
+    """A linear layer by the ``linear`` kernel."""
 
     def __init__(self, module: nn.Module, linear: LinearFunction):
         super().__init__(module)
-        self.transposed = isinstance(module, Conv1D)
         self._linear = linear
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]; every row by itself."""
-        weight = self.weight.T if self.transposed else self.weight
-        out = self._linear(x.reshape(-1, x.shape[-1]), weight, self.bias)
-        return out.view(*x.shape[:-1], weight.shape[0])
+        weight = matrix(self)
+
+        def run(x: Tensor) -> Tensor:
+            out = self._linear(x.reshape(-1, x.shape[-1]), weight, self.bias)
+            return out.view(*x.shape[:-1], weight.shape[0])
+
+        return product(run, x, weight, self.bias)
 
 
 def kernel_stand_ins(
@@ -171,6 +182,11 @@ def is_plain(module: nn.Module) -> TypeGuard[nn.Linear | SharedLinear]:
     return not (is_packed(module.weight) or has_hooks(module) or "forward" in vars(module))
 
 
+def differentiable(module: Any, run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """``run``, which computes what a plain linear layer does, with gradients."""
+    return lambda x: product(run, x, matrix(module), module.bias)
+
+
 class RowTiles:
     """The layers of one model, ``bound``, that run in tiles while ``on``."""
 
@@ -182,7 +198,8 @@ class RowTiles:
         """Run ``modules`` in tiles of ``height`` rows where a larger pass is a multiple of it."""
         for module in modules:
             # On the instance: modules, parameters and their names stay what they are.
-            vars(module)["forward"] = self._tiled(module.forward, height)
+            tiled = self._tiled(module.forward, height)
+            vars(module)["forward"] = differentiable(module, tiled)
             self.bound.append(module)
 
     def unbind(self) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from tinyspec.errors import unsupported
 from tinyspec.model.attention import AttentionContext
+from tinyspec.model.gradients import product
 from tinyspec.model.linears import KERNEL_DTYPES, LinearFunction
 from tinyspec.model.quantized import is_packed
 from tinyspec.model.supported import EXPERTS_CHOICE, private_name
@@ -87,13 +88,14 @@ def kernel_forward(
     weights = weights.gather(1, order)
     chosen = index.flatten()
     counts = torch.bincount(chosen).tolist()
-    groups = chosen.argsort(stable=True).split(counts)
-    pairs = [(expert, group) for expert, group in enumerate(groups) if len(group)]
+    pairs = chosen.argsort(stable=True)
+    place = pairs.argsort()
 
     name = "gate_up_proj" if module.has_gate else "up_proj"
-    out = _project(module, name, hidden_states, [(e, p, p // slots) for e, p in pairs], linear)
-    out = activate(module, out)
-    out = _project(module, "down_proj", out, [(e, p, p) for e, p in pairs], linear)
+    out = _project(module, name, hidden_states.index_select(0, pairs // slots), counts, linear)
+    out = activate(module, out.index_select(0, place))
+    out = _project(module, "down_proj", out.index_select(0, pairs), counts, linear)
+    out = out.index_select(0, place)
     if _has_norm(module):
         out = module.post_expert_norm(out)
     out = (out * weights.reshape(-1, 1)).view(rows, slots, -1)
@@ -113,23 +115,21 @@ def activate(module: Any, up: Tensor) -> Tensor:
 
 
 def _project(
-    module: Any,
-    name: str,
-    x: Tensor,
-    groups: list[tuple[int, Tensor, Tensor]],
-    linear: LinearFunction,
+    module: Any, name: str, x: Tensor, counts: list[int], linear: LinearFunction
 ) -> Tensor:
-    """The matmuls ``name``; groups: an expert, its pairs, and the rows of x that these read."""
+    """The matmuls ``name`` of x [pairs, in], so many rows for each of the first experts."""
     weight: Tensor = getattr(module, name)
-    bias: Any = getattr(module, f"{name}_bias", None)
     if module.is_transposed:
         weight = weight.transpose(1, 2)
-    x = x.to(weight.dtype)
-    out = x.new_empty(sum(len(pairs) for _, pairs, _ in groups), weight.shape[1])
-    for expert, pairs, rows in groups:
-        expert_bias = bias[expert] if module.has_bias else None
-        out[pairs] = linear(x[rows], weight[expert], expert_bias)
-    return out
+    weights, parts = weight.unbind(), x.to(weight.dtype).split(counts)
+    biases = getattr(module, f"{name}_bias").unbind() if module.has_bias else [None] * len(weights)
+    return torch.cat(
+        [
+            product(lambda x, w=each, b=bias: linear(x, w, b), part, each, bias)  # type: ignore[misc]
+            for part, each, bias in zip(parts, weights, biases, strict=False)
+            if len(part)
+        ]
+    )
 
 
 @cache

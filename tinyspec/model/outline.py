@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig
 from tinyspec.model.checksum import checksum
 from tinyspec.model.quantized import is_packed, packing_format, parts, trace
 from tinyspec.model.shadow import CONTAINERS
-from tinyspec.model.wrappers import hooks_of
+from tinyspec.model.wrappers import hooks_of, underneath
 
 # Settings of a config that users change from call to call, or ``save_pretrained`` does, and no
 # bit depends on.
@@ -190,7 +190,11 @@ def _same(before: Any, held: Any) -> str | None:
 def _of_dict(before: dict[str, Any], held: dict[str, Any], idle: set[str]) -> str | None:
     keys = (key for key in {**before, **held} if key not in idle and key not in _BASE)
     absent = object()
-    return next((k for k in keys if not _equal(before.get(k, absent), held.get(k, absent))), None)
+    found = (
+        (key, *(underneath(table.get(key, absent), absent) for table in (before, held)))
+        for key in keys
+    )
+    return next((key for key, was, now in found if not _equal(was, now)), None)
 
 
 def _equal(a: Any, b: Any) -> bool:

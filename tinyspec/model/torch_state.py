@@ -205,18 +205,20 @@ def callers_modes(thread: int | None = None) -> Iterator[None]:
 
 
 class TorchState:
-    """No gradients, no modes, the settings of ``torch_settings``, on the stream of a device."""
+    """No gradients (or the caller's mode of them), no modes, the settings of ``torch_settings``, on
+    the stream of a device."""
 
     def __init__(self, device: torch.device):
         self.stream = stream_of(device)
         self._kind = self.stream.device.type
         self._thread: int | None = None
 
-    def __call__(self, again: bool = True) -> AbstractContextManager[None]:
+    def __call__(self, again: bool = True, gradients: bool = False) -> AbstractContextManager[None]:
         """The state while the block runs. A block within a block of the same thread only sets again
-        what was changed in between; without ``again`` nothing was."""
+        what was changed in between; without ``again`` nothing was. gradients: recorded where the
+        caller records them."""
         if self._thread != get_ident():  # it has not begun in this thread
-            return self._begun()
+            return self._begun(gradients)
         return self._set_again() if again else nullcontext()
 
     @contextmanager
@@ -227,8 +229,9 @@ class TorchState:
             yield
 
     @contextmanager
-    def _begun(self) -> Iterator[None]:
-        with pinned(self._kind), self.stream(), torch.inference_mode(), without_modes():
+    def _begun(self, gradients: bool) -> Iterator[None]:
+        recorded = nullcontext() if gradients else torch.inference_mode()
+        with pinned(self._kind), self.stream(), recorded, without_modes():
             outer = _modes.stream
             try:
                 self._thread, _modes.stream = get_ident(), self.stream

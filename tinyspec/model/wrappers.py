@@ -19,6 +19,8 @@ CAPTURING = "transformers.utils.output_capturing"
 # Where the functions are defined that ``torch.autocast(...)(forward)`` and accelerate's mixed
 # precision put around a forward.
 AUTOCASTING = ("torch.amp.autocast_mode", "accelerate.utils.operations")
+# Where the forward is defined that ``canonical`` puts on a model.
+SERVING = "tinyspec.drop_in.forward"
 # PEFT's methods that compute something in the wrapper, which passes do not call.
 IN_THE_WRAPPER = ("ADAPTION_PROMPT", "POLY", "SHADOW", "XLORA")
 
@@ -78,6 +80,14 @@ def users_forward(module: nn.Module) -> Any:
     return own_forward(module, "_old_forward" if hasattr(module, "_hf_hook") else "forward")
 
 
+def underneath(held: Any, default: Any = None) -> Any:
+    """What a method of a model was before tinyspec's own was put over it; ``default``: its
+    class's."""
+    while type(held).__module__ == SERVING:
+        held = default if held.before is None else held.before
+    return held
+
+
 def runs_class_forward(module: nn.Module) -> bool:
     """Whether a module runs its class's forward, a plain function."""
     return isinstance(type(module).forward, FunctionType) and users_forward(module) is None
@@ -86,7 +96,7 @@ def runs_class_forward(module: nn.Module) -> bool:
 def _wrapped(forward: Any) -> Any:
     """What a compiled forward, or one that turns autocast on, calls; None of any other."""
     scope = getattr(forward, "__globals__", {}).get("__name__", type(forward).__module__)
-    if scope in AUTOCASTING:
+    if scope in (*AUTOCASTING, SERVING):
         return getattr(forward, "__wrapped__", None)
     # Dynamo's own function around it: with fullgraph, or where the class is torch's.
     if scope == "torch._dynamo.external_utils":

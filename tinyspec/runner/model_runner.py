@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 from tinyspec.config import EngineConfig
 from tinyspec.kernels.backend import Kernels
 from tinyspec.model.cpu_linears import keep_freed_memory
+from tinyspec.model.gradients import Tape
 from tinyspec.model.introspection import accepted
 from tinyspec.model.served_model import ServedModel
 from tinyspec.model.supported import vocab_size
@@ -211,27 +212,62 @@ class ModelRunner:
         canonical: linears run in tiles where the pass would not be canonical without them;
         otherwise everything runs in the fastest way.
         """
-        batch.metadata.exact = self.tiles.on = canonical
-        self._fast_mode.on = not canonical
+        logits, _ = self.output(batch, keep, canonical, hooks)
+        return logits if self.kernels.backend == "triton" else logits.float()
+
+    def output(
+        self,
+        batch: Batch,
+        keep: Tensor | None,
+        canonical: bool,
+        hooks: Hooks | None = None,
+        tape: Tape | None = None,
+    ) -> tuple[Tensor, Any]:
+        """As ``forward``: logits as the model computed them, and its output. tape: of a pass that
+        is differentiated."""
+        batch.metadata.exact = canonical
         context = self._context
-        context.begin(batch.metadata, batch.slot_mapping, batch.positions)
+        context.begin(batch.metadata, batch.slot_mapping, batch.positions, tape)
         more: dict[str, Any] = {}
         if self._takes_positions:
             more["position_ids"] = batch.positions[None]
         if self._keeps_logits:
             more["logits_to_keep"] = 0 if keep is None else keep
         look = self.kernels.backend == "triton" and not batch.embeds and hooks is None
+        look &= tape is None
         try:
-            with self.graphs.looking(canonical) if look else nullcontext(), hooks or nullcontext():
+            with (
+                self._linears(canonical),
+                self.graphs.looking(canonical) if look else nullcontext(),
+                hooks or nullcontext(),
+            ):
                 output = self.model(**self._inputs(batch), **more, **self._always)
             context.check()
         finally:
             context.end()
-            self.tiles.on = False
-            self._fast_mode.on = False
         gathered = keep is None or self._keeps_logits
-        logits = output.logits[0] if gathered else output.logits[0, keep]
-        return logits if self.kernels.backend == "triton" else logits.float()
+        return output.logits[0] if gathered else output.logits[0, keep], output
+
+    @contextmanager
+    def _linears(self, canonical: bool) -> Iterator[None]:
+        """Linears as passes run them, while the block does."""
+        self.tiles.on, self._fast_mode.on = canonical, not canonical
+        try:
+            yield
+        finally:
+            self.tiles.on = self._fast_mode.on = False
+
+    def resumed(self) -> Callable[[], AbstractContextManager[None]]:
+        """Of this moment of a canonical pass: what makes a block that goes on from here, also after
+        the pass has ended."""
+        resumed = self._context.resumed()
+
+        @contextmanager
+        def block() -> Iterator[None]:
+            with self.torch_state(gradients=True), resumed(), self._linears(canonical=True):
+                yield
+
+        return block
 
     def _inputs(self, batch: Batch) -> dict[str, Tensor]:
         """Token ids, or embeddings of all rows if some are given as embeddings."""

@@ -112,6 +112,30 @@ def _written(slot_mapping: Tensor, derived: Derived) -> tuple[Tensor | None, Ten
     return derived[key][:2]
 
 
+def norm_and_rotate(
+    q: Tensor,
+    k: Tensor,
+    *,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    angles: tuple[Tensor, Tensor] | None = None,
+    eps: float = 1e-6,
+    interleaved: bool = False,
+    derived: Derived | None = None,
+) -> tuple[Tensor, Tensor]:
+    """q and k as ``fused_kv_write`` returns and writes them; angles: cos and sin."""
+    if q_weight is not None:
+        q = _rms_norm(q, q_weight, eps)
+    if k_weight is not None:
+        k = _rms_norm(k, k_weight, eps)
+    if angles is None:
+        return q, k
+    both = torch.cat((q, k), dim=1)
+    known = _angles(*angles, interleaved, {} if derived is None else derived)
+    q, k = _rotate(both, *known, interleaved).split((q.shape[1], k.shape[1]), dim=1)
+    return q, k
+
+
 def fused_kv_write(
     q: Tensor,
     k: Tensor,
@@ -139,14 +163,17 @@ def fused_kv_write(
     slot_mapping do not change.
     """
     derived = {} if derived is None else derived
-    if q_weight is not None:
-        q = _rms_norm(q, q_weight, eps)
-    if k_weight is not None:
-        k = _rms_norm(k, k_weight, eps)
-    if cos is not None and sin is not None:
-        angles = _angles(cos, sin, interleaved, derived)
-        both = _rotate(torch.cat((q, k), dim=1), *angles, interleaved)
-        q, k = both.split((q.shape[1], k.shape[1]), dim=1)
+    angles = None if cos is None or sin is None else (cos, sin)
+    q, k = norm_and_rotate(
+        q,
+        k,
+        q_weight=q_weight,
+        k_weight=k_weight,
+        angles=angles,
+        eps=eps,
+        interleaved=interleaved,
+        derived=derived,
+    )
     rows, slots = _written(slot_mapping, derived)
     if rows is not None:
         k, v = k[rows], v[rows]
@@ -164,6 +191,11 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     function, size = _FUNCTIONS[activation], gate.shape[-1]
     rows = [function(row) for row in gate.reshape(-1, size)]
     return torch.stack(rows).view(gate.shape) * up if rows else gate * up
+
+
+def gated_at_once(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """As ``gated`` up to rounding, with gradients."""
+    return _FUNCTIONS[activation](gate) * up
 
 
 def add_rms_norm(

@@ -1,0 +1,216 @@
+"""``model(...)`` in canonical passes: the logits of generation, in training and evaluation.
+
+Takes transformers' arguments apart into sequences, and gives back what the model's own forward
+gives. Knows no passes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from tinyspec.config import EngineConfig
+from tinyspec.drop_in.method import Method
+from tinyspec.drop_in.served import says_nothing
+from tinyspec.engine.engine import Engine
+from tinyspec.errors import refuse, unsupported
+from tinyspec.model.served_model import named
+from tinyspec.model.wrappers import unwrap
+
+EngineOf = Callable[[], AbstractContextManager[Engine]]
+# What a loss function is given besides logits and labels.
+OF_LOSS = ("num_items_in_batch", "shift_labels", "ignore_index")
+SERVED = {"input_ids", "attention_mask", "position_ids", "labels", "logits_to_keep", "return_dict"}
+SERVED |= {*OF_LOSS, "use_cache"}
+# Settings of a config that ask for what no canonical pass gives.
+ASKED = ("output_hidden_states", "output_attentions", "output_router_logits")
+# In the names of attributes that are the part of values that training leaves out, or a noise.
+AT_RANDOM = ("drop", "jitter")
+
+
+@contextmanager
+def canonical(
+    model: PreTrainedModel, config: EngineConfig | None = None
+) -> Iterator[PreTrainedModel]:
+    """A block in which ``model(...)`` gives for every token the logits that ``generate`` and
+    ``Engine.score`` compute with ``deterministic=True``, bit for bit, whatever else is in the batch
+    and however it is padded; with gradients, in training or evaluation.
+
+    model: as for an Engine; in a wrapper (PEFT's, DDP's call it) the model inside. config: of the
+    engine whose bits these are (None: that of a patched model, else ``EngineConfig()``). A block
+    makes an engine unless the model is patched: enter it once, around a loop, or call
+    ``patch(model, forward=True)``.
+
+    Arguments are ``input_ids`` [B, L], ``attention_mask`` [B, L] (padding on either side),
+    ``position_ids`` (counted from the mask where there are none; several sequences in a row begin
+    where they are 0), ``labels``, ``logits_to_keep``, ``use_cache=False``. Logits of padding are 0.
+    What cannot be had is refused by name before anything runs: ValueError, UnsupportedModelError,
+    DeterminismError. The backward may run after the block. A backbone that is called by itself
+    (``model.model(...)``) runs as it always does.
+    """
+    inside = unwrap(model)
+    patched: Any = vars(inside).get("generate")
+    with ExitStack() as stack:
+        if config is None and hasattr(patched, "serving"):
+            engine_of = patched.serving
+        else:
+            made = stack.enter_context(Engine(inside, config=config, grows=True))
+            engine_of = partial(nullcontext, made)
+        forward = PatchedForward(inside, engine_of)
+        forward.put_in()
+        stack.callback(forward.take_out)
+        yield model
+
+
+class PatchedForward(Method):
+    """``model.forward`` by an engine's canonical passes. engine_of: a block that has the engine."""
+
+    def __init__(self, model: PreTrainedModel, engine_of: EngineOf):
+        super().__init__(model, "forward", self.serve)
+        self._engine_of = engine_of
+        self._signature = inspect.signature(self.original)
+
+    def serve(self, *args: Any, **kwargs: Any) -> Any:
+        """The output of the model's own forward: logits [B, K, V], and a loss with labels."""
+        given = self._signature.bind(*args, **kwargs).arguments
+        given |= given.pop("kwargs", {})
+        self._refuse(given)
+        labels, keep = given.get("labels"), given.get("logits_to_keep", 0)
+        with self._engine_of() as engine:
+            rows = Rows.of(given, engine.config.max_model_len or 0)
+            places, wanted = rows.kept(keep)
+            layers = self._checkpointed(engine) if torch.is_grad_enabled() else []
+            found, output = engine.forward(rows.sequences, wanted, layers)
+        kept = torch.as_tensor(places.ravel(), device=found.device)
+        if len(kept) == len(found):
+            logits = found[kept]
+        else:
+            real = (kept >= 0).nonzero().squeeze(1)
+            logits = found.new_zeros(len(kept), found.shape[1]).index_copy(
+                0, real, found[kept[real]]
+            )
+        logits = logits.view(*places.shape, -1)
+        loss = None
+        if labels is not None:
+            more = {name: given[name] for name in OF_LOSS if name in given}
+            size = self._model.config.get_text_config().vocab_size
+            loss = self._model.loss_function(logits=logits, labels=labels, vocab_size=size, **more)
+        made = type(output)(loss=loss, logits=logits)
+        as_dict = given.get("return_dict")
+        as_dict = self._model.config.return_dict if as_dict is None else as_dict
+        return made if as_dict else made.to_tuple()
+
+    def _refuse(self, given: dict[str, Any]) -> None:
+        """Raise for what a canonical forward does not do."""
+        model = self._model
+        for name, value in given.items():
+            silent = name in SERVED or value is None or value is False
+            if not (silent or says_nothing(model, name, value)):
+                raise refuse(name, _described(value), "None in a canonical forward")
+        if given.get("use_cache"):
+            raise refuse("use_cache", True, "None or False in a canonical forward")
+        for name in ASKED:
+            if getattr(model.config.get_text_config(), name, False):
+                raise refuse(f"config.{name}", True, "False in a canonical forward")
+        for name, module in model.named_modules():
+            if module.training and (chance := _at_random(module)) is not None:
+                at = ".".join(filter(None, (name, chance)))
+                reason = f"in training {at} leaves out values at random, or changes them"
+                raise unsupported(model, f"{reason}: set it to 0, or call model.eval()")
+
+    def _checkpointed(self, engine: Engine) -> list[nn.Module]:
+        """The layers of the engine's copy that gradient checkpointing is on for."""
+        own = {
+            name
+            for name, module in named(self._model)
+            if isinstance(module, GradientCheckpointingLayer)
+            if module.training and module.gradient_checkpointing
+        }
+        return [engine.served.model.get_submodule(name) for name in own]
+
+
+def _at_random(module: nn.Module) -> str | None:
+    """The attribute by which a module in training changes its results at random."""
+    if isinstance(module, _DropoutNd):
+        return "p" if module.p > 0 else None
+    for name, value in vars(module).items():
+        if isinstance(value, float) and value > 0 and any(part in name for part in AT_RANDOM):
+            return name
+    return None
+
+
+@dataclass
+class Rows:
+    """The sequences [n][l] of a batch of B rows and L columns, and the place of each of their
+    tokens, one after the other: its row, and its column, [N] each."""
+
+    shape: tuple[int, int]
+    sequences: list[list[int]]
+    row: np.ndarray[Any, Any]
+    column: np.ndarray[Any, Any]
+
+    @classmethod
+    def of(cls, given: dict[str, Any], longest: int) -> Rows:
+        """Of the arguments of a forward. Raises ValueError naming one."""
+        ids = given.get("input_ids")
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel():
+            raise refuse("input_ids", _described(ids), "a tensor [B, L] of token ids")
+        shape = int(ids.shape[0]), int(ids.shape[1])
+        mask, positions = given.get("attention_mask"), given.get("position_ids")
+        there = np.ones(shape, bool)
+        if mask is not None:
+            if not isinstance(mask, Tensor) or mask.shape != ids.shape:
+                raise refuse("attention_mask", _described(mask), f"a tensor {list(shape)}, or None")
+            there = mask.cpu().numpy().astype(bool)
+        row, column = there.nonzero()
+        tokens = ids.cpu().numpy()[row, column]
+        begins = np.flatnonzero(np.diff(row, prepend=-1))
+        if positions is not None:
+            if not isinstance(positions, Tensor) or positions.shape not in (
+                ids.shape,
+                (1, shape[1]),
+            ):
+                raise refuse("position_ids", _described(positions), f"a tensor {list(shape)}")
+            at = positions.expand(shape).cpu().numpy()[row, column]
+            starts = at == 0
+            starts[begins] = True
+            begins = np.flatnonzero(starts)
+            counted = np.arange(len(at)) - np.repeat(begins, np.diff(begins, append=len(at)))
+            if (wrong := np.flatnonzero(at != counted)).size:
+                n = wrong[0]
+                field = f"position_ids[{row[n]}, {column[n]}]"
+                allowed = f"{counted[n]}: positions count from 0 in each sequence"
+                raise refuse(field, int(at[n]), allowed)
+        parts = np.split(tokens, begins[1:]) if len(tokens) else []
+        if too_long := [len(part) for part in parts if len(part) > longest]:
+            raise refuse("a sequence's length", too_long[0], f"at most {longest} tokens")
+        if not parts:
+            raise refuse("attention_mask", "all 0", "at least one token")
+        return cls(shape, [part.tolist() for part in parts], row, column)
+
+    def kept(self, keep: int | Tensor) -> tuple[np.ndarray[Any, Any], list[list[int]]]:
+        """For ``logits_to_keep``: of each row and kept column [B, K], which one of the logits that
+        are computed is its own (-1: padding), and of which places of each sequence these are."""
+        columns = np.arange(self.shape[1])
+        columns = columns[-keep:] if isinstance(keep, int) else columns[keep.cpu().numpy()]
+        number = np.full(self.shape, -1)
+        asked = np.isin(self.column, columns)
+        number[self.row[asked], self.column[asked]] = np.arange(asked.sum())
+        lengths = list(map(len, self.sequences))
+        parts = np.split(asked, np.cumsum(lengths)[:-1])
+        return number[:, columns], [np.flatnonzero(part).tolist() for part in parts]
+
+
+def _described(value: Any) -> str:
+    return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)

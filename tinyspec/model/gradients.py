@@ -1,0 +1,270 @@
+"""Gradients of canonical passes: values by what generation runs, derivatives by plain torch.
+
+Every function here gives the bits of a pass without gradients, as it runs the same code with the
+gradient mode off; its backward is an ordinary one at these very values. What is not here is
+differentiated by torch itself, whose operators compute the same with gradients and without, but
+for products, which may be cut in another way: ``Products`` is on while a pass runs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+
+from tinyspec.kernels.twins.layers import norm_and_rotate
+from tinyspec.model.quantized import is_packed
+
+
+def without_autocast(like: Tensor) -> torch.autocast:
+    """A block in which products have the dtype of their operands."""
+    return torch.autocast(like.device.type, enabled=False)
+
+
+class _Product(torch.autograd.Function):
+    """``run(x)``, whose result is x @ weight.T + bias, whatever computes it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return run(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        _, of_x, of_weight, of_bias = ctx.needs_input_grad
+        rows = grad.reshape(-1, grad.shape[-1])
+        found: list[Tensor | None] = [None] * 4
+        with without_autocast(grad):
+            if of_x:
+                found[1] = (rows @ weight.to(rows.dtype)).view(x.shape)
+            if of_weight:
+                found[2] = rows.T @ x.reshape(-1, x.shape[-1]).to(rows.dtype)
+            if of_bias:
+                found[3] = rows.sum(0)
+        return tuple(found)
+
+
+def product(
+    run: Callable[[Tensor], Tensor], x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    """``run(x)``: rows x [..., in] times weight [out, in], plus bias [out]; with gradients of all
+    three where they are asked for."""
+    if not torch.is_grad_enabled():
+        return run(x)
+    found: Tensor = _Product.apply(run, x, weight, bias)
+    return found
+
+
+class _Recomputed(torch.autograd.Function):
+    """``run`` of tensors; the gradients are those of ``plain``, the same function by torch."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Any], plain: Callable[..., Any], *given: Any) -> Any:
+        ctx.plain = plain
+        ctx.save_for_backward(*given)
+        return run(*given)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        asked = ctx.needs_input_grad[2:]
+        given = [
+            None if x is None else x.detach().requires_grad_(asks)
+            for x, asks in zip(ctx.saved_tensors, asked, strict=True)
+        ]
+        wanted = [x for x, asks in zip(given, asked, strict=True) if asks and x is not None]
+        with torch.enable_grad(), without_autocast(grads[0]):
+            out = ctx.plain(*given)
+            outputs = out if isinstance(out, tuple) else (out,)
+            pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
+            of, weighed = zip(*pairs, strict=True)
+            found = iter(torch.autograd.grad(of, wanted, weighed, allow_unused=True))
+        return None, None, *(next(found) if asks else None for asks in asked)
+
+
+def recomputed(run: Callable[..., Any], plain: Callable[..., Any], *given: Tensor | None) -> Any:
+    """``run(*given)``, with the gradients of ``plain`` where they are asked for. Both return a
+    tensor or a tuple of tensors, and compute the same up to rounding."""
+    return _Recomputed.apply(run, plain, *given) if torch.is_grad_enabled() else run(*given)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if is_packed(weight):  # its own class's matter
+        return F.linear(input, weight, bias)
+    return product(partial(F.linear, weight=weight, bias=bias), input, weight, bias)
+
+
+def _matmul(input: Tensor, other: Tensor) -> Tensor:
+    found: Tensor = recomputed(torch.matmul, torch.matmul, input, other)
+    return found
+
+
+# By what models call them.
+_PRODUCTS: dict[Any, Callable[..., Tensor]] = {
+    F.linear: _linear,
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), _matmul),
+}
+
+
+class Products(TorchFunctionMode):
+    """Products of the block run as without gradients: torch folds a batch of rows into a matrix or
+    not by whether the weight asks for a gradient, and bits follow from that."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        run = _PRODUCTS.get(func, func) if torch.is_grad_enabled() else func
+        return run(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Of one sequence, rows ``first`` to ``end`` of a pass, which attend to ``keys`` keys at most:
+    those of these rows, and of rows of the sequence before them."""
+
+    first: int
+    end: int
+    keys: int
+
+
+class PagedCalls(NamedTuple):
+    """The two kernels of an attention call on the pages of a pass: the KV write of (q, k, v), which
+    returns the rotated q, and attention of that. cache, slots: where the write puts k."""
+
+    write: Callable[..., Tensor]
+    read: Callable[..., Tensor]
+    cache: Tensor
+    slots: Tensor
+
+    def written(self, *given: Tensor, **form: Any) -> tuple[Tensor, Tensor]:
+        """The rotated q and k."""
+        q = self.write(*given, **form)
+        return q, self.cache.flatten(0, 1).index_select(0, self.slots.clamp(min=0))
+
+
+@dataclass
+class Tape:
+    """What attention of one differentiable pass is given of the pass before it, and leaves to the
+    next, by the number of the call: keys and values [M, Hkv, D], of which the last are those of the
+    sequence that goes on. segments: in the order of their rows; only the first may go on.
+    """
+
+    segments: list[Segment]
+    before: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    after: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def attend(
+        self,
+        number: int,
+        calls: PagedCalls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        angles: tuple[Tensor, Tensor] | None,
+        norm: dict[str, Any],
+        scores: dict[str, Any],
+    ) -> Tensor:
+        """Attention call ``number`` by ``calls``; the others as for ``AttentionContext.attend``."""
+        names = [name for name in ("q_weight", "k_weight") if name in norm]
+        form = {name: held for name, held in norm.items() if name not in names}
+
+        def written(q: Tensor, k: Tensor, v: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
+            return calls.written(q, k, v, **dict(zip(names, weights, strict=True)), **form)
+
+        def rotated(q: Tensor, k: Tensor, v: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
+            named: dict[str, Any] = dict(zip(names, weights, strict=True))
+            return norm_and_rotate(q, k, angles=angles, **named, **form)
+
+        q, k = recomputed(written, rotated, q, k, v, *(norm[name] for name in names))
+        k, v = (x[: self.segments[-1].end] for x in (k, v))
+        if (more := self.segments[0].keys - self.segments[0].end) > 0:
+            pairs = zip(self.before[number], (k, v), strict=True)
+            k, v = (torch.cat((x[-more:], y)) for x, y in pairs)
+        self.after.setdefault(number, (k, v))  # not where it is computed again
+        rest = {name: held for name, held in scores.items() if name != "sinks"}
+
+        def paged(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+            return calls.read(q, sinks=sinks, **rest)
+
+        plain = partial(segment_attention, segments=self.segments, **rest)
+        out: Tensor = recomputed(paged, plain, q, k, v, scores.get("sinks"))
+        return out
+
+
+def segment_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    *,
+    segments: Sequence[Segment],
+    scale: float,
+    window: int = 0,
+    chunk: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """As paged attention, by torch's operators: q [R, Hq, D]; k, v [M, Hkv, D] of the segments'
+    keys one after the other, sinks [Hq] or None -> [R, Hq, D], 0 behind the last segment."""
+    behind = len(k) - segments[-1].end
+    alike: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    for segment in segments:
+        alike[segment.end - segment.first, segment.keys].append(segment.end)
+    out = torch.zeros_like(q)
+    for (rows, keys), ends in alike.items():
+        last = torch.tensor(ends, device=q.device)[:, None]
+        of_q = last + torch.arange(-rows, 0, device=q.device)
+        of_k = last + torch.arange(-keys, 0, device=q.device) + behind
+        q_rows, k_rows, v_rows = (
+            x[at].transpose(1, 2) for x, at in ((q, of_q), (k, of_k), (v, of_k))
+        )
+        found = _attention(q_rows, k_rows, v_rows, sinks, scale, window, chunk, softcap)
+        out = out.index_put((of_q,), found.transpose(1, 2))
+    return out
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    chunk: int,
+    softcap: float,
+) -> Tensor:
+    """q [S, Hq, n, D], k and v [S, Hkv, m, D] -> [S, Hq, n, D]; a row of q is that of one of the
+    last n keys."""
+    group, rows, keys = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
+    k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
+    bounded = 0 < window < keys or 0 < chunk < keys
+    if rows == keys and not (bounded or softcap or sinks is not None):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    key = torch.arange(keys, device=q.device)
+    row = key[keys - rows :, None]
+    seen = key <= row
+    if window:
+        seen &= key > row - window
+    if chunk:  # counted from the sequence's begin, where the keys begin
+        seen &= key >= row // chunk * chunk
+    if not (softcap or sinks is not None):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+    scores = (q.float() @ k.float().transpose(-1, -2)) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        more = sinks.float().view(1, -1, 1, 1).expand(len(q), -1, rows, 1)
+        scores = torch.cat((scores, more), dim=-1)
+    return (scores.softmax(-1)[..., :keys] @ v.float()).to(q.dtype)
