@@ -8,7 +8,6 @@ for products, which may be cut in another way: ``Products`` is on while a pass r
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +21,9 @@ from torch.overrides import TorchFunctionMode
 
 from tinyspec.kernels.twins.layers import norm_and_rotate
 from tinyspec.model.quantized import is_packed
+
+# Rows of a sequence that attend at a time where a mask has to say to what.
+BLOCK = 256
 
 
 def without_autocast(like: Tensor) -> torch.autocast:
@@ -185,7 +187,7 @@ class Tape:
 
         def rotated(q: Tensor, k: Tensor, v: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
             named: dict[str, Any] = dict(zip(names, weights, strict=True))
-            return norm_and_rotate(q, k, angles=angles, **named, **form)
+            return norm_and_rotate(q, k, angles, **named, **form)
 
         q, k = recomputed(written, rotated, q, k, v, *(norm[name] for name in names))
         k, v = (x[: self.segments[-1].end] for x in (k, v))
@@ -217,54 +219,49 @@ def segment_attention(
 ) -> Tensor:
     """As paged attention, by torch's operators: q [R, Hq, D]; k, v [M, Hkv, D] of the segments'
     keys one after the other, sinks [Hq] or None -> [R, Hq, D], 0 behind the last segment."""
-    behind = len(k) - segments[-1].end
-    alike: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    behind, found = len(k) - segments[-1].end, []
+    bounded = bool(window or chunk or softcap) or sinks is not None
     for segment in segments:
-        alike[segment.end - segment.first, segment.keys].append(segment.end)
-    out = torch.zeros_like(q)
-    for (rows, keys), ends in alike.items():
-        last = torch.tensor(ends, device=q.device)[:, None]
-        of_q = last + torch.arange(-rows, 0, device=q.device)
-        of_k = last + torch.arange(-keys, 0, device=q.device) + behind
-        q_rows, k_rows, v_rows = (
-            x[at].transpose(1, 2) for x, at in ((q, of_q), (k, of_k), (v, of_k))
-        )
-        found = _attention(q_rows, k_rows, v_rows, sinks, scale, window, chunk, softcap)
-        out = out.index_put((of_q,), found.transpose(1, 2))
-    return out
+        begin = behind + segment.end - segment.keys  # of the sequence, among the keys
+        whole = segment.first == behind + segment.first - begin and not bounded
+        height = segment.end - segment.first if whole else BLOCK
+        for first in range(segment.first, segment.end, height):
+            end = min(first + height, segment.end)
+            start, stop = (behind + row - begin for row in (first, end))  # positions
+            low = max(0, start - window + 1) if window else start // chunk * chunk if chunk else 0
+            rows = [q[first:end], *(x[begin + low : begin + stop] for x in (k, v))]
+            heads = [x.transpose(0, 1)[None] for x in rows]
+            seen = None if whole else _seen(start, stop, low, window, chunk, q.device)
+            found.append(_attention(heads, seen, scale, softcap, sinks)[0].transpose(0, 1))
+    return torch.cat([*found, torch.zeros_like(q[segments[-1].end :])])
 
 
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    window: int,
-    chunk: int,
-    softcap: float,
-) -> Tensor:
-    """q [S, Hq, n, D], k and v [S, Hkv, m, D] -> [S, Hq, n, D]; a row of q is that of one of the
-    last n keys."""
-    group, rows, keys = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
-    k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
-    bounded = 0 < window < keys or 0 < chunk < keys
-    if rows == keys and not (bounded or softcap or sinks is not None):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-    key = torch.arange(keys, device=q.device)
-    row = key[keys - rows :, None]
+def _seen(start: int, stop: int, low: int, window: int, chunk: int, device: torch.device) -> Tensor:
+    """Which keys, at positions from ``low`` to ``stop``, rows from ``start`` to there attend to."""
+    key = torch.arange(low, stop, device=device)
+    row = key[start - low :, None]
     seen = key <= row
     if window:
         seen &= key > row - window
-    if chunk:  # counted from the sequence's begin, where the keys begin
-        seen &= key >= row // chunk * chunk
-    if not (softcap or sinks is not None):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+    return seen & (key >= row // chunk * chunk) if chunk else seen
+
+
+def _attention(
+    heads: list[Tensor], seen: Tensor | None, scale: float, softcap: float, sinks: Tensor | None
+) -> Tensor:
+    """q [1, Hq, n, D], k and v [1, Hkv, m, D] -> [1, Hq, n, D]; seen [n, m], None: causal."""
+    q, k, v = heads
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
+    if not softcap and sinks is None:
+        causal = seen is None
+        return F.scaled_dot_product_attention(q, k, v, seen, is_causal=causal, scale=scale)
+    assert seen is not None
     scores = (q.float() @ k.float().transpose(-1, -2)) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:
-        more = sinks.float().view(1, -1, 1, 1).expand(len(q), -1, rows, 1)
+        more = sinks.float().view(1, -1, 1, 1).expand(-1, -1, q.shape[2], 1)
         scores = torch.cat((scores, more), dim=-1)
-    return (scores.softmax(-1)[..., :keys] @ v.float()).to(q.dtype)
+    return (scores.softmax(-1)[..., : len(seen[0])] @ v.float()).to(q.dtype)

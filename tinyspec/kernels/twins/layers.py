@@ -115,10 +115,9 @@ def _written(slot_mapping: Tensor, derived: Derived) -> tuple[Tensor | None, Ten
 def norm_and_rotate(
     q: Tensor,
     k: Tensor,
-    *,
+    angles: tuple[Tensor, Tensor] | None,
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
-    angles: tuple[Tensor, Tensor] | None = None,
     eps: float = 1e-6,
     interleaved: bool = False,
     derived: Derived | None = None,
@@ -130,9 +129,9 @@ def norm_and_rotate(
         k = _rms_norm(k, k_weight, eps)
     if angles is None:
         return q, k
-    both = torch.cat((q, k), dim=1)
     known = _angles(*angles, interleaved, {} if derived is None else derived)
-    q, k = _rotate(both, *known, interleaved).split((q.shape[1], k.shape[1]), dim=1)
+    both = _rotate(torch.cat((q, k), dim=1), *known, interleaved)
+    q, k = both.split((q.shape[1], k.shape[1]), dim=1)
     return q, k
 
 
@@ -164,16 +163,7 @@ def fused_kv_write(
     """
     derived = {} if derived is None else derived
     angles = None if cos is None or sin is None else (cos, sin)
-    q, k = norm_and_rotate(
-        q,
-        k,
-        q_weight=q_weight,
-        k_weight=k_weight,
-        angles=angles,
-        eps=eps,
-        interleaved=interleaved,
-        derived=derived,
-    )
+    q, k = norm_and_rotate(q, k, angles, q_weight, k_weight, eps, interleaved, derived)
     rows, slots = _written(slot_mapping, derived)
     if rows is not None:
         k, v = k[rows], v[rows]
