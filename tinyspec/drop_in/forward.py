@@ -92,15 +92,13 @@ class PatchedForward(Method):
             places, wanted = rows.kept(keep)
             layers = self._checkpointed(engine) if torch.is_grad_enabled() else []
             found, output = engine.forward(rows.sequences, wanted, layers)
-        kept = torch.as_tensor(places.ravel(), device=found.device)
-        if len(kept) == len(found):
-            logits = found[kept]
-        else:
-            real = (kept >= 0).nonzero().squeeze(1)
-            logits = found.new_zeros(len(kept), found.shape[1]).index_copy(
-                0, real, found[kept[real]]
-            )
-        logits = logits.view(*places.shape, -1)
+        kept = places.ravel()
+        if not np.array_equal(kept, np.arange(len(found))):  # with padding, or in another order
+            real = np.flatnonzero(kept >= 0)
+            rows = found[torch.as_tensor(kept[real], device=found.device)]
+            zeros = found.new_zeros(len(kept), found.shape[1])
+            found = zeros.index_copy(0, torch.as_tensor(real, device=found.device), rows)
+        logits = found.view(*places.shape, -1)
         loss = None
         if labels is not None:
             more = {name: given[name] for name in OF_LOSS if name in given}

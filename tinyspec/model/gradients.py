@@ -219,21 +219,23 @@ def segment_attention(
 ) -> Tensor:
     """As paged attention, by torch's operators: q [R, Hq, D]; k, v [M, Hkv, D] of the segments'
     keys one after the other, sinks [Hq] or None -> [R, Hq, D], 0 behind the last segment."""
-    behind, found = len(k) - segments[-1].end, []
-    bounded = bool(window or chunk or softcap) or sinks is not None
-    for segment in segments:
-        begin = behind + segment.end - segment.keys  # of the sequence, among the keys
-        whole = segment.first == behind + segment.first - begin and not bounded
-        height = segment.end - segment.first if whole else BLOCK
-        for first in range(segment.first, segment.end, height):
-            end = min(first + height, segment.end)
-            start, stop = (behind + row - begin for row in (first, end))  # positions
-            low = max(0, start - window + 1) if window else start // chunk * chunk if chunk else 0
-            rows = [q[first:end], *(x[begin + low : begin + stop] for x in (k, v))]
-            heads = [x.transpose(0, 1)[None] for x in rows]
-            seen = None if whole else _seen(start, stop, low, window, chunk, q.device)
+    rows = [segment.end - segment.first for segment in segments]
+    parts = (x.split([segment.keys for segment in segments]) for x in (k, v))
+    *queries, padding = q.split([*rows, len(q) - sum(rows)])
+    plain = not (window or chunk or softcap) and sinks is None
+    found = []
+    for q_part, k_part, v_part in zip(queries, *parts, strict=True):
+        before = len(k_part) - len(q_part)
+        whole = plain and not before
+        for block in (q_part,) if whole else q_part.split(BLOCK):
+            stop = before + len(block)  # positions, as ``before``
+            low = max(0, before - window + 1) if window else before // chunk * chunk if chunk else 0
+            given = (block, k_part[low:stop], v_part[low:stop])
+            seen = None if whole else _seen(before, stop, low, window, chunk, q.device)
+            heads = [x.transpose(0, 1)[None] for x in given]
             found.append(_attention(heads, seen, scale, softcap, sinks)[0].transpose(0, 1))
-    return torch.cat([*found, torch.zeros_like(q[segments[-1].end :])])
+            before = stop
+    return torch.cat([*found, torch.zeros_like(padding)])
 
 
 def _seen(start: int, stop: int, low: int, window: int, chunk: int, device: torch.device) -> Tensor:

@@ -14,7 +14,7 @@ from tinyspec.config import EngineConfig
 
 # The row counts that may be canonical, by device kind; of others a GPU's.
 LADDER = {
-    "cpu": (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024),
+    "cpu": (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048),
     "cuda": (8, 32, 128, 256, 512, 2048),
 }
 # Of a pass's cost so much grows with its rows, where nothing tells more.
