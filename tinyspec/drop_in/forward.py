@@ -100,7 +100,7 @@ class PatchedForward(Method):
             logits = found.new_zeros(len(kept), found.shape[1]).index_copy(
                 0, real, found[kept[real]]
             )
-        logits = logits.view(*places.shape, -1)
+        logits = logits.view(*places.shape, found.shape[1])
         loss = None
         if labels is not None:
             more = {name: given[name] for name in OF_LOSS if name in given}
