@@ -14,7 +14,10 @@ SHOWN = {
     "evaluation_twice": "the same, to the last digit",
     "audit_transcript": "as published is this model's; both changes were found",
     "unchanged_generate": "four together and each alone: 4 of 4 equal",
+    "rl_exact": "with tinyspec exactly 0 in all 3 steps",
 }
+# What a recipe imports, and which of its options make it short.
+NEEDS, OPTIONS = {"rl_exact": "trl"}, {"rl_exact": ["--smoke"]}
 
 
 def test_all_are_here():
@@ -22,9 +25,12 @@ def test_all_are_here():
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_it_shows_what_it_says(name, capsys):
+def test_it_shows_what_it_says(name, capsys, monkeypatch):
     path = FOLDER / f"{name}.py"
     assert f"python benchmarks/recipes/{name}.py" in path.read_text()
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    monkeypatch.setattr("sys.argv", [str(path), *OPTIONS.get(name, [])])
     runpy.run_path(str(path), run_name="__main__")
     assert SHOWN[name] in capsys.readouterr().out
 

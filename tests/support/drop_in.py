@@ -39,10 +39,10 @@ class AtMultiples(StoppingCriteria):
 
 @contextmanager
 def patched(
-    model: PreTrainedModel, config: EngineConfig | None = SMALL
+    model: PreTrainedModel, config: EngineConfig | None = SMALL, **settings: Any
 ) -> Iterator[PreTrainedModel]:
-    """``model`` while tinyspec serves its ``generate``."""
-    tinyspec.patch(model, config)
+    """``model`` while tinyspec serves its ``generate``. settings: as for ``patch``."""
+    tinyspec.patch(model, config, **settings)
     try:
         yield model
     finally:

@@ -95,10 +95,10 @@ class PatchedForward(Method):
         kept = places.ravel()
         if not np.array_equal(kept, np.arange(len(found))):  # with padding, or in another order
             real = np.flatnonzero(kept >= 0)
-            rows = found[torch.as_tensor(kept[real], device=found.device)]
+            taken = found[torch.as_tensor(kept[real], device=found.device)]
             zeros = found.new_zeros(len(kept), found.shape[1])
-            found = zeros.index_copy(0, torch.as_tensor(real, device=found.device), rows)
-        logits = found.view(*places.shape, -1)
+            found = zeros.index_copy(0, torch.as_tensor(real, device=found.device), taken)
+        logits = found.view(*places.shape, found.shape[1])
         loss = None
         if labels is not None:
             more = {name: given[name] for name in OF_LOSS if name in given}

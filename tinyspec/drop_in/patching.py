@@ -136,10 +136,15 @@ class PatchedGenerate(Method):
         for method in self._methods:
             Method.put_in(method)
 
+    def add(self, method: Method) -> None:
+        """Put in one more method, until the model gets its own back."""
+        self._methods.append(method)
+        method.put_in()
+
     def close(self) -> None:
         """Give the model its own methods back; the engine is closed once it serves no call."""
         self._engine.lock.check_process()  # locks may be held by threads that are not there
-        for method in self._methods:
+        for method in reversed(self._methods):
             method.take_out()
         with self._lock:
             self._closed = True

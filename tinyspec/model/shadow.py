@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig
 
-from tinyspec.model.wrappers import is_compiled, own_forward
+from tinyspec.model.wrappers import is_compiled, own_forward, serves
 
 # What torch keeps on every module in tables of its own.
 TABLES = tuple(name for name, held in vars(nn.Module()).items() if isinstance(held, (dict, set)))
@@ -114,6 +114,8 @@ class Shadow:
             return self.of(held) if id(held) in self._inside else held
         if isinstance(held, PreTrainedConfig):
             return self._config(held)
+        if serves(held):  # in what a library put around it
+            held = held.original
         if isinstance(held, LEAVES) or not depth or _is_own(held):
             return held
         if id(held) not in self._made and (id(held), depth) not in self._nothing:
@@ -128,8 +130,10 @@ class Shadow:
         if isinstance(held, FunctionType):
             return self._function(held, depth)
         if isinstance(held, MethodType):
-            function, owner = held.__func__, self._found(held.__self__, depth)
-            return held if owner is held.__self__ else MethodType(function, owner)
+            function = self._found(held.__func__, depth + 1)
+            owner = self._found(held.__self__, depth)
+            same = function is held.__func__ and owner is held.__self__
+            return held if same else MethodType(function, owner)
         if isinstance(held, partial):
             given = (held.func, held.args, held.keywords, vars(held))
             func, args, kwargs, own = found = [self._found(x, depth + 1) for x in given]

@@ -83,9 +83,14 @@ def users_forward(module: nn.Module) -> Any:
 def underneath(held: Any, default: Any = None) -> Any:
     """What a method of a model was before tinyspec's own was put over it; ``default``: its
     class's."""
-    while type(held).__module__ == SERVING:
+    while serves(held):
         held = default if held.before is None else held.before
     return held
+
+
+def serves(held: Any) -> bool:
+    """Whether something is a forward that ``canonical`` put on a model, or one made of it."""
+    return any(kind.__module__ == SERVING for kind in type(held).__mro__)
 
 
 def runs_class_forward(module: nn.Module) -> bool:
@@ -96,7 +101,7 @@ def runs_class_forward(module: nn.Module) -> bool:
 def _wrapped(forward: Any) -> Any:
     """What a compiled forward, or one that turns autocast on, calls; None of any other."""
     scope = getattr(forward, "__globals__", {}).get("__name__", type(forward).__module__)
-    if scope in (*AUTOCASTING, SERVING):
+    if scope in AUTOCASTING or serves(forward):
         return getattr(forward, "__wrapped__", None)
     # Dynamo's own function around it: with fullgraph, or where the class is torch's.
     if scope == "torch._dynamo.external_utils":
