@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -36,7 +35,7 @@ SERVED |= {*OF_LOSS, "use_cache"}
 # Settings of a config that ask for what no canonical pass gives.
 ASKED = ("output_hidden_states", "output_attentions", "output_router_logits")
 # In the names of attributes that are the part of values that training leaves out, or a noise.
-AT_RANDOM = ("drop", "jitter")
+AT_RANDOM = ("drop", "jitter", "noise")
 
 
 @contextmanager
@@ -142,11 +141,13 @@ class PatchedForward(Method):
 
 def _at_random(module: nn.Module) -> str | None:
     """The attribute by which a module in training changes its results at random."""
-    if isinstance(module, _DropoutNd):
-        return "p" if module.p > 0 else None
-    for name, value in vars(module).items():
-        if isinstance(value, float) and value > 0 and any(part in name for part in AT_RANDOM):
-            return name
+    if "Dropout" in type(module).__name__ and (chance := getattr(module, "p", None)) is not None:
+        return "p" if chance > 0 else None
+    for name, held in vars(module).items():
+        values = held.values() if isinstance(held, dict) else (held,)  # PEFT's are by adapter
+        if any(part in name for part in AT_RANDOM):
+            if any(isinstance(value, float) and value > 0 for value in values):
+                return name
     return None
 
 
