@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,6 +37,22 @@ SERVED |= {*OF_LOSS, "use_cache"}
 ASKED = ("output_hidden_states", "output_attentions", "output_router_logits")
 # In the names of attributes that are the part of values that training leaves out, or a noise.
 AT_RANDOM = ("drop", "jitter", "noise")
+
+# Whether the model's own ``generate`` runs, which calls the model's own forward.
+_generates = ContextVar("generates", default=False)
+
+
+def with_own_forward(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's own ``generate``, whose steps are no canonical forwards."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        token = _generates.set(True)
+        try:
+            return generate(*args, **kwargs)
+        finally:
+            _generates.reset(token)
+
+    return run
 
 
 @contextmanager
@@ -66,9 +83,13 @@ def canonical(
         else:
             made = stack.enter_context(Engine(inside, config=config, grows=True))
             engine_of = partial(nullcontext, made)
-        forward = PatchedForward(inside, engine_of)
-        forward.put_in()
-        stack.callback(forward.take_out)
+        methods: list[Method] = [PatchedForward(inside, engine_of)]
+        if patched is None:
+            generate: Any = inside.generate
+            methods.append(Method(inside, "generate", with_own_forward(generate)))
+        for method in methods:
+            method.put_in()
+            stack.callback(method.take_out)
         yield model
 
 
@@ -82,6 +103,8 @@ class PatchedForward(Method):
 
     def serve(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the model's own forward: logits [B, K, V], and a loss with labels."""
+        if _generates.get():
+            return self.original(*args, **kwargs)
         given = self._signature.bind(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
         self._refuse(given)
