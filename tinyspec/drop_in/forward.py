@@ -97,7 +97,8 @@ class PatchedForward(Method):
     """``model.forward`` by an engine's canonical passes. engine_of: a block that has the engine."""
 
     def __init__(self, model: PreTrainedModel, engine_of: EngineOf):
-        super().__init__(model, "forward", self.serve)
+        # Not to be traced where the model is called through torch.compile's wrapper.
+        super().__init__(model, "forward", torch.compiler.disable(self.serve))
         self._engine_of = engine_of
         self._signature = inspect.signature(self.original)
 
@@ -110,6 +111,8 @@ class PatchedForward(Method):
         self._refuse(given)
         labels, keep = given.get("labels"), given.get("logits_to_keep", 0)
         with self._engine_of() as engine:
+            if engine.config.kv_dtype == "fp8_e4m3":
+                raise refuse("kv_dtype", "fp8_e4m3", "another one in a canonical forward")
             rows = Rows.of(given, engine.config.max_model_len or 0)
             places, wanted = rows.kept(keep)
             layers = self._checkpointed(engine) if torch.is_grad_enabled() else []
@@ -122,7 +125,7 @@ class PatchedForward(Method):
             logits = found.new_zeros(len(kept), found.shape[1]).index_copy(
                 0, real, found[kept[real]]
             )
-        logits = logits.view(*places.shape, -1)
+        logits = logits.view(*places.shape, found.shape[1])
         loss = None
         if labels is not None:
             more = {name: given[name] for name in OF_LOSS if name in given}
@@ -142,6 +145,10 @@ class PatchedForward(Method):
                 raise refuse(name, _described(value), "None in a canonical forward")
         if given.get("use_cache"):
             raise refuse("use_cache", True, "None or False in a canonical forward")
+        labels, forward = given.get("labels"), inspect.unwrap(type(model).forward)
+        if labels is not None and "loss_function" not in forward.__code__.co_names:
+            allowed = f"None: {type(model).__name__} has a loss of its own"
+            raise refuse("labels", _described(labels), allowed)
         for name in ASKED:
             if getattr(model.config.get_text_config(), name, False):
                 raise refuse(f"config.{name}", True, "False in a canonical forward")
@@ -150,6 +157,10 @@ class PatchedForward(Method):
                 at = ".".join(filter(None, (name, chance)))
                 reason = f"in training {at} leaves out values at random, or changes them"
                 raise unsupported(model, f"{reason}: set it to 0, or call model.eval()")
+            backward = module._backward_hooks or module._backward_pre_hooks
+            if name and backward and torch.is_grad_enabled():
+                reason = f"{name} has backward hooks, which no canonical pass runs"
+                raise unsupported(model, f"{reason}: register them on its parameters")
 
     def _checkpointed(self, engine: Engine) -> list[nn.Module]:
         """The layers of the engine's copy that gradient checkpointing is on for."""
@@ -168,9 +179,9 @@ def _at_random(module: nn.Module) -> str | None:
         return "p" if chance > 0 else None
     for name, held in vars(module).items():
         values = held.values() if isinstance(held, dict) else (held,)  # PEFT's are by adapter
-        if any(part in name for part in AT_RANDOM):
-            if any(isinstance(value, float) and value > 0 for value in values):
-                return name
+        chances = [value for value in values if isinstance(value, float) and value > 0]
+        if chances and any(part in name for part in AT_RANDOM):
+            return name
     return None
 
 
