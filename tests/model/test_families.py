@@ -31,7 +31,7 @@ def test_the_table_is_complete():
     missing = set(TABLE) - set(MODEL_TYPES)
     assert set(MODEL_TYPES) <= set(TABLE) and set(CANNOT) <= set(TABLE)
     assert not missing or not OWN_VERSION
-    assert {kind for kind, row in TABLE.items() if len(row) == 2} == SERVED
+    assert {kind for kind, row in TABLE.items() if len(row) == 3} == SERVED
     assert f"{len(SERVED)} of {len(TABLE)} model types" in walk.table()
     assert len(SERVED) >= 120
 
@@ -58,6 +58,13 @@ def test_tokens_and_bits(kind):
     assert walk.wrong_tokens(model) == []
     others = set() if OWN_VERSION else {walk.REFUSED}
     assert walk.contract_of(model) in {TABLE[kind][1], *others}
+    assert walk.forward_of(model) in {TABLE[kind][2], *others}
+
+
+@pytest.mark.parametrize("kind", ["bart", "gemma3n_text", "longcat_flash", "phimoe", "roc_bert"])
+def test_canonical_forwards(kind):
+    """Of types that are special there: all others are among the slow tests."""
+    assert walk.forward_of(tiny(kind)) == TABLE[kind][2] or not OWN_VERSION
 
 
 def test_experts_of_its_own_are_refused():

@@ -16,8 +16,13 @@ from importlib.metadata import version
 from pathlib import Path
 from textwrap import fill
 
+import pytest
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
+import tinyspec
+from tests.support.forward import padded, quiet, rollout, unpadded, wrong_gradients
 from tests.support.mixes import bits
 from tests.support.zoo import BUILT, greedy, prompts, tiny
 from tests.support.zoo_configs import CANNOT
@@ -31,15 +36,17 @@ CONFIG = EngineConfig(max_model_len=256, max_rows=64, reference_rows=16)
 TOKENS = 64
 FUSED, INTERFACE = "fused module", "attention interface"
 KEPT, REFUSED = "contract kept", "`DeterminismError`"
+EXACT, OWN_LOSS, NOISE = "exact", "`labels` refused: an own loss", "in training refused: jitter"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """How a model type is served: by which attention, and what ``deterministic=True`` gets there;
-    or why it is not."""
+    """How a model type is served: by which attention, what ``deterministic=True`` gets there, and a
+    canonical forward; or why it is not."""
 
     attention: str = ""
     contract: str = ""
+    forward: str = ""
     refusal: str = ""
 
 
@@ -84,6 +91,45 @@ def contract_of(model: PreTrainedModel, tokens: int = TOKENS) -> str:
     return f"other bits of prompts {sorted(other)}" if other else KEPT
 
 
+def forward_of(model: PreTrainedModel, tokens: int = 16) -> str:
+    """What a canonical forward gets: the bits of generation and good gradients, where a part of it
+    is refused by name, or what is wrong."""
+    tinyspec.patch(quiet(model), CONFIG, deterministic=True, forward=True)
+    try:
+        made = rollout(model, prompts()[:3], tokens)
+        ids, mask = padded(made.rows)
+        asked = {"attention_mask": mask, "use_cache": False}
+
+        def run() -> list[Tensor]:
+            return unpadded(model(ids, **asked).logits, mask)
+
+        wrong = [] if made.equal(run()) else ["other bits"]
+        with torch.no_grad():
+            wrong += [] if made.equal(run()) else ["other bits without gradients"]
+        found = [EXACT]
+        try:
+            with torch.no_grad():
+                model(ids, **asked, labels=ids.masked_fill(mask == 0, -100))
+        except ValueError as error:
+            assert "a loss of its own" in str(error)
+            found.append(OWN_LOSS)
+        try:
+            model.train()
+            wrong += [] if made.equal(run()) else ["other bits in training"]
+        except UnsupportedModelError as error:
+            assert "jitter" in str(error)
+            found.append(NOISE)
+        model.eval()
+        wrong += filter(None, [wrong_gradients(model, made.rows, run)])
+        return "; ".join(wrong or found)
+    except DeterminismError:
+        with pytest.raises(DeterminismError):
+            model(torch.tensor(prompts()[:1]))
+        return REFUSED
+    finally:
+        tinyspec.unpatch(model)
+
+
 def find(model_type: str) -> Finding:
     """Everything about one model type. AssertionError where tokens or bits are wrong."""
     model = tiny(model_type)
@@ -92,7 +138,7 @@ def find(model_type: str) -> Finding:
     except UnsupportedModelError as error:
         return Finding(refusal=str(error).partition(" is not supported: ")[2])
     assert wrong_tokens(model) == [], model_type
-    return Finding(attention, contract_of(model))
+    return Finding(attention, contract_of(model), forward_of(model))
 
 
 def shortened(reason: str) -> str:
@@ -108,13 +154,14 @@ def render(findings: dict[str, Finding]) -> str:
         if finding.refusal:
             refused[shortened(finding.refusal)].append(kind)
         else:
-            served[finding.attention, finding.contract].append(kind)
+            served[finding.attention, finding.contract, finding.forward].append(kind)
     refused["not tried: " + "; ".join(sorted(set(CANNOT.values())))] = sorted(CANNOT)
     count = sum(map(len, served.values()))
     lines = [f"{count} of {len(findings) + len(CANNOT)} model types are served.", ""]
-    lines += ["| attention | `deterministic=True` | model types |", "| --- | --- | --- |"]
-    for (attention, contract), kinds in sorted(served.items()):
-        lines.append(f"| {attention} | {contract} | {len(kinds)}: {', '.join(kinds)} |")
+    lines += ["| attention | `deterministic=True` | `canonical(model)` | model types |"]
+    lines += ["| --- | --- | --- | --- |"]
+    for cells, kinds in sorted(served.items()):
+        lines.append(f"| {' | '.join(cells)} | {len(kinds)}: {', '.join(kinds)} |")
     lines += ["", "| refused, because | model types |", "| --- | --- |"]
     for reason, kinds in sorted(refused.items(), key=lambda row: -len(row[1])):
         lines.append(f"| {reason} | {len(kinds)}: {', '.join(kinds)} |")

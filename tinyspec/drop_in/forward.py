@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -36,7 +36,23 @@ SERVED |= {*OF_LOSS, "use_cache"}
 # Settings of a config that ask for what no canonical pass gives.
 ASKED = ("output_hidden_states", "output_attentions", "output_router_logits")
 # In the names of attributes that are the part of values that training leaves out, or a noise.
-AT_RANDOM = ("drop", "jitter")
+AT_RANDOM = ("drop", "jitter", "noise")
+
+# Whether the model's own ``generate`` runs, which calls the model's own forward.
+_generates = ContextVar("generates", default=False)
+
+
+def with_own_forward(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's own ``generate``, whose steps are no canonical forwards."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        token = _generates.set(True)
+        try:
+            return generate(*args, **kwargs)
+        finally:
+            _generates.reset(token)
+
+    return run
 
 
 @contextmanager
@@ -67,9 +83,13 @@ def canonical(
         else:
             made = stack.enter_context(Engine(inside, config=config, grows=True))
             engine_of = partial(nullcontext, made)
-        forward = PatchedForward(inside, engine_of)
-        forward.put_in()
-        stack.callback(forward.take_out)
+        methods: list[Method] = [PatchedForward(inside, engine_of)]
+        if patched is None:
+            generate: Any = inside.generate
+            methods.append(Method(inside, "generate", with_own_forward(generate)))
+        for method in methods:
+            method.put_in()
+            stack.callback(method.take_out)
         yield model
 
 
@@ -77,17 +97,22 @@ class PatchedForward(Method):
     """``model.forward`` by an engine's canonical passes. engine_of: a block that has the engine."""
 
     def __init__(self, model: PreTrainedModel, engine_of: EngineOf):
-        super().__init__(model, "forward", self.serve)
+        # Not to be traced where the model is called through torch.compile's wrapper.
+        super().__init__(model, "forward", torch.compiler.disable(self.serve))
         self._engine_of = engine_of
         self._signature = inspect.signature(self.original)
 
     def serve(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the model's own forward: logits [B, K, V], and a loss with labels."""
+        if _generates.get():
+            return self.original(*args, **kwargs)
         given = self._signature.bind(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
         self._refuse(given)
         labels, keep = given.get("labels"), given.get("logits_to_keep", 0)
         with self._engine_of() as engine:
+            if engine.config.kv_dtype == "fp8_e4m3":
+                raise refuse("kv_dtype", "fp8_e4m3", "another one in a canonical forward")
             rows = Rows.of(given, engine.config.max_model_len or 0)
             places, wanted = rows.kept(keep)
             layers = self._checkpointed(engine) if torch.is_grad_enabled() else []
@@ -118,6 +143,10 @@ class PatchedForward(Method):
                 raise refuse(name, _described(value), "None in a canonical forward")
         if given.get("use_cache"):
             raise refuse("use_cache", True, "None or False in a canonical forward")
+        labels, forward = given.get("labels"), inspect.unwrap(type(model).forward)
+        if labels is not None and "loss_function" not in forward.__code__.co_names:
+            allowed = f"None: {type(model).__name__} has a loss of its own"
+            raise refuse("labels", _described(labels), allowed)
         for name in ASKED:
             if getattr(model.config.get_text_config(), name, False):
                 raise refuse(f"config.{name}", True, "False in a canonical forward")
@@ -126,6 +155,10 @@ class PatchedForward(Method):
                 at = ".".join(filter(None, (name, chance)))
                 reason = f"in training {at} leaves out values at random, or changes them"
                 raise unsupported(model, f"{reason}: set it to 0, or call model.eval()")
+            backward = module._backward_hooks or module._backward_pre_hooks
+            if name and backward and torch.is_grad_enabled():
+                reason = f"{name} has backward hooks, which no canonical pass runs"
+                raise unsupported(model, f"{reason}: register them on its parameters")
 
     def _checkpointed(self, engine: Engine) -> list[nn.Module]:
         """The layers of the engine's copy that gradient checkpointing is on for."""
@@ -140,10 +173,12 @@ class PatchedForward(Method):
 
 def _at_random(module: nn.Module) -> str | None:
     """The attribute by which a module in training changes its results at random."""
-    if isinstance(module, _DropoutNd):
-        return "p" if module.p > 0 else None
-    for name, value in vars(module).items():
-        if isinstance(value, float) and value > 0 and any(part in name for part in AT_RANDOM):
+    if "Dropout" in type(module).__name__ and (chance := getattr(module, "p", None)) is not None:
+        return "p" if chance > 0 else None
+    for name, held in vars(module).items():
+        values = held.values() if isinstance(held, dict) else (held,)  # PEFT's are by adapter
+        chances = [value for value in values if isinstance(value, float) and value > 0]
+        if chances and any(part in name for part in AT_RANDOM):
             return name
     return None
 

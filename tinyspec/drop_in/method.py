@@ -30,12 +30,18 @@ class Method:
         vars(self._model)[self._name] = self
 
     def take_out(self) -> None:
-        """Give the model its own back, unless another one has been put over this."""
+        """Give the model its own back, also from under another one that was put over this."""
         table = vars(self._model)
-        if table.get(self._name) is self:
+        over = table.get(self._name)
+        if over is self:
             del table[self._name]
             if self.before is not None:
                 table[self._name] = self.before
+            return
+        while isinstance(over, Method) and over.before is not self:
+            over = over.before
+        if isinstance(over, Method):
+            over.before = self.before
 
 
 def _own_method(model: PreTrainedModel, name: str, before: Callable[..., Any] | None) -> Any:

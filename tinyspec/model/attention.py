@@ -107,7 +107,10 @@ class PendingRope(NamedTuple):
 
 
 # Of a context, what one pass has for itself.
-STATE = ("k", "v", "metadata", "slot_mapping", "positions", "tape", "thread", "_pending", "_calls")
+STATE = (
+    *("k", "v", "metadata", "slot_mapping", "positions", "tape", "thread", "ahead"),
+    *("_pending", "_calls"),
+)
 
 
 class AttentionContext:
@@ -129,6 +132,8 @@ class AttentionContext:
         self.thread = 0
         self.slot_mapping: Tensor | None = None
         self.tape: Tape | None = None
+        # A norm, hidden states, and what the norm gives them, computed before it is called.
+        self.ahead: tuple[nn.Module, Tensor, Tensor] | None = None
         self._pending: PendingRope | None = None
         self._calls = 0
 

@@ -55,14 +55,10 @@ def is_norm(module: nn.Module) -> bool:
 
 
 class ResidualStream:
-    """The hidden states of one model between its norms; context: of its passes.
-
-    ahead: a norm, hidden states, and what the norm gives them, computed before it was called.
-    """
+    """The hidden states of one model between its norms; context: of its passes."""
 
     def __init__(self, context: AttentionContext):
         self.context = context
-        self.ahead: tuple[nn.Module, Tensor, Tensor] | None = None
 
     @property
     def kernels(self) -> Kernels:
@@ -79,7 +75,8 @@ class FusedNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """hidden_states [..., H] -> their norm."""
-        ahead, self.tinyspec_stream.ahead = self.tinyspec_stream.ahead, None
+        context = self.tinyspec_stream.context
+        ahead, context.ahead = context.ahead, None
         if ahead is not None and ahead[0] is self and ahead[1] is hidden_states:
             return ahead[2]
         return self._run(hidden_states, None)[0]
@@ -91,7 +88,7 @@ class FusedNorm(nn.Module):
     def add_ahead(self, x: Tensor, residual: Tensor) -> Tensor:
         """x + residual [..., H]; its norm is kept for the next call of ``forward``."""
         normed, summed = self._run(x, residual)
-        self.tinyspec_stream.ahead = self, summed, normed
+        self.tinyspec_stream.context.ahead = self, summed, normed
         return summed
 
     def _run(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -39,7 +39,7 @@ class _Product(torch.autograd.Function):
         ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return run(x)
+        return run(x).detach()  # no view: the model may write to it
 
     @staticmethod
     @once_differentiable
@@ -76,7 +76,8 @@ class _Recomputed(torch.autograd.Function):
     def forward(ctx: Any, run: Callable[..., Any], plain: Callable[..., Any], *given: Any) -> Any:
         ctx.plain = plain
         ctx.save_for_backward(*given)
-        return run(*given)
+        out = run(*given)
+        return tuple(x.detach() for x in out) if isinstance(out, tuple) else out.detach()
 
     @staticmethod
     @once_differentiable

@@ -127,7 +127,7 @@ class DifferentiablePasses:
         if size >= bucket:
             return None
         padded = rows + [0] * (size - len(rows))
-        return torch.tensor(padded, device=self._runner.device)
+        return torch.tensor(padded, dtype=torch.int64, device=self._runner.device)
 
     def _batch(self, bucket: int, cuts: list[Cut]) -> Batch:
         tokens: list[int] = []
@@ -141,7 +141,7 @@ class DifferentiablePasses:
             slots += [table[at // size] * size + at % size for at in range(first, end)]
         padding = bucket - len(tokens)
         columns = tokens + [0] * padding, positions + [0] * padding, slots + [-1] * padding
-        ids, places, where = torch.tensor(columns, device=self._runner.device)
+        ids, places, where = torch.tensor(columns, dtype=torch.int64, device=self._runner.device)
         spans = [(cut.first, cut.end) for cut in cuts]
         tables = [self._tables[cut.sequence] for cut in cuts]
         metadata = AttentionMetadata.of(spans, tables, size, self._runner.device)

@@ -241,7 +241,9 @@ class ModelRunner:
                 self.graphs.looking(canonical) if look else nullcontext(),
                 hooks or nullcontext(),
             ):
-                output = self.model(**self._inputs(batch), **more, **self._always)
+                # Hooks of the model itself run around the call that a differentiable pass is of.
+                run = self.model if tape is None else self.model.forward
+                output = run(**self._inputs(batch), **more, **self._always)
             context.check()
         finally:
             context.end()

@@ -1,0 +1,510 @@
+"""``canonical(model)`` and ``patch(model, forward=True)``: for every token ``model(...)`` gives the
+logits that generation computed, bit for bit, with gradients of the function that was evaluated, or
+refuses by name. How all model types of transformers do: tests/model/test_families.py."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+from contextlib import closing
+
+import pytest
+import torch
+from torch import nn
+
+import tinyspec
+from tests.support import forward as f
+from tests.support.recorded import as_on_a_gpu
+from tests.support.zoo import VOCAB, prompts
+from tests.support.zoo import tiny as zoo_tiny
+from tinyspec import Engine, EngineConfig, SamplingParams, UnsupportedModelError, canonical
+
+KINDS = ("llama", "qwen3", "gemma3_text", "gpt2", "phi3", "qwen3_moe", "gpt_oss")
+DTYPES = (torch.float32, torch.bfloat16)
+CONFIG = EngineConfig(max_rows=64, reference_rows=16)
+IDS = torch.randint(3, VOCAB, (7, 33), generator=torch.Generator().manual_seed(0))
+LONG = torch.randint(3, VOCAB, (2, 100), generator=torch.Generator().manual_seed(1))
+DETERMINISTIC = SamplingParams(max_new_tokens=12, deterministic=True, logprobs=True)
+
+
+def tiny(kind: str = "llama", seed: int | None = None):
+    return zoo_tiny(kind, seed)
+
+
+def quiet(kind: str = "llama", dtype: torch.dtype = torch.float32):
+    return f.quiet(tiny(kind).to(dtype))
+
+
+def same(a: f.Gradients, b: f.Gradients) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def trained(model, ids=IDS) -> f.Gradients:
+    return f.gradients(model, model(input_ids=ids, labels=ids).loss)
+
+
+@pytest.fixture(scope="module", params=[(k, d) for k in KINDS for d in DTYPES], ids=str)
+def subject(request):
+    """A patched model, and what it has generated."""
+    model = quiet(*request.param)
+    tinyspec.patch(model, CONFIG, forward=True)
+    with closing(model.generate):
+        yield model, f.rollout(model, prompts()[:3], 8, do_sample=True, seed=3)
+
+
+def ways(model, made):
+    """The logits [l, V] of all rows that generation made, by one call or several."""
+    for side in ("left", "right"):
+        ids, mask = f.padded(made.rows, side)
+        logits = model(ids, attention_mask=mask, use_cache=False).logits
+        assert not logits[mask == 0].any()
+        yield side, f.unpadded(logits, mask)
+    lengths = list(map(len, made.rows))
+    yield "packed", model(**f.packed(made.rows)).logits[0].split(lengths)
+    yield "a tuple", f.unpadded(model(ids, attention_mask=mask, return_dict=False)[0], mask)
+    yield "alone", [model(torch.tensor([row])).logits[0] for row in made.rows]
+    many, mask = ids.repeat(3, 1), mask.repeat(3, 1)  # of several passes, and rows that span two
+    yield "many", f.unpadded(model(many, attention_mask=mask).logits, mask)[-len(lengths) :]
+
+
+@pytest.mark.parametrize(
+    "training, recorded",
+    [
+        (False, False),
+        (True, True),
+        pytest.param(False, True, marks=pytest.mark.slow("crosses", 2)),
+        pytest.param(True, False, marks=pytest.mark.slow("crosses", 2)),
+    ],
+)
+def test_the_bits_of_generation(subject, training, recorded):
+    model, made = subject
+    model.train(training)
+    with torch.set_grad_enabled(recorded):
+        for way, logits in ways(model, made):
+            assert made.equal(logits), way
+            assert logits[0].requires_grad == recorded
+    model.eval()
+
+
+def test_control_plain_forwards_differ(subject):
+    model, _ = subject
+    if model.dtype == torch.float32:
+        found, plain = model(IDS).logits, copy.deepcopy(model)(IDS).logits
+        assert not torch.equal(found, plain) and (found - plain).abs().max() < 1e-3
+
+
+def test_gradients(subject):
+    """Of every parameter, at most twice as far from those of fp64 as plain's."""
+    model, made = subject
+    ids, mask = f.padded(made.rows)
+
+    def run():
+        return f.unpadded(model(ids, attention_mask=mask).logits, mask)
+
+    assert f.wrong_gradients(model, made.rows, run) is None
+    assert (
+        f.gradients(model, f.loss_of(run(), made.rows)).keys()
+        == dict(model.named_parameters()).keys()
+    )
+
+
+@pytest.mark.parametrize(
+    "keep", [1, 5, torch.tensor([3, 30, 7]), torch.tensor([-1]), IDS[0, :0]], ids=str
+)
+def test_logits_to_keep(keep):
+    model = tiny()
+    mask = torch.ones_like(IDS)
+    mask[0, :4] = mask[1, -9:] = 0
+    with canonical(model, CONFIG):
+        every = model(IDS, attention_mask=mask).logits
+        kept = every[:, -keep:] if isinstance(keep, int) else every[:, keep]
+        assert torch.equal(model(IDS, attention_mask=mask, logits_to_keep=keep).logits, kept)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_labels(kind):
+    """The loss, and a mean over another number of items, as transformers computes them."""
+    model = quiet(kind).train()
+    ids, mask = f.padded(prompts()[:4])
+    asked = {"attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    with canonical(model, CONFIG):
+        found = [model(ids, **asked), model(ids, **asked, num_items_in_batch=7)]
+    plain = [model(ids, **asked), model(ids, **asked, num_items_in_batch=7)]
+    for ours, theirs in zip(found, plain, strict=True):
+        assert type(ours) is type(theirs)
+        torch.testing.assert_close(ours.loss, theirs.loss)
+    assert found[0].loss != found[1].loss
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_completions_and_scores(dtype):
+    """Of an engine, with its prefix cache cold and warm."""
+    model = tiny(KINDS[0]).to(dtype)
+    given = prompts()[:4]
+    paged = EngineConfig(max_rows=64, reference_rows=16, page_size=8)
+    with Engine(model, config=paged) as engine, canonical(model, CONFIG), torch.no_grad():
+        kernels = engine.core.sampler.kernels
+        for _ in range(2):
+            made = [out.completions[0] for out in engine.generate(given, DETERMINISTIC)]
+            rows = [row + one.token_ids for row, one in zip(given, made, strict=True)]
+            ids, mask = f.padded(rows)
+            logits = f.unpadded(model(ids, attention_mask=mask).logits.float(), mask)
+            whole = engine.score(
+                [row[:1] for row in rows], [row[1:] for row in rows], DETERMINISTIC
+            )
+            for row, x, one, scores in zip(rows, logits, made, whole, strict=True):
+                forced = torch.tensor(row[1:])
+                found = kernels.sample(x[:-1], None, None, None, forced=forced)[1].tolist()
+                assert found == scores and found[-len(one.token_ids) :] == one.logprobs
+        assert engine.stats().cached_prompt_tokens > 0
+
+
+def steps(model, batches) -> torch.Tensor:
+    """The weights after AdamW, one step for each list of batches, whose gradients add up."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for parts in batches:
+        for ids in parts:
+            (model(ids, labels=ids).loss * len(ids) / sum(map(len, parts))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([p.detach().flatten().double() for p in model.parameters()])
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama", "gpt2", pytest.param("qwen3_moe", marks=pytest.mark.slow("crosses", 8))]
+)
+def test_twenty_steps(kind):
+    """They end where plain ones do, as near as those of other batch shapes, up to chance."""
+    generator = torch.Generator().manual_seed(3)
+    batches = torch.randint(3, VOCAB, (20, 6, 16), generator=generator)
+    whole, halves = [[b] for b in batches], [list(b.split(3)) for b in batches]
+    thirds = [list(b.split(2)) for b in batches]
+    plain = [steps(quiet(kind).train(), parts) for parts in (whole, halves, thirds)]
+    model = quiet(kind).train()
+    with canonical(model, CONFIG):
+        ours = steps(model, whole)
+    begin = torch.cat([p.detach().flatten().double() for p in quiet(kind).parameters()])
+    between = max((a - b).norm() for a in plain for b in plain)
+    assert min((ours - one).norm() for one in plain) <= 2 * between < (ours - begin).norm() / 20
+
+
+@pytest.mark.parametrize(
+    "kind, reentrant",
+    [("llama", False), ("llama", True), ("gemma3_text", False), ("qwen3_moe", True)],
+)
+def test_gradient_checkpointing(kind, reentrant):
+    """Of sequences that span passes; the backward after the block as well."""
+    model = quiet(kind).train()
+    with canonical(model, CONFIG):
+        expected, logits = trained(model, LONG), model(LONG).logits
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        found = model(LONG, labels=LONG)
+        assert torch.equal(found.logits, logits)
+        assert same(f.gradients(model, found.loss), expected)
+        after = model(LONG, labels=LONG).loss
+    assert same(f.gradients(model, after), expected)
+    saved = Saved()
+    with canonical(model, CONFIG), saved:
+        model(LONG)
+    kept, saved.bytes = saved.bytes, 0
+    model.gradient_checkpointing_disable()
+    with canonical(model, CONFIG), saved:
+        model(LONG)
+    assert kept < saved.bytes / 2
+
+
+class Saved(torch.autograd.graph.saved_tensors_hooks):
+    """Counts what is kept for the backward."""
+
+    def __init__(self):
+        self.bytes = 0
+        super().__init__(self.keep, lambda held: held)
+
+    def keep(self, held):
+        self.bytes += held.nbytes
+        return held
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["llama", *(pytest.param(k, marks=pytest.mark.slow("crosses", 4)) for k in KINDS[1:])],
+)
+def test_the_path_of_a_gpu(kind, monkeypatch):
+    """Its fused layers, with twins in place of kernels: a layer gives the next one its norm."""
+    as_on_a_gpu(monkeypatch)
+    config = EngineConfig(max_rows=64, reference_rows=16, backend="triton")
+    model = quiet(kind)
+    tinyspec.patch(model, config, forward=True)
+    made = f.rollout(model, prompts()[:3], 6)
+    ids, mask = f.padded(made.rows)
+
+    def run():
+        return f.unpadded(model(ids, attention_mask=mask).logits, mask)
+
+    assert made.equal(run())
+    assert f.wrong_gradients(model, made.rows, run) is None
+    model.train()
+    expected = trained(model)
+    model.gradient_checkpointing_enable()
+    assert same(trained(model), expected)
+
+
+@pytest.mark.parametrize("kind", ["gemma3n_text", "roc_bert"])
+def test_families_that_write_to_what_they_computed(kind):
+    model = quiet(kind)
+    ids = IDS[:2, :9]
+    with canonical(model, CONFIG):
+        assert f.wrong_gradients(model, ids.tolist(), lambda: model(ids).logits) is None
+
+
+def test_tied_embeddings():
+    model = tiny()
+    model.lm_head.weight = model.model.embed_tokens.weight
+    model.config.tie_word_embeddings = True
+    with canonical(model, CONFIG):
+        assert f.wrong_gradients(model, IDS.tolist(), lambda: model(IDS).logits) is None
+
+
+# Changes between calls
+
+
+@pytest.fixture
+def adapted():
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    names = ["q_proj", "v_proj", "down_proj"]
+    config = peft.LoraConfig(r=4, target_modules=names, init_lora_weights=False)
+    return peft.get_peft_model(tiny(), config)
+
+
+def test_an_adapter(adapted):
+    """It alone is trained, and seen by both sides at once; a pass without it between a forward and
+    its backward changes nothing."""
+    tinyspec.patch(adapted, CONFIG, forward=True)
+    expected, plain = trained(adapted), trained(copy.deepcopy(adapted))
+    assert expected.keys() == plain.keys() and all("lora" in name for name in expected)
+    assert f.error(expected, plain) < 1e-4
+    adapted.train().enable_input_require_grads()
+    adapted.gradient_checkpointing_enable()
+    loss = adapted(input_ids=IDS, labels=IDS).loss
+    with torch.no_grad(), adapted.disable_adapter():
+        bare = f.rollout(adapted, prompts()[:2], 5)
+        assert bare.equal([adapted(input_ids=torch.tensor([row])).logits[0] for row in bare.rows])
+    assert same(f.gradients(adapted, loss), expected)
+    made = f.rollout(adapted, prompts()[:2], 5)
+    assert not torch.equal(made.logits[0], bare.logits[0])
+    assert made.equal([adapted(input_ids=torch.tensor([row])).logits[0] for row in made.rows])
+
+
+def step(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model(IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+CHANGES = {
+    "a step": step,
+    "weights": lambda model: model.load_state_dict(tiny(seed=5).state_dict()),
+    "a dtype": lambda model: model.to(torch.bfloat16),
+    "frozen": lambda model: model.model.requires_grad_(False),
+    "words": lambda model: model.resize_token_embeddings(VOCAB + 8),
+    "a parameter": lambda model: setattr(
+        model.lm_head, "weight", nn.Parameter(torch.ones(VOCAB, 64))
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_reach_both_sides(change):
+    model = tiny()
+    tinyspec.patch(model, CONFIG, forward=True)
+    before = model(IDS).logits.detach()  # what a graph holds is not resized
+    CHANGES[change](model)
+    made = f.rollout(model, prompts()[:3], 5)
+    assert made.equal([model(torch.tensor([row])).logits[0] for row in made.rows])
+    torch.testing.assert_close(
+        model(IDS).logits, copy.deepcopy(model)(IDS).logits, rtol=0.05, atol=0.1
+    )
+    assert torch.equal(model(IDS).logits, before) == (change == "frozen")
+    assert trained(model).keys() == {n for n, p in model.named_parameters() if p.requires_grad}
+
+
+def test_hooks_run_once():
+    """Those of the model itself and those of its layers, which change logits for both sides."""
+    model, seen = tiny(), []
+    model.register_forward_hook(lambda m, a, out: setattr(out, "logits", out.logits / 2))
+    model.model.layers[0].mlp.register_forward_hook(lambda m, a, out: seen.append(1) or out * 2)
+    tinyspec.patch(model, CONFIG, forward=True)
+    made = f.rollout(model, prompts()[:3], 5)
+    assert made.equal([model(torch.tensor([row])).logits[0] for row in made.rows])
+    seen.clear()
+    found = model(IDS[:1]).logits
+    assert seen
+    torch.testing.assert_close(found, copy.deepcopy(model)(IDS[:1]).logits)
+
+
+# What is refused
+
+
+def refused(match: str, error: type[Exception] = ValueError, model=None, **given):
+    """Before anything runs."""
+    model = model or tiny()
+    with canonical(model, CONFIG):
+        for module in model.modules():
+            module.register_forward_pre_hook(
+                lambda m, a: pytest.fail("it runs")
+            ) if module is not model else None
+        with pytest.raises(error, match=match):
+            model(**{"input_ids": IDS, **given})
+
+
+CANNOT = {
+    "use_cache": {"use_cache": True},
+    "inputs_embeds": {"input_ids": None, "inputs_embeds": torch.zeros(1, 3, 64)},
+    "past_key_values|cache": {"past_key_values": object()},
+    "output_hidden_states": {"output_hidden_states": True},
+    "output_attentions": {"output_attentions": True},
+    r"attention_mask='a tensor \[7, 1, 33, 33\]'": {"attention_mask": torch.ones(7, 1, 33, 33)},
+    r"position_ids\[0, 0\]=5 .*: 0": {"position_ids": torch.arange(5, 38)[None]},
+    r"position_ids\[0, 20\]=25": {"position_ids": torch.tensor([[*range(20), *range(25, 38)]])},
+    "input_ids": {"input_ids": IDS[0]},
+    "at least one token": {"attention_mask": torch.zeros_like(IDS)},
+    "a sequence's length": {"input_ids": torch.ones(1, 600, dtype=torch.long)},
+    "cu_seq_lens_q": {"cu_seq_lens_q": torch.tensor([0, 33])},
+}
+
+
+@pytest.mark.parametrize("match", CANNOT)
+def test_refused_arguments(match):
+    refused(match, **CANNOT[match])
+
+
+def test_refused_models():
+    hooked = tiny()
+    hooked.model.layers[0].mlp.register_full_backward_hook(lambda *a: None)
+    refused("layers.0.mlp has backward hooks", UnsupportedModelError, hooked)
+    noisy = tiny().train()
+    noisy.get_input_embeddings().neftune_noise_alpha = 5.0
+    refused("neftune_noise_alpha", UnsupportedModelError, noisy)
+    routed = tiny("qwen3_moe")
+    routed.config.output_router_logits = True
+    refused("output_router_logits", model=routed)
+    refused("output_router_logits", model=tiny("qwen3_moe"), output_router_logits=True)
+    refused("labels.*BartForCausalLM has a loss of its own", model=tiny("bart"), labels=IDS)
+
+
+def test_dropout_is_refused_in_training():
+    """By the module's own p; where it is 0 the config does not matter."""
+    model = tiny("gpt2")
+    with canonical(model, CONFIG):
+        model(IDS)
+        model.train()
+        with pytest.raises(UnsupportedModelError, match=r"transformer\.drop\.p"):
+            model(IDS)
+        f.quiet(model)
+        assert model.config.embd_pdrop > 0
+        model(IDS)
+
+
+def test_fp8_keys_are_refused():
+    model = tiny()
+    config = EngineConfig(max_rows=64, reference_rows=16, kv_dtype="fp8_e4m3")
+    with canonical(model, config), pytest.raises(ValueError, match="kv_dtype='fp8_e4m3'"):
+        model(IDS)
+
+
+# Copies, blocks, threads
+
+
+def test_copies_are_plain(tmp_path):
+    model = tiny()
+    own = model(IDS).logits
+    with canonical(model, CONFIG):
+        torch.save(model, saved := io.BytesIO())
+        saved.seek(0)
+        model.save_pretrained(tmp_path)
+        made = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        made += [torch.load(saved, weights_only=False), type(model).from_pretrained(tmp_path)]
+        assert not torch.equal(model(IDS).logits, own)
+        assert all(torch.equal(one(IDS).logits, own) for one in made)
+        assert model.generate(IDS[:, :5], max_new_tokens=3).shape == (7, 8)
+    assert torch.equal(model(IDS).logits, own) and not vars(model).keys() & {"forward", "generate"}
+
+
+def test_blocks_within_blocks():
+    """Left in any order, the model's own forward comes back."""
+    model = tiny()
+    own = model(IDS).logits
+    with canonical(model, CONFIG):
+        found = model(IDS).logits
+        with canonical(model, CONFIG):
+            assert torch.equal(model(IDS).logits, found)
+        tinyspec.patch(model, CONFIG, forward=True)
+    assert torch.equal(model(IDS).logits, found)
+    with canonical(model):
+        assert torch.equal(model(IDS).logits, found)
+        tinyspec.unpatch(model)
+        with pytest.raises(RuntimeError, match="unpatched"):
+            model(IDS)
+    assert torch.equal(model(IDS).logits, own) and not vars(model).keys() & {"forward", "generate"}
+
+
+def test_two_engines():
+    model = tiny()
+    with Engine(model, config=CONFIG) as engine, canonical(model, CONFIG):
+        stream = engine.stream([[5, 6, 7]], DETERMINISTIC)
+        first, expected = next(iter(stream)), trained(model)
+        assert first
+        list(stream)
+        assert same(trained(model), expected)
+        assert engine.generate([[5, 6, 7]], DETERMINISTIC)[0].completions[0].error is None
+
+
+def test_an_unserved_generate_is_transformers_own():
+    """Its steps call the model's own forward, with a cache."""
+    model = tiny()
+    asked = {"num_beams": 2, "max_new_tokens": 4, "do_sample": False}
+    own = model.generate(IDS, **asked)
+    tinyspec.patch(model, CONFIG, forward=True)
+    assert torch.equal(model.generate(IDS, **asked), own)
+    assert not torch.equal(model(IDS).logits, copy.deepcopy(model)(IDS).logits)
+
+
+def test_generation_in_another_thread():
+    """While forwards run, and backwards that compute layers again."""
+    model = quiet().train()
+    tinyspec.patch(model, CONFIG, forward=True)
+    made, expected = f.rollout(model, prompts()[:2], 12), trained(model)
+    model.gradient_checkpointing_enable()
+    over, found = threading.Event(), []
+
+    def generate():
+        while not (over.is_set() and found):
+            found.append(f.rollout(model, prompts()[:2], 12))
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    try:
+        assert all(same(trained(model), expected) for _ in range(5))
+    finally:
+        over.set()
+        thread.join()
+    assert all(
+        one.equal([model(torch.tensor([r])).logits[0] for r in made.rows]) for one in found[-1:]
+    )
+    assert all(one.rows == made.rows for one in found)
+
+
+def test_through_wrappers():
+    """torch.compile's, and accelerate's without mixed precision."""
+    accelerate = pytest.importorskip("accelerate")
+    model = tiny()
+    compiled = torch.compile(model, backend="eager")
+    prepared = accelerate.Accelerator(cpu=True).prepare_model(model)
+    with canonical(compiled, CONFIG):
+        expected = model(IDS).logits
+        assert torch.equal(compiled(IDS).logits, expected)
+        assert torch.equal(prepared(IDS).logits, expected)
