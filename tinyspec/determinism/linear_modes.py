@@ -38,7 +38,9 @@ class LinearModes:
         model = self._served.model
         before = {name: model.get_submodule(name) for name in names}
         linear = backend.load(self._config.backend).linear
-        for parent, name, module in kernel_stand_ins(model, linear, only=names):
+        for parent, name, module in kernel_stand_ins(
+            model, linear, self._served.autocast, only=names
+        ):
             self._served.swap(parent, name, module)
         self._runner.drop_graphs()
         return tuple(n for n in names if model.get_submodule(n) is not before[n])
@@ -66,7 +68,8 @@ class LinearModes:
             linear_weight(module),
         )
         assert shape is not None
-        itemsize = (runner.model.dtype if weight is None else weight.dtype).itemsize
+        (weight,) = self._served.autocast.cast(weight)
+        itemsize = (runner.dtype if weight is None else weight.dtype).itemsize
         aligned = ALIGNED.get(runner.device.type, max(ALIGNED.values()))
         whole = rows % reference == 0 and reference * shape[0] * itemsize % aligned == 0
         return whole and (is_plain(module) or runner.tiles.holds(module))

@@ -6,7 +6,7 @@
 - What of its rows the host reads: it may branch on all of them at once. What operators make of
   numbers for every row depends on rows, in values and shapes, and so does the memory that it is
   written to. Token ids, positions and lengths are no such numbers.
-- What runs under autocast: passes run without it, but a forward or a hook may turn it on.
+- What runs under another autocast than the pass: a forward or a hook may turn it on or off.
 
 Experts of the linear kernel are skipped, as its rows do not depend on the row count, and so is
 attention, which has a probe of its own. Unseen are reads by address, and what a library launches by
@@ -33,6 +33,7 @@ from tinyspec.determinism.results import Unsound
 from tinyspec.model.attention import AttentionContext
 from tinyspec.model.linears import linear_shape
 from tinyspec.model.quantized import is_packed
+from tinyspec.model.torch_state import Autocast
 
 SHAPES_DEPEND = (
     "the shapes of its matmuls depend on the values of the rows, so that no probe of shapes can "
@@ -109,7 +110,8 @@ class PassRecorder(TorchDispatchMode):
     """Of one pass of ``model`` with ``rows`` rows, except inside the modules ``skipped``.
 
     logit_rows: how many of the rows are unembedded. host_reads: modules that read rows. autocast:
-    the first operator that ran under it, and its module.
+    the first operator that ran under one that is not the pass's, or linear that ran without that,
+    and its module.
     """
 
     def __init__(
@@ -136,6 +138,7 @@ class PassRecorder(TorchDispatchMode):
         self._inside: list[str] = []
         self._in_attention = False
         self._own: set[int] = set()
+        self._autocast = Autocast(None, next(model.parameters()).device.type)
         self._linears = {n for n, m in model.named_modules() if linear_shape(m) is not None}
         self._of_rows: set[StorageWeakRef] = set()
 
@@ -163,6 +166,8 @@ class PassRecorder(TorchDispatchMode):
                 module.register_forward_hook(self._leave, with_kwargs=True),
             ]
         kernels = None if context is None else context.kernels
+        if context is not None:
+            self._autocast = context.autocast
         if context is not None and kernels is not None:
             attend = partial(self._attend, kernels.paged_attention)
             context.kernels = replace(kernels, paged_attention=attend)
@@ -277,8 +282,17 @@ class PassRecorder(TorchDispatchMode):
         step = RowOp(f"{self.where}: {name} of {tuple(shape)}", x.dtype, shape, run)
         self._steps.setdefault(kind, (self.where, step))
 
+    def note_autocast(self, operator: str, may_be_off: bool) -> None:
+        """Note an operator that runs under another autocast than the pass."""
+        device, dtype = self._autocast.device_type, self._autocast.dtype
+        now = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        if self.autocast is None and now != dtype and not (now is None and may_be_off):
+            self.autocast = operator, self.where
+
     def _enter(self, name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._inside.append(name)
+        if name in self._linears:
+            self.note_autocast(type(module).__name__, may_be_off=False)
         # A linear is a matmul, whether or not its kernel goes through the dispatcher.
         if name in self._linears and not self._skipped & set(self._inside):
             shapes = tuple(tuple(x.shape) for x in inputs if isinstance(x, Tensor))
@@ -310,12 +324,11 @@ class PassRecorder(TorchDispatchMode):
 
 
 class _AutocastWatch(TorchFunctionMode):
-    """Notes the first operator that runs under autocast; below, in the dispatcher, it is off."""
+    """Shows a recorder what runs under autocast; below, in the dispatcher, it is off."""
 
     def __init__(self, recorder: PassRecorder):
         super().__init__()
         self._recorder = recorder
-        self._device_type = next(recorder._model.parameters()).device.type
 
     def __torch_function__(
         self,
@@ -324,8 +337,8 @@ class _AutocastWatch(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if self._recorder.autocast is None and torch.is_autocast_enabled(self._device_type):
-            self._recorder.autocast = resolve_name(func) or str(func), self._recorder.where
+        # Attention and norms may be in fp32.
+        self._recorder.note_autocast(resolve_name(func) or str(func), may_be_off=True)
         return func(*args, **(kwargs or {}))
 
 

@@ -28,7 +28,7 @@ from tinyspec.engine.drafter import make_drafter
 from tinyspec.engine.engine import Engine
 from tinyspec.errors import UnsupportedModelError
 from tinyspec.model.supported import CACHE
-from tinyspec.model.wrappers import unwrap
+from tinyspec.model.wrappers import autocast_of, unwrap
 from tinyspec.sampling_params import SamplingParams
 from tinyspec.scheduler.passes import EngineStats
 
@@ -80,7 +80,7 @@ def patch(
     if isinstance(vars(inside).get("generate"), PatchedGenerate):
         raise ValueError("model is not allowed: it is patched; call tinyspec.unpatch(model) first")
     defaults = SamplingParams(deterministic=deterministic, seed=seed)
-    PatchedGenerate(inside, config, defaults, release).put_in()
+    PatchedGenerate(inside, config, defaults, release, wrapper=model).put_in()
 
 
 def unpatch(model: PreTrainedModel) -> None:
@@ -122,10 +122,12 @@ def _own_method(model: PreTrainedModel, name: str, before: Callable[..., Any] | 
 
 
 class PatchedGenerate(_Method):
-    """``model.generate`` of a patched model, and the engine behind it.
+    """``model.generate`` of a patched model, and the engines behind it: one for each dtype of
+    autocast that calls were made under.
 
     defaults: of calls that do not say otherwise. releases: whether to free pages after each.
-    ``seeds``: of the rows of the latest call.
+    wrapper: what was patched, the model inside or around it. ``seeds``: of the rows of the latest
+    call.
     """
 
     def __init__(
@@ -134,6 +136,7 @@ class PatchedGenerate(_Method):
         config: EngineConfig | None = None,
         defaults: SamplingParams | None = None,
         releases: bool = False,
+        wrapper: Any = None,
     ):
         super().__init__(model, "generate", self.serve)
         self._batch = _Method(model, "generate_batch", self.generate_batch)
@@ -146,7 +149,21 @@ class PatchedGenerate(_Method):
         # Guards those below: the calls that the engine serves now, and whether others may come.
         self._lock = threading.Lock()
         self._calls, self._closed = 0, False
-        self._engine = Engine(model, config=self._config, grows=True)
+        self._wrapper = model if wrapper is None else wrapper
+        self._engines: dict[torch.dtype | None, Engine] = {}
+        self._engine = self._made()  # of the latest call
+
+    def _made(self) -> Engine:
+        """An engine for calls as they are made now."""
+        engine = Engine(self._wrapper, config=self._config, grows=True)
+        self._engines[engine.autocast] = engine
+        return engine
+
+    def _close(self) -> None:
+        """All engines."""
+        for engine in self._engines.values():
+            engine.close()
+        self._engines.clear()
 
     def put_in(self) -> None:
         """Let the model's methods be these."""
@@ -160,41 +177,44 @@ class PatchedGenerate(_Method):
         with self._lock:
             self._closed = True
             if not self._calls:
-                self._engine.close()
+                self._close()
 
     def release(self) -> None:
         """Free the page pool's memory; the next call allocates it again."""
-        with self._serving() as engine:
-            engine.release()
+        with self._serving():
+            for engine in list(self._engines.values()):
+                engine.release()
 
     def stats(self) -> EngineStats:
-        """Sums over all passes so far."""
+        """Sums over all passes so far, in the precision of the latest call."""
         return self._engine.stats()
 
     def weights_changed(self) -> None:
         """Say that weights were written in a way that leaves no trace (through ``.data``)."""
-        with self._serving() as engine:
-            engine.weights_changed()
+        with self._serving():
+            for engine in list(self._engines.values()):
+                engine.weights_changed()
 
     @property
     def fingerprint(self) -> str:
-        """Digest of all that the bits of deterministic requests depend on."""
+        """Digest of all that the bits of deterministic requests depend on, made now."""
         with self._serving() as engine:
             return engine.fingerprint
 
     @contextmanager
     def _serving(self) -> Iterator[Engine]:
         """The engine, for one call of several that threads may have under way; another one where
-        the model has moved to another device."""
+        the model has moved to another device, or the call is under another autocast."""
         self._engine.lock.check_process()
         with self._lock:
             if self._closed:
                 raise RuntimeError("this model was unpatched; call tinyspec.patch(model) again")
-            engine = self._engine
-            moved = engine.runner.device != self._model.device
-            if (moved or engine.closed is not None) and not self._calls:
-                engine.close()
-                engine = self._engine = Engine(self._model, config=self._config, grows=True)
+            device, engines = self._model.device, list(self._engines.values())
+            moved = any(e.runner.device != device or e.closed is not None for e in engines)
+            if moved and not self._calls:
+                self._close()
+            autocast = autocast_of(self._wrapper, device.type)
+            engine = self._engine = self._engines.get(autocast) or self._made()
             self._calls += 1
         try:
             yield engine
@@ -209,7 +229,7 @@ class PatchedGenerate(_Method):
                 with self._lock:
                     self._calls -= 1
                     if self._closed and not self._calls:
-                        self._engine.close()
+                        self._close()
 
     def serve(self, *args: Any, **kwargs: Any) -> Any:
         """The result of ``generate``."""

@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from tinyspec.kernels.backend import AttentionMetadata, Kernels
 from tinyspec.model.shadow import share
+from tinyspec.model.torch_state import NO_AUTOCAST, Autocast
 from tinyspec.model.trial import eps_name
 
 
@@ -106,10 +107,12 @@ class PendingRope(NamedTuple):
 class AttentionContext:
     """What attention layers share: the kernels, the KV pool, the running pass and its thread.
 
-    layers: the attention calls of a pass, in order. A forward in another thread is refused.
+    layers: the attention calls of a pass, in order. autocast: of the forward that they are a part
+    of. A forward in another thread is refused.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, autocast: Autocast = NO_AUTOCAST) -> None:
+        self.autocast = autocast
         self.kernels: Kernels | None = None
         self.k: list[Tensor] = []
         self.v: list[Tensor] = []
@@ -228,11 +231,13 @@ class AttentionContext:
         if width < dim:
             v = pad(v, (0, dim - width))
         derived = self.metadata.derived
-        q = self.kernels.fused_kv_write(
-            q, k, v, cos, sin, k_cache, v_cache, self.slot_mapping, derived=derived, **norm
-        )
+        q, k, v = self.autocast.cast(q, k, v)
         scores |= vars(layer.reach)  # window and chunk
-        out = self.kernels.paged_attention(q, k_cache, v_cache, self.metadata, **scores)
+        with self.autocast.off():
+            q = self.kernels.fused_kv_write(
+                q, k, v, cos, sin, k_cache, v_cache, self.slot_mapping, derived=derived, **norm
+            )
+            out = self.kernels.paged_attention(q, k_cache, v_cache, self.metadata, **scores)
         return out if width == dim else out[..., :width].contiguous()
 
 

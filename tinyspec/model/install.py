@@ -43,7 +43,7 @@ from tinyspec.model.layer_trial import Layers, layer_forms, link
 from tinyspec.model.linears import LinearFunction, calls_interface, children, kernel_stand_ins
 from tinyspec.model.moe import serve_experts
 from tinyspec.model.positions import given_positions, rope_table
-from tinyspec.model.quantized import repack_weights
+from tinyspec.model.quantized import is_packed, repack_weights
 from tinyspec.model.served_model import ServedModel
 from tinyspec.model.supported import (
     FUSED,
@@ -55,7 +55,7 @@ from tinyspec.model.supported import (
     swap_refusal,
 )
 from tinyspec.model.torch_settings import pinned
-from tinyspec.model.torch_state import TorchState, without_modes
+from tinyspec.model.torch_state import Autocast, TorchState, without_modes
 from tinyspec.model.wrappers import compiled_modules, has_hooks
 
 logger = logging.getLogger("tinyspec")
@@ -85,18 +85,33 @@ def _always_swapped(model: nn.Module) -> list[nn.Module]:
     return found + [wrapper for wrapper in compiled_modules(model) if has_hooks(wrapper)]
 
 
-def refuse_unsupported(model: PreTrainedModel) -> None:
+def refuse_unsupported(model: PreTrainedModel, autocast: torch.dtype | None = None) -> None:
     """Raise UnsupportedModelError with the reason, or UnsupportedEnvironmentError where no model
-    could be served."""
+    could be served. autocast: the dtype to which its forward casts, if any."""
     if model.device.type == "cpu" and (shortage := openmp.shortage()) is not None:
         raise UnsupportedEnvironmentError(shortage)
     reason = (
-        refusal(model) or loading_refusal(model) or _swap_refusal(model, _always_swapped(model))
+        refusal(model)
+        or loading_refusal(model)
+        or _autocast_refusal(model, autocast)
+        or _swap_refusal(model, _always_swapped(model))
     )
     if reason is None and not any(map(calls_interface, model.modules())):
         reason = "its attention does not go through transformers' attention interface"
     if reason is not None:
         raise unsupported(model, reason)
+
+
+def _autocast_refusal(model: PreTrainedModel, dtype: torch.dtype | None) -> str | None:
+    """Why a model cannot be served under autocast to ``dtype``, or None."""
+    if dtype is None:
+        return None
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"autocast to {dtype} is not served"
+    quantized = getattr(model, "hf_quantizer", None) is not None
+    if quantized or any(map(is_packed, model.parameters())):
+        return "its weights are quantized, and autocast would not cast them"
+    return None
 
 
 def _names(model: nn.Module) -> dict[int, str]:
@@ -114,21 +129,23 @@ def install(
     config: EngineConfig,
     linear: LinearFunction | None = None,
     root: nn.Module | None = None,
+    autocast: torch.dtype | None = None,
 ) -> ServedModel:
     """A shadow of ``model`` with paged attention in the place of its own; weights are shared.
 
     config: resolved. linear: the kernel that is to serve all plain linears. root: what ``model`` is
-    a part of, which gets a shadow with it.
+    a part of, which gets a shadow with it. autocast: the dtype to which its forward casts, if any.
 
     Raises as ``refuse_unsupported``.
     """
     assert config.max_model_len and config.max_rows
-    refuse_unsupported(model)
+    refuse_unsupported(model, autocast)
     reason = length_refusal(model, config.max_model_len, config.max_rows)
     if reason is not None:
         raise unsupported(model, reason)
     AttentionInterface.register(IMPLEMENTATION, paged_attention_function)
-    served = ServedModel(model, model if root is None else root)
+    precision = Autocast(autocast, model.device.type)
+    served = ServedModel(model, model if root is None else root, precision)
     # Tables and stand-ins are made under the settings of passes.
     with pinned(model.device.type), without_modes():
         _install(served, config, linear)
@@ -164,16 +181,17 @@ def _install(served: ServedModel, config: EngineConfig, linear: LinearFunction |
     last = max(positions, min(LEAST_POSITIONS, max_positions(model))) - 1
     # Recorded before there are modules that run in passes only.
     layers = Layers({}, {})
-    if fuses_layers(config):
+    if fuses_layers(config) and served.autocast.dtype is None:
         with TorchState(model.device)():
             layers = layer_forms(model, context.record, last)
     _swap_attention(served, last)
     _swap_layers(served, layers)
     if linear is not None:
-        for parent, name, kernel_linear in kernel_stand_ins(model, linear):
+        for parent, name, kernel_linear in kernel_stand_ins(model, linear, served.autocast):
             served.swap(parent, name, kernel_linear)
-    for parent, name, quicker in cpu_stand_ins(model, served.fast_mode):
-        served.swap(parent, name, quicker)
+    if served.autocast.dtype is None:  # which they would not follow
+        for parent, name, quicker in cpu_stand_ins(model, served.fast_mode):
+            served.swap(parent, name, quicker)
 
 
 @cache
@@ -191,12 +209,12 @@ def _warn_unfused(model_type: str) -> None:
 def _swap_attention(served: ServedModel, last: int) -> None:
     """Record the attention calls of the model, and replace the modules that have stand-ins."""
     model, context = served.model, served.context
-    with TorchState(model.device)():
-        calls, keeps_logits = attention_calls(model, IMPLEMENTATION, context.record)
+    with TorchState(model.device)(), served.autocast.on():
+        calls, keeps_logits = attention_calls(model, IMPLEMENTATION, context.record, served.dtype)
         modules = list(dict.fromkeys(call.module for call in calls))
         arguments = module_calls(model, context.record, modules, last)
         made = stand_ins(calls, arguments, context, WAYS)
-    if not made:
+    if not made and served.autocast.dtype is None:
         _warn_unfused(model.config.model_type)
     swapped = list(made)
     for stand_in in made.values():

@@ -235,16 +235,16 @@ def _forward(
 
 
 def attention_calls(
-    model: PreTrainedModel, implementation: str, record: Record
+    model: PreTrainedModel, implementation: str, record: Record, dtype: torch.dtype
 ) -> tuple[list[AttentionCall], bool]:
     """The attention calls of a forward, in order; whether the model follows ``logits_to_keep``.
 
-    record: sends calls of the attention ``implementation`` to a recorder. Raises
-    UnsupportedModelError if a row depends on more than its position and what attention gets.
+    record: sends calls of the attention ``implementation`` to a recorder. dtype: of products.
+    Raises UnsupportedModelError if a row depends on more than its position and what attention gets.
     """
-    calls, keeps_logits, reason = _tried(model, implementation, record)
+    calls, keeps_logits, reason = _tried(model, implementation, record, dtype)
     if reason == NO_POSITIONS:  # as with weights that are zero, which show nothing
-        again = partial(_tried, model, implementation, record)
+        again = partial(_tried, model, implementation, record, dtype)
         calls, keeps_logits, reason = with_scratch_weights(model, again)
     if reason is not None:
         raise unsupported(model, reason)
@@ -252,7 +252,7 @@ def attention_calls(
 
 
 def _tried(
-    model: PreTrainedModel, implementation: str, record: Record
+    model: PreTrainedModel, implementation: str, record: Record, dtype: torch.dtype
 ) -> tuple[list[AttentionCall], bool, str | None]:
     """As ``attention_calls``, by the weights that the model has, and why it is refused."""
     rows, masks = torch.arange(ROWS, device="cpu"), Masks()
@@ -266,7 +266,7 @@ def _tried(
     reason = first.reason
     if not first.calls:
         reason = "it calls no attention"
-    elif not _alike(logits, other.flip(0), model.dtype):
+    elif not _alike(logits, other.flip(0), dtype):
         reason = "rows affect each other outside attention (recurrent state)"
     elif [id(call.module) for call in reversed_.calls] != [id(call.module) for call in first.calls]:
         reason = "which of its layers call attention depends on its tokens"

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from tinyspec.model.quantized import is_packed, layout
 from tinyspec.model.shadow import share
 from tinyspec.model.supported import private_name
+from tinyspec.model.torch_state import NO_AUTOCAST, Autocast
 from tinyspec.model.wrappers import has_hooks
 
 
@@ -126,20 +127,24 @@ class SharedLinear(nn.Module):
 class KernelLinear(SharedLinear):
     """A linear layer by the ``linear`` kernel; a ``Conv1D`` has its weight as [in, out]."""
 
-    def __init__(self, module: nn.Module, linear: LinearFunction):
+    def __init__(self, module: nn.Module, linear: LinearFunction, autocast: Autocast):
         super().__init__(module)
+        self._autocast = autocast
         self.transposed = isinstance(module, Conv1D)
         self._linear = linear
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]; every row by itself."""
         weight = self.weight.T if self.transposed else self.weight
-        out = self._linear(x.reshape(-1, x.shape[-1]), weight, self.bias)
+        out = self._linear(*self._autocast.cast(x.reshape(-1, x.shape[-1]), weight, self.bias))
         return out.view(*x.shape[:-1], weight.shape[0])
 
 
 def kernel_stand_ins(
-    model: nn.Module, linear: LinearFunction, only: Collection[str] | None = None
+    model: nn.Module,
+    linear: LinearFunction,
+    autocast: Autocast = NO_AUTOCAST,
+    only: Collection[str] | None = None,
 ) -> list[tuple[nn.Module, str, KernelLinear]]:
     """(parent, name, stand-in) for every plain linear layer of a dtype that the kernel takes.
 
@@ -148,7 +153,7 @@ def kernel_stand_ins(
     named = dict(model.named_modules())
     chosen = {id(module) for name, module in named.items() if only is None or name in only}
     return [
-        (parent, name, KernelLinear(child, linear))
+        (parent, name, KernelLinear(child, linear, autocast))
         for parent, name, child in children(model)
         if id(child) in chosen and is_plain(child) and child.weight.dtype in KERNEL_DTYPES
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -19,6 +20,7 @@ from tinyspec.model.positions import RopeTable
 from tinyspec.model.quantized import is_packed, repack_weights, trace
 from tinyspec.model.shadow import Shadow
 from tinyspec.model.supported import ATTENTION_CHOICE
+from tinyspec.model.torch_state import Autocast
 
 # Of attributes that a pass may count with or keep.
 COUNTED = (bool, int, float, str, type(None), Tensor)
@@ -35,7 +37,7 @@ class Swapped(NamedTuple):
 
 class ServedModel:
     """user: the model that this was made of, and outline: as it was then. model, root: the shadows
-    of it and of what it is a part of.
+    of it and of what it is a part of. autocast: of its forward.
 
     layers: heads of every attention call of a forward, in order. swapped: in the order of swapping.
     bound: modules that call the attention interface. tiles: linears that run in tiles of rows.
@@ -43,12 +45,12 @@ class ServedModel:
     to since weights changed otherwise.
     """
 
-    def __init__(self, user: PreTrainedModel, root: nn.Module):
+    def __init__(self, user: PreTrainedModel, root: nn.Module, autocast: Autocast):
         self.user, self.outline = user, Outline(root)
         shadow = Shadow(root)
         self.root: Any = shadow.of(root)
         self.model: PreTrainedModel = shadow.of(user)
-        self.context = AttentionContext()
+        self.autocast, self.context = autocast, AttentionContext(autocast)
         self.layers: list[LayerShape] = []
         self.keeps_logits = True
         self.swapped: list[Swapped] = []
@@ -66,6 +68,11 @@ class ServedModel:
             (name, m, "_buffers") for name, m in self.model.named_modules() if m._buffers
         ]
         self._shared: list[tuple[nn.Module, str, dict[str, Any]]] = []
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of products of rows, of queries, keys and values."""
+        return self.autocast.dtype or self.model.dtype
 
     def swap(self, parent: nn.Module, name: str, module: nn.Module) -> None:
         """Replace ``parent``'s child ``name`` by ``module``."""

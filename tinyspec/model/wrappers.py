@@ -10,6 +10,7 @@ from os import PathLike
 from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -70,6 +71,28 @@ def own_forward(module: nn.Module, attribute: str = "forward") -> Any:
             return forward
         forward = inside
     return None
+
+
+def autocast_of(model: Any, device_type: str) -> torch.dtype | None:
+    """The dtype to which a call of ``model`` casts now, in this thread, or None: by the autocast
+    around the call, or by what the forwards of wrappers and of the model inside turn on or off."""
+    on = torch.is_autocast_enabled(device_type)
+    found = torch.get_autocast_dtype(device_type) if on else None
+    while model is not None:
+        forward = vars(model).get("forward")
+        while forward is not None:
+            for held in _enclosed(forward):
+                if isinstance(held, torch.autocast) and held.device == device_type:
+                    found = held.fast_dtype if held._enabled else None
+            forward = _wrapped(forward)
+        model = None if isinstance(model, PreTrainedModel) else _inside(model)
+    return found
+
+
+def _enclosed(forward: Any) -> list[Any]:
+    """What a function keeps in its closure."""
+    function = getattr(forward, "__func__", forward)
+    return [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
 
 
 def runs_class_forward(module: nn.Module) -> bool:

@@ -31,8 +31,8 @@ Hooks = AbstractContextManager[None]
 class ModelRunner:
     """A model, its KV pool and the state of the pass that is running.
 
-    model: the shadow of the user's. graphs: of passes by the Triton kernels, which run at fixed
-    addresses.
+    model: the shadow of the user's. dtype: of its products, queries, keys and values. graphs: of
+    passes by the Triton kernels, which run at fixed addresses.
     """
 
     def __init__(
@@ -67,7 +67,8 @@ class ModelRunner:
         self._takes_positions = "position_ids" in accepted(model, position_ids=None)
         self._context = served.context
         self._context.kernels = self._kernels
-        self.kv_dtype = dtype_of(self._config.kv_dtype, model.dtype)
+        self.dtype = served.dtype
+        self.kv_dtype = dtype_of(self._config.kv_dtype, self.dtype)
         self.tiles, self._fast_mode = served.tiles, served.fast_mode
         if before is not None:
             if (before.layers, before.dtype) != (self.layers, self.kv_dtype):
@@ -224,7 +225,9 @@ class ModelRunner:
         look = self.kernels.backend == "triton" and not batch.embeds and hooks is None
         try:
             with self.graphs.looking(canonical) if look else nullcontext(), hooks or nullcontext():
-                output = self.model(**self._inputs(batch), **more, **self._always)
+                inputs = self._inputs(batch)
+                with self._served.autocast.on():
+                    output = self.model(**inputs, **more, **self._always)
             context.check()
         finally:
             context.end()
