@@ -37,10 +37,8 @@ class LinearModes:
             return ()
         model = self._served.model
         before = {name: model.get_submodule(name) for name in names}
-        linear = backend.load(self._config.backend).linear
-        for parent, name, module in kernel_stand_ins(
-            model, linear, self._served.autocast, only=names
-        ):
+        linear, autocast = backend.load(self._config.backend).linear, self._served.autocast
+        for parent, name, module in kernel_stand_ins(model, linear, autocast, only=names):
             self._served.swap(parent, name, module)
         self._runner.drop_graphs()
         return tuple(n for n in names if model.get_submodule(n) is not before[n])

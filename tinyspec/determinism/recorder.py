@@ -27,13 +27,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
 
 from tinyspec.determinism.model_state import function_settings, functions, is_users
 from tinyspec.determinism.results import Unsound
 from tinyspec.model.attention import AttentionContext
 from tinyspec.model.linears import linear_shape
 from tinyspec.model.quantized import is_packed
-from tinyspec.model.torch_state import Autocast
+from tinyspec.model.served_model import served_of
 
 SHAPES_DEPEND = (
     "the shapes of its matmuls depend on the values of the rows, so that no probe of shapes can "
@@ -115,7 +116,7 @@ class PassRecorder(TorchDispatchMode):
     """
 
     def __init__(
-        self, model: nn.Module, rows: int, logit_rows: int = 0, skipped: Collection[str] = ()
+        self, model: PreTrainedModel, rows: int, logit_rows: int = 0, skipped: Collection[str] = ()
     ):
         super().__init__()
         self.matmuls: list[Matmul] = []
@@ -138,7 +139,7 @@ class PassRecorder(TorchDispatchMode):
         self._inside: list[str] = []
         self._in_attention = False
         self._own: set[int] = set()
-        self._autocast = Autocast(None, next(model.parameters()).device.type)
+        self._autocast = served_of(model).autocast
         self._linears = {n for n, m in model.named_modules() if linear_shape(m) is not None}
         self._of_rows: set[StorageWeakRef] = set()
 
@@ -166,8 +167,6 @@ class PassRecorder(TorchDispatchMode):
                 module.register_forward_hook(self._leave, with_kwargs=True),
             ]
         kernels = None if context is None else context.kernels
-        if context is not None:
-            self._autocast = context.autocast
         if context is not None and kernels is not None:
             attend = partial(self._attend, kernels.paged_attention)
             context.kernels = replace(kernels, paged_attention=attend)

@@ -56,7 +56,7 @@ from tinyspec.model.supported import (
 )
 from tinyspec.model.torch_settings import pinned
 from tinyspec.model.torch_state import Autocast, TorchState, without_modes
-from tinyspec.model.wrappers import compiled_modules, has_hooks
+from tinyspec.model.wrappers import autocast_within, compiled_modules, has_hooks
 
 logger = logging.getLogger("tinyspec")
 
@@ -85,16 +85,13 @@ def _always_swapped(model: nn.Module) -> list[nn.Module]:
     return found + [wrapper for wrapper in compiled_modules(model) if has_hooks(wrapper)]
 
 
-def refuse_unsupported(model: PreTrainedModel, autocast: torch.dtype | None = None) -> None:
+def refuse_unsupported(model: PreTrainedModel) -> None:
     """Raise UnsupportedModelError with the reason, or UnsupportedEnvironmentError where no model
-    could be served. autocast: the dtype to which its forward casts, if any."""
+    could be served."""
     if model.device.type == "cpu" and (shortage := openmp.shortage()) is not None:
         raise UnsupportedEnvironmentError(shortage)
     reason = (
-        refusal(model)
-        or loading_refusal(model)
-        or _autocast_refusal(model, autocast)
-        or _swap_refusal(model, _always_swapped(model))
+        refusal(model) or loading_refusal(model) or _swap_refusal(model, _always_swapped(model))
     )
     if reason is None and not any(map(calls_interface, model.modules())):
         reason = "its attention does not go through transformers' attention interface"
@@ -103,14 +100,13 @@ def refuse_unsupported(model: PreTrainedModel, autocast: torch.dtype | None = No
 
 
 def _autocast_refusal(model: PreTrainedModel, dtype: torch.dtype | None) -> str | None:
-    """Why a model cannot be served under autocast to ``dtype``, or None."""
-    if dtype is None:
-        return None
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"autocast to {dtype} is not served"
-    quantized = getattr(model, "hf_quantizer", None) is not None
-    if quantized or any(map(is_packed, model.parameters())):
-        return "its weights are quantized, and autocast would not cast them"
+    """Why a model cannot be served under autocast to ``dtype`` (None: without), or None."""
+    for name, module in model.named_modules():
+        if name and autocast_within(module, model.device.type, dtype) != dtype:
+            return f"the forward of {name} is wrapped in an autocast of its own"
+    quantized = getattr(model, "hf_quantizer", None) or any(map(is_packed, model.parameters()))
+    if dtype is not None and quantized:
+        return "its weights are quantized, and it is called under autocast"
     return None
 
 
@@ -139,8 +135,9 @@ def install(
     Raises as ``refuse_unsupported``.
     """
     assert config.max_model_len and config.max_rows
-    refuse_unsupported(model, autocast)
+    refuse_unsupported(model)
     reason = length_refusal(model, config.max_model_len, config.max_rows)
+    reason = reason or _autocast_refusal(model, autocast)
     if reason is not None:
         raise unsupported(model, reason)
     AttentionInterface.register(IMPLEMENTATION, paged_attention_function)

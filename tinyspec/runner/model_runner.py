@@ -224,10 +224,9 @@ class ModelRunner:
             more["logits_to_keep"] = 0 if keep is None else keep
         look = self.kernels.backend == "triton" and not batch.embeds and hooks is None
         try:
-            with self.graphs.looking(canonical) if look else nullcontext(), hooks or nullcontext():
-                inputs = self._inputs(batch)
-                with self._served.autocast.on():
-                    output = self.model(**inputs, **more, **self._always)
+            looking = self.graphs.looking(canonical) if look else nullcontext()
+            with looking, hooks or nullcontext(), self._served.autocast.on():
+                output = self.model(**self._inputs(batch), **more, **self._always)
             context.check()
         finally:
             context.end()
