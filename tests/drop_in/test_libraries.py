@@ -295,7 +295,8 @@ def test_the_engine_is_kept_from_step_to_step(kind, family, tmp_path, caplog, pr
         assert len({tuple(ids) for ids in completions}) == GROUP
     changed = zip(before.parameters(), model.parameters(), strict=True)
     assert any(not torch.equal(*pair) for pair in changed), "trained"
-    # Autocast, which accelerate put around the forward, is not on behind the fingerprint's back.
+    # In the precision that accelerate put around the forward, from the first step on.
+    assert {engine.autocast for engine, *_ in trainer.states} == {torch.bfloat16}
     ids = torch.tensor([[5, 6, 7]])
     asked = {"max_new_tokens": 6, "pad_token_id": PAD, "deterministic": True, "do_sample": False}
     wrapped = model.generate(ids, **asked)
@@ -303,7 +304,7 @@ def test_the_engine_is_kept_from_step_to_step(kind, family, tmp_path, caplog, pr
     assert model(ids).logits.dtype == torch.float32 and "forward" in vars(model)
     unwrapped = tiny(family)
     unwrapped.load_state_dict(model.state_dict())
-    with patched(unwrapped):
+    with patched(unwrapped), torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(unwrapped.generate(ids, **asked), wrapped)
 
 

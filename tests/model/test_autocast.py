@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from tests.support.budget import first
-from tests.support.cases import bits_of
+from tests.support.cases import bits_of, engine_of
+from tests.support.recorded import as_on_a_gpu
 from tests.support.thinking import thinking_model
 from tests.support.tiny import prompts, tiny
 from tinyspec import (
@@ -15,6 +16,8 @@ from tinyspec import (
     SamplingParams,
     UnsupportedModelError,
 )
+from tinyspec.model.attention import PagedAttention
+from tinyspec.model.fused_layer import FusedLayer, FusedNorm
 
 PARAMS = SamplingParams(max_new_tokens=6, deterministic=True, logprobs=True)
 CONFIG = EngineConfig(reference_rows=8)
@@ -62,6 +65,18 @@ def test_wrappers_say_the_precision(family, wrap):
     # Control: in fp32 bits and fingerprint are others.
     others = served(tiny(family))
     assert others[0] != expected[0] and others[1] != expected[1]
+
+
+def test_what_a_gpu_runs(monkeypatch):
+    """But for the kernels, for which the twins pose: without fused layers, which know one dtype."""
+    as_on_a_gpu(monkeypatch)
+    with bf16():
+        engine = engine_of(tiny(), backend="triton", reference_rows=8)
+    with engine:
+        alone = [bits_of(engine.generate([prompt], PARAMS))[0] for prompt in prompts(3)]
+        assert bits_of(engine.generate(prompts(3), PARAMS)) == alone
+        kinds = {type(module) for module in engine.served.model.modules()}
+    assert PagedAttention in kinds and not kinds & {FusedLayer, FusedNorm}
 
 
 def around_modules(model):

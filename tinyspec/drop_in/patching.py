@@ -68,6 +68,9 @@ def patch(
     ``patch`` or since another base. So equal prompts have different samples, which repeat when the
     script is run again.
 
+    A call under ``torch.autocast``, or of a model whose forward turns it on (after accelerate's
+    ``prepare``, before or after this), is served in that precision.
+
     release: free the page pool's memory after each call, for a trainer that needs it; the next call
     allocates it anew, and no prompt is found in the prefix cache.
 
@@ -156,14 +159,12 @@ class PatchedGenerate(_Method):
     def _made(self) -> Engine:
         """An engine for calls as they are made now."""
         engine = Engine(self._wrapper, config=self._config, grows=True)
-        self._engines[engine.autocast] = engine
-        return engine
+        return self._engines.setdefault(engine.autocast, engine)
 
     def _close(self) -> None:
         """All engines."""
-        for engine in self._engines.values():
-            engine.close()
-        self._engines.clear()
+        while self._engines:
+            self._engines.popitem()[1].close()
 
     def put_in(self) -> None:
         """Let the model's methods be these."""
@@ -197,7 +198,7 @@ class PatchedGenerate(_Method):
 
     @property
     def fingerprint(self) -> str:
-        """Digest of all that the bits of deterministic requests depend on, made now."""
+        """Digest of all that the bits of deterministic requests depend on that are made now."""
         with self._serving() as engine:
             return engine.fingerprint
 

@@ -135,7 +135,7 @@ def _project(
     bias: Any = getattr(module, f"{name}_bias", None)
     if module.is_transposed:
         weight = weight.transpose(1, 2)
-    autocast: Autocast = vars(module)[STATE].autocast
+    autocast: Autocast = getattr(vars(module).get(STATE), "autocast", NO_AUTOCAST)
     x = x.to(autocast.dtype or weight.dtype)
     out = x.new_empty(sum(len(pairs) for _, pairs, _ in groups), weight.shape[1])
     for expert, pairs, rows in groups:

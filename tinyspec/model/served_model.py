@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -37,7 +36,8 @@ class Swapped(NamedTuple):
 
 class ServedModel:
     """user: the model that this was made of, and outline: as it was then. model, root: the shadows
-    of it and of what it is a part of. autocast: of its forward.
+    of it and of what it is a part of. autocast: of its forward. dtype: of products, queries, keys
+    and values.
 
     layers: heads of every attention call of a forward, in order. swapped: in the order of swapping.
     bound: modules that call the attention interface. tiles: linears that run in tiles of rows.
@@ -51,6 +51,7 @@ class ServedModel:
         self.root: Any = shadow.of(root)
         self.model: PreTrainedModel = shadow.of(user)
         self.autocast, self.context = autocast, AttentionContext(autocast)
+        self.dtype = autocast.dtype or self.model.dtype
         self.layers: list[LayerShape] = []
         self.keeps_logits = True
         self.swapped: list[Swapped] = []
@@ -68,11 +69,6 @@ class ServedModel:
             (name, m, "_buffers") for name, m in self.model.named_modules() if m._buffers
         ]
         self._shared: list[tuple[nn.Module, str, dict[str, Any]]] = []
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of products of rows, of queries, keys and values."""
-        return self.autocast.dtype or self.model.dtype
 
     def swap(self, parent: nn.Module, name: str, module: nn.Module) -> None:
         """Replace ``parent``'s child ``name`` by ``module``."""
