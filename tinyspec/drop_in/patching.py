@@ -125,12 +125,10 @@ def _own_method(model: PreTrainedModel, name: str, before: Callable[..., Any] | 
 
 
 class PatchedGenerate(_Method):
-    """``model.generate`` of a patched model, and the engines behind it: one for each dtype of
-    autocast that calls were made under.
+    """``model.generate`` of a patched model, and its engines: one by the dtype of autocast.
 
     defaults: of calls that do not say otherwise. releases: whether to free pages after each.
-    wrapper: what was patched, the model inside or around it. ``seeds``: of the rows of the latest
-    call.
+    wrapper: of the model, or itself. ``seeds``: of the rows of the latest call.
     """
 
     def __init__(
