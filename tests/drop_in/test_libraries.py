@@ -24,8 +24,6 @@ from transformers import (
 )
 
 import tinyspec
-from tests.support import zoo
-from tests.support.budget import first
 from tests.support.drop_in import PAD, SMALL, greedy, own, patched, random_ids
 from tests.support.tiny import VOCAB, tiny
 from tinyspec.drop_in.patching import PatchedGenerate
@@ -106,26 +104,6 @@ def test_compiled():
     assert "generate" not in vars(model) and torch.equal(generate(outer), expected)
 
 
-@pytest.mark.parametrize("kind", first(2, ["phi3", "gpt2", "gpt_neox", "qwen3"], 1))
-def test_mixed_precision_by_accelerate(kind):
-    """Its autocast is not on in passes: bits and fingerprint are those without it."""
-    accelerate = pytest.importorskip("accelerate")
-    model, own = zoo.tiny(kind), zoo.tiny(kind)
-    accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare_model(model)
-    asked = {"deterministic": True, "return_dict_in_generate": True, "output_logits": True}
-    asked |= {"max_new_tokens": 5, "pad_token_id": 0}
-    found = []
-    for each in (own, model):
-        with patched(each):
-            out = each.generate(IDS[:1], **asked)
-            bits = torch.cat([out.sequences.float(), *out.logits], 1)
-            found.append((bits, each.generate.fingerprint))
-    assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
-    # The control: in a forward of the model's own it is on.
-    with torch.no_grad():
-        assert not torch.equal(model(IDS).logits, own(IDS).logits)
-
-
 TEXTS = ["User: What is 2 + 3?\nBot:", "Once upon a time", "User: Tell me a story.\nBot:"]
 CHATS = [
     [{"role": "user", "content": "What is 2 + 3?"}],
@@ -192,14 +170,13 @@ def test_a_pipeline_hands_on_what_tinyspec_adds(model, tokenizer):
     assert pipe(TEXTS[1], **{**asked, "seed": 4}) != alone
 
 
-def test_no_grad_inference_mode_and_autocast():
+def test_no_grad_and_inference_mode():
     prompt = random_ids(12)
     expected = greedy(own(), prompt)
     contexts = (
         torch.no_grad(),
         torch.inference_mode(),
         torch.enable_grad(),
-        torch.autocast("cpu", torch.bfloat16),
     )
     for context in contexts:
         with patched(tiny()) as model:
@@ -351,7 +328,8 @@ def test_the_engine_is_kept_from_step_to_step(kind, family, tmp_path, caplog, pr
         assert len({tuple(ids) for ids in completions}) == GROUP
     changed = zip(before.parameters(), model.parameters(), strict=True)
     assert any(not torch.equal(*pair) for pair in changed), "trained"
-    # Autocast, which accelerate put around the forward, is not on behind the fingerprint's back.
+    # In the precision that accelerate put around the forward, from the first step on.
+    assert {engine.autocast for engine, *_ in trainer.states} == {torch.bfloat16}
     ids = torch.tensor([[5, 6, 7]])
     asked = {"max_new_tokens": 6, "pad_token_id": PAD, "deterministic": True, "do_sample": False}
     wrapped = model.generate(ids, **asked)
@@ -359,7 +337,7 @@ def test_the_engine_is_kept_from_step_to_step(kind, family, tmp_path, caplog, pr
     assert model(ids).logits.dtype == torch.float32 and "forward" in vars(model)
     unwrapped = tiny(family)
     unwrapped.load_state_dict(model.state_dict())
-    with patched(unwrapped):
+    with patched(unwrapped), torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(unwrapped.generate(ids, **asked), wrapped)
 
 

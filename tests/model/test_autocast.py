@@ -1,13 +1,23 @@
-"""Autocast that a model's own forward turns on inside a pass."""
+"""Autocast around the making of an engine, around a model's forward, and inside of it."""
 
 import pytest
 import torch
 from torch import nn
 
 from tests.support.budget import first
-from tests.support.cases import bits_of
+from tests.support.cases import bits_of, engine_of
+from tests.support.recorded import as_on_a_gpu
+from tests.support.thinking import thinking_model
 from tests.support.tiny import prompts, tiny
-from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
+from tinyspec import (
+    DeterminismError,
+    Engine,
+    EngineConfig,
+    SamplingParams,
+    UnsupportedModelError,
+)
+from tinyspec.model.attention import PagedAttention
+from tinyspec.model.fused_layer import FusedLayer, FusedNorm
 
 PARAMS = SamplingParams(max_new_tokens=6, deterministic=True, logprobs=True)
 CONFIG = EngineConfig(reference_rows=8)
@@ -32,34 +42,63 @@ def around_the_model(model):
     return model
 
 
+def twice(model):
+    return by_accelerate(around_the_model(model))
+
+
+WRAPPERS = (by_accelerate, around_the_model, twice)
+
+
+@pytest.mark.crossed(2)
+@pytest.mark.parametrize("wrap", WRAPPERS, ids=lambda wrap: wrap.__name__)
+@pytest.mark.parametrize("family", first(1, ["gemma2", "gpt2", "llama"], 2))
+def test_wrappers_say_the_precision(family, wrap):
+    """As autocast around the making of an engine does, whose calls have it anywhere."""
+    with bf16():
+        engine = Engine(tiny(family), config=CONFIG)
+    with engine:
+        expected = bits_of(engine.generate(prompts(3), PARAMS)), engine.fingerprint
+    model = wrap(tiny(family))
+    forwards = [vars(module).get("forward") for module in model.modules()]
+    assert served(model) == expected
+    assert [vars(module).get("forward") for module in model.modules()] == forwards
+    # Control: in fp32 bits and fingerprint are others.
+    others = served(tiny(family))
+    assert others[0] != expected[0] and others[1] != expected[1]
+
+
+def test_what_a_gpu_runs(monkeypatch):
+    """But for the kernels, for which the twins pose: without fused layers, which know one dtype."""
+    as_on_a_gpu(monkeypatch)
+    with bf16():
+        engine = engine_of(tiny(), backend="triton", reference_rows=8)
+    with engine:
+        alone = [bits_of(engine.generate([prompt], PARAMS))[0] for prompt in prompts(3)]
+        assert bits_of(engine.generate(prompts(3), PARAMS)) == alone
+        kinds = {type(module) for module in engine.served.model.modules()}
+    assert PagedAttention in kinds and not kinds & {FusedLayer, FusedNorm}
+
+
 def around_modules(model):
-    """Of which one has a forward that the user has set, as a method."""
     layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
     for layer in layers:
         layer.forward = bf16()(layer.forward)
     return model
 
 
-def twice(model):
-    return by_accelerate(around_the_model(model))
+def test_wrappers_of_modules_are_refused():
+    """Unless they turn on what is on: what such a module computes in is no matter of the engine."""
+    model = around_modules(tiny())
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.0 is wrapped in an autocast"):
+        Engine(model, config=CONFIG)
+    with bf16():
+        assert served(model) == served(tiny())
 
 
-WRAPPERS = (by_accelerate, around_the_model, around_modules, twice)
-
-
-@pytest.mark.crossed(2)
-@pytest.mark.parametrize("wrap", WRAPPERS, ids=lambda wrap: wrap.__name__)
-@pytest.mark.parametrize("family", first(1, ["gemma2", "gpt2", "llama"], 2))
-def test_wrappers_are_set_aside(family, wrap):
-    expected = served(tiny(family))
-    model = wrap(tiny(family))
-    forwards = [vars(module).get("forward") for module in model.modules()]
-    assert served(model) == expected
-    assert [vars(module).get("forward") for module in model.modules()] == forwards
-    # Control: by itself the model runs under autocast.
-    ids = torch.tensor(prompts(3)[2:])
-    with torch.no_grad():
-        assert not torch.equal(model(ids).logits, tiny(family)(ids).logits)
+def test_thinking_is_refused():
+    model = thinking_model()
+    with bf16(), pytest.raises(UnsupportedModelError, match="thinking is not served"):
+        Engine(model)
 
 
 def test_a_forward_below_accelerates_is_kept():
@@ -73,7 +112,8 @@ def test_a_forward_below_accelerates_is_kept():
     models = [tiny(), tiny()]
     for model in models:
         model.forward = louder.__get__(model)
-    assert served(by_accelerate(models[0])) == served(models[1]) != served(tiny())
+    with bf16():
+        assert served(by_accelerate(models[0])) == served(models[1]) != served(tiny())
 
 
 def in_its_own_code(model):
@@ -107,6 +147,28 @@ def by_hooks(model):
     mlp.register_forward_hook(lambda *_: entered.pop().__exit__(None, None, None))
 
 
+def off_in_its_own_code(model):
+    class Precise(type(model.model.layers[1].mlp)):
+        def forward(self, x):
+            with torch.autocast("cpu", enabled=False):
+                return super().forward(x.float())
+
+    model.model.layers[1].mlp.__class__ = Precise
+
+
+def test_a_linear_without_it_is_refused():
+    model = tiny()
+    off_in_its_own_code(model)
+    assert served(model)[0]  # where there is nothing to turn off
+    with bf16():
+        engine = Engine(model, config=CONFIG)
+    with (
+        engine,
+        pytest.raises(DeterminismError, match=r"layers\.1\.mlp.* turns autocast on or off"),
+    ):
+        engine.generate(prompts(3), PARAMS)
+
+
 @pytest.mark.parametrize("turn_on", [in_its_own_code, by_decorator, by_hooks])
 def test_anything_else_is_refused(turn_on):
     model = tiny("llama", torch.bfloat16)
@@ -119,7 +181,7 @@ def test_anything_else_is_refused(turn_on):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_wrapper_put_around_a_served_model_is_set_aside(family):
+def test_an_engine_keeps_the_precision_that_it_was_made_in(family):
     model = tiny(family)
     with Engine(model, config=CONFIG) as engine:
         expected = bits_of(engine.generate(prompts(3), PARAMS))

@@ -100,7 +100,7 @@ def compare_attention(
 
     rows: to have compared of each kind; None: one round more than are known.
     """
-    like = torch.empty(0, dtype=runner.model.dtype, device=runner.device)
+    like = torch.empty(0, dtype=runner.dtype, device=runner.device)
     probe = AttentionProbe(runner.kernels, like, runner.kv_dtype)
     found = {kind.name: kind for kind in known}
     for kind in kinds:

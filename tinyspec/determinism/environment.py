@@ -162,17 +162,17 @@ class Used:
     @classmethod
     def of(cls, model: PreTrainedModel) -> Used:
         """Of a patched model."""
-        found = set()
+        found, served = set(), served_of(model)
         for module in distinct_linears(model).values():
             inputs, outputs = linear_shape(module) or (0, 0)
             weight = getattr(module, "weight", None)
             dtype = weight.dtype if isinstance(weight, Tensor) else model.dtype
-            dtype = dtype if dtype in DTYPES else model.dtype
+            dtype = served.autocast.dtype or (dtype if dtype in DTYPES else model.dtype)
             kind = type(module) if isinstance(module, CpuLinear) else None
             found.add((dtype, inputs, min(outputs, MOST_OUTPUTS), kind))
         linears = sorted(found, key=str)[:MOST_LINEARS]
-        heads = tuple(dict.fromkeys(served_of(model).layers))[:MOST_HEADS]
-        return cls(tuple(linears), heads, model.dtype)
+        heads = tuple(dict.fromkeys(served.layers))[:MOST_HEADS]
+        return cls(tuple(linears), heads, served.dtype)
 
 
 def canary(model: PreTrainedModel, rows: int) -> str:

@@ -181,9 +181,11 @@ def fingerprint(
     """weights: digests of the model's own and of what runs beside it, by part. ignored: names of
     attributes that are no settings."""
     assert config.reference_rows
+    autocast = served_of(model).autocast.dtype
     parts = {
         "model": type(model).__name__,
         "dtype": str(model.dtype).removeprefix("torch."),
+        **({} if autocast is None else {"autocast": str(autocast).removeprefix("torch.")}),
         "reference_rows": config.reference_rows,
         "max_model_len": config.max_model_len,
         "backend": config.backend,

@@ -36,7 +36,8 @@ class LinearModes:
             return ()
         model = self._served.model
         before = {name: model.get_submodule(name) for name in names}
-        self._served.swap_all(kernel_stand_ins(model, self._runner.kernels.linear, names))
+        linear = self._served.autocast.casting(self._runner.kernels.linear)
+        self._served.swap_all(kernel_stand_ins(model, linear, names))
         self._runner.drop_graphs()
         return tuple(n for n in names if model.get_submodule(n) is not before[n])
 
@@ -60,7 +61,8 @@ class LinearModes:
         reference = runner.buckets.reference
         shape, weight = linear_shape(module), linear_weight(module)
         assert shape is not None
-        itemsize = (runner.model.dtype if weight is None else weight.dtype).itemsize
+        (weight,) = self._served.autocast.cast(weight)
+        itemsize = (runner.dtype if weight is None else weight.dtype).itemsize
         aligned = ALIGNED.get(runner.device.type, max(ALIGNED.values()))
         whole = rows % reference == 0 and reference * shape[0] * itemsize % aligned == 0
         tiled = any(module is other for other in runner.tiles.bound)

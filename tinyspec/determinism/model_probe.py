@@ -73,7 +73,7 @@ def longest_split(runner: ModelRunner) -> int:
     fewer than the probes' contexts have anyway."""
     if runner.kernels.backend != "triton":
         return 0
-    dtype, device, codes = runner.model.dtype, runner.device, runner.kv_dtype == CODES
+    dtype, device, codes = runner.dtype, runner.device, runner.kv_dtype == CODES
     dims = {layer.head_dim for layer in runner.layers}
     return max(launch.attention(dtype, dim, device, codes).split for dim in dims)
 
@@ -148,7 +148,7 @@ class ModelProbe:
         self.written = [pool.index_select(0, own) for pool in self._pools]
         # A NaN in keys or values reaches other rows of its sequence, and which ones depends on the
         # order of passes: such sequences are not compared.
-        numbers = (values(rows, self._runner.model.dtype) for rows in self.written)
+        numbers = (values(rows, self._runner.dtype) for rows in self.written)
         finite = torch.stack([rows.isfinite().all(dim=1) for rows in numbers]).all(dim=0)
         sound = [
             finite[p.first : p.end].all().expand(p.end - p.first)
@@ -205,7 +205,7 @@ class ModelProbe:
         """Finite noise, different on every page of the distinct rows."""
         generator = torch.Generator().manual_seed(1)
         scale = torch.rand(self._pages, 1, 1, 1, generator=generator) + 0.5
-        scale = scale.to(self._runner.device, self._runner.model.dtype)
+        scale = scale.to(self._runner.device, self._runner.dtype)
         for pool in (*self._cache.k, *self._cache.v):
             noise = torch.randn(pool.shape[1:], generator=generator).to(scale)
             own = pool[: self._pages]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -88,6 +89,7 @@ class Prober:
     def __init__(self, runner: ModelRunner, modes: LinearModes):
         self.runner, self.modes = runner, modes
         self.reference = runner.buckets.reference
+        self._autocast = served_of(runner.model).autocast
         self.scratch = ScratchModel(runner.model)
         refuse_shortage(self.scratch.nbytes, runner.device)
         self.linears = list(linear_kinds(runner.model))
@@ -138,10 +140,13 @@ class Prober:
         """Whether it is a module that runs code of the user's, it as a function of [R, N], and
         pools of rows to probe it with."""
         op = self.ops[name] if name in self.ops else self._linear(name)
+        # Operators were recorded behind autocast.
+        is_module = name not in self.ops or isinstance(op.fn, nn.Module)
 
         def of_rows(rows: Tensor) -> Tensor:
             flush()
-            return op.fn(rows.view(1, -1, *op.shape))[0]
+            with self._autocast.on() if is_module else nullcontext():
+                return op.fn(rows.view(1, -1, *op.shape))[0]
 
         pools = [probe_pool(prod(op.shape), op.dtype, self.runner.device, op.weight)]
         if name in self.ops and op.weight is None and not op.users:
@@ -151,9 +156,9 @@ class Prober:
     def _linear(self, name: str) -> RowOp:
         """A linear of the model as a function of rows."""
         module = self.runner.model.get_submodule(name)
-        shape, weight = linear_shape(module), linear_weight(module)
+        shape, (weight,) = linear_shape(module), self._autocast.cast(linear_weight(module))
         assert shape is not None
-        dtype = self.runner.model.dtype if weight is None else weight.dtype
+        dtype = self.runner.dtype if weight is None else weight.dtype
         product: Callable[[Tensor], Tensor] = module
         if isinstance(module, nn.Linear) and type(module).__module__.startswith(ROUTERS):
             product = partial(nn.Linear.forward, module)
@@ -162,7 +167,7 @@ class Prober:
 
 def check_pass(runner: ModelRunner, probe: ModelProbe) -> PassRecorder:
     """A pass on the model's own weights, recorded. Raises DeterminismError where an operator runs
-    under autocast, or writes to a parameter or buffer."""
+    under an autocast of the forward's own, or writes to a parameter or buffer."""
     served, rows = served_of(runner.model), runner.buckets.reference
     recorder = PassRecorder(runner, rows)
     try:
@@ -180,13 +185,13 @@ def check_pass(runner: ModelRunner, probe: ModelProbe) -> PassRecorder:
 
 
 def refuse_autocast(recorder: PassRecorder, cause: Exception | None = None) -> None:
-    """Raise DeterminismError where something ran under autocast."""
+    """Raise DeterminismError where something ran under another autocast than the pass."""
     if recorder.autocast is not None:
         operator, where = recorder.autocast
         raise DeterminismError(
-            f"{where or MODEL} turns autocast on inside the model's forward ({operator} ran under "
-            "it): load the model in the dtype that it is to compute in, and remove the autocast, "
-            "to use deterministic=True"
+            f"{where or MODEL} turns autocast on or off inside the model's forward ({operator} ran "
+            "under another than the call): load the model in the dtype that it is to compute in, "
+            "and remove the autocast, to use deterministic=True"
         ) from cause
 
 

@@ -6,7 +6,7 @@
 - What of its rows the host reads: it may branch on all of them at once. What operators make of
   numbers for every row depends on rows, in values and shapes, and so does the memory that it is
   written to. Token ids, positions and lengths are no such numbers.
-- What runs under autocast: passes run without it, but a forward or a hook may turn it on.
+- What runs under another autocast than the pass: a forward or a hook may turn it on or off.
 
 Experts of the linear kernel are skipped, as its rows do not depend on the row count, and so is
 attention, which has a probe of its own. Unseen are reads by address, and what a library launches by
@@ -111,8 +111,8 @@ class PassRecorder(TorchDispatchMode):
     """Of one pass of the runner's model with ``rows`` rows, except inside experts that the linear
     kernel serves.
 
-    host_reads: modules that read rows. autocast: the first operator that ran under it, and its
-    module.
+    host_reads: modules that read rows. autocast: the first operator that ran under one that is not
+    the pass's, or linear that ran without that, and its module.
     """
 
     def __init__(self, runner: ModelRunner, rows: int):
@@ -141,6 +141,7 @@ class PassRecorder(TorchDispatchMode):
         self._inside: list[str] = []
         self._in_attention = False
         self._own: set[int] = set()
+        self._autocast = served_of(model).autocast
         self._linears = {n for n, m in model.named_modules() if linear_shape(m) is not None}
         self._of_rows: set[StorageWeakRef] = set()
 
@@ -276,8 +277,17 @@ class PassRecorder(TorchDispatchMode):
         step = RowOp(f"{self.where}: {name} of {tuple(shape)}", x.dtype, shape, run)
         self._steps.setdefault(kind, (self.where, step))
 
+    def note_autocast(self, operator: str, may_be_off: bool) -> None:
+        """Note an operator that runs under another autocast than the pass."""
+        device, dtype = self._autocast.device_type, self._autocast.dtype
+        now = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        if self.autocast is None and now != dtype and not (now is None and may_be_off):
+            self.autocast = operator, self.where
+
     def _enter(self, name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._inside.append(name)
+        if name in self._linears:
+            self.note_autocast(type(module).__name__, may_be_off=False)
         # A linear is a matmul, whether or not its kernel goes through the dispatcher.
         if name in self._linears and not self._skipped & set(self._inside):
             shapes = tuple(tuple(x.shape) for x in inputs if isinstance(x, Tensor))
@@ -309,18 +319,17 @@ class PassRecorder(TorchDispatchMode):
 
 
 class _AutocastWatch(TorchFunctionMode):
-    """Notes the first operator that runs under autocast; below, in the dispatcher, it is off."""
+    """Shows a recorder what runs under autocast; below, in the dispatcher, it is off."""
 
     def __init__(self, recorder: PassRecorder):
         super().__init__()
         self._recorder = recorder
-        self._device_type = next(recorder._model.parameters()).device.type
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if self._recorder.autocast is None and torch.is_autocast_enabled(self._device_type):
-            self._recorder.autocast = resolve_name(func) or str(func), self._recorder.where
+        # Attention and norms may be in fp32.
+        self._recorder.note_autocast(resolve_name(func) or str(func), may_be_off=True)
         return func(*args, **(kwargs or {}))
 
 

@@ -26,7 +26,7 @@ from tinyspec.drop_in.served import says_nothing
 from tinyspec.engine.engine import Engine
 from tinyspec.errors import refuse, unsupported
 from tinyspec.model.served_model import named
-from tinyspec.model.wrappers import unwrap
+from tinyspec.model.wrappers import autocast_of, unwrap
 
 EngineOf = Callable[[], AbstractContextManager[Engine]]
 # What a loss function is given besides logits and labels.
@@ -72,7 +72,9 @@ def canonical(
     ``position_ids`` (counted from the mask where there are none; several sequences in a row begin
     where they are 0), ``labels``, ``logits_to_keep``, ``use_cache=False``. Logits of padding are 0.
     What cannot be had is refused by name before anything runs: ValueError, UnsupportedModelError,
-    DeterminismError. The backward may run after the block. A backbone that is called by itself
+    DeterminismError. Under autocast the bits are those of ``generate`` under it; a block that makes
+    an engine keeps the precision that calls have where it begins, and refuses another one. The
+    backward may run after the block. A backbone that is called by itself
     (``model.model(...)``) runs as it always does.
     """
     inside = unwrap(model)
@@ -81,7 +83,7 @@ def canonical(
         if config is None and hasattr(patched, "serving"):
             engine_of = patched.serving
         else:
-            made = stack.enter_context(Engine(inside, config=config, grows=True))
+            made = stack.enter_context(Engine(model, config=config, grows=True))
             engine_of = partial(nullcontext, made)
         methods: list[Method] = [PatchedForward(inside, engine_of)]
         if patched is None:
@@ -101,6 +103,7 @@ class PatchedForward(Method):
         super().__init__(model, "forward", torch.compiler.disable(self.serve))
         self._engine_of = engine_of
         self._signature = inspect.signature(self.original)
+        self._in_fp32 = _in_fp32(inspect.unwrap(self.original, stop=_in_fp32))
 
     def serve(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the model's own forward: logits [B, K, V], and a loss with labels."""
@@ -113,6 +116,9 @@ class PatchedForward(Method):
         with self._engine_of() as engine:
             if engine.config.kv_dtype == "fp8_e4m3":
                 raise refuse("kv_dtype", "fp8_e4m3", "another one in a canonical forward")
+            now = autocast_of(self._model, self._model.device.type)
+            if now != engine.autocast:
+                raise refuse("autocast", now, f"{engine.autocast}, in which the engine serves")
             rows = Rows.of(given, engine.config.max_model_len or 0)
             places, wanted = rows.kept(keep)
             layers = self._checkpointed(engine) if torch.is_grad_enabled() else []
@@ -129,6 +135,7 @@ class PatchedForward(Method):
             more = {name: given[name] for name in OF_LOSS if name in given}
             size = self._model.config.get_text_config().vocab_size
             loss = self._model.loss_function(logits=logits, labels=labels, vocab_size=size, **more)
+        logits = logits.float() if self._in_fp32 else logits
         made = type(output)(loss=loss, logits=logits)
         as_dict = given.get("return_dict")
         as_dict = self._model.config.return_dict if as_dict is None else as_dict
@@ -169,6 +176,11 @@ class PatchedForward(Method):
             if module.training and module.gradient_checkpointing
         }
         return [engine.served.model.get_submodule(name) for name in own]
+
+
+def _in_fp32(forward: Any) -> bool:
+    """Whether it is what accelerate puts around a forward under autocast, to get fp32 of it."""
+    return type(forward).__name__ == "ConvertOutputsToFp32"
 
 
 def _at_random(module: nn.Module) -> str | None:

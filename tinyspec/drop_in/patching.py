@@ -29,7 +29,7 @@ from tinyspec.engine.drafter import make_drafter
 from tinyspec.engine.engine import Engine
 from tinyspec.errors import UnsupportedModelError
 from tinyspec.model.supported import CACHE
-from tinyspec.model.wrappers import unwrap
+from tinyspec.model.wrappers import autocast_of, unwrap
 from tinyspec.sampling_params import SamplingParams
 from tinyspec.scheduler.passes import EngineStats
 
@@ -76,6 +76,9 @@ def patch(
 
     forward: let it serve ``model(...)`` as well, as in a block of ``tinyspec.canonical(model)``.
 
+    A call under ``torch.autocast``, or of a model whose forward turns it on (after accelerate's
+    ``prepare``, before or after this), is served in that precision.
+
     release: free the page pool's memory after each call, for a trainer that needs it; the next call
     allocates it anew, and no prompt is found in the prefix cache.
 
@@ -85,11 +88,10 @@ def patch(
     Raises UnsupportedModelError naming what is in the way, and ValueError naming a bad value or if
     the model is patched already.
     """
-    inside = unwrap(model)
-    if isinstance(vars(inside).get("generate"), PatchedGenerate):
+    if isinstance(vars(unwrap(model)).get("generate"), PatchedGenerate):
         raise ValueError("model is not allowed: it is patched; call tinyspec.unpatch(model) first")
     defaults = SamplingParams(deterministic=deterministic, seed=seed)
-    PatchedGenerate(inside, config, defaults, release, forward).put_in()
+    PatchedGenerate(model, config, defaults, release, forward).put_in()
 
 
 def unpatch(model: PreTrainedModel) -> None:
@@ -101,10 +103,10 @@ def unpatch(model: PreTrainedModel) -> None:
 
 
 class PatchedGenerate(Method):
-    """``model.generate`` of a patched model, and the engine behind it.
+    """``model.generate`` of a patched model, and its engines: one by the dtype of autocast.
 
     defaults: of calls that do not say otherwise. releases: whether to free pages after each.
-    ``seeds``: of the rows of the latest call.
+    model: in wrappers or itself. ``seeds``: of the rows of the latest call.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class PatchedGenerate(Method):
         releases: bool = False,
         forward: bool = False,
     ):
+        self._wrapper, model = model, unwrap(model)
         super().__init__(model, "generate", self.serve)
         self._batch = Method(model, "generate_batch", self.generate_batch)
         self._config = config or EngineConfig()
@@ -126,10 +129,21 @@ class PatchedGenerate(Method):
         # Guards those below: the calls that the engine serves now, and whether others may come.
         self._lock = threading.Lock()
         self._calls, self._closed = 0, False
-        self._engine = Engine(model, config=self._config, grows=True)
+        self._engines: dict[torch.dtype | None, Engine] = {}
+        self._engine = self._made()  # of the latest call
         self._methods = [self._batch, self]
         if forward:
             self._methods.append(PatchedForward(model, self.serving))
+
+    def _made(self) -> Engine:
+        """An engine for calls as they are made now."""
+        engine = Engine(self._wrapper, config=self._config, grows=True)
+        return self._engines.setdefault(engine.autocast, engine)
+
+    def _close(self) -> None:
+        """All engines."""
+        while self._engines:
+            self._engines.popitem()[1].close()
 
     def put_in(self) -> None:
         """Let the model's methods be these."""
@@ -149,12 +163,13 @@ class PatchedGenerate(Method):
         with self._lock:
             self._closed = True
             if not self._calls:
-                self._engine.close()
+                self._close()
 
     def release(self) -> None:
         """Free the page pool's memory; the next call allocates it again."""
-        with self.serving() as engine:
-            engine.release()
+        with self.serving():
+            for engine in list(self._engines.values()):
+                engine.release()
 
     def reseed(self, base: int | None) -> None:
         """Another base of seeds in place of that of ``patch``; the rows of each prompt are counted
@@ -162,33 +177,35 @@ class PatchedGenerate(Method):
         self._defaults, self._row_seeds = replace(self._defaults, seed=base), RowSeeds()
 
     def stats(self) -> EngineStats:
-        """Sums over all passes so far."""
+        """Sums over all passes so far, in the precision of the latest call."""
         return self._engine.stats()
 
     def weights_changed(self) -> None:
         """Say that weights were written in a way that leaves no trace (through ``.data``)."""
-        with self.serving() as engine:
-            engine.weights_changed()
+        with self.serving():
+            for engine in list(self._engines.values()):
+                engine.weights_changed()
 
     @property
     def fingerprint(self) -> str:
-        """Digest of all that the bits of deterministic requests depend on."""
+        """Digest of all that the bits of deterministic requests depend on that are made now."""
         with self.serving() as engine:
             return engine.fingerprint
 
     @contextmanager
     def serving(self) -> Iterator[Engine]:
         """The engine, for one call of several that threads may have under way; another one where
-        the model has moved to another device."""
+        the model has moved to another device, or the call is under another autocast."""
         self._engine.lock.check_process()
         with self._lock:
             if self._closed:
                 raise RuntimeError("this model was unpatched; call tinyspec.patch(model) again")
-            engine = self._engine
-            moved = engine.runner.device != self._model.device
-            if (moved or engine.closed is not None) and not self._calls:
-                engine.close()
-                engine = self._engine = Engine(self._model, config=self._config, grows=True)
+            device, engines = self._model.device, list(self._engines.values())
+            moved = any(e.runner.device != device or e.closed is not None for e in engines)
+            if moved and not self._calls:
+                self._close()
+            autocast = autocast_of(self._wrapper, device.type)
+            engine = self._engine = self._engines.get(autocast) or self._made()
             self._calls += 1
         try:
             yield engine
@@ -203,7 +220,7 @@ class PatchedGenerate(Method):
                 with self._lock:
                     self._calls -= 1
                     if self._closed and not self._calls:
-                        self._engine.close()
+                        self._close()
 
     def serve(self, *args: Any, **kwargs: Any) -> Any:
         """The result of ``generate``."""

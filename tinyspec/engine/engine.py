@@ -24,12 +24,13 @@ from tinyspec.engine.lock import OneProcess, locked
 from tinyspec.engine.request_tracker import RequestTracker
 from tinyspec.engine.results import EventStream, output_of
 from tinyspec.engine.trace import PASSES_KEPT, Trace
-from tinyspec.errors import refuse
+from tinyspec.errors import refuse, unsupported
 from tinyspec.interrupts import between_steps, flush
 from tinyspec.kernels import backend
 from tinyspec.model.install import install
 from tinyspec.model.served_model import ServedModel
 from tinyspec.model.supported import max_positions
+from tinyspec.model.wrappers import autocast_of
 from tinyspec.outputs import RequestOutput
 from tinyspec.runner.differentiable import DifferentiablePasses, passes
 from tinyspec.runner.kv_cache import most_pages
@@ -68,6 +69,9 @@ class Engine(OneProcess):
     several engines may serve it. Every call follows what changed of it since the last one; plain
     requests that are running then start again, deterministic ones with tokens are aborted.
 
+    An engine that is made under torch.autocast, or of a model whose forward turns that on (as after
+    accelerate's ``prepare``), serves in that precision for good; autocast: its dtype, or None.
+
     Raises UnsupportedModelError, or ValueError for a setting that does not fit.
     """
 
@@ -91,19 +95,22 @@ class Engine(OneProcess):
             raise refuse("backend", config.backend, reason)
         drafter = make_drafter(config.drafter, own)
         self.model, self.tokenizer, self.config = own, tokenizer, config
+        self.autocast = autocast_of(model, own.device.type)
+        if self.autocast is not None and thinking is not None:
+            raise unsupported(model, "thinking is not served under autocast")
         self._grows = grows and config.num_pages is None
         self._thinking = thinking
         self._thinker = None if thinking is None else Thinker(thinking, config)
         kernels = backend.load(config.backend)
         self.served = self._installed()
-        most = 1 if self._grows else most_pages(config, self.served.layers, self.model)
+        most = 1 if self._grows else most_pages(config, self.served)
         self._build(drafter, kernels, most)
         flush()
         self.closed = None
 
     def _installed(self) -> ServedModel:
         """A shadow of the model as it is now."""
-        return install(self.model, self.config, self._thinking)
+        return install(self.model, self.config, self._thinking, self.autocast)
 
     def _build(self, drafter: Drafter, kernels: backend.Kernels, num_pages: int) -> None:
         config = self.config
@@ -229,8 +236,8 @@ class Engine(OneProcess):
         there = self.pool.num_pages
         if num_pages > there and self.config.num_pages is None:
             self.core.drain()
-            layers, taken = self.served.layers, self.runner.pages_taken
-            more = min(num_pages, most_pages(self.config, layers, self.model, taken)) - there
+            taken = self.runner.pages_taken
+            more = min(num_pages, most_pages(self.config, self.served, taken)) - there
             if more > 0:
                 self.runner.extend(there + more)
                 self.pool.extend(more)
@@ -421,5 +428,5 @@ class Engine(OneProcess):
         """The maker of requests, after a check of engine, weights and memory."""
         self.check_model()
         if not (self._grows or self.runner.holds_memory or self.tracker.requests):
-            self.pool.resize(most_pages(self.config, self.served.layers, self.model))
+            self.pool.resize(most_pages(self.config, self.served))
         return self._inputs

@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 from tinyspec.kernels.backend import AttentionMetadata, Kernels
 from tinyspec.model.gradients import PagedCalls, Tape
 from tinyspec.model.shadow import share
+from tinyspec.model.torch_state import NO_AUTOCAST, Autocast
 from tinyspec.model.trial import eps_name
 
 
@@ -116,13 +117,14 @@ STATE = (
 class AttentionContext:
     """What attention layers share: the kernels, the KV pool, the running pass and its thread.
 
-    kernels: set before the first pass. layers: the attention calls of a pass, in order. A forward
-    in another thread is refused.
+    kernels: set before the first pass. layers: the attention calls of a pass, in order. autocast:
+    of the forward that they are a part of. A forward in another thread is refused.
     """
 
     kernels: Kernels
 
-    def __init__(self) -> None:
+    def __init__(self, autocast: Autocast = NO_AUTOCAST) -> None:
+        self.autocast = autocast
         self.k: list[Tensor] = []
         self.v: list[Tensor] = []
         self.layers: list[Layer] = []
@@ -265,6 +267,7 @@ class AttentionContext:
             q, k = pad(q, (0, dim - q.shape[-1])), pad(k, (0, dim - k.shape[-1]))
         if width < dim:
             v = pad(v, (0, dim - width))
+        q, k, v = self.autocast.cast(q, k, v)
         scores |= vars(layer.reach)  # window and chunk
 
         def write(q: Tensor, k: Tensor, v: Tensor, **norm: Any) -> Tensor:
@@ -274,11 +277,12 @@ class AttentionContext:
         def read(q: Tensor, **scores: Any) -> Tensor:
             return kernels.paged_attention(q, k_cache, v_cache, metadata, **scores)
 
-        if self.tape is not None and torch.is_grad_enabled():
-            calls = PagedCalls(write, read, k_cache, slots)
-            out = self.tape.attend(number, calls, q, k, v, rope, norm, scores)
-        else:
-            out = read(write(q, k, v, **norm), **scores)
+        with self.autocast.off():
+            if self.tape is not None and torch.is_grad_enabled():
+                calls = PagedCalls(write, read, k_cache, slots)
+                out = self.tape.attend(number, calls, q, k, v, rope, norm, scores)
+            else:
+                out = read(write(q, k, v, **norm), **scores)
         return out if width == dim else out[..., :width].contiguous()
 
 

@@ -33,6 +33,7 @@ from tinyspec.model.attention import (
 )
 from tinyspec.model.scratch_weights import scratch_weights
 from tinyspec.model.shadow import standing_in
+from tinyspec.model.torch_state import Autocast
 from tinyspec.model.trial import ROWS, described, kind_of, probe_rows, same_bits
 from tinyspec.model.wrappers import own_forward, runs_class_forward
 
@@ -149,12 +150,12 @@ Make = Callable[[nn.Module, AttentionContext], nn.Module]
 class Trial:
     """One call of an attention module, made by its stand-ins with random rows."""
 
-    def __init__(self, call: AttentionCall, given: ModuleCall):
+    def __init__(self, call: AttentionCall, given: ModuleCall, autocast: Autocast):
         hidden = given.hidden
         self.call = call
         self.rows = probe_rows(tuple(hidden.shape[2:]), hidden.dtype, hidden.device)[None]
         self.given = given.of(self.rows)
-        self.context = AttentionContext()
+        self.context = AttentionContext(autocast)
         self.context.kernels = replace(backend.load("torch"), paged_attention=self._attend)
         self._reached: tuple[Any, ...] = ()
 
@@ -170,7 +171,7 @@ class Trial:
         changes a table that it is given."""
         context, shape, like = self.context, self.call.shape, self.rows
         cache = (1, ROWS, shape.num_kv_heads, shape.head_dim)
-        context.k, context.v = [like.new_zeros(cache)], [like.new_zeros(cache)]
+        context.k, context.v = (context.autocast.cast(like.new_zeros(cache)) for _ in range(2))
         context.layers = [Layer("", module, Reach())]
         args, kwargs = self.given
         kwargs = {k: dict(v) if isinstance(v, dict) else v for k, v in kwargs.items()}
@@ -268,7 +269,7 @@ def stand_ins(
             continue
         key = (kind_of(module), *map(described, arguments[0]), call.shape, call.scale, call.reach)
         if key not in tried:
-            trial = Trial(call, arguments[0])
+            trial = Trial(call, arguments[0], context.autocast)
             makes = [make for way in WAYS for make in way(trial)]
             tried[key] = None
             if makes:

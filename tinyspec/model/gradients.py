@@ -26,13 +26,8 @@ from tinyspec.model.quantized import is_packed
 BLOCK = 256
 
 
-def without_autocast(like: Tensor) -> torch.autocast:
-    """A block in which products have the dtype of their operands."""
-    return torch.autocast(like.device.type, enabled=False)
-
-
 class _Product(torch.autograd.Function):
-    """``run(x)``, whose result is x @ weight.T + bias, whatever computes it."""
+    """``run(x)``, whose result is x @ weight.T + bias, whatever computes it, and in which dtype."""
 
     @staticmethod
     def forward(
@@ -48,14 +43,14 @@ class _Product(torch.autograd.Function):
         _, of_x, of_weight, of_bias = ctx.needs_input_grad
         rows = grad.reshape(-1, grad.shape[-1])
         found: list[Tensor | None] = [None] * 4
-        with without_autocast(grad):
+        with torch.autocast(grad.device.type, enabled=False):
             if of_x:
                 found[1] = (rows @ weight.to(rows.dtype)).view(x.shape)
             if of_weight:
                 found[2] = rows.T @ x.reshape(-1, x.shape[-1]).to(rows.dtype)
             if of_bias:
                 found[3] = rows.sum(0)
-        return tuple(found)
+        return tuple(found)  # torch casts them to the dtypes of x, weight and bias
 
 
 def product(
@@ -70,11 +65,14 @@ def product(
 
 
 class _Recomputed(torch.autograd.Function):
-    """``run`` of tensors; the gradients are those of ``plain``, the same function by torch."""
+    """``run`` of tensors; the gradients are those of ``plain``, the same function by torch, under
+    the same autocast."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Any], plain: Callable[..., Any], *given: Any) -> Any:
-        ctx.plain = plain
+        kind = given[0].device.type
+        on = torch.is_autocast_enabled(kind)
+        ctx.plain, ctx.autocast = plain, torch.autocast(kind, enabled=on, cache_enabled=False)
         ctx.save_for_backward(*given)
         out = run(*given)
         return tuple(x.detach() for x in out) if isinstance(out, tuple) else out.detach()
@@ -88,7 +86,7 @@ class _Recomputed(torch.autograd.Function):
             for x, asks in zip(ctx.saved_tensors, asked, strict=True)
         ]
         wanted = [x for x, asks in zip(given, asked, strict=True) if asks and x is not None]
-        with torch.enable_grad(), without_autocast(grads[0]):
+        with torch.enable_grad(), ctx.autocast:
             out = ctx.plain(*given)
             outputs = out if isinstance(out, tuple) else (out,)
             pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]

@@ -44,7 +44,7 @@ from tinyspec.model.layer_trial import Layers, layer_forms, link
 from tinyspec.model.linears import calls_interface, children, kernel_stand_ins
 from tinyspec.model.moe import serve_experts
 from tinyspec.model.positions import given_positions, rope_table
-from tinyspec.model.quantized import repack_weights
+from tinyspec.model.quantized import is_packed, repack_weights
 from tinyspec.model.served_model import ServedModel
 from tinyspec.model.supported import (
     FUSED,
@@ -56,8 +56,8 @@ from tinyspec.model.supported import (
     swap_refusal,
 )
 from tinyspec.model.torch_settings import pinned
-from tinyspec.model.torch_state import TorchState, without_modes
-from tinyspec.model.wrappers import has_hooks, is_compiled
+from tinyspec.model.torch_state import Autocast, TorchState, without_modes
+from tinyspec.model.wrappers import autocast_within, has_hooks, is_compiled
 
 logger = logging.getLogger("tinyspec")
 
@@ -100,6 +100,17 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         raise unsupported(model, reason)
 
 
+def _autocast_refusal(model: PreTrainedModel, dtype: torch.dtype | None) -> str | None:
+    """Why a model cannot be served under autocast to ``dtype`` (None: without), or None."""
+    for name, module in model.named_modules():
+        if name and autocast_within(module, model.device.type, dtype) != dtype:
+            return f"the forward of {name} is wrapped in an autocast of its own"
+    quantized = getattr(model, "hf_quantizer", None) or any(map(is_packed, model.parameters()))
+    if dtype is not None and quantized:
+        return "its weights are quantized, and it is called under autocast"
+    return None
+
+
 def _names(model: nn.Module) -> dict[int, str]:
     return {id(module): name for name, module in model.named_modules()}
 
@@ -114,20 +125,24 @@ def install(
     model: PreTrainedModel,
     config: EngineConfig,
     root: nn.Module | None = None,
+    autocast: torch.dtype | None = None,
 ) -> ServedModel:
     """A shadow of ``model`` with paged attention in the place of its own; weights are shared.
 
-    config: resolved. root: what ``model`` is a part of, which gets a shadow with it.
+    config: resolved. root: what ``model`` is a part of, which gets a shadow with it. autocast: the
+    dtype to which its forward casts, if any.
 
     Raises as ``refuse_unsupported``.
     """
     assert config.max_model_len and config.max_rows
     refuse_unsupported(model)
     reason = length_refusal(model, config.max_model_len, config.max_rows)
+    reason = reason or _autocast_refusal(model, autocast)
     if reason is not None:
         raise unsupported(model, reason)
     AttentionInterface.register(IMPLEMENTATION, paged_attention_function)
-    served = ServedModel(model, model if root is None else root)
+    precision = Autocast(autocast, model.device.type)
+    served = ServedModel(model, model if root is None else root, precision)
     # Tables and stand-ins are made under the settings of passes.
     with pinned(model.device.type), without_modes():
         _install(served, config)
@@ -163,14 +178,16 @@ def _install(served: ServedModel, config: EngineConfig) -> None:
     last = max(positions, min(LEAST_POSITIONS, max_positions(model))) - 1
     # Recorded before there are modules that run in passes only.
     layers = Layers({}, {})
-    if fuses_layers(config):
+    if fuses_layers(config) and served.autocast.dtype is None:
         with TorchState(model.device)():
             layers = layer_forms(model, last)
     _swap_attention(served, last)
     _swap_layers(served, layers)
     if config.linear == "always":
-        served.swap_all(kernel_stand_ins(model, backend.load(config.backend).linear))
-    served.swap_all(cpu_stand_ins(model, served.fast_mode))
+        linear = served.autocast.casting(backend.load(config.backend).linear)
+        served.swap_all(kernel_stand_ins(model, linear))
+    if served.autocast.dtype is None:  # which they would not follow
+        served.swap_all(cpu_stand_ins(model, served.fast_mode))
 
 
 @cache
@@ -188,12 +205,12 @@ def _warn_unfused(model_type: str) -> None:
 def _swap_attention(served: ServedModel, last: int) -> None:
     """Record the attention calls of the model, and replace the modules that have stand-ins."""
     model, context = served.model, served.context
-    with TorchState(model.device)():
+    with TorchState(model.device)(), served.autocast.on():
         calls, keeps_logits = attention_calls(model)
         modules = list(dict.fromkeys(call.module for call in calls))
         arguments = module_calls(model, modules, last)
         made = stand_ins(calls, arguments, context)
-    if not made:
+    if not made and served.autocast.dtype is None:
         _warn_unfused(model.config.model_type)
     swapped = list(made)
     for stand_in in made.values():

@@ -260,7 +260,7 @@ def _tried(model: PreTrainedModel) -> tuple[list[AttentionCall], bool, str | Non
     reason = first.reason
     if not first.calls:
         reason = "it calls no attention"
-    elif not _alike(logits, other.flip(0), model.dtype):
+    elif not _alike(logits, other.flip(0), served_of(model).dtype):
         reason = "rows affect each other outside attention (recurrent state)"
     elif [id(call.module) for call in reversed_.calls] != [id(call.module) for call in first.calls]:
         reason = "which of its layers call attention depends on its tokens"

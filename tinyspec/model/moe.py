@@ -26,6 +26,7 @@ from tinyspec.model.gradients import product
 from tinyspec.model.linears import KERNEL_DTYPES, LinearFunction
 from tinyspec.model.quantized import is_packed
 from tinyspec.model.supported import EXPERTS_CHOICE, private_name
+from tinyspec.model.torch_state import NO_AUTOCAST, Autocast
 
 ALL_EXPERTS_FUNCTIONS: Any = private_name("transformers.integrations.moe", "ALL_EXPERTS_FUNCTIONS")
 # What transformers calls ``experts_function``, and where a module keeps its ``ExpertsState``.
@@ -34,6 +35,8 @@ STATE = "tinyspec_experts"
 # What transformers' decorator sets on a module; newer ones also whether there is a norm behind it.
 DECORATED = ("has_gate", "has_bias", "is_transposed")
 NORM = "post_expert_norm"
+# An implementation whose operator autocast does not know: it runs in the dtype of the weights.
+UNCAST = "grouped_mm"
 RowFunction = tuple[str, Callable[[Tensor], Tensor], tuple[int, ...], torch.dtype]
 
 
@@ -51,6 +54,11 @@ class ExpertsState:
     slots: int = 0
 
     @property
+    def autocast(self) -> Autocast:
+        """Of the matmuls, as the user's implementation has it."""
+        return NO_AUTOCAST if self.implementation == UNCAST else self.context.autocast
+
+    @property
     def use_kernel(self) -> bool:
         """Whether the linear kernel serves the pass that runs."""
         metadata = self.context.metadata
@@ -64,7 +72,8 @@ def experts_function(
     state: ExpertsState | None = vars(module).get(STATE)
     if state is not None and state.use_kernel:
         state.slots, linear = top_k_index.shape[1], state.context.kernels.linear
-        return kernel_forward(module, hidden_states, top_k_index, top_k_weights, linear)
+        with state.context.autocast.off():
+            return kernel_forward(module, hidden_states, top_k_index, top_k_weights, linear)
     name = (state.implementation if state is not None else None) or "eager"
     forward = ALL_EXPERTS_FUNCTIONS.get_interface(name, type(module).forward.__wrapped__)
     return forward(module, hidden_states, top_k_index, top_k_weights)
@@ -121,11 +130,12 @@ def _project(
     weight: Tensor = getattr(module, name)
     if module.is_transposed:
         weight = weight.transpose(1, 2)
-    weights, parts = weight.unbind(), x.to(weight.dtype).split(counts)
+    autocast: Autocast = getattr(vars(module).get(STATE), "autocast", NO_AUTOCAST)
+    weights, parts = weight.unbind(), x.to(autocast.dtype or weight.dtype).split(counts)
     biases = getattr(module, f"{name}_bias").unbind() if module.has_bias else [None] * len(weights)
     return torch.cat(
         [
-            product(lambda x, w=each, b=bias: linear(x, w, b), part, each, bias)  # type: ignore[misc]
+            product(lambda x, w=each, b=bias: linear(x, *autocast.cast(w, b)), part, each, bias)  # type: ignore[misc]
             for part, each, bias in zip(parts, weights, biases, strict=False)
             if len(part)
         ]
@@ -208,6 +218,7 @@ def row_functions(experts: dict[str, Any]) -> list[RowFunction]:
         if not slots:  # in a part of the model that does not run
             continue
         up = module.gate_up_proj if module.has_gate else module.up_proj
+        dtype = vars(module)[STATE].autocast.dtype or up.dtype
         out_axis = 2 if module.is_transposed else 1
         steps: list[tuple[str, Callable[..., Tensor], int]] = [
             ("activation", partial(activate, module), up.shape[out_axis])
@@ -215,8 +226,8 @@ def row_functions(experts: dict[str, Any]) -> list[RowFunction]:
         if _has_norm(module):
             steps.append(("norm", module.post_expert_norm, down.shape[out_axis]))
         for step, fn, width in steps:
-            key = (type(module), step, slots, width, up.dtype)
-            entry = (name, partial(_of_pairs, fn, slots, width), (slots, width), up.dtype)
+            key = (type(module), step, slots, width, dtype)
+            entry = (name, partial(_of_pairs, fn, slots, width), (slots, width), dtype)
             found.setdefault(key, entry)
     return list(found.values())
 

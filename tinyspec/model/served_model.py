@@ -19,6 +19,7 @@ from tinyspec.model.positions import RopeTable
 from tinyspec.model.quantized import is_packed, repack_weights, trace
 from tinyspec.model.shadow import Shadow
 from tinyspec.model.supported import ATTENTION_CHOICE
+from tinyspec.model.torch_state import Autocast
 
 # Of attributes that a pass may count with or keep.
 COUNTED = (bool, int, float, str, type(None), Tensor)
@@ -35,7 +36,8 @@ class Swapped(NamedTuple):
 
 class ServedModel:
     """user: the model that this was made of, and outline: as it was then. model, root: the shadows
-    of it and of what it is a part of.
+    of it and of what it is a part of. autocast: of its forward. dtype: of products, queries, keys
+    and values.
 
     layers: heads of every attention call of a forward, in order. swapped: in the order of swapping.
     bound: modules that call the attention interface. tiles: linears that run in tiles of rows.
@@ -43,12 +45,13 @@ class ServedModel:
     to since weights changed otherwise.
     """
 
-    def __init__(self, user: PreTrainedModel, root: nn.Module):
+    def __init__(self, user: PreTrainedModel, root: nn.Module, autocast: Autocast):
         self.user, self.outline = user, Outline(root)
         shadow = Shadow(root)
         self.root: Any = shadow.of(root)
         self.model: PreTrainedModel = shadow.of(user)
-        self.context = AttentionContext()
+        self.autocast, self.context = autocast, AttentionContext(autocast)
+        self.dtype = autocast.dtype or self.model.dtype
         self.layers: list[LayerShape] = []
         self.keeps_logits = True
         self.swapped: list[Swapped] = []

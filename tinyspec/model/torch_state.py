@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import Lock, RLock, get_ident, local
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -202,6 +202,40 @@ def callers_modes(thread: int | None = None) -> Iterator[None]:
         if _modes.stream is not None:
             pin_again(_modes.stream.device.type)
             _modes.stream.again()
+
+
+class Autocast(NamedTuple):
+    """torch's autocast in the forward of a model: products and attention in ``dtype``, whatever the
+    weights are in; None: it is off.
+
+    Its cache is off: passes do not know when weights change. What is no part of the forward, such
+    as sampling, runs without it.
+    """
+
+    dtype: torch.dtype | None = None
+    device_type: str = "cpu"
+
+    def on(self) -> AbstractContextManager[object]:
+        """Around the forward of a model or of a module."""
+        return self._block(dtype=self.dtype, cache_enabled=False)
+
+    def off(self) -> AbstractContextManager[object]:
+        """Within ``on``, around what takes tensors as they are."""
+        return self._block(enabled=False)
+
+    def _block(self, **given: Any) -> AbstractContextManager[object]:
+        return nullcontext() if self.dtype is None else torch.autocast(self.device_type, **given)
+
+    def cast(self, *tensors: Any) -> list[Any]:
+        """Tensors, or None, as an operator gets them that autocast knows."""
+        return [x if x is None or self.dtype is None else x.to(self.dtype) for x in tensors]
+
+    def casting(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        """``kernel`` as an operator that autocast knows."""
+        return kernel if self.dtype is None else lambda *given: kernel(*self.cast(*given))
+
+
+NO_AUTOCAST = Autocast()
 
 
 class TorchState:

@@ -10,11 +10,14 @@ from os import PathLike
 from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from tinyspec.errors import UnsupportedModelError, unsupported
 
+# The dtype to which autocast casts; None where it is off.
+Casts = torch.dtype | None
 CAPTURING = "transformers.utils.output_capturing"
 # Where the functions are defined that ``torch.autocast(...)(forward)`` and accelerate's mixed
 # precision put around a forward.
@@ -78,6 +81,29 @@ def users_forward(module: nn.Module) -> Any:
     """``own_forward``, and not accelerate's, which only moves inputs to the module's device and
     keeps the one before."""
     return own_forward(module, "_old_forward" if hasattr(module, "_hf_hook") else "forward")
+
+
+def autocast_of(model: Any, device_type: str) -> Casts:
+    """The dtype to which a call of ``model`` casts now, in this thread, or None: by the autocast
+    around the call, or by what the forwards of wrappers and of the model inside turn on or off."""
+    on = torch.is_autocast_enabled(device_type)
+    found = torch.get_autocast_dtype(device_type) if on else None
+    while model is not None:
+        found = autocast_within(model, device_type, found)
+        model = None if isinstance(model, PreTrainedModel) else _inside(model)
+    return found
+
+
+def autocast_within(module: nn.Module, device_type: str, around: Casts) -> Casts:
+    """As ``autocast_of``, in the forward of one module that is called under ``around``."""
+    forward, found = vars(module).get("forward"), around
+    while forward is not None:
+        for cell in getattr(forward, "__closure__", None) or ():
+            held = cell.cell_contents
+            if isinstance(held, torch.autocast) and held.device == device_type:
+                found = held.fast_dtype if held._enabled else None
+        forward = _wrapped(forward)
+    return found
 
 
 def underneath(held: Any, default: Any = None) -> Any:

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from tinyspec.config import EngineConfig
 from tinyspec.errors import DeterminismError, refuse
 from tinyspec.kernels.twins.layers import CODES
 from tinyspec.model.attention import LayerShape
+from tinyspec.model.served_model import ServedModel
 from tinyspec.runner.device_queue import to_device
 
 # Shares of the free memory: a CPU's is shared with every other process.
@@ -27,9 +27,9 @@ DEFAULT_FRACTION = {"cuda": 0.8, "cpu": 0.4}
 SEGMENTS = ("reserved", "allocated", "inactive_split")
 
 
-def dtype_of(kv_dtype: str, model_dtype: torch.dtype) -> torch.dtype:
-    """The type of a cache's numbers by ``EngineConfig.kv_dtype``."""
-    return model_dtype if kv_dtype == "auto" else CODES
+def dtype_of(kv_dtype: str, own: torch.dtype) -> torch.dtype:
+    """The type of a cache's numbers by ``EngineConfig.kv_dtype``; own: of keys and values."""
+    return own if kv_dtype == "auto" else CODES
 
 
 class KVCache:
@@ -113,26 +113,24 @@ def _free_memory(device: torch.device) -> int:
     return min([free, *group_memory()])
 
 
-def most_pages(
-    config: EngineConfig, layers: list[LayerShape], model: PreTrainedModel, held: int = 0
-) -> int:
-    """``config.num_pages``, or what fits beside ``model`` and max_sequences could use.
+def most_pages(config: EngineConfig, served: ServedModel, held: int = 0) -> int:
+    """``config.num_pages``, or what fits beside the model and max_sequences could use.
 
     held: pages whose memory the pool has taken already; it counts as free. Raises ValueError if no
     page fits, or not as many as configured.
     """
     assert config.page_size and config.max_model_len
-    dtype = dtype_of(config.kv_dtype, model.dtype)
-    page = KVCache.page_bytes(layers, config.page_size, dtype)
+    device, dtype = served.model.device, dtype_of(config.kv_dtype, served.dtype)
+    page = KVCache.page_bytes(served.layers, config.page_size, dtype)
     if config.num_pages is not None:
-        there = _available(model.device)
+        there = _available(device)
         if config.num_pages * page > there:
             allowed = f"they take {config.num_pages * page} bytes, and {there} are available, "
             raise refuse("num_pages", config.num_pages, f"{allowed}enough for {there // page}")
         return config.num_pages
     most = config.max_sequences * -(-config.max_model_len // config.page_size)
-    fraction = config.memory_fraction or DEFAULT_FRACTION.get(model.device.type, 0.4)
-    fitting = int((_free_memory(model.device) + held * page) * fraction) // page
+    fraction = config.memory_fraction or DEFAULT_FRACTION.get(device.type, 0.4)
+    fitting = int((_free_memory(device) + held * page) * fraction) // page
     if fitting < 1:
         raise refuse("memory_fraction", fraction, f"enough for a page of {page} bytes")
     return min(most, fitting)

@@ -32,8 +32,8 @@ Hooks = AbstractContextManager[None]
 class ModelRunner:
     """A model, its KV pool and the state of the pass that is running.
 
-    model: the shadow of the user's. graphs: of passes by the Triton kernels, which run at fixed
-    addresses.
+    model: the shadow of the user's. dtype: of its products, queries, keys and values. graphs: of
+    passes by the Triton kernels, which run at fixed addresses.
     """
 
     def __init__(
@@ -68,7 +68,8 @@ class ModelRunner:
         self._takes_positions = "position_ids" in accepted(model, position_ids=None)
         self._context = served.context
         self._context.kernels = self._kernels
-        self.kv_dtype = dtype_of(self.config.kv_dtype, model.dtype)
+        self.dtype = served.dtype
+        self.kv_dtype = dtype_of(self.config.kv_dtype, self.dtype)
         self.tiles, self._fast_mode = served.tiles, served.fast_mode
         if before is not None:
             if (before.layers, before.dtype) != (self.layers, self.kv_dtype):
@@ -237,7 +238,7 @@ class ModelRunner:
         look &= tape is None
         try:
             with (
-                self._linears(canonical),
+                self._forward_state(canonical),
                 self.graphs.looking(canonical) if look else nullcontext(),
                 hooks or nullcontext(),
             ):
@@ -251,11 +252,12 @@ class ModelRunner:
         return output.logits[0] if gathered else output.logits[0, keep], output
 
     @contextmanager
-    def _linears(self, canonical: bool) -> Iterator[None]:
-        """Linears as passes run them, while the block does."""
+    def _forward_state(self, canonical: bool) -> Iterator[None]:
+        """Linears as passes run them, under the model's autocast, while the block does."""
         self.tiles.on, self._fast_mode.on = canonical, not canonical
         try:
-            yield
+            with self._served.autocast.on():
+                yield
         finally:
             self.tiles.on = self._fast_mode.on = False
 
@@ -266,7 +268,7 @@ class ModelRunner:
 
         @contextmanager
         def block() -> Iterator[None]:
-            with self.torch_state(gradients=True), resumed(), self._linears(canonical=True):
+            with self.torch_state(gradients=True), resumed(), self._forward_state(canonical=True):
                 yield
 
         return block

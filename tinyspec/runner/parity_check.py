@@ -21,7 +21,7 @@ from tinyspec.model.scratch_weights import other_weights, scratch_weights
 from tinyspec.model.served_model import ServedModel
 from tinyspec.model.shadow import Shadow
 from tinyspec.model.supported import SERVED, max_positions, vocab_size
-from tinyspec.model.torch_state import TorchState
+from tinyspec.model.torch_state import Autocast, TorchState
 from tinyspec.runner.batch import Batch
 from tinyspec.runner.model_runner import ModelRunner
 
@@ -49,7 +49,7 @@ def check_parity(served: ServedModel, runner: ModelRunner) -> None:
         with scratch_weights(model, plain):
             off = _off(served, runner, plain)
     # Twice: both sides round.
-    if not off <= 2 * ROUNDING[model.dtype]:
+    if not off <= 2 * ROUNDING[runner.dtype]:
         why = f"its type is untested, and its logits over pages are {off:.1%} off"
         raise unsupported(model, f"{why} those of its own generate")
 
@@ -59,7 +59,7 @@ def _off(served: ServedModel, runner: ModelRunner, plain: PreTrainedModel) -> fl
     relative to the largest; NaN where its own are all zero."""
     model = served.model
     try:
-        tokens, expected = _own_generate(plain)
+        tokens, expected = _own_generate(plain, served.autocast)
     except Exception as error:
         why = f"its own generate raised {type(error).__name__}: {error}"
         raise unsupported(model, why) from error
@@ -69,7 +69,7 @@ def _off(served: ServedModel, runner: ModelRunner, plain: PreTrainedModel) -> fl
     cuts = [0, *range(min(prompt // 3, most), prompt, most), *range(prompt, end + 1)]
     pages = list(range(1, 2 + end // runner.page_size))
     # What a cache of fewer bits rounds away is no difference of the model.
-    fresh = runner.pages(len(pages) + 1, model.dtype)
+    fresh = runner.pages(len(pages) + 1, runner.dtype)
     with runner.torch_state(), runner.on_pages(fresh) as cache:
         cache.zero(pages)
         found = [_logits(runner, tokens, pages, *piece)[-1] for piece in pairwise(cuts)]
@@ -77,7 +77,7 @@ def _off(served: ServedModel, runner: ModelRunner, plain: PreTrainedModel) -> fl
     return float(apart / largest) if (largest := expected.abs().max()) else nan
 
 
-def _own_generate(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+def _own_generate(model: PreTrainedModel, autocast: Autocast) -> tuple[Tensor, Tensor]:
     """The model's own ``generate`` of a prompt: all tokens, and logits [STEPS, V] fp32."""
     # Of the class: the instance's may be ours.
     own: Any = type(model)
@@ -91,7 +91,7 @@ def _own_generate(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
         return_dict_in_generate=True,
         output_logits=True,
     )
-    with TorchState(model.device)():
+    with TorchState(model.device)(), autocast.on():
         output = own.generate(model, ids[None], attention_mask=torch.ones_like(ids)[None])
     return output.sequences[0], torch.cat(output.logits).float()
 
