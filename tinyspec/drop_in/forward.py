@@ -24,6 +24,7 @@ from tinyspec.config import EngineConfig
 from tinyspec.drop_in.method import Method
 from tinyspec.drop_in.served import says_nothing
 from tinyspec.engine.engine import Engine
+from tinyspec.engine.forward import forward
 from tinyspec.errors import refuse, unsupported
 from tinyspec.model.served_model import named
 from tinyspec.model.wrappers import autocast_of, unwrap
@@ -122,7 +123,7 @@ class PatchedForward(Method):
             rows = Rows.of(given, engine.config.max_model_len or 0)
             places, wanted = rows.kept(keep)
             layers = self._checkpointed(engine) if torch.is_grad_enabled() else []
-            found, output = engine.forward(rows.sequences, wanted, layers)
+            found, output = forward(engine, rows.sequences, wanted, layers)
         kept = places.ravel()
         if not np.array_equal(kept, np.arange(len(found))):  # with padding, or in another order
             real = np.flatnonzero(kept >= 0)
@@ -150,8 +151,8 @@ class PatchedForward(Method):
                 raise refuse(name, _described(value), "None in a canonical forward")
         if given.get("use_cache"):
             raise refuse("use_cache", True, "None or False in a canonical forward")
-        labels, forward = given.get("labels"), inspect.unwrap(type(model).forward)
-        if labels is not None and "loss_function" not in forward.__code__.co_names:
+        labels, own = given.get("labels"), inspect.unwrap(type(model).forward)
+        if labels is not None and "loss_function" not in own.__code__.co_names:
             allowed = f"None: {type(model).__name__} has a loss of its own"
             raise refuse("labels", _described(labels), allowed)
         for name in ASKED:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tinyspec.config import EngineConfig
@@ -32,7 +30,6 @@ from tinyspec.model.served_model import ServedModel
 from tinyspec.model.supported import max_positions
 from tinyspec.model.wrappers import autocast_of
 from tinyspec.outputs import RequestOutput
-from tinyspec.runner.differentiable import DifferentiablePasses, passes
 from tinyspec.runner.kv_cache import most_pages
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.parity_check import check_parity
@@ -336,34 +333,6 @@ class Engine(OneProcess):
         with self.lock("replay"):
             requests = self.ready().replayed(outputs)
         return self._finish(requests, progress)
-
-    def forward(
-        self,
-        sequences: Sequence[Sequence[int]],
-        wanted: Sequence[Sequence[int]],
-        layers: Sequence[nn.Module] = (),
-    ) -> tuple[Tensor, Any]:
-        """Logits [N, V] in canonical passes at the places ``wanted`` of each of the ``sequences``
-        of token ids, and the output of the model in the last pass. With gradients where the caller
-        records them, also when the engine is closed by then; what ``layers`` of ``served`` keep for
-        that is computed again. Raises as ``generate``."""
-        with self.lock("forward"):
-            self.check_model()
-            buckets, lengths = self.runner.buckets, list(map(len, sequences))
-            with self.lock.step():
-                self.contract.ensure()
-                if self.config.verify != "always":
-                    planned = {bucket for bucket, _ in passes(lengths, buckets.sizes)}
-                    self.contract.prove_more(sorted(planned))
-            with self._computing():
-                runs = DifferentiablePasses(self.runner, sequences, self._computing, layers)
-                return runs.run(wanted)
-
-    @contextmanager
-    def _computing(self) -> Iterator[None]:
-        """A block that runs the model outside of the engine's passes."""
-        with self.lock("forward"), self.lock.step(), self.runner.torch_state(gradients=True):
-            yield
 
     def stream(self, prompts: Any, params: Params = None) -> EventStream:
         """Committed tokens of ``prompts`` as they come; arguments and errors as ``generate``.
