@@ -66,8 +66,8 @@ class Engine(OneProcess):
     several engines may serve it. Every call follows what changed of it since the last one; plain
     requests that are running then start again, deterministic ones with tokens are aborted.
 
-    An engine that is made under torch.autocast, or of a model whose forward turns that on (as after
-    accelerate's ``prepare``), serves in that precision for good; autocast: its dtype, or None.
+    Made under torch.autocast, or of a model whose forward turns that on (accelerate's ``prepare``),
+    it serves in that precision for good: ``autocast``, a dtype or None.
 
     Raises UnsupportedModelError, or ValueError for a setting that does not fit.
     """
@@ -233,8 +233,8 @@ class Engine(OneProcess):
         there = self.pool.num_pages
         if num_pages > there and self.config.num_pages is None:
             self.core.drain()
-            taken = self.runner.pages_taken
-            more = min(num_pages, most_pages(self.config, self.served, taken)) - there
+            most = most_pages(self.config, self.served, self.runner.pages_taken)
+            more = min(num_pages, most) - there
             if more > 0:
                 self.runner.extend(there + more)
                 self.pool.extend(more)
@@ -381,9 +381,8 @@ class Engine(OneProcess):
         return outputs
 
     def abort(self, request_id: str) -> RequestOutput:
-        """End a request; its output so far, with finish_reason "abort". Raises ValueError if no
-        request of that id is unfinished. Within a step it ends with that, and what is returned is
-        what it has so far."""
+        """End a request, within a step with that; its output so far, with finish_reason "abort".
+        Raises ValueError if no request of that id is unfinished."""
         output = output_of(self.tracker.abort(request_id), self.tokenizer)
         ended = [replace(c, finish_reason=c.finish_reason or "abort") for c in output.completions]
         return replace(output, completions=ended)

@@ -17,6 +17,8 @@ LADDER = {
     "cpu": (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048),
     "cuda": (8, 32, 128, 256, 512, 2048),
 }
+# More sequences than these have a bucket of their own, in which all decode at once.
+MANY = 1024
 # Of a pass's cost so much grows with its rows, where nothing tells more.
 GROWS = 0.5
 # A pass counts for so much of what its kind costs, and at most for twice that cost; of the first
@@ -42,7 +44,7 @@ def ladder(config: EngineConfig, device_type: str) -> list[int]:
     assert most and reference
     sizes = LADDER.get(device_type, LADDER["cuda"])
     found = {reference, *(min(size, most) for size in sizes)}
-    if config.max_sequences > sizes[-1]:
+    if config.max_sequences > MANY:
         found.add(min(config.max_sequences, most))
     return sorted(found)
 
