@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 import tinyspec
 from tests.support import zoo
-from tests.support.drop_in import SMALL, patched
+from tests.support.drop_in import SMALL, patched, prepared
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 
 DIFFERENTIATED = ("llama", "qwen3", "gpt2", "qwen3_moe")
@@ -27,11 +27,6 @@ WRITTEN: dict[str, Any] = {"max_new_tokens": 5, "pad_token_id": 0, "do_sample": 
 
 def bf16() -> torch.autocast:
     return torch.autocast("cpu", torch.bfloat16)
-
-
-def prepared(model: Any) -> Any:
-    accelerate = pytest.importorskip("accelerate")
-    return accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare_model(model)
 
 
 def first_logits(model: PreTrainedModel, ids: Tensor, **settings: Any) -> Tensor:
@@ -306,3 +301,15 @@ def test_what_is_not_served_is_transformers_own_affair(caplog):
             bits(model, PROMPTS[:1])
     with patched(model, SMALL):  # in its own precision
         assert bits(model, PROMPTS[:1]).isfinite().all()
+
+
+def test_prepare_over_a_forward_that_is_taken_off_again():
+    model = zoo.tiny("llama")
+    ids = torch.arange(3, 21).view(2, 9)
+    with bf16():
+        expected = model(ids).logits
+    tinyspec.patch(model, SMALL, forward=True)
+    model = prepared(model)
+    model(ids)
+    tinyspec.unpatch(model)
+    assert torch.equal(model(ids).logits, expected.float())

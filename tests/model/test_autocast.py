@@ -6,6 +6,7 @@ from torch import nn
 
 from tests.support.budget import first
 from tests.support.cases import bits_of, engine_of
+from tests.support.drop_in import prepared
 from tests.support.recorded import as_on_a_gpu
 from tests.support.thinking import thinking_model
 from tests.support.tiny import prompts, tiny
@@ -32,21 +33,16 @@ def served(model) -> tuple[list, str]:
         return bits_of(engine.generate(prompts(3), PARAMS)), engine.fingerprint
 
 
-def by_accelerate(model):
-    accelerate = pytest.importorskip("accelerate")
-    return accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare_model(model)
-
-
 def around_the_model(model):
     model.forward = bf16()(model.forward)
     return model
 
 
 def twice(model):
-    return by_accelerate(around_the_model(model))
+    return prepared(around_the_model(model))
 
 
-WRAPPERS = (by_accelerate, around_the_model, twice)
+WRAPPERS = (prepared, around_the_model, twice)
 
 
 @pytest.mark.crossed(2)
@@ -113,7 +109,7 @@ def test_a_forward_below_accelerates_is_kept():
     for model in models:
         model.forward = louder.__get__(model)
     with bf16():
-        assert served(by_accelerate(models[0])) == served(models[1]) != served(tiny())
+        assert served(prepared(models[0])) == served(models[1]) != served(tiny())
 
 
 def in_its_own_code(model):

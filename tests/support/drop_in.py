@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
@@ -47,6 +48,13 @@ def patched(
         yield model
     finally:
         tinyspec.unpatch(model)
+
+
+def prepared(model: Any, mixed_precision: str = "bf16") -> Any:
+    """``model`` as accelerate's ``prepare`` gives it back; accelerate holds one state a process."""
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state()
+    return accelerate.Accelerator(mixed_precision=mixed_precision, cpu=True).prepare_model(model)
 
 
 @cache

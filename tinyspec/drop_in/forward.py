@@ -106,6 +106,10 @@ class PatchedForward(Method):
         self._signature = inspect.signature(self.original)
         self._in_fp32 = _in_fp32(inspect.unwrap(self.original, stop=_in_fp32))
 
+    def take_out(self) -> None:
+        super().take_out()
+        self._served = self.original  # for wrappers that were put over this
+
     def serve(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the model's own forward: logits [B, K, V], and a loss with labels."""
         if _generates.get():
