@@ -16,6 +16,7 @@ from torch import nn
 
 import tinyspec
 from tests.support import forward as f
+from tests.support.drop_in import prepared
 from tests.support.recorded import as_on_a_gpu
 from tests.support.zoo import VOCAB, prompts
 from tests.support.zoo import tiny as zoo_tiny
