@@ -1,0 +1,16 @@
+"""Training sees the numbers that generation saw, over steps of an optimizer."""
+
+import pytest
+
+from tests.support.grpo import FAMILIES, PRECISIONS, steps
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "LoRA"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probabilities_of_training_are_those_of_the_rollouts(family, precision, lora):
+    if lora:
+        pytest.importorskip("peft")
+    found = steps(family, precision, 3, lora)
+    assert [step.exact for step in found] == [0.0] * 3
+    assert max(step.plain for step in found) > 0, "the control"
