@@ -174,7 +174,10 @@ class Sampler:
         errors = process(scores, batch.special, processed, batch.together)
         temperature = batch.temperature
         if len(filtered):
-            self._filter(scores, batch, filtered)
+            place = to_device(scores.places.searchsorted(filtered), device)
+            divisor = to_device(temperature[filtered].astype(np.float32), device)
+            filters = (each[filtered] for each in (batch.top_k, batch.top_p, batch.min_p))
+            scores.own[place] = self.filter(scores.own[place], divisor, *filters)
             temperature = temperature.copy()
             temperature[filtered] = 1.0
         tokens, logprobs = self._choose(scores, batch, temperature)
@@ -218,25 +221,22 @@ class Sampler:
         )
         return found
 
-    def _filter(self, scores: Scores, batch: SampleBatch, filtered: Array) -> None:
-        """Temperature, then top-k, top-p and min-p on the rows ``filtered``."""
-        device, softmax = scores.own.device, self.kernels.softmax
-
-        def column(values: Array) -> Tensor:
-            return to_device(values.astype(np.float32), device)
-
-        place = to_device(scores.places.searchsorted(filtered), device)
-        before = scores.own[place]
-        part = before / column(batch.temperature[filtered])[:, None]
+    def filter(
+        self, before: Tensor, temperature: Tensor, top_k: Array, top_p: Array, min_p: Array
+    ) -> Tensor:
+        """Temperature, then top-k, top-p and min-p, of N rows: ``before`` [N, V] fp32, left
+        unchanged; temperature [N] fp32, above 0; the others [N], as in ``SampleBatch``."""
+        device, softmax = before.device, self.kernels.softmax
+        part = before / temperature[:, None]
         for values, off, keep in (
-            (batch.top_k[filtered], 0, partial(keep_top_k, most=int(batch.top_k.max()))),
-            (batch.top_p[filtered], 1, partial(keep_top_p, softmax=softmax)),
-            (batch.min_p[filtered], 0, partial(keep_min_p, softmax=softmax)),
+            (top_k, 0, partial(keep_top_k, most=int(top_k.max()))),
+            (top_p, 1, partial(keep_top_p, softmax=softmax)),
+            (min_p, 0, partial(keep_min_p, softmax=softmax)),
         ):
             some = np.flatnonzero(values != off)
             if len(some):
                 which = to_device(some, device)
-                amounts = column(values[some])
+                amounts = to_device(values[some].astype(np.float32), device)
                 part[which] = keep(part[which], amounts)
         unsound = before.isnan().any(-1, keepdim=True)
-        scores.own[place] = part.masked_fill(unsound, torch.nan)
+        return part.masked_fill(unsound, torch.nan)
