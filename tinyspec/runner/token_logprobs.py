@@ -117,10 +117,11 @@ class _Asked:
         (*shape, vocab_size), count = logits.shape, len(self.ids)
         step = max(1, PART // max(1, vocab_size))
         for start in range(0, count, step):
-            places = torch.arange(start, min(start + step, count), device=logits.device)
+            end = min(start + step, count)
+            places = torch.arange(start, end, dtype=torch.int64, device=logits.device)
             rows = logits[torch.unravel_index(places, shape)]  # ``reshape`` copies all of a slice
             by_twins = self.sampler.kernels.backend == "torch"
-            yield slice(start, start + step), rows.float() if by_twins else rows
+            yield slice(start, end), rows.float() if by_twins else rows
 
     def scaled(self, rows: Tensor, part: slice) -> tuple[Tensor, Tensor, Tensor]:
         """``rows`` [n, V] divided by their temperatures, fp32, with and without filters; and the
