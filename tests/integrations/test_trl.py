@@ -13,6 +13,7 @@ from tests.support import zoo
 from tests.support.drop_in import SMALL
 from tests.support.tiny import tiny
 from tinyspec import Engine, SamplingParams
+from tinyspec.drop_in import forward as canonical
 
 pytest.importorskip("trl")
 
@@ -62,13 +63,13 @@ def drawn(engine: Engine) -> tuple[list[list[int]], list[list[float]]]:
 def reached(monkeypatch):
     """The number of sequences of every forward that an engine has computed."""
     seen: list[int] = []
-    whole = Engine.forward
+    whole = canonical.forward
 
-    def forward(self, sequences, *rest):
+    def forward(engine, sequences, *rest):
         seen.append(len(sequences))
-        return whole(self, sequences, *rest)
+        return whole(engine, sequences, *rest)
 
-    monkeypatch.setattr(Engine, "forward", forward)
+    monkeypatch.setattr(canonical, "forward", forward)
     return seen
 
 

@@ -55,19 +55,18 @@ class RowSeeds:
 
         Raises RuntimeError where other ranks do not call within the process group's timeout.
         """
-        pairs = zip(bases, prompts, strict=True)
-        keys = [None if base is None else noise_key(base, prompt) for base, prompt in pairs]
         with self._lock:
-            rank, ranks = _over_ranks(({base for base in bases if base is not None}, keys))
-            distinct = set().union(*(used for used, _ in ranks))
+            rank, ranks = _over_ranks(list(zip(bases, prompts, strict=True)))
+            distinct = {base for rows in ranks for base, _ in rows} - {None}
             if distinct and distinct != self._bases:
                 self._bases, self._counts = distinct, Counter()
-            return [[self._next(key) for key in keys] for _, keys in ranks][rank]
+            return [[self._next(*row) for row in rows] for rows in ranks][rank]
 
-    def _next(self, key: int | None) -> int | None:
+    def _next(self, base: int | None, prompt: int) -> int | None:
         """The seed of the next row with this base and prompt."""
-        if key is None:
+        if base is None:
             return None
+        key = noise_key(base, prompt)
         self._counts[key] += 1
         return noise_key(key, self._counts[key]) & _MASK
 

@@ -33,7 +33,7 @@ EngineOf = Callable[[], AbstractContextManager[Engine]]
 # What a loss function is given besides logits and labels.
 OF_LOSS = ("num_items_in_batch", "shift_labels", "ignore_index")
 SERVED = {"input_ids", "attention_mask", "position_ids", "labels", "logits_to_keep", "return_dict"}
-SERVED |= {*OF_LOSS, "use_cache"}
+SERVED |= set(OF_LOSS)
 # Settings of a config that ask for what no canonical pass gives.
 ASKED = ("output_hidden_states", "output_attentions", "output_router_logits")
 # In the names of attributes that are the part of values that training leaves out, or a noise.
@@ -43,17 +43,14 @@ AT_RANDOM = ("drop", "jitter", "noise")
 _generates = ContextVar("generates", default=False)
 
 
-def with_own_forward(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """A model's own ``generate``, whose steps are no canonical forwards."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        token = _generates.set(True)
-        try:
-            return generate(*args, **kwargs)
-        finally:
-            _generates.reset(token)
-
-    return run
+@contextmanager
+def plain_forwards() -> Iterator[None]:
+    """Around a model's own ``generate``, whose steps are no canonical forwards."""
+    token = _generates.set(True)
+    try:
+        yield
+    finally:
+        _generates.reset(token)
 
 
 @contextmanager
@@ -89,7 +86,7 @@ def canonical(
         methods: list[Method] = [PatchedForward(inside, engine_of)]
         if patched is None:
             generate: Any = inside.generate
-            methods.append(Method(inside, "generate", with_own_forward(generate)))
+            methods.append(Method(inside, "generate", plain_forwards()(generate)))
         for method in methods:
             method.put_in()
             stack.callback(method.take_out)
@@ -153,8 +150,6 @@ class PatchedForward(Method):
             silent = name in SERVED or value is None or value is False
             if not (silent or says_nothing(model, name, value)):
                 raise refuse(name, _described(value), "None in a canonical forward")
-        if given.get("use_cache"):
-            raise refuse("use_cache", True, "None or False in a canonical forward")
         labels, own = given.get("labels"), inspect.unwrap(type(model).forward)
         if labels is not None and "loss_function" not in own.__code__.co_names:
             allowed = f"None: {type(model).__name__} has a loss of its own"
@@ -174,13 +169,12 @@ class PatchedForward(Method):
 
     def _checkpointed(self, engine: Engine) -> list[nn.Module]:
         """The layers of the engine's copy that gradient checkpointing is on for."""
-        own = {
-            name
+        return [
+            engine.served.model.get_submodule(name)
             for name, module in named(self._model)
             if isinstance(module, GradientCheckpointingLayer)
             if module.training and module.gradient_checkpointing
-        }
-        return [engine.served.model.get_submodule(name) for name in own]
+        ]
 
 
 def _in_fp32(forward: Any) -> bool:
@@ -202,13 +196,11 @@ def _at_random(module: nn.Module) -> str | None:
 
 @dataclass
 class Rows:
-    """The sequences [n][l] of a batch of B rows and L columns, and the place of each of their
-    tokens, one after the other: its row, and its column, [N] each."""
+    """The sequences [n][l] of a batch of B rows and L columns; there [B, L]: where their tokens
+    are, one after the other."""
 
-    shape: tuple[int, int]
     sequences: list[list[int]]
-    row: np.ndarray[Any, Any]
-    column: np.ndarray[Any, Any]
+    there: np.ndarray[Any, Any]
 
     @classmethod
     def of(cls, given: dict[str, Any], longest: int) -> Rows:
@@ -216,50 +208,45 @@ class Rows:
         ids = given.get("input_ids")
         if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel():
             raise refuse("input_ids", _described(ids), "a tensor [B, L] of token ids")
-        shape = int(ids.shape[0]), int(ids.shape[1])
-        mask, positions = given.get("attention_mask"), given.get("position_ids")
-        there = np.ones(shape, bool)
-        if mask is not None:
-            if not isinstance(mask, Tensor) or mask.shape != ids.shape:
-                raise refuse("attention_mask", _described(mask), f"a tensor {list(shape)}, or None")
-            there = mask.cpu().numpy().astype(bool)
-        row, column = there.nonzero()
-        tokens = ids.cpu().numpy()[row, column]
-        begins = np.flatnonzero(np.diff(row, prepend=-1))
-        if positions is not None:
-            if not isinstance(positions, Tensor) or positions.shape not in (
-                ids.shape,
-                (1, shape[1]),
-            ):
-                raise refuse("position_ids", _described(positions), f"a tensor {list(shape)}")
-            at = positions.expand(shape).cpu().numpy()[row, column]
-            starts = at == 0
-            starts[begins] = True
-            begins = np.flatnonzero(starts)
-            counted = np.arange(len(at)) - np.repeat(begins, np.diff(begins, append=len(at)))
-            if (wrong := np.flatnonzero(at != counted)).size:
-                n = wrong[0]
-                field = f"position_ids[{row[n]}, {column[n]}]"
-                allowed = f"{counted[n]}: positions count from 0 in each sequence"
-                raise refuse(field, int(at[n]), allowed)
-        parts = np.split(tokens, begins[1:]) if len(tokens) else []
-        if too_long := [len(part) for part in parts if len(part) > longest]:
-            raise refuse("a sequence's length", too_long[0], f"at most {longest} tokens")
-        if not parts:
+        there = np.ones(ids.shape, bool)
+        if given.get("attention_mask") is not None:
+            there = _numbers(given, "attention_mask", ids.shape).astype(bool)
+        if not there.any():
             raise refuse("attention_mask", "all 0", "at least one token")
-        return cls(shape, [part.tolist() for part in parts], row, column)
+        positions = there.cumsum(1) - 1
+        if given.get("position_ids") is not None:
+            positions = _numbers(given, "position_ids", ids.shape, (1, ids.shape[1]))
+            positions = np.broadcast_to(positions, ids.shape)
+        (row, column), at = there.nonzero(), positions[there]
+        begins = np.flatnonzero((at == 0) | (np.diff(row, prepend=-1) > 0))
+        counted = np.arange(len(at)) - np.repeat(begins, np.diff(begins, append=len(at)))
+        if (wrong := np.flatnonzero(at != counted)).size:
+            n = wrong[0]
+            allowed = f"{counted[n]}: positions count from 0 in each sequence"
+            raise refuse(f"position_ids[{row[n]}, {column[n]}]", int(at[n]), allowed)
+        parts = np.split(ids.cpu().numpy()[there], begins[1:])
+        if (length := max(map(len, parts))) > longest:
+            raise refuse("a sequence's length", length, f"at most {longest} tokens")
+        return cls([part.tolist() for part in parts], there)
 
     def kept(self, keep: int | Tensor) -> tuple[np.ndarray[Any, Any], list[list[int]]]:
         """For ``logits_to_keep``: of each row and kept column [B, K], which one of the logits that
         are computed is its own (-1: padding), and of which places of each sequence these are."""
-        columns = np.arange(self.shape[1])
+        every = columns = np.arange(self.there.shape[1])
         columns = columns[-keep:] if isinstance(keep, int) else columns[keep.cpu().numpy()]
-        number = np.full(self.shape, -1)
-        asked = np.isin(self.column, columns)
-        number[self.row[asked], self.column[asked]] = np.arange(asked.sum())
-        lengths = list(map(len, self.sequences))
-        parts = np.split(asked, np.cumsum(lengths)[:-1])
+        asked = self.there & np.isin(every, columns)
+        number = np.where(asked, asked.cumsum().reshape(asked.shape) - 1, -1)
+        ends = np.cumsum(list(map(len, self.sequences)))
+        parts = np.split(asked[self.there], ends[:-1])
         return number[:, columns], [np.flatnonzero(part).tolist() for part in parts]
+
+
+def _numbers(given: dict[str, Any], name: str, *shapes: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """Those of a tensor that has one of the ``shapes``."""
+    tensor = given[name]
+    if not isinstance(tensor, Tensor) or tensor.shape not in shapes:
+        raise refuse(name, _described(tensor), f"a tensor {list(shapes[0])}, or None")
+    return tensor.cpu().numpy()
 
 
 def _described(value: Any) -> str:

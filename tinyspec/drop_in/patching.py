@@ -19,7 +19,7 @@ from transformers.generation import MaxLengthCriteria
 from tinyspec.config import EngineConfig
 from tinyspec.drop_in import continuous
 from tinyspec.drop_in.call import Call, RowSeeds
-from tinyspec.drop_in.forward import PatchedForward, with_own_forward
+from tinyspec.drop_in.forward import PatchedForward, plain_forwards
 from tinyspec.drop_in.method import Method
 from tinyspec.drop_in.prepare import prepare
 from tinyspec.drop_in.prompts import Prompt
@@ -256,7 +256,8 @@ class PatchedGenerate(Method):
             f"generate: {unserved} is not served by tinyspec; transformers' own generate runs"
         )
         given = {n: v for n, v in call.arguments.items() if n not in ADDED_ARGUMENTS}
-        return with_own_forward(self.original)(**given)
+        with plain_forwards():
+            return self.original(**given)
 
     def _log_once(self, line: str) -> None:
         if line not in self._logged:

@@ -21,10 +21,12 @@ from tinyspec.drop_in.forward import EngineOf, PatchedForward
 from tinyspec.drop_in.patching import patch
 from tinyspec.errors import refuse
 from tinyspec.model.wrappers import unwrap
-from tinyspec.runner.token_logprobs import PART, token_logprobs
+from tinyspec.runner.token_logprobs import token_logprobs
 
 # The label of positions that are not scored.
 IGNORED = -100
+# Of logits whose statistics are computed at a time.
+ROWS = 32
 
 
 def patch_trainer(trainer: Any, config: EngineConfig | None = None) -> None:
@@ -54,15 +56,12 @@ def patch_trainer(trainer: Any, config: EngineConfig | None = None) -> None:
 def _fused_head(model: PreTrainedModel) -> dict[str, Any]:
     """What the fused head of a model was made with."""
     forward: Any = vars(model).get("forward")
-    scope = getattr(forward, "__globals__", {}).get("__name__")
-    made_with = {}
-    if scope == FusedCausalLMOutput.__module__:
-        made_with = dict(getclosurevars(forward).nonlocals)
-    if "outputs" not in made_with:
+    made_with = getclosurevars(forward).nonlocals if hasattr(forward, "__code__") else {}
+    if not made_with.keys() >= {"outputs", "temperature", "cast_lm_head_to_fp32"}:
         raise refuse("trainer.model.forward", forward, "the fused head of a trainer of trl>=1.16")
     if made_with["cast_lm_head_to_fp32"]:
         raise refuse("cast_lm_head_to_fp32", True, "False: generation has no such head")
-    return made_with
+    return dict(made_with)
 
 
 class FusedForward(PatchedForward):
@@ -99,8 +98,7 @@ class FusedForward(PatchedForward):
 
     def _statistics(self, logits: Tensor, ids: Tensor) -> dict[str, Tensor]:
         """The other fields, [N] each, a few rows at a time; nothing is kept for the backward."""
-        rows = max(1, PART // logits.shape[1])
-        parts = zip(logits.split(rows), ids.split(rows), strict=True)
+        parts = zip(logits.split(ROWS), ids.split(ROWS), strict=True)
         each = [
             checkpoint(_statistics_of, *part, self._temperature, use_reentrant=False)
             for part in parts

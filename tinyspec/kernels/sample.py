@@ -299,6 +299,7 @@ def softmax(logits: Tensor) -> Tensor:
     return log_softmax(logits).exp_()
 
 
-def chosen_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Log-probabilities [N] fp32 of ``tokens`` [N] int64 under softmax(logits)."""
-    return sample_rows(logits, forced=tokens)[1]
+def chosen_logprobs(logits: Tensor, tokens: Tensor, temperature: Tensor | None = None) -> Tensor:
+    """Log-probabilities [N] fp32 of ``tokens`` [N] int64, with the bits of ``sample``, else as
+    ``log_softmax``."""
+    return sample_rows(logits, temperature, forced=tokens)[1]

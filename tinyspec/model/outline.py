@@ -190,11 +190,11 @@ def _same(before: Any, held: Any) -> str | None:
 def _of_dict(before: dict[str, Any], held: dict[str, Any], idle: set[str]) -> str | None:
     keys = (key for key in {**before, **held} if key not in idle and key not in _BASE)
     absent = object()
-    found = (
-        (key, *(underneath(table.get(key, absent), absent) for table in (before, held)))
-        for key in keys
-    )
-    return next((key for key, was, now in found if not _equal(was, now)), None)
+
+    def own(table: dict[str, Any], key: str) -> Any:
+        return underneath(table.get(key, absent), absent)
+
+    return next((key for key in keys if not _equal(own(before, key), own(held, key))), None)
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -34,9 +34,8 @@ class SampleBatch:
     token's place in its sequence. temperature: 0 for greedy. top_k, top_p, min_p: 0, 1 and 0 where
     they are off, as for greedy rows. All [N]. logprobs: whether any row asks for its token's.
     special: the rows that need more, by their places. together: ids [N][L] for processors that are
-    called once for all rows. forced: tokens to take regardless of the logits, -1: none; those of
-    special rows are theirs. in_order: whether ``logits_row`` counts from 0. greedy: whether all
-    are. filtered: the places of rows that a filter changes.
+    called once for all rows. in_order: whether ``logits_row`` counts from 0. greedy: whether all
+    are.
     """
 
     logits_row: Array
@@ -49,19 +48,11 @@ class SampleBatch:
     logprobs: bool = False
     special: dict[int, SpecialRow] = field(default_factory=dict)
     together: list[list[int]] | None = None
-    forced: Array | None = None
 
     def __post_init__(self) -> None:
         # Asked for behind a forward, which has the processor's caches for itself.
         self.in_order = not np.count_nonzero(self.logits_row != np.arange(len(self)))
         self.greedy = not np.count_nonzero(self.temperature)
-        self.filtered = np.zeros(0, np.int64)
-        if not self.greedy:
-            on = (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)
-            self.filtered = np.flatnonzero(on)
-        if any(row.forced >= 0 for row in self.special.values()):
-            self.forced = np.full(len(self), -1)
-            self.forced[list(self.special)] = [row.forced for row in self.special.values()]
 
     def __len__(self) -> int:
         return len(self.logits_row)
@@ -148,9 +139,13 @@ NOT_FINITE = "the logits are not finite (NaN, +inf, or every token excluded)"
 
 def _columns(batch: SampleBatch, temperature: Array) -> Columns:
     """What the kernel is told of every row."""
-    columns: Columns = [None, None, None, batch.forced]
+    columns: Columns = [None, None, None, None]
     if not batch.greedy:
         columns[:3] = temperature.astype(np.float32), batch.key, batch.position
+    if any(row.forced >= 0 for row in batch.special.values()):
+        forced = np.full(len(batch), -1)
+        forced[list(batch.special)] = [row.forced for row in batch.special.values()]
+        columns[3] = forced
     return columns
 
 
@@ -168,7 +163,9 @@ class Sampler:
         raw = logits
         if count != logits.shape[0] or not batch.in_order:
             raw = logits.index_select(0, to_device(batch.logits_row, device))
-        filtered = batch.filtered
+        filtered = np.zeros(0, np.int64)
+        if not batch.greedy:
+            filtered = np.flatnonzero((batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0))
         if not (len(filtered) or batch.special):  # the model's logits as they are
             columns = _columns(batch, batch.temperature)
             return Sampling(*self._drawn(raw, columns, batch.logprobs))
@@ -178,7 +175,9 @@ class Sampler:
         temperature = batch.temperature
         if len(filtered):
             place = to_device(scores.places.searchsorted(filtered), device)
-            scores.own[place] = self.filter(scores.own[place], batch)
+            divisor = to_device(temperature[filtered].astype(np.float32), device)
+            filters = (each[filtered] for each in (batch.top_k, batch.top_p, batch.min_p))
+            scores.own[place] = self.filter(scores.own[place], divisor, *filters)
             temperature = temperature.copy()
             temperature[filtered] = 1.0
         tokens, logprobs = self._choose(scores, batch, temperature)
@@ -222,24 +221,22 @@ class Sampler:
         )
         return found
 
-    def filter(self, before: Tensor, batch: SampleBatch) -> Tensor:
-        """Temperature, then top-k, top-p and min-p, on the rows ``batch.filtered``: ``before``
-        [F, V] fp32, left unchanged."""
-        device, softmax, filtered = before.device, self.kernels.softmax, batch.filtered
-
-        def column(values: Array) -> Tensor:
-            return to_device(values.astype(np.float32), device)
-
-        part = before / column(batch.temperature[filtered])[:, None]
+    def filter(
+        self, before: Tensor, temperature: Tensor, top_k: Array, top_p: Array, min_p: Array
+    ) -> Tensor:
+        """Temperature, then top-k, top-p and min-p, of N rows: ``before`` [N, V] fp32, left
+        unchanged; temperature [N] fp32, above 0; the others [N], as in ``SampleBatch``."""
+        device, softmax = before.device, self.kernels.softmax
+        part = before / temperature[:, None]
         for values, off, keep in (
-            (batch.top_k[filtered], 0, partial(keep_top_k, most=int(batch.top_k.max()))),
-            (batch.top_p[filtered], 1, partial(keep_top_p, softmax=softmax)),
-            (batch.min_p[filtered], 0, partial(keep_min_p, softmax=softmax)),
+            (top_k, 0, partial(keep_top_k, most=int(top_k.max()))),
+            (top_p, 1, partial(keep_top_p, softmax=softmax)),
+            (min_p, 0, partial(keep_min_p, softmax=softmax)),
         ):
             some = np.flatnonzero(values != off)
             if len(some):
                 which = to_device(some, device)
-                amounts = column(values[some])
+                amounts = to_device(values[some].astype(np.float32), device)
                 part[which] = keep(part[which], amounts)
         unsound = before.isnan().any(-1, keepdim=True)
         return part.masked_fill(unsound, torch.nan)

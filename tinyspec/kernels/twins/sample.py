@@ -109,9 +109,9 @@ def softmax(logits: Tensor) -> Tensor:
     return torch.softmax(logits, dim=-1)
 
 
-def chosen_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Log-probabilities [N] fp32 of ``tokens`` [N] int64 under softmax(logits)."""
-    return torch.log_softmax(logits, dim=-1).gather(1, tokens[:, None]).squeeze(1)
+def chosen_logprobs(logits: Tensor, tokens: Tensor, temperature: Tensor | None = None) -> Tensor:
+    """Log-probabilities [N] fp32 of ``tokens`` [N] int64, else as ``log_softmax``."""
+    return log_softmax(logits, temperature).gather(1, tokens[:, None]).squeeze(1)
 
 
 class AcceptResult(NamedTuple):
