@@ -5,6 +5,7 @@ import pytest
 from tests.support.grpo import FAMILIES, PRECISIONS, steps
 
 
+@pytest.mark.crossed(4)
 @pytest.mark.parametrize("lora", [False, True], ids=["all weights", "LoRA"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("family", FAMILIES)

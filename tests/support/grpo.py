@@ -14,7 +14,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 import tinyspec
 from benchmarks.render import table
@@ -26,6 +27,7 @@ PRECISIONS = ("fp32", "bf16", "bf16 autocast")
 # Prompts, completions of each, their tokens; of prompts the padding on the left.
 PROMPTS, GROUP, TOKENS, PADS = 3, 4, 8, (0, 2, 5)
 TEMPERATURE = 0.9
+LINEARS = (nn.Linear, Conv1D)
 CONFIG = EngineConfig(reference_rows=16, max_rows=64, page_size=8)
 
 
@@ -44,8 +46,11 @@ def steps(family: str, precision: str, count: int, lora: bool = False) -> list[S
     if lora:
         import peft
 
-        settings = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
-        model = peft.get_peft_model(model, peft.LoraConfig(**settings))
+        # Of experts PEFT merges weights in every pass, which is refused by name.
+        linears = (name for name, m in model.named_modules() if isinstance(m, LINEARS))
+        names = sorted({name.rpartition(".")[2] for name in linears if "attn" in name})
+        config = peft.LoraConfig(r=4, target_modules=names, init_lora_weights=False)
+        model = peft.get_peft_model(model, config)
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
     tinyspec.patch(model, CONFIG, deterministic=True, seed=0, forward=True)
     generator, found = torch.Generator().manual_seed(0), []
