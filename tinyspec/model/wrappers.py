@@ -86,7 +86,8 @@ def users_forward(module: nn.Module) -> Any:
 def autocast_of(model: Any, device_type: str) -> Casts:
     """The dtype to which a call of ``model`` casts now, in this thread, or None: by the autocast
     around the call, or by what the forwards of wrappers and of the model inside turn on or off."""
-    on = torch.is_autocast_enabled(device_type)
+    known = torch.amp.is_autocast_available(device_type)  # "meta" has none
+    on = known and torch.is_autocast_enabled(device_type)
     found = torch.get_autocast_dtype(device_type) if on else None
     while model is not None:
         found = autocast_within(model, device_type, found)
