@@ -349,3 +349,16 @@ def test_while_some_verify_everyone_gets_a_token(seed, canonical, verify):
         assert verifies > 0
     elif verify == "padded" or (canonical == 1.0 and not simulation.own_way):
         assert verifies == 0
+
+
+def test_no_number_of_accepted_drafts_makes_the_next_one_certain():
+    """What was rejected is forgotten, in time wholly; windows are weighed all the same."""
+    simulation = Simulation(0, num_pages=64)
+    scheduler, buckets = simulation.scheduler, simulation.buckets
+    for _ in range(100_000):
+        scheduler.observe(16, 0)
+    assert scheduler._verified[1] < 1e-300, "the control"
+    accepted = scheduler.accepted()
+    assert 0.999 < accepted < 1
+    buckets.learn([buckets.reference], {buckets.reference: 1.0})
+    assert 0 <= buckets.window(1, 1, 16, accepted) <= 16

@@ -31,6 +31,8 @@ _Plan = list[tuple[Array, Array, Array]]
 # Drafts of the fast path that were accepted and that were not: what an engine begins with, and how
 # many it remembers, as other requests may have others.
 BEGINS, REMEMBERED = (20.0, 0.1), 200.0
+# However many drafts in a row were accepted, the next one may not be.
+SUREST = 1 - 1e-6
 NONE: Array = np.zeros(0, np.int64)
 
 
@@ -168,7 +170,7 @@ class Scheduler:
         part = min(1.0, sum(BEGINS) / (good + bad))
         good = good * part + int(table.accepted[drafting].sum())
         bad = bad * part + int(table.rollbacks[drafting].sum())
-        return good / (good + bad)
+        return min(good / (good + bad), SUREST)
 
     def _canonical(self, candidates: _Candidates) -> _Plan:
         """One row for every decoding sequence, then drafts to verify, then prompts."""
