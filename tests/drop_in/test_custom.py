@@ -46,7 +46,7 @@ ASSISTED = {
     "lookup-eos": lambda: {"prompt_lookup_num_tokens": 4, "eos_token_id": greedy()[1][3]},
     "penalty": lambda: {"assistant_model": tiny(), "repetition_penalty": 2.0},
     "processor": lambda: {"assistant_model": tiny(), "logits_processor": [Backwards()]},
-    "criterion": lambda: {"prompt_lookup_num_tokens": 2, "stopping_criteria": [Until(12)]},
+    "criterion": lambda: {"prompt_lookup_num_tokens": 2, "stopping_criteria": [Until(20)]},
     "least": lambda: {
         "prompt_lookup_num_tokens": 4,
         "eos_token_id": greedy()[0][2],
@@ -70,8 +70,9 @@ def test_assisted_tokens_equal_transformers(name):
         assert ours.lines == theirs.lines
     with pytest.raises(ValueError, match="batch_size = 1"):
         own.generate(**BATCH, **settings())
-    judged = joined(BLOCK, ROWS, by_row(own, ROWS, settings))
-    assert torch.equal(model.generate(**BATCH, **settings()), judged)
+    if name != "criterion":  # which is called for all rows at once, with pads
+        judged = joined(BLOCK, ROWS, by_row(own, ROWS, settings))
+        assert torch.equal(model.generate(**BATCH, **settings()), judged)
 
 
 def test_the_model_assists_itself():
