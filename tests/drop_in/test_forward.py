@@ -17,6 +17,7 @@ from torch import nn
 import tinyspec
 from tests.support import forward as f
 from tests.support.drop_in import prepared
+from tests.support.judge import padded
 from tests.support.recorded import as_on_a_gpu
 from tests.support.zoo import VOCAB, prompts
 from tests.support.zoo import tiny as zoo_tiny
@@ -58,7 +59,7 @@ def subject(request):
 def ways(model, made):
     """The logits [l, V] of all rows that generation made, by one call or several."""
     for side in ("left", "right"):
-        ids, mask = f.padded(made.rows, side)
+        ids, mask = padded(made.rows, side)
         logits = model(ids, attention_mask=mask, use_cache=False).logits
         assert not logits[mask == 0].any()
         yield side, f.unpadded(logits, mask)
@@ -99,7 +100,7 @@ def test_control_plain_forwards_differ(subject):
 def test_gradients(subject):
     """Of every parameter, at most twice as far from those of fp64 as plain's."""
     model, made = subject
-    ids, mask = f.padded(made.rows)
+    ids, mask = padded(made.rows, "right")
 
     def run():
         return f.unpadded(model(ids, attention_mask=mask).logits, mask)
@@ -128,7 +129,7 @@ def test_logits_to_keep(keep):
 def test_labels(kind):
     """The loss, and a mean over another number of items, as transformers computes them."""
     model = quiet(kind).train()
-    ids, mask = f.padded(prompts()[:4])
+    ids, mask = padded(prompts()[:4], "right")
     asked = {"attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
     with canonical(model, CONFIG):
         found = [model(ids, **asked), model(ids, **asked, num_items_in_batch=7)]
@@ -150,7 +151,7 @@ def test_completions_and_scores(dtype):
         for _ in range(2):
             made = [out.completions[0] for out in engine.generate(given, DETERMINISTIC)]
             rows = [row + one.token_ids for row, one in zip(given, made, strict=True)]
-            ids, mask = f.padded(rows)
+            ids, mask = padded(rows, "right")
             logits = f.unpadded(model(ids, attention_mask=mask).logits.float(), mask)
             whole = engine.score(
                 [row[:1] for row in rows], [row[1:] for row in rows], DETERMINISTIC
@@ -239,7 +240,7 @@ def test_the_path_of_a_gpu(kind, monkeypatch):
     model = quiet(kind)
     tinyspec.patch(model, config, forward=True)
     made = f.rollout(model, prompts()[:3], 6)
-    ids, mask = f.padded(made.rows)
+    ids, mask = padded(made.rows, "right")
 
     def run():
         return f.unpadded(model(ids, attention_mask=mask).logits, mask)

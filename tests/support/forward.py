@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tests.support.judge import padded
+
 Gradients = dict[str, Tensor]
 # What may be off in fp32 besides twice as much as plain's: sums of few, equal numbers have no error
 # in one order.
@@ -27,16 +29,6 @@ def quiet(model: nn.Module) -> nn.Module:
             if isinstance(value, float) and "drop" in name:
                 setattr(module, name, 0.0)
     return model
-
-
-def padded(rows: Sequence[Sequence[int]], side: str = "right") -> tuple[Tensor, Tensor]:
-    """Ids [B, L] and mask [B, L]."""
-    width = max(map(len, rows))
-    ids, mask = torch.zeros(2, len(rows), width, dtype=torch.long).unbind()
-    for n, row in enumerate(rows):
-        where = slice(width - len(row), width) if side == "left" else slice(0, len(row))
-        ids[n, where], mask[n, where] = torch.tensor(row), 1
-    return ids, mask
 
 
 def packed(rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:

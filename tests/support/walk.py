@@ -22,7 +22,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import tinyspec
-from tests.support.forward import padded, quiet, rollout, unpadded, wrong_gradients
+from tests.support.forward import quiet, rollout, unpadded, wrong_gradients
+from tests.support.judge import padded
 from tests.support.mixes import bits
 from tests.support.zoo import BUILT, greedy, prompts, tiny
 from tests.support.zoo_configs import CANNOT
@@ -97,7 +98,7 @@ def forward_of(model: PreTrainedModel, tokens: int = 16) -> str:
     tinyspec.patch(quiet(model), CONFIG, deterministic=True, forward=True)
     try:
         made = rollout(model, prompts()[:3], tokens)
-        ids, mask = padded(made.rows)
+        ids, mask = padded(made.rows, "right")
         asked = {"attention_mask": mask, "use_cache": False}
 
         def run() -> list[Tensor]:

@@ -240,8 +240,8 @@ def _tokens(drawing: Drawing, panel: Panel, x: float) -> None:
         high = len(panel.cells) * HIGH - 3
         drawing.rect(x + 94, TOKENS, 20, high, "draft")
         end, size = TOKENS + high, min(10, high / 9)
-        turned = f"rotate(-90 {x + 107} {end})"
-        drawing.text(x + 113, end, panel.model, "dark", font_size=size, transform=turned)
+        rotation = f"rotate(-90 {x + 107} {end})"
+        drawing.text(x + 113, end, panel.model, "dark", font_size=size, transform=rotation)
     for n, cell in enumerate(panel.outputs, first):
         y = TOKENS + n * HIGH + 9
         drawing.arrow(x + 87, y, x + 93)
