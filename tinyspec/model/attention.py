@@ -279,7 +279,7 @@ class AttentionContext:
 
         with self.autocast.off():
             if self.tape is not None and torch.is_grad_enabled():
-                calls = PagedCalls(write, read, k_cache, slots)
+                calls = PagedCalls(write, read, k_cache, slots, kernels.backend == "torch")
                 out = self.tape.attend(number, calls, q, k, v, rope, norm, scores)
             else:
                 out = read(write(q, k, v, **norm), **scores)

@@ -24,6 +24,7 @@ from tinyspec.model.quantized import is_packed
 
 # Rows of a sequence that attend at a time where a mask has to say to what.
 BLOCK = 256
+flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class _Product(torch.autograd.Function):
@@ -69,36 +70,65 @@ class _Recomputed(torch.autograd.Function):
     the same autocast."""
 
     @staticmethod
-    def forward(ctx: Any, run: Callable[..., Any], plain: Callable[..., Any], *given: Any) -> Any:
+    def forward(
+        ctx: Any, run: Callable[..., Any], plain: Callable[..., Any], known: bool, *given: Any
+    ) -> Any:
         kind = given[0].device.type
         on = torch.is_autocast_enabled(kind)
         ctx.plain, ctx.autocast = plain, torch.autocast(kind, enabled=on, cache_enabled=False)
-        ctx.save_for_backward(*given)
         out = run(*given)
+        ctx.save_for_backward(*given, *(out if known else ()))
+        if known:
+            return out[0].detach()
         return tuple(x.detach() for x in out) if isinstance(out, tuple) else out.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        asked = ctx.needs_input_grad[2:]
+        asked = ctx.needs_input_grad[3:]
+        saved = ctx.saved_tensors
+        known = saved[len(asked) :]
         given = [
             None if x is None else x.detach().requires_grad_(asks)
-            for x, asks in zip(ctx.saved_tensors, asked, strict=True)
+            for x, asks in zip(saved, asked, strict=False)
         ]
         wanted = [x for x, asks in zip(given, asked, strict=True) if asks and x is not None]
         with torch.enable_grad(), ctx.autocast:
-            out = ctx.plain(*given)
+            out = ctx.plain(*given, *known)
             outputs = out if isinstance(out, tuple) else (out,)
             pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
             of, weighed = zip(*pairs, strict=True)
             found = iter(torch.autograd.grad(of, wanted, weighed, allow_unused=True))
-        return None, None, *(next(found) if asks else None for asks in asked)
+        return None, None, None, *(next(found) if asks else None for asks in asked)
 
 
-def recomputed(run: Callable[..., Any], plain: Callable[..., Any], *given: Tensor | None) -> Any:
+def recomputed(
+    run: Callable[..., Any], plain: Callable[..., Any], *given: Tensor | None, known: bool = False
+) -> Any:
     """``run(*given)``, with the gradients of ``plain`` where they are asked for. Both return a
-    tensor or a tuple of tensors, and compute the same up to rounding."""
-    return _Recomputed.apply(run, plain, *given) if torch.is_grad_enabled() else run(*given)
+    tensor or a tuple of tensors, and compute the same up to rounding. known: only the first result
+    of ``run`` is returned, and ``plain`` is given them all, behind its own arguments."""
+    if not torch.is_grad_enabled():
+        return run(*given)
+    return _Recomputed.apply(run, plain, known, *given)
+
+
+class _KnownAttention(torch.autograd.Function):
+    """Flash attention of a CPU whose result and log-sum-exp are known: its backward alone."""
+
+    @staticmethod
+    def forward(ctx: Any, scale: float, mask: Tensor | None, *given: Tensor) -> Tensor:
+        ctx.scale = scale
+        ctx.save_for_backward(mask, *given)
+        return given[3].detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        mask, *given = ctx.saved_tensors
+        form = {"attn_mask": mask, "scale": ctx.scale}
+        found = flash_attention_backward(grad, *given, 0.0, mask is None, **form)
+        return None, None, *found, None, None
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -142,12 +172,14 @@ class Segment:
 
 class PagedCalls(NamedTuple):
     """The two kernels of an attention call on the pages of a pass: the KV write of (q, k, v), which
-    returns the rotated q, and attention of that. cache, slots: where the write puts k."""
+    returns the rotated q, and attention of that. cache, slots: where the write puts k. tells_lse:
+    whether attention can tell the log-sum-exp of its scores."""
 
     write: Callable[..., Tensor]
     read: Callable[..., Tensor]
     cache: Tensor
     slots: Tensor
+    tells_lse: bool
 
     def written(self, *given: Tensor, **form: Any) -> tuple[Tensor, Tensor]:
         """The rotated q and k."""
@@ -196,11 +228,17 @@ class Tape:
         self.after.setdefault(number, (k, v))  # not where it is computed again
         rest = {name: held for name, held in scores.items() if name != "sinks"}
 
-        def paged(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-            return calls.read(q, sinks=sinks, **rest)
+        sinks = scores.get("sinks")
+        known = calls.tells_lse and not rest.get("softcap") and sinks is None
+
+        def paged(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Any:
+            if not known:
+                return calls.read(q, sinks=sinks, **rest)
+            lse = torch.zeros(q.shape[:2], dtype=torch.float32, device=q.device)
+            return calls.read(q, lse=lse, **rest), lse
 
         plain = partial(segment_attention, segments=self.segments, **rest)
-        out: Tensor = recomputed(paged, plain, q, k, v, scores.get("sinks"))
+        out: Tensor = recomputed(paged, plain, q, k, v, sinks, known=known)
         return out
 
 
@@ -209,7 +247,7 @@ def segment_attention(
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
-    *,
+    *known: Tensor,
     segments: Sequence[Segment],
     scale: float,
     window: int = 0,
@@ -217,23 +255,26 @@ def segment_attention(
     softcap: float = 0.0,
 ) -> Tensor:
     """As paged attention, by torch's operators: q [R, Hq, D]; k, v [M, Hkv, D] of the segments'
-    keys one after the other, sinks [Hq] or None -> [R, Hq, D], 0 behind the last segment."""
+    keys one after the other, sinks [Hq] or None -> [R, Hq, D], 0 behind the last segment. known:
+    this very result and the log-sum-exp [R, Hq], which are not computed again then."""
     rows = [segment.end - segment.first for segment in segments]
     parts = (x.split([segment.keys for segment in segments]) for x in (k, v))
     *queries, padding = q.split([*rows, len(q) - sum(rows)])
     plain = not (window or chunk or softcap) and sinks is None
     found = []
-    for q_part, k_part, v_part in zip(queries, *parts, strict=True):
-        before = len(k_part) - len(q_part)
+    for segment, q_part, k_part, v_part in zip(segments, queries, *parts, strict=True):
+        first, before = segment.first, segment.keys - len(q_part)
         whole = plain and not before
         for block in (q_part,) if whole else q_part.split(BLOCK):
-            stop = before + len(block)  # positions, as ``before``
+            end, stop = first + len(block), before + len(block)  # of rows, and of positions
             low = max(0, before - window + 1) if window else before // chunk * chunk if chunk else 0
-            given = (block, k_part[low:stop], v_part[low:stop])
             seen = None if whole else _seen(before, stop, low, window, chunk, q.device)
+            keys = (x if whole else x[low:stop] for x in (k_part, v_part))
+            given = (block, *keys, *(x[first:end] for x in known))
             heads = [x.transpose(0, 1)[None] for x in given]
-            found.append(_attention(heads, seen, scale, softcap, sinks)[0].transpose(0, 1))
-            before = stop
+            out = _attention(heads, seen, scale, softcap, sinks)
+            found.append(out.squeeze(0).transpose(0, 1))
+            first, before = end, stop
     return torch.cat([*found, torch.zeros_like(padding)])
 
 
@@ -250,10 +291,17 @@ def _seen(start: int, stop: int, low: int, window: int, chunk: int, device: torc
 def _attention(
     heads: list[Tensor], seen: Tensor | None, scale: float, softcap: float, sinks: Tensor | None
 ) -> Tensor:
-    """q [1, Hq, n, D], k and v [1, Hkv, m, D] -> [1, Hq, n, D]; seen [n, m], None: causal."""
-    q, k, v = heads
+    """q [1, Hq, n, D], k and v [1, Hkv, m, D], and of what is known the result and its log-sum-exp
+    [1, Hq, n] -> [1, Hq, n, D]; seen [n, m], None: causal."""
+    q, k, v, *known = heads
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
+    if known:
+        mask = None if seen is None else torch.zeros_like(seen, dtype=q.dtype)
+        if mask is not None:
+            mask = mask.masked_fill_(~seen, -torch.inf)[None, None]
+        out: Tensor = _KnownAttention.apply(scale, mask, q, k, v, *known)
+        return out
     if not softcap and sinks is None:
         causal = seen is None
         return F.scaled_dot_product_attention(q, k, v, seen, is_causal=causal, scale=scale)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tinyspec.kernels.backend import AttentionMetadata
+from tinyspec.kernels.twins.attention_plan import as_slice
 from tinyspec.model.gradients import Products, Segment, Tape
 from tinyspec.runner.batch import Batch
 from tinyspec.runner.kv_cache import KVCache
@@ -100,8 +101,8 @@ class DifferentiablePasses:
                     logits, output = self._runner.output(
                         self._batch(bucket, cuts), keep, True, tape=tape
                     )
-                found.append(logits[: len(rows)] if keep is not None else logits[rows])
-        return torch.cat(found), output
+                found.append(logits[: len(rows)] if keep is not None else logits[as_slice(rows)])
+        return torch.cat(found) if len(found) > 1 else found[0], output
 
     @staticmethod
     def _tape(cuts: list[Cut], before: Tape | None) -> Tape:

@@ -249,7 +249,8 @@ class ModelRunner:
         finally:
             context.end()
         gathered = keep is None or self._keeps_logits
-        return output.logits[0] if gathered else output.logits[0, keep], output
+        logits = output.logits.squeeze(0)
+        return logits if gathered else logits[keep], output
 
     @contextmanager
     def _forward_state(self, canonical: bool) -> Iterator[None]:

@@ -124,7 +124,7 @@ def _merge(out: Tensor, lse: Tensor, plan: TileCall, sinks: Tensor | None) -> tu
     """Weigh the partials of each block by their log-sum-exp, one after the other.
 
     out [T, Hkv, rows, D], which may be overwritten, lse [T, Hkv, rows]; sinks [Hkv, rows] ->
-    [B, Hkv, rows, D] and the highest log-sum-exp of each row [B, Hkv, rows].
+    [B, Hkv, rows, D] and the log-sum-exp of each row [B, Hkv, rows].
     """
     highest = _at(lse, plan.depths[0])
     if len(plan.depths) == 1 and sinks is None:
@@ -141,7 +141,7 @@ def _merge(out: Tensor, lse: Tensor, plan: TileCall, sinks: Tensor | None) -> tu
         weight = _at(weights, depth)
         total[: len(weight)] += weight
         merged[: len(weight)] += _at(scaled, depth)
-    return merged.div_(total[..., None]), highest
+    return merged.div_(total[..., None]), highest.add_(total.log_())
 
 
 def attend_tiles(
@@ -154,10 +154,11 @@ def attend_tiles(
     scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """Canonical attention of the rows of ``plan``: [n, Hq, D], of its pass rows in order.
 
-    group: query heads that share a call.
+    group: query heads that share a call. lse: as for ``paged_attention``.
     """
     _, heads, dim = q.shape
     packed = q.reshape(-1, group * dim).index_select(0, plan.gather)
@@ -170,13 +171,15 @@ def attend_tiles(
     if sinks is not None:
         sink_rows = sinks.float().view(-1, 1, group).expand(-1, plan.height, -1)
         sink_rows = sink_rows.flatten(1)[:, : plan.queries]
-    merged, highest = _merge(*_partials(packed, k, v, plan.mask, scale, softcap), plan, sink_rows)
+    merged, sums = _merge(*_partials(packed, k, v, plan.mask, scale, softcap), plan, sink_rows)
     found = _outputs(merged, q, plan)
-    if not all_finite(found, highest):
+    if not all_finite(found, sums):
         k, v, mask = _hide(packed, k, v, plan.mask, scale, softcap)
-        merged, highest = _merge(*_partials(packed, k, v, mask, scale, softcap), plan, sink_rows)
-        merged = merged.masked_fill((highest < -UNLIKELY)[..., None], torch.nan)
+        merged, sums = _merge(*_partials(packed, k, v, mask, scale, softcap), plan, sink_rows)
+        merged = merged.masked_fill((sums < -UNLIKELY)[..., None], torch.nan)
         found = _outputs(merged, q, plan)
+    if lse is not None:
+        lse[plan.rows] = sums.reshape(-1).index_select(0, plan.picked).view(-1, heads)
     # Among several tiles, those of weight 0 make 0 of -0; what rounds to -0 in q's dtype after that
     # (softcap and sinks have fp32 until here) stays -0. So every zero is 0.
     return found.add_(0.0)
@@ -306,6 +309,7 @@ def paged_attention(
     chunk: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of every row over its own sequence's pages.
 
@@ -313,7 +317,8 @@ def paged_attention(
     in q's dtype; padding rows are 0. window: keys a row attends to, its own included (0: all).
     chunk: a row attends to the keys since the last multiple of it, its own included (0: all; Llama
     4); not along with a window. softcap: c * tanh(s / c) on the scaled scores (0: none). sinks
-    [Hq]: one more logit per head in the softmax's denominator.
+    [Hq]: one more logit per head in the softmax's denominator. lse [R, Hq] fp32: where the
+    logarithm of that denominator is written, of rows of a canonical pass.
     """
     assert not (window and chunk)
     causal, derived = CausalMask(window, chunk), metadata.derived
@@ -344,7 +349,15 @@ def paged_attention(
         )
     for tiles in derived[key]:
         part = attend_tiles(
-            q, k_cache, v_cache, tiles, group=group, scale=scale, softcap=softcap, sinks=sinks
+            q,
+            k_cache,
+            v_cache,
+            tiles,
+            group=group,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            lse=lse,
         )
         found.append((tiles.rows, part))
     if len(found) == 1 and len(found[0][1]) == len(q):

@@ -89,10 +89,10 @@ def integers(values: Sequence[int]) -> Tensor:
 
 def as_slice(numbers: list[int]) -> slice | Tensor:
     """As a slice where they rise by even steps."""
-    step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
-    stop = numbers[-1] + 1
-    even = step > 0 and numbers == list(range(numbers[0], stop, step))
-    return slice(numbers[0], stop, step) if even else integers(numbers)
+    start, stop = (numbers[0], numbers[-1] + 1) if numbers else (0, 0)
+    step = numbers[1] - start if len(numbers) > 1 else 1
+    even = step > 0 and numbers == list(range(start, stop, step))
+    return slice(start, stop, step) if even else integers(numbers)
 
 
 @dataclass
@@ -130,7 +130,7 @@ class TileCall:
     queries: int
     height: int
     gather: Tensor
-    rows: Tensor
+    rows: slice | Tensor
     picked: Tensor
     owners: Tensor | None
     mask: Tensor
@@ -258,13 +258,15 @@ def _plan_call(
     )
 
 
-def _results(blocks: list[Block], queries: int, group: int, parts: int) -> tuple[Tensor, Tensor]:
+def _results(
+    blocks: list[Block], queries: int, group: int, parts: int
+) -> tuple[slice | Tensor, Tensor]:
     """``TileCall.rows`` and ``TileCall.picked``."""
     own = sorted((block.row, n * parts * queries, block.rows) for n, block in enumerate(blocks))
     query = integers([place + n * group for _, place, count in own for n in range(count)])
     heads = integers(range(group)) + integers(range(parts))[:, None] * queries
-    rows = integers([first + n for first, _, count in own for n in range(count)])
-    return rows, (query[:, None, None] + heads).flatten()
+    rows = [first + n for first, _, count in own for n in range(count)]
+    return as_slice(rows), (query[:, None, None] + heads).flatten()
 
 
 def _find_tiles(
