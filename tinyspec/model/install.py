@@ -34,7 +34,6 @@ from tinyspec.model.fused_layer import (
     Form,
     FusedLayer,
     FusedNorm,
-    ResidualStream,
     fused_layer,
     fused_norm,
     fused_parts,
@@ -231,15 +230,15 @@ def _swap_attention(served: ServedModel, last: int) -> None:
 
 def _swap_layers(served: ServedModel, layers: Layers) -> None:
     """Replace the layers that have a form, their norms and MLPs, and the norms behind them."""
-    stream = ResidualStream(served.context)
+    context = served.context
     made: dict[nn.Module, FusedLayer | FusedNorm] = {}
     for module, form in layers.forms.items():
         if isinstance(form, Form):
             made[module] = fused_layer(module)
-            for name, part in fused_parts(module, stream, form).items():
+            for name, part in fused_parts(module, context, form).items():
                 served.swap(module, name, part)
         else:
-            made[module] = fused_norm(module, stream, form)
+            made[module] = fused_norm(module, context, form)
     for parent, name, module in children(served.model):
         if module in made:
             served.swap(parent, name, made[module])
