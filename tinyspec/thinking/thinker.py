@@ -39,17 +39,11 @@ class ChunkBatches:
 
     def __init__(self, functions: Callable[[], list[BatchFunction]]):
         self._functions = functions
-        self.forget()
-
-    def forget(self) -> None:
-        """The functions changed."""
         self.reference, self.proven = REFERENCE, False
         self._same = {REFERENCE: True}
 
     def prove(self) -> None:
         """Find whether what a chunk gives is its own; if not, each runs alone."""
-        if self.proven:
-            return
         if mixed := mixing(self._functions(), self.reference):
             logger.info("thoughts are made one chunk at a time: %s mixes chunks", mixed)
             self.reference = 1
@@ -153,8 +147,7 @@ class Thinker:
         self._torch_state = torch_state
         self._layers = decoder_of(unwrap(model.backbone)).layers
         # The blocks may mix chunks now, or not any more.
-        proven = self.batches.proven
-        self.batches.forget()
+        proven, self.batches = self.batches.proven, ChunkBatches(self._functions)
         if proven:
             with suppress(Exception):  # the next request that asks for it raises
                 self.prove()
