@@ -21,13 +21,12 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tinyspec.config import EngineConfig
-from tinyspec.drop_in.method import Method
 from tinyspec.drop_in.served import says_nothing
 from tinyspec.engine.engine import Engine
 from tinyspec.engine.forward import forward
 from tinyspec.errors import refuse, unsupported
 from tinyspec.model.served_model import named
-from tinyspec.model.wrappers import autocast_of, unwrap
+from tinyspec.model.wrappers import Method, autocast_of, unwrap
 
 EngineOf = Callable[[], AbstractContextManager[Engine]]
 # What a loss function is given besides logits and labels.

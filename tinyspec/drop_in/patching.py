@@ -20,7 +20,6 @@ from tinyspec.config import EngineConfig
 from tinyspec.drop_in import continuous
 from tinyspec.drop_in.call import Call, RowSeeds
 from tinyspec.drop_in.forward import PatchedForward, plain_forwards
-from tinyspec.drop_in.method import Method
 from tinyspec.drop_in.prepare import prepare
 from tinyspec.drop_in.prompts import Prompt
 from tinyspec.drop_in.run import run
@@ -29,7 +28,7 @@ from tinyspec.engine.drafter import make_drafter
 from tinyspec.engine.engine import Engine
 from tinyspec.errors import UnsupportedModelError
 from tinyspec.model.supported import CACHE
-from tinyspec.model.wrappers import autocast_of, unwrap
+from tinyspec.model.wrappers import Method, autocast_of, unwrap
 from tinyspec.sampling_params import SamplingParams
 from tinyspec.scheduler.passes import EngineStats
 
