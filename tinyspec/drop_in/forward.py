@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,8 @@ from tinyspec.errors import refuse, unsupported
 from tinyspec.model.served_model import named
 from tinyspec.model.wrappers import Method, autocast_of, unwrap
 
-EngineOf = Callable[[], AbstractContextManager[Engine]]
+# Of what is called: a block that has the engine for a call of it now.
+EngineOf = Callable[[Any], AbstractContextManager[Engine]]
 # What a loss function is given besides logits and labels.
 OF_LOSS = ("num_items_in_batch", "shift_labels", "ignore_index")
 SERVED = {"input_ids", "attention_mask", "position_ids", "labels", "logits_to_keep", "return_dict"}
@@ -81,7 +82,7 @@ def canonical(
             engine_of = patched.serving
         else:
             made = stack.enter_context(Engine(model, config=config, grows=True))
-            engine_of = partial(nullcontext, made)
+            engine_of = partial(_for_call, made)
         methods: list[Method] = [PatchedForward(inside, engine_of)]
         if patched is None:
             generate: Any = inside.generate
@@ -92,8 +93,17 @@ def canonical(
         yield model
 
 
+@contextmanager
+def _for_call(engine: Engine, called: PreTrainedModel) -> Iterator[Engine]:
+    """``engine``, for a call in the precision in which it serves."""
+    now = autocast_of(called, called.device.type)
+    if now != engine.autocast:
+        raise refuse("autocast", now, f"{engine.autocast}, in which the engine serves")
+    yield engine
+
+
 class PatchedForward(Method):
-    """``model.forward`` by an engine's canonical passes. engine_of: a block that has the engine."""
+    """``model.forward`` by an engine's canonical passes."""
 
     def __init__(self, model: PreTrainedModel, engine_of: EngineOf):
         # Not to be traced where the model is called through torch.compile's wrapper.
@@ -114,22 +124,17 @@ class PatchedForward(Method):
         given |= given.pop("kwargs", {})
         self._refuse(given)
         labels, keep = given.get("labels"), given.get("logits_to_keep", 0)
-        with self._engine_of() as engine:
+        with self._engine_of(self._model) as engine:
             if engine.config.kv_dtype == "fp8_e4m3":
                 raise refuse("kv_dtype", "fp8_e4m3", "another one in a canonical forward")
-            now = autocast_of(self._model, self._model.device.type)
-            if now != engine.autocast:
-                raise refuse("autocast", now, f"{engine.autocast}, in which the engine serves")
             rows = Rows.of(given, engine.config.max_model_len or 0)
             places, wanted = rows.kept(keep)
             layers = self._checkpointed(engine) if torch.is_grad_enabled() else []
             found, output = forward(engine, rows.sequences, wanted, layers)
         kept = places.ravel()
         if not np.array_equal(kept, np.arange(len(found))):  # with padding, or in another order
-            real = np.flatnonzero(kept >= 0)
-            taken = found[torch.as_tensor(kept[real], device=found.device)]
-            zeros = found.new_zeros(len(kept), found.shape[1])
-            found = zeros.index_copy(0, torch.as_tensor(real, device=found.device), taken)
+            padded = torch.cat((found, found.new_zeros(1, found.shape[1])))
+            found = padded.index_select(0, torch.as_tensor(kept, device=found.device))
         logits = found.view(*places.shape, found.shape[1])
         loss = None
         if labels is not None:
@@ -230,11 +235,12 @@ class Rows:
 
     def kept(self, keep: int | Tensor) -> tuple[np.ndarray[Any, Any], list[list[int]]]:
         """For ``logits_to_keep``: of each row and kept column [B, K], which one of the logits that
-        are computed is its own (-1: padding), and of which places of each sequence these are."""
+        are computed is its own (of padding the one behind the last), and of which places of each
+        sequence these are."""
         every = columns = np.arange(self.there.shape[1])
         columns = columns[-keep:] if isinstance(keep, int) else columns[keep.cpu().numpy()]
         asked = self.there & np.isin(every, columns)
-        number = np.where(asked, asked.cumsum().reshape(asked.shape) - 1, -1)
+        number = np.where(asked, asked.cumsum().reshape(asked.shape) - 1, asked.sum())
         ends = np.cumsum(list(map(len, self.sequences)))
         parts = np.split(asked[self.there], ends[:-1])
         return number[:, columns], [np.flatnonzero(part).tolist() for part in parts]
