@@ -47,7 +47,7 @@ from tinyspec.errors import DeterminismError
 from tinyspec.model.moe import implementations
 from tinyspec.model.outline import WEIGHTS
 from tinyspec.model.quantized import unprovable
-from tinyspec.model.served_model import ServedModel, served_of
+from tinyspec.model.served_model import ServedModel
 from tinyspec.model.torch_state import refuse_unpinnable
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.scheduler.buckets import MOST_DRAFTS, Buckets, estimate
@@ -131,7 +131,7 @@ class Contract:
         self._renew, self.buckets = renew, runner.buckets
         self._key = ""
         self._ambient = ambient(runner.device)
-        self.serve(served_of(runner.model), extra)
+        self.serve(runner.served, extra)
         if uncounted := len(self._served.outline.uncounted):
             logger.warning(
                 "%d tensors of the model were made in torch.inference_mode and count no writes: "

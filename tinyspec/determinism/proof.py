@@ -54,7 +54,6 @@ from tinyspec.model.fused_layer import fused_functions
 from tinyspec.model.linears import linear_kinds, linear_shape, linear_weight
 from tinyspec.model.moe import kernel_experts, row_functions
 from tinyspec.model.scratch_weights import ScratchModel, other_weights
-from tinyspec.model.served_model import served_of
 from tinyspec.runner.kv_cache import refuse_shortage
 from tinyspec.runner.model_runner import ModelRunner
 
@@ -89,7 +88,7 @@ class Prober:
     def __init__(self, runner: ModelRunner, modes: LinearModes):
         self.runner, self.modes = runner, modes
         self.reference = runner.buckets.reference
-        self._autocast = served_of(runner.model).autocast
+        self._autocast = runner.served.autocast
         self.scratch = ScratchModel(runner.model)
         refuse_shortage(self.scratch.nbytes, runner.device)
         self.linears = list(linear_kinds(runner.model))
@@ -168,7 +167,7 @@ class Prober:
 def check_pass(runner: ModelRunner, probe: ModelProbe) -> PassRecorder:
     """A pass on the model's own weights, recorded. Raises DeterminismError where an operator runs
     under an autocast of the forward's own, or writes to a parameter or buffer."""
-    served, rows = served_of(runner.model), runner.buckets.reference
+    served, rows = runner.served, runner.buckets.reference
     recorder = PassRecorder(runner, rows)
     try:
         with other_weights({}, runner.model):
