@@ -119,6 +119,28 @@ def test_the_kernel_serves_the_layers_that_break_the_reference_bucket(broken, pr
     assert len(probed) == 1
 
 
+def test_a_pass_that_fails_leaves_no_kernel_behind(broken):
+    model, raises = tiny(dtype=broken), list[bool]()
+
+    def fail(module, args):
+        if raises:
+            raise RuntimeError("it fails")
+
+    model.lm_head.register_forward_pre_hook(fail)
+    proven(model)
+    for fails in (False, True):
+        with Engine(model, config=EngineConfig(**CONFIG)) as engine:
+            raises += [True] * fails
+            if fails:
+                with pytest.raises(RuntimeError, match="it fails"):
+                    engine.contract.ensure()
+            else:
+                engine.contract.ensure()
+            raises.clear()
+            modules = engine.runner.model.modules()
+            assert any(isinstance(module, KernelLinear) for module in modules) != fails
+
+
 def test_without_the_kernel_the_module_is_named(broken):
     model = tiny(dtype=broken)
     with Engine(model, config=EngineConfig(**CONFIG, linear="never")) as engine:

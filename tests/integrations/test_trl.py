@@ -17,6 +17,7 @@ from tinyspec.drop_in import forward as canonical
 
 pytest.importorskip("trl")
 
+from transformers import TrainerControl, TrainerState
 from trl.trainer.utils import add_fused_lm_head
 
 from tinyspec.integrations.trl import patch_trainer
@@ -30,8 +31,11 @@ def trainer_of(model: Any, ref_model: Any = None, **head: Any) -> Any:
     """What ``patch_trainer`` needs of a trainer of TRL's, with its fused head."""
     for each in filter(None, (model, ref_model)):
         add_fused_lm_head(each, temperature=TEMPERATURE, outputs=FIELDS, **head)
-    args = types.SimpleNamespace(seed=7)
-    return types.SimpleNamespace(model=model, ref_model=ref_model, args=args)
+    args, given = types.SimpleNamespace(seed=7), {"model": model, "ref_model": ref_model}
+    callbacks: list[Any] = []
+    return types.SimpleNamespace(
+        **given, args=args, callbacks=callbacks, add_callback=callbacks.append
+    )
 
 
 def batch_of(prompts: list[list[int]], answers: list[list[int]]) -> dict[str, torch.Tensor]:
@@ -149,6 +153,26 @@ def test_other_calls():
         tinyspec.unpatch(model)
         assert vars(model)["forward"] is head
         assert model(**batch, labels=labels, fused_lm_head=True).log_probs is not None
+
+
+def test_a_resumed_run_has_seeds_of_its_own():
+    """The same whenever it is resumed there; a model that is patched already keeps its base."""
+
+    def rows(step: int, seed: int | None = None) -> list[list[int]]:
+        trainer = trainer_of(tiny())
+        if seed is not None:
+            tinyspec.patch(trainer.model, SMALL, deterministic=True, seed=seed)
+        patch_trainer(trainer, SMALL)
+        for callback in trainer.callbacks:
+            state = TrainerState(global_step=step)
+            callback.on_train_begin(trainer.args, state, TrainerControl(), model=trainer.model)
+        ids = torch.tensor(PROMPTS[:1] * 4)
+        found = trainer.model.generate(ids, do_sample=True, max_new_tokens=8, pad_token_id=0)
+        return found.tolist()
+
+    first = rows(0)
+    assert first == rows(0) != rows(3) == rows(3) != rows(4)
+    assert rows(3, seed=7) == first
 
 
 def test_refused_by_name():

@@ -98,7 +98,7 @@ def test_control_without_tiles_the_bits_differ(breaks_above, monkeypatch):
     with Engine(tiny(dtype=torch.bfloat16), config=config) as engine:
         alone = [bits(solo(engine, needle)) for needle in needles()]
         engine.release()
-        engine.runner.tiles.unbind()
+        engine.served.tiles.unbind()
         monkeypatch.setattr(engine.contract, "refresh", lambda digest: [])
         assert run(engine, requests)[: len(alone)] != alone
 

@@ -21,7 +21,6 @@ from tinyspec.kernels.twins.attention import KEYS_UNIT
 from tinyspec.kernels.twins.attention_plan import TILE
 from tinyspec.kernels.twins.layers import stored
 from tinyspec.model.attention import LayerShape, Reach
-from tinyspec.model.served_model import served_of
 from tinyspec.runner.model_runner import ModelRunner
 
 PAGE_SIZE = 128
@@ -67,7 +66,7 @@ class AttentionKind(NamedTuple):
 def attention_kinds(runner: ModelRunner, far: bool = True) -> list[AttentionKind]:
     """The distinct kinds of attention calls of the runner's model: without bounds that no row of
     the probe comes to, and then (``far``) with nearer ones in their place."""
-    reaches = [layer.reach for layer in served_of(runner.model).context.layers]
+    reaches = [layer.reach for layer in runner.served.context.layers]
     layers = list(zip(runner.layers, reaches, strict=True))
     kinds = [AttentionKind(shape, _within(reach)) for shape, reach in layers]
     if far:

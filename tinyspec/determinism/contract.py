@@ -19,12 +19,7 @@ from tinyspec.config import EngineConfig
 from tinyspec.determinism import results as disk
 from tinyspec.determinism.attention_probe import MANY_ROWS
 from tinyspec.determinism.environment import ambient
-from tinyspec.determinism.fingerprint import (
-    ExtraModules,
-    digest_extra,
-    digest_weights,
-    fingerprint,
-)
+from tinyspec.determinism.fingerprint import ExtraModules, digest_extra, digest_weights, fingerprint
 from tinyspec.determinism.fingerprint_parts import Fingerprint
 from tinyspec.determinism.linear_modes import LinearModes
 from tinyspec.determinism.model_probe import ModelProbe
@@ -47,7 +42,7 @@ from tinyspec.errors import DeterminismError
 from tinyspec.model.moe import implementations
 from tinyspec.model.outline import WEIGHTS
 from tinyspec.model.quantized import unprovable
-from tinyspec.model.served_model import ServedModel, served_of
+from tinyspec.model.served_model import ServedModel
 from tinyspec.model.torch_state import refuse_unpinnable
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.scheduler.buckets import MOST_DRAFTS, Buckets, estimate
@@ -131,7 +126,7 @@ class Contract:
         self._renew, self.buckets = renew, runner.buckets
         self._key = ""
         self._ambient = ambient(runner.device)
-        self.serve(served_of(runner.model), extra)
+        self.serve(runner.served, extra)
         if uncounted := len(self._served.outline.uncounted):
             logger.warning(
                 "%d tensors of the model were made in torch.inference_mode and count no writes: "
@@ -289,11 +284,16 @@ class Contract:
         self._key = self._results_key()
         if fresh:
             disk.forget(self._key)
-        if (known := disk.load(self._key)) is not None:
-            return self._use(self._as_on_disk(known))
-        logger.info("proving that deterministic=True can be kept, once for this model and machine")
-        with self._proving() as prober:
-            found = prove_reference(prober)
+        if (found := disk.load(self._key)) is None:
+            logger.info("proving that deterministic=True is kept, once for this model and machine")
+        with self._proving():
+            if found is None:
+                found = prove_reference(Prober(self._runner, self.modes))
+            else:
+                # What one pass shows is looked at all the same, which compiles and loads what a
+                # first pass needs.
+                self.modes.serve(() if found.unsound else found.kernel_linears)
+                check_pass(self._runner, ModelProbe(self._runner))
         return self._use(found)
 
     def probe(self, fresh: bool = False, attention_rows: int = MANY_ROWS) -> ProbeResults:
@@ -324,32 +324,24 @@ class Contract:
         new = [rows for rows in sizes if rows not in results.sizes]
         if not new and all(kind.checked >= (attention_rows or 0) for kind in results.attention):
             return results
-        with self._proving() as prober:
+        with self._proving():
+            prober = Prober(self._runner, self.modes)
             found = prove_buckets(prober, results, new, attention_rows)
         logger.info("proved passes of %s rows in %.1f s", new, time.perf_counter() - begun)
         return self._use(found)
 
     @contextmanager
-    def _proving(self) -> Iterator[Prober]:
+    def _proving(self) -> Iterator[None]:
         """Around a proof; where it raises, linears run as before it."""
         try:
             with self._runner.torch_state():
-                yield Prober(self._runner, self.modes)
+                yield
         except BaseException:
             if self.results is None:
                 self.modes.restore()
             else:
                 self.modes.tile(self.results.tiled)
             raise
-
-    def _as_on_disk(self, results: ProbeResults) -> ProbeResults:
-        """Linears as they were proven; what one pass shows is looked at all the same, which
-        compiles and loads what a first pass needs."""
-        if not results.unsound:
-            self.modes.serve(results.kernel_linears)
-        with self._runner.torch_state():
-            check_pass(self._runner, ModelProbe(self._runner))
-        return results
 
     def _use(self, results: ProbeResults) -> ProbeResults:
         """Let passes go by these results, and store them."""

@@ -15,7 +15,6 @@ from tinyspec.model.linears import (
     linear_weight,
 )
 from tinyspec.model.moe import kernel_experts, kernel_in_all_passes
-from tinyspec.model.served_model import served_of
 from tinyspec.runner.model_runner import ModelRunner
 
 # Bytes of which new tensors begin at a multiple, as far as libraries look at it.
@@ -26,7 +25,7 @@ class LinearModes:
     """Of one served model; all linears are as they were when this was made, at first."""
 
     def __init__(self, runner: ModelRunner):
-        self._served, self._runner = served_of(runner.model), runner
+        self._served, self._runner = runner.served, runner
         self._num_swapped = len(self._served.swapped)
         self._tiled: tuple[str, ...] = ()
 
@@ -47,11 +46,11 @@ class LinearModes:
         if self._tiled == names:
             return
         self._tiled = names
-        self._runner.tiles.unbind()
+        self._served.tiles.unbind()
         model, kinds = self._served.model, linear_kinds(self._served.model)
         modules = [model.get_submodule(other) for name in names for other in kinds[name]]
         plain = [module for module in modules if is_plain(module)]
-        self._runner.tiles.bind(plain, self._runner.buckets.reference)
+        self._served.tiles.bind(plain, self._runner.buckets.reference)
         self._runner.drop_graphs()
 
     def can_tile(self, name: str, rows: int) -> bool:
@@ -65,7 +64,7 @@ class LinearModes:
         itemsize = (runner.dtype if weight is None else weight.dtype).itemsize
         aligned = ALIGNED.get(runner.device.type, max(ALIGNED.values()))
         whole = rows % reference == 0 and reference * shape[0] * itemsize % aligned == 0
-        tiled = any(module is other for other in runner.tiles.bound)
+        tiled = any(module is other for other in self._served.tiles.bound)
         return whole and (is_plain(module) or tiled)
 
     def other_in_fast_mode(self, rows: int) -> tuple[str, ...]:
@@ -82,7 +81,7 @@ class LinearModes:
 
     def restore(self) -> None:
         """Every linear as it was when the engine was made."""
-        self._runner.tiles.unbind()
+        self._served.tiles.unbind()
         self._served.undo(self._num_swapped)
         self._tiled = ()
         self._runner.drop_graphs()

@@ -54,7 +54,6 @@ from tinyspec.model.fused_layer import fused_functions
 from tinyspec.model.linears import linear_kinds, linear_shape, linear_weight
 from tinyspec.model.moe import kernel_experts, row_functions
 from tinyspec.model.scratch_weights import ScratchModel, other_weights
-from tinyspec.model.served_model import served_of
 from tinyspec.runner.kv_cache import refuse_shortage
 from tinyspec.runner.model_runner import ModelRunner
 
@@ -89,7 +88,7 @@ class Prober:
     def __init__(self, runner: ModelRunner, modes: LinearModes):
         self.runner, self.modes = runner, modes
         self.reference = runner.buckets.reference
-        self._autocast = served_of(runner.model).autocast
+        self._autocast = runner.served.autocast
         self.scratch = ScratchModel(runner.model)
         refuse_shortage(self.scratch.nbytes, runner.device)
         self.linears = list(linear_kinds(runner.model))
@@ -168,7 +167,7 @@ class Prober:
 def check_pass(runner: ModelRunner, probe: ModelProbe) -> PassRecorder:
     """A pass on the model's own weights, recorded. Raises DeterminismError where an operator runs
     under an autocast of the forward's own, or writes to a parameter or buffer."""
-    served, rows = served_of(runner.model), runner.buckets.reference
+    served, rows = runner.served, runner.buckets.reference
     recorder = PassRecorder(runner, rows)
     try:
         with other_weights({}, runner.model):
@@ -176,15 +175,13 @@ def check_pass(runner: ModelRunner, probe: ModelProbe) -> PassRecorder:
             with recorder.recording():
                 probe.run_tokens(token_sets(runner.vocab_size, rows)[-1])
             now = dict(served.marks())
-    except Exception as error:  # of another dtype than the next operator takes
-        refuse_autocast(recorder, error)
-        raise
-    refuse_autocast(recorder)
+    finally:  # what the forward raises may follow from it, as of another dtype
+        refuse_autocast(recorder)
     refuse_written({name for name, mark in before if now.get(name, mark) != mark})
     return recorder
 
 
-def refuse_autocast(recorder: PassRecorder, cause: Exception | None = None) -> None:
+def refuse_autocast(recorder: PassRecorder) -> None:
     """Raise DeterminismError where something ran under another autocast than the pass."""
     if recorder.autocast is not None:
         operator, where = recorder.autocast
@@ -192,7 +189,7 @@ def refuse_autocast(recorder: PassRecorder, cause: Exception | None = None) -> N
             f"{where or MODEL} turns autocast on or off inside the model's forward ({operator} ran "
             "under another than the call): load the model in the dtype that it is to compute in, "
             "and remove the autocast, to use deterministic=True"
-        ) from cause
+        )
 
 
 def refuse_written(names: Collection[str]) -> None:

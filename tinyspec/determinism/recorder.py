@@ -33,7 +33,6 @@ from tinyspec.determinism.results import Unsound
 from tinyspec.model.linears import linear_shape
 from tinyspec.model.moe import kernel_experts
 from tinyspec.model.quantized import is_packed
-from tinyspec.model.served_model import served_of
 from tinyspec.runner.model_runner import ModelRunner
 
 SHAPES_DEPEND = (
@@ -121,7 +120,7 @@ class PassRecorder(TorchDispatchMode):
         self.matmuls: list[Matmul] = []
         self.host_reads: list[str] = []
         self.autocast: tuple[str, str] | None = None
-        self._model, self._rows, self._skipped = model, rows, set(kernel_experts(model))
+        self._runner, self._rows, self._skipped = runner, rows, set(kernel_experts(model))
         # Modules around attention and experts, which are no functions of rows outside of a pass.
         self._attends = {
             name[:end] for name in self._skipped for end, c in enumerate(name) if c == "."
@@ -141,7 +140,7 @@ class PassRecorder(TorchDispatchMode):
         self._inside: list[str] = []
         self._in_attention = False
         self._own: set[int] = set()
-        self._autocast = served_of(model).autocast
+        self._autocast = runner.served.autocast
         self._linears = {n for n, m in model.named_modules() if linear_shape(m) is not None}
         self._of_rows: set[StorageWeakRef] = set()
 
@@ -160,13 +159,13 @@ class PassRecorder(TorchDispatchMode):
     def recording(self) -> Iterator[None]:
         """Record what runs in the block."""
         # Here, as weights may have been replaced since this object was made.
-        plain = (p for p in self._model.parameters() if not is_packed(p))
+        plain = (p for p in self._runner.model.parameters() if not is_packed(p))
         self._own = {p.untyped_storage().data_ptr() for p in plain}
-        context = served_of(self._model).context
+        context = self._runner.served.context
         kernels = context.kernels
         attend = partial(self._attend, kernels.paged_attention)
         with ExitStack() as hooks:
-            for name, module in self._model.named_modules():
+            for name, module in self._runner.model.named_modules():
                 enter = module.register_forward_pre_hook(partial(self._enter, name))
                 hooks.enter_context(enter)
                 hooks.enter_context(module.register_forward_hook(self._leave, with_kwargs=True))

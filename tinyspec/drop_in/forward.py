@@ -1,14 +1,14 @@
 """``model(...)`` in canonical passes: the logits of generation, in training and evaluation.
 
 Takes transformers' arguments apart into sequences, and gives back what the model's own forward
-gives. Knows no passes.
+gives. Knows no requests.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -21,15 +21,15 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tinyspec.config import EngineConfig
-from tinyspec.drop_in.method import Method
 from tinyspec.drop_in.served import says_nothing
 from tinyspec.engine.engine import Engine
-from tinyspec.engine.forward import forward
 from tinyspec.errors import refuse, unsupported
 from tinyspec.model.served_model import named
-from tinyspec.model.wrappers import autocast_of, unwrap
+from tinyspec.model.wrappers import Method, autocast_of, unwrap
+from tinyspec.runner.differentiable import DifferentiablePasses, passes
 
-EngineOf = Callable[[], AbstractContextManager[Engine]]
+# Of what is called: a block that has the engine for a call of it now.
+EngineOf = Callable[[Any], AbstractContextManager[Engine]]
 # What a loss function is given besides logits and labels.
 OF_LOSS = ("num_items_in_batch", "shift_labels", "ignore_index")
 SERVED = {"input_ids", "attention_mask", "position_ids", "labels", "logits_to_keep", "return_dict"}
@@ -82,7 +82,7 @@ def canonical(
             engine_of = patched.serving
         else:
             made = stack.enter_context(Engine(model, config=config, grows=True))
-            engine_of = partial(nullcontext, made)
+            engine_of = partial(_for_call, made)
         methods: list[Method] = [PatchedForward(inside, engine_of)]
         if patched is None:
             generate: Any = inside.generate
@@ -93,8 +93,17 @@ def canonical(
         yield model
 
 
+@contextmanager
+def _for_call(engine: Engine, called: PreTrainedModel) -> Iterator[Engine]:
+    """``engine``, for a call in the precision in which it serves."""
+    now = autocast_of(called, called.device.type)
+    if now != engine.autocast:
+        raise refuse("autocast", now, f"{engine.autocast}, in which the engine serves")
+    yield engine
+
+
 class PatchedForward(Method):
-    """``model.forward`` by an engine's canonical passes. engine_of: a block that has the engine."""
+    """``model.forward`` by an engine's canonical passes."""
 
     def __init__(self, model: PreTrainedModel, engine_of: EngineOf):
         # Not to be traced where the model is called through torch.compile's wrapper.
@@ -115,22 +124,17 @@ class PatchedForward(Method):
         given |= given.pop("kwargs", {})
         self._refuse(given)
         labels, keep = given.get("labels"), given.get("logits_to_keep", 0)
-        with self._engine_of() as engine:
+        with self._engine_of(self._model) as engine:
             if engine.config.kv_dtype == "fp8_e4m3":
                 raise refuse("kv_dtype", "fp8_e4m3", "another one in a canonical forward")
-            now = autocast_of(self._model, self._model.device.type)
-            if now != engine.autocast:
-                raise refuse("autocast", now, f"{engine.autocast}, in which the engine serves")
             rows = Rows.of(given, engine.config.max_model_len or 0)
             places, wanted = rows.kept(keep)
             layers = self._checkpointed(engine) if torch.is_grad_enabled() else []
             found, output = forward(engine, rows.sequences, wanted, layers)
         kept = places.ravel()
         if not np.array_equal(kept, np.arange(len(found))):  # with padding, or in another order
-            real = np.flatnonzero(kept >= 0)
-            taken = found[torch.as_tensor(kept[real], device=found.device)]
-            zeros = found.new_zeros(len(kept), found.shape[1])
-            found = zeros.index_copy(0, torch.as_tensor(real, device=found.device), taken)
+            padded = torch.cat((found, found.new_zeros(1, found.shape[1])))
+            found = padded.index_select(0, torch.as_tensor(kept, device=found.device))
         logits = found.view(*places.shape, found.shape[1])
         loss = None
         if labels is not None:
@@ -175,6 +179,36 @@ class PatchedForward(Method):
             if isinstance(module, GradientCheckpointingLayer)
             if module.training and module.gradient_checkpointing
         ]
+
+
+def forward(
+    engine: Engine,
+    sequences: Sequence[Sequence[int]],
+    wanted: Sequence[Sequence[int]],
+    layers: Sequence[nn.Module] = (),
+) -> tuple[Tensor, Any]:
+    """Logits [N, V] at the places ``wanted`` of each of the ``sequences`` of token ids, and the
+    output of the model in the last pass. With gradients where the caller records them, also when
+    the engine is closed by then; what ``layers`` of ``engine.served`` keep for that is computed
+    again. Raises as ``Engine.generate``."""
+    with engine.lock("forward"):
+        engine.check_model()
+        with engine.lock.step():
+            engine.contract.ensure()
+            if engine.config.verify != "always":
+                planned = passes(list(map(len, sequences)), engine.runner.buckets.sizes)
+                engine.contract.prove_more({bucket for bucket, _ in planned})
+        exclusive = partial(_exclusive, engine)
+        with exclusive():
+            runs = DifferentiablePasses(engine.runner, sequences, exclusive, layers)
+            return runs.run(wanted)
+
+
+@contextmanager
+def _exclusive(engine: Engine) -> Iterator[None]:
+    """A block that runs the model outside of the engine's passes."""
+    with engine.lock("forward"), engine.lock.step(), engine.runner.torch_state(gradients=True):
+        yield
 
 
 def _in_fp32(forward: Any) -> bool:
@@ -231,11 +265,12 @@ class Rows:
 
     def kept(self, keep: int | Tensor) -> tuple[np.ndarray[Any, Any], list[list[int]]]:
         """For ``logits_to_keep``: of each row and kept column [B, K], which one of the logits that
-        are computed is its own (-1: padding), and of which places of each sequence these are."""
+        are computed is its own (of padding the one behind the last), and of which places of each
+        sequence these are."""
         every = columns = np.arange(self.there.shape[1])
         columns = columns[-keep:] if isinstance(keep, int) else columns[keep.cpu().numpy()]
         asked = self.there & np.isin(every, columns)
-        number = np.where(asked, asked.cumsum().reshape(asked.shape) - 1, -1)
+        number = np.where(asked, asked.cumsum().reshape(asked.shape) - 1, asked.sum())
         ends = np.cumsum(list(map(len, self.sequences)))
         parts = np.split(asked[self.there], ends[:-1])
         return number[:, columns], [np.flatnonzero(part).tolist() for part in parts]

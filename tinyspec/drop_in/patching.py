@@ -20,7 +20,6 @@ from tinyspec.config import EngineConfig
 from tinyspec.drop_in import continuous
 from tinyspec.drop_in.call import Call, RowSeeds
 from tinyspec.drop_in.forward import PatchedForward, plain_forwards
-from tinyspec.drop_in.method import Method
 from tinyspec.drop_in.prepare import prepare
 from tinyspec.drop_in.prompts import Prompt
 from tinyspec.drop_in.run import run
@@ -29,7 +28,7 @@ from tinyspec.engine.drafter import make_drafter
 from tinyspec.engine.engine import Engine
 from tinyspec.errors import UnsupportedModelError
 from tinyspec.model.supported import CACHE
-from tinyspec.model.wrappers import autocast_of, unwrap
+from tinyspec.model.wrappers import Method, autocast_of, unwrap
 from tinyspec.sampling_params import SamplingParams
 from tinyspec.scheduler.passes import EngineStats
 
@@ -91,7 +90,8 @@ def patch(
     if isinstance(vars(unwrap(model)).get("generate"), PatchedGenerate):
         raise ValueError("model is not allowed: it is patched; call tinyspec.unpatch(model) first")
     defaults = SamplingParams(deterministic=deterministic, seed=seed)
-    PatchedGenerate(model, config, defaults, release, forward).put_in()
+    for method in PatchedGenerate(model, config, defaults, release, forward).methods:
+        method.put_in()
 
 
 def unpatch(model: PreTrainedModel) -> None:
@@ -106,7 +106,8 @@ class PatchedGenerate(Method):
     """``model.generate`` of a patched model, and its engines: one by the dtype of autocast.
 
     defaults: of calls that do not say otherwise. releases: whether to free pages after each.
-    model: in wrappers or itself. ``seeds``: of the rows of the latest call.
+    model: in wrappers or itself. ``seeds``: of the rows of the latest call. methods: all that it
+    serves of the model, itself among them.
     """
 
     def __init__(
@@ -119,7 +120,6 @@ class PatchedGenerate(Method):
     ):
         self._wrapper, model = model, unwrap(model)
         super().__init__(model, "generate", self.serve)
-        self._batch = Method(model, "generate_batch", self.generate_batch)
         self._config = config or EngineConfig()
         self._defaults, self._row_seeds = defaults or SamplingParams(), RowSeeds()
         self._releases = releases
@@ -131,9 +131,9 @@ class PatchedGenerate(Method):
         self._calls, self._closed = 0, False
         self._engines: dict[torch.dtype | None, Engine] = {}
         self._engine = self._made()  # of the latest call
-        self._methods = [self._batch, self]
+        self.methods: list[Method] = [Method(model, "generate_batch", self.generate_batch), self]
         if forward:
-            self._methods.append(PatchedForward(model, self.serving))
+            self.methods.append(PatchedForward(model, self.serving))
 
     def _made(self) -> Engine:
         """An engine for calls as they are made now."""
@@ -145,20 +145,15 @@ class PatchedGenerate(Method):
         while self._engines:
             self._engines.popitem()[1].close()
 
-    def put_in(self) -> None:
-        """Let the model's methods be these."""
-        for method in self._methods:
-            Method.put_in(method)
-
     def add(self, method: Method) -> None:
         """Put in one more method, until the model gets its own back."""
-        self._methods.append(method)
+        self.methods.append(method)
         method.put_in()
 
     def close(self) -> None:
         """Give the model its own methods back; the engine is closed once it serves no call."""
         self._engine.lock.check_process()  # locks may be held by threads that are not there
-        for method in reversed(self._methods):
+        for method in reversed(self.methods):
             method.take_out()
         with self._lock:
             self._closed = True
@@ -193,9 +188,10 @@ class PatchedGenerate(Method):
             return engine.fingerprint
 
     @contextmanager
-    def serving(self) -> Iterator[Engine]:
+    def serving(self, called: Any = None) -> Iterator[Engine]:
         """The engine, for one call of several that threads may have under way; another one where
-        the model has moved to another device, or the call is under another autocast."""
+        the model has moved to another device, or the call is under another autocast. called: the
+        model, where not in its wrappers."""
         self._engine.lock.check_process()
         with self._lock:
             if self._closed:
@@ -204,7 +200,7 @@ class PatchedGenerate(Method):
             moved = any(e.runner.device != device or e.closed is not None for e in engines)
             if moved and not self._calls:
                 self._close()
-            autocast = autocast_of(self._wrapper, device.type)
+            autocast = autocast_of(self._wrapper if called is None else called, device.type)
             engine = self._engine = self._engines.get(autocast) or self._made()
             self._calls += 1
         try:

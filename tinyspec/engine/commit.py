@@ -18,7 +18,7 @@ from tinyspec.model.torch_state import callers_modes
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.sampler import NOT_FINITE, Sampled, SpecialResult
 from tinyspec.scheduler.admission import Admission
-from tinyspec.scheduler.passes import DRAFT, DRAFTING
+from tinyspec.scheduler.passes import DRAFT, DRAFTING, TokenCounts
 from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.sequence_table import Array
 from tinyspec.thinking.chunks import think
@@ -26,14 +26,9 @@ from tinyspec.thinking.thinker import Thinker
 
 
 @dataclass
-class Commits:
+class Commits(TokenCounts):
     """What one step committed, and how many drafts it made. ended: sequences that finished."""
 
-    committed: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    rolled_back: int = 0
-    rollbacks: int = 0
     ended: list[Sequence] = field(default_factory=list)
 
 

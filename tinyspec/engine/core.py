@@ -192,9 +192,8 @@ class EngineCore:
 
     def _record(self, record: PassRecord, commits: Commits, seconds: float) -> None:
         record.number, record.seconds = self._number, seconds
-        record.drafted, self._proposed = commits.drafted + self._proposed, 0
-        for name in ("committed", "accepted", "rolled_back", "rollbacks"):
-            setattr(record, name, getattr(commits, name))
+        record.drafted, self._proposed = self._proposed, 0
+        record.count(commits)
         self._number += 1
         self.stats.preemptions = self.admission.preemptions
         self.stats.cached_prompt_tokens = self.admission.cached_prompt_tokens

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainerCallback
 from trl.trainer.utils import FusedCausalLMOutput
 
 from tinyspec.config import EngineConfig
@@ -34,8 +34,9 @@ def patch_trainer(trainer: Any, config: EngineConfig | None = None) -> None:
     log-probabilities in canonical passes: those of training are those of the rollouts, bit for bit.
 
     trainer: one of TRL's, built and not yet run. A model that is not patched is patched, as by
-    ``tinyspec.patch(model, config, deterministic=True, seed=trainer.args.seed)``; one that is keeps
-    its settings. ``tinyspec.unpatch(model)`` ends it.
+    ``tinyspec.patch(model, config, deterministic=True, seed=trainer.args.seed)``, and once it is
+    resumed from a checkpoint seeds go on from seed and step; one that is keeps its settings.
+    ``tinyspec.unpatch(model)`` ends it.
 
     TRL's log-probabilities are those of all tokens at its temperature, whatever top-k, top-p and
     min-p the rollouts have. Raises ValueError for what is no trainer with a fused head, or one with
@@ -49,8 +50,18 @@ def patch_trainer(trainer: Any, config: EngineConfig | None = None) -> None:
     for model, head in zip(models, heads, strict=True):
         if not hasattr(model.generate, "serving"):
             patch(model, config, deterministic=True, seed=trainer.args.seed)
+            trainer.add_callback(Resumed())
         patched: Any = model.generate
         patched.add(FusedForward(model, patched.serving, head))
+
+
+class Resumed(TrainerCallback):
+    """A run that is resumed does not repeat the seeds that it began with."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if state.global_step:
+            model: Any = unwrap(given["model"])
+            model.generate.reseed((args.seed << 32) + state.global_step)
 
 
 def _fused_head(model: PreTrainedModel) -> dict[str, Any]:

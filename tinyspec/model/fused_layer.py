@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tinyspec.kernels.backend import Kernels
 from tinyspec.kernels.twins.layers import add_rms_norm, gated_at_once
 from tinyspec.model.attention import AttentionContext
 from tinyspec.model.gradients import recomputed
@@ -54,55 +53,40 @@ def is_norm(module: nn.Module) -> bool:
     return alone and vector and isinstance(getattr(module, eps_name(module), None), float)
 
 
-class ResidualStream:
-    """The hidden states of one model between its norms; context: of its passes."""
-
-    def __init__(self, context: AttentionContext):
-        self.context = context
-
-    @property
-    def kernels(self) -> Kernels:
-        """Those that passes call."""
-        return self.context.kernels
-
-
 class FusedNorm(nn.Module):
     """An RMSNorm by the kernel; unit_offset: the weight's distance from one is what is stored."""
 
     weight: Tensor
-    tinyspec_stream: ResidualStream
+    tinyspec_context: AttentionContext
     tinyspec_unit_offset: bool
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """hidden_states [..., H] -> their norm."""
-        context = self.tinyspec_stream.context
+        context = self.tinyspec_context
         ahead, context.ahead = context.ahead, None
         if ahead is not None and ahead[0] is self and ahead[1] is hidden_states:
             return ahead[2]
-        return self._run(hidden_states, None)[0]
-
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of x + residual [..., H], and the sum."""
-        return self._run(x, residual)
+        return self.add(hidden_states, None)[0]
 
     def add_ahead(self, x: Tensor, residual: Tensor) -> Tensor:
         """x + residual [..., H]; its norm is kept for the next call of ``forward``."""
-        normed, summed = self._run(x, residual)
-        self.tinyspec_stream.context.ahead = self, summed, normed
+        normed, summed = self.add(x, residual)
+        self.tinyspec_context.ahead = self, summed, normed
         return summed
 
-    def _run(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The norm of x + residual [..., H] (None: of x), and the sum."""
         eps: float = getattr(self, eps_name(self))
         form: dict[str, Any] = {"eps": eps, "unit_offset": self.tinyspec_unit_offset}
-        run, plain = self.tinyspec_stream.kernels.add_rms_norm, add_rms_norm
+        run, plain = self.tinyspec_context.kernels.add_rms_norm, add_rms_norm
         given = x, residual, self.weight
         normed, summed = recomputed(partial(run, **form), partial(plain, **form), *given)
         return normed, summed
 
 
-def fused_norm(norm: nn.Module, stream: ResidualStream, unit_offset: bool) -> FusedNorm:
+def fused_norm(norm: nn.Module, context: AttentionContext, unit_offset: bool) -> FusedNorm:
     """The stand-in of a norm."""
-    own = {"tinyspec_stream": stream, "tinyspec_unit_offset": unit_offset}
+    own = {"tinyspec_context": context, "tinyspec_unit_offset": unit_offset}
     return standing_in(norm, FusedNorm, **own)
 
 
@@ -121,7 +105,7 @@ class GatedMlp(nn.Module):
     up_proj: nn.Module
     down_proj: nn.Module
     act_fn: nn.Module
-    tinyspec_stream: ResidualStream
+    tinyspec_context: AttentionContext
     tinyspec_activation: str
 
     def forward(self, x: Tensor) -> Tensor:
@@ -131,7 +115,7 @@ class GatedMlp(nn.Module):
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
         """act(gate) * up, both [..., I]."""
         form: dict[str, Any] = {"activation": self.tinyspec_activation}
-        run, plain = self.tinyspec_stream.kernels.gated, gated_at_once
+        run, plain = self.tinyspec_context.kernels.gated, gated_at_once
         out: Tensor = recomputed(partial(run, **form), partial(plain, **form), gate, up)
         return out
 
@@ -161,12 +145,12 @@ class FusedLayer(nn.Module):
         return following.add_ahead(x, residual)
 
 
-def fused_parts(layer: nn.Module, stream: ResidualStream, form: Form) -> dict[str, nn.Module]:
+def fused_parts(layer: nn.Module, context: AttentionContext, form: Form) -> dict[str, nn.Module]:
     """The stand-ins of a layer's norms and MLP, by name."""
-    own = {"tinyspec_stream": stream, "tinyspec_activation": form.activation}
+    own = {"tinyspec_context": context, "tinyspec_activation": form.activation}
     parts = {name: layer.get_submodule(name) for name in (*NORMS, "mlp")}
     mlp = standing_in(parts.pop("mlp"), GatedMlp, **own)
-    norms = {name: fused_norm(norm, stream, form.unit_offset) for name, norm in parts.items()}
+    norms = {name: fused_norm(norm, context, form.unit_offset) for name, norm in parts.items()}
     return {**norms, "mlp": mlp}
 
 

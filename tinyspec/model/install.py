@@ -24,7 +24,6 @@ from tinyspec.model import openmp
 from tinyspec.model.attention import (
     IMPLEMENTATION,
     Layer,
-    LayerShape,
     PagedAttention,
     paged_attention_function,
 )
@@ -34,7 +33,6 @@ from tinyspec.model.fused_layer import (
     Form,
     FusedLayer,
     FusedNorm,
-    ResidualStream,
     fused_layer,
     fused_norm,
     fused_parts,
@@ -146,17 +144,11 @@ def install(
     # Tables and stand-ins are made under the settings of passes.
     with pinned(model.device.type), without_modes():
         _install(served, config)
-    if config.backend == "triton" and (reason := _head_refusal(served.layers)) is not None:
-        raise unsupported(model, reason)
+    widest = max((layer.head_dim for layer in served.layers), default=0)
+    if config.backend == "triton" and widest > MAX_HEAD_DIM:
+        reason = f"its attention has heads of {widest} numbers; the GPU's kernels take "
+        raise unsupported(model, f"{reason}{MAX_HEAD_DIM}")
     return served
-
-
-def _head_refusal(layers: Iterable[LayerShape]) -> str | None:
-    """Why the Triton kernels cannot serve a model whose attention has such heads, or None."""
-    widest = max((layer.head_dim for layer in layers), default=0)
-    if widest <= MAX_HEAD_DIM:
-        return None
-    return f"its attention has heads of {widest} numbers; the GPU's kernels take {MAX_HEAD_DIM}"
 
 
 def fuses_layers(config: EngineConfig) -> bool:
@@ -231,15 +223,15 @@ def _swap_attention(served: ServedModel, last: int) -> None:
 
 def _swap_layers(served: ServedModel, layers: Layers) -> None:
     """Replace the layers that have a form, their norms and MLPs, and the norms behind them."""
-    stream = ResidualStream(served.context)
+    context = served.context
     made: dict[nn.Module, FusedLayer | FusedNorm] = {}
     for module, form in layers.forms.items():
         if isinstance(form, Form):
             made[module] = fused_layer(module)
-            for name, part in fused_parts(module, stream, form).items():
+            for name, part in fused_parts(module, context, form).items():
                 served.swap(module, name, part)
         else:
-            made[module] = fused_norm(module, stream, form)
+            made[module] = fused_norm(module, context, form)
     for parent, name, module in children(served.model):
         if module in made:
             served.swap(parent, name, made[module])

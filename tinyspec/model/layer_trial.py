@@ -27,7 +27,6 @@ from tinyspec.model.fused_layer import (
     Form,
     FusedLayer,
     FusedNorm,
-    ResidualStream,
     fused_layer,
     fused_norm,
     fused_parts,
@@ -66,8 +65,8 @@ class LayerTrial:
     def __init__(self, module: nn.Module, given: ModuleCall):
         self._module, self._given = module, given
         self._like: Tensor = given.hidden
-        self._stream = ResidualStream(AttentionContext())
-        self._stream.context.kernels = backend.load("torch")
+        self._context = AttentionContext()
+        self._context.kernels = backend.load("torch")
 
     def first_close(self, run: Callable[..., list[Any]], forms: Iterable[T]) -> T | None:
         """The first form in which ``run`` (``layer`` or ``norm``) gives what it gives without one;
@@ -88,7 +87,7 @@ class LayerTrial:
         ``offset``."""
         norm = self._scratch_norm(self._module, dtype)
         if offset is not None:
-            norm = fused_norm(norm, self._stream, offset)
+            norm = fused_norm(norm, self._context, offset)
         return [norm(self._rows(dtype)[None])]
 
     def layer(self, dtype: torch.dtype, form: Form | None = None) -> list[Any]:
@@ -98,7 +97,7 @@ class LayerTrial:
         layer = shell(self._module, type(self._module))
         vars(layer)["_modules"] = parts
         if form is not None:
-            parts |= fused_parts(layer, self._stream, form)
+            parts |= fused_parts(layer, self._context, form)
             layer = fused_layer(layer)
             vars(layer)["tinyspec_next"] = parts[NORMS[0]]
         args, kwargs = self._given.of(self._rows(dtype)[None])

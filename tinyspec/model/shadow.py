@@ -21,12 +21,10 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig
 
-from tinyspec.model.wrappers import is_compiled, own_forward, serves
+from tinyspec.model.wrappers import Method, is_compiled, own_forward
 
 # What torch keeps on every module in tables of its own.
 TABLES = tuple(name for name, held in vars(nn.Module()).items() if isinstance(held, (dict, set)))
-# What ``patch`` sets on a model.
-PATCHED = ("generate", "generate_batch")
 SHARED = ("_parameters", "_buffers", "_non_persistent_buffers_set")
 CONTAINERS = (dict, OrderedDict, list, set)
 # What nothing of a model is found inside of, or what is not walked.
@@ -85,7 +83,7 @@ class Shadow:
                     yield name, self._found(before, DEPTH)
             elif name == "_compiled_call_impl":
                 yield name, None
-            elif name not in PATCHED or not _is_own(held):
+            elif not isinstance(held, Method):  # what ``patch`` sets on a model
                 yield name, self._copied(held)
 
     def _copied(self, held: Any) -> Any:
@@ -114,7 +112,7 @@ class Shadow:
             return self.of(held) if id(held) in self._inside else held
         if isinstance(held, PreTrainedConfig):
             return self._config(held)
-        if serves(held):  # in what a library put around it
+        if isinstance(held, Method):  # in what a library put around it
             held = held.original
         if isinstance(held, LEAVES) or not depth or _is_own(held):
             return held
@@ -201,11 +199,8 @@ class Shadow:
 
 def _is_own(held: Any) -> bool:
     """Whether something is of this package, such as the ``generate`` of a patched model."""
-    return not isinstance(held, nn.Module) and _package(type(held)) == "tinyspec"
-
-
-def _package(kind: type) -> str:
-    return (kind.__module__ or "").partition(".")[0]
+    package = (type(held).__module__ or "").partition(".")[0]
+    return not isinstance(held, nn.Module) and package == "tinyspec"
 
 
 M = TypeVar("M", bound=nn.Module)

@@ -1,10 +1,13 @@
-"""Wrappers around a loaded model: PEFT's and torch.compile's; hooks and wrapped calls of modules.
+"""Wrappers around a loaded model: PEFT's and torch.compile's; hooks and wrapped calls of modules;
+methods that tinyspec serves.
 
 Knows neither attention nor passes. peft is not imported: its models are recognised by attributes.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from inspect import getclosurevars
 from os import PathLike
 from types import FunctionType, MethodType
@@ -22,10 +25,48 @@ CAPTURING = "transformers.utils.output_capturing"
 # Where the functions are defined that ``torch.autocast(...)(forward)`` and accelerate's mixed
 # precision put around a forward.
 AUTOCASTING = ("torch.amp.autocast_mode", "accelerate.utils.operations")
-# Where the forward is defined that ``canonical`` puts on a model.
-SERVING = "tinyspec.drop_in.forward"
 # PEFT's methods that compute something in the wrapper, which passes do not call.
 IN_THE_WRAPPER = ("ADAPTION_PROMPT", "POLY", "SHADOW", "XLORA")
+
+
+class Method:
+    """A method of ``model`` that tinyspec serves. Copies of the model, in memory or on disk, get
+    their own back."""
+
+    def __init__(self, model: PreTrainedModel, name: str, served: Callable[..., Any]):
+        self._model, self._name, self._served = model, name, served
+        self.before = vars(model).get(name)
+        self.original: Callable[..., Any] = getattr(model, name)
+        functools.update_wrapper(self, self.original, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._served(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _own_method, (self._model, self._name, self.before)
+
+    def put_in(self) -> None:
+        """Let the model's method be this."""
+        vars(self._model)[self._name] = self
+
+    def take_out(self) -> None:
+        """Give the model its own back, also from under another one that was put over this."""
+        table = vars(self._model)
+        over = table.get(self._name)
+        if over is self:
+            del table[self._name]
+            if self.before is not None:
+                table[self._name] = self.before
+            return
+        while isinstance(over, Method) and over.before is not self:
+            over = over.before
+        if isinstance(over, Method):
+            over.before = self.before
+
+
+def _own_method(model: PreTrainedModel, name: str, before: Callable[..., Any] | None) -> Any:
+    """A method of an unpatched model: ``before``, set on the model, or its class's."""
+    return before or getattr(type(model), name).__get__(model)
 
 
 def unwrap(model: Any) -> PreTrainedModel:
@@ -110,14 +151,9 @@ def autocast_within(module: nn.Module, device_type: str, around: Casts) -> Casts
 def underneath(held: Any, default: Any = None) -> Any:
     """What a method of a model was before tinyspec's own was put over it; ``default``: its
     class's."""
-    while serves(held):
+    while isinstance(held, Method):
         held = default if held.before is None else held.before
     return held
-
-
-def serves(held: Any) -> bool:
-    """Whether something is a forward that ``canonical`` put on a model, or one made of it."""
-    return any(kind.__module__ == SERVING for kind in type(held).__mro__)
 
 
 def runs_class_forward(module: nn.Module) -> bool:
@@ -128,7 +164,7 @@ def runs_class_forward(module: nn.Module) -> bool:
 def _wrapped(forward: Any) -> Any:
     """What a compiled forward, or one that turns autocast on, calls; None of any other."""
     scope = getattr(forward, "__globals__", {}).get("__name__", type(forward).__module__)
-    if scope in AUTOCASTING or serves(forward):
+    if scope in AUTOCASTING or isinstance(forward, Method):
         return getattr(forward, "__wrapped__", None)
     # Dynamo's own function around it: with fullgraph, or where the class is torch's.
     if scope == "torch._dynamo.external_utils":
@@ -144,7 +180,8 @@ def hooks_of(module: nn.Module) -> list[Any]:
     on and take off around every call.
     """
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return [hook for hook in hooks if not _changes_nothing(hook)]
+    others = [hook for hook in hooks if getattr(hook, "__module__", None) != CAPTURING]
+    return [hook for hook in others if _steps(hook) != _steps(_marks_for_gradients)]
 
 
 def _marks_for_gradients(module: nn.Module, args: Any, output: Any) -> None:
@@ -157,11 +194,6 @@ def _steps(function: Any) -> tuple[Any, ...]:
     if code is None:
         return ()
     return code.co_argcount, code.co_code, code.co_names, code.co_consts, code.co_freevars
-
-
-def _changes_nothing(hook: Any) -> bool:
-    capturing = getattr(hook, "__module__", None) == CAPTURING
-    return capturing or _steps(hook) == _steps(_marks_for_gradients)
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -32,8 +32,8 @@ Hooks = AbstractContextManager[None]
 class ModelRunner:
     """A model, its KV pool and the state of the pass that is running.
 
-    model: the shadow of the user's. dtype: of its products, queries, keys and values. graphs: of
-    passes by the Triton kernels, which run at fixed addresses.
+    served: the model, a shadow of the user's. dtype: of its products, queries, keys and values.
+    graphs: of passes by the Triton kernels, which run at fixed addresses.
     """
 
     def __init__(
@@ -61,16 +61,14 @@ class ModelRunner:
         model, before = served.model, self._cache
         self._context.k, self._context.v = [], []  # the model of before is collected late
         self.graphs.clear()
-        self._served, self.model, self.layers = served, model, served.layers
+        self.served, self.model, self.layers = served, model, served.layers
         self.vocab_size = vocab_size(model)
-        self._keeps_logits = served.keeps_logits
         self._always = accepted(model, use_cache=False, return_dict=True)
         self._takes_positions = "position_ids" in accepted(model, position_ids=None)
         self._context = served.context
         self._context.kernels = self._kernels
         self.dtype = served.dtype
         self.kv_dtype = dtype_of(self.config.kv_dtype, self.dtype)
-        self.tiles, self._fast_mode = served.tiles, served.fast_mode
         if before is not None:
             if (before.layers, before.dtype) != (self.layers, self.kv_dtype):
                 self.release()
@@ -174,15 +172,15 @@ class ModelRunner:
         before [n]: tokens of the pass before, where some are among its own. hooks: in place while
         it runs; no graph has them.
         """
-        marks, written = self._served.marks(), len(self._served.written)
+        marks, written = self.served.marks(), len(self.served.written)
         if self.kernels.backend == "triton":
             logits = self._run_in_memory(packed, before, hooks)
         else:
             self.cache.zero(packed.fresh)
             batch, keep = packed.batch(self.page_size, self.device, before)
             logits = self.forward(batch, keep, packed.shape.canonical, hooks)
-        self._served.keep_apart(marks)
-        if len(self._served.written) > written:  # these buffers have other addresses now
+        self.served.keep_apart(marks)
+        if len(self.served.written) > written:  # these buffers have other addresses now
             self.drop_graphs()
         return logits[: packed.count]
 
@@ -232,7 +230,7 @@ class ModelRunner:
         more: dict[str, Any] = {}
         if self._takes_positions:
             more["position_ids"] = batch.positions[None]
-        if self._keeps_logits:
+        if self.served.keeps_logits:
             more["logits_to_keep"] = 0 if keep is None else keep
         look = self.kernels.backend == "triton" and not batch.embeds and hooks is None
         look &= tape is None
@@ -248,19 +246,20 @@ class ModelRunner:
             context.check()
         finally:
             context.end()
-        gathered = keep is None or self._keeps_logits
         logits = output.logits.squeeze(0)
+        gathered = keep is None or self.served.keeps_logits
         return logits if gathered else logits[keep], output
 
     @contextmanager
     def _forward_state(self, canonical: bool) -> Iterator[None]:
         """Linears as passes run them, under the model's autocast, while the block does."""
-        self.tiles.on, self._fast_mode.on = canonical, not canonical
+        served = self.served
+        served.tiles.on, served.fast_mode.on = canonical, not canonical
         try:
-            with self._served.autocast.on():
+            with served.autocast.on():
                 yield
         finally:
-            self.tiles.on = self._fast_mode.on = False
+            served.tiles.on = served.fast_mode.on = False
 
     def resumed(self) -> Callable[[], AbstractContextManager[None]]:
         """Of this moment of a canonical pass: what makes a block that goes on from here, also after

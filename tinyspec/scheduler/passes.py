@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
@@ -13,8 +13,6 @@ from tinyspec.scheduler.sequence_table import Array, SequenceTable
 PROMPT, DECODE, DRAFT, VERIFY = range(4)
 KINDS = ("prompt", "decode", "draft", "verify")
 DIRECT, PADDED, DRAFTING = "direct", "padded", "draft"
-# Of a record, what ``EngineStats`` sums.
-SUMMED = (*("padding", "committed", "drafted", "accepted", "rolled_back", "rollbacks", "seconds"),)
 
 
 @dataclass
@@ -93,8 +91,24 @@ def spread(firsts: Array, counts: Array) -> Array:
     return np.arange(counts.sum()) + (firsts - counts.cumsum() + counts).repeat(counts)
 
 
+@dataclass(kw_only=True)
+class TokenCounts:
+    """Tokens that were committed, drafts, and how often some were rolled back."""
+
+    committed: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    rolled_back: int = 0
+    rollbacks: int = 0
+
+    def count(self, more: TokenCounts) -> None:
+        """Add those of ``more``."""
+        for one in fields(TokenCounts):
+            setattr(self, one.name, getattr(self, one.name) + getattr(more, one.name))
+
+
 @dataclass
-class PassRecord:
+class PassRecord(TokenCounts):
     """What a pass ran and committed: rows and sequences by kind, its bucket and way.
 
     waiting, running: sequences at the time. left_out: running sequences without a row.
@@ -110,11 +124,6 @@ class PassRecord:
     left_out: int
     pages_held: int
     way: str = ""
-    committed: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    rolled_back: int = 0
-    rollbacks: int = 0
     seconds: float = 0.0
 
     @classmethod
@@ -143,7 +152,7 @@ class PassRecord:
 
 
 @dataclass
-class EngineStats:
+class EngineStats(TokenCounts):
     """Sums over all passes since the engine began; ``rows`` by kind, ``passes`` by bucket.
 
     ways: canonical and drafting passes by way. cached_prompt_tokens: prompt tokens that were taken
@@ -155,11 +164,6 @@ class EngineStats:
     canonical_passes: int = 0
     rows: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     padding: int = 0
-    committed: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    rolled_back: int = 0
-    rollbacks: int = 0
     preemptions: int = 0
     cached_prompt_tokens: int = 0
     seconds: float = 0.0
@@ -173,5 +177,6 @@ class EngineStats:
             self.ways[record.way] = self.ways.get(record.way, 0) + 1
         for kind, rows in record.rows.items():
             self.rows[kind] += rows
-        for name in SUMMED:
-            setattr(self, name, getattr(self, name) + getattr(record, name))
+        self.padding += record.padding
+        self.seconds += record.seconds
+        self.count(record)
