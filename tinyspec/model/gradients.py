@@ -297,9 +297,9 @@ def _attention(
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
     if known:
-        mask = None if seen is None else torch.zeros_like(seen, dtype=q.dtype)
-        if mask is not None:
-            mask = mask.masked_fill_(~seen, -torch.inf)[None, None]
+        mask = None
+        if seen is not None:
+            mask = torch.zeros_like(seen, dtype=q.dtype).masked_fill_(~seen, -torch.inf)
         out: Tensor = _KnownAttention.apply(scale, mask, q, k, v, *known)
         return out
     if not softcap and sinks is None:
