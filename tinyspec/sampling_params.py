@@ -154,10 +154,14 @@ class SamplingParams:
         object.__setattr__(self, field, value)
 
     @cached_property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The EOS tokens that end the request, once ``eos_token_id`` is resolved."""
+        return () if self.ignore_eos else tuple(self.eos_token_id or ())  # type: ignore[arg-type]
+
+    @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that end the request, once ``eos_token_id`` is resolved."""
-        eos = () if self.ignore_eos or self.eos_token_id is None else self.eos_token_id
-        return (*eos, *self.stop_token_ids)  # type: ignore[misc]
+        """All tokens that do."""
+        return (*self.eos_ids, *self.stop_token_ids)  # type: ignore[misc]
 
     @cached_property
     def filtered(self) -> bool:

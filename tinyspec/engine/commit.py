@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from tinyspec.engine.launcher import Decisions, Fetched, InFlightPass
+from tinyspec.engine.stop_strings import first_stop
 from tinyspec.model.torch_state import callers_modes
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.sampler import NOT_FINITE, Sampled, SpecialResult
@@ -366,7 +367,8 @@ class Committer:
             newest = sequence.ids(first, sequence.length)
             with callers_modes():
                 text = self.tokenizer.decode(newest, skip_special_tokens=False)
-            if any(stop in text for stop in params.stop_strings):
+            sequence.stop_string = first_stop(text, params.stop_strings)
+            if sequence.stop_string is not None:
                 return True
         if not params.stopping_criteria:
             return False

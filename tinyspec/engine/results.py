@@ -24,7 +24,7 @@ def decode(tokenizer: Any, token_ids: list[int]) -> str | None:
 
 def output_of(request: Request, tokenizer: Any) -> RequestOutput:
     """A finished request."""
-    known = request.fingerprint and request.fingerprint.with_tokenizer(request.tokenizer)
+    known = request.fingerprint
     return RequestOutput(
         request_id=request.request_id,
         prompt_token_ids=request.prompt,
@@ -55,6 +55,7 @@ def _completion_of(sequence: Sequence, tokenizer: Any) -> Completion:
         finish_reason=sequence.finish_reason,
         error=sequence.error,
         stats=sequence.stats,
+        stop_reason=sequence.stop_reason,
     )
 
 
@@ -149,6 +150,7 @@ class EventStream(Iterator[StreamEvent]):
             request, count = sequence.request, sequence.length - told.tokens
             token_ids = sequence.ids(told.tokens, sequence.length)
             tops = sequence.top_logprobs if sequence.params.top_logprobs else None
+            first = count > 0 and told.tokens == request.num_prompt
             event = StreamEvent(
                 request_id=request.request_id,
                 index=sequence.index,
@@ -158,6 +160,11 @@ class EventStream(Iterator[StreamEvent]):
                 top_logprobs=None if tops is None else tops[told.tokens - request.num_prompt :],
                 finish_reason=sequence.finish_reason,
                 error=sequence.error,
+                stop_reason=sequence.stop_reason,
+                fingerprint=request.fingerprint and request.fingerprint.digest,
+                prompt_logprobs=(request.prompt_logprobs or None) if first else None,
+                num_prompt_tokens=request.num_prompt,
+                cached_prompt_tokens=sequence.cached_prompt_tokens,
             )
             told.tokens += count
             if sequence.index == 0:

@@ -196,7 +196,7 @@ def _entry(output: RequestOutput, again: RequestOutput, index: int, tokenizer: A
         error = theirs.error if type(theirs.error) is str else None
         lists = {name: getattr(mine, name) for name in PER_TOKEN}
         cut = {name: values and values[:count] for name, values in lists.items()}
-        mine = replace(mine, **cut, finish_reason="abort", error=error)
+        mine = replace(mine, **cut, finish_reason="abort", error=error, stop_reason=None)
     whole = first_place(theirs.token_ids, mine.token_ids) is None
     if whole:
         text = decode(tokenizer, theirs.token_ids)
