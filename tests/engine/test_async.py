@@ -26,7 +26,7 @@ from tests.support.mixes import bits
 from tests.support.patience import PATIENCE
 from tests.support.tiny import tiny
 from tinyspec import AsyncEngine, Engine, EngineConfig, SamplingParams
-from tinyspec.engine.async_engine import Call
+from tinyspec.engine.async_worker import Call
 
 SETTINGS = {"page_size": 8, "num_pages": 120}
 REQUESTS = [(text(3 + 7 * n, seed=n), greedy(9, temperature=n % 2, seed=n)) for n in range(5)]
