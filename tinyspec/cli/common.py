@@ -60,6 +60,7 @@ SAMPLING: dict[str, tuple[Any, str]] = {
     "ignore_eos": (bool, "run to --max-new-tokens"),
     "stop_strings": ([str], "ends a completion, which includes it"),
     "stop_token_ids": ([int], "ends a completion, which includes it"),
+    "include_stop_str": (argparse.BooleanOptionalAction, "whether text has the stop string"),
     "logprobs": (bool, "of the chosen tokens, in JSON"),
     "top_logprobs": (int, "those of so many best tokens too, in JSON"),
     "prompt_logprobs": (bool, "of the prompt's tokens, in JSON"),
@@ -93,8 +94,8 @@ def add_sampling(parser: argparse.ArgumentParser, names: Collection[str] = tuple
     for name in names:
         kind, text = SAMPLING[name]
         how: dict[str, Any] = {"type": kind, "metavar": "N"}
-        if kind is bool:
-            how = {"action": "store_true", "default": None}
+        if kind in (bool, argparse.BooleanOptionalAction):
+            how = {"action": "store_true" if kind is bool else kind, "default": None}
         elif isinstance(kind, list):
             how, text = {"action": "append", "type": kind[0]}, f"{text}; repeatable"
         elif isinstance(kind, tuple):
