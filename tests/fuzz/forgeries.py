@@ -146,6 +146,7 @@ PARAMS: dict[str, Callable[[Any, Data, random.Random], Any]] = {
     "logprobs": _negated,
     "prompt_logprobs": _negated,
     "ignore_eos": _negated,
+    "include_stop_str": _negated,
     "deterministic": _negated,
     "top_logprobs": lambda v, _, rng: rng.choice((0, 1, v + 1, v - 1, 10**4)),
     "logprobs_mode": _pick("raw", "processed"),
@@ -194,6 +195,8 @@ def _cut(completion: Data, count: int, reason: str, tokenizer: Any) -> None:
     if tokenizer is not None:
         completion["text"] = tokenizer.decode(completion["token_ids"], skip_special_tokens=True)
     completion["finish_reason"] = reason
+    if reason != "stop":
+        completion["stop_reason"] = None
 
 
 def _change_parts(data: Data, rng: random.Random) -> str:
@@ -294,6 +297,7 @@ FIELDS = (
     "text",
     "finish_reason",
     "error",
+    "stop_reason",
     "completions",
     "prompt_token_ids",
     "fingerprint",
@@ -402,12 +406,15 @@ def _judge_one(stated: Completion, own: Completion, tokenizer: Any) -> str:
         verdict = PARTIAL
     if (stated.text is None) != (own.text is None) and isinstance(stated.text, str | None):
         expected, verdict = replace(expected, text=stated.text), PARTIAL
+    if stated.stop_reason is None:  # it says nothing
+        expected = replace(expected, stop_reason=None)
     same = spelled(_of_completion(stated)) == spelled(_of_completion(expected))
     return verdict if same else DIFFERS
 
 
 def _of_completion(c: Completion) -> list[Any]:
-    return [c.token_ids, c.text, c.logprobs, c.top_logprobs, c.finish_reason, c.error]
+    ends = [c.finish_reason, c.error, c.stop_reason]
+    return [c.token_ids, c.text, c.logprobs, c.top_logprobs, *ends]
 
 
 def spelled(value: Any) -> str:

@@ -89,7 +89,7 @@ class Chat:
 
     def _answer(self, line: str) -> None:
         """Stream the answer to a message; Ctrl-C ends it where it is."""
-        from tinyspec.engine.input_processor import to_token_ids
+        from tinyspec.engine.prompts import to_token_ids
         from tinyspec.engine.results import output_of
 
         messages = [*self._messages, {"role": "user", "content": line}]

@@ -39,10 +39,11 @@ class Sequence:
     pages: page table. digests: of full pages, one each. draft_free: verify the next token without
     drafts. given_tokens: the expected continuation (replay, scoring), used as drafts; the sequence
     ends where the canonical tokens diverge from it. teacher_forced: commit it whatever the logits
-    say. error: why it ended early. cause: the exception behind it. scores, logits: per committed
-    token [V] fp32, processed and raw, where the request keeps them. siblings: completions that
-    start from this one's prompt as soon as it is computed. next_logits: [V] fp32 of its next token,
-    where that is supplied from outside: it waits for it, and needs no pages meanwhile.
+    say. stop_string: that ended it. error: why it ended early. cause: the exception behind it.
+    scores, logits: per committed token [V] fp32, processed and raw, where the request keeps them.
+    siblings: completions that start from this one's prompt as soon as it is computed. next_logits:
+    [V] fp32 of its next token, where that is supplied from outside: it waits for it, and needs no
+    pages meanwhile.
     """
 
     request: Request
@@ -56,6 +57,7 @@ class Sequence:
     given_tokens: list[int] | None = None
     teacher_forced: bool = False
     finish_reason: str | None = None
+    stop_string: str | None = None
     error: str | None = None
     cause: Exception | None = None
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
@@ -132,6 +134,22 @@ class Sequence:
                 setattr(self._stats, name, getattr(self._stats, name) + int(column[self.row]))
                 column[self.row] = 0
         return self._stats
+
+    @property
+    def cached_prompt_tokens(self) -> int:
+        """Of its statistics; without a look at the table."""
+        return self._stats.cached_prompt_tokens
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string or token that ended it; None for the model's own EOS, criteria, and
+        whatever is no stop."""
+        if self.finish_reason != "stop":
+            return None
+        (newest,) = self.ids(self.length - 1, self.length)
+        if newest in self.params.stop_ids:
+            return None if newest in self.params.eos_ids else newest
+        return self.stop_string
 
     @property
     def history(self) -> list[int]:
@@ -274,13 +292,14 @@ class Sequence:
 class Request:
     """A prompt and its sampling parameters, and the sequences that complete it.
 
-    arrival: number in order of arrival. prompt_logprobs: filled in as prompt rows run. recompute:
-    use no cached page. embeds: the model's input in place of the prompt's tokens, [num_prompt,
-    hidden]. num_hidden: leading prompt tokens that are placeholders then. keeps: of scores,
-    logits. supplied: whether its tokens come from outside (``Sequence.supply``); each completion
-    computes the prompt then. fingerprint: that it runs under, with its parts. thread: whose code
-    its processors and criteria are; 0: none that steps. thoughts: of the prompt, where it is
-    thought about. tokenizer: its digest, with stop strings.
+    arrival: number in order of arrival. priority: of those that wait the lowest starts first.
+    prompt_logprobs: filled in as prompt rows run. recompute: use no cached page. embeds: the
+    model's input in place of the prompt's tokens, [num_prompt, hidden]. num_hidden: leading prompt
+    tokens that are placeholders then. keeps: of scores, logits. supplied: whether its tokens come
+    from outside (``Sequence.supply``); each completion computes the prompt then. fingerprint: that
+    it runs under, with its parts. thread: whose code its processors and criteria are; 0: none that
+    steps. thoughts: of the prompt, where it is thought about. tokenizer: its digest, with stop
+    strings.
     """
 
     request_id: str
@@ -298,6 +317,7 @@ class Request:
     thread: int = 0
     thoughts: Thoughts | None = None
     tokenizer: str | None = None
+    priority: float = 0
 
     def __post_init__(self) -> None:
         assert self.params.seed is not None or self.params.temperature == 0
