@@ -87,10 +87,12 @@ class TextStream:
 
 @dataclass
 class _Told:
-    """What was told of a sequence: how many tokens, and thoughts of its prompt."""
+    """What was told of a sequence: how many tokens, and thoughts of its prompt, which has that
+    number in its call."""
 
     text: TextStream
     tokens: int
+    prompt: int
     thoughts: int = 0
 
 
@@ -112,8 +114,8 @@ class EventStream(Iterator[StreamEvent]):
         self._events: deque[StreamEvent] = deque()
         # Sequences of which there is more to tell.
         self._open = {
-            sequence: _Told(TextStream(tokenizer), request.num_prompt)
-            for request in requests
+            sequence: _Told(TextStream(tokenizer), request.num_prompt, prompt)
+            for prompt, request in enumerate(requests)
             for sequence in request.sequences
         }
 
@@ -153,6 +155,7 @@ class EventStream(Iterator[StreamEvent]):
             first = count > 0 and told.tokens == request.num_prompt
             event = StreamEvent(
                 request_id=request.request_id,
+                prompt=told.prompt,
                 index=sequence.index,
                 token_ids=token_ids,
                 text=told.text.push(token_ids, sequence.finished),

@@ -1,0 +1,353 @@
+"""Requests as OpenAI's API has them: which fields are served, in which ranges, and what the engine
+is asked for. Fields of SamplingParams have its names, with those of the API as aliases.
+
+Whatever is no field here is refused. Knows no engine: what depends on the model is checked when the
+request is added.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Annotated, Any, Literal
+
+from openai.types.chat import ChatCompletionFunctionToolParam, ChatCompletionNamedToolChoiceParam
+from openai.types.responses import (
+    ResponseFormatTextJSONSchemaConfigParam,
+    ToolChoiceFunctionParam,
+)
+from openai.types.shared_params import (
+    ResponseFormatJSONObject,
+    ResponseFormatJSONSchema,
+    ResponseFormatText,
+)
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    Json,
+    model_validator,
+)
+
+from tinyspec.errors import refuse
+from tinyspec.sampling_params import SamplingParams
+
+# Completions that one request may ask for, of all its prompts.
+MOST_COMPLETIONS = 1024
+SAMPLING = {field.name for field in fields(SamplingParams)}
+# A model is called as it pleases; pydantic keeps names that begin so for itself.
+STRICT = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+TokenId = Annotated[int, Field(strict=False, ge=0, lt=2**31)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Stop = str | Annotated[list[str], Field(max_length=4)]
+# OpenAI's seeds have a sign.
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63), AfterValidator(lambda seed: seed % 2**64)]
+
+
+def schema_of(given: Any) -> dict[str, Any] | None:
+    """What a response_format wants the text to fit; None where it may be any."""
+    if given["type"] == "json_schema":
+        return given.get("json_schema", given).get("schema") or {}
+    return {"type": "object"} if given["type"] == "json_object" else None
+
+
+ResponseFormat = Annotated[
+    ResponseFormatText | ResponseFormatJSONObject | ResponseFormatJSONSchema,
+    AfterValidator(schema_of),
+]
+
+
+class Strict(BaseModel):
+    """An object with these fields alone; null is as if a field were not there."""
+
+    model_config = STRICT
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if value is not None}
+
+    @classmethod
+    def api_name(cls, name: str) -> str:
+        """What the API calls a field."""
+        field = cls.model_fields.get(name)
+        return str((field and field.alias) or name)
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class TextRequest(Strict):
+    """What the endpoints for text share: what is OpenAI's, then what has no effect by definition,
+    then vLLM's and tinyspec's own."""
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, ge=0, le=1)
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
+    seed: Seed | None = None
+
+    metadata: dict[str, str] = {}
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    service_tier: Literal["auto", "default"] = "default"
+    store: Literal[False] = False
+    user: str | None = None
+
+    deterministic: bool | None = None
+    ignore_eos: bool = False
+    min_new_tokens: int = Field(0, ge=0, alias="min_tokens")
+    min_p: float = Field(0.0, ge=0, le=1)
+    priority: int = Field(0, ge=-(2**31), lt=2**31)
+    repetition_penalty: float = Field(1.0, gt=0)
+    return_token_ids: bool = False
+    stop_token_ids: list[TokenId] = []
+    top_k: int = Field(0, ge=0)
+
+    @property
+    def completions(self) -> int:
+        """How many there are of each prompt."""
+        return getattr(self, "num_return_sequences", 1)
+
+    def params(self, **given: Any) -> SamplingParams:
+        """Its SamplingParams, with those that are ``given``. Raises ValueError."""
+        own = {name: value for name, value in self if name in SAMPLING}
+        own = {name: value for name, value in own.items() if value is not None}
+        return SamplingParams(**{"max_new_tokens": None, "include_stop_str": False} | own | given)
+
+
+class CompletionRequest(TextRequest):
+    """Of ``/v1/completions``."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    max_new_tokens: int = Field(16, ge=1, alias="max_tokens")
+    num_return_sequences: int = Field(1, ge=1, le=128, alias="n")
+    stop_strings: Stop = Field([], alias="stop")
+    logit_bias: dict[TokenId, Bias] = {}
+    echo: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=5, alias="logprobs")
+
+    def prompts(self) -> list[Any]:
+        one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
+        prompts: list[Any] = [self.prompt] if one else list(self.prompt)
+        if not 0 < len(prompts) * self.completions <= MOST_COMPLETIONS:
+            asked = f"{len(prompts)} prompts with n={self.completions}"
+            raise refuse("prompt", asked, f"1 to {MOST_COMPLETIONS} completions")
+        return prompts
+
+    def params(self, **given: Any) -> SamplingParams:
+        wanted = self.top_logprobs is not None
+        return super().params(logprobs=wanted, prompt_logprobs=wanted and self.echo, **given)
+
+
+class TextPart(Strict):
+    """Part of a message; annotations, logprobs: of an answer of before."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[Any] = []
+
+
+class FunctionCall(Strict):
+    name: str
+    arguments: Json[dict[str, Any]]
+
+
+class ToolCall(Strict):
+    type: Literal["function"] = "function"
+    id: str
+    function: FunctionCall
+
+
+class Message(Strict):
+    """One message of a chat."""
+
+    role: Literal["developer", "system", "user", "assistant", "tool"]
+    content: str | list[TextPart] = ""
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As chat templates have it: they know no developer, and arguments as an object."""
+        content = self.content
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        role = "system" if self.role == "developer" else self.role
+        return self.model_dump(exclude_none=True) | {"role": role, "content": text}
+
+
+class ToolRequest(Strict):
+    """What a prompt is made of that has messages and may have tools."""
+
+    tools: list[ChatCompletionFunctionToolParam] = []
+    tool_choice: Literal["none", "auto", "required"] | ChatCompletionNamedToolChoiceParam = "auto"
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @property
+    def functions(self) -> list[Any]:
+        """Name, description, parameters, strict of each tool."""
+        return [tool["function"] for tool in self.tools]
+
+    @property
+    def forced(self) -> str | None:
+        """The name of the function that is to be called."""
+        choice = self.tool_choice
+        return choice["function"]["name"] if isinstance(choice, dict) else None
+
+    def chat(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        """The prompt, as the engine takes it."""
+        chat = {"messages": messages, "chat_template_kwargs": self.chat_template_kwargs}
+        if self.tools and self.tool_choice != "none":
+            chat["tools"] = [{"type": "function", "function": f} for f in self.functions]
+        return chat
+
+
+class ChatRequest(TextRequest, ToolRequest):
+    """Of ``/v1/chat/completions``."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_new_tokens: int | None = Field(
+        None,
+        ge=1,
+        alias="max_tokens",
+        validation_alias=AliasChoices("max_tokens", "max_completion_tokens"),
+    )
+    num_return_sequences: int = Field(1, ge=1, le=128, alias="n")
+    stop_strings: Stop = Field([], alias="stop")
+    logit_bias: dict[TokenId, Bias] = {}
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
+    json_schema: ResponseFormat | None = Field(None, alias="response_format")
+
+    def prompts(self) -> list[Any]:
+        if self.top_logprobs and not self.logprobs:
+            raise refuse("top_logprobs", self.top_logprobs, "0 without logprobs=true")
+        return [self.chat([message.plain() for message in self.messages])]
+
+
+class InputMessage(Message):
+    """A message among the input of ``/v1/responses``; id, status: of an answer of before."""
+
+    type: Literal["message"] = "message"
+    id: str | None = None
+    status: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        return Message(role=self.role, content=self.content).plain()
+
+
+class InputCall(FunctionCall):
+    type: Literal["function_call"]
+    call_id: str
+    id: str | None = None
+    status: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        function = {"name": self.name, "arguments": self.arguments}
+        call = {"id": self.call_id, "type": "function", "function": function}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+class InputResult(Strict):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str
+    id: str | None = None
+    status: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        return {"role": "tool", "tool_call_id": self.call_id, "content": self.output}
+
+
+class ResponsesTool(Strict):
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] = {}
+    strict: bool = False
+
+
+class ResponsesText(Strict):
+    format: (
+        ResponseFormatText | ResponseFormatJSONObject | ResponseFormatTextJSONSchemaConfigParam
+    ) = {"type": "text"}
+    verbosity: Literal["medium"] = "medium"
+
+
+class ResponsesRequest(TextRequest, ToolRequest):
+    """Of ``/v1/responses``."""
+
+    input: str | list[InputMessage | InputCall | InputResult]
+    instructions: str | None = None
+    max_new_tokens: int | None = Field(None, ge=1, alias="max_output_tokens")
+    text: ResponsesText = ResponsesText()
+    tools: list[ResponsesTool] = []  # type: ignore[assignment]
+    tool_choice: Literal["none", "auto", "required"] | ToolChoiceFunctionParam = "auto"  # type: ignore[assignment]
+    include: list[Literal["message.output_text.logprobs"]] = []
+    top_logprobs: int = Field(0, ge=0, le=20)
+    background: Literal[False] = False
+    truncation: Literal["disabled"] = "disabled"
+
+    @property
+    def functions(self) -> list[dict[str, Any]]:
+        return [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in self.tools]
+
+    @property
+    def forced(self) -> str | None:
+        return self.tool_choice["name"] if isinstance(self.tool_choice, dict) else None
+
+    @property
+    def json_schema(self) -> dict[str, Any] | None:
+        return schema_of(self.text.format)
+
+    def prompts(self) -> list[Any]:
+        if self.top_logprobs and not self.include:
+            raise refuse("top_logprobs", self.top_logprobs, "0 unless include has logprobs")
+        items = self.input
+        told = [{"role": "user", "content": items}] if isinstance(items, str) else []
+        told = told or [item.plain() for item in items]  # type: ignore[union-attr]
+        first = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        return [self.chat(first + told)]
+
+    def params(self, **given: Any) -> SamplingParams:
+        given = {"json_schema": self.json_schema, "logprobs": bool(self.include)} | given
+        return super().params(**given)
+
+
+class Tokenize(ToolRequest):
+    """Of ``/tokenize``: text, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] = []
+
+    def prompts(self) -> list[Any]:
+        if (self.prompt is None) == (not self.messages):
+            raise refuse("prompt", self.prompt, "text, or messages in its place")
+        chat = self.chat([message.plain() for message in self.messages])
+        return [self.prompt or chat]
+
+
+class Detokenize(Strict):
+    """Of ``/detokenize``."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class AuditRequest(Strict):
+    """Of ``/v1/audit``: a request with return_token_ids, as it was sent, and what was answered."""
+
+    request: dict[str, Any]
+    response: dict[str, Any]
