@@ -50,6 +50,10 @@ class UnsupportedEnvironmentError(TinyspecError, RuntimeError):
     """No model can be served as the process is set up; the message says what to set."""
 
 
+class QueueFull(TinyspecError):
+    """As many calls of an AsyncEngine wait as its ``max_waiting`` allows: this one never began."""
+
+
 def unsupported(model: object, reason: str) -> UnsupportedModelError:
     """An UnsupportedModelError in the form that all have."""
     return UnsupportedModelError(f"{type(model).__name__} is not supported: {reason}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,16 @@ from typing import Any
 import torch
 
 from tinyspec.config import EngineConfig
-from tinyspec.engine.async_worker import AsyncWorker, Call
+from tinyspec.engine.async_worker import URGENT, AsyncWorker, Call
 from tinyspec.engine.engine import Engine, Params
+from tinyspec.engine.input_processor import checked_priority
 from tinyspec.engine.lock import OneProcess
+from tinyspec.engine.results import scores_of
 from tinyspec.errors import refuse
 from tinyspec.outputs import RequestOutput, StreamEvent
 from tinyspec.scalars import plain
+from tinyspec.scheduler.passes import EngineStats
+from tinyspec.scheduler.request import Request
 
 # Seconds that a finalizer waits for the thread: it runs at any line, also where its own thread
 # holds what the other one needs to end.
@@ -29,8 +34,9 @@ class AsyncEngine(OneProcess):
 
     Passes run in a thread of their own, and so does the user's code in requests. Cancelling a task
     aborts its requests. model, tokenizer, config: as for ``Engine``, or an Engine as ``model``,
-    which others may use as well, and which stays open. max_requests: calls begin, in order, while
-    fewer requests than this are unfinished; the others wait. An asynchronous context manager.
+    which others may use as well, and which stays open. max_requests: calls begin while fewer
+    requests than this are unfinished; the others wait. max_waiting: how many may wait (None: any
+    number); further calls raise QueueFull. An asynchronous context manager.
 
     engine: the Engine, for its other methods, which wait for no event loop but for a pass.
 
@@ -44,16 +50,19 @@ class AsyncEngine(OneProcess):
         config: EngineConfig | None = None,
         *,
         max_requests: int = 1024,
+        max_waiting: int | None = None,
     ):
-        max_requests = plain(max_requests)
+        max_requests, max_waiting = plain(max_requests), plain(max_waiting)
         if not isinstance(max_requests, int) or max_requests < 1:
             raise refuse("max_requests", max_requests, "an integer of at least 1")
+        if max_waiting is not None and not (isinstance(max_waiting, int) and max_waiting >= 0):
+            raise refuse("max_waiting", max_waiting, "None or an integer of at least 0")
         given = isinstance(model, Engine)
         if given and (tokenizer, config) != (None, None):
             raise refuse("tokenizer, config", (tokenizer, config), "None with an Engine")
         self.engine: Engine = model if given else Engine(model, tokenizer, config)
         self.lock = self.engine.lock
-        self._worker = AsyncWorker(self.engine, max_requests, closes=not given)
+        self._worker = AsyncWorker(self.engine, max_requests, max_waiting, closes=not given)
         weakref.finalize(self, self._worker.stop, FINALIZERS_WAIT).atexit = False
 
     @classmethod
@@ -65,11 +74,12 @@ class AsyncEngine(OneProcess):
         config: EngineConfig | None = None,
         *,
         max_requests: int = 1024,
+        max_waiting: int | None = None,
         **given: Any,
     ) -> AsyncEngine:
         """As ``Engine.from_pretrained``; returns when the model is loaded."""
         engine = Engine.from_pretrained(name_or_path, dtype, device, config, **given)
-        served = cls(engine, max_requests=max_requests)
+        served = cls(engine, max_requests=max_requests, max_waiting=max_waiting)
         served._worker.closes = True
         return served
 
@@ -84,22 +94,45 @@ class AsyncEngine(OneProcess):
         ValueError."""
         await asyncio.get_running_loop().run_in_executor(None, self._worker.stop)
 
-    async def generate(self, prompts: Any, params: Params = None) -> list[RequestOutput]:
-        """Outputs for ``prompts``, in their order; arguments and errors as ``Engine.generate``."""
-        call = self._call(prompts, params, streams=False)
-        try:
-            return await self._answer(call)
-        finally:
-            self._worker.end(call)
+    async def generate(
+        self, prompts: Any, params: Params = None, priority: int = 0, timeout: float | None = None
+    ) -> list[RequestOutput]:
+        """Outputs for ``prompts``, in their order; arguments and errors as ``Engine.generate``.
 
-    async def stream(self, prompts: Any, params: Params = None) -> AsyncIterator[StreamEvent]:
+        priority: of the calls that wait, and of the requests that wait in the engine, the lowest
+        begin first, equal ones in order. timeout: seconds after which a call that has not finished
+        raises TimeoutError. Raises QueueFull at once where ``max_waiting`` calls wait.
+        """
+        prepare = partial(self.engine.prepare, prompts, params)
+        return await self._collected(self._queued(prepare, list, priority, timeout))
+
+    async def score(
+        self,
+        prompts: Any,
+        continuations: Any,
+        params: Params = None,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> list[list[float]]:
+        """As ``Engine.score``; priority, timeout: as for ``generate``."""
+        engine = self.engine
+
+        def prepare() -> list[Request]:
+            return engine.ready().scored(prompts, continuations, params)
+
+        return await self._collected(self._queued(prepare, scores_of, priority, timeout))
+
+    async def stream(
+        self, prompts: Any, params: Params = None, priority: int = 0, timeout: float | None = None
+    ) -> AsyncIterator[StreamEvent]:
         """Committed tokens of ``prompts`` as they come; arguments and errors as ``generate``, at
         the first event.
 
         An event has all tokens of its completion since the one before: who reads slowly gets fewer
         events, keeps nobody waiting, and nothing piles up. Leaving the loop aborts what is left.
         """
-        call = self._call(prompts, params, streams=True)
+        prepare = partial(self.engine.prepare, prompts, params)
+        call = self._queued(prepare, None, priority, timeout)
         try:
             while events := await self._answer(call):
                 for event in events:
@@ -107,11 +140,59 @@ class AsyncEngine(OneProcess):
         finally:
             self._worker.end(call)
 
-    def _call(self, prompts: Any, params: Params, streams: bool) -> Call:
-        future = asyncio.get_running_loop().create_future()
-        return Call(partial(self.engine.prepare, prompts, params), streams, future)
+    async def fingerprint(self) -> str:
+        """As ``Engine.fingerprint``, between two steps, as are the following."""
+        return await self._asked(lambda engine: engine.fingerprint)
+
+    async def stats(self) -> EngineStats:
+        """Sums over all passes so far; they stay as they are."""
+        return await self._asked(lambda engine: deepcopy(engine.stats()))
+
+    async def abort(self, request_id: str) -> RequestOutput:
+        """As ``Engine.abort``: a stream ends with an event of finish_reason "abort", ``generate``
+        returns what there is."""
+        return await self._asked(lambda engine: engine.abort(request_id))
+
+    @property
+    def waiting(self) -> int:
+        """How many calls wait for others to finish before they begin."""
+        return len(self._worker.waiting)
+
+    def _queued(self, prepare: Any, collect: Any, priority: int, timeout: float | None) -> Call:
+        """A call that waits for its turn, and at most ``timeout`` seconds for its end."""
+        timeout, loop = plain(timeout), asyncio.get_running_loop()
+        number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+        if timeout is not None and not (number and timeout > 0):
+            raise refuse("timeout", timeout, "None, or seconds, a number above 0")
+        call = Call(prepare, collect, loop.create_future(), checked_priority(priority))
+        self._worker.queue(call)
+        if timeout is not None:
+            error = TimeoutError(f"not finished within {timeout} seconds")
+            call.timer = loop.call_later(timeout, self._expire, call, error)
+        return call
+
+    def _expire(self, call: Call, error: TimeoutError) -> None:
+        if call.begun and not call.unfinished:
+            return  # there is still something to read
+        call.error = error
+        self._worker.end(call)
+        if not call.future.done():
+            call.future.set_exception(error)
+
+    async def _asked(self, ask: Callable[[Engine], Any]) -> Any:
+        """What ``ask`` says of the engine, in the thread that steps it."""
+        engine, future = self.engine, asyncio.get_running_loop().create_future()
+        return await self._collected(Call(list, lambda _: ask(engine), future, URGENT))
+
+    async def _collected(self, call: Call) -> Any:
+        try:
+            return await self._answer(call)
+        finally:
+            self._worker.end(call)
 
     async def _answer(self, call: Call) -> Any:
+        if call.error is not None:
+            raise call.error
         if call.future.done():
             call.future = asyncio.get_running_loop().create_future()
         self._worker.tell(call)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -14,50 +15,63 @@ from typing import Any
 from tinyspec.engine.engine import Engine
 from tinyspec.engine.lock import LOOK
 from tinyspec.engine.results import EventStream, output_of
-from tinyspec.errors import refuse
+from tinyspec.errors import QueueFull, refuse
+from tinyspec.outputs import RequestOutput
 from tinyspec.scheduler.request import Request
+
+# Of a call that has no requests, and waits for nobody.
+URGENT = -math.inf
 
 
 @dataclass(eq=False)
 class Call:
-    """What one task asks for: outputs of the requests that ``prepare`` makes, or their events.
+    """What one task asks for: what ``collect`` makes of the outputs of the requests that
+    ``prepare`` makes, or their events.
 
-    future: of the answer that the task waits for. ended: it wants no more. Of the worker: asked:
-    the task waits; begun: its requests are made; error: what ended it; stream: of events.
+    future: of the answer that the task waits for. priority: lower begins first. ended: it wants no
+    more. error: what ended it. timer: ends it. Of the worker: asked: the task waits; begun: its
+    requests are made; stream: of events.
     """
 
     prepare: Callable[[], list[Request]]
-    streams: bool
+    collect: Callable[[list[RequestOutput]], Any] | None
     future: asyncio.Future[Any]
+    priority: float = 0
     ended: bool = False
     asked: bool = False
     begun: bool = False
     error: BaseException | None = None
+    timer: asyncio.TimerHandle | None = None
     requests: list[Request] = field(default_factory=list)
     stream: EventStream | None = None
 
     def begin(self, engine: Engine) -> None:
         """Make its requests and queue them. Raises what is wrong with them."""
-        requests = self.prepare()
-        if self.streams:
-            self.stream = engine.follow(requests)
-        else:
-            engine.tracker.add(requests)
-        self.requests, self.begun = requests, True
-        for request in requests:
-            request.thread = 0  # its code ends no worker
+        with engine.lock("generate"):
+            requests = self.prepare()
+            for request in requests:
+                request.priority = self.priority
+            if self.collect is None:
+                self.stream = engine.follow(requests)
+            else:
+                engine.tracker.add(requests)
+            self.requests, self.begun = requests, True
+            for request in requests:
+                request.thread = 0  # its code ends no worker
 
     @property
     def unfinished(self) -> bool:
         """Whether steps are to be run for it."""
         return self.begun and not all(request.finished for request in self.requests)
 
-    def answer(self, tokenizer: Any) -> list[Any] | None:
-        """Outputs, or the events since the last answer; None where there are none yet, an empty
-        list where none will come."""
-        if self.stream is not None:
-            return self.stream.new_events()
-        return None if self.unfinished else [output_of(r, tokenizer) for r in self.requests]
+    def answer(self, tokenizer: Any) -> Any:
+        """What was collected, or the events since the last answer; None where there are none yet,
+        an empty list where none will come."""
+        if self.collect is None:
+            return self.stream and self.stream.new_events()
+        if self.unfinished:
+            return None
+        return self.collect([output_of(request, tokenizer) for request in self.requests])
 
     def resolve(self, value: Any) -> None:
         """Let its task go on with ``value``, or with an exception that is raised there."""
@@ -78,13 +92,15 @@ class Call:
 class AsyncWorker:
     """Steps ``engine`` in one thread while calls are unfinished.
 
-    Calls begin in order, while fewer than ``max_requests`` requests are unfinished. closes: whether
-    ``stop``, which the end of the interpreter calls too, closes the engine.
+    Calls begin by priority, then in order, while fewer than ``max_requests`` requests are
+    unfinished. closes: whether ``stop``, which the end of the interpreter calls too, closes the
+    engine. waiting: calls with requests that have not begun.
     """
 
-    def __init__(self, engine: Engine, max_requests: int, closes: bool):
+    def __init__(self, engine: Engine, max_requests: int, max_waiting: int | None, closes: bool):
         self._engine, self.closes = engine, closes
-        self._max_requests = max_requests
+        self._max_requests, self._max_waiting = max_requests, max_waiting
+        self.waiting: set[Call] = set()
         # Closed while there is nothing to do. No Event: to set one takes a lock, which a finalizer
         # would wait for where its own thread holds it.
         self._gate = Lock()
@@ -100,6 +116,14 @@ class AsyncWorker:
         with suppress(RuntimeError):  # open already
             self._gate.release()
 
+    def queue(self, call: Call) -> None:
+        """Let a call wait for its turn. Raises QueueFull where as many wait as may, and it could
+        not begin at once."""
+        free = max(0, self._max_requests - len(self._engine.tracker.requests))
+        if self._max_waiting is not None and len(self.waiting) >= free + self._max_waiting:
+            raise QueueFull(f"{self._max_waiting} calls wait already (max_waiting)")
+        self.waiting.add(call)
+
     def tell(self, call: Call) -> None:
         """The task waits for its next answer. Raises ValueError where no worker is left to give
         it."""
@@ -113,6 +137,8 @@ class AsyncWorker:
     def end(self, call: Call) -> None:
         """The task wants no more, as finalizers tell too: what is unfinished is aborted."""
         call.ended = True
+        if call.timer is not None:
+            call.timer.cancel()
         self._told.append(call)
         self._wake()
 
@@ -143,9 +169,12 @@ class AsyncWorker:
         engine, tracker = self._engine, self._engine.tracker
         self._gate.acquire(blocking=False)
         self._take()
-        waiting = [call for call in self._calls if not call.begun]
-        while waiting and len(tracker.requests) < self._max_requests:
+        waiting = sorted((c for c in self._calls if not c.begun), key=lambda call: call.priority)
+        while waiting:
+            if len(tracker.requests) >= self._max_requests and waiting[0].priority != URGENT:
+                break
             call = waiting.pop(0)
+            self.waiting.discard(call)
             try:
                 call.begin(engine)
             except Exception as error:
@@ -194,4 +223,5 @@ class AsyncWorker:
     def _forget(self, call: Call) -> None:
         """Abort what is unfinished."""
         self._calls.pop(call, None)
+        self.waiting.discard(call)
         self._engine.tracker.cancel(call.requests)

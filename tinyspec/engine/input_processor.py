@@ -24,6 +24,7 @@ from tinyspec.errors import refuse, refuse_other_names
 from tinyspec.model.supported import checked_device, default_eos, vocab_size
 from tinyspec.outputs import RequestOutput
 from tinyspec.sampling_params import SamplingParams
+from tinyspec.scalars import plain
 from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.request import Request
 from tinyspec.scheduler.thoughts import Thoughts
@@ -209,6 +210,13 @@ class InputProcessor:
             for function in getattr(params, field):
                 if not callable(function):
                     raise refuse(field, function, "functions")
+
+
+def checked_priority(priority: Any) -> int:
+    """An integer; those of a lower one begin first."""
+    if not isinstance(own := plain(priority), int) or isinstance(own, bool):
+        raise refuse("priority", priority, "an integer")
+    return own
 
 
 def _check_token(field: str, token: int, size: int) -> None:

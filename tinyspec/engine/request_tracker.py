@@ -154,8 +154,9 @@ class RequestTracker:
                 for sequence in {*request.sequences} - {*request.sequences[0].siblings}:
                     self._core.admission.add(sequence)
 
-    def queue(self, request: Request) -> str:
+    def queue(self, request: Request, priority: float = 0) -> str:
         """Begin a request that is among ``finished`` at its end; its id."""
+        request.priority = priority
         self.add([request])
         self._queued.add(request.request_id)
         return request.request_id

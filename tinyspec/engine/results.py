@@ -37,6 +37,15 @@ def output_of(request: Request, tokenizer: Any) -> RequestOutput:
     )
 
 
+def scores_of(outputs: list[RequestOutput]) -> list[list[float]]:
+    """Log-probabilities of requests that score. Raises RuntimeError for one that was aborted."""
+    completions = [output.completions[0] for output in outputs]
+    for completion in completions:
+        if completion.error is not None:
+            raise RuntimeError(f"no score: {completion.error}")
+    return [completion.logprobs or [] for completion in completions]
+
+
 def thoughts_of(request: Request, tokenizer: Any, first: int = 0) -> list[Thought] | None:
     """Those made so far, from chunk ``first`` on; None where the prompt is not thought about."""
     if request.thoughts is None:

@@ -292,13 +292,14 @@ class Sequence:
 class Request:
     """A prompt and its sampling parameters, and the sequences that complete it.
 
-    arrival: number in order of arrival. prompt_logprobs: filled in as prompt rows run. recompute:
-    use no cached page. embeds: the model's input in place of the prompt's tokens, [num_prompt,
-    hidden]. num_hidden: leading prompt tokens that are placeholders then. keeps: of scores,
-    logits. supplied: whether its tokens come from outside (``Sequence.supply``); each completion
-    computes the prompt then. fingerprint: that it runs under, with its parts. thread: whose code
-    its processors and criteria are; 0: none that steps. thoughts: of the prompt, where it is
-    thought about. tokenizer: its digest, with stop strings.
+    arrival: number in order of arrival. priority: of those that wait the lowest starts first.
+    prompt_logprobs: filled in as prompt rows run. recompute: use no cached page. embeds: the
+    model's input in place of the prompt's tokens, [num_prompt, hidden]. num_hidden: leading prompt
+    tokens that are placeholders then. keeps: of scores, logits. supplied: whether its tokens come
+    from outside (``Sequence.supply``); each completion computes the prompt then. fingerprint: that
+    it runs under, with its parts. thread: whose code its processors and criteria are; 0: none that
+    steps. thoughts: of the prompt, where it is thought about. tokenizer: its digest, with stop
+    strings.
     """
 
     request_id: str
@@ -316,6 +317,7 @@ class Request:
     thread: int = 0
     thoughts: Thoughts | None = None
     tokenizer: str | None = None
+    priority: float = 0
 
     def __post_init__(self) -> None:
         assert self.params.seed is not None or self.params.temperature == 0
