@@ -22,8 +22,9 @@ _HINTS = {
     "it is called prompt here, which may be chat messages": "messages",
     "there is none; max_new_tokens does not count the prompt": "max_length",
     "there is none; the output includes what stopped it": "include_stop_str_in_output",
-    "there is none; a function in logits_processors can do it": "frequency_penalty logit_bias "
-    "presence_penalty bad_words bad_words_ids no_repeat_ngram_size allowed_token_ids",
+    "there is none; a function in logits_processors can do it": "no_repeat_ngram_size "
+    "allowed_token_ids",
+    "it is called bad_words_ids in SamplingParams, which takes token ids": "bad_words",
     "there is none": "best_of num_beams use_beam_search length_penalty regex json_schema "
     "guided_decoding structured_outputs response_format skip_special_tokens "
     "tensor_parallel_size tp_size pipeline_parallel_size swap_space cpu_offload_gb enable_lora",

@@ -7,8 +7,9 @@ for stop strings) is checked when the request is added.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from dataclasses import field as dataclass_field
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +23,12 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _is_finite(value: Any) -> bool:
+    """Whether it is a number that a float can hold; an integer may be too large for one."""
+    real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return real and abs(value) <= sys.float_info.max
+
+
 def _token_ids(field: str, value: Any) -> tuple[int, ...]:
     """One id or several, as a tuple."""
     several = isinstance(value, Iterable)
@@ -29,6 +36,28 @@ def _token_ids(field: str, value: Any) -> tuple[int, ...]:
     if not all(_is_int(i) and i >= 0 for i in ids):
         raise refuse(field, value, "token ids, integers of at least 0")
     return ids
+
+
+def _words(field: str, value: Any) -> tuple[tuple[int, ...], ...]:
+    """Token ids of each of several words."""
+    words = value if isinstance(value, Iterable) else [None]
+    ids = [tuple(plain_list(word)) if isinstance(word, Iterable) else () for word in words]
+    if not all(word and all(_is_int(i) and i >= 0 for i in word) for word in ids):
+        raise refuse(field, value, "lists of one token id or more each, integers of at least 0")
+    return tuple(ids)
+
+
+def _biases(field: str, value: Any) -> dict[int, float]:
+    """A number for each token id; JSON writes ids as strings."""
+    found = {}
+    for token, bias in value.items() if isinstance(value, Mapping) else [(None, None)]:
+        token, bias = plain(token), plain(bias)
+        if isinstance(token, str) and token.isdecimal():
+            token = int(token)
+        if not (_is_int(token) and token >= 0 and _is_finite(bias)):
+            raise refuse(field, value, "finite numbers by token ids, integers of at least 0")
+        found[token] = bias
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +68,13 @@ class SamplingParams:
         stop token is sampled.
     temperature: 0 is greedy. top_k (0: off), top_p (1: off, 0: the likeliest alone) and min_p
         (0: off) filter in this order.
-    repetition_penalty: divides positive and multiplies negative logits of tokens already seen.
+    What changes logits before temperature, in this order, which is transformers' where it has one:
+        logit_bias: added to the logits of these token ids.
+        repetition_penalty: divides positive and multiplies negative logits of tokens already seen.
+        frequency_penalty, presence_penalty: subtracted from the logits of tokens already generated,
+        as often as each was, and once (OpenAI's meaning; the prompt does not count).
+        bad_words_ids: sequences of token ids whose last token is excluded where the others precede
+        it; one that is a single end token is ignored.
     seed: makes a sampled request repeatable; None draws one, which the output records.
     deterministic: the same tokens and log-probabilities, bit for bit, whatever else runs.
     num_return_sequences: completions of the prompt; each is as if it had been asked for alone.
@@ -63,7 +98,11 @@ class SamplingParams:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    logit_bias: Mapping[int, float] | None = dataclass_field(default=None, hash=False)
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    bad_words_ids: Sequence[Sequence[int]] | None = None
     seed: int | None = None
     deterministic: bool = False
     num_return_sequences: int = 1
@@ -95,10 +134,7 @@ class SamplingParams:
     def _check_numbers(self) -> None:
         def number(field: str, allowed: str, ok: Callable[[float], bool]) -> None:
             value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise refuse(field, value, allowed)
-            # An integer may be finite and too large for a float.
-            if not (abs(value) <= sys.float_info.max and ok(value)):
+            if not (_is_finite(value) and ok(value)):
                 raise refuse(field, value, allowed)
 
         def integer(field: str, least: int, more: str = "") -> None:
@@ -114,6 +150,8 @@ class SamplingParams:
         allowed = "0 (greedy) or a finite number of at least 1e-6"
         number("temperature", allowed, lambda x: x == 0 or x >= 1e-6)
         number("repetition_penalty", "a finite number above 0", lambda x: x > 0)
+        for field in ("frequency_penalty", "presence_penalty"):
+            number(field, "a finite number", lambda _: True)
         if self.top_k is not None:
             integer("top_k", 0, " (0 and None: off)")
         if self.top_p is not None:
@@ -138,6 +176,10 @@ class SamplingParams:
         if self.eos_token_id is not None:
             self._set("eos_token_id", _token_ids("eos_token_id", self.eos_token_id))
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        if self.logit_bias is not None:
+            self._set("logit_bias", _biases("logit_bias", self.logit_bias))
+        if self.bad_words_ids is not None:
+            self._set("bad_words_ids", _words("bad_words_ids", self.bad_words_ids))
         strings = (self.stop_strings,) if isinstance(self.stop_strings, str) else self.stop_strings
         if not isinstance(strings, Iterable) or not all(isinstance(s, str) and s for s in strings):
             raise refuse("stop_strings", self.stop_strings, "strings that are not empty")
@@ -163,6 +205,16 @@ class SamplingParams:
         """All tokens that do."""
         return (*self.eos_ids, *self.stop_token_ids)  # type: ignore[misc]
 
+    @property
+    def tokens(self) -> dict[str, Iterable[int]]:
+        """All token ids in it, by field."""
+        found: dict[str, Any] = {
+            name: getattr(self, name) or ()
+            for name in ("stop_token_ids", "eos_token_id", "logit_bias")
+        }
+        found["bad_words_ids"] = [token for word in self.bad_words_ids or () for token in word]
+        return found
+
     @cached_property
     def filtered(self) -> bool:
         """Whether top-k, top-p or min-p filters the logits."""
@@ -176,9 +228,11 @@ class SamplingParams:
         return all(getattr(p, "stateless", False) for p in self.logits_processors)
 
     @cached_property
-    def needs_history(self) -> bool:
-        """Whether sampling depends on the tokens before."""
-        return self.repetition_penalty != 1.0 or bool(self.logits_processors)
+    def changes_logits(self) -> bool:
+        """Whether logits are changed before temperature, nearly always by the tokens before."""
+        penalties = self.repetition_penalty != 1.0, self.frequency_penalty, self.presence_penalty
+        named = self.logit_bias, self.bad_words_ids
+        return any(penalties) or any(named) or bool(self.logits_processors)
 
     @cached_property
     def checks_text(self) -> bool:

@@ -54,6 +54,10 @@ SAMPLING: dict[str, tuple[Any, str]] = {
     "top_p": (float, "sample from the likeliest that have so much together"),
     "min_p": (float, "sample from those with so much of the likeliest's probability"),
     "repetition_penalty": (float, "of tokens already seen (default: 1, none)"),
+    "frequency_penalty": (float, "of tokens already generated, as often as each was"),
+    "presence_penalty": (float, "of tokens already generated, once each"),
+    "logit_bias": (json.loads, 'JSON, as {"5": 2.5}: added to the logits of token ids'),
+    "bad_words_ids": (json.loads, "JSON, as [[5], [6, 7]]: may not follow each other"),
     "seed": (int, "makes a sampled request repeatable"),
     "num_return_sequences": (int, "completions of each prompt"),
     "eos_token_id": ([int], "instead of the model's"),
@@ -69,7 +73,7 @@ SAMPLING: dict[str, tuple[Any, str]] = {
 # That change the log-probability of a given token.
 OF_THE_DISTRIBUTION = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "logprobs_mode"),
-    "thinking",
+    *("frequency_penalty", "presence_penalty", "logit_bias", "bad_words_ids", "thinking"),
 )
 
 
@@ -92,7 +96,8 @@ def add_sampling(parser: argparse.ArgumentParser, names: Collection[str] = tuple
     group = parser.add_argument_group("sampling")
     for name in names:
         kind, text = SAMPLING[name]
-        how: dict[str, Any] = {"type": kind, "metavar": "N"}
+        metavar = "N" if kind in (int, float) else "TEXT" if kind is str else "JSON"
+        how: dict[str, Any] = {"type": kind, "metavar": metavar}
         if kind is bool:
             how = {"action": "store_true", "default": None}
         elif isinstance(kind, list):

@@ -161,7 +161,7 @@ class WideRows:
             n: SpecialRow(
                 sequence.params,
                 sequence.num_generated,
-                sequence.history if sequence.params.needs_history else [],
+                sequence.history if sequence.params.changes_logits else [],
                 self.pad if self.done[n] else -1,
                 "scores" in sequence.request.keeps,
                 "logits" in sequence.request.keeps,

@@ -196,8 +196,8 @@ class InputProcessor:
         if allowed is not None:
             raise refuse("max_new_tokens", params.max_new_tokens, allowed)
         size = self._vocab_size
-        for field in ("stop_token_ids", "eos_token_id"):
-            for token in getattr(params, field) or ():
+        for field, tokens in params.tokens.items():
+            for token in tokens:
                 _check_token(field, token, size)
         if params.top_logprobs > size:
             raise refuse("top_logprobs", params.top_logprobs, f"at most {size}")

@@ -246,7 +246,7 @@ class Sequence:
         prompt, given = request.num_prompt, self.given_tokens is not None
         raw = params.logprobs and params.logprobs_mode == "raw"
         early = params.min_new_tokens > 0 and bool(params.stop_ids)
-        special = params.needs_history or early or raw or params.top_logprobs > 0
+        special = params.changes_logits or early or raw or params.top_logprobs > 0
         kept = bool(request.keeps) or request.supplied
         drafts = params.draftable and not request.supplied
         self.row = table.add(
