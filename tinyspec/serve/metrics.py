@@ -20,7 +20,7 @@ class Metrics(Collector):
     read. first_token, between_tokens: seconds, of streams."""
 
     def __init__(self, engine: AsyncEngine, model: str):
-        self._engine, self._model = engine.engine, model
+        self._engine, self._model = engine, model
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self._latency = self._seconds("vllm:e2e_request_latency_seconds")
@@ -53,12 +53,13 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The engine's numbers."""
-        engine, stats = self._engine, self._engine.stats()
+        engine, stats = self._engine.engine, self._engine.engine.stats()
         requests = list(engine.tracker.requests.values())
         sequences = [sequence for request in requests for sequence in request.sequences]
+        idle = sum(not (sequence.running or sequence.finished) for sequence in sequences)
         gauges = {
-            "vllm:num_requests_running": sum(s.running for s in sequences),
-            "vllm:num_requests_waiting": sum(not (s.running or s.finished) for s in sequences),
+            "vllm:num_requests_running": sum(sequence.running for sequence in sequences),
+            "vllm:num_requests_waiting": idle + self._engine.waiting,
             "vllm:kv_cache_usage_perc": 1 - engine.pool.num_free / engine.pool.num_pages,
         }
         counts = {
