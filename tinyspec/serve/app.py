@@ -160,11 +160,11 @@ class Server:
             first = await while_connected(http, anext(events))
             return EventStreamResponse(self._sent(reply, first, events, began))
         work = self.engine.generate(reply.prompts, params, **how)
-        events = events_of(await while_connected(http, work))
-        for event in events:
+        found = events_of(await while_connected(http, work))
+        for event in found:
             self._note(event)
         self.metrics.answered(began, reply.prompts)
-        return AsciiJSON(reply.whole(events))
+        return AsciiJSON(reply.whole(found))
 
     async def audit(self, body: AuditRequest) -> dict[str, Any]:
         """Whether this engine gives a response again. Raises ValueError."""

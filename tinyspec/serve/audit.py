@@ -37,21 +37,24 @@ def audit(
             raise refuse("response", tokens, "token_ids, by a request with return_token_ids=true")
     if len(given) != len(reply.prompts) * count:
         raise refuse("response", f"{len(given)} choices", f"{len(reply.prompts) * count}")
-    if not params.deterministic:
-        verdict, reason = "not comparable", "the request was not deterministic"
-    else:
+    verdict, reason = "not comparable", "the request was not deterministic"
+    if params.deterministic:
         outputs = [
             RequestOutput("", prompt, params, [Completion(tokens) for tokens in own])
             for prompt, *own in zip(reply.prompts, *[iter(given)] * count, strict=True)
         ]
         again = reply.whole(events_of(engine.replay(outputs)))
         said, own_fingerprint = response.get("system_fingerprint"), again["system_fingerprint"]
-        verdict, reason = "differs", first_difference(response, again)
+        difference = first_difference(response, again)
+        verdict, reason = "same" if difference is None else "differs", difference or ""
         if said != own_fingerprint:
             verdict, reason = "not comparable", f"system_fingerprint: {said} -> {own_fingerprint}"
-        elif reason is None:
-            verdict = "same"
-    return {"object": "audit", "verdict": verdict, "reason": reason, "model": reply.body.model}
+    return {
+        "object": "audit",
+        "verdict": verdict,
+        "reason": reason or None,
+        "model": reply.body.model,
+    }
 
 
 def first_difference(said: Any, found: Any, place: str = "") -> str | None:

@@ -35,8 +35,10 @@ KINDS: dict[int, tuple[str, str | None]] = {
 NAMED = {"engine": 503, "model": 404}
 CLOSE = {"Connection": "close"}
 # Errors that are answered; those with a class of their own before the others.
-HANDLED = (RequestValidationError, HTTPException, ClientDisconnect, ValueError, TinyspecError)
-HANDLED += (TimeoutError, Exception)
+HANDLED = (
+    *(RequestValidationError, HTTPException, ClientDisconnect, ValueError, TinyspecError),
+    *(TimeoutError, Exception),
+)
 
 
 class AsciiJSON(JSONResponse):

@@ -10,16 +10,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
-from openai.types.chat import ChatCompletionFunctionToolParam, ChatCompletionNamedToolChoiceParam
-from openai.types.responses import (
-    ResponseFormatTextJSONSchemaConfigParam,
-    ToolChoiceFunctionParam,
-)
-from openai.types.shared_params import (
-    ResponseFormatJSONObject,
-    ResponseFormatJSONSchema,
-    ResponseFormatText,
-)
+from openai.types import chat, responses, shared_params
 from pydantic import (
     AfterValidator,
     AliasChoices,
@@ -41,7 +32,9 @@ STRICT = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenId = Annotated[int, Field(strict=False, ge=0, lt=2**31)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Stop = str | Annotated[list[str], Field(max_length=4)]
+Tool = chat.ChatCompletionFunctionToolParam
+NamedTool = chat.ChatCompletionNamedToolChoiceParam
+PlainFormat = shared_params.ResponseFormatText | shared_params.ResponseFormatJSONObject
 # OpenAI's seeds have a sign.
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63), AfterValidator(lambda seed: seed % 2**64)]
 
@@ -49,14 +42,14 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**63), AfterValidator(lambda seed: 
 def schema_of(given: Any) -> dict[str, Any] | None:
     """What a response_format wants the text to fit; None where it may be any."""
     if given["type"] == "json_schema":
-        return given.get("json_schema", given).get("schema") or {}
+        return given.get("json_schema", given).get("schema", {})
     return {"type": "object"} if given["type"] == "json_object" else None
 
 
 ResponseFormat = Annotated[
-    ResponseFormatText | ResponseFormatJSONObject | ResponseFormatJSONSchema,
-    AfterValidator(schema_of),
+    PlainFormat | shared_params.ResponseFormatJSONSchema, AfterValidator(schema_of)
 ]
+TextFormat = PlainFormat | responses.ResponseFormatTextJSONSchemaConfigParam
 
 
 class Strict(BaseModel):
@@ -125,14 +118,19 @@ class TextRequest(Strict):
         return SamplingParams(**{"max_new_tokens": None, "include_stop_str": False} | own | given)
 
 
-class CompletionRequest(TextRequest):
+class TokenRequest(TextRequest):
+    """What chat and completions share."""
+
+    num_return_sequences: int = Field(1, ge=1, le=128, alias="n")
+    stop_strings: str | Annotated[list[str], Field(max_length=4)] = Field([], alias="stop")
+    logit_bias: dict[TokenId, Bias] = {}
+
+
+class CompletionRequest(TokenRequest):
     """Of ``/v1/completions``."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
     max_new_tokens: int = Field(16, ge=1, alias="max_tokens")
-    num_return_sequences: int = Field(1, ge=1, le=128, alias="n")
-    stop_strings: Stop = Field([], alias="stop")
-    logit_bias: dict[TokenId, Bias] = {}
     echo: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=5, alias="logprobs")
 
@@ -189,31 +187,20 @@ class Message(Strict):
 class ToolRequest(Strict):
     """What a prompt is made of that has messages and may have tools."""
 
-    tools: list[ChatCompletionFunctionToolParam] = []
-    tool_choice: Literal["none", "auto", "required"] | ChatCompletionNamedToolChoiceParam = "auto"
+    tools: list[Tool] = []
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
-
-    @property
-    def functions(self) -> list[Any]:
-        """Name, description, parameters, strict of each tool."""
-        return [tool["function"] for tool in self.tools]
-
-    @property
-    def forced(self) -> str | None:
-        """The name of the function that is to be called."""
-        choice = self.tool_choice
-        return choice["function"]["name"] if isinstance(choice, dict) else None
 
     def chat(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
         """The prompt, as the engine takes it."""
         chat = {"messages": messages, "chat_template_kwargs": self.chat_template_kwargs}
         if self.tools and self.tool_choice != "none":
-            chat["tools"] = [{"type": "function", "function": f} for f in self.functions]
+            chat["tools"] = self.tools
         return chat
 
 
-class ChatRequest(TextRequest, ToolRequest):
+class ChatRequest(TokenRequest, ToolRequest):
     """Of ``/v1/chat/completions``."""
 
     messages: list[Message] = Field(min_length=1)
@@ -223,9 +210,6 @@ class ChatRequest(TextRequest, ToolRequest):
         alias="max_tokens",
         validation_alias=AliasChoices("max_tokens", "max_completion_tokens"),
     )
-    num_return_sequences: int = Field(1, ge=1, le=128, alias="n")
-    stop_strings: Stop = Field([], alias="stop")
-    logit_bias: dict[TokenId, Bias] = {}
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
     json_schema: ResponseFormat | None = Field(None, alias="response_format")
@@ -247,82 +231,33 @@ class InputMessage(Message):
         return Message(role=self.role, content=self.content).plain()
 
 
-class InputCall(FunctionCall):
-    type: Literal["function_call"]
-    call_id: str
-    id: str | None = None
-    status: str | None = None
-
-    def plain(self) -> dict[str, Any]:
-        function = {"name": self.name, "arguments": self.arguments}
-        call = {"id": self.call_id, "type": "function", "function": function}
-        return {"role": "assistant", "content": "", "tool_calls": [call]}
-
-
-class InputResult(Strict):
-    type: Literal["function_call_output"]
-    call_id: str
-    output: str
-    id: str | None = None
-    status: str | None = None
-
-    def plain(self) -> dict[str, Any]:
-        return {"role": "tool", "tool_call_id": self.call_id, "content": self.output}
-
-
-class ResponsesTool(Strict):
-    type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] = {}
-    strict: bool = False
-
-
 class ResponsesText(Strict):
-    format: (
-        ResponseFormatText | ResponseFormatJSONObject | ResponseFormatTextJSONSchemaConfigParam
-    ) = {"type": "text"}
+    format: TextFormat = {"type": "text"}
     verbosity: Literal["medium"] = "medium"
 
 
-class ResponsesRequest(TextRequest, ToolRequest):
-    """Of ``/v1/responses``."""
+class ResponsesRequest(TextRequest):
+    """Of ``/v1/responses``: text alone."""
 
-    input: str | list[InputMessage | InputCall | InputResult]
+    input: str | list[InputMessage]
     instructions: str | None = None
     max_new_tokens: int | None = Field(None, ge=1, alias="max_output_tokens")
     text: ResponsesText = ResponsesText()
-    tools: list[ResponsesTool] = []  # type: ignore[assignment]
-    tool_choice: Literal["none", "auto", "required"] | ToolChoiceFunctionParam = "auto"  # type: ignore[assignment]
-    include: list[Literal["message.output_text.logprobs"]] = []
-    top_logprobs: int = Field(0, ge=0, le=20)
+    tools: list[Any] = Field([], max_length=0)
     background: Literal[False] = False
     truncation: Literal["disabled"] = "disabled"
 
-    @property
-    def functions(self) -> list[dict[str, Any]]:
-        return [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in self.tools]
-
-    @property
-    def forced(self) -> str | None:
-        return self.tool_choice["name"] if isinstance(self.tool_choice, dict) else None
-
-    @property
-    def json_schema(self) -> dict[str, Any] | None:
-        return schema_of(self.text.format)
-
     def prompts(self) -> list[Any]:
-        if self.top_logprobs and not self.include:
-            raise refuse("top_logprobs", self.top_logprobs, "0 unless include has logprobs")
-        items = self.input
-        told = [{"role": "user", "content": items}] if isinstance(items, str) else []
-        told = told or [item.plain() for item in items]  # type: ignore[union-attr]
-        first = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        return [self.chat(first + told)]
+        given, first = self.input, self.instructions
+        told = [{"role": "system", "content": first}] if first is not None else []
+        if isinstance(given, str):
+            told.append({"role": "user", "content": given})
+        else:
+            told += [message.plain() for message in given]
+        return [{"messages": told}]
 
     def params(self, **given: Any) -> SamplingParams:
-        given = {"json_schema": self.json_schema, "logprobs": bool(self.include)} | given
-        return super().params(**given)
+        return super().params(json_schema=schema_of(self.text.format), **given)
 
 
 class Tokenize(ToolRequest):

@@ -89,7 +89,7 @@ class Reply:
         self._cached.setdefault(event.prompt, event.cached_prompt_tokens or 0)
         index = event.prompt * self.body.completions + event.index
         if index not in self._choices:
-            names = {function["name"] for function in getattr(self.body, "functions", ())}
+            names = {tool["function"]["name"] for tool in getattr(self.body, "tools", ())}
             self._choices[index] = Choice(ToolText(self.format, names))
         return self._choices[index]
 
@@ -202,7 +202,7 @@ class ChatReply(Reply):
         choice.begun = True
         own: dict[str, Any] = {"message" if whole else "delta": message, "logprobs": None}
         if self.body.logprobs:
-            own["logprobs"] = {"content": logprobs_of(event, self.text_of)}
+            own["logprobs"] = {"content": self._logprobs(event)}
         if calls and event.finish_reason == "stop":
             own["finish_reason"] = "tool_calls"
         return own
@@ -212,18 +212,17 @@ class ChatReply(Reply):
         ids = self.body.return_token_ids and kind == self.kind
         return {**head, "prompt_token_ids": self.prompts[0]} if ids else head
 
+    def _logprobs(self, event: StreamEvent) -> list[dict[str, Any]]:
+        """Of each token of an event."""
 
-def logprobs_of(event: StreamEvent, text_of: Callable[[int], str]) -> list[dict[str, Any]]:
-    """Of each token of an event, as chat and responses have them."""
+        def named(token: int, logprob: float) -> dict[str, Any]:
+            text = self.text_of(token)
+            # Part of a character has bytes that the text does not tell.
+            known = None if "\ufffd" in text else list(text.encode())
+            return {"token": text, "logprob": share(logprob), "bytes": known}
 
-    def named(token: int, logprob: float) -> dict[str, Any]:
-        text = text_of(token)
-        # Part of a character has bytes that the text does not tell.
-        known = None if "\ufffd" in text else list(text.encode())
-        return {"token": text, "logprob": share(logprob), "bytes": known}
-
-    tops = event.top_logprobs or [[]] * len(event.token_ids)
-    return [
-        {**named(token, logprob), "top_logprobs": [named(*pair) for pair in top]}
-        for token, logprob, top in zip(event.token_ids, event.logprobs or (), tops, strict=True)
-    ]
+        tops = event.top_logprobs or [[]] * len(event.token_ids)
+        return [
+            {**named(token, logprob), "top_logprobs": [named(*pair) for pair in top]}
+            for token, logprob, top in zip(event.token_ids, event.logprobs or (), tops, strict=True)
+        ]

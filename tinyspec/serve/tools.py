@@ -71,8 +71,8 @@ LLAMA = ToolFormat(begin="{", pattern="({.*})", arguments="parameters")
 def wanted_calls(body: Any, tokenizer: Any) -> tuple[ToolFormat | None, dict[str, Any]]:
     """The format of the calls that a request's text may have, None where it is only text, and the
     SamplingParams that force one. Raises ValueError."""
-    functions = getattr(body, "functions", [])
-    choice = getattr(body, "tool_choice", "none")
+    functions = [tool["function"] for tool in getattr(body, "tools", ())]
+    choice: Any = getattr(body, "tool_choice", "none")
     if choice == "none" or (choice == "auto" and not functions):
         return None, {}
     template = tokenizer.get_chat_template(tools=[{}]) if tokenizer.chat_template else ""
@@ -86,7 +86,7 @@ def wanted_calls(body: Any, tokenizer: Any) -> tuple[ToolFormat | None, dict[str
             raise refuse("tool_choice", choice, allowed)
         return found, {}
     if choice != "required":
-        functions = [function for function in functions if function["name"] == body.forced]
+        functions = [f for f in functions if f["name"] == choice["function"]["name"]]
     if not functions:
         raise refuse("tool_choice", choice, "that of a function among the tools")
     if getattr(body, "json_schema", None) is not None:
