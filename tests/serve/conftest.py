@@ -33,8 +33,10 @@ class Served:
         return kind(base_url=f"{self.url}/v1", max_retries=0, **{"api_key": "none"} | given)
 
     def post(self, path, **body):
-        given = {"model": MODEL, **body}
-        return httpx.post(f"{self.url}{path}", json=given, timeout=PATIENCE)
+        return self.post_raw(path, {"model": MODEL, **body})
+
+    def post_raw(self, path, body):
+        return httpx.post(f"{self.url}{path}", json=body, timeout=PATIENCE)
 
     def settled(self):
         """Wait until nothing is unfinished; fails where something hangs."""
