@@ -4,7 +4,7 @@ from copy import deepcopy
 
 import pytest
 
-from tests.serve.conftest import CHAT, COMPLETIONS, MESSAGES, MODEL, PROMPT, RESPONSES
+from tests.support.serving import CHAT, COMPLETIONS, MESSAGES, MODEL, PROMPT, RESPONSES
 
 OWN = {"model": MODEL, "deterministic": True, "return_token_ids": True}
 TOPS = {"logprobs": True, "top_logprobs": 2}

@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from tests.serve.conftest import (
+from tests.support.patience import PATIENCE
+from tests.support.serving import (
     CHAT,
     COMPLETIONS,
     MESSAGES,
@@ -22,7 +23,6 @@ from tests.serve.conftest import (
     storyteller,
     wait_until,
 )
-from tests.support.patience import PATIENCE
 
 LONG = {"prompt": PROMPT, "max_tokens": 1900, "ignore_eos": True}
 LONG_CHAT = {"messages": MESSAGES, "max_tokens": 1900, "ignore_eos": True}

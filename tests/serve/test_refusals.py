@@ -6,7 +6,7 @@ import httpx
 import openai
 import pytest
 
-from tests.serve.conftest import CHAT, COMPLETIONS, MESSAGES, MODEL, PROMPT, RESPONSES
+from tests.support.serving import CHAT, COMPLETIONS, MESSAGES, MODEL, PROMPT, RESPONSES
 
 TOOL = {"type": "function", "function": {"name": "look"}}
 IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}

@@ -7,7 +7,7 @@ import openai
 import pytest
 from openai.types.responses import Response
 
-from tests.serve.conftest import MODEL, RESPONSES
+from tests.support.serving import MODEL, RESPONSES
 
 REQUIRED = {
     *("id", "object", "created_at", "completed_at", "status", "incomplete_details", "model"),

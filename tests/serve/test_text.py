@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tinyspec
-from tests.serve.conftest import CHAT, COMPLETIONS, MESSAGES, MODEL, PROMPT
+from tests.support.serving import CHAT, COMPLETIONS, MESSAGES, MODEL, PROMPT
 from tinyspec import AsyncEngine, SamplingParams
 from tinyspec.tools.demo import BUNDLED
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from tests.serve.conftest import MESSAGES, MODEL, running, storyteller
+from tests.support.serving import MESSAGES, MODEL, running, storyteller
 from tinyspec.serve.tools import HERMES, LLAMA, ToolText
 
 START = "{% for message in messages %}{{ message['role'] }}: "

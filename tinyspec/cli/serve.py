@@ -7,7 +7,6 @@ from typing import Any
 
 from tinyspec.cli import common
 from tinyspec.config import EngineConfig
-from tinyspec.errors import refuse
 
 # Beyond what the engine takes and lets wait: connections that are kept open or send their bodies.
 SPARE_CONNECTIONS = 256
@@ -45,7 +44,8 @@ def serve(options: Namespace) -> int:
 
         from tinyspec.serve.app import create_app
     except ImportError as error:
-        raise refuse("serve", error.name, 'installed: pip install "tinyspec[serve]"') from error
+        needed = f'tinyspec serve needs {error.name}: pip install "tinyspec[serve]"'
+        raise ValueError(needed) from error
     from tinyspec.engine.async_engine import AsyncEngine
 
     config = EngineConfig(

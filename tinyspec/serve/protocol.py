@@ -64,10 +64,9 @@ class Strict(BaseModel):
             return data
         return {name: value for name, value in data.items() if value is not None}
 
-    @classmethod
-    def api_name(cls, name: str) -> str:
+    def api_name(self, name: str) -> str:
         """What the API calls a field."""
-        field = cls.model_fields.get(name)
+        field = type(self).model_fields.get(name)
         return str((field and field.alias) or name)
 
 
@@ -214,6 +213,10 @@ class ChatRequest(TokenRequest, ToolRequest):
     top_logprobs: int = Field(0, ge=0, le=20)
     json_schema: ResponseFormat | None = Field(None, alias="response_format")
 
+    def api_name(self, name: str) -> str:
+        forced = self.json_schema is None and name in ("grammar", "json_schema")
+        return "tools" if forced else super().api_name(name)
+
     def prompts(self) -> list[Any]:
         if self.top_logprobs and not self.logprobs:
             raise refuse("top_logprobs", self.top_logprobs, "0 without logprobs=true")
@@ -242,7 +245,7 @@ class ResponsesRequest(TextRequest):
     input: str | list[InputMessage]
     instructions: str | None = None
     max_new_tokens: int | None = Field(None, ge=1, alias="max_output_tokens")
-    text: ResponsesText = ResponsesText()
+    json_schema: ResponsesText = Field(ResponsesText(), alias="text")
     tools: list[Any] = Field([], max_length=0)
     background: Literal[False] = False
     truncation: Literal["disabled"] = "disabled"
@@ -257,7 +260,7 @@ class ResponsesRequest(TextRequest):
         return [{"messages": told}]
 
     def params(self, **given: Any) -> SamplingParams:
-        return super().params(json_schema=schema_of(self.text.format), **given)
+        return super().params(json_schema=schema_of(self.json_schema.format), **given)
 
 
 class Tokenize(ToolRequest):

@@ -15,8 +15,8 @@ from tinyspec.serve.replies import Reply, sse
 # What of the request its response repeats, and what no response here has.
 REPEATED = {
     *("background", "frequency_penalty", "instructions", "metadata", "presence_penalty"),
-    *("prompt_cache_key", "safety_identifier", "service_tier", "store", "temperature", "text"),
-    *("tools", "top_p", "truncation", "user"),
+    *("prompt_cache_key", "safety_identifier", "service_tier", "store", "temperature", "tools"),
+    *("top_p", "truncation", "user", "json_schema"),
 }
 NOTHING = dict.fromkeys(("error", "max_tool_calls", "previous_response_id", "reasoning"))
 NO_TOOLS = {"parallel_tool_calls": True, "tool_choice": "auto", "top_logprobs": 0}
@@ -60,7 +60,7 @@ class ResponsesReply(Reply):
             **self._head(self.kind),
             **NOTHING,
             **NO_TOOLS,
-            **self.body.model_dump(include=REPEATED),
+            **self.body.model_dump(include=REPEATED, by_alias=True),
             "created_at": self.created,
             "completed_at": int(time.time()) if ended else None,
             "status": self._status,
