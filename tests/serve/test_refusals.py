@@ -107,6 +107,13 @@ def test_null_is_as_if_it_were_not_there(served):
     assert served.post(CHAT, messages=MESSAGES, max_tokens=2, **nothing).status_code == 200
 
 
+def test_two_names_of_one_field(served):
+    """Some clients give both; that they differ is refused."""
+    asked = {"messages": MESSAGES, "max_tokens": 2, "temperature": 0}
+    for other, status in ((2, 200), (3, 400), ([], 400)):
+        assert served.post(CHAT, **asked, max_completion_tokens=other).status_code == status
+
+
 def test_other_statuses(served, client):
     with pytest.raises(openai.NotFoundError, match="storyteller") as raised:
         client.completions.create(model="gpt-4", prompt=PROMPT)

@@ -117,7 +117,12 @@ class Server:
             given = prompt.get("chat_template_kwargs", {}) if isinstance(prompt, dict) else {}
             for name in given.keys() & signature(self.tokenizer.apply_chat_template).parameters:
                 raise refuse("chat_template_kwargs", name, "names of the template's own")
-        return [to_token_ids(prompt, self.tokenizer) for prompt in prompts]
+        try:
+            return [to_token_ids(prompt, self.tokenizer) for prompt in prompts]
+        except Exception as error:  # a template raises whatever it likes
+            if not isinstance(prompts[0], dict):
+                raise
+            raise refuse("messages", "...", f"what the chat template takes ({error})") from error
 
     async def tokenize(self, body: Tokenize) -> dict[str, Any]:
         """Token ids of a text or of messages, as a request with them has them."""

@@ -27,6 +27,7 @@ from tinyspec.sampling_params import SamplingParams
 # Completions that one request may ask for, of all its prompts.
 MOST_COMPLETIONS = 1024
 SAMPLING = {field.name for field in fields(SamplingParams)}
+SECOND = "max_completion_tokens"  # another name of max_tokens
 # A model is called as it pleases; pydantic keeps names that begin so for itself.
 STRICT = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -72,6 +73,7 @@ class Strict(BaseModel):
 
 class StreamOptions(Strict):
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: Literal[False] = False
 
 
@@ -100,7 +102,7 @@ class TextRequest(Strict):
     min_new_tokens: int = Field(0, ge=0, alias="min_tokens")
     min_p: float = Field(0.0, ge=0, le=1)
     priority: int = Field(0, ge=-(2**31), lt=2**31)
-    repetition_penalty: float = Field(1.0, gt=0)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
     return_token_ids: bool = False
     stop_token_ids: list[TokenId] = []
     top_k: int = Field(0, ge=0)
@@ -207,11 +209,19 @@ class ChatRequest(TokenRequest, ToolRequest):
         None,
         ge=1,
         alias="max_tokens",
-        validation_alias=AliasChoices("max_tokens", "max_completion_tokens"),
+        validation_alias=AliasChoices("max_tokens", SECOND),
     )
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
     json_schema: ResponseFormat | None = Field(None, alias="response_format")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _said_twice(cls, data: Any) -> Any:
+        """Clients that do not know which name is read give both."""
+        if isinstance(data, dict) and data.get("max_tokens") == data.get(SECOND):
+            return {name: value for name, value in data.items() if name != SECOND}
+        return data
 
     def api_name(self, name: str) -> str:
         forced = self.json_schema is None and name in ("grammar", "json_schema")
@@ -274,7 +284,7 @@ class Tokenize(ToolRequest):
         if (self.prompt is None) == (not self.messages):
             raise refuse("prompt", self.prompt, "text, or messages in its place")
         chat = self.chat([message.plain() for message in self.messages])
-        return [self.prompt or chat]
+        return [chat if self.prompt is None else self.prompt]
 
 
 class Detokenize(Strict):
