@@ -38,6 +38,7 @@ BAD_PARAMS = {
     "logits_processors": (5, None),
     "stopping_criteria": (5, None),
     "thinking": (1, None, "yes"),
+    "include_stop_str": (0, None, "no"),
 }
 BAD_CONFIG = {
     "prefix_cache": (None, 1, "yes"),

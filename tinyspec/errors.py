@@ -21,7 +21,7 @@ _HINTS = {
     "it is called draft_window in EngineConfig": "num_speculative_tokens",
     "it is called prompt here, which may be chat messages": "messages",
     "there is none; max_new_tokens does not count the prompt": "max_length",
-    "there is none; the output includes what stopped it": "include_stop_str_in_output",
+    "it is called include_stop_str in SamplingParams": "include_stop_str_in_output",
     "there is none; a function in logits_processors can do it": "no_repeat_ngram_size "
     "allowed_token_ids",
     "it is called bad_words_ids in SamplingParams, which takes token ids": "bad_words",

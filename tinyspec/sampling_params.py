@@ -79,7 +79,8 @@ class SamplingParams:
     deterministic: the same tokens and log-probabilities, bit for bit, whatever else runs.
     num_return_sequences: completions of the prompt; each is as if it had been asked for alone.
     eos_token_id: None takes the model's. ignore_eos: run to ``max_new_tokens``.
-    stop_strings, stop_token_ids: further stops; the output includes them.
+    stop_strings, stop_token_ids: further stops; the output includes them. include_stop_str: False
+        ends the text before the stop string, tokens stay; events show no part of it.
     logprobs: the chosen token's log-probability. top_logprobs: also those of so many best tokens.
     prompt_logprobs: log-probability of every prompt token but the first.
     logprobs_mode: of the distribution sampled from ("processed") or of the model's own ("raw").
@@ -117,6 +118,7 @@ class SamplingParams:
     logits_processors: Sequence[Callable[..., Any]] = ()
     stopping_criteria: Sequence[Callable[..., Any]] = ()
     thinking: bool = False
+    include_stop_str: bool = True
 
     def __new__(cls, **given: Any) -> SamplingParams:
         refuse_other_names(given)
@@ -164,7 +166,8 @@ class SamplingParams:
         integer("top_logprobs", 0)
 
     def _check_choices(self) -> None:
-        for field in ("deterministic", "ignore_eos", "logprobs", "prompt_logprobs", "thinking"):
+        switches = ("deterministic", "ignore_eos", "logprobs", "prompt_logprobs", "thinking")
+        for field in (*switches, "include_stop_str"):
             if not isinstance(getattr(self, field), bool):
                 also = "; top_logprobs takes a number" if field == "logprobs" else ""
                 raise refuse(field, getattr(self, field), f"True or False{also}")
@@ -204,6 +207,11 @@ class SamplingParams:
     def stop_ids(self) -> tuple[int, ...]:
         """All tokens that do."""
         return (*self.eos_ids, *self.stop_token_ids)  # type: ignore[misc]
+
+    @property
+    def hidden_stops(self) -> tuple[str, ...]:
+        """The stop strings that texts do not show."""
+        return () if self.include_stop_str else tuple(self.stop_strings)
 
     @property
     def tokens(self) -> dict[str, Iterable[int]]:

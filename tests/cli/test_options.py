@@ -29,6 +29,7 @@ GIVEN = {
     "ignore_eos": ("--ignore-eos", True),
     "stop_strings": ("--stop zzz --stop-strings yyy", ("zzz", "yyy")),
     "stop_token_ids": ("--stop-token-ids 4", (4,)),
+    "include_stop_str": ("--no-include-stop-str", False),
     "logprobs": ("--logprobs", True),
     "top_logprobs": ("--top-logprobs 2", 2),
     "prompt_logprobs": ("--prompt-logprobs", True),

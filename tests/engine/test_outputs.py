@@ -320,6 +320,7 @@ STOPS = (
     "e",
     "the",
     "absent",
+    "spaces, which it holds back to the end",
     "🐕‍🦺, n",
 )
 
@@ -339,12 +340,23 @@ def test_stop_strings_end_a_request(engine, tokenizer, stop, deterministic):
         logits_processors=[Recites(ids, 3)],
     )
     start = tokenizer("🦊 k brow")["input_ids"][:3]
-    completion = engine.generate([start], params)[0].completions[0]
+    texts = {}
+    wanted = [params, replace(params, include_stop_str=False, num_return_sequences=2), params]
+    output, hiding, _ = engine.generate([start] * 3, wanted)
+    for event in engine.stream([start] * 3, wanted):
+        place = int(event.request_id[8:]), event.index
+        texts[place] = texts.get(place, "") + event.text
+    (completion,) = output.completions
     count = next((n for n in range(len(ids)) if stop in tokenizer.decode(ids[:n])), len(ids))
     assert completion.token_ids == ids[:count]
     assert completion.finish_reason == ("stop" if stop in TEXT else "length")
     assert completion.text == tokenizer.decode(ids[:count])
     assert completion.stop_reason == (stop if stop in TEXT else None)
+    before = completion.text.partition(stop)[0]
+    for each in hiding.completions:
+        assert (each.token_ids, each.text) == (completion.token_ids, before)
+    streamed = [texts[place] for place in sorted(texts)]
+    assert streamed == [completion.text, before, before, completion.text]
     if deterministic:
         assert completion.stats.drafted > 0
 
@@ -470,6 +482,41 @@ def test_special_tokens_are_not_text(engine, tokenizer):
     assert completion.finish_reason == "stop"
     longer = engine.generate([[9]], replace(params, ignore_eos=True))[0].completions[0]
     assert longer.finish_reason == "length" and longer.text.startswith("so be itso be it")
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_special_tokens_in_stop_strings(engine, tokenizer, deterministic):
+    """What is not shown is counted in text: of special tokens it has nothing."""
+    end = tokenizer.eos_token
+    ids = [*tokenizer("so be it")["input_ids"], tokenizer.eos_token_id]
+    stops = {
+        end: "so be it",
+        f"it{end}": "so be ",
+        f"t{end[:2]}": "so be i",
+        f"{end}so": "so be it",
+        f"{end[-2:]}so b": "so be it",
+        f"be it{end}so be": "so ",
+        f"it{end}x": "so be itso be itso be i",  # its last token is the first of "it"
+    }
+    params = [
+        SamplingParams(
+            max_new_tokens=3 * len(ids) - 2,
+            ignore_eos=True,
+            deterministic=deterministic,
+            stop_strings=stop,
+            include_stop_str=False,
+            logits_processors=[Recites(ids, 1)],
+        )
+        for stop in stops
+    ]
+    outputs = engine.generate([[9]] * len(stops), params)
+    texts = dict.fromkeys(range(len(stops)), "")
+    stream = engine.stream([[9]] * len(stops), params)
+    places = {request.request_id: n for n, request in enumerate(stream.requests)}
+    for event in stream:
+        texts[places[event.request_id]] += event.text
+    assert list(texts.values()) == [output.completions[0].text for output in outputs]
+    assert list(texts.values())[:-1] == list(stops.values())[:-1]
 
 
 def test_text_and_chat_prompts(engine, tokenizer):

@@ -146,6 +146,7 @@ PARAMS: dict[str, Callable[[Any, Data, random.Random], Any]] = {
     "logprobs": _negated,
     "prompt_logprobs": _negated,
     "ignore_eos": _negated,
+    "include_stop_str": _negated,
     "deterministic": _negated,
     "top_logprobs": lambda v, _, rng: rng.choice((0, 1, v + 1, v - 1, 10**4)),
     "logprobs_mode": _pick("raw", "processed"),

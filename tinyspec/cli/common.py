@@ -64,6 +64,7 @@ SAMPLING: dict[str, tuple[Any, str]] = {
     "ignore_eos": (bool, "run to --max-new-tokens"),
     "stop_strings": ([str], "ends a completion, which includes it"),
     "stop_token_ids": ([int], "ends a completion, which includes it"),
+    "include_stop_str": (argparse.BooleanOptionalAction, "whether text has the stop string"),
     "logprobs": (bool, "of the chosen tokens, in JSON"),
     "top_logprobs": (int, "those of so many best tokens too, in JSON"),
     "prompt_logprobs": (bool, "of the prompt's tokens, in JSON"),
@@ -98,8 +99,8 @@ def add_sampling(parser: argparse.ArgumentParser, names: Collection[str] = tuple
         kind, text = SAMPLING[name]
         metavar = "N" if kind in (int, float) else "TEXT" if kind is str else "JSON"
         how: dict[str, Any] = {"type": kind, "metavar": metavar}
-        if kind is bool:
-            how = {"action": "store_true", "default": None}
+        if kind in (bool, argparse.BooleanOptionalAction):
+            how = {"action": "store_true" if kind is bool else kind, "default": None}
         elif isinstance(kind, list):
             how, text = {"action": "append", "type": kind[0]}, f"{text}; repeatable"
         elif isinstance(kind, tuple):

@@ -9,7 +9,9 @@ from itertools import starmap
 from typing import Any
 
 from tinyspec.engine.request_tracker import RequestTracker
+from tinyspec.engine.stop_strings import hidden
 from tinyspec.outputs import Completion, RequestOutput, StreamEvent, Thought
+from tinyspec.sampling_params import SamplingParams
 from tinyspec.scheduler.request import Request, Sequence
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
@@ -20,6 +22,14 @@ def decode(tokenizer: Any, token_ids: list[int]) -> str | None:
     if tokenizer is None:
         return None
     return tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def text_of(tokenizer: Any, token_ids: list[int], params: SamplingParams) -> str | None:
+    """As a completion of these ``params`` has it: stop strings may be left out."""
+    text = decode(tokenizer, token_ids)
+    if text and params.hidden_stops:
+        text = text[: len(text) - hidden(tokenizer, token_ids, params.hidden_stops, last=True)]
+    return text
 
 
 def output_of(request: Request, tokenizer: Any) -> RequestOutput:
@@ -58,7 +68,7 @@ def _completion_of(sequence: Sequence, tokenizer: Any) -> Completion:
     token_ids = sequence.ids(sequence.request.num_prompt, sequence.length)
     return Completion(
         token_ids=token_ids,
-        text=decode(tokenizer, token_ids),
+        text=text_of(tokenizer, token_ids, sequence.params),
         logprobs=sequence.logprobs if sequence.params.logprobs else None,
         top_logprobs=sequence.top_logprobs if sequence.params.top_logprobs else None,
         finish_reason=sequence.finish_reason,
@@ -69,20 +79,23 @@ def _completion_of(sequence: Sequence, tokenizer: Any) -> Completion:
 
 
 class TextStream:
-    """Text of a growing sequence, piece by piece and in whole characters.
+    """Text of a growing sequence, piece by piece and in whole characters; what is or may be one of
+    ``stops`` is held back.
 
     Each piece is decoded together with the one before it, because some tokenizers decode a token
     differently at the start of a text.
     """
 
-    def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, stops: tuple[str, ...] = ()):
+        self._tokenizer, self._stops = tokenizer, stops
+        self._held = ""
         self._tokens: list[int] = []
         self._start = 0
         self._end = 0
 
     def push(self, token_ids: list[int], last: bool) -> str | None:
-        """The text that these tokens add; ``last`` adds an incomplete character too."""
+        """The text that these tokens add; ``last`` adds an incomplete character too, and what was
+        held back and is no stop string."""
         if self._tokenizer is None:
             return None
         self._tokens += token_ids
@@ -91,7 +104,11 @@ class TextStream:
         if text.endswith(_INCOMPLETE) and not last:
             return ""
         self._start, self._end = self._end, len(self._tokens)
-        return text[len(known) :]
+        text = self._held + text[len(known) :]
+        held = hidden(self._tokenizer, self._tokens, self._stops, last) if self._stops else 0
+        end = max(0, len(text) - held)
+        self._held = text[end:]
+        return text[:end]
 
 
 @dataclass
@@ -123,7 +140,9 @@ class EventStream(Iterator[StreamEvent]):
         self._events: deque[StreamEvent] = deque()
         # Sequences of which there is more to tell.
         self._open = {
-            sequence: _Told(TextStream(tokenizer), request.num_prompt, prompt)
+            sequence: _Told(
+                TextStream(tokenizer, sequence.params.hidden_stops), request.num_prompt, prompt
+            )
             for prompt, request in enumerate(requests)
             for sequence in request.sequences
         }

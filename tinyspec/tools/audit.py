@@ -13,7 +13,7 @@ from typing import Any
 
 from tinyspec.determinism.fingerprint_parts import are_parts, digest_of, explained
 from tinyspec.engine.engine import Engine
-from tinyspec.engine.results import decode
+from tinyspec.engine.results import text_of
 from tinyspec.errors import refuse
 from tinyspec.outputs import Completion, RequestOutput, Thought
 from tinyspec.sampling_params import SamplingParams
@@ -199,7 +199,7 @@ def _entry(output: RequestOutput, again: RequestOutput, index: int, tokenizer: A
         mine = replace(mine, **cut, finish_reason="abort", error=error, stop_reason=None)
     whole = first_place(theirs.token_ids, mine.token_ids) is None
     if whole:
-        text = decode(tokenizer, theirs.token_ids)
+        text = text_of(tokenizer, theirs.token_ids, output.params)
         if (text is None) != (theirs.text is None) and type(theirs.text) in (str, type(None)):
             gaps["text"] = "text is not verified: the engine or the output has none"
             text = theirs.text
