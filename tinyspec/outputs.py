@@ -152,6 +152,7 @@ class StreamEvent:
     thoughts: of the prompt, made since the last event, in those of completion 0. fingerprint,
     prompt_logprobs: as in ``RequestOutput``; the latter in a completion's first event with tokens.
     num_prompt_tokens, cached_prompt_tokens: the prompt's, and those taken from the prefix cache.
+    prompt: which of the call's prompts, from 0.
     """
 
     request_id: str
@@ -168,3 +169,4 @@ class StreamEvent:
     prompt_logprobs: list[float | None] | None = None
     num_prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
+    prompt: int = 0

@@ -113,10 +113,12 @@ class TextStream:
 
 @dataclass
 class _Told:
-    """What was told of a sequence: how many tokens, and thoughts of its prompt."""
+    """What was told of a sequence: how many tokens, and thoughts of its prompt, which has that
+    number in its call."""
 
     text: TextStream
     tokens: int
+    prompt: int
     thoughts: int = 0
 
 
@@ -138,8 +140,10 @@ class EventStream(Iterator[StreamEvent]):
         self._events: deque[StreamEvent] = deque()
         # Sequences of which there is more to tell.
         self._open = {
-            sequence: _Told(TextStream(tokenizer, sequence.params.hidden_stops), request.num_prompt)
-            for request in requests
+            sequence: _Told(
+                TextStream(tokenizer, sequence.params.hidden_stops), request.num_prompt, prompt
+            )
+            for prompt, request in enumerate(requests)
             for sequence in request.sequences
         }
 
@@ -179,6 +183,7 @@ class EventStream(Iterator[StreamEvent]):
             first = count > 0 and told.tokens == request.num_prompt
             event = StreamEvent(
                 request_id=request.request_id,
+                prompt=told.prompt,
                 index=sequence.index,
                 token_ids=token_ids,
                 text=told.text.push(token_ids, sequence.finished),

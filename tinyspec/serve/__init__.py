@@ -1,0 +1,1 @@
+"""OpenAI-compatible HTTP server over one AsyncEngine, and a probe of any such server."""
