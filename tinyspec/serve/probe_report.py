@@ -59,8 +59,9 @@ class Report:
         or where all answers are the same."""
         cells = [cell["compared"] for row in self.rows.values() for cell in row.values()]
         same = [name for name, differ in self.controls.items() if not differ]
-        if self.differences:
-            return 1, f"DIFFERENT: {len(self.differences)} answers are not those alone"
+        if found := self.differences:
+            texts = sum(one["alone"]["text"] != one["other"]["text"] for one in found)
+            return 1, f"DIFFERENT: {len(found)} answers are not those alone, {texts} in their text"
         if not (self.complete and cells and all(cells)):
             return 2, "NOT TRIED: not all requests could be compared"
         if same:
