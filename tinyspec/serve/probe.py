@@ -133,7 +133,7 @@ class Probe:
                 body[name] = value
                 continue
             self.report.notes.append(f"{endpoint}, {name}: {answer.error}")
-            if not answer.refused:
+            if not answer.refused or name == "max_completion_tokens":
                 return {}
         return asked(body, QUESTION, stream=False)
 
