@@ -1,1 +1,1 @@
-"""OpenAI's API over HTTP: a server, and a probe of any server."""
+"""OpenAI-compatible HTTP server over one AsyncEngine, and a probe of any such server."""
