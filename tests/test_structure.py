@@ -175,13 +175,14 @@ def test_no_atomics_and_no_autotune():
             assert "autotune" not in word and not word.startswith("atomic"), name
 
 
-def test_one_place_reads_the_environment():
+def test_one_place_reads_the_environment_beside_keys():
     readers = set()
     for name in FILES:
         for node in ast.walk(tree(name)):
             if getattr(node, "attr", None) in ("environ", "getenv"):
                 readers.add(name)
-    assert len(readers) <= 1, readers
+    # A key given as an option would stand in the list of processes.
+    assert readers <= {"tinyspec.kernels.backend", "tinyspec.cli.probe"}
 
 
 MAKE_TENSORS = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn"}

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from inspect import getdoc
 from io import TextIOWrapper
 
-from tinyspec.cli import chat, generate, pictures, reports, serve
+from tinyspec.cli import chat, generate, pictures, probe, reports, serve
 from tinyspec.cli.common import INTERRUPTED, Parser, say, told
 
 VERSION = "show the versions of tinyspec and of what its bits depend on"
@@ -29,6 +29,7 @@ COMMANDS = {
     "doctor": (reports.add_doctor, reports.doctor),
     "audit": (reports.add_audit, reports.audit),
     "diff": (reports.add_diff, reports.diff),
+    "probe": (probe.add_probe, probe.probe),
     "trace": (pictures.add_trace, pictures.trace),
 }
 # As shells report a process that a pipe which nobody reads has ended.

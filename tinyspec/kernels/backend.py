@@ -3,7 +3,8 @@
 Which of the two runs is decided once per engine, by ``load``. What attention needs to know of a
 pass is ``AttentionMetadata``: its rows, grouped by sequence. It knows nothing of requests, drafts
 or canonical passes: a prompt chunk, a decode row and the rows of a verify are all segments, so one
-reduction serves them all. All that the package reads of the environment is read here.
+reduction serves them all. All that the package reads of the environment, beside the key of a probe,
+is read here.
 """
 
 from __future__ import annotations
