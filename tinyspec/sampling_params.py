@@ -6,6 +6,7 @@ for stop strings) is checked when the request is added.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -13,10 +14,12 @@ from dataclasses import field as dataclass_field
 from functools import cached_property
 from typing import Any
 
-from tinyspec.errors import refuse, refuse_other_names
+from tinyspec.errors import named, refuse, refuse_other_names
 from tinyspec.scalars import plain, plain_list
 
 LOGPROBS_MODES = ("processed", "raw")
+# What a text must look like, in one of several forms.
+STRUCTURES = ("json_schema", "regex", "grammar")
 
 
 def _is_int(value: object) -> bool:
@@ -75,6 +78,12 @@ class SamplingParams:
         as often as each was, and once (OpenAI's meaning; the prompt does not count).
         bad_words_ids: sequences of token ids whose last token is excluded where the others precede
         it; one that is a single end token is ignored.
+        min_new_tokens.
+        json_schema (a dict, or its JSON), regex, or grammar (Lark, as llguidance reads it), one at
+        most: only tokens that lead to such a text are left; the end tokens once it is complete.
+        Whole texts match, from their first character. Needs a tokenizer and the extra
+        "structured"; drafts are made under the same rule.
+        logits_processors.
     seed: makes a sampled request repeatable; None draws one, which the output records.
     deterministic: the same tokens and log-probabilities, bit for bit, whatever else runs.
     num_return_sequences: completions of the prompt; each is as if it had been asked for alone.
@@ -85,7 +94,10 @@ class SamplingParams:
     prompt_logprobs: log-probability of every prompt token but the first.
     logprobs_mode: of the distribution sampled from ("processed") or of the model's own ("raw").
     logits_processors: called as ``f(input_ids [1, L], scores [1, V]) -> scores`` once per committed
-        position, in order; one that declares ``stateless = True`` may be called for drafts too.
+        position, in order; one that declares ``stateless = True`` may be called for drafts too. All
+        completions that a list is given for share what is in it: an object that keeps state would
+        mix them up. A function without arguments in place of the list is called once for each
+        completion, and makes a list of its own.
     stopping_criteria: called as ``f(input_ids [1, L], None)`` after every committed token.
     thinking: read the prompt with thoughts, by a model that has learnt to (``ThinkingModel``).
 
@@ -104,6 +116,9 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     bad_words_ids: Sequence[Sequence[int]] | None = None
+    json_schema: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
     seed: int | None = None
     deterministic: bool = False
     num_return_sequences: int = 1
@@ -115,7 +130,7 @@ class SamplingParams:
     top_logprobs: int = 0
     prompt_logprobs: bool = False
     logprobs_mode: str = "processed"
-    logits_processors: Sequence[Callable[..., Any]] = ()
+    logits_processors: Sequence[Callable[..., Any]] | Callable[[], Sequence[Any]] = ()
     stopping_criteria: Sequence[Callable[..., Any]] = ()
     thinking: bool = False
     include_stop_str: bool = True
@@ -132,6 +147,7 @@ class SamplingParams:
         self._check_numbers()
         self._check_choices()
         self._check_lists()
+        self._check_structure()
 
     def _check_numbers(self) -> None:
         def number(field: str, allowed: str, ok: Callable[[float], bool]) -> None:
@@ -191,9 +207,24 @@ class SamplingParams:
         self._set("stop_strings", tuple(strings))
         for field in ("logits_processors", "stopping_criteria"):
             functions = getattr(self, field)
-            if not isinstance(functions, Iterable):
+            if isinstance(functions, Iterable):
+                self._set(field, tuple(functions))
+            elif field == "stopping_criteria" or not callable(functions):
                 raise refuse(field, functions, "a list of functions")
-            self._set(field, tuple(functions))
+
+    def _check_structure(self) -> None:
+        """Checks that one text at most says what the output must look like, and makes it a str."""
+        if isinstance(schema := self.json_schema, Mapping):
+            try:
+                self._set("json_schema", json.dumps(dict(schema)))
+            except (TypeError, ValueError, RecursionError) as error:
+                raise refuse("json_schema", schema, f"what JSON can hold ({error})") from None
+        given = [field for field in STRUCTURES if getattr(self, field) is not None]
+        for field in given:
+            if not isinstance(getattr(self, field), str):
+                raise refuse(field, getattr(self, field), "a str")
+        if len(given) > 1:
+            raise refuse(given[1], getattr(self, given[1]), f"left out beside {given[0]}")
 
     def _set(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)
@@ -213,16 +244,6 @@ class SamplingParams:
         """The stop strings that texts do not show."""
         return () if self.include_stop_str else tuple(self.stop_strings)
 
-    @property
-    def tokens(self) -> dict[str, Iterable[int]]:
-        """All token ids in it, by field."""
-        found: dict[str, Any] = {
-            name: getattr(self, name) or ()
-            for name in ("stop_token_ids", "eos_token_id", "logit_bias")
-        }
-        found["bad_words_ids"] = [token for word in self.bad_words_ids or () for token in word]
-        return found
-
     @cached_property
     def filtered(self) -> bool:
         """Whether top-k, top-p or min-p filters the logits."""
@@ -233,14 +254,27 @@ class SamplingParams:
     @cached_property
     def draftable(self) -> bool:
         """Whether every logits processor may be called for tokens that are not committed."""
-        return all(getattr(p, "stateless", False) for p in self.logits_processors)
+        return all(getattr(p, "stateless", False) for p in self.functions["logits_processors"])
+
+    @cached_property
+    def functions(self) -> dict[str, tuple[Callable[..., Any], ...]]:
+        """The user's, by field; one that makes processors stands for them."""
+        processors, criteria = self.logits_processors, self.stopping_criteria
+        own = (processors,) if callable(processors) else tuple(processors)
+        return {"logits_processors": own, "stopping_criteria": tuple(criteria)}
 
     @cached_property
     def changes_logits(self) -> bool:
         """Whether logits are changed before temperature, nearly always by the tokens before."""
         penalties = self.repetition_penalty != 1.0, self.frequency_penalty, self.presence_penalty
-        named = self.logit_bias, self.bad_words_ids
-        return any(penalties) or any(named) or bool(self.logits_processors)
+        named = self.logit_bias, self.bad_words_ids, self.logits_processors, self.structure
+        return any(penalties) or any(named)
+
+    @cached_property
+    def structure(self) -> tuple[str, str] | None:
+        """The field that says what its text must look like, and its value."""
+        given = [(field, getattr(self, field)) for field in STRUCTURES]
+        return next((each for each in given if each[1] is not None), None)
 
     @cached_property
     def checks_text(self) -> bool:
@@ -250,20 +284,36 @@ class SamplingParams:
     @property
     def needs_tokenizer(self) -> bool:
         """Whether tokens that are promised depend on the tokenizer."""
-        return self.deterministic and bool(self.stop_strings)
+        return self.deterministic and bool(self.stop_strings or self.structure)
 
     def resolve(self, **changes: Any) -> SamplingParams:
         """With the model's defaults filled in: a copy, where they change anything."""
         new = {name: value for name, value in changes.items() if getattr(self, name) is not value}
         return replace(self, **new) if new else self
 
+    def of_one(self) -> SamplingParams:
+        """For one completion: with processors of its own, if a function makes them.
+
+        Raises ValueError where that fails.
+        """
+        if not callable(make := self.logits_processors):
+            return self
+        try:
+            own = [*make()]
+            if not all(map(callable, own)):
+                raise TypeError(f"it made {own}")
+        except Exception as error:
+            allowed = f"a function that makes a list of functions ({named(error)})"
+            raise refuse("logits_processors", make, allowed) from error
+        return self.resolve(logits_processors=own)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data; user functions are given by name."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
-        for field in ("logits_processors", "stopping_criteria"):
+        for field, functions in self.functions.items():
             plain[field] = [
                 f if isinstance(f, str) else getattr(f, "__qualname__", type(f).__qualname__)
-                for f in plain[field]
+                for f in functions
             ]
         return plain
 

@@ -7,7 +7,11 @@ from collections import Counter
 
 import pytest
 import torch
-from transformers.generation import NoBadWordsLogitsProcessor, SequenceBiasLogitsProcessor
+from transformers.generation import (
+    LogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
 
 from tests.support.cases import KINDS, engine_of, greedy, model_of, one_by_one, run, steady, text
 from tests.support.drop_in import patched
@@ -191,3 +195,62 @@ def test_all_excluded():
         bad, good = run(engine, [([1, 2], banned), ([1, 2], greedy(4))])
     assert "every token excluded" in bad.completions[0].error
     assert good.completions[0].finish_reason == "length"
+
+
+class Counts(LogitsProcessor):
+    """Keeps state: bans what it saw last, and raises unless it sees one sequence grow."""
+
+    def __init__(self, made=None):
+        self.seen = None
+        if made is not None:
+            made.append(self)
+
+    def __call__(self, ids, scores):
+        if self.seen is not None and ids[0, :-1].tolist() != self.seen:
+            raise AssertionError
+        self.seen = ids[0].tolist()
+        scores[0, self.seen[-1]] = -torch.inf
+        return scores
+
+
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "plain"])
+def test_processors_made_for_each_completion(deterministic):
+    made = []
+    sampled = {"temperature": 1.2, "seed": 2, "num_return_sequences": 3}
+    style = {"max_new_tokens": 12, "deterministic": deterministic, **sampled}
+    own = SamplingParams(logits_processors=lambda: [Counts(made)], **style)
+    prompts = [text(5, seed=n) for n in range(3)]
+    with engine_of(tiny()) as engine:
+        outputs = engine.generate(prompts, own)
+        assert len(made) == len({id(one) for one in made}) == 9
+        found = [c.token_ids for output in outputs for c in output.completions]
+        assert {c.finish_reason for output in outputs for c in output.completions} == {"length"}
+        alone = [c.token_ids for p in prompts for c in engine.generate([p], own)[0].completions]
+        assert found == alone
+        assert not deterministic or audit(engine, outputs)
+        named = [RequestOutput.from_json(output.to_json()) for output in outputs]
+        assert not audit(engine, named)
+        # Control: one object for all of them is called for all. Its reason has no text of its own.
+        shared = engine.generate(prompts, SamplingParams(logits_processors=[Counts()], **style))
+    (error,) = {c.error for output in shared for c in output.completions if c.error}
+    assert error.startswith("logits processor Counts raised AssertionError; if it keeps state, ")
+
+
+def test_a_function_that_makes_no_processors():
+    def raises():
+        raise KeyError
+
+    with engine_of(tiny()) as engine:
+        for make, said in ((raises, "KeyError"), (int, "TypeError"), (lambda: [5], "it made")):
+            with pytest.raises(ValueError, match=f"logits_processors=.*list of functions.*{said}"):
+                engine.generate([[1], [2]], SamplingParams(logits_processors=make))
+            assert not engine.has_unfinished()
+
+
+def test_a_criterion_without_a_text():
+    def criterion(ids, scores):
+        raise StopAsyncIteration
+
+    with engine_of(tiny()) as engine:
+        (output,) = engine.generate([[1]], SamplingParams(stopping_criteria=[criterion]))
+    assert output.completions[0].error == "a stopping criterion raised StopAsyncIteration"

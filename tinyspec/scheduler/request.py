@@ -36,6 +36,7 @@ class Sequence:
     """One completion of a request. While it runs, a row of ``table`` holds what passes need of it
     and explains the other properties; table, row: None and -1 while it does not run.
 
+    params: the request's, with processors of its own where these are made for each completion.
     pages: page table. digests: of full pages, one each. draft_free: verify the next token without
     drafts. given_tokens: the expected continuation (replay, scoring), used as drafts; the sequence
     ends where the canonical tokens diverge from it. teacher_forced: commit it whatever the logits
@@ -43,12 +44,13 @@ class Sequence:
     scores, logits: per committed token [V] fp32, processed and raw, where the request keeps them.
     siblings: completions that start from this one's prompt as soon as it is computed. next_logits:
     [V] fp32 of its next token, where that is supplied from outside: it waits for it, and needs no
-    pages meanwhile.
+    pages meanwhile. grammar: tells which tokens may follow, where not all may.
     """
 
     request: Request
     index: int
     _tokens: list[int]
+    params: SamplingParams
     table: SequenceTable | None = None
     row: int = -1
     pages: list[int] = field(default_factory=list)
@@ -66,6 +68,7 @@ class Sequence:
     key: int = 0
     siblings: list[Sequence] = field(default_factory=list)
     next_logits: Any = None
+    grammar: Any = None
     _logprobs: list[float] = field(default_factory=list)
     _stats: CompletionStats = field(default_factory=CompletionStats)
 
@@ -76,10 +79,6 @@ class Sequence:
     num_drafts = column("num_drafts")
     proposed = column("proposed")
     draft_ended = column("draft_ended")
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.request.params
 
     @property
     def deterministic(self) -> bool:
@@ -159,6 +158,11 @@ class Sequence:
     def before(self, position: int) -> list[int]:
         """Tokens with ids before ``position``, drafts included."""
         return self.ids(self.request.num_hidden, position)
+
+    @property
+    def generated(self) -> list[int]:
+        """Committed tokens behind the prompt; a copy."""
+        return self.ids(self.request.num_prompt, self.length)
 
     @property
     def num_generated(self) -> int:
@@ -298,8 +302,8 @@ class Request:
     tokens that are placeholders then. keeps: of scores, logits. supplied: whether its tokens come
     from outside (``Sequence.supply``); each completion computes the prompt then. fingerprint: that
     it runs under, with its parts. thread: whose code its processors and criteria are; 0: none that
-    steps. thoughts: of the prompt, where it is thought about. tokenizer: its digest, with stop
-    strings.
+    steps. thoughts: of the prompt, where it is thought about. tokenizer: parts of the fingerprint,
+    where its tokens depend on it.
     """
 
     request_id: str
@@ -316,14 +320,15 @@ class Request:
     fingerprint: Any = None
     thread: int = 0
     thoughts: Thoughts | None = None
-    tokenizer: str | None = None
+    tokenizer: Any = None
     priority: float = 0
 
     def __post_init__(self) -> None:
         assert self.params.seed is not None or self.params.temperature == 0
         seed, count = self.params.seed, self.params.num_return_sequences
         keys = [0 if seed is None else noise_key(seed, index) for index in range(count)]
-        self.sequences = [Sequence(self, n, list(self.prompt), key=k) for n, k in enumerate(keys)]
+        for n, key in enumerate(keys):
+            self.sequences.append(Sequence(self, n, [*self.prompt], self.params.of_one(), key=key))
         self.sequences[0].siblings = self.sequences[1:]
         self.prompt_logprobs = [None] * (len(self.prompt) if self.params.prompt_logprobs else 0)
 

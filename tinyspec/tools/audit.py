@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any
 
 from tinyspec.determinism.fingerprint_parts import are_parts, digest_of, explained
@@ -117,7 +117,7 @@ def _obstacles(output: RequestOutput, engine: Engine) -> Iterator[Obstacle]:
         yield NOT_COMPARABLE, reason
     if not params.deterministic:
         yield NOT_COMPARABLE, "it is plain: it was not asked to be deterministic"
-    for function in (*params.logits_processors, *params.stopping_criteria):
+    for function in chain(*params.functions.values()):
         if not callable(function):
             yield NOT_COMPARABLE, f"only the name of the function {function} is known"
     try:
@@ -130,7 +130,7 @@ def other_engine(output: RequestOutput, engine: Engine) -> str | None:
     """Why this engine would give the output another fingerprint; None where it gives this one."""
     stated, parts, own = output.fingerprint, output.fingerprint_parts, engine.contract.fingerprint
     if output.params.needs_tokenizer or "tokenizer" in (parts or ()):
-        own = own.with_tokenizer(engine.ready().tokenizer_digest())
+        own = own.with_tokenizer(engine.ready().tokenizer_parts(output.params))
     if identical(stated, own.digest):
         return None
     if stated is None:
