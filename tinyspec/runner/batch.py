@@ -7,6 +7,7 @@ whatever they hold, and a graph of the launches can be replayed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -34,6 +35,10 @@ class PassShape(NamedTuple):
     canonical: bool
 
 
+# Of one sequence: tokens, the position of the first, and the sequence's page table.
+Part = tuple[Sequence[int], int, list[int]]
+
+
 @dataclass
 class Batch:
     """The rows of one pass, padded to its bucket; padding rows write no KV and attend to none.
@@ -47,6 +52,20 @@ class Batch:
     slot_mapping: Tensor
     metadata: AttentionMetadata
     embeds: list[tuple[int, Tensor]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, parts: list[Part], bucket: int, page_size: int, device: torch.device) -> Batch:
+        """The rows of ``parts``, one after the other."""
+        rows = [
+            (token, at, table[at // page_size] * page_size + at % page_size)
+            for ids, first, table in parts
+            for at, token in enumerate(ids, first)
+        ]
+        columns = list(zip(*rows, *[(0, 0, -1)] * (bucket - len(rows)), strict=True))
+        tokens, positions, slots = torch.tensor(columns, dtype=torch.int64, device=device)
+        spans = [(first, first + len(ids)) for ids, first, _ in parts]
+        metadata = AttentionMetadata.of(spans, [table for *_, table in parts], page_size, device)
+        return cls(tokens, positions, slots, metadata)
 
 
 @dataclass

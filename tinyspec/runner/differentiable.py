@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.model.gradients import Products, Segment, Tape
 from tinyspec.runner.batch import Batch
 from tinyspec.runner.kv_cache import KVCache
@@ -130,22 +129,9 @@ class DifferentiablePasses:
         return torch.tensor(padded, dtype=torch.int64, device=self._runner.device)
 
     def _batch(self, bucket: int, cuts: list[Cut]) -> Batch:
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        size = self._cache.page_size
-        for number, first, end in cuts:
-            tokens += self._sequences[number][first:end]
-            positions += range(first, end)
-            table = self._tables[number]
-            slots += [table[at // size] * size + at % size for at in range(first, end)]
-        padding = bucket - len(tokens)
-        columns = tokens + [0] * padding, positions + [0] * padding, slots + [-1] * padding
-        ids, places, where = torch.tensor(columns, dtype=torch.int64, device=self._runner.device)
-        spans = [(cut.first, cut.end) for cut in cuts]
-        tables = [self._tables[cut.sequence] for cut in cuts]
-        metadata = AttentionMetadata.of(spans, tables, size, self._runner.device)
-        return Batch(ids, places, where, metadata)
+        held, tables = self._sequences, self._tables
+        parts = [(held[number][first:end], first, tables[number]) for number, first, end in cuts]
+        return Batch.of(parts, bucket, self._cache.page_size, self._runner.device)
 
     @contextmanager
     def _checkpointed(self, layer: nn.Module) -> Iterator[None]:

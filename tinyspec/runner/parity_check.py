@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from tinyspec.errors import unsupported
-from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.model.introspection import ROUNDING
 from tinyspec.model.scratch_weights import other_weights, scratch_weights
 from tinyspec.model.served_model import ServedModel
@@ -98,16 +97,8 @@ def _own_generate(model: PreTrainedModel, autocast: Autocast) -> tuple[Tensor, T
 
 def _logits(runner: ModelRunner, tokens: Tensor, pages: list[int], first: int, last: int) -> Tensor:
     """Logits of the tokens ``first`` to ``last - 1`` of one sequence, from a pass of their own."""
-    rows, device = last - first, tokens.device
-    bucket = runner.buckets.fit(rows)
-
-    def padded(values: Tensor, filler: int) -> Tensor:
-        return torch.cat([values, values.new_full((bucket - rows,), filler)])
-
-    place = torch.arange(first, last, dtype=torch.int64, device=device)
-    size = runner.page_size
-    metadata = AttentionMetadata.of([(first, last)], [pages], size, device)
-    slots = padded(place + pages[0] * size, -1)
-    batch = Batch(padded(tokens[first:last], 0), padded(place, 0), slots, metadata)
-    keep = padded(torch.arange(rows, dtype=torch.int64, device=device), 0)
+    rows, bucket = last - first, runner.buckets.fit(last - first)
+    part = tokens[first:last].tolist(), first, pages
+    batch = Batch.of([part], bucket, runner.page_size, tokens.device)
+    keep = torch.arange(bucket, dtype=torch.int64, device=tokens.device) % rows
     return runner.forward(batch, keep, canonical=True)[:rows].float()
