@@ -22,25 +22,16 @@ KINDS = {"Flags": np.bool_, "Reals": np.float64, "Counts": np.int64}
 NO_STOP = -1
 
 
-class Columns:
-    """One number of each running sequence, [R] each.
+class Fixed:
+    """One number of each running sequence, [R] each: what it is, which stays as it is.
 
-    What a sequence is stays as it is: generation_id: a
-    number of its own whenever a sequence gets a row, 0 in a free one. order: of arrival.
-    deterministic. most: tokens at which it ends. window: most drafts that may wait. temperature: 0
-    for greedy. key: of the noise. top_k, top_p, min_p: filters, 0, 1 and 0 where they are off.
-    logprobs_wanted. special_sampling: the sampler needs its parameters and history.
+    generation_id: a number of its own whenever a sequence gets a row, 0 in a free one. order: of
+    arrival. deterministic. most: tokens at which it ends. window: most drafts that may wait.
+    temperature: 0 for greedy. key: of the noise. top_k, top_p, min_p: filters, 0, 1 and 0 where
+    they are off. logprobs_wanted. special_sampling: the sampler needs its parameters and history.
     special_commit: tokens are committed one by one. given: its continuation is. has_embeds,
     scores_prompt: parts of the prompt enter as embeddings, or its log-probabilities are wanted.
     thinking: states are added to its prompt. supplied: its tokens come from outside.
-
-    And what changes: length: committed tokens. computed: leading positions whose KV is final.
-    canonical: those of them whose KV is canonical. frozen: leading positions in shared pages, which
-    must not be written. indexed: leading pages that the prefix cache has seen. num_pages.
-    num_drafts. draft_free: none may wait. proposed: the drafts came from a drafter, so they have no
-    KV. draft_ended: the last draft is a stop token or failed. drafted, accepted, rolled_back,
-    rollbacks, verify_passes: counts since they were last added to its statistics. unthought: chunks
-    of the prompt without a thought. reach: positions that may run before more are thought about.
     """
 
     generation_id: Counts
@@ -61,6 +52,18 @@ class Columns:
     scores_prompt: Flags
     thinking: Flags
     supplied: Flags
+
+
+class Columns(Fixed):
+    """And what changes: length: committed tokens. computed: leading positions whose KV is final.
+    canonical: those of them whose KV is canonical. frozen: leading positions in shared pages, which
+    must not be written. indexed: leading pages that the prefix cache has seen. num_pages.
+    num_drafts. draft_free: none may wait. proposed: the drafts came from a drafter, so they have no
+    KV. draft_ended: the last draft is a stop token or failed. drafted, accepted, rolled_back,
+    rollbacks, verify_passes: counts since they were last added to its statistics. unthought: chunks
+    of the prompt without a thought. reach: positions that may run before more are thought about.
+    """
+
     length: Counts
     computed: Counts
     canonical: Counts
@@ -79,11 +82,6 @@ class Columns:
     unthought: Counts
     reach: Counts
 
-    # What ``any`` can tell, as they stay as they are.
-    _FIXED = (
-        *("deterministic", "temperature", "logprobs_wanted", "special_sampling"),
-        *("special_commit", "given", "has_embeds", "scores_prompt", "thinking", "supplied"),
-    )
     STATS = ("drafted", "accepted", "rolled_back", "rollbacks", "verify_passes")
 
 
@@ -102,7 +100,8 @@ class SequenceTable(Columns):
         self._any: dict[str, bool] = {}
         self.generations = 0
         self.is_ahead = False  # in a block of ``ahead_of_results``
-        self._columns = {name: KINDS[kind] for name, kind in Columns.__annotations__.items()}
+        annotated = {**Fixed.__annotations__, **Columns.__annotations__}
+        self._columns = {name: KINDS[kind] for name, kind in annotated.items()}
         for name, kind in self._columns.items():
             setattr(self, name, np.zeros(max_sequences, kind))
         self.ids: Array = np.zeros((max_sequences, 0), np.int64)
@@ -124,7 +123,7 @@ class SequenceTable(Columns):
     def any(self, name: str) -> bool:
         """Whether ``name``, a column of what a sequence is, is not 0 for some of them."""
         if name not in self._any:
-            assert name in self._FIXED, name
+            assert name in Fixed.__annotations__, name
             self._any[name] = bool(getattr(self, name)[self.rows].any())
         return self._any[name]
 
