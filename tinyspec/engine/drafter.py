@@ -38,17 +38,15 @@ class FastPath:
 class NgramDrafter:
     """What followed the same last tokens earlier in the text (prompt lookup decoding)."""
 
-    def __init__(self, longest: int = 3, shortest: int = 1, most: int | None = None):
-        self.longest = longest
-        self.shortest = shortest
-        self.most = most
+    def __init__(self, longest: int = 3, most: int | None = None):
+        self.longest, self.most = longest, most
 
     def propose(self, sequences: list[Sequence[int]], n: int) -> list[list[int]]:
         n = n if self.most is None else min(n, self.most)
         return [self._lookup(list(sequence), n) for sequence in sequences]
 
     def _lookup(self, tokens: list[int], n: int) -> list[int]:
-        for size in range(min(self.longest, len(tokens) - 1), self.shortest - 1, -1):
+        for size in range(min(self.longest, len(tokens) - 1), 0, -1):
             tail = tokens[-size:]
             for start in range(len(tokens) - size - 1, -1, -1):
                 if tokens[start : start + size] == tail:
