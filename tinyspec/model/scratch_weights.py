@@ -47,21 +47,11 @@ PLACES = 1021
 MATRIX, SCALE, BIAS, VECTOR = "matrix", "scale", "bias", "vector"
 
 
-class Buffer(NamedTuple):
-    """A buffer's numbers, its address modulo the size of one, and whether it is made in inference
-    mode: torch's products of such weights may be others."""
-
-    spread: str
-    dtype: torch.dtype
-    device: torch.device
-    remainder: int
-    inference: bool
-
-
 class Form(NamedTuple):
     """What a scratch weight has in common with the weight that it replaces.
 
-    place: its address modulo ALIGNMENT.
+    place: its address modulo ALIGNMENT. inference: whether it is made in inference mode: torch's
+    products of such weights may be others.
     """
 
     shape: tuple[int, ...]
@@ -79,10 +69,14 @@ class Form(NamedTuple):
         return (reach + 1) * self.dtype.itemsize if prod(self.shape) else 0
 
     @property
-    def buffer(self) -> Buffer:
-        """Which buffer it is a view of. A weight in a file that was mapped may begin anywhere."""
-        remainder = self.place % self.dtype.itemsize
-        return Buffer(self.spread, self.dtype, self.device, remainder, self.inference)
+    def remainder(self) -> int:
+        """Its address modulo the size of a number: in a file that was mapped it may be anywhere."""
+        return self.place % self.dtype.itemsize
+
+    @property
+    def buffer(self) -> Hashable:
+        """Which buffer it is a view of."""
+        return self.spread, self.dtype, self.device, self.remainder, self.inference
 
 
 def _form(name: str, weight: Tensor) -> Form:
@@ -135,13 +129,13 @@ class ScratchBuffers:
     """
 
     def __init__(self, forms: list[Form]):
-        self._sizes: dict[Buffer, int] = {}
+        self._sizes: dict[Hashable, int] = {}
         for form in forms:
             size = max(form.extent, self._sizes.get(form.buffer, 0))
             self._sizes[form.buffer] = size
         widths = [form.shape[-1] for form in forms if form.spread == MATRIX]
         self._scale = max(1, mode(widths)) ** -0.5 if widths else 1.0
-        self._held: dict[Buffer, Tensor] = {}
+        self._held: dict[Hashable, Tensor] = {}
         self._views = 0
 
     @property
@@ -151,22 +145,23 @@ class ScratchBuffers:
     def view(self, form: Form) -> Tensor:
         """Random numbers in this form, at another place of the buffer than those before."""
         if form.buffer not in self._held:
-            self._held[form.buffer] = self._filled(form.buffer)
+            self._held[form.buffer] = self._filled(form)
         flat = self._held[form.buffer]
         self._views += 1
         first = self._views * 37 % PLACES * ALIGNMENT
         first += (form.place - flat.data_ptr()) % ALIGNMENT
         return flat.as_strided(form.shape, form.stride, first // form.dtype.itemsize)
 
-    def _filled(self, buffer: Buffer) -> Tensor:
-        dtype, device, size = buffer.dtype, buffer.device, self._sizes[buffer]
+    def _filled(self, form: Form) -> Tensor:
+        """The buffer of this form."""
+        dtype, device, size = form.dtype, form.device, self._sizes[form.buffer]
         count = -(-(size + (PLACES + 1) * ALIGNMENT) // dtype.itemsize)
         flat = torch.empty(count + 1, dtype=dtype, device=device)
-        if buffer.remainder:
+        if form.remainder:
             # A view begins at a whole number: this one is of a part of the storage.
-            part = flat.untyped_storage()[buffer.remainder :]
+            part = flat.untyped_storage()[form.remainder :]
             flat = torch.empty(0, dtype=dtype, device=device).set_(part, 0, (count,), (1,))
-        drawn = self._drawn(min(PERIOD, count), buffer.spread).to(device, dtype)
+        drawn = self._drawn(min(PERIOD, count), form.spread).to(device, dtype)
         for part in flat.split(len(drawn)):
             part.copy_(drawn[: len(part)])
         return flat
