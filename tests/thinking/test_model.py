@@ -161,9 +161,9 @@ def test_gold_thoughts_are_checked():
     model = thinking_model()
     ids = torch.tensor([prompt_of(24)])
     for shape, message in [
-        ((1, 4, 2), "thoughts of 4 chunks are not allowed: 24 tokens have 3"),
-        ((1, 2, 5), "thoughts of 5 tokens are not allowed: at most max_thought_tokens=4"),
-        ((2, 2, 2), r"thoughts of shape \[2, 2, 2\] are not allowed: \[1, chunks, tokens\]"),
+        ((1, 4, 2), r"thoughts\.shape=\[1, 4, 2\] is not allowed: .* 24 tokens have 3 whole"),
+        ((1, 2, 5), r"thoughts\.shape=\[1, 2, 5\] is not allowed: .* max_thought_tokens=4"),
+        ((2, 2, 2), r"thoughts\.shape=\[2, 2, 2\] is not allowed: \[1, chunks, tokens\]"),
     ]:
         with pytest.raises(ValueError, match=message):
             model(ids, torch.full(shape, END))

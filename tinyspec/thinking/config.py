@@ -9,6 +9,8 @@ import json
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
+from tinyspec.errors import refuse
+
 FILE = "thinking_config.json"
 
 
@@ -31,10 +33,10 @@ class ThinkingConfig:
         for field in fields(self):
             value = getattr(self, field.name)
             if not isinstance(value, int) or isinstance(value, bool):
-                raise ValueError(f"{field.name}={value!r} is not allowed: an int")
+                raise refuse(field.name, value, "an int")
         for name, least in (("end_token_id", 0), ("chunk_size", 1), ("max_thought_tokens", 2)):
             if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)} is not allowed: at least {least}")
+                raise refuse(name, getattr(self, name), f"at least {least}")
 
     @property
     def state_tokens(self) -> int:
@@ -50,7 +52,7 @@ class ThinkingConfig:
                 layer += num_layers
             if not 0 <= layer < num_layers:
                 allowed = f"{-num_layers} to {num_layers - 1} for a model of {num_layers} layers"
-                raise ValueError(f"{name}={value} is not allowed: {allowed}")
+                raise refuse(name, value, allowed)
             found[name] = layer
         if found["layer_in"] >= found["layer_out"]:
             raise ValueError(
@@ -59,7 +61,7 @@ class ThinkingConfig:
             )
         if self.end_token_id >= vocab_size:
             allowed = f"below the {vocab_size} tokens of the vocabulary"
-            raise ValueError(f"end_token_id={self.end_token_id} is not allowed: {allowed}")
+            raise refuse("end_token_id", self.end_token_id, allowed)
         return replace(self, **found)
 
     def save(self, folder: Path) -> None:

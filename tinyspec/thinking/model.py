@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 from transformers.utils import ModelOutput
 
+from tinyspec.errors import refuse
 from tinyspec.thinking.backbone import Backbone
 from tinyspec.thinking.blocks import CompressionBlock, ThinkingBlock
 from tinyspec.thinking.config import ThinkingConfig
@@ -154,22 +155,12 @@ class ThinkingModel(nn.Module):
         return added
 
     def _check(self, input_ids: torch.Tensor, thoughts: torch.Tensor) -> None:
-        config, length = self.thinking_config, input_ids.shape[1]
-        if thoughts.dim() != 3 or len(thoughts) != len(input_ids):
-            raise ValueError(
-                f"thoughts of shape {list(thoughts.shape)} are not allowed: "
-                f"[{len(input_ids)}, chunks, tokens]"
-            )
-        if thoughts.shape[1] > length // config.chunk_size:
-            raise ValueError(
-                f"thoughts of {thoughts.shape[1]} chunks are not allowed: {length} tokens have "
-                f"{length // config.chunk_size} whole chunks of {config.chunk_size}"
-            )
-        if thoughts.shape[2] > config.max_thought_tokens:
-            raise ValueError(
-                f"thoughts of {thoughts.shape[2]} tokens are not allowed: at most "
-                f"max_thought_tokens={config.max_thought_tokens}"
-            )
+        config, (count, length), shape = self.thinking_config, input_ids.shape, list(thoughts.shape)
+        chunks, tokens = length // config.chunk_size, config.max_thought_tokens
+        if len(shape) != 3 or shape[0] != count or shape[1] > chunks or shape[2] > tokens:
+            allowed = f"[{count}, chunks, tokens]; {length} tokens have {chunks} whole chunks of "
+            allowed += f"{config.chunk_size}, and max_thought_tokens={tokens}"
+            raise refuse("thoughts.shape", shape, allowed)
 
     def blocks_state(self) -> dict[str, torch.Tensor]:
         """T's and C's parameters, by name."""
