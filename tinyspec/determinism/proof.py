@@ -175,15 +175,13 @@ def check_pass(runner: ModelRunner, probe: ModelProbe) -> PassRecorder:
             with recorder.recording():
                 probe.run_tokens(token_sets(runner.vocab_size, rows)[-1])
             now = dict(served.marks())
-    except Exception as error:  # of another dtype than the next operator takes
-        refuse_autocast(recorder, error)
-        raise
-    refuse_autocast(recorder)
+    finally:  # what the forward raises may follow from it, as of another dtype
+        refuse_autocast(recorder)
     refuse_written({name for name, mark in before if now.get(name, mark) != mark})
     return recorder
 
 
-def refuse_autocast(recorder: PassRecorder, cause: Exception | None = None) -> None:
+def refuse_autocast(recorder: PassRecorder) -> None:
     """Raise DeterminismError where something ran under another autocast than the pass."""
     if recorder.autocast is not None:
         operator, where = recorder.autocast
@@ -191,7 +189,7 @@ def refuse_autocast(recorder: PassRecorder, cause: Exception | None = None) -> N
             f"{where or MODEL} turns autocast on or off inside the model's forward ({operator} ran "
             "under another than the call): load the model in the dtype that it is to compute in, "
             "and remove the autocast, to use deterministic=True"
-        ) from cause
+        )
 
 
 def refuse_written(names: Collection[str]) -> None:
