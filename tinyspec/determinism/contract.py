@@ -19,12 +19,7 @@ from tinyspec.config import EngineConfig
 from tinyspec.determinism import results as disk
 from tinyspec.determinism.attention_probe import MANY_ROWS
 from tinyspec.determinism.environment import ambient
-from tinyspec.determinism.fingerprint import (
-    ExtraModules,
-    digest_extra,
-    digest_weights,
-    fingerprint,
-)
+from tinyspec.determinism.fingerprint import ExtraModules, digest_extra, digest_weights, fingerprint
 from tinyspec.determinism.fingerprint_parts import Fingerprint
 from tinyspec.determinism.linear_modes import LinearModes
 from tinyspec.determinism.model_probe import ModelProbe

@@ -145,11 +145,7 @@ class ProbeResults:
         return cls(**{**_with_tuples(found), **made})
 
 
-_PARTS: dict[str, Any] = {
-    "buckets": BucketResult,
-    "unsound": Unsound,
-    "attention": ComparedRows,
-}
+_PARTS: dict[str, Any] = {"buckets": BucketResult, "unsound": Unsound, "attention": ComparedRows}
 
 
 def _with_tuples(found: dict[str, Any]) -> dict[str, Any]:

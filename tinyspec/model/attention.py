@@ -318,10 +318,7 @@ class PagedAttention(nn.Module):
         return {"q_weight": q.weight, "k_weight": k.weight, "eps": getattr(q, eps_name(q))}
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        **kwargs: Any,
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any
     ) -> tuple[Tensor, None]:
         """hidden_states [1, R, hidden]; position_embeddings cos and sin [1, R, rot]."""
         rows, linears = hidden_states.shape[1], (self.q_proj, self.k_proj, self.v_proj)

@@ -252,9 +252,7 @@ WAYS: tuple[Way, ...] = (fused, rope_left_out)
 
 
 def stand_ins(
-    calls: list[AttentionCall],
-    given: dict[nn.Module, list[ModuleCall]],
-    context: AttentionContext,
+    calls: list[AttentionCall], given: dict[nn.Module, list[ModuleCall]], context: AttentionContext
 ) -> dict[nn.Module, nn.Module]:
     """The stand-ins of modules that have one.
 

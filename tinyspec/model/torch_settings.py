@@ -71,10 +71,7 @@ def _twofold(
 
 
 def _deterministic() -> tuple[bool, bool]:
-    return (
-        _C._get_deterministic_algorithms(),
-        _C._get_deterministic_algorithms_warn_only(),
-    )
+    return (_C._get_deterministic_algorithms(), _C._get_deterministic_algorithms_warn_only())
 
 
 def _set_deterministic(value: tuple[bool, bool]) -> None:
