@@ -263,7 +263,9 @@ def stand_ins(
     made: dict[nn.Module, nn.Module] = {}
     for call in calls:
         module, arguments = call.module, given[call.module]
-        if len(arguments) != 1 or not _may_have_one(module, arguments[0]):
+        if len(arguments) != 1 or not runs_class_forward(module):
+            continue
+        if not isinstance(arguments[0].hidden, Tensor):
             continue
         key = (kind_of(module), *map(described, arguments[0]), call.shape, call.scale, call.reach)
         if key not in tried:
@@ -276,8 +278,3 @@ def stand_ins(
         if (make := tried[key]) is not None:
             made[module] = make(module, context)
     return made
-
-
-def _may_have_one(module: nn.Module, given: ModuleCall) -> bool:
-    """Whether a module runs its class's forward, a plain function, on hidden states."""
-    return runs_class_forward(module) and isinstance(given.hidden, Tensor)

@@ -24,7 +24,6 @@ from tinyspec.model import openmp
 from tinyspec.model.attention import (
     IMPLEMENTATION,
     Layer,
-    LayerShape,
     PagedAttention,
     paged_attention_function,
 )
@@ -145,17 +144,11 @@ def install(
     # Tables and stand-ins are made under the settings of passes.
     with pinned(model.device.type), without_modes():
         _install(served, config)
-    if config.backend == "triton" and (reason := _head_refusal(served.layers)) is not None:
-        raise unsupported(model, reason)
+    widest = max((layer.head_dim for layer in served.layers), default=0)
+    if config.backend == "triton" and widest > MAX_HEAD_DIM:
+        reason = f"its attention has heads of {widest} numbers; the GPU's kernels take "
+        raise unsupported(model, f"{reason}{MAX_HEAD_DIM}")
     return served
-
-
-def _head_refusal(layers: Iterable[LayerShape]) -> str | None:
-    """Why the Triton kernels cannot serve a model whose attention has such heads, or None."""
-    widest = max((layer.head_dim for layer in layers), default=0)
-    if widest <= MAX_HEAD_DIM:
-        return None
-    return f"its attention has heads of {widest} numbers; the GPU's kernels take {MAX_HEAD_DIM}"
 
 
 def fuses_layers(config: EngineConfig) -> bool:

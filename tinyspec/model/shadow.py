@@ -199,11 +199,8 @@ class Shadow:
 
 def _is_own(held: Any) -> bool:
     """Whether something is of this package, such as the ``generate`` of a patched model."""
-    return not isinstance(held, nn.Module) and _package(type(held)) == "tinyspec"
-
-
-def _package(kind: type) -> str:
-    return (kind.__module__ or "").partition(".")[0]
+    package = (type(held).__module__ or "").partition(".")[0]
+    return not isinstance(held, nn.Module) and package == "tinyspec"
 
 
 M = TypeVar("M", bound=nn.Module)

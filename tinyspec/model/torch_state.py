@@ -157,10 +157,6 @@ class _Modes(local):
     # Of the device whose settings are pinned in this thread; None while none are.
     stream: DeviceStream | None = None
 
-    def any_on(self) -> bool:
-        """Whether any mode is on now."""
-        return bool(_C._len_torch_function_stack() or _C._len_torch_dispatch_stack())
-
     def take_off(self) -> None:
         """Set all modes aside; the innermost first."""
         functions = [_C._pop_torch_function_stack() for _ in range(_C._len_torch_function_stack())]
@@ -259,7 +255,8 @@ class TorchState:
     def _set_again(self) -> Iterator[None]:
         pin_again(self._kind)
         self.stream.again()
-        with without_modes() if _modes.any_on() else nullcontext():
+        on = _C._len_torch_function_stack() or _C._len_torch_dispatch_stack()
+        with without_modes() if on else nullcontext():
             yield
 
     @contextmanager

@@ -180,7 +180,8 @@ def hooks_of(module: nn.Module) -> list[Any]:
     on and take off around every call.
     """
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return [hook for hook in hooks if not _changes_nothing(hook)]
+    others = [hook for hook in hooks if getattr(hook, "__module__", None) != CAPTURING]
+    return [hook for hook in others if _steps(hook) != _steps(_marks_for_gradients)]
 
 
 def _marks_for_gradients(module: nn.Module, args: Any, output: Any) -> None:
@@ -193,11 +194,6 @@ def _steps(function: Any) -> tuple[Any, ...]:
     if code is None:
         return ()
     return code.co_argcount, code.co_code, code.co_names, code.co_consts, code.co_freevars
-
-
-def _changes_nothing(hook: Any) -> bool:
-    capturing = getattr(hook, "__module__", None) == CAPTURING
-    return capturing or _steps(hook) == _steps(_marks_for_gradients)
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -95,10 +95,6 @@ class Thoughts:
         known = [n for n in chunks if n < len(self.found)]
         return [Made(self.found[n], self.states[n], n < self.canonical) for n in known]
 
-    def canonical_to(self, end: int) -> bool:
-        """Whether the thoughts that positions up to ``end``, and their chunks, hang on are."""
-        return self.canonical >= end // self.chunk_size
-
     def adopt(self, made: list[Made]) -> None:
         """Of the first chunks, made for another prompt; those that are known stay."""
         for each in made[len(self.found) :]:

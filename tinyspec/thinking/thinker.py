@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -178,7 +179,8 @@ class Thinker:
 
     def first_tokens(self, chunks: Tensor) -> list[int]:
         """[N, c, d] hidden states of chunks -> the first token of each one's thought."""
-        return self.batches.run(self._first, chunks, fills=(0,)).tolist()
+        first = partial(self._token, place=chunks.shape[1] - 1)
+        return self.batches.run(first, chunks, fills=(0,)).tolist()
 
     def thoughts(self, chunks: Tensor, firsts: list[int]) -> list[list[int]]:
         """Whole thoughts that begin with ``firsts``: the end token is the last, unless it was cut;
@@ -208,9 +210,6 @@ class Thinker:
         ids = torch.tensor(padded, dtype=torch.int64, device=self.model.device)
         found = self.batches.run(self.model.states, ids, fills=(end,))
         return [state.clone() for state in found]
-
-    def _first(self, chunks: Tensor) -> Tensor:
-        return self._token(chunks, chunks.shape[1] - 1)
 
     def _whole(self, chunks: Tensor, firsts: Tensor) -> Tensor:
         """[B, c, d], [B] -> [B, m] tokens; anything behind the end token. Passes are of one shape,
