@@ -19,10 +19,9 @@ from torch import Tensor
 from tinyspec.determinism.rows import same_bits, unequal_bits
 from tinyspec.interrupts import flush
 from tinyspec.kernels import launch
-from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.kernels.twins.layers import CODES, stored, values
 from tinyspec.model.checksum import row_checksums
-from tinyspec.runner.batch import Batch
+from tinyspec.runner.batch import Batch, Part
 from tinyspec.runner.model_runner import ModelRunner
 
 # Sequences: rows that each has in the probe, and position of the first. 120 + 17 crosses a tile.
@@ -108,18 +107,9 @@ class ModelProbe:
             for copy in range(self._copies)
             for segment in own
         ]
-        places = [
-            (segment.position + row - segment.first, segment.pages)
-            for segment in self._segments
-            for row in range(segment.first, segment.end)
-        ]
-        size = self._page_size
-        slots = [pages[p // size] * size + p % size for p, pages in places]
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(runner.vocab_size, (distinct,), generator=generator)
-        positions = torch.tensor([position for position, _ in places])
-        packed = torch.stack([ids.repeat(self._copies), positions, torch.tensor(slots)])
-        self._packed = packed.to(runner.device)  # ids, positions, slots [3, rows]
+        self._ids: list[int] = ids.tolist()
         self._cache = runner.pages(self._copies * self._pages)
         self._pools = [p.flatten(0, 1).flatten(1) for p in (*self._cache.k, *self._cache.v)]
         self._fill_pages()
@@ -138,13 +128,15 @@ class ModelProbe:
         """
         self._fill_pages()
         reference = self._runner.buckets.reference
-        parts = []
+        parts, slots = [], []
         for first in range(0, self.distinct, reference):
+            batch = self._batch(first, reference)
             with nullcontext() if first else recording:
-                logits, _ = self._run(self._batch(first, reference))
+                logits, _ = self._run(batch)
             parts.append([part[: self.distinct - first] for part in self._reduce(logits)])
+            slots.append(batch.slot_mapping)
         self.tables = [torch.cat(table) for table in zip(*parts, strict=True)]
-        own = self._packed[2, : self.distinct]
+        own = torch.cat(slots)[: self.distinct]
         self.written = [pool.index_select(0, own) for pool in self._pools]
         # A NaN in keys or values reaches other rows of its sequence, and which ones depends on the
         # order of passes: such sequences are not compared.
@@ -168,12 +160,12 @@ class ModelProbe:
         has padding."""
         segment = self._segments[number * 4 % len(self._segments)]
         first, padding = segment.first, rows // 4 * (number % 2)
-        place = self._rows_from(first, rows - padding)
-        slots = self._packed[2, place]
-        place = place % self.distinct
+        batch, end = self._batch(first, rows, padding), first + rows - padding
+        place = torch.arange(first, end, device=self._runner.device) % self.distinct
+        slots = batch.slot_mapping[: len(place)]
         for pool in self._pools:  # so that this pass must write what is compared
             pool.index_fill_(0, slots, 0)
-        logits, seconds = self._run(self._batch(first, rows, padding))
+        logits, seconds = self._run(batch)
         self.took[rows] = min(seconds, self.took.get(rows, seconds))
         wrong = self._compare(logits, self._logit_rows(rows), place, slots)
         for pool, written in zip(self._pools, self.written, strict=True):
@@ -218,11 +210,6 @@ class ModelProbe:
             copies = pool.view(self._copies, self._pages, *pool.shape[1:])
             copies[1:] = copies[:1]
 
-    def _rows_from(self, first: int, count: int) -> Tensor:
-        """``count`` rows of the probe from ``first`` on, cyclically."""
-        place = torch.arange(first, first + count, device=self._runner.device)
-        return place % self._packed.shape[1]
-
     def _logit_rows(self, rows: int) -> Tensor:
         """Rows of a pass that are unembedded: all, or in a large pass as many as the reference
         bucket has, evenly spread; other counts may have other bits."""
@@ -230,11 +217,20 @@ class ModelProbe:
         return torch.arange(count, device=self._runner.device) * rows // count
 
     def _batch(self, first: int, rows: int, padding: int = 0) -> Batch:
-        """``rows`` rows from ``first`` on, the last of them padding."""
-        place = self._rows_from(first, rows - padding)
-        packed = torch.tensor([0, 0, -1], device=place.device)[:, None].repeat(1, rows)
-        packed[:, : len(place)] = self._packed[:, place]
-        return Batch(packed[0], packed[1], packed[2], self._metadata(first, len(place)))
+        """``rows`` rows from ``first`` on, cyclically, the last of them padding; the first and the
+        last of their segments may be cut."""
+        parts: list[Part] = []
+        left = rows - padding
+        number = next(n for n, segment in enumerate(self._segments) if first < segment.end)
+        while left > 0:
+            segment = self._segments[number % len(self._segments)]
+            cut = 0 if parts else first - segment.first
+            begin = (segment.first + cut) % self.distinct
+            ids = self._ids[begin : begin + min(segment.end - segment.first - cut, left)]
+            parts.append((ids, segment.position + cut, segment.pages))
+            left -= len(ids)
+            number += 1
+        return Batch.of(parts, rows, self._page_size, self._runner.device)
 
     def _run(self, batch: Batch, canonical: bool = True) -> tuple[Tensor, float]:
         """Logits of those rows of a pass that are unembedded, and seconds."""
@@ -245,22 +241,6 @@ class ModelProbe:
             logits = self._runner.forward(batch, kept, canonical)
         # Whichever is less: a pass is not charged with waiting for another process.
         return logits, min(end - start for start, end in zip(begun, self._clocks(), strict=True))
-
-    def _metadata(self, first: int, rows: int) -> AttentionMetadata:
-        """Segments of ``rows`` rows from ``first`` on; the first and the last may be cut."""
-        spans: list[tuple[int, int]] = []
-        tables: list[list[int]] = []
-        number = next(n for n, segment in enumerate(self._segments) if first < segment.end)
-        while rows > 0:
-            segment = self._segments[number % len(self._segments)]
-            begin = segment.first if spans else max(first, segment.first)
-            count = min(segment.end - begin, rows)
-            position = segment.position + begin - segment.first
-            spans.append((position, position + count))
-            tables.append(segment.pages)
-            rows -= count
-            number += 1
-        return AttentionMetadata.of(spans, tables, self._page_size, self._runner.device)
 
     def _clocks(self) -> tuple[float, float]:
         """Time of day and, on a CPU, time that this process has had."""
