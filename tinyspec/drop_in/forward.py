@@ -1,13 +1,13 @@
 """``model(...)`` in canonical passes: the logits of generation, in training and evaluation.
 
 Takes transformers' arguments apart into sequences, and gives back what the model's own forward
-gives. Knows no passes.
+gives. Knows no requests.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from tinyspec.config import EngineConfig
 from tinyspec.drop_in.served import says_nothing
 from tinyspec.engine.engine import Engine
-from tinyspec.engine.forward import forward
 from tinyspec.errors import refuse, unsupported
 from tinyspec.model.served_model import named
 from tinyspec.model.wrappers import Method, autocast_of, unwrap
+from tinyspec.runner.differentiable import DifferentiablePasses, passes
 
 # Of what is called: a block that has the engine for a call of it now.
 EngineOf = Callable[[Any], AbstractContextManager[Engine]]
@@ -179,6 +179,36 @@ class PatchedForward(Method):
             if isinstance(module, GradientCheckpointingLayer)
             if module.training and module.gradient_checkpointing
         ]
+
+
+def forward(
+    engine: Engine,
+    sequences: Sequence[Sequence[int]],
+    wanted: Sequence[Sequence[int]],
+    layers: Sequence[nn.Module] = (),
+) -> tuple[Tensor, Any]:
+    """Logits [N, V] at the places ``wanted`` of each of the ``sequences`` of token ids, and the
+    output of the model in the last pass. With gradients where the caller records them, also when
+    the engine is closed by then; what ``layers`` of ``engine.served`` keep for that is computed
+    again. Raises as ``Engine.generate``."""
+    with engine.lock("forward"):
+        engine.check_model()
+        with engine.lock.step():
+            engine.contract.ensure()
+            if engine.config.verify != "always":
+                planned = passes(list(map(len, sequences)), engine.runner.buckets.sizes)
+                engine.contract.prove_more({bucket for bucket, _ in planned})
+        exclusive = partial(_exclusive, engine)
+        with exclusive():
+            runs = DifferentiablePasses(engine.runner, sequences, exclusive, layers)
+            return runs.run(wanted)
+
+
+@contextmanager
+def _exclusive(engine: Engine) -> Iterator[None]:
+    """A block that runs the model outside of the engine's passes."""
+    with engine.lock("forward"), engine.lock.step(), engine.runner.torch_state(gradients=True):
+        yield
 
 
 def _in_fp32(forward: Any) -> bool:
