@@ -72,6 +72,20 @@ def test_buckets_are_canonical_in_tiles(breaks_above, monkeypatch):
     assert "own way" in str(report)
 
 
+def test_tiles_leave_the_fingerprint(breaks_above):
+    """Whether larger buckets are proven, in tiles, changes no bit. Control: another forward."""
+    with Engine(tiny(dtype=torch.bfloat16), config=CONFIG) as engine:
+        engine.warm_up()
+        assert engine.served.tiles.bound
+        in_tiles = engine.fingerprint
+        engine.contract.modes.tile(())
+        engine.weights_changed()
+        assert not engine.served.tiles.bound and engine.fingerprint == in_tiles
+        linear = engine.model.model.layers[0].mlp.up_proj
+        linear.forward = lambda x: type(linear).forward(linear, x)
+        assert engine.fingerprint != in_tiles
+
+
 @pytest.mark.parametrize("verify", first(2, ["auto", "direct", "padded", "always"], 2))
 def test_bits_are_those_of_the_reference_bucket(breaks_above, verify):
     """``verify="always"`` commits from the reference bucket alone: the oracle of the others."""
