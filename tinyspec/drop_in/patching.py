@@ -17,12 +17,11 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import MaxLengthCriteria
 
 from tinyspec.config import EngineConfig
-from tinyspec.drop_in import continuous
 from tinyspec.drop_in.call import Call, RowSeeds
 from tinyspec.drop_in.forward import PatchedForward, plain_forwards
 from tinyspec.drop_in.prepare import prepare
 from tinyspec.drop_in.prompts import Prompt
-from tinyspec.drop_in.run import run
+from tinyspec.drop_in.run import batch_arguments, run, run_batch
 from tinyspec.drop_in.served import ADDED_ARGUMENTS, DICT_FIELDS, PROMPT_ARGUMENTS
 from tinyspec.engine.drafter import make_drafter
 from tinyspec.engine.engine import Engine
@@ -281,7 +280,7 @@ class PatchedGenerate(Method):
         """
         if len(inputs) == 0:
             return {}
-        arguments = continuous.arguments_of(inputs, generation_config, settings)
+        arguments = batch_arguments(inputs, generation_config, settings)
         base, defaults = getattr(continuous_batching_config, "seed", None), self._defaults
         defaults = defaults if base is None else replace(defaults, seed=base)
         call = Call(self._model, self.original, arguments, defaults, self._row_seeds)
@@ -294,7 +293,7 @@ class PatchedGenerate(Method):
             call.params = [params.resolve(logprobs=True) for params in call.params]
         drafter = call.drafter() or self._drafter
         with self.serving() as engine:
-            return continuous.run(engine, call, drafter, record_timestamps, progress_bar)
+            return run_batch(engine, call, drafter, record_timestamps, progress_bar)
 
 
 def generate(

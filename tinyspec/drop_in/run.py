@@ -1,18 +1,24 @@
 """A call's requests in an engine: made, run to their end, streamed.
 
 Processors and criteria that a call is given for all its rows at once are called once for every step
-of all, as transformers calls them. Knows no model.
+of all, as transformers calls them. ``generate_batch`` takes lists of token ids and gives
+transformers' ``GenerationOutput``, with the requests that ``generate`` makes of the same rows;
+managers of continuous batching are transformers' own. Knows no model.
 """
 
 from __future__ import annotations
 
+import copy
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
+from transformers import GenerationConfig
 
 from tinyspec.drop_in.call import Call
 from tinyspec.drop_in.prepare import is_per_request
@@ -24,6 +30,9 @@ from tinyspec.model.torch_state import callers_modes
 from tinyspec.runner.processors import BatchWide, SpecialRow
 from tinyspec.runner.sampler import NOT_FINITE, SampleBatch, Sampled, SpecialResult
 from tinyspec.scheduler.request import Request, Sequence
+
+if TYPE_CHECKING:
+    from transformers.generation.continuous_batching.requests import GenerationOutput
 
 _HOW = "with processors or criteria for all rows, which may also be a list for each prompt"
 
@@ -255,3 +264,64 @@ def _of_all_rows(call: Call, name: str, code: Iterable[Any]) -> list[Any]:
         return []
     users = [one for one in code if not type(one).__module__.startswith("transformers.")]
     return [one for one in users if not getattr(one, "stateless", False)]
+
+
+def batch_arguments(
+    inputs: Any, generation_config: GenerationConfig | None, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Those of ``generate`` for the same rows; the user's processors and criteria are called for
+    each row alone. Raises ValueError for settings that this has not."""
+    arguments = {name: value for name, value in settings.items() if value is not None}
+    if arguments.pop("cache_implementation", None) == "paged":  # what led here from ``generate``
+        generation_config = copy.deepcopy(generation_config)
+        setattr(generation_config, "cache_implementation", None)  # noqa: B010
+        arguments.pop("input_ids", None)
+    for name in {"streamer", "input_ids"} & arguments.keys():
+        raise refuse(name, arguments[name], "left out: inputs are lists of token ids")
+    arguments |= {"input_ids": inputs, "generation_config": generation_config}
+    for name in {"logits_processor", "stopping_criteria"} & arguments.keys():
+        if not is_per_request(name, arguments[name]):
+            arguments[name] = [list(arguments[name])] * len(inputs)
+    return arguments
+
+
+def run_batch(
+    engine: Engine, call: Call, drafter: Drafter, record_timestamps: bool, progress_bar: bool
+) -> dict[str, GenerationOutput]:
+    """Outputs by id. Of each prompt the first completions are children of the last, which has its
+    id, as transformers orders them. Raises what a processor or a criterion raised."""
+    from transformers.generation.continuous_batching import requests as theirs
+
+    begun, requests = time.perf_counter(), new_requests(engine, call)
+    sequences = [sequence for request in requests for sequence in request.sequences]
+    stamps: dict[tuple[str, int], list[float]] = {
+        (s.request.request_id, s.index): [] for s in sequences
+    }
+    bar = tqdm(total=len(sequences), unit="request", disable=not progress_bar)
+    with bar, engine.follow(requests, drafter) as events:
+        for event in events:
+            if event.finish_reason == "abort":
+                break
+            now = time.perf_counter()
+            stamps[event.request_id, event.index] += [now] * len(event.token_ids)
+            bar.update(event.finish_reason is not None)
+    raise_failed(sequences)
+    outputs: dict[str, GenerationOutput] = {}
+    for number, request in enumerate(requests):
+        last = len(request.sequences) - 1
+        for sequence in request.sequences:
+            child = "" if sequence.index == last else f"__child#{sequence.index}"
+            times = stamps[request.request_id, sequence.index]
+            output = theirs.GenerationOutput(
+                request_id=f"req_{number}{child}",
+                prompt_ids=call.prompts.each[number].ids,
+                generated_tokens=sequence.ids(request.num_prompt, sequence.length),
+                logprobs=sequence.logprobs,
+                status=theirs.RequestStatus.FINISHED,
+                created_time=begun,
+                lifespan=(begun, times[-1]),
+                timestamps=times if record_timestamps else None,
+            )
+            setattr(output, "seed", sequence.params.seed)  # noqa: B010 not one of its fields
+            outputs[output.request_id] = output
+    return outputs
