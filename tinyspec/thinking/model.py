@@ -21,8 +21,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import ModelOutput
 
 from tinyspec.errors import refuse
-from tinyspec.thinking.backbone import Backbone
-from tinyspec.thinking.blocks import CompressionBlock, ThinkingBlock
+from tinyspec.thinking.backbone import Backbone, CompressionBlock, ThinkingBlock
 from tinyspec.thinking.config import ThinkingConfig
 from tinyspec.thinking.taps import tapped
 

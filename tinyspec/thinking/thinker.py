@@ -86,9 +86,7 @@ def _padded(part: Tensor, fill: Any, count: int) -> Tensor:
 
 
 # What decides the bits of the blocks, beside the wings of every pass.
-CODE = (
-    *("thinking/backbone.py", "thinking/blocks.py", "thinking/model.py", "thinking/thinker.py"),
-)
+CODE = ("thinking/backbone.py", "thinking/model.py", "thinking/thinker.py")
 # States that are kept, by their thoughts.
 KEPT_STATES = 256
 # In the place of a token: its logits were not finite.
