@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -140,7 +141,6 @@ class PassRecorder(TorchDispatchMode):
         self._inside: list[str] = []
         self._in_attention = False
         self._own: set[int] = set()
-        self._autocast = runner.served.autocast
         self._linears = {n for n, m in model.named_modules() if linear_shape(m) is not None}
         self._of_rows: set[StorageWeakRef] = set()
 
@@ -278,7 +278,7 @@ class PassRecorder(TorchDispatchMode):
 
     def note_autocast(self, operator: str, may_be_off: bool) -> None:
         """Note an operator that runs under another autocast than the pass."""
-        device, dtype = self._autocast.device_type, self._autocast.dtype
+        dtype, device = self._runner.served.autocast
         now = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         if self.autocast is None and now != dtype and not (now is None and may_be_off):
             self.autocast = operator, self.where
@@ -345,10 +345,8 @@ def data_dependent(passes: Iterable[list[Matmul]]) -> list[Unsound]:
     first, *others = passes
     for other in others:
         if other != first:
-            pairs = zip(first, other, strict=False)
-            unlike = next((a.module for a, b in pairs if a != b), None)
-            longest = max(first, other, key=len)
-            name = longest[min(len(first), len(other))].module if unlike is None else unlike
+            unlike = next((a, b) for a, b in zip_longest(first, other) if a != b)
+            name = next(matmul.module for matmul in unlike if matmul is not None)
             return [Unsound(name, f"{name}: {SHAPES_DEPEND}", NO_EXPERTS)]
     return []
 

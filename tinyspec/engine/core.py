@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tinyspec.engine.commit import Commits, Committer
 from tinyspec.engine.drafter import Drafter, FastPath, NgramDrafter, proposals
@@ -17,7 +17,7 @@ from tinyspec.errors import named
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.sampler import Sampler
 from tinyspec.scheduler.admission import Admission
-from tinyspec.scheduler.passes import EngineStats, PassRecord
+from tinyspec.scheduler.passes import PassRecord
 from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.scheduler import Scheduler
 from tinyspec.thinking.thinker import Thinker
@@ -42,13 +42,12 @@ class EngineCore:
     overlap: bool = False
     trace: Trace | None = None
     thinker: Thinker | None = None
-    stats: EngineStats = field(default_factory=EngineStats)
     _under_way: InFlightPass | None = None
     _proposed: int = 0
     _number: int = 0
 
     def __post_init__(self) -> None:
-        self.table = self.admission.table
+        self.table, self.stats = self.admission.table, self.admission.stats
         self.launcher = Launcher(self.admission, self.runner, self.sampler, self.thinker)
 
     @property
@@ -198,8 +197,6 @@ class EngineCore:
         record.drafted, self._proposed = self._proposed, 0
         record.count(commits)
         self._number += 1
-        self.stats.preemptions = self.admission.preemptions
-        self.stats.cached_prompt_tokens = self.admission.cached_prompt_tokens
         self.records.append(record)
         self.stats.add(record)
         self.scheduler.observe(commits.accepted, commits.rollbacks)

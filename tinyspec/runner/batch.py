@@ -56,16 +56,16 @@ class Batch:
     @classmethod
     def of(cls, parts: list[Part], bucket: int, page_size: int, device: torch.device) -> Batch:
         """The rows of ``parts``, one after the other."""
-        packed = torch.tensor([[0], [0], [-1]], dtype=torch.int64).repeat(1, bucket)
+        rows = [
+            (token, at, table[at // page_size] * page_size + at % page_size)
+            for ids, first, table in parts
+            for at, token in enumerate(ids, first)
+        ]
+        columns = list(zip(*rows, *[(0, 0, -1)] * (bucket - len(rows)), strict=True))
+        tokens, positions, slots = torch.tensor(columns, dtype=torch.int64, device=device)
         spans = [(first, first + len(ids)) for ids, first, _ in parts]
-        row = 0
-        for (ids, _, table), span in zip(parts, spans, strict=True):
-            slots = [table[at // page_size] * page_size + at % page_size for at in range(*span)]
-            packed[:, row : row + len(ids)] = torch.tensor([ids, range(*span), slots])
-            row += len(ids)
         metadata = AttentionMetadata.of(spans, [table for *_, table in parts], page_size, device)
-        tokens, positions, where = packed.to(device)
-        return cls(tokens, positions, where, metadata)
+        return cls(tokens, positions, slots, metadata)
 
 
 @dataclass

@@ -12,6 +12,7 @@ import numpy as np
 from tinyspec.config import EngineConfig
 from tinyspec.scheduler.buckets import MOST_DRAFTS
 from tinyspec.scheduler.page_pool import PagePool
+from tinyspec.scheduler.passes import EngineStats
 from tinyspec.scheduler.prefix_cache import PrefixCache
 from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.sequence_table import Array, SequenceTable
@@ -30,7 +31,7 @@ def last_served(sequences: list[Sequence]) -> Sequence:
 class Admission:
     """The waiting and the running sequences, and the pages that the latter hold.
 
-    table: a row for each running sequence.
+    table: a row for each running sequence. stats: the engine's.
     """
 
     def __init__(self, config: EngineConfig, pool: PagePool):
@@ -41,8 +42,7 @@ class Admission:
         self._max_sequences = config.max_sequences
         never = config.verify in ("padded", "direct")
         self._window = 0 if never else config.draft_window or MOST_DRAFTS
-        self.preemptions = 0
-        self.cached_prompt_tokens = 0
+        self.stats = EngineStats()
         # Sequences of a failed pass and how many tokens each had; most rows for the first of them.
         self.suspects: list[tuple[Sequence, int]] = []
         self.row_limit: int | None = None
@@ -111,7 +111,7 @@ class Admission:
         if sequence.stats.preemptions == 0:
             cached = min(sequence.computed, sequence.request.num_prompt)
             sequence.stats.cached_prompt_tokens = cached
-            self.cached_prompt_tokens += cached
+            self.stats.cached_prompt_tokens += cached
 
     def eligible(self) -> Array:
         """Rows of the table that may be in a pass, in order of arrival: all of them, or after a
@@ -209,7 +209,7 @@ class Admission:
         """Give back its pages and queue it; it is computed again, to the same bits."""
         self._stop(sequence)
         sequence.stats.preemptions += 1
-        self.preemptions += 1
+        self.stats.preemptions += 1
         self.add(sequence)
 
     def preempt_all(self) -> None:

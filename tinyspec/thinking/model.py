@@ -49,7 +49,8 @@ class ThinkingModel(nn.Module):
     def __init__(self, backbone: nn.Module, config: ThinkingConfig):
         super().__init__()
         parts = Backbone.of(backbone)
-        self._thinking_config = config.of(len(parts.layers), parts.vocab_size)
+        # That the blocks are made for.
+        self.thinking_config = config.of(len(parts.layers), parts.vocab_size)
         self.backbone = backbone
         self.thinking = ThinkingBlock(parts)
         self.compression = CompressionBlock(parts, self.thinking_config)
@@ -59,11 +60,6 @@ class ThinkingModel(nn.Module):
         """T and C begin as copies of the backbone's layers. Raises UnsupportedModelError for a
         backbone without decoder layers, ValueError for layers that it does not have."""
         return cls(backbone, config)
-
-    @property
-    def thinking_config(self) -> ThinkingConfig:
-        """That the blocks were made for."""
-        return self._thinking_config
 
     @property
     def config(self) -> Any:
