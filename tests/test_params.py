@@ -10,6 +10,7 @@ import torch
 
 from tinyspec import EngineConfig, SamplingParams
 from tinyspec.errors import OTHER_NAMES
+from tinyspec.sampling_params import STRUCTURES
 
 NAN, INF = float("nan"), float("inf")
 BAD_PARAMS = {
@@ -24,6 +25,9 @@ BAD_PARAMS = {
     "presence_penalty": (-INF, None, "1", False),
     "logit_bias": (5, [(1, 2.0)], {1: NAN}, {-1: 1.0}, {"a": 1}, {1: "2"}, {1.5: 2}, {True: 1}),
     "bad_words_ids": (5, [5], [[]], [[-1]], [[1.5]], "ab", [None], [[True]]),
+    "json_schema": (5, ["a"], {"a": {1}}),
+    "regex": (5, ["a"], b"a"),
+    "grammar": (True, {"start": "a"}),
     "seed": (-1, 2**64, 1.5, "x", True),
     "deterministic": (1, "yes", None),
     "num_return_sequences": (0, -2, 1.5, None),
@@ -148,7 +152,8 @@ def test_numbers_of_numpy_and_torch(integer, real, truth, several):
     plain = {name: value.item() for name, value in given.items()}
     plain |= {"logit_bias": {4: 0.5}, "bad_words_ids": [[4, 5]]}
     assert params == SamplingParams(**plain, eos_token_id=3, stop_token_ids=[4, 5])
-    values = [getattr(params, field.name) for field in fields(params)]
+    numbers = [field.name for field in fields(params) if field.name not in STRUCTURES]
+    values = [getattr(params, name) for name in numbers]
     values += [*params.eos_token_id, *params.stop_token_ids, *params.bad_words_ids[0]]
     values[values.index({4: 0.5})] = (*params.logit_bias, *params.logit_bias.values())
     assert {type(value) for value in values} <= {int, float, bool, str, tuple}
@@ -166,6 +171,8 @@ def test_settings_that_do_not_fit_together():
         EngineConfig(memory_fraction=0.5, num_pages=4)
     with pytest.raises(ValueError, match=r"min_new_tokens=9 .*max_new_tokens=8"):
         SamplingParams(max_new_tokens=8, min_new_tokens=9)
+    with pytest.raises(ValueError, match=r"regex='a' .*left out beside json_schema"):
+        SamplingParams(regex="a", json_schema={})
     with pytest.raises(ValueError, match=r"max_rows=16 .*reference_rows=32"):
         EngineConfig(max_rows=16).resolve(device_type="cpu", model_positions=64)
     with pytest.raises(ValueError, match=r"max_model_len=65 .*64"):

@@ -25,8 +25,9 @@ _HINTS = {
     "there is none; a function in logits_processors can do it": "no_repeat_ngram_size "
     "allowed_token_ids",
     "it is called bad_words_ids in SamplingParams, which takes token ids": "bad_words",
-    "there is none": "best_of num_beams use_beam_search length_penalty regex json_schema "
-    "guided_decoding structured_outputs response_format skip_special_tokens "
+    "there is none; json_schema, regex and grammar are such fields of SamplingParams": "ebnf "
+    "guided_decoding structured_outputs response_format guided_json guided_regex guided_grammar",
+    "there is none": "best_of num_beams use_beam_search length_penalty skip_special_tokens "
     "tensor_parallel_size tp_size pipeline_parallel_size swap_space cpu_offload_gb enable_lora",
 }
 OTHER_NAMES = {name: hint for hint, names in _HINTS.items() for name in names.split()}

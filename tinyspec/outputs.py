@@ -84,7 +84,8 @@ class RequestOutput:
 
     fingerprint: of the engine, if it has been computed (always for deterministic requests). Outputs
     can be compared bit for bit if their fingerprints are equal. That of a deterministic request
-    with stop strings has one part more than the engine's, the tokenizer.
+    with stop strings or structured output has parts more than the engine's: the tokenizer, and
+    llguidance with the latter.
     prompt_logprobs: one per prompt token, None for the first, if asked for.
     fingerprint_parts: what the fingerprint is the digest of, by name (device, versions, threads,
     weights, ...), long ones as digests; 2 KB of JSON at most.

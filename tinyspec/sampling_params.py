@@ -6,6 +6,7 @@ for stop strings) is checked when the request is added.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -17,6 +18,8 @@ from tinyspec.errors import refuse, refuse_other_names
 from tinyspec.scalars import plain, plain_list
 
 LOGPROBS_MODES = ("processed", "raw")
+# What a text must look like, in one of several forms.
+STRUCTURES = ("json_schema", "regex", "grammar")
 
 
 def _is_int(value: object) -> bool:
@@ -75,6 +78,12 @@ class SamplingParams:
         as often as each was, and once (OpenAI's meaning; the prompt does not count).
         bad_words_ids: sequences of token ids whose last token is excluded where the others precede
         it; one that is a single end token is ignored.
+        min_new_tokens.
+        json_schema (a dict, or its JSON), regex, or grammar (Lark, as llguidance reads it), one at
+        most: only tokens that lead to such a text are left; the end tokens once it is complete.
+        Whole texts match, from their first character. Needs a tokenizer and the extra
+        "structured"; drafts are made under the same rule.
+        logits_processors.
     seed: makes a sampled request repeatable; None draws one, which the output records.
     deterministic: the same tokens and log-probabilities, bit for bit, whatever else runs.
     num_return_sequences: completions of the prompt; each is as if it had been asked for alone.
@@ -104,6 +113,9 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     bad_words_ids: Sequence[Sequence[int]] | None = None
+    json_schema: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
     seed: int | None = None
     deterministic: bool = False
     num_return_sequences: int = 1
@@ -132,6 +144,7 @@ class SamplingParams:
         self._check_numbers()
         self._check_choices()
         self._check_lists()
+        self._check_structure()
 
     def _check_numbers(self) -> None:
         def number(field: str, allowed: str, ok: Callable[[float], bool]) -> None:
@@ -195,6 +208,20 @@ class SamplingParams:
                 raise refuse(field, functions, "a list of functions")
             self._set(field, tuple(functions))
 
+    def _check_structure(self) -> None:
+        """Checks that one text at most says what the output must look like, and makes it a str."""
+        if isinstance(schema := self.json_schema, Mapping):
+            try:
+                self._set("json_schema", json.dumps(dict(schema)))
+            except (TypeError, ValueError, RecursionError) as error:
+                raise refuse("json_schema", schema, f"what JSON can hold ({error})") from None
+        given = [field for field in STRUCTURES if getattr(self, field) is not None]
+        for field in given:
+            if not isinstance(getattr(self, field), str):
+                raise refuse(field, getattr(self, field), "a str")
+        if len(given) > 1:
+            raise refuse(given[1], getattr(self, given[1]), f"left out beside {given[0]}")
+
     def _set(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)
 
@@ -239,8 +266,14 @@ class SamplingParams:
     def changes_logits(self) -> bool:
         """Whether logits are changed before temperature, nearly always by the tokens before."""
         penalties = self.repetition_penalty != 1.0, self.frequency_penalty, self.presence_penalty
-        named = self.logit_bias, self.bad_words_ids
-        return any(penalties) or any(named) or bool(self.logits_processors)
+        named = self.logit_bias, self.bad_words_ids, self.logits_processors, self.structure
+        return any(penalties) or any(named)
+
+    @cached_property
+    def structure(self) -> tuple[str, str] | None:
+        """The field that says what its text must look like, and its value."""
+        given = [(field, getattr(self, field)) for field in STRUCTURES]
+        return next((each for each in given if each[1] is not None), None)
 
     @cached_property
     def checks_text(self) -> bool:
@@ -250,7 +283,7 @@ class SamplingParams:
     @property
     def needs_tokenizer(self) -> bool:
         """Whether tokens that are promised depend on the tokenizer."""
-        return self.deterministic and bool(self.stop_strings)
+        return self.deterministic and bool(self.stop_strings or self.structure)
 
     def resolve(self, **changes: Any) -> SamplingParams:
         """With the model's defaults filled in: a copy, where they change anything."""

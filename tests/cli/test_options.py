@@ -22,6 +22,7 @@ GIVEN = {
     "presence_penalty": ("--presence-penalty -0.5", -0.5),
     "logit_bias": ('--logit-bias {"5":2.5}', {5: 2.5}),
     "bad_words_ids": ("--bad-words-ids [[5],[6,7]]", ((5,), (6, 7))),
+    "regex": ("--regex .*", ".*"),
     "seed": ("--seed 7", 7),
     "deterministic": ("--deterministic", True),
     "num_return_sequences": ("--num-return-sequences 2", 2),
@@ -38,9 +39,9 @@ GIVEN = {
 
 
 def test_every_field_has_an_option(command, served):
-    # The bundled model does not think.
+    # The bundled model does not think, and a text has one form.
     functions = {"logits_processors", "stopping_criteria"}
-    assert set(SAMPLING) == {*GIVEN, "thinking"}
+    assert set(SAMPLING) == {*GIVEN, "thinking", "json_schema", "grammar"}
     assert set(SAMPLING) == {f.name for f in fields(SamplingParams)} - functions
     options = [word for words, _ in GIVEN.values() for word in words.split()]
     status, out, err = command("generate", "One day", "--json", *options)

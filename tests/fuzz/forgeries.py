@@ -137,6 +137,7 @@ PARAMS: dict[str, Callable[[Any, Data, random.Random], Any]] = {
     "presence_penalty": _pick(0.0, 0, -0.5),
     "logit_bias": lambda v, data, rng: {str(t): rng.choice((0, 3.5)) for t in _token(v, data, rng)},
     "bad_words_ids": lambda v, data, rng: rng.choice((None, [], [_token(v, data, rng) or [5]])),
+    "regex": _pick(None, "[a-z ]*", "(a"),
     "max_new_tokens": lambda v, _, rng: rng.choice((v - 1, v + 1, v + 3, 10**6)),
     "min_new_tokens": lambda v, _, rng: rng.choice((0, 1, 2, 4, v + 1)),
     "stop_token_ids": _token,
@@ -364,7 +365,7 @@ def judge(engine: Engine, output: RequestOutput, known: dict[str, Any] | None = 
         text = json.dumps(output.fingerprint_parts, sort_keys=True)
         if spelled(hashlib.sha256(text.encode()).hexdigest()[:32]) != spelled(output.fingerprint):
             return DIFFERS
-    own = engine.ready().tokenizer_digest()
+    own = engine.ready().tokenizer_parts(params)
     if not params.needs_tokenizer and "tokenizer" not in (output.fingerprint_parts or {}):
         own = None
     expected = engine.contract.fingerprint.with_tokenizer(own).digest

@@ -58,6 +58,9 @@ SAMPLING: dict[str, tuple[Any, str]] = {
     "presence_penalty": (float, "of tokens already generated, once each"),
     "logit_bias": (json.loads, 'JSON, as {"5": 2.5}: added to the logits of token ids'),
     "bad_words_ids": (json.loads, "JSON, as [[5], [6, 7]]: may not follow each other"),
+    "json_schema": (str, "the text must be JSON of this schema"),
+    "regex": (str, "the whole text must match it"),
+    "grammar": (str, "the text must be one of this Lark grammar"),
     "seed": (int, "makes a sampled request repeatable"),
     "num_return_sequences": (int, "completions of each prompt"),
     "eos_token_id": ([int], "instead of the model's"),
@@ -74,7 +77,8 @@ SAMPLING: dict[str, tuple[Any, str]] = {
 # That change the log-probability of a given token.
 OF_THE_DISTRIBUTION = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "logprobs_mode"),
-    *("frequency_penalty", "presence_penalty", "logit_bias", "bad_words_ids", "thinking"),
+    *("frequency_penalty", "presence_penalty", "logit_bias", "bad_words_ids"),
+    *("json_schema", "regex", "grammar", "thinking"),
 )
 
 

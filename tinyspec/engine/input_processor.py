@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.hub import cached_files
 
 from tinyspec.config import EngineConfig
-from tinyspec.determinism.fingerprint_parts import text_digest
+from tinyspec.determinism.fingerprint_parts import Parts
+from tinyspec.engine.grammars import Grammars
 from tinyspec.engine.prompts import as_prompts, continuation_ids, to_token_ids
 from tinyspec.errors import refuse, refuse_other_names
 from tinyspec.model.supported import checked_device, default_eos, vocab_size
@@ -63,7 +64,7 @@ class InputProcessor:
             raise refuse("tokenizer", tokenizer, "a tokenizer or None; AutoTokenizer loads one")
         self._pool, self._thinker = pool, thinker
         self._tokenizer = tokenizer
-        self._digests: dict[int, str] = {}
+        self._grammars = Grammars(tokenizer)
         self._config = config
         self._model = model
         self._numbers = itertools.count()
@@ -87,7 +88,8 @@ class InputProcessor:
 
     def of_ids(self, prompts: list[list[int]], params: Any) -> list[Request]:
         """As ``requests``, for the token ids of each prompt."""
-        each = self._params(params, len(prompts))
+        eos, asked = default_eos(self._model, self._vocab_size), self._params(params, len(prompts))
+        each = [p.resolve(eos_token_id=eos) if p.eos_token_id is None else p for p in asked]
         ids = [self._token_ids("prompt", prompt) for prompt in prompts]
         for prompt, wanted in zip(ids, each, strict=True):
             self._check(prompt, wanted)
@@ -143,15 +145,14 @@ class InputProcessor:
         return each
 
     def _request(self, prompt: list[int], params: SamplingParams) -> Request:
-        number, eos, seed = next(self._numbers), params.eos_token_id, params.seed
-        if eos is None:
-            eos = default_eos(self._model, self._vocab_size)
+        number, seed = next(self._numbers), params.seed
         if seed is None and params.temperature > 0:
             seed = int(torch.randint(2**62, (1,), generator=self._seeds, device="cpu"))
-        resolved = params.resolve(eos_token_id=eos, seed=seed)
-        request = Request(f"request-{number}", prompt, resolved, number)
+        request = Request(f"request-{number}", prompt, params.resolve(seed=seed), number)
+        for sequence in request.sequences:
+            sequence.grammar = self._grammars.of(params)
         if params.needs_tokenizer:
-            request.tokenizer = self.tokenizer_digest()
+            request.tokenizer = self.tokenizer_parts(params)
         if params.thinking:
             assert self._thinker is not None
             size, root = self._thinker.config.chunk_size, self._thinker.root
@@ -159,13 +160,9 @@ class InputProcessor:
             request.thoughts = Thoughts(size, len(prompt), window, root=root)
         return request
 
-    def tokenizer_digest(self) -> str | None:
-        """Of the tokenizer with as many tokens as it has now; None where there is none."""
-        tokenizer = self._tokenizer
-        size = len(tokenizer) if hasattr(tokenizer, "__len__") else 0
-        if size not in self._digests and tokenizer is not None:
-            self._digests[size] = text_digest(tokenizer, self._vocab_size)
-        return self._digests.get(size)
+    def tokenizer_parts(self, params: SamplingParams) -> Parts:
+        """Of the fingerprint of a request whose tokens depend on the tokenizer as it is now."""
+        return self._grammars.parts(params, self._vocab_size)
 
     def _token_ids(self, field: str, ids: list[Any]) -> list[int]:
         """``ids``, checked to be tokens of the model."""
@@ -206,6 +203,7 @@ class InputProcessor:
             raise refuse("thinking", True, allowed)
         if params.stop_strings and self._tokenizer is None:
             raise refuse("stop_strings", params.stop_strings, "none without a tokenizer")
+        self._grammars.of(params)
         for field in ("logits_processors", "stopping_criteria"):
             for function in getattr(params, field):
                 if not callable(function):

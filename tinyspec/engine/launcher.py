@@ -388,4 +388,5 @@ def _special_row(sequence: Sequence, position: int) -> SpecialRow:
         "scores" in request.keeps,
         "logits" in request.keeps,
         request.thread,
+        sequence.grammar,
     )

@@ -65,7 +65,7 @@ def thoughts_of(request: Request, tokenizer: Any, first: int = 0) -> list[Though
 
 
 def _completion_of(sequence: Sequence, tokenizer: Any) -> Completion:
-    token_ids = sequence.ids(sequence.request.num_prompt, sequence.length)
+    token_ids = sequence.generated
     return Completion(
         token_ids=token_ids,
         text=text_of(tokenizer, token_ids, sequence.params),

@@ -1,5 +1,5 @@
-"""What changes logits before a token is drawn: biases, penalties, bad words, minimum length and the
-user's processors, then top-k, top-p and min-p.
+"""What changes logits before a token is drawn: biases, penalties, bad words, minimum length, a
+grammar and the user's processors, then top-k, top-p and min-p.
 
 Rows are changed each by itself but where a processor takes all. Whether a row is changed follows
 from its own request, so what it is computed in does as well. Filters sum probabilities as 40-bit
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,7 +68,7 @@ class SpecialRow:
     num_generated: generated tokens before it. history: the sequence before it, if
     ``params.changes_logits``. forced: the token to take regardless of the logits; -1: none.
     keeps_scores, keeps_logits: return the processed and the raw logits as well. thread: of its
-    caller.
+    caller. grammar: of its completion: which tokens are ``allowed`` behind others.
     """
 
     params: SamplingParams
@@ -77,6 +78,7 @@ class SpecialRow:
     keeps_scores: bool = False
     keeps_logits: bool = False
     thread: int | None = None
+    grammar: Any = None
 
     @property
     def early(self) -> bool:
@@ -90,12 +92,17 @@ class SpecialRow:
         return self.params.changes_logits or self.early
 
     @property
+    def generated(self) -> list[int]:
+        """Tokens before it, behind the prompt; drafts count."""
+        return self.history[len(self.history) - self.num_generated :]
+
+    @property
     def penalties(self) -> dict[int, float]:
         """What is added to the logits of tokens generated before it."""
         frequency, presence = self.params.frequency_penalty, self.params.presence_penalty
         if not (frequency or presence):
             return {}
-        counts = Counter(self.history[len(self.history) - self.num_generated :])
+        counts = Counter(self.generated)
         return {token: -(frequency * n + presence) for token, n in sorted(counts.items())}
 
     @property
@@ -125,10 +132,18 @@ def process(
             own.copy_(penalise_repetition(own, seen, row.params.repetition_penalty))
         _add(own, row.penalties)
         _add(own, row.bad_words)
-        if row.early:
+        if row.grammar is not None:
+            try:
+                allowed = row.grammar.allowed(row.generated, len(own), row.early)
+            except Exception as error:
+                errors[n] = f"llguidance gave up: {error}", error
+                continue
+            own.masked_fill_(to_device(~allowed, own.device), -torch.inf)
+        elif row.early:
             own[[t for t in row.params.stop_ids if t < len(own)]] = -torch.inf
         left[n] = iter(row.params.logits_processors)
-    while places and not errors:
+    places = [n for n in places if n not in errors]
+    while places:
         found = [_row_by_row(scores, special[n], n, left[n], errors) for n in places]
         wide = found[0]
         if wide is None:
@@ -143,6 +158,8 @@ def process(
         else:
             for n, row_scores in zip(places, changed, strict=True):
                 scores.row(n)[0].copy_(row_scores)
+        if errors:
+            break
     return errors
 
 

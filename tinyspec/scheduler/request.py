@@ -43,7 +43,7 @@ class Sequence:
     scores, logits: per committed token [V] fp32, processed and raw, where the request keeps them.
     siblings: completions that start from this one's prompt as soon as it is computed. next_logits:
     [V] fp32 of its next token, where that is supplied from outside: it waits for it, and needs no
-    pages meanwhile.
+    pages meanwhile. grammar: tells which tokens may follow, where not all may.
     """
 
     request: Request
@@ -66,6 +66,7 @@ class Sequence:
     key: int = 0
     siblings: list[Sequence] = field(default_factory=list)
     next_logits: Any = None
+    grammar: Any = None
     _logprobs: list[float] = field(default_factory=list)
     _stats: CompletionStats = field(default_factory=CompletionStats)
 
@@ -159,6 +160,11 @@ class Sequence:
     def before(self, position: int) -> list[int]:
         """Tokens with ids before ``position``, drafts included."""
         return self.ids(self.request.num_hidden, position)
+
+    @property
+    def generated(self) -> list[int]:
+        """Committed tokens behind the prompt; a copy."""
+        return self.ids(self.request.num_prompt, self.length)
 
     @property
     def num_generated(self) -> int:
@@ -298,8 +304,8 @@ class Request:
     tokens that are placeholders then. keeps: of scores, logits. supplied: whether its tokens come
     from outside (``Sequence.supply``); each completion computes the prompt then. fingerprint: that
     it runs under, with its parts. thread: whose code its processors and criteria are; 0: none that
-    steps. thoughts: of the prompt, where it is thought about. tokenizer: its digest, with stop
-    strings.
+    steps. thoughts: of the prompt, where it is thought about. tokenizer: parts of the fingerprint,
+    where its tokens depend on it.
     """
 
     request_id: str
@@ -316,7 +322,7 @@ class Request:
     fingerprint: Any = None
     thread: int = 0
     thoughts: Thoughts | None = None
-    tokenizer: str | None = None
+    tokenizer: Any = None
     priority: float = 0
 
     def __post_init__(self) -> None:

@@ -130,7 +130,7 @@ def other_engine(output: RequestOutput, engine: Engine) -> str | None:
     """Why this engine would give the output another fingerprint; None where it gives this one."""
     stated, parts, own = output.fingerprint, output.fingerprint_parts, engine.contract.fingerprint
     if output.params.needs_tokenizer or "tokenizer" in (parts or ()):
-        own = own.with_tokenizer(engine.ready().tokenizer_digest())
+        own = own.with_tokenizer(engine.ready().tokenizer_parts(output.params))
     if identical(stated, own.digest):
         return None
     if stated is None:
