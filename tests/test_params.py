@@ -14,7 +14,7 @@ from tinyspec.sampling_params import STRUCTURES
 
 NAN, INF = float("nan"), float("inf")
 BAD_PARAMS = {
-    "max_new_tokens": (0, -1, 1.0, "5", None, True, 2**63),
+    "max_new_tokens": (0, -1, 1.0, "5", True, 2**63),
     "min_new_tokens": (-1, 0.5, None, 129),
     "temperature": (-0.1, NAN, INF, "hot", None, True, 2**1024),
     "top_k": (-1, 2.0, "5", True, 2**63),

@@ -68,7 +68,8 @@ class SamplingParams:
     """How one request is sampled. Names follow transformers' ``GenerationConfig`` where it has one.
 
     max_new_tokens, min_new_tokens: bounds on the tokens generated; before ``min_new_tokens`` no
-        stop token is sampled.
+        stop token is sampled. max_new_tokens=None: what fits into ``max_model_len`` and the page
+        pool, which the output records.
     temperature: 0 is greedy. top_k (0: off), top_p (1: off, 0: the likeliest alone) and min_p
         (0: off) filter in this order.
     What changes logits before temperature, in this order, which is transformers' where it has one:
@@ -102,7 +103,7 @@ class SamplingParams:
     value and what is allowed.
     """
 
-    max_new_tokens: int = 128
+    max_new_tokens: int | None = 128
     min_new_tokens: int = 0
     temperature: float = 0.0
     top_k: int | None = None
@@ -157,9 +158,10 @@ class SamplingParams:
             if not _is_int(value) or not least <= value < 2**63:
                 raise refuse(field, value, f"an integer of at least {least}, below 2**63{more}")
 
-        integer("max_new_tokens", 1)
+        if self.max_new_tokens is not None:
+            integer("max_new_tokens", 1)
         integer("min_new_tokens", 0)
-        if self.min_new_tokens > self.max_new_tokens:
+        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             allowed = f"at most max_new_tokens={self.max_new_tokens}"
             raise refuse("min_new_tokens", self.min_new_tokens, allowed)
         allowed = "0 (greedy) or a finite number of at least 1e-6"
@@ -224,6 +226,12 @@ class SamplingParams:
 
     def _set(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)
+
+    @property
+    def most_new_tokens(self) -> int:
+        """``max_new_tokens``, once it is resolved."""
+        assert self.max_new_tokens is not None
+        return self.max_new_tokens
 
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Prompts in every form: lists, tensors and arrays, and what a tokenizer returns."""
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -76,6 +77,23 @@ def test_one_prompt(engine, prompt):
     engine.abort(engine.add_request(prompt, SHORT))
     scores = engine.score(prompt, torch.tensor([PROMPTS[1]]))
     assert scores == engine.score([PROMPTS[0]], [PROMPTS[1]])
+
+
+@pytest.mark.parametrize("positions, pages, room", [(100, 12, 97), (512, 12, 189), (512, 1, 13)])
+def test_as_many_tokens_as_fit(positions, pages, room):
+    """Into the model's length and the pool; the output records how many. What fits none is told."""
+    config = EngineConfig(reference_rows=16, page_size=16, max_model_len=positions, num_pages=pages)
+    most = SamplingParams(max_new_tokens=None, ignore_eos=True, deterministic=True)
+    with Engine(tiny(), config=config) as engine:
+        (output,) = engine.generate([PROMPTS[0]], most)
+        assert output.params.max_new_tokens == len(output.completions[0].token_ids) == room
+        (again,) = engine.generate([PROMPTS[0]], replace(most, max_new_tokens=room))
+        assert again.params == output.params
+        with pytest.raises(ValueError, match=f"min_new_tokens={room + 1} .*={room}"):
+            engine.generate([PROMPTS[0]], replace(most, min_new_tokens=room + 1))
+        with pytest.raises(ValueError, match=r"prompt=|need \d+ pages"):
+            engine.generate([[1] * (room + 3)], most)
+        assert not engine.has_unfinished()
 
 
 BAD = {

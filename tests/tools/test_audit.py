@@ -154,6 +154,7 @@ FOUND = [
     (("prompt_token_ids", 3), True, None, "True, "),
     (("params", "seed"), None, None, "seed is None"),
     (("params", "eos_token_id"), None, None, "eos_token_id is None"),
+    (("params", "max_new_tokens"), None, None, "max_new_tokens is None"),
     (("params", "max_new_tokens"), TOKENS - 2, TOKENS - 2, "-> (absent)"),
     (("params", "max_new_tokens"), TOKENS + 2, TOKENS, "token (absent) -> "),
     (("params", "num_return_sequences"), 10**9, None, "it has 2 of 1000000000 completions"),

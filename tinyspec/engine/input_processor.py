@@ -89,8 +89,9 @@ class InputProcessor:
     def of_ids(self, prompts: list[list[int]], params: Any) -> list[Request]:
         """As ``requests``, for the token ids of each prompt."""
         eos, asked = default_eos(self._model, self._vocab_size), self._params(params, len(prompts))
-        each = [p.resolve(eos_token_id=eos) if p.eos_token_id is None else p for p in asked]
+        given = [p.resolve(eos_token_id=eos) if p.eos_token_id is None else p for p in asked]
         ids = [self._token_ids("prompt", prompt) for prompt in prompts]
+        each = [self._fitting(p, wanted) for p, wanted in zip(ids, given, strict=True)]
         for prompt, wanted in zip(ids, each, strict=True):
             self._check(prompt, wanted)
         if self._thinker is not None and any(p.thinking and p.deterministic for p in each):
@@ -175,16 +176,24 @@ class InputProcessor:
             _check_token(f"{field} token id", token, size)
         return ids
 
+    def _fitting(self, prompt: list[int], params: SamplingParams) -> SamplingParams:
+        """As many new tokens as there is room for, where no number is given."""
+        if params.max_new_tokens is not None:
+            return params
+        assert self._config.max_model_len
+        room = min(self._config.max_model_len, self._pool.num_pages * self._pool.page_size)
+        return replace(params, max_new_tokens=max(1, room - len(prompt)))
+
     def _check(self, prompt: list[int], params: SamplingParams) -> None:
         config, pool = self._config, self._pool
         assert config.max_model_len
         limit = config.max_model_len - len(prompt)
-        pages = pool.pages_for(len(prompt) + params.max_new_tokens)
+        pages = pool.pages_for(len(prompt) + params.most_new_tokens)
         if limit < 1:
             fewer = f"fewer than max_model_len={config.max_model_len}"
             raise refuse("prompt", f"{len(prompt)} tokens", fewer)
         allowed = None
-        if params.max_new_tokens > limit:
+        if params.most_new_tokens > limit:
             allowed = f"at most {limit} after {len(prompt)} prompt tokens"
             allowed += f" (max_model_len={config.max_model_len})"
         elif pages > pool.num_pages:

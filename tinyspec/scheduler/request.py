@@ -173,12 +173,12 @@ class Sequence:
     @property
     def remaining(self) -> int:
         """Tokens it may still commit."""
-        return self.params.max_new_tokens - self.num_generated
+        return self.params.most_new_tokens - self.num_generated
 
     @property
     def most_tokens(self) -> int:
         """Most positions that can have KV: the last token needs none."""
-        return self.request.num_prompt + self.params.max_new_tokens - 1
+        return self.request.num_prompt + self.params.most_new_tokens - 1
 
     @property
     def pending(self) -> int:
@@ -261,7 +261,7 @@ class Sequence:
             () if self.teacher_forced else params.stop_ids,
             order=request.arrival << INDEX_BITS | self.index,
             deterministic=params.deterministic,
-            most=prompt + params.max_new_tokens,
+            most=prompt + params.most_new_tokens,
             **self.sampling,
             logprobs_wanted=params.logprobs or params.top_logprobs > 0,
             special_sampling=special or kept or self.teacher_forced,
@@ -272,7 +272,7 @@ class Sequence:
             thinking=request.thoughts is not None,
             supplied=request.supplied,
             # All of the tokens that are given.
-            window=drafts and (params.max_new_tokens if given else window),
+            window=drafts and (params.most_new_tokens if given else window),
         )
         if self._logprobs:
             table.logprobs[self.row, prompt : len(self._tokens)] = self._logprobs

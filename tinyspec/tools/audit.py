@@ -149,6 +149,8 @@ def _malformed(params: Any, prompt: Any, completions: Any) -> Iterator[Obstacle]
         yield DIFFERS, str(error)
     if params.seed is None and params.temperature > 0:
         yield DIFFERS, "seed is None: every sampled output has one"
+    if params.max_new_tokens is None:
+        yield DIFFERS, "max_new_tokens is None: every output has a number"
     if params.eos_token_id is None:
         yield DIFFERS, "eos_token_id is None: every output has its tokens"
     if type(prompt) is not list or not prompt or any(type(token) is not int for token in prompt):
