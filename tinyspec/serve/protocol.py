@@ -28,6 +28,8 @@ from tinyspec.sampling_params import SamplingParams
 MOST_COMPLETIONS = 1024
 SAMPLING = {field.name for field in fields(SamplingParams)}
 SECOND = "max_completion_tokens"  # another name of max_tokens
+# JSON as models learn it. A model that may write any white space may write no end of it.
+LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # A model is called as it pleases; pydantic keeps names that begin so for itself.
 STRICT = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -42,9 +44,10 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**63), AfterValidator(lambda seed: 
 
 def schema_of(given: Any) -> dict[str, Any] | None:
     """What a response_format wants the text to fit; None where it may be any."""
-    if given["type"] == "json_schema":
-        return given.get("json_schema", given).get("schema", {})
-    return {"type": "object"} if given["type"] == "json_object" else None
+    if given["type"] == "text":
+        return None
+    schema = given.get("json_schema", given).get("schema", {"type": "object"})
+    return {"x-guidance": LAYOUT, **schema}
 
 
 ResponseFormat = Annotated[
