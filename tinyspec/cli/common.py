@@ -286,7 +286,7 @@ def job_of_json(
     found = {name: values.pop(name) for name in texts}
     try:
         for name, value in found.items():
-            if not (isinstance(value, str) or (isinstance(value, list) and value)):
+            if not (isinstance(value, str) or (isinstance(value, (list, dict)) and value)):
                 allowed = "text, a list of token ids, or a list of chat messages"
                 raise refuse(name, value, allowed)
         params = params_of(shared | values, names)

@@ -13,13 +13,19 @@ from tinyspec.errors import refuse
 from tinyspec.scalars import is_array, plain, plain_list
 
 logger = logging.getLogger("tinyspec")
-Prompt = str | list[int] | list[dict[str, Any]]
+Prompt = str | list[int] | list[dict[str, Any]] | Mapping[str, Any]
+# What a conversation is made of; what of ``apply_chat_template`` its keyword arguments cannot set.
+CHAT = ("messages", "tools", "chat_template_kwargs")
+OURS = {"chat_template", "conversation", "messages", "padding", "tokenize", "tools", "truncation"}
+OURS |= {"max_length", "return_assistant_tokens_mask", "return_dict", "return_tensors"}
+OURS |= {"tokenizer_kwargs"}
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
-    """A list of prompts, from one prompt or several: a str, token ids, chat messages, or what a
+    """A list of prompts, from one prompt or several: a str, token ids, chat messages (also as a
+    mapping of ``messages`` and, if wanted, ``tools`` and ``chat_template_kwargs``), or what a
     tokenizer returned; token ids may be tensors or arrays, one prompt a row."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str) or _is_chat(prompts):
         return [prompts]
     if (rows := _rows(prompts)) is not None:
         return rows
@@ -32,7 +38,12 @@ def as_prompts(prompts: Any) -> list[Prompt]:
 
 def _is_message(value: Any) -> bool:
     """Whether it is a message of a chat."""
-    return isinstance(value, dict) and "input_ids" not in value
+    return isinstance(value, dict) and "input_ids" not in value and not _is_chat(value)
+
+
+def _is_chat(value: Any) -> bool:
+    """Whether it is a chat with more than its messages."""
+    return isinstance(value, Mapping) and "messages" in value
 
 
 def _rows(prompts: Any) -> list[Prompt] | None:
@@ -41,7 +52,7 @@ def _rows(prompts: Any) -> list[Prompt] | None:
     if not isinstance(prompts, Mapping):
         return _lists("prompts", prompts) if is_array(prompts) else None
     if "input_ids" not in prompts:
-        raise refuse("prompts", prompts, "input_ids, as a tokenizer returns them")
+        raise refuse("prompts", prompts, "messages, or input_ids as a tokenizer returns them")
     rows = _lists("input_ids", prompts["input_ids"])
     if (mask := prompts.get("attention_mask")) is None:
         return rows
@@ -72,23 +83,46 @@ def _unpadded(row: list[int], mask: list[int]) -> list[int]:
 
 def to_token_ids(prompt: Any, tokenizer: Any) -> list[int]:
     """Token ids of one prompt. Raises ValueError where that needs a tokenizer and there is none."""
-    if (rows := None if isinstance(prompt, str) else _rows(prompt)) is not None:
-        if len(rows) != 1:
-            raise refuse("prompt", prompt, "one prompt")
-        return rows[0]  # type: ignore[return-value]
-    if not isinstance(prompt, (str, Sequence)) or isinstance(prompt, bytes):
-        raise refuse("prompt", prompt, "a str, token ids, or chat messages")
-    if not isinstance(prompt, str) and not (prompt and isinstance(prompt[0], dict)):
-        return plain_list(prompt)
+    chat = prompt if _is_chat(prompt) else None
+    if chat is None and not isinstance(prompt, str):
+        if (rows := _rows(prompt)) is not None:
+            if len(rows) != 1:
+                raise refuse("prompt", prompt, "one prompt")
+            return rows[0]  # type: ignore[return-value]
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+            raise refuse("prompt", prompt, "a str, token ids, or chat messages")
+        if not (prompt and isinstance(prompt[0], dict)):
+            return plain_list(prompt)
+        chat = {"messages": prompt}
     if tokenizer is None:
         raise refuse("prompt", prompt, "token ids, as the engine has no tokenizer")
-    if isinstance(prompt, str):
+    if chat is None:
         return _text_ids("prompt", prompt, tokenizer)
-    if not getattr(tokenizer, "chat_template", None):
-        raise refuse("prompt", prompt, "text or token ids, as the tokenizer has no chat template")
-    told = [_with_text(message) for message in prompt]
-    chat = tokenizer.apply_chat_template(told, tokenize=False, add_generation_prompt=True)
-    return _text_ids("prompt", chat, tokenizer, add_special_tokens=False)
+    return _text_ids("prompt", _as_text(chat, tokenizer), tokenizer, add_special_tokens=False)
+
+
+def _as_text(chat: Mapping[str, Any], tokenizer: Any) -> str:
+    """A chat by the tokenizer's template. Raises ValueError naming what that does not take."""
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
+        raise refuse("prompt", chat, "text or token ids, as the tokenizer has no chat template")
+    for name in chat.keys() - {*CHAT}:
+        raise refuse(name, chat[name], f"one of {', '.join(CHAT)} beside the messages of a prompt")
+    messages, tools, settings = (chat.get(name) for name in CHAT)
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise refuse("messages", messages, "a list of at least one message")
+    if not isinstance(tools, (list, tuple, type(None))) or (tools and "tools" not in str(template)):
+        raise refuse("tools", tools, "a list, and None where the chat template has none")
+    if not isinstance(settings, (Mapping, type(None))) or OURS & {*(settings or ())}:
+        allowed = f"a mapping of the template's own names, none of {sorted(OURS)}"
+        raise refuse("chat_template_kwargs", settings, allowed)
+    told = [_with_text(message) for message in messages]
+    settings = {"tokenize": False, "add_generation_prompt": True, **(settings or {})}
+    try:
+        return str(tokenizer.apply_chat_template(told, tools=tools or None, **settings))
+    except Exception as error:  # a template raises any
+        allowed = f"messages that the chat template takes ({type(error).__name__}: {error})"
+        raise refuse("messages", messages, allowed) from error
 
 
 def _with_text(message: Any) -> Any:
