@@ -8,7 +8,7 @@ request is added.
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from openai.types import chat, responses, shared_params
 from pydantic import (
@@ -60,6 +60,7 @@ class Strict(BaseModel):
     """An object with these fields alone; null is as if a field were not there."""
 
     model_config = STRICT
+    prompt_field: ClassVar[str] = "prompt"
 
     @model_validator(mode="before")
     @classmethod
@@ -70,6 +71,7 @@ class Strict(BaseModel):
 
     def api_name(self, name: str) -> str:
         """What the API calls a field."""
+        name = self.prompt_field if name in ("prompt", "messages", "content") else name
         field = type(self).model_fields.get(name)
         return str((field and field.alias) or name)
 
@@ -207,6 +209,7 @@ class ToolRequest(Strict):
 class ChatRequest(TokenRequest, ToolRequest):
     """Of ``/v1/chat/completions``."""
 
+    prompt_field = "messages"
     messages: list[Message] = Field(min_length=1)
     max_new_tokens: int | None = Field(
         None,
@@ -255,6 +258,7 @@ class ResponsesText(Strict):
 class ResponsesRequest(TextRequest):
     """Of ``/v1/responses``: text alone."""
 
+    prompt_field = "input"
     input: str | list[InputMessage]
     instructions: str | None = None
     max_new_tokens: int | None = Field(None, ge=1, alias="max_output_tokens")
