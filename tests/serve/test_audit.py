@@ -40,7 +40,7 @@ def changed(response, path):
     if isinstance(value, (bool, str)):
         inner[last] = not value if isinstance(value, bool) else value + "x"
     else:  # by one token, or one bit
-        inner[last] = value + 1 if isinstance(value, int) else value * (1 + 2**-23)
+        inner[last] = value + 1 if isinstance(value, int) else value * (1 + 2**-23) or 1.0
     return response
 
 

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from copy import deepcopy
 from functools import cache
-from inspect import signature
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -113,16 +112,7 @@ class Server:
 
     def token_ids(self, prompts: list[Any]) -> list[list[int]]:
         """Token ids of prompts in every form. Raises ValueError."""
-        for prompt in prompts:
-            given = prompt.get("chat_template_kwargs", {}) if isinstance(prompt, dict) else {}
-            for name in given.keys() & signature(self.tokenizer.apply_chat_template).parameters:
-                raise refuse("chat_template_kwargs", name, "names of the template's own")
-        try:
-            return [to_token_ids(prompt, self.tokenizer) for prompt in prompts]
-        except Exception as error:  # a template raises whatever it likes
-            if not isinstance(prompts[0], dict):
-                raise
-            raise refuse("messages", "...", f"what the chat template takes ({error})") from error
+        return [to_token_ids(prompt, self.tokenizer) for prompt in prompts]
 
     async def tokenize(self, body: Tokenize) -> dict[str, Any]:
         """Token ids of a text or of messages, as a request with them has them."""

@@ -8,7 +8,7 @@ request is added.
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from openai.types import chat, responses, shared_params
 from pydantic import (
@@ -28,6 +28,8 @@ from tinyspec.sampling_params import SamplingParams
 MOST_COMPLETIONS = 1024
 SAMPLING = {field.name for field in fields(SamplingParams)}
 SECOND = "max_completion_tokens"  # another name of max_tokens
+# JSON as models learn it. A model that may write any white space may write no end of it.
+LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # A model is called as it pleases; pydantic keeps names that begin so for itself.
 STRICT = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -42,9 +44,10 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**63), AfterValidator(lambda seed: 
 
 def schema_of(given: Any) -> dict[str, Any] | None:
     """What a response_format wants the text to fit; None where it may be any."""
-    if given["type"] == "json_schema":
-        return given.get("json_schema", given).get("schema", {})
-    return {"type": "object"} if given["type"] == "json_object" else None
+    if given["type"] == "text":
+        return None
+    schema = given.get("json_schema", given).get("schema", {"type": "object"})
+    return {"x-guidance": LAYOUT, **schema}
 
 
 ResponseFormat = Annotated[
@@ -57,6 +60,7 @@ class Strict(BaseModel):
     """An object with these fields alone; null is as if a field were not there."""
 
     model_config = STRICT
+    prompt_field: ClassVar[str] = "prompt"
 
     @model_validator(mode="before")
     @classmethod
@@ -67,6 +71,7 @@ class Strict(BaseModel):
 
     def api_name(self, name: str) -> str:
         """What the API calls a field."""
+        name = self.prompt_field if name in ("prompt", "messages", "content") else name
         field = type(self).model_fields.get(name)
         return str((field and field.alias) or name)
 
@@ -204,6 +209,7 @@ class ToolRequest(Strict):
 class ChatRequest(TokenRequest, ToolRequest):
     """Of ``/v1/chat/completions``."""
 
+    prompt_field = "messages"
     messages: list[Message] = Field(min_length=1)
     max_new_tokens: int | None = Field(
         None,
@@ -252,6 +258,7 @@ class ResponsesText(Strict):
 class ResponsesRequest(TextRequest):
     """Of ``/v1/responses``: text alone."""
 
+    prompt_field = "input"
     input: str | list[InputMessage]
     instructions: str | None = None
     max_new_tokens: int | None = Field(None, ge=1, alias="max_output_tokens")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinyspec.errors import refuse
+from tinyspec.serve.protocol import LAYOUT
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class ToolFormat:
             }
             for function in functions
         ]
-        schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
+        schema = {"x-guidance": LAYOUT, "anyOf": calls}
         if not self.grammar:
             return {"json_schema": schema}
         return {"grammar": f"{self.grammar}\ncall: %json {json.dumps(schema)}"}
