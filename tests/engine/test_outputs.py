@@ -373,7 +373,7 @@ def test_stop_strings_end_a_request(engine, tokenizer, stop, deterministic):
         ({"stop_strings": "23", "stop_token_ids": 7}, 7),
         ({"stopping_criteria": [lambda ids, scores: ids[0, -1] == 7]}, None),
     ],
-    ids=str,
+    ids=lambda given: "-".join(given) if isinstance(given, dict) else None,
 )
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_stop_reasons(changes, reason, deterministic):
