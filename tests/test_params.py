@@ -10,16 +10,24 @@ import torch
 
 from tinyspec import EngineConfig, SamplingParams
 from tinyspec.errors import OTHER_NAMES
+from tinyspec.sampling_params import STRUCTURES
 
 NAN, INF = float("nan"), float("inf")
 BAD_PARAMS = {
-    "max_new_tokens": (0, -1, 1.0, "5", None, True, 2**63),
+    "max_new_tokens": (0, -1, 1.0, "5", True, 2**63),
     "min_new_tokens": (-1, 0.5, None, 129),
     "temperature": (-0.1, NAN, INF, "hot", None, True, 2**1024),
     "top_k": (-1, 2.0, "5", True, 2**63),
     "top_p": (-1e-9, -0.5, 1.01, NAN, "most", True),
     "min_p": (-0.1, 1.5, NAN, "some"),
     "repetition_penalty": (0, -1.0, INF, None, 2**1024),
+    "frequency_penalty": (NAN, INF, "1", None, True, 2**1024),
+    "presence_penalty": (-INF, None, "1", False),
+    "logit_bias": (5, [(1, 2.0)], {1: NAN}, {-1: 1.0}, {"a": 1}, {1: "2"}, {1.5: 2}, {True: 1}),
+    "bad_words_ids": (5, [5], [[]], [[-1]], [[1.5]], "ab", [None], [[True]]),
+    "json_schema": (5, ["a"], {"a": {1}}),
+    "regex": (5, ["a"], b"a"),
+    "grammar": (True, {"start": "a"}),
     "seed": (-1, 2**64, 1.5, "x", True),
     "deterministic": (1, "yes", None),
     "num_return_sequences": (0, -2, 1.5, None),
@@ -34,6 +42,7 @@ BAD_PARAMS = {
     "logits_processors": (5, None),
     "stopping_criteria": (5, None),
     "thinking": (1, None, "yes"),
+    "include_stop_str": (0, None, "no"),
 }
 BAD_CONFIG = {
     "prefix_cache": (None, 1, "yes"),
@@ -133,15 +142,20 @@ def test_numbers_of_numpy_and_torch(integer, real, truth, several):
         **dict.fromkeys(("max_new_tokens", "seed", "top_k", "num_return_sequences"), integer(5)),
         **dict.fromkeys(("min_new_tokens", "top_logprobs"), integer(2)),
         **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), real(0.5)),
+        **dict.fromkeys(("frequency_penalty", "presence_penalty"), real(0.25)),
         **dict.fromkeys(
             ("deterministic", "ignore_eos", "logprobs", "prompt_logprobs"), truth(True)
         ),
     }
-    params = SamplingParams(**given, eos_token_id=integer(3), stop_token_ids=several(4, 5))
+    named = {"logit_bias": {integer(4): real(0.5)}, "bad_words_ids": [several(4, 5)]}
+    params = SamplingParams(**given, **named, eos_token_id=integer(3), stop_token_ids=several(4, 5))
     plain = {name: value.item() for name, value in given.items()}
+    plain |= {"logit_bias": {4: 0.5}, "bad_words_ids": [[4, 5]]}
     assert params == SamplingParams(**plain, eos_token_id=3, stop_token_ids=[4, 5])
-    values = [getattr(params, field.name) for field in fields(params)]
-    values += [*params.eos_token_id, *params.stop_token_ids]
+    numbers = [field.name for field in fields(params) if field.name not in STRUCTURES]
+    values = [getattr(params, name) for name in numbers]
+    values += [*params.eos_token_id, *params.stop_token_ids, *params.bad_words_ids[0]]
+    values[values.index({4: 0.5})] = (*params.logit_bias, *params.logit_bias.values())
     assert {type(value) for value in values} <= {int, float, bool, str, tuple}
     assert SamplingParams(stop_token_ids=[integer(4), 5]).stop_token_ids == (4, 5)
     for bad in ({"max_new_tokens": real(5.5)}, {"seed": truth(True)}, {"temperature": several(1)}):
@@ -157,6 +171,8 @@ def test_settings_that_do_not_fit_together():
         EngineConfig(memory_fraction=0.5, num_pages=4)
     with pytest.raises(ValueError, match=r"min_new_tokens=9 .*max_new_tokens=8"):
         SamplingParams(max_new_tokens=8, min_new_tokens=9)
+    with pytest.raises(ValueError, match=r"regex='a' .*left out beside json_schema"):
+        SamplingParams(regex="a", json_schema={})
     with pytest.raises(ValueError, match=r"max_rows=16 .*reference_rows=32"):
         EngineConfig(max_rows=16).resolve(device_type="cpu", model_positions=64)
     with pytest.raises(ValueError, match=r"max_model_len=65 .*64"):
@@ -221,6 +237,7 @@ def test_plain_data_and_back():
         temperature=0.1, seed=2**64 - 1, stop_strings=("a", "\n"), eos_token_id=(1, 2), top_p=1 / 3
     )
     assert SamplingParams.from_dict(json.loads(json.dumps(params.to_dict()))) == params
+    assert SamplingParams(bad_words_ids=[torch.tensor([1, 2])]).bad_words_ids == ((1, 2),)
     named = SamplingParams(logits_processors=[test_filtered]).to_dict()
     assert named["logits_processors"] == ["test_filtered"]
     assert SamplingParams.from_dict(named).logits_processors == ("test_filtered",)

@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer
 
 import tinyspec
+from tests.support.serving import running, storyteller
 from tinyspec import EngineConfig, SamplingParams
 from tinyspec.cli.main import _parser, main
 from tinyspec.tools.demo import BUNDLED
@@ -81,7 +82,9 @@ ALL = [snippet for readme in READMES for snippet in snippets(readme)]
 PYTHON = [s for s in ALL if s.language == "python"]
 SHELL = [s for s in ALL if s.language == "bash"]
 # Commands that are not run here: .ci/run runs some, the others measure for minutes.
-ELSEWHERE = ("pip", "pytest", "python", "bash", "for")
+ELSEWHERE = ("pip", "pytest", "python", "bash", "for", "curl", "nohup", "kill")
+# Where snippets ask a server, which then is there.
+URL = "http://127.0.0.1:8000"
 
 
 def of(readme, found):
@@ -111,10 +114,10 @@ def given(tmp_path, monkeypatch):
     tinyspec.unpatch(model)
 
 
-def run(snippet, names):
-    """As a script that may await."""
+def run(snippet, names, url=URL):
+    """As a script that may await; ``url``: of the server."""
     flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-    code = compile(snippet.code, snippet.name, "exec", flags=flags)
+    code = compile(snippet.code.replace(URL, url), snippet.name, "exec", flags=flags)
     done = eval(code, names)
     if inspect.iscoroutine(done):
         asyncio.run(done)
@@ -139,10 +142,15 @@ def test_python(readme, given, monkeypatch):
     """Those of one README run in their order, with the names of those before. No snippet hands
     tinyspec's own arguments to a model that it does not serve."""
     monkeypatch.setattr(type(given["model"]), "generate_batch", refuse)
-    for snippet in of(readme, PYTHON):
-        compile(snippet.text, snippet.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-        if GPU not in snippet.words or torch.cuda.is_available():
-            run(snippet, given)
+    with contextlib.ExitStack() as stack:
+        url = URL
+        if any(URL in snippet.text for snippet in of(readme, PYTHON)):
+            engine = stack.enter_context(storyteller())
+            url = stack.enter_context(running(engine, model=str(BUNDLED))).url
+        for snippet in of(readme, PYTHON):
+            compile(snippet.text, snippet.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            if GPU not in snippet.words or torch.cuda.is_available():
+                run(snippet, given, url)
 
 
 def test_control_a_wrong_snippet_fails(given):
@@ -170,7 +178,7 @@ def test_shell(snippet, tmp_path, monkeypatch, capsys):
     for command in commands(snippet.code):
         words = shlex.split(command)
         if words[0] == "tinyspec":
-            if words[1] != "demo":  # tests/tools/test_demo.py runs it
+            if words[1] not in ("demo", "serve"):  # tests of their own run these
                 run_command(words[1:], capsys)
         else:
             check_names(command)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tinyspec.engine.async_engine import AsyncEngine
     from tinyspec.engine.drafter import Drafter
     from tinyspec.engine.engine import Engine
-    from tinyspec.errors import DeterminismError, TinyspecError, UnsupportedModelError
+    from tinyspec.errors import DeterminismError, QueueFull, TinyspecError, UnsupportedModelError
     from tinyspec.outputs import Completion, RequestOutput, StreamEvent
     from tinyspec.runner.token_logprobs import token_logprobs
     from tinyspec.sampling_params import SamplingParams
@@ -29,7 +29,7 @@ else:
         "engine.async_engine": ("AsyncEngine",),
         "engine.drafter": ("Drafter",),
         "engine.engine": ("Engine",),
-        "errors": ("DeterminismError", "TinyspecError", "UnsupportedModelError"),
+        "errors": ("DeterminismError", "QueueFull", "TinyspecError", "UnsupportedModelError"),
         "outputs": ("Completion", "RequestOutput", "StreamEvent"),
         "runner.token_logprobs": ("token_logprobs",),
         "sampling_params": ("SamplingParams",),
@@ -57,6 +57,7 @@ __all__ = [
     "Drafter",
     "Engine",
     "EngineConfig",
+    "QueueFull",
     "RequestOutput",
     "SamplingParams",
     "StreamEvent",

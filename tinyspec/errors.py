@@ -21,11 +21,13 @@ _HINTS = {
     "it is called draft_window in EngineConfig": "num_speculative_tokens",
     "it is called prompt here, which may be chat messages": "messages",
     "there is none; max_new_tokens does not count the prompt": "max_length",
-    "there is none; the output includes what stopped it": "include_stop_str_in_output",
-    "there is none; a function in logits_processors can do it": "frequency_penalty logit_bias "
-    "presence_penalty bad_words bad_words_ids no_repeat_ngram_size allowed_token_ids",
-    "there is none": "best_of num_beams use_beam_search length_penalty regex json_schema "
-    "guided_decoding structured_outputs response_format skip_special_tokens "
+    "it is called include_stop_str in SamplingParams": "include_stop_str_in_output",
+    "there is none; a function in logits_processors can do it": "no_repeat_ngram_size "
+    "allowed_token_ids",
+    "it is called bad_words_ids in SamplingParams, which takes token ids": "bad_words",
+    "there is none; json_schema, regex and grammar are such fields of SamplingParams": "ebnf "
+    "guided_decoding structured_outputs response_format guided_json guided_regex guided_grammar",
+    "there is none": "best_of num_beams use_beam_search length_penalty skip_special_tokens "
     "tensor_parallel_size tp_size pipeline_parallel_size swap_space cpu_offload_gb enable_lora",
 }
 OTHER_NAMES = {name: hint for hint, names in _HINTS.items() for name in names.split()}
@@ -48,6 +50,10 @@ class UnsupportedModelError(TinyspecError):
 
 class UnsupportedEnvironmentError(TinyspecError, RuntimeError):
     """No model can be served as the process is set up; the message says what to set."""
+
+
+class QueueFull(TinyspecError):
+    """As many calls of an AsyncEngine wait as its ``max_waiting`` allows: this one never began."""
 
 
 def unsupported(model: object, reason: str) -> UnsupportedModelError:

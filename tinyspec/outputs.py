@@ -40,7 +40,8 @@ class Completion:
     token_ids: generated tokens, the stop token included. text: decoded without special tokens, or
     None where the engine has no tokenizer. logprobs: one per token, if asked for. top_logprobs: per
     token, (token id, log-probability) of the best, if asked for. finish_reason: "stop", "length" or
-    "abort"; ``error`` then says why. stats: what it cost.
+    "abort"; ``error`` then says why. stop_reason: the stop string or token that ended it; None for
+    the model's own EOS token and a stopping criterion. stats: what it cost.
     """
 
     token_ids: list[int]
@@ -50,6 +51,7 @@ class Completion:
     finish_reason: str | None = None
     error: str | None = None
     stats: CompletionStats = field(default_factory=CompletionStats)
+    stop_reason: str | int | None = None
 
     def to_json(self) -> str:
         """One line of JSON; ``from_json`` restores every bit."""
@@ -82,7 +84,8 @@ class RequestOutput:
 
     fingerprint: of the engine, if it has been computed (always for deterministic requests). Outputs
     can be compared bit for bit if their fingerprints are equal. That of a deterministic request
-    with stop strings has one part more than the engine's, the tokenizer.
+    with stop strings or structured output has parts more than the engine's: the tokenizer, and
+    llguidance with the latter.
     prompt_logprobs: one per prompt token, None for the first, if asked for.
     fingerprint_parts: what the fingerprint is the digest of, by name (device, versions, threads,
     weights, ...), long ones as digests; 2 KB of JSON at most.
@@ -145,8 +148,12 @@ class StreamEvent:
 
     request_id, index: which completion of which request. text: what these tokens add to its text
     (it may lag while a character is incomplete). logprobs, top_logprobs: of these tokens, if asked
-    for. finish_reason: set on a completion's last event; error: why, where that is "abort".
-    thoughts: of the prompt, made since the last event, in those of completion 0.
+    for. finish_reason: set on a completion's last event; stop_reason: which string or token, where
+    that is "stop", as in ``Completion``; error: why, where it is "abort".
+    thoughts: of the prompt, made since the last event, in those of completion 0. fingerprint,
+    prompt_logprobs: as in ``RequestOutput``; the latter in a completion's first event with tokens.
+    num_prompt_tokens, cached_prompt_tokens: the prompt's, and those taken from the prefix cache.
+    prompt: which of the call's prompts, from 0.
     """
 
     request_id: str
@@ -158,3 +165,9 @@ class StreamEvent:
     thoughts: list[Thought] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
     error: str | None = None
+    stop_reason: str | int | None = None
+    fingerprint: str | None = None
+    prompt_logprobs: list[float | None] | None = None
+    num_prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    prompt: int = 0

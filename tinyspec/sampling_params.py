@@ -6,9 +6,11 @@ for stop strings) is checked when the request is added.
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from dataclasses import field as dataclass_field
 from functools import cached_property
 from typing import Any
 
@@ -16,10 +18,18 @@ from tinyspec.errors import refuse, refuse_other_names
 from tinyspec.scalars import plain, plain_list
 
 LOGPROBS_MODES = ("processed", "raw")
+# What a text must look like, in one of several forms.
+STRUCTURES = ("json_schema", "regex", "grammar")
 
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether it is a number that a float can hold; an integer may be too large for one."""
+    real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return real and abs(value) <= sys.float_info.max
 
 
 def _token_ids(field: str, value: Any) -> tuple[int, ...]:
@@ -31,20 +41,56 @@ def _token_ids(field: str, value: Any) -> tuple[int, ...]:
     return ids
 
 
+def _words(field: str, value: Any) -> tuple[tuple[int, ...], ...]:
+    """Token ids of each of several words."""
+    words = value if isinstance(value, Iterable) else [None]
+    ids = [tuple(plain_list(word)) if isinstance(word, Iterable) else () for word in words]
+    if not all(word and all(_is_int(i) and i >= 0 for i in word) for word in ids):
+        raise refuse(field, value, "lists of one token id or more each, integers of at least 0")
+    return tuple(ids)
+
+
+def _biases(field: str, value: Any) -> dict[int, float]:
+    """A number for each token id; JSON writes ids as strings."""
+    found = {}
+    for token, bias in value.items() if isinstance(value, Mapping) else [(None, None)]:
+        token, bias = plain(token), plain(bias)
+        if isinstance(token, str) and token.isdecimal():
+            token = int(token)
+        if not (_is_int(token) and token >= 0 and _is_finite(bias)):
+            raise refuse(field, value, "finite numbers by token ids, integers of at least 0")
+        found[token] = bias
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How one request is sampled. Names follow transformers' ``GenerationConfig`` where it has one.
 
     max_new_tokens, min_new_tokens: bounds on the tokens generated; before ``min_new_tokens`` no
-        stop token is sampled.
+        stop token is sampled. max_new_tokens=None: what fits into ``max_model_len`` and the page
+        pool, which the output records.
     temperature: 0 is greedy. top_k (0: off), top_p (1: off, 0: the likeliest alone) and min_p
         (0: off) filter in this order.
-    repetition_penalty: divides positive and multiplies negative logits of tokens already seen.
+    What changes logits before temperature, in this order, which is transformers' where it has one:
+        logit_bias: added to the logits of these token ids.
+        repetition_penalty: divides positive and multiplies negative logits of tokens already seen.
+        frequency_penalty, presence_penalty: subtracted from the logits of tokens already generated,
+        as often as each was, and once (OpenAI's meaning; the prompt does not count).
+        bad_words_ids: sequences of token ids whose last token is excluded where the others precede
+        it; one that is a single end token is ignored.
+        min_new_tokens.
+        json_schema (a dict, or its JSON), regex, or grammar (Lark, as llguidance reads it), one at
+        most: only tokens that lead to such a text are left; the end tokens once it is complete.
+        Whole texts match, from their first character. Needs a tokenizer and the extra
+        "structured"; drafts are made under the same rule.
+        logits_processors.
     seed: makes a sampled request repeatable; None draws one, which the output records.
     deterministic: the same tokens and log-probabilities, bit for bit, whatever else runs.
     num_return_sequences: completions of the prompt; each is as if it had been asked for alone.
     eos_token_id: None takes the model's. ignore_eos: run to ``max_new_tokens``.
-    stop_strings, stop_token_ids: further stops; the output includes them.
+    stop_strings, stop_token_ids: further stops; the output includes them. include_stop_str: False
+        ends the text before the stop string, tokens stay; events show no part of it.
     logprobs: the chosen token's log-probability. top_logprobs: also those of so many best tokens.
     prompt_logprobs: log-probability of every prompt token but the first.
     logprobs_mode: of the distribution sampled from ("processed") or of the model's own ("raw").
@@ -57,13 +103,20 @@ class SamplingParams:
     value and what is allowed.
     """
 
-    max_new_tokens: int = 128
+    max_new_tokens: int | None = 128
     min_new_tokens: int = 0
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    logit_bias: Mapping[int, float] | None = dataclass_field(default=None, hash=False)
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    bad_words_ids: Sequence[Sequence[int]] | None = None
+    json_schema: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
     seed: int | None = None
     deterministic: bool = False
     num_return_sequences: int = 1
@@ -78,6 +131,7 @@ class SamplingParams:
     logits_processors: Sequence[Callable[..., Any]] = ()
     stopping_criteria: Sequence[Callable[..., Any]] = ()
     thinking: bool = False
+    include_stop_str: bool = True
 
     def __new__(cls, **given: Any) -> SamplingParams:
         refuse_other_names(given)
@@ -91,14 +145,12 @@ class SamplingParams:
         self._check_numbers()
         self._check_choices()
         self._check_lists()
+        self._check_structure()
 
     def _check_numbers(self) -> None:
         def number(field: str, allowed: str, ok: Callable[[float], bool]) -> None:
             value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise refuse(field, value, allowed)
-            # An integer may be finite and too large for a float.
-            if not (abs(value) <= sys.float_info.max and ok(value)):
+            if not (_is_finite(value) and ok(value)):
                 raise refuse(field, value, allowed)
 
         def integer(field: str, least: int, more: str = "") -> None:
@@ -106,14 +158,17 @@ class SamplingParams:
             if not _is_int(value) or not least <= value < 2**63:
                 raise refuse(field, value, f"an integer of at least {least}, below 2**63{more}")
 
-        integer("max_new_tokens", 1)
+        if self.max_new_tokens is not None:
+            integer("max_new_tokens", 1)
         integer("min_new_tokens", 0)
-        if self.min_new_tokens > self.max_new_tokens:
+        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             allowed = f"at most max_new_tokens={self.max_new_tokens}"
             raise refuse("min_new_tokens", self.min_new_tokens, allowed)
         allowed = "0 (greedy) or a finite number of at least 1e-6"
         number("temperature", allowed, lambda x: x == 0 or x >= 1e-6)
         number("repetition_penalty", "a finite number above 0", lambda x: x > 0)
+        for field in ("frequency_penalty", "presence_penalty"):
+            number(field, "a finite number", lambda _: True)
         if self.top_k is not None:
             integer("top_k", 0, " (0 and None: off)")
         if self.top_p is not None:
@@ -126,7 +181,8 @@ class SamplingParams:
         integer("top_logprobs", 0)
 
     def _check_choices(self) -> None:
-        for field in ("deterministic", "ignore_eos", "logprobs", "prompt_logprobs", "thinking"):
+        switches = ("deterministic", "ignore_eos", "logprobs", "prompt_logprobs", "thinking")
+        for field in (*switches, "include_stop_str"):
             if not isinstance(getattr(self, field), bool):
                 also = "; top_logprobs takes a number" if field == "logprobs" else ""
                 raise refuse(field, getattr(self, field), f"True or False{also}")
@@ -138,6 +194,10 @@ class SamplingParams:
         if self.eos_token_id is not None:
             self._set("eos_token_id", _token_ids("eos_token_id", self.eos_token_id))
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        if self.logit_bias is not None:
+            self._set("logit_bias", _biases("logit_bias", self.logit_bias))
+        if self.bad_words_ids is not None:
+            self._set("bad_words_ids", _words("bad_words_ids", self.bad_words_ids))
         strings = (self.stop_strings,) if isinstance(self.stop_strings, str) else self.stop_strings
         if not isinstance(strings, Iterable) or not all(isinstance(s, str) and s for s in strings):
             raise refuse("stop_strings", self.stop_strings, "strings that are not empty")
@@ -150,14 +210,53 @@ class SamplingParams:
                 raise refuse(field, functions, "a list of functions")
             self._set(field, tuple(functions))
 
+    def _check_structure(self) -> None:
+        """Checks that one text at most says what the output must look like, and makes it a str."""
+        if isinstance(schema := self.json_schema, Mapping):
+            try:
+                self._set("json_schema", json.dumps(dict(schema)))
+            except (TypeError, ValueError, RecursionError) as error:
+                raise refuse("json_schema", schema, f"what JSON can hold ({error})") from None
+        given = [field for field in STRUCTURES if getattr(self, field) is not None]
+        for field in given:
+            if not isinstance(getattr(self, field), str):
+                raise refuse(field, getattr(self, field), "a str")
+        if len(given) > 1:
+            raise refuse(given[1], getattr(self, given[1]), f"left out beside {given[0]}")
+
     def _set(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)
 
+    @property
+    def most_new_tokens(self) -> int:
+        """``max_new_tokens``, once it is resolved."""
+        assert self.max_new_tokens is not None
+        return self.max_new_tokens
+
+    @cached_property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The EOS tokens that end the request, once ``eos_token_id`` is resolved."""
+        return () if self.ignore_eos else tuple(self.eos_token_id or ())  # type: ignore[arg-type]
+
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that end the request, once ``eos_token_id`` is resolved."""
-        eos = () if self.ignore_eos or self.eos_token_id is None else self.eos_token_id
-        return (*eos, *self.stop_token_ids)  # type: ignore[misc]
+        """All tokens that do."""
+        return (*self.eos_ids, *self.stop_token_ids)  # type: ignore[misc]
+
+    @property
+    def hidden_stops(self) -> tuple[str, ...]:
+        """The stop strings that texts do not show."""
+        return () if self.include_stop_str else tuple(self.stop_strings)
+
+    @property
+    def tokens(self) -> dict[str, Iterable[int]]:
+        """All token ids in it, by field."""
+        found: dict[str, Any] = {
+            name: getattr(self, name) or ()
+            for name in ("stop_token_ids", "eos_token_id", "logit_bias")
+        }
+        found["bad_words_ids"] = [token for word in self.bad_words_ids or () for token in word]
+        return found
 
     @cached_property
     def filtered(self) -> bool:
@@ -172,9 +271,17 @@ class SamplingParams:
         return all(getattr(p, "stateless", False) for p in self.logits_processors)
 
     @cached_property
-    def needs_history(self) -> bool:
-        """Whether sampling depends on the tokens before."""
-        return self.repetition_penalty != 1.0 or bool(self.logits_processors)
+    def changes_logits(self) -> bool:
+        """Whether logits are changed before temperature, nearly always by the tokens before."""
+        penalties = self.repetition_penalty != 1.0, self.frequency_penalty, self.presence_penalty
+        named = self.logit_bias, self.bad_words_ids, self.logits_processors, self.structure
+        return any(penalties) or any(named)
+
+    @cached_property
+    def structure(self) -> tuple[str, str] | None:
+        """The field that says what its text must look like, and its value."""
+        given = [(field, getattr(self, field)) for field in STRUCTURES]
+        return next((each for each in given if each[1] is not None), None)
 
     @cached_property
     def checks_text(self) -> bool:
@@ -184,7 +291,7 @@ class SamplingParams:
     @property
     def needs_tokenizer(self) -> bool:
         """Whether tokens that are promised depend on the tokenizer."""
-        return self.deterministic and bool(self.stop_strings)
+        return self.deterministic and bool(self.stop_strings or self.structure)
 
     def resolve(self, **changes: Any) -> SamplingParams:
         """With the model's defaults filled in: a copy, where they change anything."""

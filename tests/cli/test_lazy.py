@@ -11,7 +11,7 @@ import pytest
 import tinyspec
 from tinyspec.cli.main import COMMANDS
 
-HEAVY = ("torch", "triton", "transformers", "numpy")
+HEAVY = ("torch", "triton", "transformers", "numpy", "fastapi", "uvicorn", "openai", "pydantic")
 CHILD = """
 import contextlib, io, sys, time
 from tinyspec.cli.main import main

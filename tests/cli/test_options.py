@@ -18,6 +18,11 @@ GIVEN = {
     "top_p": ("--top-p 0.9", 0.9),
     "min_p": ("--min-p 0.01", 0.01),
     "repetition_penalty": ("--repetition-penalty 1.1", 1.1),
+    "frequency_penalty": ("--frequency-penalty 0.5", 0.5),
+    "presence_penalty": ("--presence-penalty -0.5", -0.5),
+    "logit_bias": ('--logit-bias {"5":2.5}', {5: 2.5}),
+    "bad_words_ids": ("--bad-words-ids [[5],[6,7]]", ((5,), (6, 7))),
+    "regex": ("--regex .*", ".*"),
     "seed": ("--seed 7", 7),
     "deterministic": ("--deterministic", True),
     "num_return_sequences": ("--num-return-sequences 2", 2),
@@ -25,6 +30,7 @@ GIVEN = {
     "ignore_eos": ("--ignore-eos", True),
     "stop_strings": ("--stop zzz --stop-strings yyy", ("zzz", "yyy")),
     "stop_token_ids": ("--stop-token-ids 4", (4,)),
+    "include_stop_str": ("--no-include-stop-str", False),
     "logprobs": ("--logprobs", True),
     "top_logprobs": ("--top-logprobs 2", 2),
     "prompt_logprobs": ("--prompt-logprobs", True),
@@ -33,9 +39,9 @@ GIVEN = {
 
 
 def test_every_field_has_an_option(command, served):
-    # The bundled model does not think.
+    # The bundled model does not think, and a text has one form.
     functions = {"logits_processors", "stopping_criteria"}
-    assert set(SAMPLING) == {*GIVEN, "thinking"}
+    assert set(SAMPLING) == {*GIVEN, "thinking", "json_schema", "grammar"}
     assert set(SAMPLING) == {f.name for f in fields(SamplingParams)} - functions
     options = [word for words, _ in GIVEN.values() for word in words.split()]
     status, out, err = command("generate", "One day", "--json", *options)
@@ -69,7 +75,7 @@ LINES = {
         'a JSON object with a "prompt" (messages: it is called prompt here, which may be chat mess',
     ),
     "beside a prompt": ('{"prompt": "a", "messages": []}', "messages=[] is not allowed: it is"),
-    "of OpenAI": ('{"prompt": "a", "logit_bias": {}}', "logit_bias={} is not allowed: there is"),
+    "of OpenAI": ('{"prompt": "a", "best_of": 3}', "best_of=3 is not allowed: there is none"),
     "no JSON": ('{"prompt": "a"', "is not JSON: Expecting ',' delimiter: line 1 column 15"),
     "a list": ('["a"]', 'a JSON object with a "prompt"'),
 }

@@ -25,8 +25,8 @@ from tests.support.cases import (
 from tests.support.mixes import bits
 from tests.support.patience import PATIENCE
 from tests.support.tiny import tiny
-from tinyspec import AsyncEngine, Engine, EngineConfig, SamplingParams
-from tinyspec.engine.async_engine import Call
+from tinyspec import AsyncEngine, Engine, EngineConfig, QueueFull, SamplingParams
+from tinyspec.engine.async_worker import Call
 
 SETTINGS = {"page_size": 8, "num_pages": 120}
 REQUESTS = [(text(3 + 7 * n, seed=n), greedy(9, temperature=n % 2, seed=n)) for n in range(5)]
@@ -60,8 +60,8 @@ async def settled(served):
         await asyncio.sleep(0.001)
 
 
-async def one(served, prompt, params):
-    return (await served.generate([prompt], params))[0]
+async def one(served, prompt, params, **how):
+    return (await served.generate([prompt], params, **how))[0]
 
 
 async def read(served, prompt, params):
@@ -236,7 +236,7 @@ def test_one_that_is_dropped_gives_the_model_back():
 
 def test_a_finalizer_at_any_line_wakes_the_worker(served):
     """Also at those lines that another one is at in the same thread."""
-    call, lines = Call(list, False, None), []
+    call, lines = Call(list, list, None), []
 
     def finalizer(frame, event, argument):
         lines.append(frame.f_lineno)
@@ -264,6 +264,10 @@ def test_a_forked_process_is_told(served):
             asyncio.run(one(served, [1, 2], None))
         except ValueError as error:
             told = 0 if "forked process" in str(error) else 2
+        try:
+            asyncio.run(served.abort("request-0"))
+        except ValueError as error:
+            told += 0 if "forked process" in str(error) else 4
         os._exit(told)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
@@ -272,3 +276,167 @@ def test_a_forked_process_is_told(served):
 def test_max_requests(most):
     with pytest.raises(ValueError, match=f"max_requests={most}"):
         AsyncEngine(tiny(), max_requests=most)
+
+
+def test_scores_fingerprint_and_stats(served, expected):
+    """In a crowd; the engine's own, to the bit. Control: other tokens have other scores."""
+    prompts, tokens = [p for p, _ in REQUESTS], [bits[0][0] for bits in expected]
+    own = served.engine.score(prompts, tokens)
+    other = served.engine.score(prompts, [*tokens[1:], tokens[0]])
+
+    async def main():
+        crowd = [asyncio.create_task(one(served, *request)) for request in REQUESTS]
+        before, *scores = await asyncio.gather(
+            served.stats(), *(served.score([p], [t]) for p, t in zip(prompts, tokens, strict=True))
+        )
+        with pytest.raises(ValueError, match="continuations="):
+            await served.score(prompts, tokens[1:])
+        assert await served.fingerprint() == served.engine.fingerprint
+        outputs = await asyncio.gather(*crowd)
+        return before.committed, before, await served.stats(), scores, outputs
+
+    committed, before, after, scores, outputs = run(main())
+    assert [score for (score,) in scores] == own != other and bits_of(outputs) == expected
+    assert before.committed == committed < after.committed == served.engine.stats().committed
+
+
+async def begun(served, params=LONG, **how):
+    """A stream whose request has begun."""
+    events = served.stream([[4, 5]], params, **how)
+    event = await anext(events)
+    assert event.token_ids and event.error is None
+    return events, event.request_id
+
+
+def test_a_full_queue_refuses_at_once(expected):
+    """And leaves the others alone; what ends makes room. Of a burst what fits is not refused."""
+    with engine_of(model_of("shape-sensitive"), **SETTINGS) as engine:
+        served = AsyncEngine(engine, max_requests=2, max_waiting=1)
+
+        async def main():
+            calls = [one(served, *request) for request in REQUESTS]
+            burst = await asyncio.gather(*calls, return_exceptions=True)
+            refused = [n for n, found in enumerate(burst) if isinstance(found, QueueFull)]
+            assert refused in ([3, 4], [3], [4]), "while one begins another may queue"
+            assert all(bits(burst[n]) == expected[n] for n in {*range(5)} - {*refused})
+            running = [await begun(served), await begun(served)]
+            waits = asyncio.create_task(one(served, *REQUESTS[0]))
+            await asyncio.sleep(0)
+            assert served.waiting == 1
+            for call in (one(served, [1], LONG), served.score([[1]], [[2]])):
+                with pytest.raises(QueueFull, match="1 calls wait"):
+                    await call
+            with pytest.raises(QueueFull):
+                await anext(served.stream([[1]], LONG))
+            waits.cancel()
+            while served.waiting:
+                await asyncio.sleep(0.001)
+            waits = asyncio.create_task(one(served, *REQUESTS[1]))
+            await running[0][0].aclose()
+            output = await waits
+            assert engine.has_unfinished(), "the other one that runs"
+            await running[1][0].aclose()
+            await settled(served)
+            await served.close()
+            return bits(output)
+
+        assert run(main()) == expected[1]
+
+
+def test_timeouts_abort(served, expected, monkeypatch):
+    """What has begun, what waits, and what nobody reads; what has finished can still be read."""
+
+    async def main():
+        loop, late = asyncio.get_running_loop(), 0
+        now = loop.time
+        monkeypatch.setattr(loop, "time", lambda: now() + late)
+        events, _ = await begun(served, timeout=50)
+        unread, _ = await begun(served, timeout=50)
+        finished, _ = await begun(served, replace(LONG, max_new_tokens=5), timeout=50)
+        other = asyncio.create_task(one(served, *REQUESTS[2], timeout=500))
+        while len(served.engine.tracker.requests) > 2 or not other.done():
+            await asyncio.sleep(0.001)
+        tasks = [asyncio.create_task(one(served, [n], LONG, timeout=50)) for n in range(2)]
+        await asyncio.sleep(0)
+        late = 60
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        await settled(served)  # of the one that nobody reads, too
+        for stream in (events, unread):
+            with pytest.raises(TimeoutError, match="within 50 seconds"):
+                await anext(stream)
+        assert [len(event.token_ids) async for event in finished] == [4]
+        return ended, bits(await other)
+
+    ended, found = run(main())
+    assert [type(error) for error in ended] == [TimeoutError] * 2 and found == expected[2]
+
+
+def test_lower_priorities_begin_first(served):
+    """Calls that wait for others, and requests that wait in the engine. Control: all the same."""
+    given, order = [2, 0, 1, 0, -1], []
+
+    async def call(served, n, priority):
+        await one(served, [n], SamplingParams(max_new_tokens=2), priority=priority)
+        order.append(n)
+
+    async def main(priorities):
+        single = AsyncEngine(served.engine, max_requests=1)
+        events, _ = await begun(single)
+        calls = [asyncio.create_task(call(single, n, p)) for n, p in enumerate(priorities)]
+        await asyncio.sleep(0)
+        await events.aclose()
+        await asyncio.gather(*calls)
+        await single.close()
+        with engine_of(tiny(), max_sequences=1) as engine:
+            ids = [engine.add_request([n], LONG, priority=p) for n, p in enumerate(priorities)]
+            while ids:
+                engine.step()
+                (running,) = engine.admission.running
+                order.append(running.request.prompt[0])
+                engine.abort(ids.pop(ids.index(running.request.request_id)))
+
+    run(main(given))
+    assert order == [4, 1, 3, 2, 0] * 2
+    order.clear()
+    run(main([7] * 5))
+    assert order == [0, 1, 2, 3, 4] * 2
+
+
+def test_abort_ends_one_request(served, expected):
+    """Its stream with an event, its ``generate`` with what there is."""
+
+    async def main():
+        events, name = await begun(served)
+        both = asyncio.create_task(served.generate([[7], REQUESTS[0][0]], [LONG, REQUESTS[0][1]]))
+        while len(served.engine.tracker.requests) < 3:
+            await asyncio.sleep(0)
+        first = list(served.engine.tracker.requests)[1]
+        scored = asyncio.create_task(served.score([[1]], [[2] * 400]))
+        while len(served.engine.tracker.requests) < 4:
+            await asyncio.sleep(0)
+        for request_id in (name, first, list(served.engine.tracker.requests)[-1]):
+            output = await served.abort(request_id)
+            assert output.completions[0].error == "engine.abort was called for it"
+        with pytest.raises(ValueError, match="request_id="):
+            await served.abort(name)
+        *_, last = [event async for event in events]
+        with pytest.raises(RuntimeError, match=r"no score: engine\.abort was called"):
+            await scored
+        return last, await both
+
+    last, (first, second) = run(main())
+    for ended in (last, first.completions[0]):
+        assert (ended.finish_reason, ended.error) == ("abort", "engine.abort was called for it")
+    assert bits(second) == expected[0]
+
+
+BAD = {"priority": ["high", True, 0.5], "timeout": [0, "1", float("nan"), True]}
+
+
+@pytest.mark.parametrize(("field", "value"), [(f, v) for f, values in BAD.items() for v in values])
+def test_what_a_call_is_not_given(served, field, value):
+    for call in (one(served, [1], None, **{field: value}), begun(served, **{field: value})):
+        with pytest.raises(ValueError, match=f"{field}={value!r}"):
+            run(call)
+    with pytest.raises(ValueError, match="max_waiting=-1"):
+        AsyncEngine(served.engine, max_waiting=-1)

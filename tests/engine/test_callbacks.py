@@ -176,3 +176,5 @@ def test_a_hook_that_ends_requests(what, overlap):
     tokens = [found[request_id].token_ids for request_id in ids]
     assert tokens[1] == whole[1] and tokens[0] == whole[0][: len(tokens[0])]
     assert (len(tokens[0]) < 10) == (what == "abort") and len(calls) > 5
+    error = "engine.abort was called for it" if what == "abort" else None
+    assert found[ids[0]].error == error

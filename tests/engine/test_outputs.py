@@ -118,6 +118,7 @@ def test_json_loses_no_bit(seed):
             finish_reason=rng.choice(("stop", "length", "abort")),
             error=rng.choice((None, 'it "failed"\n')),
             stats=CompletionStats(*(rng.randrange(99) for _ in fields(CompletionStats))),
+            stop_reason=rng.choice((None, 5, TEXT)),
         )
 
     params = SamplingParams(
@@ -140,6 +141,11 @@ def test_json_loses_no_bit(seed):
     assert again == output
     assert as_bits(again) == as_bits(output)
     assert as_bits(again) != as_bits(replace(output, prompt_token_ids=[1, 3]))
+    older = json.loads(line)
+    for each in older["completions"]:
+        del each["stop_reason"]
+    completions = [replace(each, stop_reason=None) for each in output.completions]
+    assert RequestOutput.from_json(json.dumps(older)) == replace(output, completions=completions)
 
 
 def test_json_names_processors(engine):
@@ -242,6 +248,26 @@ def test_events_hold_what_was_asked_for(engine, deterministic):
     assert (last.finish_reason, last.error) == ("abort", "engine.abort was called for it")
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_events_tell_of_their_request(engine, deterministic):
+    """What the output tells at the end: a server sends it with the first piece."""
+    prompt, cached = [5, 6, 7] * 100, []
+    for asked in (True, False):
+        wanted = replace(babble(deterministic), prompt_logprobs=asked)
+        (output,) = engine.generate([prompt], wanted)
+        stream = engine.stream([prompt], wanted)
+        events = list(stream)
+        assert {event.fingerprint for event in events} == {output.fingerprint} != {None}
+        assert {event.num_prompt_tokens for event in events} == {len(prompt)}
+        for sequence in stream.requests[0].sequences:
+            first, *others = (event for event in events if event.index == sequence.index)
+            assert first.prompt_logprobs == output.prompt_logprobs
+            assert {event.prompt_logprobs for event in others} == {None}
+            cached.append(sequence.stats.cached_prompt_tokens)
+            assert {event.cached_prompt_tokens for event in (first, *others)} == {cached[-1]}
+    assert (output.prompt_logprobs is None) and cached[2] == 256, "the prompt's full pages"
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_text_stream(tokenizer, seed):
     """Pieces of any size: never half a character, nothing lost, nothing twice."""
@@ -294,6 +320,7 @@ STOPS = (
     "e",
     "the",
     "absent",
+    "spaces, which it holds back to the end",
     "🐕‍🦺, n",
 )
 
@@ -313,13 +340,53 @@ def test_stop_strings_end_a_request(engine, tokenizer, stop, deterministic):
         logits_processors=[Recites(ids, 3)],
     )
     start = tokenizer("🦊 k brow")["input_ids"][:3]
-    completion = engine.generate([start], params)[0].completions[0]
+    texts = {}
+    wanted = [params, replace(params, include_stop_str=False, num_return_sequences=2), params]
+    output, hiding, _ = engine.generate([start] * 3, wanted)
+    for event in engine.stream([start] * 3, wanted):
+        place = int(event.request_id[8:]), event.index
+        texts[place] = texts.get(place, "") + event.text
+    (completion,) = output.completions
     count = next((n for n in range(len(ids)) if stop in tokenizer.decode(ids[:n])), len(ids))
     assert completion.token_ids == ids[:count]
     assert completion.finish_reason == ("stop" if stop in TEXT else "length")
     assert completion.text == tokenizer.decode(ids[:count])
+    assert completion.stop_reason == (stop if stop in TEXT else None)
+    before = completion.text.partition(stop)[0]
+    for each in hiding.completions:
+        assert (each.token_ids, each.text) == (completion.token_ids, before)
+    streamed = [texts[place] for place in sorted(texts)]
+    assert streamed == [completion.text, before, before, completion.text]
     if deterministic:
         assert completion.stats.drafted > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"eos_token_id": 7}, None),
+        ({"stop_token_ids": 7}, 7),
+        ({"eos_token_id": 7, "stop_token_ids": (8, 7)}, None),
+        ({"eos_token_id": 7, "ignore_eos": True, "stop_token_ids": 7}, 7),
+        ({"stop_strings": ("3", "123", "23")}, "123"),
+        ({"stop_strings": ("3", "2")}, "2"),
+        ({"stop_strings": "23", "stop_token_ids": 7}, 7),
+        ({"stopping_criteria": [lambda ids, scores: ids[0, -1] == 7]}, None),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_stop_reasons(changes, reason, deterministic):
+    """Of the letters of one token the string that would come first, and of two such the longer."""
+    settings = {"deterministic": deterministic, "logits_processors": [Recites([5, 6, 7], 1)]}
+    with Engine(tiny(), Spelled(["0"] * 7 + ["123"] * VOCAB)) as engine:
+        params = SamplingParams(max_new_tokens=5, **settings, **changes)
+        (completion,) = engine.generate([[1]], params)[0].completions
+        *others, last = engine.stream([[1]], params)
+    assert {event.stop_reason for event in others} <= {None}
+    for ended in (completion, last):
+        assert (ended.finish_reason, ended.stop_reason) == ("stop", reason)
+    assert completion.token_ids == [5, 6, 7]
 
 
 def words(shift=0, decoder=None, **settings):
@@ -415,6 +482,41 @@ def test_special_tokens_are_not_text(engine, tokenizer):
     assert completion.finish_reason == "stop"
     longer = engine.generate([[9]], replace(params, ignore_eos=True))[0].completions[0]
     assert longer.finish_reason == "length" and longer.text.startswith("so be itso be it")
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_special_tokens_in_stop_strings(engine, tokenizer, deterministic):
+    """What is not shown is counted in text: of special tokens it has nothing."""
+    end = tokenizer.eos_token
+    ids = [*tokenizer("so be it")["input_ids"], tokenizer.eos_token_id]
+    stops = {
+        end: "so be it",
+        f"it{end}": "so be ",
+        f"t{end[:2]}": "so be i",
+        f"{end}so": "so be it",
+        f"{end[-2:]}so b": "so be it",
+        f"be it{end}so be": "so ",
+        f"it{end}x": "so be itso be itso be i",  # its last token is the first of "it"
+    }
+    params = [
+        SamplingParams(
+            max_new_tokens=3 * len(ids) - 2,
+            ignore_eos=True,
+            deterministic=deterministic,
+            stop_strings=stop,
+            include_stop_str=False,
+            logits_processors=[Recites(ids, 1)],
+        )
+        for stop in stops
+    ]
+    outputs = engine.generate([[9]] * len(stops), params)
+    texts = dict.fromkeys(range(len(stops)), "")
+    stream = engine.stream([[9]] * len(stops), params)
+    places = {request.request_id: n for n, request in enumerate(stream.requests)}
+    for event in stream:
+        texts[places[event.request_id]] += event.text
+    assert list(texts.values()) == [output.completions[0].text for output in outputs]
+    assert list(texts.values())[:-1] == list(stops.values())[:-1]
 
 
 def test_text_and_chat_prompts(engine, tokenizer):

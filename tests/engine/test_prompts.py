@@ -1,17 +1,25 @@
 """Prompts in every form: lists, tensors and arrays, and what a tokenizer returns."""
 
+import json
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
-from transformers import BatchEncoding, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BatchEncoding,
+    PreTrainedTokenizerFast,
+)
 
 from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.cli.main import main
+from tinyspec.tools.demo import BUNDLED
 from tinyspec.tools.thinking_demo import THINKER
 
 SHORT = SamplingParams(max_new_tokens=2)
@@ -78,6 +86,23 @@ def test_one_prompt(engine, prompt):
     assert scores == engine.score([PROMPTS[0]], [PROMPTS[1]])
 
 
+@pytest.mark.parametrize("positions, pages, room", [(100, 12, 97), (512, 12, 189), (512, 1, 13)])
+def test_as_many_tokens_as_fit(positions, pages, room):
+    """Into the model's length and the pool; the output records how many. What fits none is told."""
+    config = EngineConfig(reference_rows=16, page_size=16, max_model_len=positions, num_pages=pages)
+    most = SamplingParams(max_new_tokens=None, ignore_eos=True, deterministic=True)
+    with Engine(tiny(), config=config) as engine:
+        (output,) = engine.generate([PROMPTS[0]], most)
+        assert output.params.max_new_tokens == len(output.completions[0].token_ids) == room
+        (again,) = engine.generate([PROMPTS[0]], replace(most, max_new_tokens=room))
+        assert again.params == output.params
+        with pytest.raises(ValueError, match=f"min_new_tokens={room + 1} .*={room}"):
+            engine.generate([PROMPTS[0]], replace(most, min_new_tokens=room + 1))
+        with pytest.raises(ValueError, match=r"prompt=|need \d+ pages"):
+            engine.generate([[1] * (room + 3)], most)
+        assert not engine.has_unfinished()
+
+
 BAD = {
     "floats": (torch.ones(2, 3), "1.0.*integers"),
     "no dimension": (torch.tensor(3), "prompts="),
@@ -96,6 +121,65 @@ def test_what_is_refused(engine, prompts, message):
     with pytest.raises(ValueError, match=f"(?s){message}"):
         engine.generate(prompts, SHORT)
     assert not engine.has_unfinished()
+
+
+TEMPLATE = """{%- if tools %}tools {{ tools | tojson }} {% endif %}
+{%- for message in messages %}{{ message.role }}: {{ message.content }}
+{%- if message.role == "robot" %}{{ raise_exception("no robots") }}{% endif %} . {% endfor %}
+{%- if add_generation_prompt %}answer{{ " thinking" if enable_thinking }}{% endif %}"""
+TOOLS = [{"type": "function", "function": {"name": "flip", "parameters": {"type": "object"}}}]
+USER = [{"role": "user", "content": [{"type": "text", "text": "flips"}]}]
+CHATS = {
+    "messages alone": ({}, "user: flips . answer"),
+    "tools": ({"tools": TOOLS}, f"tools {json.dumps(TOOLS)} user: flips . answer"),
+    "names": ({"chat_template_kwargs": {"enable_thinking": True}}, "user: flips . answer thinking"),
+    "no answer": ({"chat_template_kwargs": {"add_generation_prompt": False}}, "user: flips . "),
+    "nothing": ({"tools": [], "chat_template_kwargs": None}, "user: flips . answer"),
+}
+
+
+@pytest.fixture(scope="module")
+def chats():
+    """An engine whose template shows what it was given."""
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
+    tokenizer.chat_template = TEMPLATE
+    with Engine(AutoModelForCausalLM.from_pretrained(BUNDLED), tokenizer) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("more, text", CHATS.values(), ids=CHATS)
+def test_chats(chats, more, text):
+    """As a mapping, alone or in a list beside other prompts; all that takes prompts takes it."""
+    chat = {"messages": USER, **more}
+    for given in (chat, [chat], [chat, "flips", USER]):
+        first, *_ = chats.prepare(given, SHORT)
+        assert chats.tokenizer.decode(first.prompt) == text
+    assert chats.score([chat], ["x"]) == chats.score([text], ["x"])
+
+
+NO_CHATS = {
+    "raise_exception": ({"messages": [{"role": "robot"}]}, r"messages=.*robot.*no robots"),
+    "template error": ({"messages": [5]}, "messages=.*UndefinedError|messages=.* takes"),
+    "a list alone": ([{"role": "robot", "content": ""}], "messages=.*no robots"),
+    "no messages": ({"messages": []}, r"messages=\[\] .*at least one"),
+    "text": ({"messages": "hello"}, "messages='hello'"),
+    "another name": ({"messages": USER, "tool_choice": "auto"}, "tool_choice='auto'"),
+    "tools": ({"messages": USER, "tools": {"name": "flip"}}, "tools="),
+    "names": ({"messages": USER, "chat_template_kwargs": [1]}, r"chat_template_kwargs=\[1\]"),
+    "ours": ({"messages": USER, "chat_template_kwargs": {"tokenize": True}}, "kwargs=.*tokenize"),
+}
+
+
+@pytest.mark.parametrize("chat, message", NO_CHATS.values(), ids=NO_CHATS)
+def test_chats_that_are_refused(chats, chat, message):
+    with pytest.raises(ValueError, match=message):
+        chats.generate([chat], SHORT)
+    chats.tokenizer.chat_template = "{{ messages[0].content }}"
+    try:
+        with pytest.raises(ValueError, match=r"tools=.*template has none"):
+            chats.generate({"messages": USER, "tools": TOOLS}, SHORT)
+    finally:
+        chats.tokenizer.chat_template = TEMPLATE
 
 
 class SlowTokenizer:

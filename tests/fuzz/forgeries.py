@@ -133,6 +133,11 @@ PARAMS: dict[str, Callable[[Any, Data, random.Random], Any]] = {
     "top_p": _pick(None, 0.0, 0.5, 0.9, 1.0, 1),
     "min_p": _pick(None, 0.0, 0.05, 0.3),
     "repetition_penalty": _pick(1.0, 1, 1.1, 2.0),
+    "frequency_penalty": _pick(0.0, 0, 0.5),
+    "presence_penalty": _pick(0.0, 0, -0.5),
+    "logit_bias": lambda v, data, rng: {str(t): rng.choice((0, 3.5)) for t in _token(v, data, rng)},
+    "bad_words_ids": lambda v, data, rng: rng.choice((None, [], [_token(v, data, rng) or [5]])),
+    "regex": _pick(None, "[a-z ]*", "(a"),
     "max_new_tokens": lambda v, _, rng: rng.choice((v - 1, v + 1, v + 3, 10**6)),
     "min_new_tokens": lambda v, _, rng: rng.choice((0, 1, 2, 4, v + 1)),
     "stop_token_ids": _token,
@@ -142,6 +147,7 @@ PARAMS: dict[str, Callable[[Any, Data, random.Random], Any]] = {
     "logprobs": _negated,
     "prompt_logprobs": _negated,
     "ignore_eos": _negated,
+    "include_stop_str": _negated,
     "deterministic": _negated,
     "top_logprobs": lambda v, _, rng: rng.choice((0, 1, v + 1, v - 1, 10**4)),
     "logprobs_mode": _pick("raw", "processed"),
@@ -190,6 +196,8 @@ def _cut(completion: Data, count: int, reason: str, tokenizer: Any) -> None:
     if tokenizer is not None:
         completion["text"] = tokenizer.decode(completion["token_ids"], skip_special_tokens=True)
     completion["finish_reason"] = reason
+    if reason != "stop":
+        completion["stop_reason"] = None
 
 
 def _change_parts(data: Data, rng: random.Random) -> str:
@@ -290,6 +298,7 @@ FIELDS = (
     "text",
     "finish_reason",
     "error",
+    "stop_reason",
     "completions",
     "prompt_token_ids",
     "fingerprint",
@@ -356,7 +365,7 @@ def judge(engine: Engine, output: RequestOutput, known: dict[str, Any] | None = 
         text = json.dumps(output.fingerprint_parts, sort_keys=True)
         if spelled(hashlib.sha256(text.encode()).hexdigest()[:32]) != spelled(output.fingerprint):
             return DIFFERS
-    own = engine.ready().tokenizer_digest()
+    own = engine.ready().tokenizer_parts(params)
     if not params.needs_tokenizer and "tokenizer" not in (output.fingerprint_parts or {}):
         own = None
     expected = engine.contract.fingerprint.with_tokenizer(own).digest
@@ -398,12 +407,15 @@ def _judge_one(stated: Completion, own: Completion, tokenizer: Any) -> str:
         verdict = PARTIAL
     if (stated.text is None) != (own.text is None) and isinstance(stated.text, str | None):
         expected, verdict = replace(expected, text=stated.text), PARTIAL
+    if stated.stop_reason is None:  # it says nothing
+        expected = replace(expected, stop_reason=None)
     same = spelled(_of_completion(stated)) == spelled(_of_completion(expected))
     return verdict if same else DIFFERS
 
 
 def _of_completion(c: Completion) -> list[Any]:
-    return [c.token_ids, c.text, c.logprobs, c.top_logprobs, c.finish_reason, c.error]
+    ends = [c.finish_reason, c.error, c.stop_reason]
+    return [c.token_ids, c.text, c.logprobs, c.top_logprobs, *ends]
 
 
 def spelled(value: Any) -> str:

@@ -181,7 +181,9 @@ TAKEN_BACK = {
     "every bit": (diff_module, "identical", lambda found, own: found == own, SIGNS),
     **{
         field: (audit_module, "compare", without(field), (field,))
-        for field in ("text", "finish_reason", "error", "prompt_logprobs", "top_logprobs")
+        for field in (
+            *("text", "finish_reason", "error", "stop_reason", "prompt_logprobs", "top_logprobs"),
+        )
     },
     "logprobs": (audit_module, "compare", without("logprobs"), ("logprobs",)),
     "form": (audit_module, "_malformed", lambda *_: (), ("completions", "params", "memory")),

@@ -78,7 +78,7 @@ def test_audit_passes(audited):
     for entry, (output, index, completion) in zip(report.entries, each, strict=True):
         assert (entry.request_id, entry.index) == (output.request_id, index)
         assert (entry.position, entry.tokens) == (None, len(completion.token_ids))
-        stated = ["token_ids", "logprobs", "top_logprobs", "finish_reason", "error"]
+        stated = ["token_ids", "logprobs", "top_logprobs", "finish_reason", "error", "stop_reason"]
         stated = [n for n in stated if n == "error" or getattr(completion, n) is not None]
         assert list(entry.verified) == stated + ["prompt_logprobs"] * bool(output.prompt_logprobs)
     assert not audit(engine, []) and "no outputs" in str(audit(engine, []))
@@ -146,6 +146,7 @@ FOUND = [
     (of_first("finish_reason"), "stop", None, "finish_reason 'stop' -> 'length'"),
     (of_first("finish_reason"), "abort", None, "finish_reason 'abort' -> 'length'"),
     (of_first("error"), "out of memory", None, "error 'out of memory' -> (absent)"),
+    (of_first("stop_reason"), "a", None, "stop_reason 'a' -> (absent)"),
     (("completions",), [], None, "it has 0 of 2 completions"),
     (("completions",), lambda c: c[::-1], 0, "token "),
     (("prompt_token_ids",), "Once", None, "prompt_token_ids is 'Once'"),
@@ -153,6 +154,7 @@ FOUND = [
     (("prompt_token_ids", 3), True, None, "True, "),
     (("params", "seed"), None, None, "seed is None"),
     (("params", "eos_token_id"), None, None, "eos_token_id is None"),
+    (("params", "max_new_tokens"), None, None, "max_new_tokens is None"),
     (("params", "max_new_tokens"), TOKENS - 2, TOKENS - 2, "-> (absent)"),
     (("params", "max_new_tokens"), TOKENS + 2, TOKENS, "token (absent) -> "),
     (("params", "num_return_sequences"), 10**9, None, "it has 2 of 1000000000 completions"),

@@ -89,7 +89,7 @@ class Chat:
 
     def _answer(self, line: str) -> None:
         """Stream the answer to a message; Ctrl-C ends it where it is."""
-        from tinyspec.engine.input_processor import to_token_ids
+        from tinyspec.engine.prompts import to_token_ids
         from tinyspec.engine.results import output_of
 
         messages = [*self._messages, {"role": "user", "content": line}]
@@ -119,7 +119,7 @@ class Chat:
         if room < 1:
             allowed = f"fewer than max_model_len={most}; /clear begins another conversation"
             raise refuse("conversation", f"{most - room} tokens", allowed)
-        count = min(room, self.params.max_new_tokens)
+        count = min(room, self.params.most_new_tokens)
         least = min(count, self.params.min_new_tokens)
         return replace(self.params, max_new_tokens=count, min_new_tokens=least)
 

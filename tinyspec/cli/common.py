@@ -54,12 +54,20 @@ SAMPLING: dict[str, tuple[Any, str]] = {
     "top_p": (float, "sample from the likeliest that have so much together"),
     "min_p": (float, "sample from those with so much of the likeliest's probability"),
     "repetition_penalty": (float, "of tokens already seen (default: 1, none)"),
+    "frequency_penalty": (float, "of tokens already generated, as often as each was"),
+    "presence_penalty": (float, "of tokens already generated, once each"),
+    "logit_bias": (json.loads, 'JSON, as {"5": 2.5}: added to the logits of token ids'),
+    "bad_words_ids": (json.loads, "JSON, as [[5], [6, 7]]: may not follow each other"),
+    "json_schema": (str, "the text must be JSON of this schema"),
+    "regex": (str, "the whole text must match it"),
+    "grammar": (str, "the text must be one of this Lark grammar"),
     "seed": (int, "makes a sampled request repeatable"),
     "num_return_sequences": (int, "completions of each prompt"),
     "eos_token_id": ([int], "instead of the model's"),
     "ignore_eos": (bool, "run to --max-new-tokens"),
     "stop_strings": ([str], "ends a completion, which includes it"),
     "stop_token_ids": ([int], "ends a completion, which includes it"),
+    "include_stop_str": (argparse.BooleanOptionalAction, "whether text has the stop string"),
     "logprobs": (bool, "of the chosen tokens, in JSON"),
     "top_logprobs": (int, "those of so many best tokens too, in JSON"),
     "prompt_logprobs": (bool, "of the prompt's tokens, in JSON"),
@@ -69,7 +77,8 @@ SAMPLING: dict[str, tuple[Any, str]] = {
 # That change the log-probability of a given token.
 OF_THE_DISTRIBUTION = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "logprobs_mode"),
-    "thinking",
+    *("frequency_penalty", "presence_penalty", "logit_bias", "bad_words_ids"),
+    *("json_schema", "regex", "grammar", "thinking"),
 )
 
 
@@ -92,9 +101,10 @@ def add_sampling(parser: argparse.ArgumentParser, names: Collection[str] = tuple
     group = parser.add_argument_group("sampling")
     for name in names:
         kind, text = SAMPLING[name]
-        how: dict[str, Any] = {"type": kind, "metavar": "N"}
-        if kind is bool:
-            how = {"action": "store_true", "default": None}
+        metavar = "N" if kind in (int, float) else "TEXT" if kind is str else "JSON"
+        how: dict[str, Any] = {"type": kind, "metavar": metavar}
+        if kind in (bool, argparse.BooleanOptionalAction):
+            how = {"action": "store_true" if kind is bool else kind, "default": None}
         elif isinstance(kind, list):
             how, text = {"action": "append", "type": kind[0]}, f"{text}; repeatable"
         elif isinstance(kind, tuple):
@@ -276,7 +286,7 @@ def job_of_json(
     found = {name: values.pop(name) for name in texts}
     try:
         for name, value in found.items():
-            if not (isinstance(value, str) or (isinstance(value, list) and value)):
+            if not (isinstance(value, str) or (isinstance(value, (list, dict)) and value)):
                 allowed = "text, a list of token ids, or a list of chat messages"
                 raise refuse(name, value, allowed)
         params = params_of(shared | values, names)

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from inspect import getdoc
 from io import TextIOWrapper
 
-from tinyspec.cli import chat, generate, pictures, probe, reports
+from tinyspec.cli import chat, generate, pictures, probe, reports, serve
 from tinyspec.cli.common import INTERRUPTED, Parser, say, told
 
 VERSION = "show the versions of tinyspec and of what its bits depend on"
@@ -24,6 +24,7 @@ COMMANDS = {
     "demo": (pictures.add_demo, pictures.demo),
     "generate": (generate.add_generate, generate.generate),
     "chat": (chat.add_chat, chat.chat),
+    "serve": (serve.add_serve, serve.serve),
     "score": (generate.add_score, generate.score),
     "doctor": (reports.add_doctor, reports.doctor),
     "audit": (reports.add_audit, reports.audit),

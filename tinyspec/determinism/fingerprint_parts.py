@@ -29,11 +29,9 @@ class Fingerprint:
         """32 hexadecimal digits."""
         return digest_of(self.parts)
 
-    def with_tokenizer(self, digest: str | None) -> Fingerprint:
-        """Of a request whose tokens depend on the tokenizer of this digest; None: on none."""
-        if digest is None:
-            return self
-        return Fingerprint({**self.parts, "tokenizer": DIGEST + digest[:32]})
+    def with_tokenizer(self, parts: Parts | None) -> Fingerprint:
+        """Of a request whose tokens depend on the tokenizer, with its parts; None: on none."""
+        return Fingerprint({**self.parts, **parts}) if parts else self
 
 
 def digest_of(parts: Parts) -> str:

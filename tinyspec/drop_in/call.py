@@ -213,7 +213,7 @@ class Call:
         each = zip(self.prompts.each, self._settings, self.prepared, self._seeds(), strict=True)
         for prompt, settings, prepared, seed in each:
             params = prepared.params(seed, self._asked("deterministic", settings), vocabulary)
-            if len(prompt) + params.max_new_tokens > positions:
+            if len(prompt) + params.most_new_tokens > positions:
                 self.unserved.append(f"a length beyond the model's {positions} positions")
             self.params.append(params)
 

@@ -61,7 +61,7 @@ def new_requests(engine: Engine, call: Call, wide: WideRows | None = None) -> li
     size = engine.config.page_size or 1
     pages = []
     for prompt, params in zip(call.prompts.each, call.params, strict=True):
-        first = -(-(len(prompt) + params.max_new_tokens) // size)
+        first = -(-(len(prompt) + params.most_new_tokens) // size)
         # Completions share the prompt's full pages, unless each computes them.
         further = first - (len(prompt) // size if wide is None else 0)
         pages += [first] + [further] * (params.num_return_sequences - 1)
@@ -161,7 +161,7 @@ class WideRows:
             n: SpecialRow(
                 sequence.params,
                 sequence.num_generated,
-                sequence.history if sequence.params.needs_history else [],
+                sequence.history if sequence.params.changes_logits else [],
                 self.pad if self.done[n] else -1,
                 "scores" in sequence.request.keeps,
                 "logits" in sequence.request.keeps,
@@ -231,7 +231,7 @@ def wide_rows(call: Call) -> WideRows | None:
     if len({*asked}) > 1:
         raise refuse("deterministic", asked, f"one value {_HOW}")
     # As many new tokens as given, or up to a length that counts pads.
-    new = [p.max_new_tokens for p in params]
+    new = [p.most_new_tokens for p in params]
     if len({*new}) > 1 < len({prepared.config.max_length for prepared in call.prepared}):
         raise refuse("max_new_tokens", new, f"one value {_HOW}")
     most = new[0] if len({*new}) == 1 else max(min(new) - spare, 1)

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import weakref
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from threading import Lock, Thread, current_thread
 from typing import Any
 
 import torch
 
 from tinyspec.config import EngineConfig
+from tinyspec.engine.async_worker import URGENT, AsyncWorker, Call
 from tinyspec.engine.engine import Engine, Params
-from tinyspec.engine.lock import LOOK, OneProcess
-from tinyspec.engine.results import EventStream, output_of
+from tinyspec.engine.input_processor import checked_priority
+from tinyspec.engine.lock import OneProcess
+from tinyspec.engine.results import scores_of
 from tinyspec.errors import refuse
 from tinyspec.outputs import RequestOutput, StreamEvent
 from tinyspec.scalars import plain
+from tinyspec.scheduler.passes import EngineStats
 from tinyspec.scheduler.request import Request
 
 # Seconds that a finalizer waits for the thread: it runs at any line, also where its own thread
@@ -30,192 +29,14 @@ from tinyspec.scheduler.request import Request
 FINALIZERS_WAIT = 1.0
 
 
-@dataclass(eq=False)
-class Call:
-    """What one task asks for: outputs of the requests that ``prepare`` makes, or their events.
-
-    future: of the answer that the task waits for. ended: it wants no more. Of the worker: asked:
-    the task waits; begun: its requests are made; error: what ended it; stream: of events.
-    """
-
-    prepare: Callable[[], list[Request]]
-    streams: bool
-    future: asyncio.Future[Any]
-    ended: bool = False
-    asked: bool = False
-    begun: bool = False
-    error: BaseException | None = None
-    requests: list[Request] = field(default_factory=list)
-    stream: EventStream | None = None
-
-    def begin(self, engine: Engine) -> None:
-        """Make its requests and queue them. Raises what is wrong with them."""
-        requests = self.prepare()
-        if self.streams:
-            self.stream = engine.follow(requests)
-        else:
-            engine.tracker.add(requests)
-        self.requests, self.begun = requests, True
-        for request in requests:
-            request.thread = 0  # its code ends no worker
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether steps are to be run for it."""
-        return self.begun and not all(request.finished for request in self.requests)
-
-    def answer(self, tokenizer: Any) -> list[Any] | None:
-        """Outputs, or the events since the last answer; None where there are none yet, an empty
-        list where none will come."""
-        if self.stream is not None:
-            return self.stream.new_events()
-        return None if self.unfinished else [output_of(r, tokenizer) for r in self.requests]
-
-    def resolve(self, value: Any) -> None:
-        """Let its task go on with ``value``, or with an exception that is raised there."""
-        self.asked, future = False, self.future
-
-        def set_value() -> None:
-            if future.done():  # its task was cancelled
-                return
-            raises = isinstance(value, BaseException)
-            (future.set_exception if raises else future.set_result)(value)
-
-        try:
-            future.get_loop().call_soon_threadsafe(set_value)
-        except RuntimeError:  # it is closed: nobody waits any more
-            self.ended = True
-
-
-class AsyncWorker:
-    """Steps ``engine`` in one thread while calls are unfinished.
-
-    Calls begin in order, while fewer than ``max_requests`` requests are unfinished. closes: whether
-    ``stop``, which the end of the interpreter calls too, closes the engine.
-    """
-
-    def __init__(self, engine: Engine, max_requests: int, closes: bool):
-        self._engine, self.closes = engine, closes
-        self._max_requests = max_requests
-        # Closed while there is nothing to do. No Event: to set one takes a lock, which a finalizer
-        # would wait for where its own thread holds it.
-        self._gate = Lock()
-        self._stopping = self._stopped = False
-        # Calls that wait for an answer, or have ended, which the worker has not seen; all others.
-        self._told: deque[Call] = deque()
-        self._calls: dict[Call, None] = {}
-        self._thread = Thread(target=self._work, name="tinyspec", daemon=True)
-        self._thread.start()
-        atexit.register(self.stop)
-
-    def _wake(self) -> None:
-        with suppress(RuntimeError):  # open already
-            self._gate.release()
-
-    def tell(self, call: Call) -> None:
-        """The task waits for its next answer. Raises ValueError where no worker is left to give
-        it."""
-        self._engine.tracker.lock.check_process()
-        self._told.append(call)
-        self._wake()
-        if self._stopped:
-            call.future.cancel()
-            raise refuse("engine", "closed", "an engine that is open")
-
-    def end(self, call: Call) -> None:
-        """The task wants no more, as finalizers tell too: what is unfinished is aborted."""
-        call.ended = True
-        self._told.append(call)
-        self._wake()
-
-    def stop(self, seconds: float | None = None) -> None:
-        """Fail the calls that are unfinished, and end the thread; wait for that, at most so many
-        ``seconds``, but not where the calling thread has the lock, which the worker may need."""
-        if self._engine.tracker.lock.forked:
-            return
-        self._stopping = True
-        self._wake()
-        if current_thread() is not self._thread and not self._engine.tracker.lock.mine:
-            self._thread.join(seconds)
-
-    def _work(self) -> None:
-        try:
-            while not self._stopping:
-                self._serve()
-        finally:  # whatever a tokenizer raised, nobody waits for ever
-            self._stopped = True
-            self._take()
-            self._fail(list(self._calls), refuse("engine", "closed", "an engine that is open"))
-            if self.closes:
-                self._engine.close()
-            atexit.unregister(self.stop)
-
-    def _serve(self) -> None:
-        """Begin what waits, run a step, answer; wait where there is nothing to do."""
-        engine, tracker = self._engine, self._engine.tracker
-        self._gate.acquire(blocking=False)
-        self._take()
-        waiting = [call for call in self._calls if not call.begun]
-        while waiting and len(tracker.requests) < self._max_requests:
-            call = waiting.pop(0)
-            try:
-                call.begin(engine)
-            except Exception as error:
-                self._fail([call], error)
-        unfinished = [call for call in self._calls if call.unfinished]
-        try:
-            with tracker.lock("generate"):
-                # Another thread may have stepped for them meanwhile.
-                if any(call.unfinished for call in unfinished):
-                    tracker.advance()
-        except BaseException as error:  # of no request: the engine's own
-            self._fail(unfinished, error)
-        with tracker.lock("generate"):
-            for call in [call for call in self._calls if call.begun and call.asked]:
-                try:
-                    found = call.answer(engine.tokenizer)
-                except Exception as error:  # a tokenizer's
-                    self._fail([call], error)
-                else:
-                    if found is not None:
-                        call.resolve(found)
-        for call in [call for call in self._calls if call.ended]:
-            self._forget(call)
-        if not unfinished and not self._told:
-            # Other threads may be using the engine, and calls wait for them.
-            self._gate.acquire(timeout=LOOK if waiting else -1)
-
-    def _take(self) -> None:
-        while self._told:
-            call = self._told.popleft()
-            call.asked = not call.ended
-            if call.ended:
-                self._forget(call)
-            elif call.error is not None:
-                call.resolve(call.error)
-            else:
-                self._calls[call] = None
-
-    def _fail(self, calls: Iterable[Call], error: BaseException) -> None:
-        for call in calls:
-            self._forget(call)
-            call.error = error
-            if call.asked:
-                call.resolve(error)
-
-    def _forget(self, call: Call) -> None:
-        """Abort what is unfinished."""
-        self._calls.pop(call, None)
-        self._engine.tracker.cancel(call.requests)
-
-
 class AsyncEngine(OneProcess):
     """Generates for any number of asyncio tasks, whose requests share the passes of one Engine.
 
     Passes run in a thread of their own, and so does the user's code in requests. Cancelling a task
     aborts its requests. model, tokenizer, config: as for ``Engine``, or an Engine as ``model``,
-    which others may use as well, and which stays open. max_requests: calls begin, in order, while
-    fewer requests than this are unfinished; the others wait. An asynchronous context manager.
+    which others may use as well, and which stays open. max_requests: calls begin while fewer
+    requests than this are unfinished; the others wait. max_waiting: how many may wait (None: any
+    number); further calls raise QueueFull. An asynchronous context manager.
 
     engine: the Engine, for its other methods, which wait for no event loop but for a pass.
 
@@ -229,16 +50,19 @@ class AsyncEngine(OneProcess):
         config: EngineConfig | None = None,
         *,
         max_requests: int = 1024,
+        max_waiting: int | None = None,
     ):
-        max_requests = plain(max_requests)
+        max_requests, max_waiting = plain(max_requests), plain(max_waiting)
         if not isinstance(max_requests, int) or max_requests < 1:
             raise refuse("max_requests", max_requests, "an integer of at least 1")
+        if max_waiting is not None and not (isinstance(max_waiting, int) and max_waiting >= 0):
+            raise refuse("max_waiting", max_waiting, "None or an integer of at least 0")
         given = isinstance(model, Engine)
         if given and (tokenizer, config) != (None, None):
             raise refuse("tokenizer, config", (tokenizer, config), "None with an Engine")
         self.engine: Engine = model if given else Engine(model, tokenizer, config)
         self.lock = self.engine.lock
-        self._worker = AsyncWorker(self.engine, max_requests, closes=not given)
+        self._worker = AsyncWorker(self.engine, max_requests, max_waiting, closes=not given)
         weakref.finalize(self, self._worker.stop, FINALIZERS_WAIT).atexit = False
 
     @classmethod
@@ -250,11 +74,12 @@ class AsyncEngine(OneProcess):
         config: EngineConfig | None = None,
         *,
         max_requests: int = 1024,
+        max_waiting: int | None = None,
         **given: Any,
     ) -> AsyncEngine:
         """As ``Engine.from_pretrained``; returns when the model is loaded."""
         engine = Engine.from_pretrained(name_or_path, dtype, device, config, **given)
-        served = cls(engine, max_requests=max_requests)
+        served = cls(engine, max_requests=max_requests, max_waiting=max_waiting)
         served._worker.closes = True
         return served
 
@@ -269,22 +94,45 @@ class AsyncEngine(OneProcess):
         ValueError."""
         await asyncio.get_running_loop().run_in_executor(None, self._worker.stop)
 
-    async def generate(self, prompts: Any, params: Params = None) -> list[RequestOutput]:
-        """Outputs for ``prompts``, in their order; arguments and errors as ``Engine.generate``."""
-        call = self._call(prompts, params, streams=False)
-        try:
-            return await self._answer(call)
-        finally:
-            self._worker.end(call)
+    async def generate(
+        self, prompts: Any, params: Params = None, priority: int = 0, timeout: float | None = None
+    ) -> list[RequestOutput]:
+        """Outputs for ``prompts``, in their order; arguments and errors as ``Engine.generate``.
 
-    async def stream(self, prompts: Any, params: Params = None) -> AsyncIterator[StreamEvent]:
+        priority: of the calls that wait, and of the requests that wait in the engine, the lowest
+        begin first, equal ones in order. timeout: seconds after which a call that has not finished
+        raises TimeoutError. Raises QueueFull at once where ``max_waiting`` calls wait.
+        """
+        prepare = partial(self.engine.prepare, prompts, params)
+        return await self._collected(self._queued(prepare, list, priority, timeout))
+
+    async def score(
+        self,
+        prompts: Any,
+        continuations: Any,
+        params: Params = None,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> list[list[float]]:
+        """As ``Engine.score``; priority, timeout: as for ``generate``."""
+        engine = self.engine
+
+        def prepare() -> list[Request]:
+            return engine.ready().scored(prompts, continuations, params)
+
+        return await self._collected(self._queued(prepare, scores_of, priority, timeout))
+
+    async def stream(
+        self, prompts: Any, params: Params = None, priority: int = 0, timeout: float | None = None
+    ) -> AsyncIterator[StreamEvent]:
         """Committed tokens of ``prompts`` as they come; arguments and errors as ``generate``, at
         the first event.
 
         An event has all tokens of its completion since the one before: who reads slowly gets fewer
         events, keeps nobody waiting, and nothing piles up. Leaving the loop aborts what is left.
         """
-        call = self._call(prompts, params, streams=True)
+        prepare = partial(self.engine.prepare, prompts, params)
+        call = self._queued(prepare, None, priority, timeout)
         try:
             while events := await self._answer(call):
                 for event in events:
@@ -292,11 +140,59 @@ class AsyncEngine(OneProcess):
         finally:
             self._worker.end(call)
 
-    def _call(self, prompts: Any, params: Params, streams: bool) -> Call:
-        future = asyncio.get_running_loop().create_future()
-        return Call(partial(self.engine.prepare, prompts, params), streams, future)
+    async def fingerprint(self) -> str:
+        """As ``Engine.fingerprint``, between two steps, as are the following."""
+        return await self._asked(lambda engine: engine.fingerprint)
+
+    async def stats(self) -> EngineStats:
+        """Sums over all passes so far; they stay as they are."""
+        return await self._asked(lambda engine: deepcopy(engine.stats()))
+
+    async def abort(self, request_id: str) -> RequestOutput:
+        """As ``Engine.abort``: a stream ends with an event of finish_reason "abort", ``generate``
+        returns what there is."""
+        return await self._asked(lambda engine: engine.abort(request_id))
+
+    @property
+    def waiting(self) -> int:
+        """How many calls wait for others to finish before they begin."""
+        return len(self._worker.waiting)
+
+    def _queued(self, prepare: Any, collect: Any, priority: int, timeout: float | None) -> Call:
+        """A call that waits for its turn, and at most ``timeout`` seconds for its end."""
+        timeout, loop = plain(timeout), asyncio.get_running_loop()
+        number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+        if timeout is not None and not (number and timeout > 0):
+            raise refuse("timeout", timeout, "None, or seconds, a number above 0")
+        call = Call(prepare, collect, loop.create_future(), checked_priority(priority))
+        self._worker.queue(call)
+        if timeout is not None:
+            error = TimeoutError(f"not finished within {timeout} seconds")
+            call.timer = loop.call_later(timeout, self._expire, call, error)
+        return call
+
+    def _expire(self, call: Call, error: TimeoutError) -> None:
+        if call.begun and not call.unfinished:
+            return  # there is still something to read
+        call.error = error
+        self._worker.end(call)
+        if not call.future.done():
+            call.future.set_exception(error)
+
+    async def _asked(self, ask: Callable[[Engine], Any]) -> Any:
+        """What ``ask`` says of the engine, in the thread that steps it."""
+        engine, future = self.engine, asyncio.get_running_loop().create_future()
+        return await self._collected(Call(list, lambda _: ask(engine), future, URGENT))
+
+    async def _collected(self, call: Call) -> Any:
+        try:
+            return await self._answer(call)
+        finally:
+            self._worker.end(call)
 
     async def _answer(self, call: Call) -> Any:
+        if call.error is not None:
+            raise call.error
         if call.future.done():
             call.future = asyncio.get_running_loop().create_future()
         self._worker.tell(call)

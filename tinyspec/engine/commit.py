@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from tinyspec.engine.launcher import Decisions, Fetched, InFlightPass
+from tinyspec.engine.stop_strings import first_stop, reach
 from tinyspec.model.torch_state import callers_modes
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.sampler import NOT_FINITE, Sampled, SpecialResult
@@ -360,13 +361,12 @@ class Committer:
         if sequence.teacher_forced:
             return False
         if params.stop_strings:
-            # A token has at least one byte, so a match that is new begins in these last ones.
-            reach = max(len(stop.encode()) for stop in params.stop_strings) + 1
-            first = max(sequence.request.num_prompt, sequence.length - reach)
+            first = max(sequence.request.num_prompt, sequence.length - reach(params.stop_strings))
             newest = sequence.ids(first, sequence.length)
             with callers_modes():
                 text = self.tokenizer.decode(newest, skip_special_tokens=False)
-            if any(stop in text for stop in params.stop_strings):
+            if (found := first_stop(text, params.stop_strings)) is not None:
+                sequence.stop_string = found[0]
                 return True
         if not params.stopping_criteria:
             return False

@@ -78,6 +78,8 @@ class EngineCore:
                 why = f"the drafter raised {type(drafts).__name__}: {drafts}"
                 self.committer.fail(sequence, why, drafts)
                 continue
+            if sequence.grammar is not None and sequence.given_tokens is None:
+                drafts = sequence.grammar.beginning(sequence.generated, drafts)
             sequence.drafts = drafts
             sequence.proposed = bool(drafts)
             sequence.stats.drafted += len(drafts)

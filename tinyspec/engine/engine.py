@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,10 +16,10 @@ from tinyspec.determinism.fingerprint import ExtraModules
 from tinyspec.engine.commit import Committer
 from tinyspec.engine.core import EngineCore
 from tinyspec.engine.drafter import Drafter, make_drafter
-from tinyspec.engine.input_processor import InputProcessor, load
+from tinyspec.engine.input_processor import InputProcessor, checked_priority, load
 from tinyspec.engine.lock import OneProcess, locked
-from tinyspec.engine.request_tracker import RequestTracker
-from tinyspec.engine.results import EventStream, output_of
+from tinyspec.engine.request_tracker import ASKED, RequestTracker
+from tinyspec.engine.results import EventStream, output_of, scores_of
 from tinyspec.engine.trace import PASSES_KEPT, Trace
 from tinyspec.errors import refuse, unsupported
 from tinyspec.interrupts import between_steps, flush
@@ -68,7 +67,6 @@ class Engine(OneProcess):
 
     Made under torch.autocast, or of a model whose forward turns that on (accelerate's ``prepare``),
     it serves in that precision for good: ``autocast``, a dtype or None.
-
     Raises UnsupportedModelError, or ValueError for a setting that does not fit.
     """
 
@@ -288,8 +286,7 @@ class Engine(OneProcess):
         """Outputs for ``prompts``, in their order.
 
         prompts: text, token ids (tensors or what a tokenizer returns, too), chat messages; lists.
-        params: one for all, or one a prompt. progress: show a bar of finished completions, where
-        it takes more than two seconds.
+        params: one for all, or one a prompt. progress: show a bar of those finished.
 
         Raises ValueError naming the field, and DeterminismError, before anything runs.
         """
@@ -316,11 +313,7 @@ class Engine(OneProcess):
         """
         with self.lock("score"):
             requests = self.ready().scored(prompts, continuations, params)
-        completions = [o.completions[0] for o in self._finish(requests, progress)]
-        for completion in completions:
-            if completion.error is not None:
-                raise RuntimeError(f"no score: {completion.error}")
-        return [completion.logprobs or [] for completion in completions]
+        return scores_of(self._finish(requests, progress))
 
     def replay(
         self, outputs: Sequence[RequestOutput], progress: bool = False
@@ -365,10 +358,15 @@ class Engine(OneProcess):
                 self.core.drafter = drafter
         self.tracker.run(requests, until_abort=True)
 
-    def add_request(self, prompt: Any, params: SamplingParams | None = None) -> str:
-        """Queue one prompt; the id under which ``step`` will report it. Raises as ``generate``."""
+    def add_request(
+        self, prompt: Any, params: SamplingParams | None = None, priority: int = 0
+    ) -> str:
+        """Queue one prompt; the id under which ``step`` will report it. priority: the lowest of
+        those that wait begin first. Raises as ``generate``."""
+        order = checked_priority(priority)
         with self.lock("add_request"):
-            return self.tracker.queue(*self.ready().requests([prompt], params))
+            (request,) = self.ready().requests([prompt], params)
+            return self.tracker.queue(request, order)
 
     @locked
     def step(self) -> list[RequestOutput]:
@@ -384,8 +382,10 @@ class Engine(OneProcess):
         """End a request, within a step with that; its output so far, with finish_reason "abort".
         Raises ValueError if no request of that id is unfinished."""
         output = output_of(self.tracker.abort(request_id), self.tokenizer)
-        ended = [replace(c, finish_reason=c.finish_reason or "abort") for c in output.completions]
-        return replace(output, completions=ended)
+        for completion in output.completions:
+            if completion.finish_reason is None:
+                completion.finish_reason, completion.error = "abort", ASKED
+        return output
 
     def has_unfinished(self) -> bool:
         """Whether ``step`` has anything left to run or to return."""

@@ -7,9 +7,8 @@ Knows the model's limits; runs and queues nothing.
 from __future__ import annotations
 
 import itertools
-import logging
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.hub import cached_files
 
 from tinyspec.config import EngineConfig
-from tinyspec.determinism.fingerprint_parts import text_digest
+from tinyspec.determinism.fingerprint_parts import Parts
+from tinyspec.engine.grammars import Grammars
+from tinyspec.engine.prompts import as_prompts, continuation_ids, to_token_ids
 from tinyspec.errors import refuse, refuse_other_names
 from tinyspec.model.supported import checked_device, default_eos, vocab_size
 from tinyspec.outputs import RequestOutput
 from tinyspec.sampling_params import SamplingParams
-from tinyspec.scalars import is_array, plain, plain_list
+from tinyspec.scalars import plain
 from tinyspec.scheduler.page_pool import PagePool
 from tinyspec.scheduler.request import Request
 from tinyspec.scheduler.thoughts import Thoughts
@@ -32,8 +33,6 @@ from tinyspec.thinking.config import FILE as THINKING
 from tinyspec.thinking.model import ThinkingModel
 from tinyspec.thinking.thinker import Thinker
 
-logger = logging.getLogger("tinyspec")
-Prompt = str | list[int] | list[dict[str, Any]]
 DTYPES = "auto, float32, bfloat16, float16, or a dtype of torch"
 # What of transformers' from_pretrained is handed on: to the tokenizer's too, and in all.
 SHARED = {"revision", "trust_remote_code", "token", "cache_dir", "local_files_only", "subfolder"}
@@ -65,7 +64,7 @@ class InputProcessor:
             raise refuse("tokenizer", tokenizer, "a tokenizer or None; AutoTokenizer loads one")
         self._pool, self._thinker = pool, thinker
         self._tokenizer = tokenizer
-        self._digests: dict[int, str] = {}
+        self._grammars = Grammars(tokenizer)
         self._config = config
         self._model = model
         self._numbers = itertools.count()
@@ -89,8 +88,10 @@ class InputProcessor:
 
     def of_ids(self, prompts: list[list[int]], params: Any) -> list[Request]:
         """As ``requests``, for the token ids of each prompt."""
-        each = self._params(params, len(prompts))
+        eos, asked = default_eos(self._model, self._vocab_size), self._params(params, len(prompts))
+        given = [p.resolve(eos_token_id=eos) if p.eos_token_id is None else p for p in asked]
         ids = [self._token_ids("prompt", prompt) for prompt in prompts]
+        each = [self._fitting(p, wanted) for p, wanted in zip(ids, given, strict=True)]
         for prompt, wanted in zip(ids, each, strict=True):
             self._check(prompt, wanted)
         if self._thinker is not None and any(p.thinking and p.deterministic for p in each):
@@ -145,15 +146,14 @@ class InputProcessor:
         return each
 
     def _request(self, prompt: list[int], params: SamplingParams) -> Request:
-        number, eos, seed = next(self._numbers), params.eos_token_id, params.seed
-        if eos is None:
-            eos = default_eos(self._model, self._vocab_size)
+        number, seed = next(self._numbers), params.seed
         if seed is None and params.temperature > 0:
             seed = int(torch.randint(2**62, (1,), generator=self._seeds, device="cpu"))
-        resolved = params.resolve(eos_token_id=eos, seed=seed)
-        request = Request(f"request-{number}", prompt, resolved, number)
+        request = Request(f"request-{number}", prompt, params.resolve(seed=seed), number)
+        for sequence in request.sequences:
+            sequence.grammar = self._grammars.of(params)
         if params.needs_tokenizer:
-            request.tokenizer = self.tokenizer_digest()
+            request.tokenizer = self.tokenizer_parts(params)
         if params.thinking:
             assert self._thinker is not None
             size, root = self._thinker.config.chunk_size, self._thinker.root
@@ -161,13 +161,9 @@ class InputProcessor:
             request.thoughts = Thoughts(size, len(prompt), window, root=root)
         return request
 
-    def tokenizer_digest(self) -> str | None:
-        """Of the tokenizer with as many tokens as it has now; None where there is none."""
-        tokenizer = self._tokenizer
-        size = len(tokenizer) if hasattr(tokenizer, "__len__") else 0
-        if size not in self._digests and tokenizer is not None:
-            self._digests[size] = text_digest(tokenizer, self._vocab_size)
-        return self._digests.get(size)
+    def tokenizer_parts(self, params: SamplingParams) -> Parts:
+        """Of the fingerprint of a request whose tokens depend on the tokenizer as it is now."""
+        return self._grammars.parts(params, self._vocab_size)
 
     def _token_ids(self, field: str, ids: list[Any]) -> list[int]:
         """``ids``, checked to be tokens of the model."""
@@ -180,16 +176,24 @@ class InputProcessor:
             _check_token(f"{field} token id", token, size)
         return ids
 
+    def _fitting(self, prompt: list[int], params: SamplingParams) -> SamplingParams:
+        """As many new tokens as there is room for, where no number is given."""
+        if params.max_new_tokens is not None:
+            return params
+        assert self._config.max_model_len
+        room = min(self._config.max_model_len, self._pool.num_pages * self._pool.page_size)
+        return replace(params, max_new_tokens=max(1, room - len(prompt)))
+
     def _check(self, prompt: list[int], params: SamplingParams) -> None:
         config, pool = self._config, self._pool
         assert config.max_model_len
         limit = config.max_model_len - len(prompt)
-        pages = pool.pages_for(len(prompt) + params.max_new_tokens)
+        pages = pool.pages_for(len(prompt) + params.most_new_tokens)
         if limit < 1:
             fewer = f"fewer than max_model_len={config.max_model_len}"
             raise refuse("prompt", f"{len(prompt)} tokens", fewer)
         allowed = None
-        if params.max_new_tokens > limit:
+        if params.most_new_tokens > limit:
             allowed = f"at most {limit} after {len(prompt)} prompt tokens"
             allowed += f" (max_model_len={config.max_model_len})"
         elif pages > pool.num_pages:
@@ -198,8 +202,8 @@ class InputProcessor:
         if allowed is not None:
             raise refuse("max_new_tokens", params.max_new_tokens, allowed)
         size = self._vocab_size
-        for field in ("stop_token_ids", "eos_token_id"):
-            for token in getattr(params, field) or ():
+        for field, tokens in params.tokens.items():
+            for token in tokens:
                 _check_token(field, token, size)
         if params.top_logprobs > size:
             raise refuse("top_logprobs", params.top_logprobs, f"at most {size}")
@@ -208,132 +212,24 @@ class InputProcessor:
             raise refuse("thinking", True, allowed)
         if params.stop_strings and self._tokenizer is None:
             raise refuse("stop_strings", params.stop_strings, "none without a tokenizer")
+        self._grammars.of(params)
         for field in ("logits_processors", "stopping_criteria"):
             for function in getattr(params, field):
                 if not callable(function):
                     raise refuse(field, function, "functions")
 
 
+def checked_priority(priority: Any) -> int:
+    """An integer; those of a lower one begin first."""
+    if not isinstance(own := plain(priority), int) or isinstance(own, bool):
+        raise refuse("priority", priority, "an integer")
+    return own
+
+
 def _check_token(field: str, token: int, size: int) -> None:
     """size: of the vocabulary."""
     if not 0 <= token < size:
         raise refuse(field, token, f"token ids of the vocabulary, 0 to {size - 1}")
-
-
-def as_prompts(prompts: Any) -> list[Prompt]:
-    """A list of prompts, from one prompt or several: a str, token ids, chat messages, or what a
-    tokenizer returned; token ids may be tensors or arrays, one prompt a row."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if (rows := _rows(prompts)) is not None:
-        return rows
-    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
-        raise refuse("prompts", prompts, "a str, token ids, chat messages, or a list of these")
-    if prompts and (isinstance(plain(prompts[0]), int) or _is_message(prompts[0])):
-        return [list(prompts)]
-    return list(prompts)
-
-
-def _is_message(value: Any) -> bool:
-    """Whether it is a message of a chat."""
-    return isinstance(value, dict) and "input_ids" not in value
-
-
-def _rows(prompts: Any) -> list[Prompt] | None:
-    """Token ids of each prompt of a tensor, an array or what a tokenizer returned, without padding;
-    None for anything else."""
-    if not isinstance(prompts, Mapping):
-        return _lists("prompts", prompts) if is_array(prompts) else None
-    if "input_ids" not in prompts:
-        raise refuse("prompts", prompts, "input_ids, as a tokenizer returns them")
-    rows = _lists("input_ids", prompts["input_ids"])
-    if (mask := prompts.get("attention_mask")) is None:
-        return rows
-    masks = _lists("attention_mask", mask)
-    if [len(row) for row in rows] != [len(row) for row in masks]:
-        raise refuse("attention_mask", mask, "of the shape of input_ids")
-    return [_unpadded(row, own) for row, own in zip(rows, masks, strict=True)]
-
-
-def _lists(field: str, values: Any) -> list[Any]:
-    """A list for each row of ``values``, one row or several."""
-    rows = plain_list(values)
-    if rows and isinstance(rows[0], Iterable):
-        rows = [plain_list(row) for row in rows]
-        if not any(row and isinstance(row[0], list) for row in rows):
-            return rows
-        raise refuse(field, values, "one or two dimensions")
-    return [rows]
-
-
-def _unpadded(row: list[int], mask: list[int]) -> list[int]:
-    """The tokens of ``row`` whose ``mask`` is not 0, which are side by side."""
-    there = [place for place, kept in enumerate(mask) if kept]
-    if there and there[-1] - there[0] != len(there) - 1:
-        raise refuse("attention_mask", mask, "0 before and after the prompt alone")
-    return [row[place] for place in there]
-
-
-def to_token_ids(prompt: Any, tokenizer: Any) -> list[int]:
-    """Token ids of one prompt. Raises ValueError where that needs a tokenizer and there is none."""
-    if (rows := None if isinstance(prompt, str) else _rows(prompt)) is not None:
-        if len(rows) != 1:
-            raise refuse("prompt", prompt, "one prompt")
-        return rows[0]  # type: ignore[return-value]
-    if not isinstance(prompt, (str, Sequence)) or isinstance(prompt, bytes):
-        raise refuse("prompt", prompt, "a str, token ids, or chat messages")
-    if not isinstance(prompt, str) and not (prompt and isinstance(prompt[0], dict)):
-        return plain_list(prompt)
-    if tokenizer is None:
-        raise refuse("prompt", prompt, "token ids, as the engine has no tokenizer")
-    if isinstance(prompt, str):
-        return _text_ids("prompt", prompt, tokenizer)
-    if not getattr(tokenizer, "chat_template", None):
-        raise refuse("prompt", prompt, "text or token ids, as the tokenizer has no chat template")
-    told = [_with_text(message) for message in prompt]
-    chat = tokenizer.apply_chat_template(told, tokenize=False, add_generation_prompt=True)
-    return _text_ids("prompt", chat, tokenizer, add_special_tokens=False)
-
-
-def _with_text(message: Any) -> Any:
-    """A message of a chat whose content, if it is in parts as OpenAI has them, is their text."""
-    parts = message.get("content") if isinstance(message, dict) else None
-    if not isinstance(parts, (list, tuple)):
-        return message
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text" or "text" not in part:
-            raise refuse("content", part, '{"type": "text", "text": ...} in a message')
-    return {**message, "content": "".join(part["text"] for part in parts)}
-
-
-def _text_ids(field: str, text: str, tokenizer: Any, **settings: Any) -> list[int]:
-    """Token ids of a text; a warning names the words that the tokenizer does not know. Raises
-    ValueError where half of a surrogate pair stands alone, which no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as e:
-        raise refuse(f"{field}[{e.start}]", text[e.start], "no lone surrogates in text") from None
-    encoded, unknown = tokenizer(text, **settings), getattr(tokenizer, "unk_token_id", None)
-    ids = list(encoded["input_ids"])
-    if unknown in ids:
-        if getattr(encoded, "is_fast", False):
-            spans = [encoded.token_to_chars(n) for n, token in enumerate(ids) if token == unknown]
-            words = [text[span.start : span.end] for span in spans if span]
-        else:
-            words = [word for word in text.split() if unknown in tokenizer(word)["input_ids"]]
-        known = {"", tokenizer.unk_token}  # it may be the end token as well, written on purpose
-        if words := [word for word in dict.fromkeys(words) if word not in known]:
-            logger.warning("%s: unknown to the tokenizer (%d): %s", field, len(words), words[:9])
-    return ids
-
-
-def continuation_ids(text: Prompt, tokenizer: Any) -> list[int]:
-    """Token ids of a text that continues another, without special tokens."""
-    if isinstance(text, str):
-        if tokenizer is None:
-            raise refuse("continuation", text, "token ids, as the engine has no tokenizer")
-        return _text_ids("continuation", text, tokenizer, add_special_tokens=False)
-    return to_token_ids(text, None)
 
 
 def load(

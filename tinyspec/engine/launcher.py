@@ -383,9 +383,10 @@ def _special_row(sequence: Sequence, position: int) -> SpecialRow:
     return SpecialRow(
         params,
         generated,
-        sequence.before(position) if params.needs_history else [],
+        sequence.before(position) if params.changes_logits else [],
         -1 if forced is None else forced[generated],
         "scores" in request.keeps,
         "logits" in request.keeps,
         request.thread,
+        sequence.grammar,
     )

@@ -127,7 +127,7 @@ class RequestTracker:
             self._abort(asking, _told(error))
             return
         for request in self.requests.values():
-            request.fingerprint = fingerprint
+            request.fingerprint = fingerprint.with_tokenizer(request.tokenizer)
 
     def _check_before_pass(self, called: bool = True) -> None:
         """Compare the model with what it was: all of it where code of the user's was ``called``."""
@@ -146,15 +146,17 @@ class RequestTracker:
                     self._contract.ensure()
                 fingerprint = self._contract.fingerprint
             for request in requests:
-                request.fingerprint, request.thread = fingerprint, get_ident()
+                known = fingerprint and fingerprint.with_tokenizer(request.tokenizer)
+                request.fingerprint, request.thread = known, get_ident()
                 self.requests[request.request_id] = request
                 if request.params.logits_processors or request.params.stopping_criteria:
                     self._calls_user.add(request.request_id)
                 for sequence in {*request.sequences} - {*request.sequences[0].siblings}:
                     self._core.admission.add(sequence)
 
-    def queue(self, request: Request) -> str:
+    def queue(self, request: Request, priority: float = 0) -> str:
         """Begin a request that is among ``finished`` at its end; its id."""
+        request.priority = priority
         self.add([request])
         self._queued.add(request.request_id)
         return request.request_id

@@ -9,7 +9,9 @@ from itertools import starmap
 from typing import Any
 
 from tinyspec.engine.request_tracker import RequestTracker
+from tinyspec.engine.stop_strings import hidden
 from tinyspec.outputs import Completion, RequestOutput, StreamEvent, Thought
+from tinyspec.sampling_params import SamplingParams
 from tinyspec.scheduler.request import Request, Sequence
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
@@ -22,9 +24,17 @@ def decode(tokenizer: Any, token_ids: list[int]) -> str | None:
     return tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
+def text_of(tokenizer: Any, token_ids: list[int], params: SamplingParams) -> str | None:
+    """As a completion of these ``params`` has it: stop strings may be left out."""
+    text = decode(tokenizer, token_ids)
+    if text and params.hidden_stops:
+        text = text[: len(text) - hidden(tokenizer, token_ids, params.hidden_stops, last=True)]
+    return text
+
+
 def output_of(request: Request, tokenizer: Any) -> RequestOutput:
     """A finished request."""
-    known = request.fingerprint and request.fingerprint.with_tokenizer(request.tokenizer)
+    known = request.fingerprint
     return RequestOutput(
         request_id=request.request_id,
         prompt_token_ids=request.prompt,
@@ -37,6 +47,15 @@ def output_of(request: Request, tokenizer: Any) -> RequestOutput:
     )
 
 
+def scores_of(outputs: list[RequestOutput]) -> list[list[float]]:
+    """Log-probabilities of requests that score. Raises RuntimeError for one that was aborted."""
+    completions = [output.completions[0] for output in outputs]
+    for completion in completions:
+        if completion.error is not None:
+            raise RuntimeError(f"no score: {completion.error}")
+    return [completion.logprobs or [] for completion in completions]
+
+
 def thoughts_of(request: Request, tokenizer: Any, first: int = 0) -> list[Thought] | None:
     """Those made so far, from chunk ``first`` on; None where the prompt is not thought about."""
     if request.thoughts is None:
@@ -46,33 +65,37 @@ def thoughts_of(request: Request, tokenizer: Any, first: int = 0) -> list[Though
 
 
 def _completion_of(sequence: Sequence, tokenizer: Any) -> Completion:
-    token_ids = sequence.ids(sequence.request.num_prompt, sequence.length)
+    token_ids = sequence.generated
     return Completion(
         token_ids=token_ids,
-        text=decode(tokenizer, token_ids),
+        text=text_of(tokenizer, token_ids, sequence.params),
         logprobs=sequence.logprobs if sequence.params.logprobs else None,
         top_logprobs=sequence.top_logprobs if sequence.params.top_logprobs else None,
         finish_reason=sequence.finish_reason,
         error=sequence.error,
         stats=sequence.stats,
+        stop_reason=sequence.stop_reason,
     )
 
 
 class TextStream:
-    """Text of a growing sequence, piece by piece and in whole characters.
+    """Text of a growing sequence, piece by piece and in whole characters; what is or may be one of
+    ``stops`` is held back.
 
     Each piece is decoded together with the one before it, because some tokenizers decode a token
     differently at the start of a text.
     """
 
-    def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, stops: tuple[str, ...] = ()):
+        self._tokenizer, self._stops = tokenizer, stops
+        self._held = ""
         self._tokens: list[int] = []
         self._start = 0
         self._end = 0
 
     def push(self, token_ids: list[int], last: bool) -> str | None:
-        """The text that these tokens add; ``last`` adds an incomplete character too."""
+        """The text that these tokens add; ``last`` adds an incomplete character too, and what was
+        held back and is no stop string."""
         if self._tokenizer is None:
             return None
         self._tokens += token_ids
@@ -81,15 +104,21 @@ class TextStream:
         if text.endswith(_INCOMPLETE) and not last:
             return ""
         self._start, self._end = self._end, len(self._tokens)
-        return text[len(known) :]
+        text = self._held + text[len(known) :]
+        held = hidden(self._tokenizer, self._tokens, self._stops, last) if self._stops else 0
+        end = max(0, len(text) - held)
+        self._held = text[end:]
+        return text[:end]
 
 
 @dataclass
 class _Told:
-    """What was told of a sequence: how many tokens, and thoughts of its prompt."""
+    """What was told of a sequence: how many tokens, and thoughts of its prompt, which has that
+    number in its call."""
 
     text: TextStream
     tokens: int
+    prompt: int
     thoughts: int = 0
 
 
@@ -111,8 +140,10 @@ class EventStream(Iterator[StreamEvent]):
         self._events: deque[StreamEvent] = deque()
         # Sequences of which there is more to tell.
         self._open = {
-            sequence: _Told(TextStream(tokenizer), request.num_prompt)
-            for request in requests
+            sequence: _Told(
+                TextStream(tokenizer, sequence.params.hidden_stops), request.num_prompt, prompt
+            )
+            for prompt, request in enumerate(requests)
             for sequence in request.sequences
         }
 
@@ -149,8 +180,10 @@ class EventStream(Iterator[StreamEvent]):
             request, count = sequence.request, sequence.length - told.tokens
             token_ids = sequence.ids(told.tokens, sequence.length)
             tops = sequence.top_logprobs if sequence.params.top_logprobs else None
+            first = count > 0 and told.tokens == request.num_prompt
             event = StreamEvent(
                 request_id=request.request_id,
+                prompt=told.prompt,
                 index=sequence.index,
                 token_ids=token_ids,
                 text=told.text.push(token_ids, sequence.finished),
@@ -158,6 +191,11 @@ class EventStream(Iterator[StreamEvent]):
                 top_logprobs=None if tops is None else tops[told.tokens - request.num_prompt :],
                 finish_reason=sequence.finish_reason,
                 error=sequence.error,
+                stop_reason=sequence.stop_reason,
+                fingerprint=request.fingerprint and request.fingerprint.digest,
+                prompt_logprobs=(request.prompt_logprobs or None) if first else None,
+                num_prompt_tokens=request.num_prompt,
+                cached_prompt_tokens=sequence.cached_prompt_tokens,
             )
             told.tokens += count
             if sequence.index == 0:

@@ -1,5 +1,5 @@
-"""What changes logits before a token is drawn: repetition penalty, minimum length and the user's
-processors, then top-k, top-p and min-p.
+"""What changes logits before a token is drawn: biases, penalties, bad words, minimum length, a
+grammar and the user's processors, then top-k, top-p and min-p.
 
 Rows are changed each by itself but where a processor takes all. Whether a row is changed follows
 from its own request, so what it is computed in does as well. Filters sum probabilities as 40-bit
@@ -9,8 +9,10 @@ warpers use an unstable sort and a floating-point scan instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +25,8 @@ from tinyspec.scheduler.sequence_table import Array
 Processor = Callable[..., Tensor]
 Softmax = Callable[[Tensor], Tensor]
 _ONE = 1 << 40
+# A larger bias would not be finite in fp32; a smaller one than its negative excludes the token.
+_MOST = 1e30
 # What processors raised, by place.
 Errors = dict[int, tuple[str, Exception]]
 
@@ -62,9 +66,9 @@ class SpecialRow:
     """What few rows need: logits that are processed, or results that few ask for.
 
     num_generated: generated tokens before it. history: the sequence before it, if
-    ``params.needs_history``. forced: the token to take regardless of the logits; -1: none.
+    ``params.changes_logits``. forced: the token to take regardless of the logits; -1: none.
     keeps_scores, keeps_logits: return the processed and the raw logits as well. thread: of its
-    caller.
+    caller. grammar: of its completion: which tokens are ``allowed`` behind others.
     """
 
     params: SamplingParams
@@ -74,6 +78,7 @@ class SpecialRow:
     keeps_scores: bool = False
     keeps_logits: bool = False
     thread: int | None = None
+    grammar: Any = None
 
     @property
     def early(self) -> bool:
@@ -84,8 +89,29 @@ class SpecialRow:
     @property
     def processed(self) -> bool:
         """Whether its logits are changed before temperature and filters."""
-        params = self.params
-        return params.repetition_penalty != 1.0 or self.early or bool(params.logits_processors)
+        return self.params.changes_logits or self.early
+
+    @property
+    def generated(self) -> list[int]:
+        """Tokens before it, behind the prompt; drafts count."""
+        return self.history[len(self.history) - self.num_generated :]
+
+    @property
+    def penalties(self) -> dict[int, float]:
+        """What is added to the logits of tokens generated before it."""
+        frequency, presence = self.params.frequency_penalty, self.params.presence_penalty
+        if not (frequency or presence):
+            return {}
+        counts = Counter(self.generated)
+        return {token: -(frequency * n + presence) for token, n in sorted(counts.items())}
+
+    @property
+    def bad_words(self) -> dict[int, float]:
+        """-inf for every token that would end one of them."""
+        ends = [(last,) for last in self.params.stop_ids]
+        words = [word for word in self.params.bad_words_ids or () if word not in ends]
+        before = [(word, self.history[len(self.history) - len(word) + 1 :]) for word in words]
+        return {word[-1]: -torch.inf for word, seen in before if [*word[:-1]] == seen}
 
 
 def process(
@@ -94,19 +120,30 @@ def process(
     places: list[int],
     together: list[list[int]] | None = None,
 ) -> Errors:
-    """Penalty, minimum length and processors, in transformers' order, on the rows at ``places``.
+    """Everything before temperature, in the order of ``SamplingParams``, on the rows at ``places``.
     together: ids for ``BatchWide`` ones, of the rows at ``places``."""
     errors: Errors = {}
     left: dict[int, Iterator[Processor]] = {}
     for n in places:
         row, own = special[n], scores.row(n)[0]
+        _add(own, row.params.logit_bias or {})
         if row.params.repetition_penalty != 1.0:
             seen = _integers(sorted(set(row.history)), own.device)
             own.copy_(penalise_repetition(own, seen, row.params.repetition_penalty))
-        if row.early:
+        _add(own, row.penalties)
+        _add(own, row.bad_words)
+        if row.grammar is not None:
+            try:
+                allowed = row.grammar.allowed(row.generated, len(own), row.early)
+            except Exception as error:
+                errors[n] = f"llguidance gave up: {error}", error
+                continue
+            own.masked_fill_(to_device(~allowed, own.device), -torch.inf)
+        elif row.early:
             own[[t for t in row.params.stop_ids if t < len(own)]] = -torch.inf
         left[n] = iter(row.params.logits_processors)
-    while places and not errors:
+    places = [n for n in places if n not in errors]
+    while places:
         found = [_row_by_row(scores, special[n], n, left[n], errors) for n in places]
         wide = found[0]
         if wide is None:
@@ -121,7 +158,18 @@ def process(
         else:
             for n, row_scores in zip(places, changed, strict=True):
                 scores.row(n)[0].copy_(row_scores)
+        if errors:
+            break
     return errors
+
+
+def _add(scores: Tensor, biases: Mapping[int, float]) -> None:
+    """To ``scores`` [V], of each token by itself."""
+    if biases:
+        tokens = _integers([*biases], scores.device)
+        amounts = [min(float(bias), _MOST) for bias in biases.values()]
+        added = torch.tensor(amounts, dtype=torch.float32, device=scores.device)
+        scores.index_copy_(0, tokens, scores[tokens] + added)
 
 
 def _row_by_row(

@@ -17,13 +17,14 @@ from tinyspec.scheduler.request import Sequence
 from tinyspec.scheduler.sequence_table import Array, SequenceTable
 
 
-def arrival_order(sequence: Sequence) -> tuple[int, int]:
-    return sequence.request.arrival, sequence.index
+def starting_order(sequence: Sequence) -> tuple[float, int, int]:
+    return sequence.request.priority, sequence.request.arrival, sequence.index
 
 
 def last_served(sequences: list[Sequence]) -> Sequence:
-    """Who gets pages last and is preempted first: plain before deterministic, then the newest."""
-    return max(sequences, key=lambda each: (not each.deterministic, *arrival_order(each)))
+    """Who gets pages last and is preempted first: plain before deterministic, then the one that
+    would start last."""
+    return max(sequences, key=lambda each: (not each.deterministic, *starting_order(each)))
 
 
 class Admission:
@@ -52,8 +53,8 @@ class Admission:
         return [self.table.sequences[row] for row in self.table.rows.tolist()]
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence, in order of arrival."""
-        insort(self.waiting, sequence, key=arrival_order)
+        """Queue a sequence, by priority, then in order of arrival."""
+        insort(self.waiting, sequence, key=starting_order)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence, waiting or running, and give back its pages."""

@@ -39,10 +39,11 @@ class Sequence:
     pages: page table. digests: of full pages, one each. draft_free: verify the next token without
     drafts. given_tokens: the expected continuation (replay, scoring), used as drafts; the sequence
     ends where the canonical tokens diverge from it. teacher_forced: commit it whatever the logits
-    say. error: why it ended early. cause: the exception behind it. scores, logits: per committed
-    token [V] fp32, processed and raw, where the request keeps them. siblings: completions that
-    start from this one's prompt as soon as it is computed. next_logits: [V] fp32 of its next token,
-    where that is supplied from outside: it waits for it, and needs no pages meanwhile.
+    say. stop_string: that ended it. error: why it ended early. cause: the exception behind it.
+    scores, logits: per committed token [V] fp32, processed and raw, where the request keeps them.
+    siblings: completions that start from this one's prompt as soon as it is computed. next_logits:
+    [V] fp32 of its next token, where that is supplied from outside: it waits for it, and needs no
+    pages meanwhile. grammar: tells which tokens may follow, where not all may.
     """
 
     request: Request
@@ -56,6 +57,7 @@ class Sequence:
     given_tokens: list[int] | None = None
     teacher_forced: bool = False
     finish_reason: str | None = None
+    stop_string: str | None = None
     error: str | None = None
     cause: Exception | None = None
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
@@ -64,6 +66,7 @@ class Sequence:
     key: int = 0
     siblings: list[Sequence] = field(default_factory=list)
     next_logits: Any = None
+    grammar: Any = None
     _logprobs: list[float] = field(default_factory=list)
     _stats: CompletionStats = field(default_factory=CompletionStats)
 
@@ -134,6 +137,22 @@ class Sequence:
         return self._stats
 
     @property
+    def cached_prompt_tokens(self) -> int:
+        """Of its statistics; without a look at the table."""
+        return self._stats.cached_prompt_tokens
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string or token that ended it; None for the model's own EOS, criteria, and
+        whatever is no stop."""
+        if self.finish_reason != "stop":
+            return None
+        (newest,) = self.ids(self.length - 1, self.length)
+        if newest in self.params.stop_ids:
+            return None if newest in self.params.eos_ids else newest
+        return self.stop_string
+
+    @property
     def history(self) -> list[int]:
         """Committed tokens that have ids: all but the embeddings of a prompt."""
         return self.before(self.length)
@@ -143,18 +162,23 @@ class Sequence:
         return self.ids(self.request.num_hidden, position)
 
     @property
+    def generated(self) -> list[int]:
+        """Committed tokens behind the prompt; a copy."""
+        return self.ids(self.request.num_prompt, self.length)
+
+    @property
     def num_generated(self) -> int:
         return self.length - self.request.num_prompt
 
     @property
     def remaining(self) -> int:
         """Tokens it may still commit."""
-        return self.params.max_new_tokens - self.num_generated
+        return self.params.most_new_tokens - self.num_generated
 
     @property
     def most_tokens(self) -> int:
         """Most positions that can have KV: the last token needs none."""
-        return self.request.num_prompt + self.params.max_new_tokens - 1
+        return self.request.num_prompt + self.params.most_new_tokens - 1
 
     @property
     def pending(self) -> int:
@@ -228,7 +252,7 @@ class Sequence:
         prompt, given = request.num_prompt, self.given_tokens is not None
         raw = params.logprobs and params.logprobs_mode == "raw"
         early = params.min_new_tokens > 0 and bool(params.stop_ids)
-        special = params.needs_history or early or raw or params.top_logprobs > 0
+        special = params.changes_logits or early or raw or params.top_logprobs > 0
         kept = bool(request.keeps) or request.supplied
         drafts = params.draftable and not request.supplied
         self.row = table.add(
@@ -237,7 +261,7 @@ class Sequence:
             () if self.teacher_forced else params.stop_ids,
             order=request.arrival << INDEX_BITS | self.index,
             deterministic=params.deterministic,
-            most=prompt + params.max_new_tokens,
+            most=prompt + params.most_new_tokens,
             **self.sampling,
             logprobs_wanted=params.logprobs or params.top_logprobs > 0,
             special_sampling=special or kept or self.teacher_forced,
@@ -248,7 +272,7 @@ class Sequence:
             thinking=request.thoughts is not None,
             supplied=request.supplied,
             # All of the tokens that are given.
-            window=drafts and (params.max_new_tokens if given else window),
+            window=drafts and (params.most_new_tokens if given else window),
         )
         if self._logprobs:
             table.logprobs[self.row, prompt : len(self._tokens)] = self._logprobs
@@ -274,13 +298,14 @@ class Sequence:
 class Request:
     """A prompt and its sampling parameters, and the sequences that complete it.
 
-    arrival: number in order of arrival. prompt_logprobs: filled in as prompt rows run. recompute:
-    use no cached page. embeds: the model's input in place of the prompt's tokens, [num_prompt,
-    hidden]. num_hidden: leading prompt tokens that are placeholders then. keeps: of scores,
-    logits. supplied: whether its tokens come from outside (``Sequence.supply``); each completion
-    computes the prompt then. fingerprint: that it runs under, with its parts. thread: whose code
-    its processors and criteria are; 0: none that steps. thoughts: of the prompt, where it is
-    thought about. tokenizer: its digest, with stop strings.
+    arrival: number in order of arrival. priority: of those that wait the lowest starts first.
+    prompt_logprobs: filled in as prompt rows run. recompute: use no cached page. embeds: the
+    model's input in place of the prompt's tokens, [num_prompt, hidden]. num_hidden: leading prompt
+    tokens that are placeholders then. keeps: of scores, logits. supplied: whether its tokens come
+    from outside (``Sequence.supply``); each completion computes the prompt then. fingerprint: that
+    it runs under, with its parts. thread: whose code its processors and criteria are; 0: none that
+    steps. thoughts: of the prompt, where it is thought about. tokenizer: parts of the fingerprint,
+    where its tokens depend on it.
     """
 
     request_id: str
@@ -297,7 +322,8 @@ class Request:
     fingerprint: Any = None
     thread: int = 0
     thoughts: Thoughts | None = None
-    tokenizer: str | None = None
+    tokenizer: Any = None
+    priority: float = 0
 
     def __post_init__(self) -> None:
         assert self.params.seed is not None or self.params.temperature == 0

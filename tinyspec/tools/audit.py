@@ -13,7 +13,7 @@ from typing import Any
 
 from tinyspec.determinism.fingerprint_parts import are_parts, digest_of, explained
 from tinyspec.engine.engine import Engine
-from tinyspec.engine.results import decode
+from tinyspec.engine.results import text_of
 from tinyspec.errors import refuse
 from tinyspec.outputs import Completion, RequestOutput, Thought
 from tinyspec.sampling_params import SamplingParams
@@ -130,7 +130,7 @@ def other_engine(output: RequestOutput, engine: Engine) -> str | None:
     """Why this engine would give the output another fingerprint; None where it gives this one."""
     stated, parts, own = output.fingerprint, output.fingerprint_parts, engine.contract.fingerprint
     if output.params.needs_tokenizer or "tokenizer" in (parts or ()):
-        own = own.with_tokenizer(engine.ready().tokenizer_digest())
+        own = own.with_tokenizer(engine.ready().tokenizer_parts(output.params))
     if identical(stated, own.digest):
         return None
     if stated is None:
@@ -149,6 +149,8 @@ def _malformed(params: Any, prompt: Any, completions: Any) -> Iterator[Obstacle]
         yield DIFFERS, str(error)
     if params.seed is None and params.temperature > 0:
         yield DIFFERS, "seed is None: every sampled output has one"
+    if params.max_new_tokens is None:
+        yield DIFFERS, "max_new_tokens is None: every output has a number"
     if params.eos_token_id is None:
         yield DIFFERS, "eos_token_id is None: every output has its tokens"
     if type(prompt) is not list or not prompt or any(type(token) is not int for token in prompt):
@@ -196,10 +198,10 @@ def _entry(output: RequestOutput, again: RequestOutput, index: int, tokenizer: A
         error = theirs.error if type(theirs.error) is str else None
         lists = {name: getattr(mine, name) for name in PER_TOKEN}
         cut = {name: values and values[:count] for name, values in lists.items()}
-        mine = replace(mine, **cut, finish_reason="abort", error=error)
+        mine = replace(mine, **cut, finish_reason="abort", error=error, stop_reason=None)
     whole = first_place(theirs.token_ids, mine.token_ids) is None
     if whole:
-        text = decode(tokenizer, theirs.token_ids)
+        text = text_of(tokenizer, theirs.token_ids, output.params)
         if (text is None) != (theirs.text is None) and type(theirs.text) in (str, type(None)):
             gaps["text"] = "text is not verified: the engine or the output has none"
             text = theirs.text

@@ -23,7 +23,7 @@ SAME, DIFFERS, NOT_COMPARABLE = "same", "differs", "not comparable"
 ONLY_FIRST, ONLY_SECOND = "only in the first", "only in the second"
 # Fields of a completion: of a value a token, or of one; fields of the whole output.
 PER_TOKEN = ("token_ids", "logprobs", "top_logprobs")
-WHOLE = ("finish_reason", "error", "text")
+WHOLE = ("finish_reason", "error", "stop_reason", "text")
 OF_PROMPT = ("prompt_logprobs", "thoughts")
 # What one value of a list is called.
 WORDS = {
@@ -162,7 +162,8 @@ def _obstacles(one: RequestOutput, other: RequestOutput) -> Iterator[str]:
 def compare(one: RequestOutput, other: RequestOutput, index: int) -> dict[str, Difference | None]:
     """By field of one completion and of its prompt where the two differ. ``one`` may hold anything.
 
-    Where tokens differ, what comes with those before is compared, and neither ends nor texts.
+    Where tokens differ, what comes with those before is compared, and neither ends nor texts. Where
+    ``one`` has no stop reason it says nothing of it: outputs once had none.
     """
     mine, its = one.completions[index], other.completions[index]
     end = first_place(mine.token_ids, its.token_ids)
@@ -172,6 +173,8 @@ def compare(one: RequestOutput, other: RequestOutput, index: int) -> dict[str, D
         found[name] = _difference(name, *(v[:end] if type(v) is list else v for v in pair))
     for name in WHOLE if end is None else ():
         found[name] = _difference(name, getattr(mine, name), getattr(its, name))
+    if mine.stop_reason is None:
+        found.pop("stop_reason", None)
     for name in OF_PROMPT:
         found[name] = _difference(name, getattr(one, name), getattr(other, name))
     return found

@@ -1,0 +1,258 @@
+"""Structured output: texts of the form that was asked for, by masks that drafts, verifies and
+scores share, with the bits of the request alone wherever it runs."""
+
+import json
+import random
+import re
+import sys
+from functools import partial
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from tests.support.cases import cost
+from tests.support.mixes import bits, plain
+from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
+from tinyspec import Engine, EngineConfig, RequestOutput, SamplingParams, audit
+from tinyspec.engine.grammars import Grammars
+from tinyspec.tools.demo import BUNDLED
+
+llguidance = pytest.importorskip("llguidance")
+END = 0
+SCHEMA = {
+    "x-guidance": {"whitespace_flexible": False},
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[A-Z][a-z]{2,5}$"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "friends": {"type": "array", "items": {"enum": ["fox", "bear"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "friends"],
+    "additionalProperties": False,
+}
+REGEX = r"(The|A) (fox|bear) (ran|sat)( and (ran|sat)){2,3}\."
+LARK = 'start: "yes" | "no" | (word " ")~2 "!"\nword: /[a-z]{2,5}/'
+FORMS = {"json_schema": SCHEMA, "regex": REGEX, "grammar": LARK}
+SAMPLED = {"temperature": 1.2, "seed": 3, "num_return_sequences": 3}
+PROMPTS = ["Once there was a brave fox", "Tell me about the bear.", "The", "Where did they go?"]
+
+
+def fits(form, text):
+    if form == "json_schema":
+        found = json.loads(text)
+        friends = {"fox", "bear"} >= set(found["friends"]) and len(found["friends"]) <= 2
+        return [*found] == [*SCHEMA["properties"]] and 0 <= found["age"] < 100 and friends
+    pattern = REGEX if form == "regex" else r"yes|no|([a-z]{2,5} ){2}!"
+    return re.fullmatch(pattern, text) is not None
+
+
+def asked(form, **settings):
+    given = {"max_new_tokens": 90, "deterministic": True, "logprobs": True, **settings}
+    return SamplingParams(**{form: FORMS[form]}, **given)
+
+
+def requests():
+    """A request of every form, greedy and sampled, one with words that the form would allow."""
+    found = [asked(form, **style) for form in FORMS for style in ({}, SAMPLED)]
+    found.append(asked("regex", bad_words_ids=[[22]], presence_penalty=1.0, **SAMPLED))
+    return [PROMPTS[n % len(PROMPTS)] for n in range(len(found))], found
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(BUNDLED)
+
+
+def engine_of(tokenizer=None, sensitive=False, **settings):
+    """Of the bundled model; or in 16 bits, and its linears sensitive to the row count."""
+    dtype = torch.bfloat16 if sensitive else torch.float32
+    model = LlamaForCausalLM.from_pretrained(BUNDLED, dtype=dtype).eval()
+    if sensitive:
+        model = replace_linears(model, ShapeSensitiveLinear)
+    engine = Engine(model, tokenizer, EngineConfig(**{"reference_rows": 16, **settings}))
+    cost(engine)
+    return engine
+
+
+class Scribbler:
+    """A drafter that knows nothing of forms."""
+
+    def __init__(self):
+        self.rng = random.Random(1)
+
+    def propose(self, sequences, n):
+        return [[self.rng.randrange(896) for _ in range(n)] for _ in sequences]
+
+
+@pytest.mark.parametrize("sensitive", [False, True], ids=["as is", "shape-sensitive"])
+def test_alone_and_in_a_crowd(tokenizer, sensitive):
+    prompts, params = requests()
+    with engine_of(tokenizer, sensitive, prefix_cache=False) as engine:
+        alone = [bits(engine.generate([p], s)[0]) for p, s in zip(prompts, params, strict=True)]
+    with engine_of(tokenizer, sensitive, verify="always", draft_window=7) as engine:
+        others = [plain(params[0]), plain(params[3]), SamplingParams(max_new_tokens=40)]
+        outputs = engine.generate([*prompts, *PROMPTS[:3]], [*params, *others])
+        outputs = outputs[: len(params)]
+        assert [bits(output) for output in outputs] == alone
+        assert audit(engine, outputs)
+        for output in outputs:
+            (form, _) = output.params.structure
+            assert all(fits(form, c.text) for c in output.completions)
+            assert {c.finish_reason for c in output.completions} == {"stop"}
+        first = [output.completions[0] for output in outputs]
+        scores = engine.score(prompts, [c.token_ids for c in first], params)
+        assert scores == [c.logprobs for c in first]
+        stats = [c.stats for output in outputs for c in output.completions]
+        assert sum(s.accepted for s in stats) > 100
+        assert (sum(s.rollbacks for s in stats) > 0) == sensitive
+        # Control: without the forms the texts are others.
+        free = engine.generate(prompts, [SamplingParams(max_new_tokens=20)] * len(prompts))
+        assert not any(fits("regex", o.completions[0].text) for o in free)
+        assert (
+            engine.score(prompts[:1], [first[0].token_ids], plain(SamplingParams())) != scores[:1]
+        )
+
+
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "plain"])
+def test_proposals_are_cut(tokenizer, deterministic):
+    """A drafter that knows no form costs no rows for what could not be accepted."""
+    prompts, params = requests()
+    params = params if deterministic else [plain(s) for s in params]
+    with engine_of(tokenizer) as engine:
+        expected = engine.generate(prompts, params)
+    drafted = {}
+    for wanted in (params, [SamplingParams(max_new_tokens=20, ignore_eos=True)] * len(params)):
+        with engine_of(tokenizer, drafter=Scribbler(), draft_window=9) as engine:
+            outputs = engine.generate(prompts, wanted)
+        completions = [c for output in outputs for c in output.completions]
+        drafted[wanted[0].structure is None] = sum(c.stats.drafted for c in completions)
+        if wanted is params:
+            tokens = [c.token_ids for output in expected for c in output.completions]
+            assert [c.token_ids for c in completions] == tokens
+    assert drafted[False] < 60 < 500 < drafted[True]
+
+
+def test_masks_are_functions_of_the_tokens(tokenizer):
+    """One that jumps between texts finds what one that read each alone finds."""
+    grammars, rng = Grammars(tokenizer), random.Random(2)
+    params = asked("json_schema", eos_token_id=END)
+    jumping, texts, differ = grammars.of(params), [[]], set()
+    for _ in range(400):
+        tokens = rng.choice(texts[-20:])
+        found = jumping.allowed(tokens, 896)
+        assert (grammars.of(params).allowed(tokens, 896) == found).all()
+        differ.add(found.tobytes())
+        following = rng.choice(found.nonzero()[0].tolist())
+        texts.append([] if following == END else [*tokens, following])
+        if rng.random() < 0.2:  # a text that has left the form, of which only the end is left
+            left = [*tokens, rng.choice((~found).nonzero()[0].tolist()), 5]
+            assert jumping.allowed(left, 896).nonzero()[0].tolist() == [END]
+    assert len(differ) > 20
+
+
+def test_complete_texts_end(tokenizer):
+    """With fewer tokens than the least, too; where more may follow, that comes first. A stop token
+    that the form needs is not kept from it."""
+    ids = {word: tokenizer(word, add_special_tokens=False)["input_ids"] for word in ("!", "?")}
+    styles = [
+        ({"regex": "!{3}"}, "!!!"),
+        ({"regex": "!{3}", "min_new_tokens": 20}, "!!!"),
+        (
+            {"regex": "(!!)+", "min_new_tokens": 4, "max_new_tokens": 5, "logit_bias": {END: 99}},
+            "!!!!",
+        ),
+        ({"regex": "!+", "logit_bias": {END: 99}}, "!"),
+        ({"regex": "!{3}|[?]", "stop_token_ids": ids["?"], "logit_bias": {ids["?"][0]: 99}}, "?"),
+        ({"regex": "!{3}", "ignore_eos": True, "stop_token_ids": ids["?"]}, "!!!?"),
+        ({"regex": ""}, ""),
+    ]
+    with engine_of(tokenizer) as engine:
+        for deterministic in (True, False):
+            params = [SamplingParams(deterministic=deterministic, **style) for style, _ in styles]
+            outputs = engine.generate(["Once"] * len(styles), params)
+            found = [(o.completions[0].text, o.completions[0].finish_reason) for o in outputs]
+            assert found == [(text, "stop") for _, text in styles]
+
+
+def test_a_vocabulary_larger_than_the_tokenizers(tokenizer):
+    config = LlamaConfig(
+        vocab_size=1500, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=4, eos_token_id=END,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    style = {"temperature": 2.0, "seed": 1, "max_new_tokens": 30}
+    with Engine(model, tokenizer, EngineConfig(reference_rows=16)) as engine:
+        found, free = engine.generate(
+            ["Once", "Once"], [SamplingParams(regex="[ -~]*", **style), SamplingParams(**style)]
+        )
+    assert max(found.completions[0].token_ids) < 896 < max(free.completions[0].token_ids)
+    assert re.fullmatch("[ -~]*", found.completions[0].text)
+
+
+def test_the_tokenizer_is_in_the_fingerprint(tokenizer):
+    with engine_of(tokenizer) as engine:
+        output, other = engine.generate(["Once"] * 2, [asked("regex"), plain(asked("regex"))])
+        assert other.fingerprint_parts.keys() & {"tokenizer", "llguidance"} == set()
+        parts = output.fingerprint_parts
+        assert parts["llguidance"] == llguidance.__version__ and parts["tokenizer"]
+        assert output.fingerprint != other.fingerprint
+        back = RequestOutput.from_json(output.to_json())
+        assert back == output and audit(engine, [back])
+    (changed,) = [AutoTokenizer.from_pretrained(BUNDLED)]
+    changed.add_tokens(["foxes"])
+    with engine_of(changed) as engine:
+        assert "tokenizer" in str(audit(engine, [output]).entries[0].reason)
+    with engine_of() as engine:
+        assert "without a tokenizer" in _refused(engine, [5], asked("regex"))
+
+
+def _refused(engine, prompt, params):
+    with pytest.raises(ValueError) as refusal:
+        engine.generate([prompt, prompt], [SamplingParams(max_new_tokens=1), params])
+    assert not engine.has_unfinished() and engine.pool.num_held == 0
+    return str(refusal.value)
+
+
+BAD = {
+    "regex": ({"regex": "(a"}, "regex='.a' is not allowed: .*unclosed group"),
+    "look-around": ({"regex": "(?!a)b"}, "regex=.*what llguidance compiles"),
+    "schema": ({"json_schema": {"type": "nonsense"}}, "json_schema=.*Invalid type: nonsense"),
+    "not JSON": ({"json_schema": "nope"}, "json_schema='nope' is not allowed"),
+    "surrogate": ({"regex": "\ud800"}, "regex=.* is not allowed"),
+    "grammar": ({"grammar": "start: foo"}, "grammar='start: foo' is not allowed: .*foo"),
+    "no end": ({"regex": "a", "ignore_eos": True}, "regex='a' is not allowed: none without an end"),
+}
+
+
+@pytest.mark.parametrize("style, said", BAD.values(), ids=BAD)
+def test_what_cannot_be_served(tokenizer, style, said, monkeypatch):
+    with engine_of(tokenizer) as engine:
+        assert re.search(said, _refused(engine, "Once", SamplingParams(**style)), re.DOTALL)
+        monkeypatch.setitem(sys.modules, "llguidance", None)
+        assert engine.generate(["Once"], SamplingParams(max_new_tokens=1))
+        if "ignore_eos" not in style:
+            said = _refused(engine, "Once", SamplingParams(**style))
+            assert "pip install 'tinyspec[structured]'" in said
+
+
+def test_a_tokenizer_that_llguidance_cannot_read():
+    words = AutoTokenizer.from_pretrained(BUNDLED.parent / "coin_reader")
+    with engine_of(words) as engine:
+        assert "regex='a' is not allowed" in _refused(engine, [5], SamplingParams(regex="a"))
+
+
+def test_a_form_too_large_for_llguidance(tokenizer, monkeypatch):
+    """Found while it runs: the request ends with the reason, and others go on."""
+    limits = llguidance.LLParserLimits(step_max_items=1)
+    small = partial(llguidance.LLMatcher, limits=limits)
+    small.grammar_from_lark = llguidance.LLMatcher.grammar_from_lark
+    with engine_of(tokenizer) as engine:
+        expected = bits(engine.generate(["Once"], asked("regex"))[0])
+        monkeypatch.setattr(llguidance, "LLMatcher", small)
+        broken, good = engine.generate(["Once"] * 2, [asked("grammar"), asked("regex")])
+    assert broken.completions[0].error.startswith(
+        "llguidance gave up: parser error: Too many items"
+    )
+    assert bits(good) == expected

@@ -1,0 +1,75 @@
+"""A response is what this engine gives again, and one that was changed is not."""
+
+from copy import deepcopy
+
+import pytest
+
+from tests.support.serving import CHAT, COMPLETIONS, MESSAGES, MODEL, PROMPT, RESPONSES
+
+OWN = {"model": MODEL, "deterministic": True, "return_token_ids": True}
+TOPS = {"logprobs": True, "top_logprobs": 2}
+REQUESTS = {
+    "chat": (CHAT, {"messages": MESSAGES, "n": 2, "max_tokens": 20, **TOPS}),
+    "completions": (COMPLETIONS, {"prompt": [PROMPT, "One"], "n": 2, "echo": True, "logprobs": 1}),
+    "stopped": (COMPLETIONS, {"prompt": "Once", "stop": " named", "max_tokens": 60, "seed": 4}),
+    "greedy": (CHAT, {"messages": MESSAGES, "temperature": 0}),
+    "responses": (RESPONSES, {"input": PROMPT, "instructions": "Tell a story."}),
+}
+
+
+def places(value):
+    """Every container of a response, and every key of it, but for what is not compared."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, inner in pairs:
+        if key in ("id", "created", "created_at", "completed_at") or "details" in str(key):
+            continue
+        if isinstance(inner, (dict, list)) and inner:
+            yield from ((key, *rest) for rest in places(inner))
+        elif inner is not None and inner != [] and inner != {}:
+            yield (key,)
+
+
+def changed(response, path):
+    """A copy with another value there."""
+    response = deepcopy(response)
+    *way, last = path
+    inner = response
+    for key in way:
+        inner = inner[key]
+    value = inner[last]
+    if isinstance(value, (bool, str)):
+        inner[last] = not value if isinstance(value, bool) else value + "x"
+    else:  # by one token, or one bit
+        inner[last] = value + 1 if isinstance(value, int) else value * (1 + 2**-23) or 1.0
+    return response
+
+
+@pytest.mark.parametrize("kind", list(REQUESTS))
+def test_a_response(served, kind):
+    path, own = REQUESTS[kind]
+    request = {**OWN, **own}
+    response = served.post(path, **request).json()
+
+    def verdict(response):
+        found = served.post_raw("/v1/audit", {"request": request, "response": response})
+        return found.json().get("verdict", found.status_code)
+
+    assert verdict(response) == "same"
+    every = list(places(response))
+    assert len(every) > 15
+    step = max(1, len(every) // 25)
+    for place in [p for p in every[::step] if p != ("seed",)] + [("model",)]:
+        found = verdict(changed(response, place))
+        assert found in (("differs", 400, "not comparable")), place
+        assert found != "not comparable" or place == ("system_fingerprint",)
+
+
+def test_what_cannot_be_compared(served):
+    request = {**OWN, "prompt": PROMPT}
+    plain = {**request, "deterministic": False}
+    response = served.post(COMPLETIONS, **plain).json()
+    found = served.post_raw("/v1/audit", {"request": plain, "response": response}).json()
+    assert found["verdict"] == "not comparable" and "deterministic" in found["reason"]
+    without = served.post(COMPLETIONS, **request | {"return_token_ids": False}).json()
+    found = served.post_raw("/v1/audit", {"request": request, "response": without})
+    assert found.status_code == 400 and "return_token_ids" in found.json()["error"]["message"]

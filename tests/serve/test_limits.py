@@ -1,0 +1,166 @@
+"""Clients that go away, ask too much, send too much or without the key; and the end."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from tests.support.patience import PATIENCE
+from tests.support.serving import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    MODEL,
+    PROMPT,
+    RESPONSES,
+    running,
+    storyteller,
+    wait_until,
+)
+
+LONG = {"prompt": PROMPT, "max_tokens": 1900, "ignore_eos": True}
+LONG_CHAT = {"messages": MESSAGES, "max_tokens": 1900, "ignore_eos": True}
+LONG_RESPONSE = {"input": PROMPT, "max_output_tokens": 1900, "ignore_eos": True}
+
+
+def connected(url):
+    host, port = url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=PATIENCE)
+
+
+def head(path, length, *more):
+    lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", length, *more]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["plain", "deterministic"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    ("path", "body"), [(COMPLETIONS, LONG), (CHAT, LONG_CHAT), (RESPONSES, LONG_RESPONSE)]
+)
+def test_a_client_that_goes_away(served, path, body, stream, deterministic):
+    """Its request is gone long before its end, with its pages."""
+    before = served.engine.stats().committed
+    given = {"model": MODEL, "stream": stream, "deterministic": deterministic, **body}
+    content = json.dumps(given).encode()
+    with connected(served.url) as client:
+        client.sendall(head(path, f"Content-Length: {len(content)}") + content)
+        wait_until(lambda: served.engine.stats().committed > before)
+        assert served.engine.tracker.requests
+    served.settled()
+    assert served.engine.stats().committed - before < 1000
+    assert not served.engine.pool.num_held
+
+
+def test_floods_are_refused(bundled):
+    """Beyond what runs and waits requests get 429 with a time to come again; the others end."""
+    with running(bundled, {"max_requests": 2, "max_waiting": 2}) as server:
+        with ThreadPoolExecutor(24) as pool:
+            asked = LONG | {"max_tokens": 60}
+            found = list(pool.map(lambda _: server.post(COMPLETIONS, **asked), range(24)))
+        statuses = [response.status_code for response in found]
+        assert set(statuses) == {200, 429} and statuses.count(200) >= 4
+        refused = found[statuses.index(429)]
+        assert refused.headers["Retry-After"] == "1"
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        assert server.post(COMPLETIONS, **asked).status_code == 200
+        server.settled()
+
+
+def test_a_request_that_takes_too_long(bundled):
+    with running(bundled, timeout=0.2) as server:
+        assert server.post(COMPLETIONS, **LONG).status_code == 504
+        streamed = server.post(COMPLETIONS, **LONG, stream=True)
+        assert streamed.text.rstrip().endswith("}}") and "longer than" in streamed.text
+        server.settled()
+
+
+def test_the_key(bundled):
+    with running(bundled, api_key="secret") as server:
+        asked = f"{server.url}/v1/models"
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        for key in ("", "Bearer", "Bearer secre", "Bearer secret2", "secret", "Bearer \xe9"):
+            refused = httpx.get(asked, headers={"Authorization": key.encode("latin-1")})
+            assert refused.status_code == 401
+            assert refused.json()["error"]["code"] == "invalid_api_key"
+        assert server.client(api_key="secret").models.list().data[0].id == MODEL
+
+
+def test_bodies_are_bounded(bundled):
+    """One that is too large, says so or not, or never ends."""
+    with running(bundled, max_body=10_000, body_seconds=0.5) as server:
+        assert server.post(COMPLETIONS, prompt="a " * 20_000).status_code == 413
+        chunk = b"1000\r\n" + b" " * 0x1000 + b"\r\n"
+        with connected(server.url) as client:
+            client.sendall(head(COMPLETIONS, "Transfer-Encoding: chunked") + chunk * 4)
+            assert b" 413 " in client.recv(100)
+        began = time.monotonic()
+        for body in (b"", b'{"prompt": '):
+            with connected(server.url) as client:
+                client.sendall(head(COMPLETIONS, "Content-Length: 100") + body)
+                assert b" 408 " in client.recv(100)
+        assert time.monotonic() - began >= 1.0
+        assert server.post(COMPLETIONS, prompt=PROMPT, max_tokens=1).status_code == 200
+
+
+def test_slow_readers_hold_up_nobody(served):
+    """A stream that is not read goes on; others get their answers meanwhile."""
+    content = json.dumps({"model": MODEL, "stream": True, **LONG}).encode()
+    with connected(served.url) as client:
+        client.sendall(head(COMPLETIONS, f"Content-Length: {len(content)}") + content)
+        assert b" 200 " in client.recv(100)
+        assert served.post(COMPLETIONS, prompt=PROMPT, max_tokens=3).status_code == 200
+    served.settled()
+
+
+def test_the_end_lets_requests_finish():
+    """What runs is answered; afterwards nobody is let in."""
+    with storyteller(num_pages=64) as engine:
+        with ThreadPoolExecutor(1) as pool, running(engine) as server:
+            asked = pool.submit(server.post, COMPLETIONS, **LONG | {"max_tokens": 100})
+            wait_until(lambda: engine.tracker.requests)
+        assert asked.result().status_code == 200
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{server.url}/health")
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c(times, tmp_path):
+    """Once: what runs is answered. Twice: the process ends at once."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "tinyspec", "serve", "--port", str(port)]
+    command += ["--served-model-name", MODEL, "--device", "cpu"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    url = f"http://127.0.0.1:{port}"
+
+    def answers():
+        assert process.poll() is None, process.stderr.read()
+        try:
+            return httpx.get(f"{url}/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    try:
+        wait_until(answers)
+        body = {"model": MODEL, **LONG}
+        with httpx.stream("POST", f"{url}{COMPLETIONS}", json={**body, "stream": True}) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGINT)
+            if times == 2:
+                time.sleep(0.3)
+                process.send_signal(signal.SIGINT)
+                assert process.wait(20) == 130
+            else:
+                assert list(lines)[-2:] == ["data: [DONE]", ""]
+                assert process.wait(PATIENCE) == 130
+    finally:
+        process.kill()

@@ -1,0 +1,200 @@
+"""Chat, completions and the small endpoints, asked by the ``openai`` client."""
+
+import asyncio
+from typing import Literal
+
+import httpx
+import openai
+import pytest
+import torch
+from pydantic import BaseModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import tinyspec
+from tests.support.serving import CHAT, COMPLETIONS, MESSAGES, MODEL, PROMPT
+from tinyspec import AsyncEngine, SamplingParams
+from tinyspec.tools.demo import BUNDLED
+
+OWN = {"deterministic": True, "return_token_ids": True}
+SEEDED = {"model": MODEL, "seed": 3, "max_tokens": 12, "extra_body": OWN}
+
+
+def joined(chunks, index=0):
+    """Text, tokens and log-probabilities of a choice, put together from chunks."""
+    choices = [c for chunk in chunks for c in chunk.choices if c.index == index]
+    text = "".join(c.text if hasattr(c, "text") else c.delta.content or "" for c in choices)
+    return text, [token for c in choices for token in c.token_ids], choices[-1].finish_reason
+
+
+def test_every_way_gives_the_same_bits(served, client, bundled):
+    """HTTP, streamed and not, alone and among others; AsyncEngine; Engine; patched generate."""
+    params = SamplingParams(
+        max_new_tokens=12, temperature=1.0, seed=3, deterministic=True, logprobs=True
+    )
+    (output,) = bundled.generate([PROMPT], params)
+    expected = output.completions[0]
+
+    async def awaited():
+        return (await AsyncEngine(bundled).generate([PROMPT], params))[0].completions[0]
+
+    assert asyncio.run(awaited()).logprobs == expected.logprobs
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=bundled.model.dtype)
+    tinyspec.patch(model, deterministic=True)
+    ids = tokenizer(PROMPT, return_tensors="pt")
+    patched = model.generate(**ids, max_new_tokens=12, do_sample=True, top_k=0, seed=[3])
+    assert patched[0, ids["input_ids"].shape[1] :].tolist() == expected.token_ids
+
+    async def crowd():
+        async with served.client(openai.AsyncOpenAI) as many:
+            asked = {**SEEDED, "prompt": PROMPT, "logprobs": 0}
+            others = [many.completions.create(**asked | {"seed": n}) for n in range(6)]
+            one, *rest = await asyncio.gather(many.completions.create(**asked), *others)
+            assert [c.choices[0].token_ids for c in rest].count(expected.token_ids) == 1
+            assert len({tuple(c.choices[0].token_ids) for c in rest}) > 1, "control"
+            return one
+
+    for found in (
+        client.completions.create(**SEEDED, prompt=PROMPT, logprobs=0),
+        asyncio.run(crowd()),
+    ):
+        (choice,) = found.choices
+        assert choice.token_ids == expected.token_ids and choice.text == expected.text
+        assert choice.logprobs.token_logprobs == expected.logprobs
+        assert found.system_fingerprint == output.fingerprint
+    chunks = list(client.completions.create(**SEEDED, prompt=PROMPT, stream=True))
+    assert joined(chunks) == (expected.text, expected.token_ids, "length")
+    assert {chunk.system_fingerprint for chunk in chunks} == {output.fingerprint}
+
+
+def test_chat(client, bundled):
+    asked = {**SEEDED, "messages": MESSAGES, "n": 2, "logprobs": True, "top_logprobs": 2}
+    whole = client.chat.completions.create(**asked)
+    params = SamplingParams(
+        max_new_tokens=12,
+        temperature=1.0,
+        seed=3,
+        deterministic=True,
+        num_return_sequences=2,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    (output,) = bundled.generate([MESSAGES], params)
+    assert whole.prompt_token_ids == output.prompt_token_ids
+    for choice, expected in zip(whole.choices, output.completions, strict=True):
+        assert choice.message.content == expected.text
+        assert choice.message.role == "assistant"
+        found = choice.logprobs.content
+        assert [token.logprob for token in found] == expected.logprobs
+        tops = [[top.logprob for top in token.top_logprobs] for token in found]
+        assert tops == [[logprob for _, logprob in top] for top in expected.top_logprobs]
+        assert bytes(found[0].bytes).decode() == found[0].token
+    assert whole.usage.completion_tokens == sum(len(c.token_ids) for c in output.completions)
+    assert whole.usage.prompt_tokens == len(output.prompt_token_ids)
+
+    options = {"include_usage": True}
+    *chunks, last = client.chat.completions.create(**asked, stream=True, stream_options=options)
+    assert chunks[0].choices[0].delta.role == "assistant" and chunks[0].usage is None
+    assert last.choices == [] and last.usage.completion_tokens == whole.usage.completion_tokens
+    for choice in whole.choices:
+        told = (choice.message.content, choice.token_ids, choice.finish_reason)
+        assert joined(chunks, choice.index) == told
+
+
+def test_completions(client):
+    """Prompts in every form, echo with log-probabilities, stops, and what is said of them."""
+    asked = {"model": MODEL, "max_tokens": 4, "temperature": 0}
+    ids = (
+        client.completions.create(**asked, prompt=PROMPT, extra_body={"return_token_ids": True})
+        .choices[0]
+        .prompt_token_ids
+    )
+    for prompt in ([PROMPT, "One day"], [ids, [5, 6]]):
+        found = client.completions.create(**asked, prompt=prompt, n=2).choices
+        assert [choice.index for choice in found] == [0, 1, 2, 3]
+        assert found[0].text == found[1].text != found[2].text
+    whole = client.completions.create(**asked, prompt=ids, echo=True, logprobs=1)
+    (choice,) = whole.choices
+    logprobs = choice.logprobs
+    assert choice.text.startswith(PROMPT) and len(logprobs.tokens) == len(ids) + 4
+    assert logprobs.token_logprobs[0] is None and max(logprobs.token_logprobs[1:]) <= 0
+    assert [
+        choice.text[place:][: len(token)]
+        for place, token in zip(logprobs.text_offset, logprobs.tokens, strict=True)
+    ] == logprobs.tokens
+    chunks = client.completions.create(
+        **asked, prompt=[[5, 6], ids], echo=True, logprobs=1, stream=True
+    )
+    parts = [c.choices[0] for c in chunks]
+    parts = [part for part in parts if part.index == 1]
+    assert "".join(part.text for part in parts) == choice.text
+    assert [n for part in parts for n in part.logprobs.text_offset] == logprobs.text_offset
+    story = client.completions.create(**asked | {"max_tokens": 60}, prompt="Once", stop=" named")
+    (choice,) = story.choices
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", " named")
+    assert choice.text and " named" not in choice.text
+
+
+def test_a_seed_that_was_drawn_repeats(client):
+    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "extra_body": OWN}
+    first = client.completions.create(**asked)
+    again = client.completions.create(**asked, seed=first.seed)
+    assert again.choices[0].token_ids == first.choices[0].token_ids
+    assert client.completions.create(**asked).seed != first.seed
+
+
+def test_structured_output(client):
+    class Weather(BaseModel):
+        city: Literal["Paris", "Rome"]
+        warm: bool
+
+    given = {"model": MODEL, "messages": MESSAGES, "seed": 1, "extra_body": OWN}
+    parsed = client.chat.completions.parse(**given, response_format=Weather)
+    assert isinstance(parsed.choices[0].message.parsed, Weather)
+    with client.chat.completions.stream(**given, response_format=Weather) as stream:
+        for _ in stream:
+            pass
+        final = stream.get_final_completion()
+    assert final.choices[0].message.parsed == parsed.choices[0].message.parsed
+
+
+def test_small_endpoints(served, client):
+    (card,) = client.models.list().data
+    assert card.id == MODEL == client.models.retrieve(MODEL).id
+    assert card.max_model_len == served.engine.config.max_model_len
+    assert httpx.get(f"{served.url}/health").status_code == 200
+    tokens = served.post("/tokenize", prompt=PROMPT).json()
+    assert served.post("/detokenize", tokens=tokens["tokens"]).json() == {"prompt": PROMPT}
+    chat = served.post("/tokenize", messages=MESSAGES).json()
+    asked = {"messages": MESSAGES, "max_tokens": 1, "return_token_ids": True}
+    assert served.post(CHAT, **asked).json()["prompt_token_ids"] == chat["tokens"]
+    assert chat["count"] == len(chat["tokens"])
+
+
+def test_metrics(served):
+    def numbers():
+        lines = httpx.get(f"{served.url}/metrics").text.splitlines()
+        pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return {name: float(value) for name, value in pairs}
+
+    before = numbers()
+    asked = {"prompt": PROMPT, "max_tokens": 5, "ignore_eos": True, "deterministic": True}
+    served.post(COMPLETIONS, **asked)
+    served.post(COMPLETIONS, **asked, stream=True)
+    after = numbers()
+    label = f'{{model_name="{MODEL}"}}'
+    grown = {name.removesuffix(label): after[name] - before.get(name, 0) for name in after}
+    assert grown["vllm:generation_tokens_total"] == 10
+    assert grown["vllm:prompt_tokens_total"] == 2 * 7
+    assert grown["vllm:e2e_request_latency_seconds_count"] == 2
+    assert grown["vllm:time_to_first_token_seconds_count"] == 1
+    assert grown["tinyspec:canonical_passes_total"] > 0
+    ended = f'vllm:request_success_total{{finished_reason="length",model_name="{MODEL}"}}'
+    assert grown[ended] == 2
+    assert after[f"vllm:num_requests_running{label}"] == 0
+
+
+@pytest.fixture(autouse=True)
+def _threads():
+    yield
+    torch.set_num_threads(1)

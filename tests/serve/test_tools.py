@@ -1,0 +1,139 @@
+"""Calls of functions: forced by a grammar, and found in text that comes in any pieces."""
+
+import json
+from itertools import pairwise
+
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from tests.support.serving import MESSAGES, MODEL, running, storyteller
+from tinyspec.serve.tools import HERMES, LLAMA, ToolText
+
+START = "{% for message in messages %}{{ message['role'] }}: "
+CONTENT = "{{ message['content'] }}{% for call in message.tool_calls %}{{ call.function.name }}"
+CONTENT += "({{ call.function.arguments.items() | list }}){% endfor %}\n{% endfor %}"
+TEMPLATES = {
+    "hermes": "{% if tools %}{{ tools | tojson }} <tool_call>{% endif %}" + START + CONTENT,
+    "llama": '{% if tools %}{{ tools | tojson }} "parameters": {% endif %}' + START + CONTENT,
+}
+
+
+def tool(name, **properties):
+    given = {"type": "object", "properties": properties, "required": list(properties)}
+    parameters = {**given, "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+WEATHER = tool("get_weather", city={"enum": ["Paris", "Rome"]}, warm={"type": "boolean"})
+CLOCK = tool("get_time", zone={"enum": ["UTC", "CET"]})
+ASKED = {"model": MODEL, "messages": MESSAGES, "tools": [WEATHER, CLOCK], "seed": 2}
+
+
+@pytest.fixture(scope="module", params=list(TEMPLATES))
+def server(request):
+    with storyteller(num_pages=64) as engine:
+        engine.tokenizer.chat_template = TEMPLATES[request.param]
+        with running(engine, deterministic=True) as found:
+            yield found
+
+
+@pytest.fixture
+def client(server):
+    return server.client()
+
+
+def test_forced_calls(client):
+    for choice, names in (
+        ("required", {"get_weather", "get_time"}),
+        ({"type": "function", "function": {"name": "get_time"}}, {"get_time"}),
+    ):
+        asked = {**ASKED, "tool_choice": choice}
+        (whole,) = client.chat.completions.create(**asked).choices
+        (call,) = whole.message.tool_calls
+        assert whole.finish_reason == "tool_calls" and whole.message.content is None
+        assert call.function.name in names and json.loads(call.function.arguments)
+        chunks = list(client.chat.completions.create(**asked, stream=True))
+        (delta,) = [d for c in chunks for d in c.choices[0].delta.tool_calls or ()]
+        assert delta.index == 0 and delta.function.model_dump() == call.function.model_dump()
+        assert not any(c.choices[0].delta.content for c in chunks)
+        assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_a_conversation_with_calls(client):
+    """The answer to a call is part of the next prompt, with arguments as an object."""
+    asked = {**ASKED, "tool_choice": "required"}
+    message = client.chat.completions.create(**asked).choices[0].message
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "21"}
+    turns = [*MESSAGES, message, result]
+    found = client.chat.completions.create(**ASKED | {"messages": turns}, max_tokens=5)
+    assert found.usage.prompt_tokens > 0 and found.choices[0].message.content
+    without = client.chat.completions.create(**ASKED, tool_choice="none", max_tokens=1)
+    assert without.usage.prompt_tokens < found.usage.prompt_tokens
+
+
+def test_the_client_parses_them(client):
+    class get_time(BaseModel):
+        zone: str
+
+    strict = openai.pydantic_function_tool(get_time)
+    strict["function"]["parameters"]["properties"]["zone"]["enum"] = ["UTC", "CET"]
+    asked = {"model": MODEL, "messages": MESSAGES, "tools": [strict], "seed": 1}
+    parsed = client.chat.completions.parse(**asked, tool_choice="required")
+    (call,) = parsed.choices[0].message.tool_calls
+    assert call.function.parsed_arguments.zone in ("UTC", "CET")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tool_choice": {"type": "function", "function": {"name": "other"}}},
+        {"tool_choice": "required", "response_format": {"type": "json_object"}},
+        {"parallel_tool_calls": False},
+        {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+        {"tools": [{"type": "custom", "custom": {"name": "f"}}]},
+        {"tools": [], "tool_choice": "required"},
+    ],
+)
+def test_refused(client, change):
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.chat.completions.create(**{**ASKED, **change})
+    assert raised.value.param in {*change, "tool_choice"}
+
+
+NAMES = {"f", "g"}
+CALLS = ['{"name": "f", "%s": {}}', '{"name": "g", "%s": {"a": [1, "}"]}}']
+NO_CALLS = ['{"name": "h", "%s": {}}', '{"name": "f", "%s": 3}', '{"name": "f"}', "{", "[]", "f()"]
+
+
+def split(form, pieces):
+    text, found, calls = ToolText(form, NAMES), "", []
+    for number, piece in enumerate(pieces, start=1):
+        content, more = text.push(piece, last=number == len(pieces))
+        found, calls = found + content, calls + more
+    return found, [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+
+
+@given(st.data())
+def test_pieces(data):
+    """However a text is cut, content and calls are those of the whole text; what is no call of a
+    given function stays."""
+    form = data.draw(st.sampled_from([HERMES, LLAMA]))
+    good = [one.replace("%s", form.arguments) for one in CALLS]
+    parts = [one.replace("%s", form.arguments) for one in CALLS + NO_CALLS]
+    chosen = data.draw(st.lists(st.sampled_from(parts), min_size=1, max_size=3))
+    if form is HERMES:
+        parts = [f"<tool_call>\n{part}\n</tool_call>" for part in chosen]
+        text = data.draw(st.sampled_from(["", "Let me see. <", "<tool"])) + "".join(parts)
+    else:
+        text = data.draw(st.sampled_from(["", "Look: "])) + chosen[0]
+        chosen = chosen[:1]
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
+    pieces = [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
+    whole = split(form, [text])
+    assert split(form, pieces) == whole
+    assert [name for name, _ in whole[1]] == [json.loads(c)["name"] for c in chosen if c in good]
+    if not whole[1]:
+        assert whole[0] == text

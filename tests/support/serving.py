@@ -1,0 +1,72 @@
+"""A server on loopback, in a thread, over the bundled model, and clients of it."""
+
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Thread
+
+import httpx
+import openai
+import uvicorn
+
+from tests.support.patience import PATIENCE
+from tinyspec import AsyncEngine, Engine, EngineConfig
+from tinyspec.serve.app import create_app
+from tinyspec.tools.demo import BUNDLED
+
+MODEL = "storyteller"
+PROMPT = "Once upon a time"
+MESSAGES = [{"role": "user", "content": "Tell me a story."}]
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+
+
+@dataclass
+class Served:
+    """A running server. engine: under it."""
+
+    url: str
+    engine: Engine
+    settings: uvicorn.Config
+
+    def client(self, kind=openai.OpenAI, **given):
+        return kind(base_url=f"{self.url}/v1", max_retries=0, **{"api_key": "none"} | given)
+
+    def post(self, path, **body):
+        return self.post_raw(path, {"model": MODEL, **body})
+
+    def post_raw(self, path, body):
+        return httpx.post(f"{self.url}{path}", json=body, timeout=PATIENCE)
+
+    def settled(self):
+        """Wait until nothing is unfinished; fails where something hangs."""
+        wait_until(lambda: not self.engine.tracker.requests)
+
+
+def wait_until(done):
+    until = time.monotonic() + PATIENCE
+    while not done():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+@contextmanager
+def running(engine, limits=None, model=MODEL, **settings):
+    app = create_app(AsyncEngine(engine, **limits or {}), model, **settings)
+    config = uvicorn.Config(app, port=0, http="h11", log_level="error")
+    server = uvicorn.Server(config)
+    thread = Thread(target=server.run, daemon=True)
+    thread.start()
+    wait_until(lambda: server.started or not thread.is_alive())
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield Served(f"http://127.0.0.1:{port}", engine, config)
+    finally:
+        server.should_exit = True
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+
+
+@contextmanager
+def storyteller(**config):
+    with Engine.from_pretrained(BUNDLED, device="cpu", config=EngineConfig(**config)) as engine:
+        yield engine

@@ -1,0 +1,83 @@
+"""``tinyspec serve``: the HTTP server, from options to a process that ends when it is told to."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from typing import Any
+
+from tinyspec.cli import common
+from tinyspec.config import EngineConfig
+
+# Beyond what the engine takes and lets wait: connections that are kept open or send their bodies.
+SPARE_CONNECTIONS = 256
+# Bytes of a request's line and headers.
+MAX_HEADERS = 2**16
+
+
+def add_serve(parser: ArgumentParser) -> None:
+    common.add_options(parser, *common.MODEL, "reference_rows")
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="default: %(default)s, this machine alone")
+    add("--port", type=int, default=8000, help="default: %(default)s")
+    add("--api-key", metavar="KEY", help="what clients must send (default: all are let in)")
+    add("--served-model-name", metavar="NAME", help="default: as --model")
+    add("--deterministic", action="store_true", help="requests that do not say are deterministic")
+    add("--max-model-len", type=int, metavar="N", help="tokens of prompt and answer")
+    add("--max-requests", type=int, default=256, metavar="N", help="that run (default: 256)")
+    add("--max-waiting", type=int, default=1024, metavar="N", help="others get 429 (default: 1024)")
+    add("--timeout", type=float, metavar="S", help="seconds that a request may take")
+    add("--drain", type=int, default=30, metavar="S", help="seconds to end in (default: 30)")
+
+
+def serve(options: Namespace) -> int:
+    """An HTTP server with OpenAI's API.
+
+    /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /v1/audit,
+    /tokenize, /detokenize, /metrics and /health. Ctrl-C lets requests end, for
+    --drain seconds; Ctrl-C again aborts them.
+
+    example:
+      tinyspec serve --model Qwen/Qwen3-0.6B --deterministic
+    """
+    try:
+        import uvicorn
+
+        from tinyspec.serve.app import create_app
+    except ImportError as error:
+        needed = f'tinyspec serve needs {error.name}: pip install "tinyspec[serve]"'
+        raise ValueError(needed) from error
+    from tinyspec.engine.async_engine import AsyncEngine
+
+    config = EngineConfig(
+        reference_rows=options.reference_rows, max_model_len=options.max_model_len
+    )
+    name = options.served_model_name or common.model_name(options)
+    limits = {"max_requests": options.max_requests, "max_waiting": options.max_waiting}
+    with common.engine_of(options, config) as engine:
+        served = AsyncEngine(engine, **limits)
+        how = {"deterministic": options.deterministic, "api_key": options.api_key}
+        app = create_app(served, name, timeout=options.timeout, **how)
+        settings = uvicorn.Config(
+            app,
+            host=options.host,
+            port=options.port,
+            http="h11",
+            ws="none",
+            access_log=False,
+            server_header=False,
+            h11_max_incomplete_event_size=MAX_HEADERS,
+            limit_concurrency=sum(limits.values()) + SPARE_CONNECTIONS,
+            timeout_graceful_shutdown=options.drain,
+        )
+
+        class Server(uvicorn.Server):
+            """Ctrl-C again aborts what is unfinished, where uvicorn would wait for it."""
+
+            def handle_exit(self, sig: int, frame: Any) -> None:
+                super().handle_exit(sig, frame)
+                if self.force_exit:
+                    for task in self.server_state.tasks:
+                        task.cancel()
+
+        Server(settings).run()
+    return 0

@@ -1,0 +1,274 @@
+"""The HTTP application: from a request's body to the engine, and from its outputs to an answer.
+
+Knows no socket and no process: ``tinyspec serve`` runs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, asynccontextmanager
+from copy import deepcopy
+from functools import cache
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from tinyspec.engine.async_engine import AsyncEngine
+from tinyspec.engine.prompts import to_token_ids
+from tinyspec.errors import refuse
+from tinyspec.model.supported import vocab_size
+from tinyspec.outputs import StreamEvent
+from tinyspec.sampling_params import SamplingParams
+from tinyspec.serve.audit import audit
+from tinyspec.serve.guard import HANDLED, AsciiJSON, Guard, answer_error, failure
+from tinyspec.serve.metrics import Metrics
+from tinyspec.serve.protocol import (
+    AuditRequest,
+    ChatRequest,
+    CompletionRequest,
+    Detokenize,
+    ResponsesRequest,
+    Tokenize,
+)
+from tinyspec.serve.replies import ChatReply, CompletionReply, Reply, events_of, sse
+from tinyspec.serve.responses import ResponsesReply
+from tinyspec.serve.tools import wanted_calls
+
+REPLIES: dict[Any, type[Reply]] = {
+    ChatRequest: ChatReply,
+    CompletionRequest: CompletionReply,
+    ResponsesRequest: ResponsesReply,
+}
+
+
+class EventStreamResponse(StreamingResponse):
+    """Ends the engine's part as soon as the client's ends."""
+
+    media_type = "text/event-stream"
+
+    async def stream_response(self, send: Any) -> None:
+        async with aclosing(self.body_iterator):  # type: ignore[type-var]
+            await super().stream_response(send)
+
+
+async def while_connected(http: Request, work: Awaitable[Any]) -> Any:
+    """What ``work`` gives; it is cancelled when the client goes away. Raises ClientDisconnect."""
+
+    async def gone() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(gone())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not tasks[0].done():
+            raise ClientDisconnect
+        return tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+class Server:
+    """Answers requests by one AsyncEngine.
+
+    model: the name it goes by. deterministic: whether requests that do not say are. timeout:
+    seconds that a request may take, or None.
+    """
+
+    def __init__(self, engine: AsyncEngine, model: str, deterministic: bool, timeout: float | None):
+        self.engine, self.model = engine, model
+        self.deterministic, self.timeout = deterministic, timeout
+        # Its own, in a thread of its own: a long prompt holds up neither passes nor other streams.
+        self.tokenizer = deepcopy(engine.engine.tokenizer)
+        self._thread = ThreadPoolExecutor(1, "tokenizer")
+        self.text_of = cache(lambda token: self.tokenizer.decode([token]))
+        self.metrics = Metrics(engine, model)
+        self._fingerprint: str | None = None
+        self.card = {"id": model, "object": "model", "created": int(time.time())}
+        self.card |= {"owned_by": "tinyspec", "max_model_len": engine.engine.config.max_model_len}
+
+    async def fingerprint(self) -> str:
+        """The engine's, computed once."""
+        if self._fingerprint is None:
+            self._fingerprint = await self.engine.fingerprint()
+        return self._fingerprint
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ValueError for another model than the one that is served."""
+        if name not in (None, self.model):
+            raise refuse("model", name, self.model)
+
+    async def by_tokenizer(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """What ``work`` returns, in the tokenizer's thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+
+    def token_ids(self, prompts: list[Any]) -> list[list[int]]:
+        """Token ids of prompts in every form. Raises ValueError."""
+        return [to_token_ids(prompt, self.tokenizer) for prompt in prompts]
+
+    async def tokenize(self, body: Tokenize) -> dict[str, Any]:
+        """Token ids of a text or of messages, as a request with them has them."""
+        self.check_model(body.model)
+        (tokens,) = await self.by_tokenizer(self.token_ids, body.prompts())
+        most = self.card["max_model_len"]
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": most}
+
+    async def detokenize(self, body: Detokenize) -> dict[str, Any]:
+        """The text of token ids."""
+        self.check_model(body.model)
+        most = vocab_size(self.engine.engine.model)
+        if any(token >= most for token in body.tokens):
+            raise refuse("tokens", max(body.tokens), f"below {most}")
+        return {"prompt": await self.by_tokenizer(self.tokenizer.decode, body.tokens)}
+
+    async def prepared(self, body: Any, seed: int | None = None) -> tuple[Reply, SamplingParams]:
+        """What the answer begins with, and the parameters; ``seed`` in place of one that is drawn.
+        Raises ValueError."""
+        self.check_model(body.model)
+        calls, given = wanted_calls(body, self.tokenizer)
+        wanted = body.deterministic
+        given["deterministic"] = self.deterministic if wanted is None else wanted
+        if not body.temperature or body.seed is not None:
+            seed = None
+        else:  # as large as any client can read
+            given["seed"] = seed = secrets.randbits(53) if seed is None else seed
+        params = body.params(**given)
+        prompts = await self.by_tokenizer(self.token_ids, body.prompts())
+        about = (body, prompts, self.text_of, await self.fingerprint(), calls, seed)
+        return REPLIES[type(body)](*about), params
+
+    async def answer(self, body: Any, http: Request) -> Response:
+        """What one request for text gets. Raises ClientDisconnect, and what the engine raises."""
+        began, http.state.body = time.monotonic(), body
+        reply, params = await while_connected(http, self.prepared(body))
+        how = {"priority": body.priority, "timeout": self.timeout}
+        if body.stream:
+            events = self.engine.stream(reply.prompts, params, **how)
+            first = await while_connected(http, anext(events))
+            return EventStreamResponse(self._sent(reply, first, events, began))
+        work = self.engine.generate(reply.prompts, params, **how)
+        found = events_of(await while_connected(http, work))
+        for event in found:
+            self._note(event)
+        self.metrics.answered(began, reply.prompts)
+        return AsciiJSON(reply.whole(found))
+
+    async def audit(self, body: AuditRequest) -> dict[str, Any]:
+        """Whether this engine gives a response again. Raises ValueError."""
+        kind = body.response.get("object")
+        asked = next((model for model, reply in REPLIES.items() if reply.kind == kind), None)
+        if asked is None:
+            raise refuse("response", kind, "an object that an endpoint for text answers")
+        request = asked.model_validate(body.request)
+        reply, params = await self.prepared(request, body.response.get("seed"))
+        return await asyncio.to_thread(audit, self.engine.engine, reply, params, body.response)
+
+    def _note(self, event: StreamEvent) -> None:
+        """Count an event. Raises HTTPException where the engine could not go on."""
+        self.metrics.note(event)
+        if event.finish_reason == "abort":
+            raise HTTPException(500, event.error or "aborted")
+
+    async def _sent(
+        self,
+        reply: Reply,
+        event: StreamEvent | None,
+        events: AsyncIterator[StreamEvent],
+        began: float,
+    ) -> AsyncIterator[str]:
+        last, seconds = began, self.metrics.first_token
+        try:
+            async with aclosing(events):  # type: ignore[type-var]
+                while event is not None:
+                    now = time.monotonic()
+                    seconds.observe((now - last) / max(len(event.token_ids), 1))
+                    last, seconds = now, self.metrics.between_tokens
+                    self._note(event)
+                    for chunk in reply.chunks(event):
+                        yield chunk
+                    event = await anext(events, None)
+            for chunk in reply.end():
+                yield chunk
+            self.metrics.answered(began, reply.prompts)
+        except Exception as error:
+            yield sse({"error": failure(error, reply.body)[1]})
+
+
+def create_app(
+    engine: AsyncEngine,
+    model: str,
+    *,
+    deterministic: bool = False,
+    api_key: str | None = None,
+    timeout: float | None = None,
+    max_body: int = 8 * 2**20,
+    body_seconds: float = 60.0,
+) -> FastAPI:
+    """The application for one engine.
+
+    model: the name it goes by. deterministic: whether requests that do not say are. api_key: what
+    clients must send as bearer token. timeout: seconds that a request may take. max_body: bytes of
+    a body, which must be there after ``body_seconds``.
+    """
+    server = Server(engine, model, deterministic, timeout)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await server.fingerprint()
+        yield
+
+    app = FastAPI(title="tinyspec", lifespan=lifespan)
+    app.add_middleware(Guard, api_key=api_key, max_body=max_body, body_seconds=body_seconds)
+    for kind in HANDLED:
+        app.add_exception_handler(kind, answer_error)
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatRequest, http: Request) -> Response:
+        return await server.answer(body, http)
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, http: Request) -> Response:
+        return await server.answer(body, http)
+
+    @app.post("/v1/responses")
+    async def responses(body: ResponsesRequest, http: Request) -> Response:
+        return await server.answer(body, http)
+
+    @app.post("/v1/audit")
+    async def audited(body: AuditRequest) -> Response:
+        return AsciiJSON(await server.audit(body))
+
+    @app.post("/tokenize")
+    async def tokenize(body: Tokenize) -> Response:
+        return AsciiJSON(await server.tokenize(body))
+
+    @app.post("/detokenize")
+    async def detokenize(body: Detokenize) -> Response:
+        return AsciiJSON(await server.detokenize(body))
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return AsciiJSON({"object": "list", "data": [server.card]})
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> Response:
+        server.check_model(name)
+        return AsciiJSON(server.card)
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200 if engine.engine.closed is None else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(server.metrics.page(), media_type="text/plain; version=0.0.4")
+
+    return app

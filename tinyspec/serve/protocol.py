@@ -1,0 +1,308 @@
+"""Requests as OpenAI's API has them: which fields are served, in which ranges, and what the engine
+is asked for. Fields of SamplingParams have its names, with those of the API as aliases.
+
+Whatever is no field here is refused. Knows no engine: what depends on the model is checked when the
+request is added.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Annotated, Any, ClassVar, Literal
+
+from openai.types import chat, responses, shared_params
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    Json,
+    model_validator,
+)
+
+from tinyspec.errors import refuse
+from tinyspec.sampling_params import SamplingParams
+
+# Completions that one request may ask for, of all its prompts.
+MOST_COMPLETIONS = 1024
+SAMPLING = {field.name for field in fields(SamplingParams)}
+SECOND = "max_completion_tokens"  # another name of max_tokens
+# JSON as models learn it. A model that may write any white space may write no end of it.
+LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# A model is called as it pleases; pydantic keeps names that begin so for itself.
+STRICT = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+TokenId = Annotated[int, Field(strict=False, ge=0, lt=2**31)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Tool = chat.ChatCompletionFunctionToolParam
+NamedTool = chat.ChatCompletionNamedToolChoiceParam
+PlainFormat = shared_params.ResponseFormatText | shared_params.ResponseFormatJSONObject
+# OpenAI's seeds have a sign.
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63), AfterValidator(lambda seed: seed % 2**64)]
+
+
+def schema_of(given: Any) -> dict[str, Any] | None:
+    """What a response_format wants the text to fit; None where it may be any."""
+    if given["type"] == "text":
+        return None
+    schema = given.get("json_schema", given).get("schema", {"type": "object"})
+    return {"x-guidance": LAYOUT, **schema}
+
+
+ResponseFormat = Annotated[
+    PlainFormat | shared_params.ResponseFormatJSONSchema, AfterValidator(schema_of)
+]
+TextFormat = PlainFormat | responses.ResponseFormatTextJSONSchemaConfigParam
+
+
+class Strict(BaseModel):
+    """An object with these fields alone; null is as if a field were not there."""
+
+    model_config = STRICT
+    prompt_field: ClassVar[str] = "prompt"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if value is not None}
+
+    def api_name(self, name: str) -> str:
+        """What the API calls a field."""
+        name = self.prompt_field if name in ("prompt", "messages", "content") else name
+        field = type(self).model_fields.get(name)
+        return str((field and field.alias) or name)
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class TextRequest(Strict):
+    """What the endpoints for text share: what is OpenAI's, then what has no effect by definition,
+    then vLLM's and tinyspec's own."""
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, ge=0, le=1)
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
+    seed: Seed | None = None
+
+    metadata: dict[str, str] = {}
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    service_tier: Literal["auto", "default"] = "default"
+    store: Literal[False] = False
+    user: str | None = None
+
+    deterministic: bool | None = None
+    ignore_eos: bool = False
+    min_new_tokens: int = Field(0, ge=0, alias="min_tokens")
+    min_p: float = Field(0.0, ge=0, le=1)
+    priority: int = Field(0, ge=-(2**31), lt=2**31)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
+    return_token_ids: bool = False
+    stop_token_ids: list[TokenId] = []
+    top_k: int = Field(0, ge=0)
+
+    @property
+    def completions(self) -> int:
+        """How many there are of each prompt."""
+        return getattr(self, "num_return_sequences", 1)
+
+    def params(self, **given: Any) -> SamplingParams:
+        """Its SamplingParams, with those that are ``given``. Raises ValueError."""
+        own = {name: value for name, value in self if name in SAMPLING}
+        own = {name: value for name, value in own.items() if value is not None}
+        return SamplingParams(**{"max_new_tokens": None, "include_stop_str": False} | own | given)
+
+
+class TokenRequest(TextRequest):
+    """What chat and completions share."""
+
+    num_return_sequences: int = Field(1, ge=1, le=128, alias="n")
+    stop_strings: str | Annotated[list[str], Field(max_length=4)] = Field([], alias="stop")
+    logit_bias: dict[TokenId, Bias] = {}
+
+
+class CompletionRequest(TokenRequest):
+    """Of ``/v1/completions``."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    max_new_tokens: int = Field(16, ge=1, alias="max_tokens")
+    echo: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=5, alias="logprobs")
+
+    def prompts(self) -> list[Any]:
+        one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
+        prompts: list[Any] = [self.prompt] if one else list(self.prompt)
+        if not 0 < len(prompts) * self.completions <= MOST_COMPLETIONS:
+            asked = f"{len(prompts)} prompts with n={self.completions}"
+            raise refuse("prompt", asked, f"1 to {MOST_COMPLETIONS} completions")
+        return prompts
+
+    def params(self, **given: Any) -> SamplingParams:
+        wanted = self.top_logprobs is not None
+        return super().params(logprobs=wanted, prompt_logprobs=wanted and self.echo, **given)
+
+
+class TextPart(Strict):
+    """Part of a message; annotations, logprobs: of an answer of before."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[Any] = []
+
+
+class FunctionCall(Strict):
+    name: str
+    arguments: Json[dict[str, Any]]
+
+
+class ToolCall(Strict):
+    type: Literal["function"] = "function"
+    id: str
+    function: FunctionCall
+
+
+class Message(Strict):
+    """One message of a chat."""
+
+    role: Literal["developer", "system", "user", "assistant", "tool"]
+    content: str | list[TextPart] = ""
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As chat templates have it: they know no developer, and arguments as an object."""
+        content = self.content
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        role = "system" if self.role == "developer" else self.role
+        return self.model_dump(exclude_none=True) | {"role": role, "content": text}
+
+
+class ToolRequest(Strict):
+    """What a prompt is made of that has messages and may have tools."""
+
+    tools: list[Tool] = []
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
+
+    def chat(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        """The prompt, as the engine takes it."""
+        chat = {"messages": messages, "chat_template_kwargs": self.chat_template_kwargs}
+        if self.tools and self.tool_choice != "none":
+            chat["tools"] = self.tools
+        return chat
+
+
+class ChatRequest(TokenRequest, ToolRequest):
+    """Of ``/v1/chat/completions``."""
+
+    prompt_field = "messages"
+    messages: list[Message] = Field(min_length=1)
+    max_new_tokens: int | None = Field(
+        None,
+        ge=1,
+        alias="max_tokens",
+        validation_alias=AliasChoices("max_tokens", SECOND),
+    )
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
+    json_schema: ResponseFormat | None = Field(None, alias="response_format")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _said_twice(cls, data: Any) -> Any:
+        """Clients that do not know which name is read give both."""
+        if isinstance(data, dict) and data.get("max_tokens") == data.get(SECOND):
+            return {name: value for name, value in data.items() if name != SECOND}
+        return data
+
+    def api_name(self, name: str) -> str:
+        forced = self.json_schema is None and name in ("grammar", "json_schema")
+        return "tools" if forced else super().api_name(name)
+
+    def prompts(self) -> list[Any]:
+        if self.top_logprobs and not self.logprobs:
+            raise refuse("top_logprobs", self.top_logprobs, "0 without logprobs=true")
+        return [self.chat([message.plain() for message in self.messages])]
+
+
+class InputMessage(Message):
+    """A message among the input of ``/v1/responses``; id, status: of an answer of before."""
+
+    type: Literal["message"] = "message"
+    id: str | None = None
+    status: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        return Message(role=self.role, content=self.content).plain()
+
+
+class ResponsesText(Strict):
+    format: TextFormat = {"type": "text"}
+    verbosity: Literal["medium"] = "medium"
+
+
+class ResponsesRequest(TextRequest):
+    """Of ``/v1/responses``: text alone."""
+
+    prompt_field = "input"
+    input: str | list[InputMessage]
+    instructions: str | None = None
+    max_new_tokens: int | None = Field(None, ge=1, alias="max_output_tokens")
+    json_schema: ResponsesText = Field(ResponsesText(), alias="text")
+    tools: list[Any] = Field([], max_length=0)
+    background: Literal[False] = False
+    truncation: Literal["disabled"] = "disabled"
+
+    def prompts(self) -> list[Any]:
+        given, first = self.input, self.instructions
+        told = [{"role": "system", "content": first}] if first is not None else []
+        if isinstance(given, str):
+            told.append({"role": "user", "content": given})
+        else:
+            told += [message.plain() for message in given]
+        return [{"messages": told}]
+
+    def params(self, **given: Any) -> SamplingParams:
+        return super().params(json_schema=schema_of(self.json_schema.format), **given)
+
+
+class Tokenize(ToolRequest):
+    """Of ``/tokenize``: text, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] = []
+
+    def prompts(self) -> list[Any]:
+        if (self.prompt is None) == (not self.messages):
+            raise refuse("prompt", self.prompt, "text, or messages in its place")
+        chat = self.chat([message.plain() for message in self.messages])
+        return [chat if self.prompt is None else self.prompt]
+
+
+class Detokenize(Strict):
+    """Of ``/detokenize``."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class AuditRequest(Strict):
+    """Of ``/v1/audit``: a request with return_token_ids, as it was sent, and what was answered."""
+
+    request: dict[str, Any]
+    response: dict[str, Any]
