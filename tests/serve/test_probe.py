@@ -175,3 +175,12 @@ def test_no_torch():
     child = "import sys, tinyspec.serve.probe; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr
+
+
+def test_tinyspec(served, capsys):
+    """Deterministic requests are equal; where the promise is switched off the crowd is seen."""
+    for deterministic, expected in ((True, 0), (False, 1)):
+        extra = json.dumps({"deterministic": deterministic})
+        options = ("--crowds", "4", "--endpoints", "chat", "--max-tokens", "8")
+        status = main(["probe", served.url, *options, "--extra-body", extra])
+        assert status == expected, capsys.readouterr().out

@@ -25,11 +25,11 @@ COMMANDS = {
     "generate": (generate.add_generate, generate.generate),
     "chat": (chat.add_chat, chat.chat),
     "serve": (serve.add_serve, serve.serve),
+    "probe": (probe.add_probe, probe.probe),
     "score": (generate.add_score, generate.score),
     "doctor": (reports.add_doctor, reports.doctor),
     "audit": (reports.add_audit, reports.audit),
     "diff": (reports.add_diff, reports.diff),
-    "probe": (probe.add_probe, probe.probe),
     "trace": (pictures.add_trace, pictures.trace),
 }
 # As shells report a process that a pipe which nobody reads has ended.
