@@ -135,6 +135,30 @@ def test_completions(client):
     assert choice.text and " named" not in choice.text
 
 
+def test_the_likeliest_tokens_of_a_prompt(client, bundled):
+    """As lm-eval asks for them, to know whether a continuation is what the model would say: those
+    that generation has."""
+    greedy = SamplingParams(max_new_tokens=8, deterministic=True, top_logprobs=2, logprobs=True)
+    (output,) = bundled.generate([PROMPT], greedy)
+    said, prompt = output.completions[0], output.prompt_token_ids
+    other = [*prompt, 5, 6, 7]
+    asked = {"model": MODEL, "temperature": 0, "max_tokens": 1, "extra_body": OWN}
+    found = client.completions.create(
+        **asked, prompt=[prompt + said.token_ids, other, [5]], echo=True, logprobs=2
+    )
+    whole, forced, short = (choice.logprobs for choice in found.choices)
+    assert whole.token_logprobs[len(prompt) : -1] == said.logprobs
+    tops = [sorted(share for _, share in top) for top in said.top_logprobs]
+    assert [sorted(top.values()) for top in whole.top_logprobs[len(prompt) : -1]] == tops
+
+    def likeliest(logprobs):
+        places = zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True)
+        return [share == max(top.values()) for share, top in list(places)[len(prompt) : -1]]
+
+    assert all(likeliest(whole)) and not any(likeliest(forced)), "the latter is the control"
+    assert short.top_logprobs[0] is None and len(short.tokens) == 2
+
+
 def test_a_seed_that_was_drawn_repeats(client):
     asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "extra_body": OWN}
     first = client.completions.create(**asked)

@@ -143,18 +143,32 @@ class Server:
         params = body.params(**given)
         prompts = await self.by_tokenizer(self.token_ids, body.prompts())
         about = (body, prompts, self.text_of, await self.fingerprint(), calls, seed)
-        return REPLIES[type(body)](*about), params
+        reply = REPLIES[type(body)](*about)
+        if params.prompt_logprobs and params.top_logprobs:
+            reply.prompt_tops = await self._tops(body, prompts)
+        return reply, params
+
+    def _how(self, body: Any) -> dict[str, Any]:
+        return {"priority": body.priority, "timeout": self.timeout}
+
+    async def _tops(self, body: Any, prompts: list[list[int]]) -> list[Any]:
+        """Of each prompt, the likeliest tokens in place of each of its tokens but the first."""
+        texts = [prompt for prompt in prompts if len(prompt) > 1]
+        given = [text[:1] for text in texts], [text[1:] for text in texts]
+        params = SamplingParams(top_logprobs=body.top_logprobs)
+        outputs = iter(await self.engine.scored(*given, params, **self._how(body)) if texts else [])
+        found = [next(outputs).completions[0] if len(p) > 1 else None for p in prompts]
+        return [(completion and completion.top_logprobs) or [] for completion in found]
 
     async def answer(self, body: Any, http: Request) -> Response:
         """What one request for text gets. Raises ClientDisconnect, and what the engine raises."""
         began, http.state.body = time.monotonic(), body
         reply, params = await while_connected(http, self.prepared(body))
-        how = {"priority": body.priority, "timeout": self.timeout}
         if body.stream:
-            events = self.engine.stream(reply.prompts, params, **how)
+            events = self.engine.stream(reply.prompts, params, **self._how(body))
             first = await while_connected(http, anext(events))
             return EventStreamResponse(self._sent(reply, first, events, began))
-        work = self.engine.generate(reply.prompts, params, **how)
+        work = self.engine.generate(reply.prompts, params, **self._how(body))
         found = events_of(await while_connected(http, work))
         for event in found:
             self._note(event)
