@@ -5,8 +5,6 @@ from typing import Literal
 
 import httpx
 import openai
-import pytest
-import torch
 from pydantic import BaseModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -216,9 +214,3 @@ def test_metrics(served):
     ended = f'vllm:request_success_total{{finished_reason="length",model_name="{MODEL}"}}'
     assert grown[ended] == 2
     assert after[f"vllm:num_requests_running{label}"] == 0
-
-
-@pytest.fixture(autouse=True)
-def _threads():
-    yield
-    torch.set_num_threads(1)
