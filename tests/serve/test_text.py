@@ -5,8 +5,6 @@ from typing import Literal
 
 import httpx
 import openai
-import pytest
-import torch
 from pydantic import BaseModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -135,6 +133,30 @@ def test_completions(client):
     assert choice.text and " named" not in choice.text
 
 
+def test_the_likeliest_tokens_of_a_prompt(client, bundled):
+    """As lm-eval asks for them, to know whether a continuation is what the model would say: those
+    that generation has."""
+    greedy = SamplingParams(max_new_tokens=8, deterministic=True, top_logprobs=2, logprobs=True)
+    (output,) = bundled.generate([PROMPT], greedy)
+    said, prompt = output.completions[0], output.prompt_token_ids
+    other = [*prompt, 5, 6, 7]
+    asked = {"model": MODEL, "temperature": 0, "max_tokens": 1, "extra_body": OWN}
+    found = client.completions.create(
+        **asked, prompt=[prompt + said.token_ids, other, [5]], echo=True, logprobs=2
+    )
+    whole, forced, short = (choice.logprobs for choice in found.choices)
+    assert whole.token_logprobs[len(prompt) : -1] == said.logprobs
+    tops = [sorted(share for _, share in top) for top in said.top_logprobs]
+    assert [sorted(top.values()) for top in whole.top_logprobs[len(prompt) : -1]] == tops
+
+    def likeliest(logprobs):
+        places = zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True)
+        return [share == max(top.values()) for share, top in list(places)[len(prompt) : -1]]
+
+    assert all(likeliest(whole)) and not any(likeliest(forced)), "the latter is the control"
+    assert short.top_logprobs[0] is None and len(short.tokens) == 2
+
+
 def test_a_seed_that_was_drawn_repeats(client):
     asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "extra_body": OWN}
     first = client.completions.create(**asked)
@@ -192,9 +214,3 @@ def test_metrics(served):
     ended = f'vllm:request_success_total{{finished_reason="length",model_name="{MODEL}"}}'
     assert grown[ended] == 2
     assert after[f"vllm:num_requests_running{label}"] == 0
-
-
-@pytest.fixture(autouse=True)
-def _threads():
-    yield
-    torch.set_num_threads(1)

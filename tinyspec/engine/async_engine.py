@@ -115,12 +115,23 @@ class AsyncEngine(OneProcess):
         timeout: float | None = None,
     ) -> list[list[float]]:
         """As ``Engine.score``; priority, timeout: as for ``generate``."""
+        return scores_of(await self.scored(prompts, continuations, params, priority, timeout))
+
+    async def scored(
+        self,
+        prompts: Any,
+        continuations: Any,
+        params: Params = None,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> list[RequestOutput]:
+        """As ``score``, with all that ``params`` ask for: outputs with these continuations."""
         engine = self.engine
 
         def prepare() -> list[Request]:
             return engine.ready().scored(prompts, continuations, params)
 
-        return await self._collected(self._queued(prepare, scores_of, priority, timeout))
+        return await self._collected(self._queued(prepare, list, priority, timeout))
 
     async def stream(
         self, prompts: Any, params: Params = None, priority: int = 0, timeout: float | None = None

@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from copy import deepcopy
 from functools import cache
 from typing import Any
@@ -86,20 +86,16 @@ class Server:
     def __init__(self, engine: AsyncEngine, model: str, deterministic: bool, timeout: float | None):
         self.engine, self.model = engine, model
         self.deterministic, self.timeout = deterministic, timeout
+        if engine.engine.tokenizer is None:
+            raise refuse("model", model, "one with a tokenizer")
         # Its own, in a thread of its own: a long prompt holds up neither passes nor other streams.
         self.tokenizer = deepcopy(engine.engine.tokenizer)
         self._thread = ThreadPoolExecutor(1, "tokenizer")
         self.text_of = cache(lambda token: self.tokenizer.decode([token]))
         self.metrics = Metrics(engine, model)
-        self._fingerprint: str | None = None
+        self.fingerprint = engine.engine.fingerprint
         self.card = {"id": model, "object": "model", "created": int(time.time())}
         self.card |= {"owned_by": "tinyspec", "max_model_len": engine.engine.config.max_model_len}
-
-    async def fingerprint(self) -> str:
-        """The engine's, computed once."""
-        if self._fingerprint is None:
-            self._fingerprint = await self.engine.fingerprint()
-        return self._fingerprint
 
     def check_model(self, name: str | None) -> None:
         """Raises ValueError for another model than the one that is served."""
@@ -142,19 +138,33 @@ class Server:
             given["seed"] = seed = secrets.randbits(53) if seed is None else seed
         params = body.params(**given)
         prompts = await self.by_tokenizer(self.token_ids, body.prompts())
-        about = (body, prompts, self.text_of, await self.fingerprint(), calls, seed)
-        return REPLIES[type(body)](*about), params
+        about = (body, prompts, self.text_of, self.fingerprint, calls, seed)
+        reply = REPLIES[type(body)](*about)
+        if params.prompt_logprobs and params.top_logprobs:
+            reply.prompt_tops = await self._tops(body, prompts)
+        return reply, params
+
+    def _how(self, body: Any) -> dict[str, Any]:
+        return {"priority": body.priority, "timeout": self.timeout}
+
+    async def _tops(self, body: Any, prompts: list[list[int]]) -> list[Any]:
+        """Of each prompt, the likeliest tokens in place of each of its tokens but the first."""
+        texts = [prompt for prompt in prompts if len(prompt) > 1]
+        given = [text[:1] for text in texts], [text[1:] for text in texts]
+        params = SamplingParams(top_logprobs=body.top_logprobs)
+        outputs = iter(await self.engine.scored(*given, params, **self._how(body)) if texts else [])
+        found = [next(outputs).completions[0] if len(p) > 1 else None for p in prompts]
+        return [(completion and completion.top_logprobs) or [] for completion in found]
 
     async def answer(self, body: Any, http: Request) -> Response:
         """What one request for text gets. Raises ClientDisconnect, and what the engine raises."""
         began, http.state.body = time.monotonic(), body
         reply, params = await while_connected(http, self.prepared(body))
-        how = {"priority": body.priority, "timeout": self.timeout}
         if body.stream:
-            events = self.engine.stream(reply.prompts, params, **how)
+            events = self.engine.stream(reply.prompts, params, **self._how(body))
             first = await while_connected(http, anext(events))
             return EventStreamResponse(self._sent(reply, first, events, began))
-        work = self.engine.generate(reply.prompts, params, **how)
+        work = self.engine.generate(reply.prompts, params, **self._how(body))
         found = events_of(await while_connected(http, work))
         for event in found:
             self._note(event)
@@ -216,16 +226,10 @@ def create_app(
 
     model: the name it goes by. deterministic: whether requests that do not say are. api_key: what
     clients must send as bearer token. timeout: seconds that a request may take. max_body: bytes of
-    a body, which must be there after ``body_seconds``.
+    a body, which must be there after ``body_seconds``. Raises ValueError without a tokenizer.
     """
     server = Server(engine, model, deterministic, timeout)
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await server.fingerprint()
-        yield
-
-    app = FastAPI(title="tinyspec", lifespan=lifespan)
+    app = FastAPI(title="tinyspec")
     app.add_middleware(Guard, api_key=api_key, max_body=max_body, body_seconds=body_seconds)
     for kind in HANDLED:
         app.add_exception_handler(kind, answer_error)

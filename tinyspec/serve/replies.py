@@ -64,6 +64,7 @@ class Reply:
 
     prompts: token ids. text_of: the text of a token. fingerprint: the engine's, until an output has
     one. seed: as drawn, where the request has none. format: of the calls that are looked for.
+    prompt_tops: of each prompt, the likeliest tokens from its second place on, for an echo.
     """
 
     kind: ClassVar[str]
@@ -76,6 +77,7 @@ class Reply:
     format: ToolFormat | None = None
     seed: int | None = None
     generated: int = 0
+    prompt_tops: list[Any] = field(default_factory=list)
     _cached: dict[int, int] = field(default_factory=dict)
     _choices: dict[int, Choice] = field(default_factory=dict)
 
@@ -163,7 +165,9 @@ class CompletionReply(Reply):
                 own["prompt_token_ids"] = prompt
             if self.body.echo:
                 own["text"] = "".join(map(self.text_of, prompt)) + text
-                tokens, tops = prompt + tokens, [[]] * len(prompt) + tops
+                known = self.prompt_tops[event.prompt] if self.prompt_tops else []
+                known = known or [[]] * (len(prompt) - 1)
+                tokens, tops = prompt + tokens, [[], *known, *tops]
                 logprobs = logprobs and [*(event.prompt_logprobs or ()), *logprobs]
         if logprobs is not None:
             own["logprobs"] = self._logprobs(
