@@ -39,7 +39,7 @@ BAD_PARAMS = {
     "top_logprobs": (-1, True, 1.5, None),
     "prompt_logprobs": (1, None),
     "logprobs_mode": ("cooked", None, 3),
-    "logits_processors": (5, None),
+    "logits_processors": (5, None, 2.5),
     "stopping_criteria": (5, None),
     "thinking": (1, None, "yes"),
     "include_stop_str": (0, None, "no"),
@@ -238,6 +238,8 @@ def test_plain_data_and_back():
     )
     assert SamplingParams.from_dict(json.loads(json.dumps(params.to_dict()))) == params
     assert SamplingParams(bad_words_ids=[torch.tensor([1, 2])]).bad_words_ids == ((1, 2),)
+    made = SamplingParams(logits_processors=test_filtered)  # a function that makes them
+    assert made.to_dict()["logits_processors"] == ["test_filtered"] and not made.draftable
     named = SamplingParams(logits_processors=[test_filtered]).to_dict()
     assert named["logits_processors"] == ["test_filtered"]
     assert SamplingParams.from_dict(named).logits_processors == ("test_filtered",)

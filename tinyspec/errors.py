@@ -56,6 +56,12 @@ class QueueFull(TinyspecError):
     """As many calls of an AsyncEngine wait as its ``max_waiting`` allows: this one never began."""
 
 
+def named(error: BaseException) -> str:
+    """An error in a line: its type, and what it says if it says something."""
+    kind, text = type(error).__name__, str(error)
+    return f"{kind}: {text}" if text else kind
+
+
 def unsupported(model: object, reason: str) -> UnsupportedModelError:
     """An UnsupportedModelError in the form that all have."""
     return UnsupportedModelError(f"{type(model).__name__} is not supported: {reason}")

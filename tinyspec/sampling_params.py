@@ -14,7 +14,7 @@ from dataclasses import field as dataclass_field
 from functools import cached_property
 from typing import Any
 
-from tinyspec.errors import refuse, refuse_other_names
+from tinyspec.errors import named, refuse, refuse_other_names
 from tinyspec.scalars import plain, plain_list
 
 LOGPROBS_MODES = ("processed", "raw")
@@ -95,7 +95,10 @@ class SamplingParams:
     prompt_logprobs: log-probability of every prompt token but the first.
     logprobs_mode: of the distribution sampled from ("processed") or of the model's own ("raw").
     logits_processors: called as ``f(input_ids [1, L], scores [1, V]) -> scores`` once per committed
-        position, in order; one that declares ``stateless = True`` may be called for drafts too.
+        position, in order; one that declares ``stateless = True`` may be called for drafts too. All
+        completions that a list is given for share what is in it: an object that keeps state would
+        mix them up. A function without arguments in place of the list is called once for each
+        completion, and makes a list of its own.
     stopping_criteria: called as ``f(input_ids [1, L], None)`` after every committed token.
     thinking: read the prompt with thoughts, by a model that has learnt to (``ThinkingModel``).
 
@@ -128,7 +131,7 @@ class SamplingParams:
     top_logprobs: int = 0
     prompt_logprobs: bool = False
     logprobs_mode: str = "processed"
-    logits_processors: Sequence[Callable[..., Any]] = ()
+    logits_processors: Sequence[Callable[..., Any]] | Callable[[], Sequence[Any]] = ()
     stopping_criteria: Sequence[Callable[..., Any]] = ()
     thinking: bool = False
     include_stop_str: bool = True
@@ -206,9 +209,10 @@ class SamplingParams:
         self._set("stop_strings", tuple(strings))
         for field in ("logits_processors", "stopping_criteria"):
             functions = getattr(self, field)
-            if not isinstance(functions, Iterable):
+            if isinstance(functions, Iterable):
+                self._set(field, tuple(functions))
+            elif field == "stopping_criteria" or not callable(functions):
                 raise refuse(field, functions, "a list of functions")
-            self._set(field, tuple(functions))
 
     def _check_structure(self) -> None:
         """Checks that one text at most says what the output must look like, and makes it a str."""
@@ -248,16 +252,6 @@ class SamplingParams:
         """The stop strings that texts do not show."""
         return () if self.include_stop_str else tuple(self.stop_strings)
 
-    @property
-    def tokens(self) -> dict[str, Iterable[int]]:
-        """All token ids in it, by field."""
-        found: dict[str, Any] = {
-            name: getattr(self, name) or ()
-            for name in ("stop_token_ids", "eos_token_id", "logit_bias")
-        }
-        found["bad_words_ids"] = [token for word in self.bad_words_ids or () for token in word]
-        return found
-
     @cached_property
     def filtered(self) -> bool:
         """Whether top-k, top-p or min-p filters the logits."""
@@ -268,7 +262,14 @@ class SamplingParams:
     @cached_property
     def draftable(self) -> bool:
         """Whether every logits processor may be called for tokens that are not committed."""
-        return all(getattr(p, "stateless", False) for p in self.logits_processors)
+        return all(getattr(p, "stateless", False) for p in self.functions["logits_processors"])
+
+    @cached_property
+    def functions(self) -> dict[str, tuple[Callable[..., Any], ...]]:
+        """The user's, by field; one that makes processors stands for them."""
+        processors, criteria = self.logits_processors, self.stopping_criteria
+        own = (processors,) if callable(processors) else tuple(processors)
+        return {"logits_processors": own, "stopping_criteria": tuple(criteria)}
 
     @cached_property
     def changes_logits(self) -> bool:
@@ -298,13 +299,29 @@ class SamplingParams:
         new = {name: value for name, value in changes.items() if getattr(self, name) is not value}
         return replace(self, **new) if new else self
 
+    def of_one(self) -> SamplingParams:
+        """For one completion: with processors of its own, if a function makes them.
+
+        Raises ValueError where that fails.
+        """
+        if not callable(make := self.logits_processors):
+            return self
+        try:
+            own = [*make()]
+            if not all(map(callable, own)):
+                raise TypeError(f"it made {own}")
+        except Exception as error:
+            allowed = f"a function that makes a list of functions ({named(error)})"
+            raise refuse("logits_processors", make, allowed) from error
+        return self.resolve(logits_processors=own)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data; user functions are given by name."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
-        for field in ("logits_processors", "stopping_criteria"):
+        for field, functions in self.functions.items():
             plain[field] = [
                 f if isinstance(f, str) else getattr(f, "__qualname__", type(f).__qualname__)
-                for f in plain[field]
+                for f in functions
             ]
         return plain
 

@@ -7,17 +7,22 @@ from collections import Counter
 
 import pytest
 import torch
-from transformers.generation import NoBadWordsLogitsProcessor, SequenceBiasLogitsProcessor
+from transformers.generation import (
+    LogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
 
 from tests.support.cases import KINDS, engine_of, greedy, model_of, one_by_one, run, steady, text
-from tests.support.drop_in import patched
 from tests.support.mixes import Liar, bits, crowd, plain
-from tests.support.tiny import VOCAB, tiny
+from tests.support.tiny import tiny
 from tinyspec import RequestOutput, SamplingParams, audit
 
 BIAS = {5: 2.5, 40: -100, 77: 1}
 WORDS = [[3], [90, 12], [7, 7, 7], *([a, b] for a in range(40) for b in range(60, 100))]
 END = (21, 60)
+PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 STYLES = {
     "bias": {"logit_bias": BIAS},
     "frequency": {"frequency_penalty": 1.7},
@@ -48,11 +53,11 @@ def styled(tokens=20):
 
 
 def by_definition(prompt, params):
-    """The same as processors, in order; ``repetition_penalty`` alone stays a field."""
-
-    def bias(ids, scores):
-        table = {(token,): float(value) for token, value in (params.logit_bias or {}).items()}
-        return SequenceBiasLogitsProcessor(table)(ids, scores) if table else scores
+    """The same as processors, transformers' where it has one, in its order."""
+    table = {(token,): float(value) for token, value in (params.logit_bias or {5: 0}).items()}
+    repeats = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)
+    given = [list(word) for word in params.bad_words_ids or [[1] * 99]]
+    words = NoBadWordsLogitsProcessor(given, list(params.stop_ids) or None)
 
     def penalties(ids, scores):
         scores = scores.clone()
@@ -61,19 +66,13 @@ def by_definition(prompt, params):
             scores[0, token] -= torch.tensor(amount, dtype=torch.float32)
         return scores
 
-    def words(ids, scores):
-        given = [list(word) for word in params.bad_words_ids or ()]
-        if not given:
-            return scores
-        return NoBadWordsLogitsProcessor(given, list(params.stop_ids) or None)(ids, scores)
-
-    return [bias, penalties, words]
+    return [SequenceBiasLogitsProcessor(table), repeats, penalties, words]
 
 
-@pytest.mark.parametrize("name", [name for name in STYLES if name != "all"])
+@pytest.mark.parametrize("name", STYLES)
 def test_definition(name):
     prompt, params = dict(zip(STYLES, styled(40), strict=True))[name]
-    fields = ("logit_bias", "bad_words_ids", "frequency_penalty", "presence_penalty")
+    fields = ("logit_bias", "bad_words_ids", *PENALTIES)
     unset = {field: getattr(SamplingParams(), field) for field in fields}
     same = params.resolve(logits_processors=by_definition(prompt, params), **unset)
     with engine_of(tiny()) as engine:
@@ -82,22 +81,6 @@ def test_definition(name):
             for wanted in (params, same, params.resolve(**unset))
         )
     assert found == expected != control
-
-
-def test_order():
-    """Bias, then the repetition penalty, which may turn what it divides; bad words last: all but an
-    end token alone."""
-    prompt, params = [8, 9], greedy(1, top_logprobs=VOCAB, repetition_penalty=2.0)
-    asked = {"logit_bias": {8: 50, 30: 50, 31: 1e300}, "bad_words_ids": [[30], [21], [9, 31]]}
-    with engine_of(tiny()) as engine:
-        base, found = (
-            dict(engine.generate([prompt], wanted)[0].completions[0].top_logprobs[0])
-            for wanted in (params, params.resolve(eos_token_id=(21,), **asked))
-        )
-    banned = {token for token in found if found[token] == -torch.inf}
-    assert banned == {30, 31}
-    halved = found[8] - found[100] - (base[8] - base[100])
-    assert 25 - 5 < halved < 25 + 5  # 50 halved, not 50
 
 
 @pytest.mark.parametrize("verify", ["auto", "always"])
@@ -151,43 +134,48 @@ def test_plain_data_and_back():
     assert again == params and hash(again) == hash(params)
     assert SamplingParams(logit_bias={"5": 2.5, torch.tensor(40): -100, 77: 1}).logit_bias == BIAS
     with engine_of(tiny()) as engine:
-        (output,) = engine.generate([[1, 2]], params)
-        back = RequestOutput.from_json(output.to_json())
-        assert back.params == output.params and audit(engine, [back])
-        bent = back.params.resolve(logit_bias={5: 2.6})
-        assert not audit(engine, [RequestOutput(**{**vars(back), "params": bent})])
+        back = RequestOutput.from_json(engine.generate([[1, 2]], params)[0].to_json())
+        assert audit(engine, [back])
+        back.params = back.params.resolve(logit_bias={5: 2.6})
+        assert not audit(engine, [back])
 
 
-def test_the_drop_in_gives_the_same_tokens():
-    prompt, params = styled()[4]
-    with patched(tiny()) as model:
-        ids = torch.tensor([prompt])
-        style = {"do_sample": True, "temperature": 0.9, "top_k": 0, "seed": 4}
-        found = model.generate(ids, max_new_tokens=20, bad_words_ids=WORDS, pad_token_id=0, **style)
+class Counts(LogitsProcessor):
+    """Keeps state: bans what it saw last, and raises unless it sees one sequence grow."""
+
+    seen = None
+
+    def __call__(self, ids, scores):
+        if self.seen is not None and ids[0, :-1].tolist() != self.seen:
+            raise AssertionError
+        self.seen = ids[0].tolist()
+        scores[0, self.seen[-1]] = -torch.inf
+        return scores
+
+
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "plain"])
+def test_processors_made_for_each_completion(deterministic):
+    sampled = {"temperature": 1.2, "seed": 2, "num_return_sequences": 3}
+    style = {"max_new_tokens": 12, "deterministic": deterministic, **sampled}
+    own = SamplingParams(logits_processors=lambda: [Counts()], **style)
+    prompts = [text(5, seed=n) for n in range(3)]
     with engine_of(tiny()) as engine:
-        expected = engine.generate([prompt], params)[0].completions[0].token_ids
-    assert found[0, len(prompt) :].tolist() == expected
+        outputs = engine.generate(prompts, own)
+        found = [c.token_ids for output in outputs for c in output.completions]
+        assert {c.finish_reason for output in outputs for c in output.completions} == {"length"}
+        alone = [c.token_ids for p in prompts for c in engine.generate([p], own)[0].completions]
+        assert found == alone
+        assert not deterministic or audit(engine, outputs)
+        assert not audit(engine, [RequestOutput.from_json(outputs[0].to_json())])
+        # Control: one object for all of them is called for all. Its reason has no text of its own.
+        shared = engine.generate(prompts, SamplingParams(logits_processors=[Counts()], **style))
+    (error,) = {c.error for output in shared for c in output.completions if c.error}
+    assert error.startswith("logits processor Counts raised AssertionError; if it keeps state, ")
 
 
-@pytest.mark.parametrize(
-    "style, said",
-    [
-        ({"logit_bias": {VOCAB: 1.0}}, "logit_bias=128 .*0 to 127"),
-        ({"bad_words_ids": [[1, VOCAB]]}, "bad_words_ids=128 .*0 to 127"),
-    ],
-    ids=["bias", "word"],
-)
-def test_tokens_that_the_model_does_not_have(style, said):
+def test_a_function_that_makes_no_processors():
     with engine_of(tiny()) as engine:
-        with pytest.raises(ValueError, match=said):
-            engine.add_request([1], SamplingParams(**style))
-        assert not engine.has_unfinished()
-
-
-def test_all_excluded():
-    """It ends with the reason; the others go on."""
-    banned = greedy(4, bad_words_ids=[[token] for token in range(VOCAB)])
-    with engine_of(tiny()) as engine:
-        bad, good = run(engine, [([1, 2], banned), ([1, 2], greedy(4))])
-    assert "every token excluded" in bad.completions[0].error
-    assert good.completions[0].finish_reason == "length"
+        for make, said in ((lambda: {}[5], "KeyError"), (int, "TypeErr"), (lambda: [5], "it made")):
+            with pytest.raises(ValueError, match=f"logits_processors=.*list of functions.*{said}"):
+                engine.generate([[1], [2]], SamplingParams(logits_processors=make))
+            assert not engine.has_unfinished()

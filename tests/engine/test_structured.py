@@ -1,7 +1,6 @@
 """Structured output: texts of the form that was asked for, by masks that drafts, verifies and
 scores share, with the bits of the request alone wherever it runs."""
 
-import json
 import random
 import re
 import sys
@@ -9,10 +8,10 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
-from tests.support.cases import cost
-from tests.support.mixes import bits, plain
+from tests.support.cases import bits_of, cost, one_by_one
+from tests.support.mixes import Liar, bits, plain
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tinyspec import Engine, EngineConfig, RequestOutput, SamplingParams, audit
 from tinyspec.engine.grammars import Grammars
@@ -34,17 +33,13 @@ SCHEMA = {
 REGEX = r"(The|A) (fox|bear) (ran|sat)( and (ran|sat)){2,3}\."
 LARK = 'start: "yes" | "no" | (word " ")~2 "!"\nword: /[a-z]{2,5}/'
 FORMS = {"json_schema": SCHEMA, "regex": REGEX, "grammar": LARK}
+PATTERNS = {
+    "json_schema": r'{"name":"[A-Z][a-z]{2,5}","age":\d\d?,"friends":\[("(fox|bear)",?){0,2}\]}',
+    "regex": REGEX,
+    "grammar": "yes|no|([a-z]{2,5} ){2}!",
+}
 SAMPLED = {"temperature": 1.2, "seed": 3, "num_return_sequences": 3}
 PROMPTS = ["Once there was a brave fox", "Tell me about the bear.", "The", "Where did they go?"]
-
-
-def fits(form, text):
-    if form == "json_schema":
-        found = json.loads(text)
-        friends = {"fox", "bear"} >= set(found["friends"]) and len(found["friends"]) <= 2
-        return [*found] == [*SCHEMA["properties"]] and 0 <= found["age"] < 100 and friends
-    pattern = REGEX if form == "regex" else r"yes|no|([a-z]{2,5} ){2}!"
-    return re.fullmatch(pattern, text) is not None
 
 
 def asked(form, **settings):
@@ -64,10 +59,11 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(BUNDLED)
 
 
-def engine_of(tokenizer=None, sensitive=False, **settings):
+def engine_of(tokenizer=None, sensitive=False, vocab_size=896, **settings):
     """Of the bundled model; or in 16 bits, and its linears sensitive to the row count."""
     dtype = torch.bfloat16 if sensitive else torch.float32
     model = LlamaForCausalLM.from_pretrained(BUNDLED, dtype=dtype).eval()
+    model.resize_token_embeddings(vocab_size)
     if sensitive:
         model = replace_linears(model, ShapeSensitiveLinear)
     engine = Engine(model, tokenizer, EngineConfig(**{"reference_rows": 16, **settings}))
@@ -75,30 +71,20 @@ def engine_of(tokenizer=None, sensitive=False, **settings):
     return engine
 
 
-class Scribbler:
-    """A drafter that knows nothing of forms."""
-
-    def __init__(self):
-        self.rng = random.Random(1)
-
-    def propose(self, sequences, n):
-        return [[self.rng.randrange(896) for _ in range(n)] for _ in sequences]
-
-
 @pytest.mark.parametrize("sensitive", [False, True], ids=["as is", "shape-sensitive"])
 def test_alone_and_in_a_crowd(tokenizer, sensitive):
     prompts, params = requests()
     with engine_of(tokenizer, sensitive, prefix_cache=False) as engine:
-        alone = [bits(engine.generate([p], s)[0]) for p, s in zip(prompts, params, strict=True)]
+        alone = one_by_one(engine, list(zip(prompts, params, strict=True)))
     with engine_of(tokenizer, sensitive, verify="always", draft_window=7) as engine:
         others = [plain(params[0]), plain(params[3]), SamplingParams(max_new_tokens=40)]
         outputs = engine.generate([*prompts, *PROMPTS[:3]], [*params, *others])
         outputs = outputs[: len(params)]
-        assert [bits(output) for output in outputs] == alone
+        assert bits_of(outputs) == alone
         assert audit(engine, outputs)
         for output in outputs:
-            (form, _) = output.params.structure
-            assert all(fits(form, c.text) for c in output.completions)
+            pattern = PATTERNS[output.params.structure[0]]
+            assert all(re.fullmatch(pattern, c.text) for c in output.completions)
             assert {c.finish_reason for c in output.completions} == {"stop"}
         first = [output.completions[0] for output in outputs]
         scores = engine.score(prompts, [c.token_ids for c in first], params)
@@ -108,7 +94,7 @@ def test_alone_and_in_a_crowd(tokenizer, sensitive):
         assert (sum(s.rollbacks for s in stats) > 0) == sensitive
         # Control: without the forms the texts are others.
         free = engine.generate(prompts, [SamplingParams(max_new_tokens=20)] * len(prompts))
-        assert not any(fits("regex", o.completions[0].text) for o in free)
+        assert not any(re.fullmatch(REGEX, output.completions[0].text) for output in free)
         assert (
             engine.score(prompts[:1], [first[0].token_ids], plain(SamplingParams())) != scores[:1]
         )
@@ -120,17 +106,15 @@ def test_proposals_are_cut(tokenizer, deterministic):
     prompts, params = requests()
     params = params if deterministic else [plain(s) for s in params]
     with engine_of(tokenizer) as engine:
-        expected = engine.generate(prompts, params)
-    drafted = {}
-    for wanted in (params, [SamplingParams(max_new_tokens=20, ignore_eos=True)] * len(params)):
-        with engine_of(tokenizer, drafter=Scribbler(), draft_window=9) as engine:
-            outputs = engine.generate(prompts, wanted)
-        completions = [c for output in outputs for c in output.completions]
-        drafted[wanted[0].structure is None] = sum(c.stats.drafted for c in completions)
-        if wanted is params:
-            tokens = [c.token_ids for output in expected for c in output.completions]
-            assert [c.token_ids for c in completions] == tokens
-    assert drafted[False] < 60 < 500 < drafted[True]
+        expected = bits_of(engine.generate(prompts, params))
+    with engine_of(tokenizer, drafter=Liar(1), draft_window=9) as engine:
+        outputs = engine.generate(prompts, params)
+        free = engine.generate(prompts, SamplingParams(max_new_tokens=20))
+    cut, uncut = (sum(o.completions[0].stats.drafted for o in each) for each in (outputs, free))
+    assert cut < 20 < 100 < uncut
+    assert [[c[0] for c in output] for output in bits_of(outputs)] == [
+        [c[0] for c in output] for output in expected
+    ]
 
 
 def test_masks_are_functions_of_the_tokens(tokenizer):
@@ -176,14 +160,8 @@ def test_complete_texts_end(tokenizer):
 
 
 def test_a_vocabulary_larger_than_the_tokenizers(tokenizer):
-    config = LlamaConfig(
-        vocab_size=1500, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
-        num_attention_heads=4, eos_token_id=END,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config).eval()
-    style = {"temperature": 2.0, "seed": 1, "max_new_tokens": 30}
-    with Engine(model, tokenizer, EngineConfig(reference_rows=16)) as engine:
+    style = {"temperature": 9.0, "seed": 1, "max_new_tokens": 30}
+    with engine_of(tokenizer, vocab_size=1500) as engine:
         found, free = engine.generate(
             ["Once", "Once"], [SamplingParams(regex="[ -~]*", **style), SamplingParams(**style)]
         )
@@ -200,7 +178,7 @@ def test_the_tokenizer_is_in_the_fingerprint(tokenizer):
         assert output.fingerprint != other.fingerprint
         back = RequestOutput.from_json(output.to_json())
         assert back == output and audit(engine, [back])
-    (changed,) = [AutoTokenizer.from_pretrained(BUNDLED)]
+    changed = AutoTokenizer.from_pretrained(BUNDLED)
     changed.add_tokens(["foxes"])
     with engine_of(changed) as engine:
         assert "tokenizer" in str(audit(engine, [output]).entries[0].reason)

@@ -221,7 +221,7 @@ def wide_rows(call: Call) -> WideRows | None:
     Raises ValueError for values that would have to be one for all.
     """
     params, first, prompts = call.params, call.prepared[0], call.prompts
-    processors = _of_all_rows(call, "logits_processor", params[0].logits_processors)
+    processors = _of_all_rows(call, "logits_processor", params[0].functions["logits_processors"])
     criteria = _of_all_rows(call, "stopping_criteria", params[0].stopping_criteria)
     spare = prompts.width - max(map(len, prompts.each))  # pads of the longest prompt
     single = len(params) * params[0].num_return_sequences == 1
@@ -240,7 +240,7 @@ def wide_rows(call: Call) -> WideRows | None:
         one.resolve(
             max_new_tokens=most,
             min_new_tokens=min(one.min_new_tokens, most),
-            logits_processors=[wide.get(id(p), p) for p in one.logits_processors],
+            logits_processors=[wide.get(id(p), p) for p in one.functions["logits_processors"]],
             stopping_criteria=[c for c in one.stopping_criteria if c not in criteria],
         )
         for one in params

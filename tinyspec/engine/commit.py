@@ -15,6 +15,7 @@ import torch
 
 from tinyspec.engine.launcher import Decisions, Fetched, InFlightPass
 from tinyspec.engine.stop_strings import first_stop, reach
+from tinyspec.errors import named
 from tinyspec.model.torch_state import callers_modes
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.sampler import NOT_FINITE, Sampled, SpecialResult
@@ -329,7 +330,7 @@ class Committer:
             try:
                 stopped = bool((stops == token).any()) or self.stops(sequence)
             except Exception as error:
-                sequence.error = f"a stopping criterion raised {type(error).__name__}: {error}"
+                sequence.error = f"a stopping criterion raised {named(error)}"
                 sequence.cause = error
                 sequence.finish_reason = "abort"
                 return n + 1

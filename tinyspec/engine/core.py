@@ -13,6 +13,7 @@ from tinyspec.engine.commit import Commits, Committer
 from tinyspec.engine.drafter import Drafter, FastPath, NgramDrafter, proposals
 from tinyspec.engine.launcher import InFlightPass, Launcher
 from tinyspec.engine.trace import Trace
+from tinyspec.errors import named
 from tinyspec.runner.model_runner import ModelRunner
 from tinyspec.runner.sampler import Sampler
 from tinyspec.scheduler.admission import Admission
@@ -75,7 +76,7 @@ class EngineCore:
         found = proposals(self.drafter, sequences, limits.tolist(), self.runner.vocab_size)
         for sequence, drafts in zip(sequences, found, strict=True):
             if isinstance(drafts, Exception):
-                why = f"the drafter raised {type(drafts).__name__}: {drafts}"
+                why = f"the drafter raised {named(drafts)}"
                 self.committer.fail(sequence, why, drafts)
                 continue
             if sequence.grammar is not None and sequence.given_tokens is None:
@@ -189,7 +190,7 @@ class EngineCore:
         elif works.num_rows > 1:
             self.admission.isolate(sequences, row_limit=works.num_rows // 2)
         else:
-            why = f"the pass raised {type(error).__name__}: {error}"
+            why = f"the pass raised {named(error)}"
             self.committer.fail(sequences[0], why, error)
 
     def _record(self, record: PassRecord, commits: Commits, seconds: float) -> None:

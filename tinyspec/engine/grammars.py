@@ -20,12 +20,6 @@ from tinyspec.scheduler.sequence_table import Array
 
 # Compiled grammars that are kept; each completion follows a copy of its own.
 KEPT = 64
-# llguidance's functions, by field.
-READERS = {
-    "json_schema": "grammar_from_json_schema",
-    "regex": "grammar_from_regex",
-    "grammar": "grammar_from_lark",
-}
 
 
 class Grammar:
@@ -89,7 +83,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
-        self._digest = lru_cache(maxsize=8)(self._digest_of)
+        self._digest = lru_cache(maxsize=8)(lambda _, vocab: text_digest(tokenizer, vocab))
         self._vocabulary = lru_cache(maxsize=8)(self._vocabulary_of)
         self._matcher = lru_cache(maxsize=KEPT)(self._compiled)
 
@@ -97,9 +91,6 @@ class Grammars:
     def _size(self) -> int:
         """Tokens that the tokenizer has now."""
         return len(self._tokenizer) if hasattr(self._tokenizer, "__len__") else 0
-
-    def _digest_of(self, size: int, vocab_size: int) -> str:
-        return text_digest(self._tokenizer, vocab_size)
 
     def parts(self, params: SamplingParams, vocab_size: int) -> Parts:
         """What the fingerprint of a request has more where its tokens depend on the tokenizer."""
@@ -142,8 +133,8 @@ class Grammars:
         """A matcher that has read nothing. Raises ValueError; ImportError without llguidance."""
         from llguidance import LLMatcher
 
-        grammar = getattr(LLMatcher, READERS[field])(text)
-        matcher = LLMatcher(self._vocabulary(size, eos), grammar, log_level=0)
+        read = getattr(LLMatcher, f"grammar_from_{'lark' if field == 'grammar' else field}")
+        matcher = LLMatcher(self._vocabulary(size, eos), read(text), log_level=0)
         if matcher.is_error():
             raise ValueError(matcher.get_error())
         return matcher

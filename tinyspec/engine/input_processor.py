@@ -202,9 +202,11 @@ class InputProcessor:
         if allowed is not None:
             raise refuse("max_new_tokens", params.max_new_tokens, allowed)
         size = self._vocab_size
-        for field, tokens in params.tokens.items():
-            for token in tokens:
+        for field in ("stop_token_ids", "eos_token_id", "logit_bias"):
+            for token in getattr(params, field) or ():
                 _check_token(field, token, size)
+        for token in itertools.chain(*params.bad_words_ids or ()):
+            _check_token("bad_words_ids", token, size)
         if params.top_logprobs > size:
             raise refuse("top_logprobs", params.top_logprobs, f"at most {size}")
         if params.thinking and self._thinker is None:
@@ -213,8 +215,8 @@ class InputProcessor:
         if params.stop_strings and self._tokenizer is None:
             raise refuse("stop_strings", params.stop_strings, "none without a tokenizer")
         self._grammars.of(params)
-        for field in ("logits_processors", "stopping_criteria"):
-            for function in getattr(params, field):
+        for field, functions in params.functions.items():
+            for function in functions:
                 if not callable(function):
                     raise refuse(field, function, "functions")
 

@@ -21,7 +21,7 @@ from tinyspec.determinism.contract import Contract
 from tinyspec.engine.commit import Commits
 from tinyspec.engine.core import EngineCore
 from tinyspec.engine.lock import StepLock
-from tinyspec.errors import DeterminismError, TinyspecError, refuse
+from tinyspec.errors import DeterminismError, TinyspecError, named, refuse
 from tinyspec.interrupts import between_steps, flush
 from tinyspec.scheduler.request import Request, Sequence
 
@@ -326,7 +326,7 @@ class RequestTracker:
 
 def _told(error: Exception) -> str:
     known = isinstance(error, TinyspecError)
-    return str(error) if known else f"{type(error).__name__}: {error}"
+    return str(error) if known else named(error)
 
 
 def other_threads() -> bool:

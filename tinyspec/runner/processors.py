@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from inspect import isroutine
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tinyspec.errors import named
 from tinyspec.model.torch_state import callers_modes
 from tinyspec.runner.device_queue import to_device
 from tinyspec.sampling_params import SamplingParams
@@ -27,6 +29,7 @@ Softmax = Callable[[Tensor], Tensor]
 _ONE = 1 << 40
 # A larger bias would not be finite in fp32; a smaller one than its negative excludes the token.
 _MOST = 1e30
+SHARED = "; if it keeps state, logits_processors must be a function that makes each list anew"
 # What processors raised, by place.
 Errors = dict[int, tuple[str, Exception]]
 
@@ -137,12 +140,11 @@ def process(
                 allowed = row.grammar.allowed(row.generated, len(own), row.early)
             except Exception as error:
                 errors[n] = f"llguidance gave up: {error}", error
-                continue
-            own.masked_fill_(to_device(~allowed, own.device), -torch.inf)
+            else:
+                own.masked_fill_(to_device(~allowed, own.device), -torch.inf)
         elif row.early:
             own[[t for t in row.params.stop_ids if t < len(own)]] = -torch.inf
-        left[n] = iter(row.params.logits_processors)
-    places = [n for n in places if n not in errors]
+        left[n] = iter(row.params.functions["logits_processors"])
     while places:
         found = [_row_by_row(scores, special[n], n, left[n], errors) for n in places]
         wide = found[0]
@@ -190,7 +192,8 @@ def _row_by_row(
 
 def _raised(processor: Processor, error: Exception) -> tuple[str, Exception]:
     name = getattr(processor, "__qualname__", type(processor).__qualname__)
-    return f"logits processor {name} raised {type(error).__name__}: {error}", error
+    hint = "" if isroutine(processor) or getattr(processor, "stateless", False) else SHARED
+    return f"logits processor {name} raised {named(error)}{hint}", error
 
 
 def _integers(values: list[int] | list[list[int]], device: torch.device) -> Tensor:

@@ -36,6 +36,7 @@ class Sequence:
     """One completion of a request. While it runs, a row of ``table`` holds what passes need of it
     and explains the other properties; table, row: None and -1 while it does not run.
 
+    params: the request's, with processors of its own where these are made for each completion.
     pages: page table. digests: of full pages, one each. draft_free: verify the next token without
     drafts. given_tokens: the expected continuation (replay, scoring), used as drafts; the sequence
     ends where the canonical tokens diverge from it. teacher_forced: commit it whatever the logits
@@ -49,6 +50,7 @@ class Sequence:
     request: Request
     index: int
     _tokens: list[int]
+    params: SamplingParams
     table: SequenceTable | None = None
     row: int = -1
     pages: list[int] = field(default_factory=list)
@@ -77,10 +79,6 @@ class Sequence:
     num_drafts = column("num_drafts")
     proposed = column("proposed")
     draft_ended = column("draft_ended")
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.request.params
 
     @property
     def deterministic(self) -> bool:
@@ -329,7 +327,8 @@ class Request:
         assert self.params.seed is not None or self.params.temperature == 0
         seed, count = self.params.seed, self.params.num_return_sequences
         keys = [0 if seed is None else noise_key(seed, index) for index in range(count)]
-        self.sequences = [Sequence(self, n, list(self.prompt), key=k) for n, k in enumerate(keys)]
+        for n, key in enumerate(keys):
+            self.sequences.append(Sequence(self, n, [*self.prompt], self.params.of_one(), key=key))
         self.sequences[0].siblings = self.sequences[1:]
         self.prompt_logprobs = [None] * (len(self.prompt) if self.params.prompt_logprobs else 0)
 

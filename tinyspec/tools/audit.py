@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any
 
 from tinyspec.determinism.fingerprint_parts import are_parts, digest_of, explained
@@ -117,7 +117,7 @@ def _obstacles(output: RequestOutput, engine: Engine) -> Iterator[Obstacle]:
         yield NOT_COMPARABLE, reason
     if not params.deterministic:
         yield NOT_COMPARABLE, "it is plain: it was not asked to be deterministic"
-    for function in (*params.logits_processors, *params.stopping_criteria):
+    for function in chain(*params.functions.values()):
         if not callable(function):
             yield NOT_COMPARABLE, f"only the name of the function {function} is known"
     try:
