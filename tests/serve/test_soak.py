@@ -77,7 +77,7 @@ async def one_client(http, seed, solo, until, counts):
             assert found.status_code == 200 and said(found) == solo[n]
 
 
-@pytest.mark.slow("soak", SECONDS + 20)
+@pytest.mark.slow("server", SECONDS + 20)
 def test_two_hundred_clients(request):
     minutes = request.config.getoption("--soak-minutes")
     length = SECONDS if minutes is None else 60 * minutes
