@@ -1,5 +1,6 @@
 """Clients that go away, ask too much, send too much or without the key; and the end."""
 
+import asyncio
 import json
 import signal
 import socket
@@ -23,6 +24,9 @@ from tests.support.serving import (
     storyteller,
     wait_until,
 )
+from tests.support.tiny import tiny
+from tinyspec import AsyncEngine
+from tinyspec.serve.app import create_app
 
 LONG = {"prompt": PROMPT, "max_tokens": 1900, "ignore_eos": True}
 LONG_CHAT = {"messages": MESSAGES, "max_tokens": 1900, "ignore_eos": True}
@@ -130,6 +134,17 @@ def test_the_end_lets_requests_finish():
             httpx.get(f"{server.url}/health")
 
 
+def test_what_no_server_is_made_of(bundled):
+    shared = AsyncEngine(bundled)
+    with pytest.raises(ValueError, match="timeout=0 is not allowed"):
+        create_app(shared, MODEL, timeout=0)
+    bare = AsyncEngine(tiny())
+    with pytest.raises(ValueError, match="tokenizer"):
+        create_app(bare, MODEL)
+    for engine in (shared, bare):
+        asyncio.run(engine.close())
+
+
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c(times, tmp_path):
     """Once: what runs is answered. Twice: the process ends at once."""
@@ -137,7 +152,7 @@ def test_ctrl_c(times, tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "tinyspec", "serve", "--port", str(port)]
-    command += ["--served-model-name", MODEL, "--device", "cpu"]
+    command += ["--device", "cpu"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE)
     url = f"http://127.0.0.1:{port}"
 
@@ -158,7 +173,7 @@ def test_ctrl_c(times, tmp_path):
             if times == 2:
                 time.sleep(0.3)
                 process.send_signal(signal.SIGINT)
-                assert process.wait(20) == 130
+                assert process.wait(60) == 130
             else:
                 assert list(lines)[-2:] == ["data: [DONE]", ""]
                 assert process.wait(PATIENCE) == 130

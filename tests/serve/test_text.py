@@ -33,7 +33,8 @@ def test_every_way_gives_the_same_bits(served, client, bundled):
     expected = output.completions[0]
 
     async def awaited():
-        return (await AsyncEngine(bundled).generate([PROMPT], params))[0].completions[0]
+        async with AsyncEngine(bundled) as shared:
+            return (await shared.generate([PROMPT], params))[0].completions[0]
 
     assert asyncio.run(awaited()).logprobs == expected.logprobs
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED)

@@ -34,6 +34,7 @@ SHARES = {
     "model types": 2,  # every causal LM of transformers
     "random mixes": 2,  # requests at random, and all that must not change their bits
     "random use": 2,  # one engine or model under random calls
+    "server": 4,  # two hundred clients, for two minutes
     "soak": 1,  # everything at once, for minutes
     "thinking": 1,  # a small model is trained
 }

@@ -1,5 +1,6 @@
 """A server on loopback, in a thread, over the bundled model, and clients of it."""
 
+import asyncio
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,7 +52,8 @@ def wait_until(done):
 
 @contextmanager
 def running(engine, limits=None, model=MODEL, **settings):
-    app = create_app(AsyncEngine(engine, **limits or {}), model, **settings)
+    shared = AsyncEngine(engine, **limits or {})
+    app = create_app(shared, model, **settings)
     config = uvicorn.Config(app, port=0, http="h11", log_level="error")
     server = uvicorn.Server(config)
     thread = Thread(target=server.run, daemon=True)
@@ -63,6 +65,7 @@ def running(engine, limits=None, model=MODEL, **settings):
     finally:
         server.should_exit = True
         thread.join(PATIENCE)
+        asyncio.run(shared.close())
         assert not thread.is_alive()
 
 

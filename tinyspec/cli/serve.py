@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from pathlib import Path
 from typing import Any
 
 from tinyspec.cli import common
@@ -51,7 +52,7 @@ def serve(options: Namespace) -> int:
     config = EngineConfig(
         reference_rows=options.reference_rows, max_model_len=options.max_model_len
     )
-    name = options.served_model_name or common.model_name(options)
+    name = options.served_model_name or options.model or Path(common.model_name(options)).name
     limits = {"max_requests": options.max_requests, "max_waiting": options.max_waiting}
     with common.engine_of(options, config) as engine:
         served = AsyncEngine(engine, **limits)

@@ -88,6 +88,8 @@ class Server:
         self.deterministic, self.timeout = deterministic, timeout
         if engine.engine.tokenizer is None:
             raise refuse("model", model, "one with a tokenizer")
+        if timeout is not None and not timeout > 0:
+            raise refuse("timeout", timeout, "None or seconds, above 0")
         # Its own, in a thread of its own: a long prompt holds up neither passes nor other streams.
         self.tokenizer = deepcopy(engine.engine.tokenizer)
         self._thread = ThreadPoolExecutor(1, "tokenizer")
@@ -226,7 +228,8 @@ def create_app(
 
     model: the name it goes by. deterministic: whether requests that do not say are. api_key: what
     clients must send as bearer token. timeout: seconds that a request may take. max_body: bytes of
-    a body, which must be there after ``body_seconds``. Raises ValueError without a tokenizer.
+    a body, which must be there after ``body_seconds``. Raises ValueError naming what is not
+    allowed, also for an engine without a tokenizer.
     """
     server = Server(engine, model, deterministic, timeout)
     app = FastAPI(title="tinyspec")

@@ -26,13 +26,12 @@ CLIENT_GONE = 499
 # Type and code by status, or by its first digit.
 KINDS: dict[int, tuple[str, str | None]] = {
     401: ("authentication_error", "invalid_api_key"),
-    404: ("invalid_request_error", "model_not_found"),
     429: ("rate_limit_error", "rate_limit_exceeded"),
     4: ("invalid_request_error", None),
     5: ("server_error", None),
 }
-# Of values that are not allowed, where they are no bad requests.
-NAMED = {"engine": 503, "model": 404}
+# Status and code of values that are not allowed, where they are no bad requests.
+NAMED = {"engine": (503, None), "model": (404, "model_not_found")}
 CLOSE = {"Connection": "close"}
 # Errors that are answered; those with a class of their own before the others.
 HANDLED = (
@@ -51,7 +50,7 @@ class AsciiJSON(JSONResponse):
 def failure(error: Exception, body: Any = None) -> tuple[int, dict[str, Any], dict[str, str]]:
     """Status, what OpenAI's API would say, and headers. body: of the request, which may have names
     of its own for fields of SamplingParams."""
-    status, text, param, headers = 500, str(error), None, {}
+    status, text, param, code, headers = 500, str(error), None, None, {}
     if isinstance(error, (RequestValidationError, ValidationError)):
         first = error.errors()[0]
         place = [str(part) for part in first["loc"] if part != "body"]
@@ -66,12 +65,14 @@ def failure(error: Exception, body: Any = None) -> tuple[int, dict[str, Any], di
     elif isinstance(error, TimeoutError):
         status, text = 504, "the request took longer than this server allows"
     elif found := re.match(r"(\w+)[^=]*=.* is not allowed: ", text, re.DOTALL):
-        status, param = NAMED.get(found[1], 400), found[1]
+        param = found[1]
+        status, code = NAMED.get(param, (400, None))
         if hasattr(body, "api_name"):
-            param = body.api_name(found[1])
+            param = body.api_name(param)
         text = param + text[len(found[1]) :]
-    kind, code = KINDS[status] if status in KINDS else KINDS[status // 100]
-    return status, {"message": text, "type": kind, "param": param, "code": code}, headers
+    kind, usual = KINDS[status] if status in KINDS else KINDS[status // 100]
+    said = {"message": text, "type": kind, "param": param, "code": code or usual}
+    return status, said, headers
 
 
 async def answer_error(http: Request, error: Exception) -> Response:

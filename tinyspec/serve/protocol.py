@@ -187,7 +187,8 @@ class Message(Strict):
         content = self.content
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         role = "system" if self.role == "developer" else self.role
-        return self.model_dump(exclude_none=True) | {"role": role, "content": text}
+        others = self.model_dump(exclude_none=True, exclude={"type", "id", "status"})
+        return others | {"role": role, "content": text}
 
 
 class ToolRequest(Strict):
@@ -245,9 +246,6 @@ class InputMessage(Message):
     type: Literal["message"] = "message"
     id: str | None = None
     status: str | None = None
-
-    def plain(self) -> dict[str, Any]:
-        return Message(role=self.role, content=self.content).plain()
 
 
 class ResponsesText(Strict):
