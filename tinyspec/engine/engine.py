@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -149,7 +149,7 @@ class Engine(OneProcess):
         self._thinker.serve(served.root, self.runner.torch_state)
         return self._thinker.extra_modules
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
