@@ -430,7 +430,7 @@ def test_abort_ends_one_request(served, expected):
     assert bits(second) == expected[0]
 
 
-BAD = {"priority": ["high", True, 0.5], "timeout": [0, "1", float("nan"), True]}
+BAD = {"priority": ["high", True, 0.5, 2**63], "timeout": [0, "1", float("nan"), True]}
 
 
 @pytest.mark.parametrize(("field", "value"), [(f, v) for f, values in BAD.items() for v in values])

@@ -223,8 +223,9 @@ class InputProcessor:
 
 def checked_priority(priority: Any) -> int:
     """An integer; those of a lower one begin first."""
-    if not isinstance(own := plain(priority), int) or isinstance(own, bool):
-        raise refuse("priority", priority, "an integer")
+    own = plain(priority)
+    if not isinstance(own, int) or isinstance(own, bool) or own.bit_length() > 63:
+        raise refuse("priority", priority, "an integer of 64 bits")
     return own
 
 
