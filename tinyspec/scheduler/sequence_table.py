@@ -25,13 +25,14 @@ NO_STOP = -1
 class Fixed:
     """One number of each running sequence, [R] each: what it is, which stays as it is.
 
-    generation_id: a number of its own whenever a sequence gets a row, 0 in a free one.
-    priority: the lowest starts first, then the lowest order, of arrival. deterministic. most:
-    tokens at which it ends. window: most drafts that may wait. temperature: 0 for greedy. key: of the noise. top_k, top_p, min_p: filters, 0, 1 and 0 where
-    they are off. logprobs_wanted. special_sampling: the sampler needs its parameters and history.
-    special_commit: tokens are committed one by one. given: its continuation is. has_embeds,
-    scores_prompt: parts of the prompt enter as embeddings, or its log-probabilities are wanted.
-    thinking: states are added to its prompt. supplied: its tokens come from outside.
+    generation_id: a number of its own whenever a sequence gets a row, 0 in a free one. priority:
+    the lowest starts first, then the lowest order, of arrival. deterministic. most: tokens at which
+    it ends. window: most drafts that may wait. temperature: 0 for greedy. key: of the noise. top_k,
+    top_p, min_p: filters, 0, 1 and 0 where they are off. logprobs_wanted. special_sampling: the
+    sampler needs its parameters and history. special_commit: tokens are committed one by one.
+    given: its continuation is. has_embeds, scores_prompt: parts of the prompt enter as embeddings,
+    or its log-probabilities are wanted. thinking: states are added to its prompt. supplied: its
+    tokens come from outside.
     """
 
     generation_id: Counts
