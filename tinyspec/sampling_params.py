@@ -68,8 +68,8 @@ class SamplingParams:
     """How one request is sampled. Names follow transformers' ``GenerationConfig`` where it has one.
 
     max_new_tokens, min_new_tokens: bounds on the tokens generated; before ``min_new_tokens`` no
-        stop token is sampled. max_new_tokens=None: what fits into ``max_model_len`` and the page
-        pool, which the output records.
+        stop token is sampled. max_new_tokens=None: what ``max_model_len`` leaves, which the
+        output records.
     temperature: 0 is greedy. top_k (0: off), top_p (1: off, 0: the likeliest alone) and min_p
         (0: off) filter in this order.
     What changes logits before temperature, in this order, which is transformers' where it has one:

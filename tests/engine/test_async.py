@@ -222,6 +222,30 @@ def test_closing_fails_what_is_unfinished(served):
     assert all("engine='closed'" in str(error) for error in run(main()))
 
 
+class PanicError(BaseException):
+    """As pyo3's PanicException, which is no Exception."""
+
+
+@pytest.mark.parametrize("kind", [PanicError, SystemExit, StopIteration, KeyError])
+def test_whatever_is_raised_as_a_call_begins_ends_that_call(served, kind):
+    """The worker goes on, with the others' requests, and tells so; control: one that has ended."""
+
+    class Raises(list):
+        def __iter__(self):
+            raise kind("no tokens")
+
+    async def main():
+        crowd = asyncio.create_task(one(served, *REQUESTS[0]))
+        with pytest.raises(KeyError if kind is KeyError else RuntimeError, match="no tokens"):
+            await served.generate(Raises([[1], [2]]), LONG)
+        assert len((await crowd).completions[0].token_ids) == 9 and served.alive
+        assert not served.waiting
+        await served.close()
+        assert not served.alive and served.engine.closed is None
+
+    run(main())
+
+
 def test_one_that_is_dropped_gives_the_model_back():
     model = tiny()
     served = AsyncEngine(model)
@@ -430,7 +454,7 @@ def test_abort_ends_one_request(served, expected):
     assert bits(second) == expected[0]
 
 
-BAD = {"priority": ["high", True, 0.5], "timeout": [0, "1", float("nan"), True]}
+BAD = {"priority": ["high", True, 0.5, 2**63], "timeout": [0, "1", float("nan"), True]}
 
 
 @pytest.mark.parametrize(("field", "value"), [(f, v) for f, values in BAD.items() for v in values])

@@ -285,6 +285,28 @@ def test_text_stream(tokenizer, seed):
     assert "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
 
 
+def metaspace_tokenizer() -> PreTrainedTokenizerFast:
+    """As Llama 2's: a space before a word is its first letter, and a text has none before it."""
+    words = ["<unk>", "<end>", "▁", "▁a", "b", "▁long", "er"]
+    vocabulary = {word: place for place, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
+    parts = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(parts)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize("hidden", [1, 3, 200])
+def test_a_space_behind_tokens_that_are_not_shown(hidden):
+    """No piece is decoded as if it were the beginning of the text, which has no space there."""
+    tokenizer = metaspace_tokenizer()
+    ids = [2, 3, 4, *[1] * hidden, 3, 6, *[1] * hidden, 5, 6, 3]
+    stream = TextStream(tokenizer)
+    pieces = [stream.push([token], False) for token in ids]
+    whole = tokenizer.decode(ids, skip_special_tokens=True)
+    assert "".join(pieces) == whole == " ab aer longer a"
+    assert tokenizer.decode(ids[3:], skip_special_tokens=True)[0] != " ", "control: it is lost"
+
+
 def test_an_emoji_comes_whole():
     tokenizer = byte_tokenizer()
     ids = tokenizer("a🦊b")["input_ids"]

@@ -86,9 +86,9 @@ def test_one_prompt(engine, prompt):
     assert scores == engine.score([PROMPTS[0]], [PROMPTS[1]])
 
 
-@pytest.mark.parametrize("positions, pages, room", [(100, 12, 97), (512, 12, 189), (512, 1, 13)])
+@pytest.mark.parametrize("positions, pages, room", [(100, 7, 97), (100, 12, 97), (512, 32, 509)])
 def test_as_many_tokens_as_fit(positions, pages, room):
-    """Into the model's length and the pool; the output records how many. What fits none is told."""
+    """Into the model's length; the output records how many. What fits none is told."""
     config = EngineConfig(reference_rows=16, page_size=16, max_model_len=positions, num_pages=pages)
     most = SamplingParams(max_new_tokens=None, ignore_eos=True, deterministic=True)
     with Engine(tiny(), config=config) as engine:
@@ -98,9 +98,28 @@ def test_as_many_tokens_as_fit(positions, pages, room):
         assert again.params == output.params
         with pytest.raises(ValueError, match=f"min_new_tokens={room + 1} .*={room}"):
             engine.generate([PROMPTS[0]], replace(most, min_new_tokens=room + 1))
-        with pytest.raises(ValueError, match=r"prompt=|need \d+ pages"):
-            engine.generate([[1] * (room + 3)], most)
+        with pytest.raises(ValueError, match=rf"prompt='{positions} tokens'"):
+            engine.generate([[1] * positions], most)
         assert not engine.has_unfinished()
+
+
+def test_the_pool_does_not_choose_how_many_tokens():
+    """Of equal fingerprints are equal outputs; where there are too few pages it is told, and asked
+    for no fewer tokens, nor of a call that gives its numbers."""
+    most, found = SamplingParams(max_new_tokens=None, ignore_eos=True, deterministic=True), []
+    for pages in (7, 12):
+        config = EngineConfig(page_size=16, max_model_len=100, num_pages=pages)
+        with Engine(tiny(), config=config) as engine:
+            (output,) = engine.generate([PROMPTS[0]], most)
+            found.append((output.fingerprint, output.completions[0].token_ids))
+    assert found[0] == found[1]
+    config = EngineConfig(page_size=16, max_model_len=100, num_pages=6)
+    with Engine(tiny(), config=config) as engine:
+        with pytest.raises(ValueError, match=r"max_new_tokens=97 .*need 7 pages .*there are 6"):
+            engine.generate([PROMPTS[0]], most)
+        (scores,) = engine.score([PROMPTS[0]], [[1, 2]], most)
+        (output,) = engine.generate([PROMPTS[0]], replace(most, max_new_tokens=93))
+        assert len(scores) == 2 and len(output.completions[0].token_ids) == 93
 
 
 BAD = {

@@ -197,6 +197,7 @@ BAD = {
     "regex": ({"regex": "(a"}, "regex='.a' is not allowed: .*unclosed group"),
     "look-around": ({"regex": "(?!a)b"}, "regex=.*what llguidance compiles"),
     "schema": ({"json_schema": {"type": "nonsense"}}, "json_schema=.*Invalid type: nonsense"),
+    "its own": ({"json_schema": {"$ref": "#"}}, "json_schema=.*compiles .NoExtensionBias.$"),
     "not JSON": ({"json_schema": "nope"}, "json_schema='nope' is not allowed"),
     "surrogate": ({"regex": "\ud800"}, "regex=.* is not allowed"),
     "grammar": ({"grammar": "start: foo"}, "grammar='start: foo' is not allowed: .*foo"),

@@ -53,7 +53,8 @@ class Logged(Admission):
 
 
 def rank(sequence):
-    return not sequence.deterministic, sequence.request.arrival, sequence.index
+    request = sequence.request
+    return not sequence.deterministic, request.priority, request.arrival, sequence.index
 
 
 class Simulation:
@@ -271,6 +272,22 @@ def test_random_traces(seed, tight):
     random_simulation(seed, tight).run()
     if seed % 8 == 1:
         random_simulation(seed, tight=True, max_sequences=1).run()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_urgent_requests_come_late(seed):
+    """Whoever would start first gets rows and pages first, and loses none to one that came before
+    it, whose rows of the same pass would have no pages."""
+    simulation = random_simulation(seed, tight=True, max_sequences=30, max_rows=640)
+    for request in simulation.requests:
+        request.priority = -request.arrival
+    waiting = sorted(simulation.admission.waiting, key=rank)
+    for sequence in waiting:
+        simulation.admission.remove(sequence)
+    while waiting:
+        simulation.admission.add(waiting.pop())
+        simulation.step()
+    simulation.run()
 
 
 def test_preemption_order():

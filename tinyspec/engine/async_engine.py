@@ -165,6 +165,11 @@ class AsyncEngine(OneProcess):
         return await self._asked(lambda engine: engine.abort(request_id))
 
     @property
+    def alive(self) -> bool:
+        """Whether it answers calls: its thread runs, and its engine is open."""
+        return not self._worker.stopped and self.engine.closed is None
+
+    @property
     def waiting(self) -> int:
         """How many calls wait for others to finish before they begin."""
         return len(self._worker.waiting)

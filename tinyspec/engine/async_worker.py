@@ -94,7 +94,8 @@ class AsyncWorker:
 
     Calls begin by priority, then in order, while fewer than ``max_requests`` requests are
     unfinished. closes: whether ``stop``, which the end of the interpreter calls too, closes the
-    engine. waiting: calls with requests that have not begun.
+    engine. waiting: calls with requests that have not begun. stopped: whether the thread has ended,
+    or is about to.
     """
 
     def __init__(self, engine: Engine, max_requests: int, max_waiting: int | None, closes: bool):
@@ -104,7 +105,7 @@ class AsyncWorker:
         # Closed while there is nothing to do. No Event: to set one takes a lock, which a finalizer
         # would wait for where its own thread holds it.
         self._gate = Lock()
-        self._stopping = self._stopped = False
+        self._stopping = self.stopped = False
         # Calls that wait for an answer, or have ended, which the worker has not seen; all others.
         self._told: deque[Call] = deque()
         self._calls: dict[Call, None] = {}
@@ -130,7 +131,7 @@ class AsyncWorker:
         self._engine.tracker.lock.check_process()
         self._told.append(call)
         self._wake()
-        if self._stopped:
+        if self.stopped:
             call.future.cancel()
             raise refuse("engine", "closed", "an engine that is open")
 
@@ -157,7 +158,7 @@ class AsyncWorker:
             while not self._stopping:
                 self._serve()
         finally:  # whatever a tokenizer raised, nobody waits for ever
-            self._stopped = True
+            self.stopped = True
             self._take()
             self._fail(list(self._calls), refuse("engine", "closed", "an engine that is open"))
             if self.closes:
@@ -177,7 +178,7 @@ class AsyncWorker:
             self.waiting.discard(call)
             try:
                 call.begin(engine)
-            except Exception as error:
+            except BaseException as error:  # panics of Rust, as in a tokenizer, are no Exception
                 self._fail([call], error)
         unfinished = [call for call in self._calls if call.unfinished]
         try:
@@ -191,7 +192,7 @@ class AsyncWorker:
             for call in [call for call in self._calls if call.begun and call.asked]:
                 try:
                     found = call.answer(engine.tokenizer)
-                except Exception as error:  # a tokenizer's
+                except BaseException as error:  # a tokenizer's
                     self._fail([call], error)
                 else:
                     if found is not None:
@@ -214,6 +215,10 @@ class AsyncWorker:
                 self._calls[call] = None
 
     def _fail(self, calls: Iterable[Call], error: BaseException) -> None:
+        if isinstance(error, StopIteration) or not isinstance(error, Exception):
+            # No future takes the one, and others may end the loop of the tasks.
+            error, cause = RuntimeError(repr(error)), error
+            error.__cause__ = cause
         for call in calls:
             self._forget(call)
             call.error = error

@@ -135,6 +135,8 @@ class Grammars:
 
         read = getattr(LLMatcher, f"grammar_from_{'lark' if field == 'grammar' else field}")
         matcher = LLMatcher(self._vocabulary(size, eos), read(text), log_level=0)
-        if matcher.is_error():
-            raise ValueError(matcher.get_error())
+        tried = matcher.deep_copy()
+        tried.compute_bitmask()  # where some of what compiles gives up at once
+        if tried.is_error():
+            raise ValueError(tried.get_error().partition("\n<state>")[0])
         return matcher

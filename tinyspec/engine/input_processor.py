@@ -177,12 +177,12 @@ class InputProcessor:
         return ids
 
     def _fitting(self, prompt: list[int], params: SamplingParams) -> SamplingParams:
-        """As many new tokens as there is room for, where no number is given."""
+        """As many new tokens as ``max_model_len`` leaves, where no number is given: not as the pool
+        has pages for, which the fingerprint does not tell."""
         if params.max_new_tokens is not None:
             return params
         assert self._config.max_model_len
-        room = min(self._config.max_model_len, self._pool.num_pages * self._pool.page_size)
-        return replace(params, max_new_tokens=max(1, room - len(prompt)))
+        return replace(params, max_new_tokens=max(1, self._config.max_model_len - len(prompt)))
 
     def _check(self, prompt: list[int], params: SamplingParams) -> None:
         config, pool = self._config, self._pool
@@ -198,7 +198,7 @@ class InputProcessor:
             allowed += f" (max_model_len={config.max_model_len})"
         elif pages > pool.num_pages:
             allowed = f"prompt and output need {pages} pages of {pool.page_size} tokens, and "
-            allowed += f"there are {pool.num_pages}"
+            allowed += f"there are {pool.num_pages} (num_pages, max_model_len)"
         if allowed is not None:
             raise refuse("max_new_tokens", params.max_new_tokens, allowed)
         size = self._vocab_size
@@ -223,8 +223,9 @@ class InputProcessor:
 
 def checked_priority(priority: Any) -> int:
     """An integer; those of a lower one begin first."""
-    if not isinstance(own := plain(priority), int) or isinstance(own, bool):
-        raise refuse("priority", priority, "an integer")
+    own = plain(priority)
+    if not isinstance(own, int) or isinstance(own, bool) or own.bit_length() > 63:
+        raise refuse("priority", priority, "an integer of 64 bits")
     return own
 
 

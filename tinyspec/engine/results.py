@@ -15,6 +15,9 @@ from tinyspec.sampling_params import SamplingParams
 from tinyspec.scheduler.request import Request, Sequence
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+# Tokens that a piece of text is decoded behind: more of them, in which only few are shown, do not
+# change it.
+MOST_BEFORE = 64
 
 
 def decode(tokenizer: Any, token_ids: list[int]) -> str | None:
@@ -82,16 +85,16 @@ class TextStream:
     """Text of a growing sequence, piece by piece and in whole characters; what is or may be one of
     ``stops`` is held back.
 
-    Each piece is decoded together with the one before it, because some tokenizers decode a token
-    differently at the start of a text.
+    Each piece is decoded together with the last one before it that shows something, because some
+    tokenizers decode a token differently at the start of a text.
     """
 
     def __init__(self, tokenizer: Any, stops: tuple[str, ...] = ()):
         self._tokenizer, self._stops = tokenizer, stops
         self._held = ""
         self._tokens: list[int] = []
-        self._start = 0
-        self._end = 0
+        self._before: list[int] = []
+        self._piece: list[int] = []
 
     def push(self, token_ids: list[int], last: bool) -> str | None:
         """The text that these tokens add; ``last`` adds an incomplete character too, and what was
@@ -99,11 +102,14 @@ class TextStream:
         if self._tokenizer is None:
             return None
         self._tokens += token_ids
-        known = decode(self._tokenizer, self._tokens[self._start : self._end]) or ""
-        text = decode(self._tokenizer, self._tokens[self._start :]) or ""
+        self._piece += token_ids
+        both = self._before + self._piece
+        known = decode(self._tokenizer, self._before) or ""
+        text = decode(self._tokenizer, both) or ""
         if text.endswith(_INCOMPLETE) and not last:
             return ""
-        self._start, self._end = self._end, len(self._tokens)
+        shows = len(text) > len(known)
+        self._before, self._piece = self._piece if shows else both[:MOST_BEFORE], []
         text = self._held + text[len(known) :]
         held = hidden(self._tokenizer, self._tokens, self._stops, last) if self._stops else 0
         end = max(0, len(text) - held)

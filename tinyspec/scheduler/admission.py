@@ -49,7 +49,7 @@ class Admission:
 
     @property
     def running(self) -> list[Sequence]:
-        """The running sequences, in order of arrival; a copy."""
+        """The running sequences, in ``starting_order``; a copy."""
         return [self.table.sequences[row] for row in self.table.rows.tolist()]
 
     def add(self, sequence: Sequence) -> None:
@@ -114,8 +114,8 @@ class Admission:
             self.stats.cached_prompt_tokens += cached
 
     def eligible(self) -> Array:
-        """Rows of the table that may be in a pass, in order of arrival: all of them, or after a
-        failed pass one alone."""
+        """Rows of the table that may be in a pass, in the order in which they would start: all of
+        them, or after a failed pass one alone."""
         if self.suspects:
             return np.array([self.suspects[0][0].row])
         table, rows = self.table, self.table.rows

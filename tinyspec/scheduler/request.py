@@ -257,6 +257,7 @@ class Sequence:
             self,
             self._tokens,
             () if self.teacher_forced else params.stop_ids,
+            priority=request.priority,
             order=request.arrival << INDEX_BITS | self.index,
             deterministic=params.deterministic,
             most=prompt + params.most_new_tokens,

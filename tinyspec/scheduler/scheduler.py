@@ -38,7 +38,7 @@ NONE: Array = np.zeros(0, np.int64)
 
 @dataclass
 class _Candidates:
-    """Rows of the sequence table by what they can do next, in order of arrival.
+    """Rows of the sequence table by what they can do next, in the order in which they start.
 
     plain: decode one row, and one more for each proposed token. drafting: deterministic, get one
     more token from a draft row or a canonical row. verifying: deterministic, have drafts to verify
@@ -235,7 +235,7 @@ class Scheduler:
         rows, kinds, counts = parts[0]
         if len(parts) > 1:
             rows, kinds, counts = (np.concatenate(column) for column in zip(*parts, strict=True))
-        if len(parts) > 1 or self.table.any("deterministic"):  # else in order of arrival
+        if len(parts) > 1 or self.table.any("deterministic"):  # else they are in order
             order = self.table.by_priority(rows)
             rows, kinds, counts = rows[order], kinds[order], counts[order]
         works = ScheduledRows.of(self.table, rows, kinds, counts)

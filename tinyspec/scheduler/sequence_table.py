@@ -25,16 +25,18 @@ NO_STOP = -1
 class Fixed:
     """One number of each running sequence, [R] each: what it is, which stays as it is.
 
-    generation_id: a number of its own whenever a sequence gets a row, 0 in a free one. order: of
-    arrival. deterministic. most: tokens at which it ends. window: most drafts that may wait.
-    temperature: 0 for greedy. key: of the noise. top_k, top_p, min_p: filters, 0, 1 and 0 where
-    they are off. logprobs_wanted. special_sampling: the sampler needs its parameters and history.
-    special_commit: tokens are committed one by one. given: its continuation is. has_embeds,
-    scores_prompt: parts of the prompt enter as embeddings, or its log-probabilities are wanted.
-    thinking: states are added to its prompt. supplied: its tokens come from outside.
+    generation_id: a number of its own whenever a sequence gets a row, 0 in a free one. priority:
+    the lowest starts first, then the lowest order, of arrival. deterministic. most: tokens at which
+    it ends. window: most drafts that may wait. temperature: 0 for greedy. key: of the noise. top_k,
+    top_p, min_p: filters, 0, 1 and 0 where they are off. logprobs_wanted. special_sampling: the
+    sampler needs its parameters and history. special_commit: tokens are committed one by one.
+    given: its continuation is. has_embeds, scores_prompt: parts of the prompt enter as embeddings,
+    or its log-probabilities are wanted. thinking: states are added to its prompt. supplied: its
+    tokens come from outside.
     """
 
     generation_id: Counts
+    priority: Counts
     order: Counts
     deterministic: Flags
     most: Counts
@@ -114,10 +116,10 @@ class SequenceTable(Columns):
 
     @property
     def rows(self) -> Array:
-        """The rows in use, in order of arrival."""
+        """The rows in use, in the order in which they would start."""
         if self._rows is None:
             used = self.generation_id.nonzero()[0]
-            self._rows = used[self.order[used].argsort()]
+            self._rows = used[np.lexsort((self.order[used], self.priority[used]))]
         return self._rows
 
     def any(self, name: str) -> bool:
@@ -192,8 +194,8 @@ class SequenceTable(Columns):
 
     def by_priority(self, rows: Array) -> Array:
         """Places of ``rows`` [n] in the order in which they get pages: deterministic before plain,
-        each in order of arrival."""
-        return np.lexsort((self.order[rows], ~self.deterministic[rows]))
+        each in the order in which they would start: who is preempted for pages has none yet."""
+        return np.lexsort((self.order[rows], self.priority[rows], ~self.deterministic[rows]))
 
     def pending(self, rows: Array) -> Array:
         """[n]: committed tokens whose KV is not final: 1 while decoding, more during the prompt."""

@@ -272,7 +272,7 @@ def create_app(
 
     @app.get("/health")
     async def health() -> Response:
-        return Response(status_code=200 if engine.engine.closed is None else 503)
+        return Response(status_code=200 if engine.alive else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
