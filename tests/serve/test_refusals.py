@@ -1,6 +1,7 @@
 """What is not served, or not allowed, is a 400 in OpenAI's shape that names the field."""
 
 import json
+import time
 
 import httpx
 import openai
@@ -33,6 +34,7 @@ OF_TOKENS = [
     ("max_tokens", 0),
     ("max_tokens", 4000),
     ("stop", ["a"] * 5),
+    ("stop", ["a" * 1025]),
     ("stop", ""),
     ("logit_bias", {"a": 1}),
     ("logit_bias", {"896": 1}),
@@ -104,6 +106,30 @@ JSON = {"Content-Type": "application/json"}
 def test_malformed(served, content):
     found = httpx.post(f"{served.url}{CHAT}", content=content.encode("latin-1"), headers=JSON)
     assert found.status_code == 400 and found.json()["error"]["message"]
+
+
+MANY = 2 * 10**5
+
+
+@pytest.mark.parametrize(
+    ("path", "own"),
+    [
+        (COMPLETIONS, {"prompt": [None] * MANY}),
+        (COMPLETIONS, {str(number): 1 for number in range(MANY)}),
+        (COMPLETIONS, {"metadata": {str(number): 1 for number in range(MANY)}}),
+        (CHAT, {"messages": [{}] * MANY}),
+        (CHAT, {"messages": [{"role": "user"}] * MANY}),
+        (CHAT, {"tools": [{"function": {str(number): 1 for number in range(MANY)}}]}),
+    ],
+    ids=["prompt", "fields", "metadata", "bad messages", "messages", "tools"],
+)
+def test_millions_of_faults(served, path, own):
+    """They are not all gathered: others would wait meanwhile."""
+    content = json.dumps({"model": MODEL, **NEEDED[path], **own})
+    began = time.process_time()
+    found = httpx.post(f"{served.url}{path}", content=content, headers=JSON)
+    assert found.status_code == 400, found.text
+    assert time.process_time() - began < 1.0
 
 
 def test_null_is_as_if_it_were_not_there(served):
