@@ -11,6 +11,7 @@ from tests.support.serving import CHAT, COMPLETIONS, MESSAGES, MODEL, PROMPT, RE
 
 TOOL = {"type": "function", "function": {"name": "look"}}
 IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}
+ENDLESS = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}}
 OF_TEXT = [
     ("temperature", 2.1),
     ("temperature", "1"),
@@ -57,6 +58,7 @@ BAD = [
     (CHAT, "top_logprobs", 3),
     (CHAT, "max_completion_tokens", 0),
     (CHAT, "response_format", {"type": "json_schema"}),
+    (CHAT, "response_format", ENDLESS),
     (CHAT, "chat_template_kwargs", {"chat_template": "{{ messages }}"}),
     (CHAT, "tools", [TOOL]),
     (CHAT, "tool_choice", "required"),

@@ -173,21 +173,26 @@ class Server:
         self.metrics.answered(began, reply.prompts)
         return AsciiJSON(reply.whole(found))
 
-    async def audit(self, body: AuditRequest) -> dict[str, Any]:
-        """Whether this engine gives a response again. Raises ValueError."""
+    async def audited(self, body: AuditRequest) -> dict[str, Any]:
+        """Whether this engine gives a response again. Raises ValueError, and what the engine
+        raises."""
         kind = body.response.get("object")
         asked = next((model for model, reply in REPLIES.items() if reply.kind == kind), None)
         if asked is None:
             raise refuse("response", kind, "an object that an endpoint for text answers")
         request = asked.model_validate(body.request)
         reply, params = await self.prepared(request, body.response.get("seed"))
-        return await asyncio.to_thread(audit, self.engine.engine, reply, params, body.response)
+        return await audit(self.engine, reply, params, body.response, **self._how(request))
 
     def _note(self, event: StreamEvent) -> None:
-        """Count an event. Raises HTTPException where the engine could not go on."""
+        """Count an event. Raises HTTPException where the engine could not go on, ValueError where
+        the grammar could not."""
         self.metrics.note(event)
         if event.finish_reason == "abort":
-            raise HTTPException(500, event.error or "aborted")
+            error = event.error or "aborted"
+            if error.startswith("llguidance"):
+                raise refuse("json_schema", "...", f"what a text can follow ({error})")
+            raise HTTPException(500, error)
 
     async def _sent(
         self,
@@ -250,8 +255,8 @@ def create_app(
         return await server.answer(body, http)
 
     @app.post("/v1/audit")
-    async def audited(body: AuditRequest) -> Response:
-        return AsciiJSON(await server.audit(body))
+    async def audited(body: AuditRequest, http: Request) -> Response:
+        return AsciiJSON(await while_connected(http, server.audited(body)))
 
     @app.post("/tokenize")
     async def tokenize(body: Tokenize) -> Response:
