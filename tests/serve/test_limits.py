@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 
 import httpx
 import pytest
@@ -83,6 +83,21 @@ def test_a_request_that_takes_too_long(bundled):
         streamed = server.post(COMPLETIONS, **LONG, stream=True)
         assert streamed.text.rstrip().endswith("}}") and "longer than" in streamed.text
         server.settled()
+
+
+def test_long_texts(bundled, monkeypatch):
+    """One that cannot fit is not read; while one is read that may, its time is counted, and short
+    ones are answered."""
+    text = PROMPT * 200_000
+    with running(bundled) as server:
+        assert "characters" in server.post(COMPLETIONS, prompt=text).json()["error"]["message"]
+    # As if it could be one token.
+    monkeypatch.setattr(bundled.tokenizer, "get_vocab", lambda: {text: 0})
+    with running(bundled, timeout=0.3) as server, ThreadPoolExecutor(2) as pool:
+        long = [pool.submit(server.post, COMPLETIONS, prompt=text) for _ in range(2)]
+        wait(long, return_when=FIRST_COMPLETED)
+        assert server.post(COMPLETIONS, prompt=PROMPT, max_tokens=1).status_code == 200
+        assert {one.result().status_code for one in long} == {504}
 
 
 def test_the_key(bundled):
