@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -168,7 +169,8 @@ def test_ctrl_c(times, tmp_path):
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "tinyspec", "serve", "--port", str(port)]
     command += ["--device", "cpu"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    keys = {"TINYSPEC_API_KEY": "secret"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, env={**os.environ, **keys})
     url = f"http://127.0.0.1:{port}"
 
     def answers():
@@ -180,8 +182,9 @@ def test_ctrl_c(times, tmp_path):
 
     try:
         wait_until(answers)
-        body = {"model": MODEL, **LONG}
-        with httpx.stream("POST", f"{url}{COMPLETIONS}", json={**body, "stream": True}) as stream:
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        asked = {"url": f"{url}{COMPLETIONS}", "headers": {"Authorization": "Bearer secret"}}
+        with httpx.stream("POST", **asked, json={"model": MODEL, **LONG, "stream": True}) as stream:
             lines = stream.iter_lines()
             next(lines)
             process.send_signal(signal.SIGINT)

@@ -28,6 +28,7 @@ OF_TEXT = [
     ("frequency_penalty", 2.5),
     ("stop_token_ids", [896]),
     ("foo", 1),
+    ("stream_options", {"include_obfuscation": False}),
 ]
 OF_TOKENS = [
     ("n", 0),
@@ -72,6 +73,9 @@ BAD = [
     (RESPONSES, "background", True),
     (RESPONSES, "tools", [{"type": "web_search"}]),
     (RESPONSES, "top_logprobs", 1),
+    (RESPONSES, "stream_options", {"include_usage": True}),
+    (RESPONSES, "input", [{"role": "user", "content": "x", "name": "Ann"}]),
+    (RESPONSES, "tool_choice", "required"),
     ("/detokenize", "tokens", [896]),
     ("/tokenize", "prompt", None),
     ("/v1/audit", "response", {"object": "nothing"}),

@@ -97,9 +97,12 @@ class Strict(BaseModel):
 
 
 class StreamOptions(Strict):
+    include_obfuscation: Literal[False] = False
+
+
+class UsageOptions(StreamOptions):
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: Literal[False] = False
 
 
 class TextRequest(Strict):
@@ -139,6 +142,8 @@ class TextRequest(Strict):
 
     def params(self, **given: Any) -> SamplingParams:
         """Its SamplingParams, with those that are ``given``. Raises ValueError."""
+        if "stream_options" in self.model_fields_set and not self.stream:
+            raise refuse("stream_options", "...", "none without stream=true")
         own = {name: value for name, value in self if name in SAMPLING}
         own = {name: value for name, value in own.items() if value is not None}
         return SamplingParams(**{"max_new_tokens": None, "include_stop_str": False} | own | given)
@@ -147,6 +152,7 @@ class TextRequest(Strict):
 class TokenRequest(TextRequest):
     """What chat and completions share."""
 
+    stream_options: UsageOptions = UsageOptions()
     num_return_sequences: int = Field(1, ge=1, le=128, alias="n")
     stop_strings: StopString | Annotated[FastList[StopString], Field(max_length=4)] = Field(
         [], alias="stop"
@@ -195,14 +201,11 @@ class ToolCall(Strict):
     function: FunctionCall
 
 
-class Message(Strict):
-    """One message of a chat."""
+class TextMessage(Strict):
+    """One message of any prompt."""
 
-    role: Literal["developer", "system", "user", "assistant", "tool"]
+    role: Literal["developer", "system", "user", "assistant"]
     content: str | Objects[TextPart] = ""
-    name: str | None = None
-    tool_calls: Objects[ToolCall] | None = None
-    tool_call_id: str | None = None
 
     def plain(self) -> dict[str, Any]:
         """As chat templates have it: they know no developer, and arguments as an object."""
@@ -211,6 +214,15 @@ class Message(Strict):
         role = "system" if self.role == "developer" else self.role
         others = self.model_dump(exclude_none=True, exclude={"type", "id", "status"})
         return others | {"role": role, "content": text}
+
+
+class Message(TextMessage):
+    """One message of a chat."""
+
+    role: Literal["developer", "system", "user", "assistant", "tool"]  # type: ignore[assignment]
+    name: str | None = None
+    tool_calls: Objects[ToolCall] | None = None
+    tool_call_id: str | None = None
 
 
 class ToolRequest(Strict):
@@ -262,7 +274,7 @@ class ChatRequest(TokenRequest, ToolRequest):
         return [self.chat([message.plain() for message in self.messages])]
 
 
-class InputMessage(Message):
+class InputMessage(TextMessage):
     """A message among the input of ``/v1/responses``; id, status: of an answer of before."""
 
     type: Literal["message"] = "message"
@@ -284,6 +296,9 @@ class ResponsesRequest(TextRequest):
     max_new_tokens: int | None = Field(None, ge=1, alias="max_output_tokens")
     json_schema: ResponsesText = Field(ResponsesText(), alias="text")
     tools: list[Any] = Field([], max_length=0)
+    tool_choice: Literal["auto"] = "auto"
+    parallel_tool_calls: Literal[True] = True
+    top_logprobs: Literal[0] = 0
     background: Literal[False] = False
     truncation: Literal["disabled"] = "disabled"
 
