@@ -197,17 +197,21 @@ class Server:
         self.metrics.answered(began, reply.prompts)
         return AsciiJSON(reply.whole(found))
 
-    async def audited(self, body: AuditRequest) -> dict[str, Any]:
-        """Whether this engine gives a response again. Raises ValueError, and what the engine
+    async def audit(self, body: AuditRequest, http: Request) -> dict[str, Any]:
+        """Whether this engine gives a response again. Raises ClientDisconnect, and what the engine
         raises."""
+        work = asyncio.wait_for(self._audited(body), self.timeout)
+        verdict: dict[str, Any] = await while_connected(http, work)
+        return verdict
+
+    async def _audited(self, body: AuditRequest) -> dict[str, Any]:
         kind = body.response.get("object")
         asked = next((model for model, reply in REPLIES.items() if reply.kind == kind), None)
         if asked is None:
             raise refuse("response", kind, "an object that an endpoint for text answers")
         request = asked.model_validate(body.request)
         reply, params = await self.prepared(request, body.response.get("seed"))
-        how = {"priority": request.priority}
-        return await audit(self.engine, reply, params, body.response, **how)
+        return await audit(self.engine, reply, params, body.response)
 
     def _note(self, event: StreamEvent) -> None:
         """Count an event. Raises HTTPException where the engine could not go on, ValueError where
@@ -262,7 +266,7 @@ def create_app(
     allowed, also for an engine without a tokenizer.
     """
     server = Server(engine, model, deterministic, timeout)
-    app = FastAPI(title="tinyspec")
+    app = FastAPI(title="tinyspec", default_response_class=AsciiJSON)
     app.add_middleware(Guard, api_key=api_key, max_body=max_body, body_seconds=body_seconds)
     for kind in HANDLED:
         app.add_exception_handler(kind, answer_error)
@@ -279,27 +283,18 @@ def create_app(
     async def responses(body: ResponsesRequest, http: Request) -> Response:
         return await server.answer(body, http)
 
-    @app.post("/v1/audit")
-    async def audited(body: AuditRequest, http: Request) -> Response:
-        found = asyncio.wait_for(server.audited(body), timeout)
-        return AsciiJSON(await while_connected(http, found))
-
-    @app.post("/tokenize")
-    async def tokenize(body: Tokenize) -> Response:
-        return AsciiJSON(await server.tokenize(body))
-
-    @app.post("/detokenize")
-    async def detokenize(body: Detokenize) -> Response:
-        return AsciiJSON(await server.detokenize(body))
+    app.post("/v1/audit")(server.audit)
+    app.post("/tokenize")(server.tokenize)
+    app.post("/detokenize")(server.detokenize)
 
     @app.get("/v1/models")
-    async def models() -> Response:
-        return AsciiJSON({"object": "list", "data": [server.card]})
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [server.card]}
 
     @app.get("/v1/models/{name:path}")
-    async def one_model(name: str) -> Response:
+    async def one_model(name: str) -> dict[str, Any]:
         server.check_model(name)
-        return AsciiJSON(server.card)
+        return server.card
 
     @app.get("/health")
     async def health() -> Response:

@@ -20,11 +20,10 @@ NEVER |= {"prompt_tokens_details", "input_tokens_details"}
 
 
 async def audit(
-    engine: AsyncEngine, reply: Reply, params: SamplingParams, response: dict[str, Any], **how: Any
+    engine: AsyncEngine, reply: Reply, params: SamplingParams, response: dict[str, Any]
 ) -> dict[str, Any]:
     """The verdict: "same", "differs", or "not comparable" for a request that was plain or another
-    engine's, and the reason. reply: to the same request, as yet without events. how: as for
-    ``AsyncEngine.replay``.
+    engine's, and the reason. reply: to the same request, as yet without events.
 
     Raises ValueError for a response without the token ids of each completion.
     """
@@ -46,7 +45,7 @@ async def audit(
             RequestOutput("", prompt, params, [Completion(tokens) for tokens in own])
             for prompt, *own in zip(reply.prompts, *[iter(given)] * count, strict=True)
         ]
-        again = reply.whole(events_of(await engine.replay(outputs, **how)))
+        again = reply.whole(events_of(await engine.replay(outputs, reply.body.priority)))
         said, own_fingerprint = response.get("system_fingerprint"), again["system_fingerprint"]
         difference = first_difference(response, again)
         verdict, reason = "same" if difference is None else "differs", difference or ""
