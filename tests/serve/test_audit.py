@@ -1,10 +1,20 @@
 """A response is what this engine gives again, and one that was changed is not."""
 
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 
+import httpx
 import pytest
 
-from tests.support.serving import CHAT, COMPLETIONS, MESSAGES, MODEL, PROMPT, RESPONSES
+from tests.support.serving import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    MODEL,
+    PROMPT,
+    RESPONSES,
+    running,
+)
 
 OWN = {"model": MODEL, "deterministic": True, "return_token_ids": True}
 TOPS = {"logprobs": True, "top_logprobs": 2}
@@ -73,3 +83,26 @@ def test_what_cannot_be_compared(served):
     without = served.post(COMPLETIONS, **request | {"return_token_ids": False}).json()
     found = served.post_raw("/v1/audit", {"request": request, "response": without})
     assert found.status_code == 400 and "return_token_ids" in found.json()["error"]["message"]
+    for choices in ([None], [1], 5, None, "x", [{"token_ids": [None]}]):
+        body = {"request": request, "response": {**without, "choices": choices}}
+        found = served.post_raw("/v1/audit", body)
+        assert found.status_code == 400 and found.json()["error"]["param"] == "response"
+
+
+def test_within_every_limit(bundled):
+    """Audits wait as requests do, and end with their clients."""
+    request = {**OWN, "prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True}
+    with running(bundled, {"max_requests": 1, "max_waiting": 1}) as server:
+        body = {"request": request, "response": server.post(COMPLETIONS, **request).json()}
+
+        def status(_):
+            try:
+                url = f"{server.url}/v1/audit"
+                return httpx.post(url, json=body, timeout=0.5).status_code
+            except httpx.ReadTimeout:
+                return None
+
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(status, range(8)))
+        assert set(found) <= {200, 429, None} and found.count(429) >= 4
+        server.settled()

@@ -2,12 +2,13 @@
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 
 import httpx
 import pytest
@@ -85,6 +86,21 @@ def test_a_request_that_takes_too_long(bundled):
         server.settled()
 
 
+def test_long_texts(bundled, monkeypatch):
+    """One that cannot fit is not read; while one is read that may, its time is counted, and short
+    ones are answered."""
+    text = PROMPT * 200_000
+    with running(bundled) as server:
+        assert "characters" in server.post(COMPLETIONS, prompt=text).json()["error"]["message"]
+    # As if it could be one token.
+    monkeypatch.setattr(bundled.tokenizer, "get_vocab", lambda: {text: 0})
+    with running(bundled, timeout=0.3) as server, ThreadPoolExecutor(2) as pool:
+        long = [pool.submit(server.post, COMPLETIONS, prompt=text) for _ in range(2)]
+        wait(long, return_when=FIRST_COMPLETED)
+        assert server.post(COMPLETIONS, prompt=PROMPT, max_tokens=1).status_code == 200
+        assert {one.result().status_code for one in long} == {504}
+
+
 def test_the_key(bundled):
     with running(bundled, api_key="secret") as server:
         asked = f"{server.url}/v1/models"
@@ -153,7 +169,8 @@ def test_ctrl_c(times, tmp_path):
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "tinyspec", "serve", "--port", str(port)]
     command += ["--device", "cpu"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    keys = {"TINYSPEC_API_KEY": "secret"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, env={**os.environ, **keys})
     url = f"http://127.0.0.1:{port}"
 
     def answers():
@@ -165,8 +182,9 @@ def test_ctrl_c(times, tmp_path):
 
     try:
         wait_until(answers)
-        body = {"model": MODEL, **LONG}
-        with httpx.stream("POST", f"{url}{COMPLETIONS}", json={**body, "stream": True}) as stream:
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        asked = {"url": f"{url}{COMPLETIONS}", "headers": {"Authorization": "Bearer secret"}}
+        with httpx.stream("POST", **asked, json={"model": MODEL, **LONG, "stream": True}) as stream:
             lines = stream.iter_lines()
             next(lines)
             process.send_signal(signal.SIGINT)

@@ -1,6 +1,7 @@
 """What is not served, or not allowed, is a 400 in OpenAI's shape that names the field."""
 
 import json
+import time
 
 import httpx
 import openai
@@ -10,6 +11,7 @@ from tests.support.serving import CHAT, COMPLETIONS, MESSAGES, MODEL, PROMPT, RE
 
 TOOL = {"type": "function", "function": {"name": "look"}}
 IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}
+ENDLESS = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}}
 OF_TEXT = [
     ("temperature", 2.1),
     ("temperature", "1"),
@@ -26,6 +28,7 @@ OF_TEXT = [
     ("frequency_penalty", 2.5),
     ("stop_token_ids", [896]),
     ("foo", 1),
+    ("stream_options", {"include_obfuscation": False}),
 ]
 OF_TOKENS = [
     ("n", 0),
@@ -33,6 +36,7 @@ OF_TOKENS = [
     ("max_tokens", 0),
     ("max_tokens", 4000),
     ("stop", ["a"] * 5),
+    ("stop", ["a" * 1025]),
     ("stop", ""),
     ("logit_bias", {"a": 1}),
     ("logit_bias", {"896": 1}),
@@ -55,6 +59,7 @@ BAD = [
     (CHAT, "top_logprobs", 3),
     (CHAT, "max_completion_tokens", 0),
     (CHAT, "response_format", {"type": "json_schema"}),
+    (CHAT, "response_format", ENDLESS),
     (CHAT, "chat_template_kwargs", {"chat_template": "{{ messages }}"}),
     (CHAT, "tools", [TOOL]),
     (CHAT, "tool_choice", "required"),
@@ -68,6 +73,9 @@ BAD = [
     (RESPONSES, "background", True),
     (RESPONSES, "tools", [{"type": "web_search"}]),
     (RESPONSES, "top_logprobs", 1),
+    (RESPONSES, "stream_options", {"include_usage": True}),
+    (RESPONSES, "input", [{"role": "user", "content": "x", "name": "Ann"}]),
+    (RESPONSES, "tool_choice", "required"),
     ("/detokenize", "tokens", [896]),
     ("/tokenize", "prompt", None),
     ("/v1/audit", "response", {"object": "nothing"}),
@@ -104,6 +112,30 @@ JSON = {"Content-Type": "application/json"}
 def test_malformed(served, content):
     found = httpx.post(f"{served.url}{CHAT}", content=content.encode("latin-1"), headers=JSON)
     assert found.status_code == 400 and found.json()["error"]["message"]
+
+
+MANY = 2 * 10**5
+
+
+@pytest.mark.parametrize(
+    ("path", "own"),
+    [
+        (COMPLETIONS, {"prompt": [None] * MANY}),
+        (COMPLETIONS, {str(number): 1 for number in range(MANY)}),
+        (COMPLETIONS, {"metadata": {str(number): 1 for number in range(MANY)}}),
+        (CHAT, {"messages": [{}] * MANY}),
+        (CHAT, {"messages": [{"role": "user"}] * MANY}),
+        (CHAT, {"tools": [{"function": {str(number): 1 for number in range(MANY)}}]}),
+    ],
+    ids=["prompt", "fields", "metadata", "bad messages", "messages", "tools"],
+)
+def test_millions_of_faults(served, path, own):
+    """They are not all gathered: others would wait meanwhile."""
+    content = json.dumps({"model": MODEL, **NEEDED[path], **own})
+    began = time.process_time()
+    found = httpx.post(f"{served.url}{path}", content=content, headers=JSON)
+    assert found.status_code == 400, found.text
+    assert time.process_time() - began < 1.0
 
 
 def test_null_is_as_if_it_were_not_there(served):

@@ -56,7 +56,7 @@ def checked(response):
 @pytest.mark.parametrize("kind", list(INPUTS))
 def test_compliance(served, kind):
     """The resource, whole and streamed: events in order, numbered, that build it."""
-    asked = {"input": INPUTS[kind], "seed": 1, "deterministic": True}
+    asked = {"input": INPUTS[kind], "seed": 1, "deterministic": True, "tool_choice": "auto"}
     text = checked(served.post(RESPONSES, **asked).json())
     lines = served.post(RESPONSES, **asked, stream=True).text.split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ def add_serve(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="default: %(default)s, this machine alone")
     add("--port", type=int, default=8000, help="default: %(default)s")
-    add("--api-key", metavar="KEY", help="what clients must send (default: all are let in)")
+    add("--api-key", metavar="KEY", help="what clients must send (default: TINYSPEC_API_KEY)")
     add("--served-model-name", metavar="NAME", help="default: as --model")
     add("--deterministic", action="store_true", help="requests that do not say are deterministic")
     add("--max-model-len", type=int, metavar="N", help="tokens of prompt and answer")
@@ -53,10 +54,12 @@ def serve(options: Namespace) -> int:
         reference_rows=options.reference_rows, max_model_len=options.max_model_len
     )
     name = options.served_model_name or options.model or Path(common.model_name(options)).name
+    # A key given as an option stands in the list of processes.
+    key = options.api_key or os.environ.get("TINYSPEC_API_KEY")
     limits = {"max_requests": options.max_requests, "max_waiting": options.max_waiting}
     with common.engine_of(options, config) as engine:
         served = AsyncEngine(engine, **limits)
-        how = {"deterministic": options.deterministic, "api_key": options.api_key}
+        how = {"deterministic": options.deterministic, "api_key": key}
         app = create_app(served, name, timeout=options.timeout, **how)
         settings = uvicorn.Config(
             app,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -130,6 +130,16 @@ class AsyncEngine(OneProcess):
 
         def prepare() -> list[Request]:
             return engine.ready().scored(prompts, continuations, params)
+
+        return await self._collected(self._queued(prepare, list, priority, timeout))
+
+    async def replay(
+        self, outputs: Sequence[RequestOutput], priority: int = 0, timeout: float | None = None
+    ) -> list[RequestOutput]:
+        """As ``Engine.replay``; priority, timeout: as for ``generate``."""
+
+        def prepare() -> list[Request]:
+            return self.engine.ready().replayed(outputs)
 
         return await self._collected(self._queued(prepare, list, priority, timeout))
 

@@ -41,11 +41,20 @@ from tinyspec.serve.replies import ChatReply, CompletionReply, Reply, events_of,
 from tinyspec.serve.responses import ResponsesReply
 from tinyspec.serve.tools import wanted_calls
 
+# Characters of prompts that wait for each other, and not for longer ones.
+SHORT = 2**16
 REPLIES: dict[Any, type[Reply]] = {
     ChatRequest: ChatReply,
     CompletionRequest: CompletionReply,
     ResponsesRequest: ResponsesReply,
 }
+
+
+def characters(prompt: Any) -> int:
+    """Of a text or the messages of a chat; how many tokens, of token ids."""
+    if isinstance(prompt, dict):
+        return sum(len(message["content"]) for message in prompt["messages"])
+    return len(prompt)
 
 
 class EventStreamResponse(StreamingResponse):
@@ -90,32 +99,43 @@ class Server:
             raise refuse("model", model, "one with a tokenizer")
         if timeout is not None and not timeout > 0:
             raise refuse("timeout", timeout, "None or seconds, above 0")
-        # Its own, in a thread of its own: a long prompt holds up neither passes nor other streams.
-        self.tokenizer = deepcopy(engine.engine.tokenizer)
-        self._thread = ThreadPoolExecutor(1, "tokenizer")
+        # Its own, in threads of their own: long texts hold up neither passes nor streams, nor
+        # short texts; and a text of more characters than so many tokens can have is not read.
+        self.tokenizer, other = (deepcopy(engine.engine.tokenizer) for _ in range(2))
+        self._readers = [(t, ThreadPoolExecutor(1, "tokenizer")) for t in (self.tokenizer, other)]
+        most: int = engine.engine.config.max_model_len  # type: ignore[assignment]
+        self._most_characters = most * max(map(len, self.tokenizer.get_vocab()))
         self.text_of = cache(lambda token: self.tokenizer.decode([token]))
         self.metrics = Metrics(engine, model)
         self.fingerprint = engine.engine.fingerprint
         self.card = {"id": model, "object": "model", "created": int(time.time())}
-        self.card |= {"owned_by": "tinyspec", "max_model_len": engine.engine.config.max_model_len}
+        self.card |= {"owned_by": "tinyspec", "max_model_len": most}
 
     def check_model(self, name: str | None) -> None:
         """Raises ValueError for another model than the one that is served."""
         if name not in (None, self.model):
             raise refuse("model", name, self.model)
 
-    async def by_tokenizer(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """What ``work`` returns, in the tokenizer's thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+    async def by_tokenizer(self, work: Callable[[Any], Any], size: int) -> Any:
+        """What ``work`` makes of a tokenizer, in the thread for texts of this size."""
+        tokenizer, thread = self._readers[size > SHORT]
+        return await asyncio.get_running_loop().run_in_executor(thread, work, tokenizer)
 
-    def token_ids(self, prompts: list[Any]) -> list[list[int]]:
-        """Token ids of prompts in every form. Raises ValueError."""
-        return [to_token_ids(prompt, self.tokenizer) for prompt in prompts]
+    async def token_ids(self, body: Any) -> list[list[int]]:
+        """Of the prompts of a request. Raises ValueError."""
+        prompts = body.prompts()
+        sizes = [characters(prompt) for prompt in prompts]
+        if max(sizes) > self._most_characters:
+            allowed = f"at most {self._most_characters}: max_model_len of the longest tokens"
+            raise refuse("prompt", f"{max(sizes)} characters", allowed)
+        return await self.by_tokenizer(
+            lambda tokenizer: [to_token_ids(prompt, tokenizer) for prompt in prompts], sum(sizes)
+        )
 
     async def tokenize(self, body: Tokenize) -> dict[str, Any]:
         """Token ids of a text or of messages, as a request with them has them."""
         self.check_model(body.model)
-        (tokens,) = await self.by_tokenizer(self.token_ids, body.prompts())
+        (tokens,) = await self.token_ids(body)
         most = self.card["max_model_len"]
         return {"tokens": tokens, "count": len(tokens), "max_model_len": most}
 
@@ -125,7 +145,8 @@ class Server:
         most = vocab_size(self.engine.engine.model)
         if any(token >= most for token in body.tokens):
             raise refuse("tokens", max(body.tokens), f"below {most}")
-        return {"prompt": await self.by_tokenizer(self.tokenizer.decode, body.tokens)}
+        text = await self.by_tokenizer(lambda t: t.decode(body.tokens), len(body.tokens))
+        return {"prompt": text}
 
     async def prepared(self, body: Any, seed: int | None = None) -> tuple[Reply, SamplingParams]:
         """What the answer begins with, and the parameters; ``seed`` in place of one that is drawn.
@@ -139,55 +160,68 @@ class Server:
         else:  # as large as any client can read
             given["seed"] = seed = secrets.randbits(53) if seed is None else seed
         params = body.params(**given)
-        prompts = await self.by_tokenizer(self.token_ids, body.prompts())
+        prompts = await self.token_ids(body)
         about = (body, prompts, self.text_of, self.fingerprint, calls, seed)
         reply = REPLIES[type(body)](*about)
         if params.prompt_logprobs and params.top_logprobs:
             reply.prompt_tops = await self._tops(body, prompts)
         return reply, params
 
-    def _how(self, body: Any) -> dict[str, Any]:
-        return {"priority": body.priority, "timeout": self.timeout}
+    def _how(self, body: Any, began: float) -> dict[str, Any]:
+        """Its priority, and what is left of its time."""
+        left = self.timeout and max(began + self.timeout - time.monotonic(), 1e-3)
+        return {"priority": body.priority, "timeout": left}
 
     async def _tops(self, body: Any, prompts: list[list[int]]) -> list[Any]:
         """Of each prompt, the likeliest tokens in place of each of its tokens but the first."""
-        texts = [prompt for prompt in prompts if len(prompt) > 1]
+        texts, how = [p for p in prompts if len(p) > 1], self._how(body, time.monotonic())
         given = [text[:1] for text in texts], [text[1:] for text in texts]
         params = SamplingParams(top_logprobs=body.top_logprobs)
-        outputs = iter(await self.engine.scored(*given, params, **self._how(body)) if texts else [])
+        outputs = iter(await self.engine.scored(*given, params, **how) if texts else [])
         found = [next(outputs).completions[0] if len(p) > 1 else None for p in prompts]
         return [(completion and completion.top_logprobs) or [] for completion in found]
 
     async def answer(self, body: Any, http: Request) -> Response:
         """What one request for text gets. Raises ClientDisconnect, and what the engine raises."""
         began, http.state.body = time.monotonic(), body
-        reply, params = await while_connected(http, self.prepared(body))
+        prepared = asyncio.wait_for(self.prepared(body), self.timeout)
+        reply, params = await while_connected(http, prepared)
         if body.stream:
-            events = self.engine.stream(reply.prompts, params, **self._how(body))
+            events = self.engine.stream(reply.prompts, params, **self._how(body, began))
             first = await while_connected(http, anext(events))
             return EventStreamResponse(self._sent(reply, first, events, began))
-        work = self.engine.generate(reply.prompts, params, **self._how(body))
+        work = self.engine.generate(reply.prompts, params, **self._how(body, began))
         found = events_of(await while_connected(http, work))
         for event in found:
             self._note(event)
         self.metrics.answered(began, reply.prompts)
         return AsciiJSON(reply.whole(found))
 
-    async def audit(self, body: AuditRequest) -> dict[str, Any]:
-        """Whether this engine gives a response again. Raises ValueError."""
+    async def audit(self, body: AuditRequest, http: Request) -> dict[str, Any]:
+        """Whether this engine gives a response again. Raises ClientDisconnect, and what the engine
+        raises."""
+        work = asyncio.wait_for(self._audited(body), self.timeout)
+        verdict: dict[str, Any] = await while_connected(http, work)
+        return verdict
+
+    async def _audited(self, body: AuditRequest) -> dict[str, Any]:
         kind = body.response.get("object")
         asked = next((model for model, reply in REPLIES.items() if reply.kind == kind), None)
         if asked is None:
             raise refuse("response", kind, "an object that an endpoint for text answers")
         request = asked.model_validate(body.request)
         reply, params = await self.prepared(request, body.response.get("seed"))
-        return await asyncio.to_thread(audit, self.engine.engine, reply, params, body.response)
+        return await audit(self.engine, reply, params, body.response)
 
     def _note(self, event: StreamEvent) -> None:
-        """Count an event. Raises HTTPException where the engine could not go on."""
+        """Count an event. Raises HTTPException where the engine could not go on, ValueError where
+        the grammar could not."""
         self.metrics.note(event)
         if event.finish_reason == "abort":
-            raise HTTPException(500, event.error or "aborted")
+            error = event.error or "aborted"
+            if error.startswith("llguidance"):
+                raise refuse("json_schema", "...", f"what a text can follow ({error})")
+            raise HTTPException(500, error)
 
     async def _sent(
         self,
@@ -232,7 +266,7 @@ def create_app(
     allowed, also for an engine without a tokenizer.
     """
     server = Server(engine, model, deterministic, timeout)
-    app = FastAPI(title="tinyspec")
+    app = FastAPI(title="tinyspec", default_response_class=AsciiJSON)
     app.add_middleware(Guard, api_key=api_key, max_body=max_body, body_seconds=body_seconds)
     for kind in HANDLED:
         app.add_exception_handler(kind, answer_error)
@@ -249,26 +283,18 @@ def create_app(
     async def responses(body: ResponsesRequest, http: Request) -> Response:
         return await server.answer(body, http)
 
-    @app.post("/v1/audit")
-    async def audited(body: AuditRequest) -> Response:
-        return AsciiJSON(await server.audit(body))
-
-    @app.post("/tokenize")
-    async def tokenize(body: Tokenize) -> Response:
-        return AsciiJSON(await server.tokenize(body))
-
-    @app.post("/detokenize")
-    async def detokenize(body: Detokenize) -> Response:
-        return AsciiJSON(await server.detokenize(body))
+    app.post("/v1/audit")(server.audit)
+    app.post("/tokenize")(server.tokenize)
+    app.post("/detokenize")(server.detokenize)
 
     @app.get("/v1/models")
-    async def models() -> Response:
-        return AsciiJSON({"object": "list", "data": [server.card]})
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [server.card]}
 
     @app.get("/v1/models/{name:path}")
-    async def one_model(name: str) -> Response:
+    async def one_model(name: str) -> dict[str, Any]:
         server.check_model(name)
-        return AsciiJSON(server.card)
+        return server.card
 
     @app.get("/health")
     async def health() -> Response:

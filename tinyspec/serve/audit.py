@@ -7,7 +7,7 @@ from __future__ import annotations
 from itertools import zip_longest
 from typing import Any
 
-from tinyspec.engine.engine import Engine
+from tinyspec.engine.async_engine import AsyncEngine
 from tinyspec.errors import refuse
 from tinyspec.model.supported import vocab_size
 from tinyspec.outputs import Completion, RequestOutput
@@ -19,8 +19,8 @@ NEVER = {"id", "call_id", "created", "created_at", "completed_at"}
 NEVER |= {"prompt_tokens_details", "input_tokens_details"}
 
 
-def audit(
-    engine: Engine, reply: Reply, params: SamplingParams, response: dict[str, Any]
+async def audit(
+    engine: AsyncEngine, reply: Reply, params: SamplingParams, response: dict[str, Any]
 ) -> dict[str, Any]:
     """The verdict: "same", "differs", or "not comparable" for a request that was plain or another
     engine's, and the reason. reply: to the same request, as yet without events.
@@ -28,8 +28,10 @@ def audit(
     Raises ValueError for a response without the token ids of each completion.
     """
     count = params.num_return_sequences
-    given = [choice.get("token_ids") for choice in response.get("choices", [response])]
-    most = vocab_size(engine.model)
+    choices = response.get("choices", [response])
+    choices = choices if isinstance(choices, list) else [choices]
+    given = [choice.get("token_ids") if isinstance(choice, dict) else None for choice in choices]
+    most = vocab_size(engine.engine.model)
     for tokens in given:
         if not isinstance(tokens, list) or not all(
             type(token) is int and 0 <= token < most for token in tokens
@@ -43,7 +45,7 @@ def audit(
             RequestOutput("", prompt, params, [Completion(tokens) for tokens in own])
             for prompt, *own in zip(reply.prompts, *[iter(given)] * count, strict=True)
         ]
-        again = reply.whole(events_of(engine.replay(outputs)))
+        again = reply.whole(events_of(await engine.replay(outputs, reply.body.priority)))
         said, own_fingerprint = response.get("system_fingerprint"), again["system_fingerprint"]
         difference = first_difference(response, again)
         verdict, reason = "same" if difference is None else "differs", difference or ""

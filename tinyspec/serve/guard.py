@@ -34,9 +34,9 @@ KINDS: dict[int, tuple[str, str | None]] = {
 NAMED = {"engine": (503, None), "model": (404, "model_not_found")}
 CLOSE = {"Connection": "close"}
 # Errors that are answered; those with a class of their own before the others.
-HANDLED = (
+HANDLED = (  # Python 3.10 has two TimeoutErrors
     *(RequestValidationError, HTTPException, ClientDisconnect, ValueError, TinyspecError),
-    *(TimeoutError, Exception),
+    *(TimeoutError, asyncio.TimeoutError, Exception),
 )
 
 
@@ -62,7 +62,7 @@ def failure(error: Exception, body: Any = None) -> tuple[int, dict[str, Any], di
         status, param = 400, "deterministic"
     elif isinstance(error, QueueFull):
         status, headers = 429, {"Retry-After": "1"}
-    elif isinstance(error, TimeoutError):
+    elif isinstance(error, (TimeoutError, asyncio.TimeoutError)):
         status, text = 504, "the request took longer than this server allows"
     elif found := re.match(r"(\w+)[^=]*=.* is not allowed: ", text, re.DOTALL):
         param = found[1]
@@ -114,7 +114,7 @@ class Guard:
                 return await receive()
             try:
                 message = await asyncio.wait_for(receive(), until - time.monotonic())
-            except TimeoutError:
+            except asyncio.TimeoutError:
                 raise HTTPException(408, "the body took too long", CLOSE) from None
             left -= len(message.get("body", b""))
             more = message.get("more_body", False)

@@ -8,13 +8,15 @@ request is added.
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Annotated, Any, ClassVar, Literal
+from itertools import islice
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from openai.types import chat, responses, shared_params
 from pydantic import (
     AfterValidator,
     AliasChoices,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     Json,
@@ -24,6 +26,7 @@ from pydantic import (
 from tinyspec.errors import refuse
 from tinyspec.sampling_params import SamplingParams
 
+T = TypeVar("T")
 # Completions that one request may ask for, of all its prompts.
 MOST_COMPLETIONS = 1024
 SAMPLING = {field.name for field in fields(SamplingParams)}
@@ -32,14 +35,33 @@ SECOND = "max_completion_tokens"  # another name of max_tokens
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # A model is called as it pleases; pydantic keeps names that begin so for itself.
 STRICT = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+# Of millions of bad elements the first is told: to gather them all takes a minute and gigabytes.
+FastList = Annotated[list[T], Field(fail_fast=True)]
+Objects = Annotated[list[T], Field(fail_fast=True, max_length=2**14)]
+MOST_FIELDS = 1024
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenId = Annotated[int, Field(strict=False, ge=0, lt=2**31)]
+StopString = Annotated[str, Field(max_length=1024)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Tool = chat.ChatCompletionFunctionToolParam
-NamedTool = chat.ChatCompletionNamedToolChoiceParam
-PlainFormat = shared_params.ResponseFormatText | shared_params.ResponseFormatJSONObject
 # OpenAI's seeds have a sign.
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63), AfterValidator(lambda seed: seed % 2**64)]
+
+
+def known(data: Any, inner: tuple[str, ...] = ("function", "json_schema")) -> Any:
+    """An object without null, which is as if a field were not there, and with one field more than
+    any may have: of millions that are too many this one is enough. inner: objects in it that are
+    treated alike."""
+    if not isinstance(data, dict):
+        return data
+    given = ((name, value) for name, value in data.items() if value is not None)
+    first = islice(given, MOST_FIELDS + 1)
+    return {name: known(value, ()) if name in inner else value for name, value in first}
+
+
+KNOWN = BeforeValidator(known)
+Tool = Annotated[chat.ChatCompletionFunctionToolParam, KNOWN]
+NamedTool = Annotated[chat.ChatCompletionNamedToolChoiceParam, KNOWN]
+PlainFormat = shared_params.ResponseFormatText | shared_params.ResponseFormatJSONObject
 
 
 def schema_of(given: Any) -> dict[str, Any] | None:
@@ -51,23 +73,21 @@ def schema_of(given: Any) -> dict[str, Any] | None:
 
 
 ResponseFormat = Annotated[
-    PlainFormat | shared_params.ResponseFormatJSONSchema, AfterValidator(schema_of)
+    PlainFormat | shared_params.ResponseFormatJSONSchema, KNOWN, AfterValidator(schema_of)
 ]
-TextFormat = PlainFormat | responses.ResponseFormatTextJSONSchemaConfigParam
+TextFormat = Annotated[PlainFormat | responses.ResponseFormatTextJSONSchemaConfigParam, KNOWN]
 
 
 class Strict(BaseModel):
-    """An object with these fields alone; null is as if a field were not there."""
+    """An object with these fields alone."""
 
     model_config = STRICT
     prompt_field: ClassVar[str] = "prompt"
 
     @model_validator(mode="before")
     @classmethod
-    def _without_null(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        return {name: value for name, value in data.items() if value is not None}
+    def _known(cls, data: Any) -> Any:
+        return known(data)
 
     def api_name(self, name: str) -> str:
         """What the API calls a field."""
@@ -77,9 +97,12 @@ class Strict(BaseModel):
 
 
 class StreamOptions(Strict):
+    include_obfuscation: Literal[False] = False
+
+
+class UsageOptions(StreamOptions):
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: Literal[False] = False
 
 
 class TextRequest(Strict):
@@ -95,7 +118,7 @@ class TextRequest(Strict):
     presence_penalty: Penalty = 0.0
     seed: Seed | None = None
 
-    metadata: dict[str, str] = {}
+    metadata: Annotated[dict[str, str], Field(max_length=16), KNOWN] = {}
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     service_tier: Literal["auto", "default"] = "default"
@@ -109,7 +132,7 @@ class TextRequest(Strict):
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     repetition_penalty: float = Field(1.0, ge=0.01, le=100)
     return_token_ids: bool = False
-    stop_token_ids: list[TokenId] = []
+    stop_token_ids: FastList[TokenId] = []
     top_k: int = Field(0, ge=0)
 
     @property
@@ -119,6 +142,8 @@ class TextRequest(Strict):
 
     def params(self, **given: Any) -> SamplingParams:
         """Its SamplingParams, with those that are ``given``. Raises ValueError."""
+        if "stream_options" in self.model_fields_set and not self.stream:
+            raise refuse("stream_options", "...", "none without stream=true")
         own = {name: value for name, value in self if name in SAMPLING}
         own = {name: value for name, value in own.items() if value is not None}
         return SamplingParams(**{"max_new_tokens": None, "include_stop_str": False} | own | given)
@@ -127,15 +152,18 @@ class TextRequest(Strict):
 class TokenRequest(TextRequest):
     """What chat and completions share."""
 
+    stream_options: UsageOptions = UsageOptions()
     num_return_sequences: int = Field(1, ge=1, le=128, alias="n")
-    stop_strings: str | Annotated[list[str], Field(max_length=4)] = Field([], alias="stop")
-    logit_bias: dict[TokenId, Bias] = {}
+    stop_strings: StopString | Annotated[FastList[StopString], Field(max_length=4)] = Field(
+        [], alias="stop"
+    )
+    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MOST_FIELDS), KNOWN] = {}
 
 
 class CompletionRequest(TokenRequest):
     """Of ``/v1/completions``."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | FastList[int] | FastList[str] | FastList[FastList[int]]
     max_new_tokens: int = Field(16, ge=1, alias="max_tokens")
     echo: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=5, alias="logprobs")
@@ -173,14 +201,11 @@ class ToolCall(Strict):
     function: FunctionCall
 
 
-class Message(Strict):
-    """One message of a chat."""
+class TextMessage(Strict):
+    """One message of any prompt."""
 
-    role: Literal["developer", "system", "user", "assistant", "tool"]
-    content: str | list[TextPart] = ""
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
+    role: Literal["developer", "system", "user", "assistant"]
+    content: str | Objects[TextPart] = ""
 
     def plain(self) -> dict[str, Any]:
         """As chat templates have it: they know no developer, and arguments as an object."""
@@ -191,10 +216,19 @@ class Message(Strict):
         return others | {"role": role, "content": text}
 
 
+class Message(TextMessage):
+    """One message of a chat."""
+
+    role: Literal["developer", "system", "user", "assistant", "tool"]  # type: ignore[assignment]
+    name: str | None = None
+    tool_calls: Objects[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
 class ToolRequest(Strict):
     """What a prompt is made of that has messages and may have tools."""
 
-    tools: list[Tool] = []
+    tools: Objects[Tool] = []
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
@@ -211,7 +245,7 @@ class ChatRequest(TokenRequest, ToolRequest):
     """Of ``/v1/chat/completions``."""
 
     prompt_field = "messages"
-    messages: list[Message] = Field(min_length=1)
+    messages: Objects[Message] = Field(min_length=1)
     max_new_tokens: int | None = Field(
         None,
         ge=1,
@@ -240,7 +274,7 @@ class ChatRequest(TokenRequest, ToolRequest):
         return [self.chat([message.plain() for message in self.messages])]
 
 
-class InputMessage(Message):
+class InputMessage(TextMessage):
     """A message among the input of ``/v1/responses``; id, status: of an answer of before."""
 
     type: Literal["message"] = "message"
@@ -257,11 +291,14 @@ class ResponsesRequest(TextRequest):
     """Of ``/v1/responses``: text alone."""
 
     prompt_field = "input"
-    input: str | list[InputMessage]
+    input: str | Objects[InputMessage]
     instructions: str | None = None
     max_new_tokens: int | None = Field(None, ge=1, alias="max_output_tokens")
     json_schema: ResponsesText = Field(ResponsesText(), alias="text")
     tools: list[Any] = Field([], max_length=0)
+    tool_choice: Literal["auto"] = "auto"
+    parallel_tool_calls: Literal[True] = True
+    top_logprobs: Literal[0] = 0
     background: Literal[False] = False
     truncation: Literal["disabled"] = "disabled"
 
@@ -283,7 +320,7 @@ class Tokenize(ToolRequest):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] = []
+    messages: Objects[Message] = []
 
     def prompts(self) -> list[Any]:
         if (self.prompt is None) == (not self.messages):
@@ -296,7 +333,7 @@ class Detokenize(Strict):
     """Of ``/detokenize``."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: FastList[TokenId]
 
 
 class AuditRequest(Strict):
