@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from copy import deepcopy
-from functools import cache
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -93,7 +92,7 @@ class Server:
         # Its own, in a thread of its own: a long prompt holds up neither passes nor other streams.
         self.tokenizer = deepcopy(engine.engine.tokenizer)
         self._thread = ThreadPoolExecutor(1, "tokenizer")
-        self.text_of = cache(lambda token: self.tokenizer.decode([token]))
+        self.text_of = self.tokenizer.decode
         self.metrics = Metrics(engine, model)
         self.fingerprint = engine.engine.fingerprint
         self.card = {"id": model, "object": "model", "created": int(time.time())}

@@ -17,6 +17,8 @@ from tinyspec.serve.tools import ToolFormat, ToolText
 
 # JSON has no -inf: what OpenAI's API gives for a token without probability.
 LEAST_LOGPROB = -9999.0
+# Of a character.
+MOST_BYTES = 4
 # What makes a chunk worth sending, where there is some of it.
 NEWS = ("text", "delta", "logprobs", "finish_reason", "token_ids")
 SHARED = {field.name for field in fields(StreamEvent)}
@@ -49,11 +51,44 @@ def share(logprob: float | None) -> float | None:
     return None if logprob is None else max(logprob, LEAST_LOGPROB)
 
 
+class TokenTexts:
+    """Texts of tokens that stand one behind another, so that they join to the whole text.
+
+    ``cut`` characters at their beginning are left out; ``hidden``: special tokens have no text.
+    """
+
+    def __init__(self, decode: Callable[..., str], hidden: bool, cut: int = 0):
+        self._decode, self._hidden, self._cut = decode, hidden, cut
+        # Tokens of the last text that there was, and of a character that is not complete.
+        self._before: list[int] = []
+        self._held: list[int] = []
+
+    def after(self, token: int) -> str:
+        """What ``token`` would add."""
+        tokens = [*self._before, *self._held, token]
+        known = self._decode(self._before, skip_special_tokens=self._hidden)
+        return self._decode(tokens, skip_special_tokens=self._hidden)[len(known) :]
+
+    def push(self, token: int) -> str:
+        """What ``token`` adds. A character of several tokens is the last one's."""
+        text = self.after(token)
+        self._held.append(token)
+        if text.endswith("\ufffd") and len(self._held) < MOST_BYTES:
+            return ""
+        if text or not self._before:  # else it shows nothing to decode behind
+            self._before = self._held
+        self._held = []
+        shown = text[self._cut :]
+        self._cut -= len(text) - len(shown)
+        return shown
+
+
 @dataclass
 class Choice:
-    """What was said of one completion: characters, and its text as far as it may be a call."""
+    """What was said of one completion: its text as far as it may be a call, and characters."""
 
     text: ToolText
+    texts: TokenTexts
     told: int = 0
     begun: bool = False
 
@@ -62,8 +97,8 @@ class Choice:
 class Reply:
     """What is said of one request.
 
-    prompts: token ids. text_of: the text of a token. fingerprint: the engine's, until an output has
-    one. seed: as drawn, where the request has none. format: of the calls that are looked for.
+    prompts: token ids. decode: the tokenizer's. fingerprint: the engine's, until an output has one.
+    seed: as drawn, where the request has none. format: of the calls that are looked for.
     prompt_tops: of each prompt, the likeliest tokens from its second place on, for an echo.
     """
 
@@ -72,7 +107,7 @@ class Reply:
     prefix: ClassVar[str]
     body: Any
     prompts: list[list[int]]
-    text_of: Callable[[int], str]
+    decode: Callable[..., str]
     fingerprint: str
     format: ToolFormat | None = None
     seed: int | None = None
@@ -92,7 +127,8 @@ class Reply:
         index = event.prompt * self.body.completions + event.index
         if index not in self._choices:
             names = {tool["function"]["name"] for tool in getattr(self.body, "tools", ())}
-            self._choices[index] = Choice(ToolText(self.format, names))
+            texts = TokenTexts(self.decode, hidden=True)
+            self._choices[index] = Choice(ToolText(self.format, names), texts)
         return self._choices[index]
 
     def _said(self, event: StreamEvent, whole: bool) -> dict[str, Any]:
@@ -156,41 +192,56 @@ class CompletionReply(Reply):
     prefix = "cmpl"
 
     def said(self, event: StreamEvent, choice: Choice, whole: bool) -> dict[str, Any]:
-        text, tokens, logprobs = event.text or "", event.token_ids, event.logprobs
-        tops: list[Any] = event.top_logprobs or [[]] * len(tokens)
-        own: dict[str, Any] = {"text": text, "logprobs": None}
+        own: dict[str, Any] = {"text": event.text or "", "logprobs": None}
+        echoed = None
         if not choice.begun:
-            prompt, choice.begun = self.prompts[event.prompt], True
+            choice.begun = True
             if self.body.return_token_ids:
-                own["prompt_token_ids"] = prompt
+                own["prompt_token_ids"] = self.prompts[event.prompt]
             if self.body.echo:
-                own["text"] = "".join(map(self.text_of, prompt)) + text
-                known = self.prompt_tops[event.prompt] if self.prompt_tops else []
-                known = known or [[]] * (len(prompt) - 1)
-                tokens, tops = prompt + tokens, [[], *known, *tops]
-                logprobs = logprobs and [*(event.prompt_logprobs or ()), *logprobs]
-        if logprobs is not None:
-            own["logprobs"] = self._logprobs(
-                choice, list(map(self.text_of, tokens)), logprobs, tops
-            )
+                echo, echoed = self._echo(event)
+                own["text"] = echo + own["text"]
+                choice.told = len(echo)
+        if event.logprobs is not None:
+            given = event.token_ids, event.logprobs, event.top_logprobs
+            said = self._logprobs(choice.texts, choice.told, *given)
+            choice.told += sum(map(len, said["tokens"]))
+            own["logprobs"] = said if echoed is None else {n: echoed[n] + said[n] for n in said}
         return own
 
+    def _echo(self, event: StreamEvent) -> tuple[str, dict[str, list[Any]] | None]:
+        """The prompt of an event: its text as it was sent, and what is said of its tokens."""
+        tokens, sent = self.prompts[event.prompt], self.body.prompts()[event.prompt]
+        decoded = self.decode(tokens)
+        text = sent if isinstance(sent, str) else decoded
+        if event.prompt_logprobs is None:
+            return text, None
+        # What the tokenizer puts in front is no part of what was sent.
+        cut = len(decoded) - len(text) if decoded.endswith(text) else 0
+        tops = self.prompt_tops[event.prompt] if self.prompt_tops else []
+        tops = [[], *(tops or [[]] * (len(tokens) - 1))]
+        texts = TokenTexts(self.decode, hidden=False, cut=cut)
+        return text, self._logprobs(texts, 0, tokens, event.prompt_logprobs, tops)
+
     def _logprobs(
-        self, choice: Choice, texts: list[str], logprobs: list[Any], tops: list[Any]
-    ) -> dict[str, Any]:
-        offsets, best = [], []
-        for text, logprob, top in zip(texts, logprobs, tops, strict=True):
-            offsets.append(choice.told)
-            choice.told += len(text)
+        self,
+        texts: TokenTexts,
+        offset: int,
+        tokens: list[int],
+        logprobs: list[Any],
+        tops: list[Any] | None,
+    ) -> dict[str, list[Any]]:
+        names = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
+        said: dict[str, list[Any]] = {name: [] for name in names}
+        for token, logprob, top in zip(tokens, logprobs, tops or [[]] * len(tokens), strict=True):
             # Of tokens with one text the chosen one, then the likeliest.
-            named = [(text, logprob), *((self.text_of(token), value) for token, value in top)]
-            best.append({name: share(value) for name, value in reversed(named)})
-        return {
-            "text_offset": offsets,
-            "token_logprobs": list(map(share, logprobs)),
-            "tokens": texts,
-            "top_logprobs": [None if None in shares.values() else shares for shares in best],
-        }
+            others = {texts.after(n): share(value) for n, value in reversed(top) if n != token}
+            text = texts.push(token)
+            best = None if logprob is None else {**others, text: share(logprob)}
+            for name, value in zip(names, (offset, share(logprob), text, best), strict=True):
+                said[name].append(value)
+            offset += len(text)
+        return said
 
 
 class ChatReply(Reply):
@@ -209,7 +260,7 @@ class ChatReply(Reply):
         choice.begun = True
         own: dict[str, Any] = {"message" if whole else "delta": message, "logprobs": None}
         if self.body.logprobs:
-            own["logprobs"] = {"content": self._logprobs(event)}
+            own["logprobs"] = {"content": self._logprobs(event, choice.texts)}
         if calls and event.finish_reason == "stop":
             own["finish_reason"] = "tool_calls"
         return own
@@ -219,17 +270,18 @@ class ChatReply(Reply):
         ids = self.body.return_token_ids and kind == self.kind
         return {**head, "prompt_token_ids": self.prompts[0]} if ids else head
 
-    def _logprobs(self, event: StreamEvent) -> list[dict[str, Any]]:
+    def _logprobs(self, event: StreamEvent, texts: TokenTexts) -> list[dict[str, Any]]:
         """Of each token of an event."""
 
         def named(token: int, logprob: float) -> dict[str, Any]:
-            text = self.text_of(token)
+            text = texts.after(token) or self.decode([token])
             # Part of a character has bytes that the text does not tell.
             known = None if "\ufffd" in text else list(text.encode())
             return {"token": text, "logprob": share(logprob), "bytes": known}
 
-        tops = event.top_logprobs or [[]] * len(event.token_ids)
-        return [
-            {**named(token, logprob), "top_logprobs": [named(*pair) for pair in top]}
-            for token, logprob, top in zip(event.token_ids, event.logprobs or (), tops, strict=True)
-        ]
+        tops, found = event.top_logprobs or [[]] * len(event.token_ids), []
+        for token, logprob, top in zip(event.token_ids, event.logprobs or (), tops, strict=True):
+            best = [named(*pair) for pair in top]
+            found.append({**named(token, logprob), "top_logprobs": best})
+            texts.push(token)
+        return found
