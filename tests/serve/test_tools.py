@@ -104,7 +104,7 @@ def test_refused(client, change):
 
 
 NAMES = {"f", "g"}
-CALLS = ['{"name": "f", "%s": {}}', '{"name": "g", "%s": {"a": [1, "}"]}}']
+CALLS = ['{"name": "f", "%s": {}}', '{"name": "g", "%s": {"a": [1, "}</tool_call>"]}}']
 NO_CALLS = ['{"name": "h", "%s": {}}', '{"name": "f", "%s": 3}', '{"name": "f"}', "{", "[]", "f()"]
 
 
@@ -126,7 +126,8 @@ def test_pieces(data):
     chosen = data.draw(st.lists(st.sampled_from(parts), min_size=1, max_size=3))
     if form is HERMES:
         parts = [f"<tool_call>\n{part}\n</tool_call>" for part in chosen]
-        text = data.draw(st.sampled_from(["", "Let me see. <", "<tool"])) + "".join(parts)
+        text = data.draw(st.sampled_from(["", "Let me see. <", "<tool", "\n\n", "See. "]))
+        text += "".join(parts) + data.draw(st.sampled_from(["", "\n"]))
     else:
         text = data.draw(st.sampled_from(["", "Look: "])) + chosen[0]
         chosen = chosen[:1]
