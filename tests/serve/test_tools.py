@@ -2,6 +2,7 @@
 
 import json
 from itertools import pairwise
+from typing import Literal
 
 import openai
 import pytest
@@ -75,15 +76,22 @@ def test_a_conversation_with_calls(client):
 
 
 def test_the_client_parses_them(client):
-    class get_time(BaseModel):
-        zone: str
+    class Zone(BaseModel):
+        name: Literal["UTC", "CET"]
 
-    strict = openai.pydantic_function_tool(get_time)
-    strict["function"]["parameters"]["properties"]["zone"]["enum"] = ["UTC", "CET"]
-    asked = {"model": MODEL, "messages": MESSAGES, "tools": [strict], "seed": 1}
+    class get_time(BaseModel):
+        here: Zone
+        there: Zone
+
+    class get_zone(get_time):
+        pass
+
+    tools = [openai.pydantic_function_tool(kind) for kind in (get_time, get_zone)]
+    assert "$ref" in json.dumps(tools)
+    asked = {"model": MODEL, "messages": MESSAGES, "tools": tools, "seed": 1}
     parsed = client.chat.completions.parse(**asked, tool_choice="required")
     (call,) = parsed.choices[0].message.tool_calls
-    assert call.function.parsed_arguments.zone in ("UTC", "CET")
+    assert isinstance(call.function.parsed_arguments, get_time)
 
 
 @pytest.mark.parametrize(

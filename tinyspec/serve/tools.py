@@ -18,6 +18,17 @@ from tinyspec.serve.protocol import LAYOUT
 DECODER = json.JSONDecoder()
 
 
+def _placed(schema: Any, place: str) -> Any:
+    """A schema as part of another: its references to itself lead to ``place``."""
+
+    def referring(found: dict[str, Any]) -> dict[str, Any]:
+        if isinstance(to := found.get("$ref"), str) and to.startswith("#"):
+            found["$ref"] = place + to[1:]
+        return found
+
+    return json.loads(json.dumps(schema), object_hook=referring)
+
+
 @dataclass(frozen=True)
 class ToolFormat:
     """begin: of a call. opened, closed: what stands before and behind its object. arguments: what
@@ -37,12 +48,15 @@ class ToolFormat:
                 "type": "object",
                 "properties": {
                     "name": {"const": function["name"]},
-                    self.arguments: function.get("parameters") or {"type": "object"},
+                    self.arguments: _placed(
+                        function.get("parameters") or {"type": "object"},
+                        f"#/anyOf/{number}/properties/{self.arguments}",
+                    ),
                 },
                 "required": ["name", self.arguments],
                 "additionalProperties": False,
             }
-            for function in functions
+            for number, function in enumerate(functions)
         ]
         schema = {"x-guidance": LAYOUT, "anyOf": calls}
         if not self.grammar:
