@@ -36,7 +36,7 @@ from tinyspec.serve.protocol import (
     ResponsesRequest,
     Tokenize,
 )
-from tinyspec.serve.replies import ChatReply, CompletionReply, Reply, events_of, sse
+from tinyspec.serve.replies import ChatReply, CompletionReply, Reply, events_of
 from tinyspec.serve.responses import ResponsesReply
 from tinyspec.serve.tools import wanted_calls
 
@@ -210,7 +210,7 @@ class Server:
                 yield chunk
             self.metrics.answered(began, reply.prompts)
         except Exception as error:
-            yield sse({"error": failure(error, reply.body)[1]})
+            yield reply.failed(failure(error, reply.body)[1])
 
 
 def create_app(

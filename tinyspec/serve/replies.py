@@ -171,6 +171,10 @@ class Reply:
         if any(choice.get(name) for name in NEWS):
             yield self._chunk([choice], None)
 
+    def failed(self, error: dict[str, Any]) -> str:
+        """What is sent in place of the rest."""
+        return sse({"error": error})
+
     def end(self) -> Iterator[str]:
         """What is sent behind the last event."""
         if self.body.stream_options.include_usage:

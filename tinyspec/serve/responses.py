@@ -18,7 +18,7 @@ REPEATED = {
     *("prompt_cache_key", "safety_identifier", "service_tier", "store", "temperature", "tools"),
     *("top_p", "truncation", "user", "json_schema"),
 }
-NOTHING = dict.fromkeys(("error", "max_tool_calls", "previous_response_id", "reasoning"))
+NOTHING = dict.fromkeys(("max_tool_calls", "previous_response_id", "reasoning"))
 NO_TOOLS = {"parallel_tool_calls": True, "tool_choice": "auto", "top_logprobs": 0}
 
 
@@ -29,6 +29,7 @@ class ResponsesReply(Reply):
         super().__post_init__()
         self._text, self._tokens, self._number = "", list[int](), 0
         self._status, self._message = "in_progress", f"msg_{self.reply_id}"
+        self._error: dict[str, Any] | None = None
 
     def _event(self, name: str, **data: Any) -> str:
         data = {"type": f"response.{name}", "sequence_number": self._number, **data}
@@ -45,7 +46,7 @@ class ResponsesReply(Reply):
 
     def _response(self) -> dict[str, Any]:
         """The response as it is now."""
-        ended, counts = self._status != "in_progress", self.usage
+        ended, counts = self._status in ("completed", "incomplete"), self.usage
         cut = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
         usage = {
             "input_tokens": counts["prompt_tokens"],
@@ -61,6 +62,7 @@ class ResponsesReply(Reply):
             **NOTHING,
             **NO_TOOLS,
             **self.body.model_dump(include=REPEATED, by_alias=True),
+            "error": self._error,
             "created_at": self.created,
             "completed_at": int(time.time()) if ended else None,
             "status": self._status,
@@ -98,3 +100,7 @@ class ResponsesReply(Reply):
     def end(self) -> Iterator[str]:
         yield self._event(self._status, response=self._response())
         yield "data: [DONE]\n\n"
+
+    def failed(self, error: dict[str, Any]) -> str:
+        self._status, self._error = "failed", {**error, "code": "server_error"}
+        return self._event("failed", response=self._response())
