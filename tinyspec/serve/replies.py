@@ -105,6 +105,7 @@ class Reply:
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
     prefix: ClassVar[str]
+    counted: ClassVar[tuple[str, str]] = ("prompt", "completion")
     body: Any
     prompts: list[list[int]]
     decode: Callable[..., str]
@@ -147,12 +148,12 @@ class Reply:
 
     @property
     def usage(self) -> dict[str, Any]:
-        prompt = sum(map(len, self.prompts))
+        prompt, (given, said) = sum(map(len, self.prompts)), self.counted
         return {
-            "prompt_tokens": prompt,
-            "completion_tokens": self.generated,
+            f"{given}_tokens": prompt,
+            f"{said}_tokens": self.generated,
             "total_tokens": prompt + self.generated,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+            f"{given}_tokens_details": {"cached_tokens": sum(self._cached.values())},
         }
 
     def _head(self, kind: str) -> dict[str, Any]:
