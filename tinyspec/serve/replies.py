@@ -19,6 +19,8 @@ from tinyspec.serve.tools import ToolFormat, ToolText
 LEAST_LOGPROB = -9999.0
 # Of a character.
 MOST_BYTES = 4
+# What completions say of a token.
+OF_TOKEN = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
 # What makes a chunk worth sending, where there is some of it.
 NEWS = ("text", "delta", "logprobs", "finish_reason", "token_ids")
 SHARED = {field.name for field in fields(StreamEvent)}
@@ -54,11 +56,12 @@ def share(logprob: float | None) -> float | None:
 class TokenTexts:
     """Texts of tokens that stand one behind another, so that they join to the whole text.
 
-    ``cut`` characters at their beginning are left out; ``hidden``: special tokens have no text.
+    hidden: special tokens have no text. cut: characters at the beginning that are left out. place:
+    where the next one begins in the text.
     """
 
     def __init__(self, decode: Callable[..., str], hidden: bool, cut: int = 0):
-        self._decode, self._hidden, self._cut = decode, hidden, cut
+        self._decode, self._hidden, self._cut, self.place = decode, hidden, cut, 0
         # Tokens of the last text that there was, and of a character that is not complete.
         self._before: list[int] = []
         self._held: list[int] = []
@@ -80,16 +83,16 @@ class TokenTexts:
         self._held = []
         shown = text[self._cut :]
         self._cut -= len(text) - len(shown)
+        self.place += len(shown)
         return shown
 
 
 @dataclass
 class Choice:
-    """What was said of one completion: its text as far as it may be a call, and characters."""
+    """What was said of one completion: its text as far as it may be a call, and its tokens'."""
 
     text: ToolText
     texts: TokenTexts
-    told: int = 0
     begun: bool = False
 
 
@@ -198,55 +201,36 @@ class CompletionReply(Reply):
 
     def said(self, event: StreamEvent, choice: Choice, whole: bool) -> dict[str, Any]:
         own: dict[str, Any] = {"text": event.text or "", "logprobs": None}
-        echoed = None
+        rows: list[tuple[Any, ...]] = []
         if not choice.begun:
-            choice.begun = True
+            choice.begun, prompt = True, self.prompts[event.prompt]
             if self.body.return_token_ids:
-                own["prompt_token_ids"] = self.prompts[event.prompt]
+                own["prompt_token_ids"] = prompt
             if self.body.echo:
-                echo, echoed = self._echo(event)
-                own["text"] = echo + own["text"]
-                choice.told = len(echo)
+                sent, decoded = self.body.prompts()[event.prompt], self.decode(prompt)
+                echo = sent if isinstance(sent, str) else decoded
+                # What the tokenizer puts in front is no part of what was sent.
+                cut = len(decoded) - len(echo) if decoded.endswith(echo) else 0
+                own["text"], choice.texts.place = echo + own["text"], len(echo)
+                if event.prompt_logprobs is not None:
+                    texts = TokenTexts(self.decode, hidden=False, cut=cut)
+                    tops = self.prompt_tops[event.prompt] if self.prompt_tops else []
+                    rows += self._rows(texts, prompt, event.prompt_logprobs, tops and [[], *tops])
         if event.logprobs is not None:
-            given = event.token_ids, event.logprobs, event.top_logprobs
-            said = self._logprobs(choice.texts, choice.told, *given)
-            choice.told += sum(map(len, said["tokens"]))
-            own["logprobs"] = said if echoed is None else {n: echoed[n] + said[n] for n in said}
+            rows += self._rows(choice.texts, event.token_ids, event.logprobs, event.top_logprobs)
+            own["logprobs"] = {name: [row[n] for row in rows] for n, name in enumerate(OF_TOKEN)}
         return own
 
-    def _echo(self, event: StreamEvent) -> tuple[str, dict[str, list[Any]] | None]:
-        """The prompt of an event: its text as it was sent, and what is said of its tokens."""
-        tokens, sent = self.prompts[event.prompt], self.body.prompts()[event.prompt]
-        decoded = self.decode(tokens)
-        text = sent if isinstance(sent, str) else decoded
-        if event.prompt_logprobs is None:
-            return text, None
-        # What the tokenizer puts in front is no part of what was sent.
-        cut = len(decoded) - len(text) if decoded.endswith(text) else 0
-        tops = self.prompt_tops[event.prompt] if self.prompt_tops else []
-        tops = [[], *(tops or [[]] * (len(tokens) - 1))]
-        texts = TokenTexts(self.decode, hidden=False, cut=cut)
-        return text, self._logprobs(texts, 0, tokens, event.prompt_logprobs, tops)
-
-    def _logprobs(
-        self,
-        texts: TokenTexts,
-        offset: int,
-        tokens: list[int],
-        logprobs: list[Any],
-        tops: list[Any] | None,
-    ) -> dict[str, list[Any]]:
-        names = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
-        said: dict[str, list[Any]] = {name: [] for name in names}
+    def _rows(
+        self, texts: TokenTexts, tokens: list[int], logprobs: list[Any], tops: list[Any] | None
+    ) -> Iterator[tuple[Any, ...]]:
+        """Of each token what ``OF_TOKEN`` names."""
         for token, logprob, top in zip(tokens, logprobs, tops or [[]] * len(tokens), strict=True):
             # Of tokens with one text the chosen one, then the likeliest.
             others = {texts.after(n): share(value) for n, value in reversed(top) if n != token}
-            text = texts.push(token)
+            place, text = texts.place, texts.push(token)
             best = None if logprob is None else {**others, text: share(logprob)}
-            for name, value in zip(names, (offset, share(logprob), text, best), strict=True):
-                said[name].append(value)
-            offset += len(text)
-        return said
+            yield place, share(logprob), text, best
 
 
 class ChatReply(Reply):
