@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, ClassVar
 
 from tinyspec.outputs import RequestOutput, StreamEvent
@@ -61,16 +62,15 @@ class TokenTexts:
     """
 
     def __init__(self, decode: Callable[..., str], hidden: bool, cut: int = 0):
-        self._decode, self._hidden, self._cut, self.place = decode, hidden, cut, 0
-        # Tokens of the last text that there was, and of a character that is not complete.
-        self._before: list[int] = []
+        self._decode = partial(decode, skip_special_tokens=hidden)
+        self._cut, self.place = cut, 0
+        # Tokens of the last text that there was, alone, and of a character that is not complete.
+        self._before, self._known = list[int](), ""
         self._held: list[int] = []
 
     def after(self, token: int) -> str:
         """What ``token`` would add."""
-        tokens = [*self._before, *self._held, token]
-        known = self._decode(self._before, skip_special_tokens=self._hidden)
-        return self._decode(tokens, skip_special_tokens=self._hidden)[len(known) :]
+        return self._decode([*self._before, *self._held, token])[len(self._known) :]
 
     def push(self, token: int) -> str:
         """What ``token`` adds. A character of several tokens is the last one's."""
@@ -79,7 +79,7 @@ class TokenTexts:
         if text.endswith("\ufffd") and len(self._held) < MOST_BYTES:
             return ""
         if text or not self._before:  # else it shows nothing to decode behind
-            self._before = self._held
+            self._before, self._known = self._held, self._decode(self._held)
         self._held = []
         shown = text[self._cut :]
         self._cut -= len(text) - len(shown)
