@@ -83,6 +83,11 @@ def test_a_request_that_takes_too_long(bundled):
         assert server.post(COMPLETIONS, **LONG).status_code == 504
         streamed = server.post(COMPLETIONS, **LONG, stream=True)
         assert streamed.text.rstrip().endswith("}}") and "longer than" in streamed.text
+        *begun, last = server.client().responses.create(
+            model=MODEL, input=PROMPT, extra_body={"ignore_eos": True}, stream=True
+        )
+        assert (last.type, last.sequence_number) == ("response.failed", len(begun))
+        assert last.response.status == "failed" and "longer than" in last.response.error.message
         server.settled()
 
 

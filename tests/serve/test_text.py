@@ -6,11 +6,13 @@ from typing import Literal
 import httpx
 import openai
 from pydantic import BaseModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import tinyspec
 from tests.support.serving import CHAT, COMPLETIONS, MESSAGES, MODEL, PROMPT
 from tinyspec import AsyncEngine, SamplingParams
+from tinyspec.serve.replies import TokenTexts
 from tinyspec.tools.demo import BUNDLED
 
 OWN = {"deterministic": True, "return_token_ids": True}
@@ -128,10 +130,36 @@ def test_completions(client):
     parts = [part for part in parts if part.index == 1]
     assert "".join(part.text for part in parts) == choice.text
     assert [n for part in parts for n in part.logprobs.text_offset] == logprobs.text_offset
+    smile = client.completions.create(**asked, prompt="Hi \U0001f600 \xe9", echo=True, logprobs=1)
+    (choice,) = smile.choices
+    assert choice.text.startswith("Hi \U0001f600 \xe9")
+    assert "".join(choice.logprobs.tokens) == choice.text.rstrip("\ufffd")
     story = client.completions.create(**asked | {"max_tokens": 60}, prompt="Once", stop=" named")
     (choice,) = story.choices
     assert (choice.finish_reason, choice.stop_reason) == ("stop", " named")
     assert choice.text and " named" not in choice.text
+
+
+def test_texts_of_tokens_join_to_the_text():
+    """Where a token's text depends on the one before it: a space that only the first loses, and
+    characters of several tokens."""
+    words = ["<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "\u2581b"]
+    bpe = models.BPE({word: n for n, word in enumerate(words)}, [], byte_fallback=True)
+    space = decoders.Replace("\u2581", " ")
+    fast = Tokenizer(bpe)
+    fast.decoder = decoders.Sequence(
+        [space, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, bos_token="<s>", eos_token="</s>")
+    smile = [2 + byte for byte in "\U0001f600".encode()]
+    tokens = [258, 258, 259, 260, *smile, *smile, 260, 1, 260]
+    for hidden, text in ((True, " a b\U0001f600\U0001f600 b b"), (False, None)):
+        texts = TokenTexts(tokenizer.decode, hidden)
+        found = "".join(map(texts.push, tokens))
+        assert found == tokenizer.decode(tokens, skip_special_tokens=hidden) == (text or found)
+        assert found != "".join(tokenizer.decode([token]) for token in tokens), "control"
+    cut = TokenTexts(tokenizer.decode, hidden=False, cut=len("<s> "))
+    assert "".join(map(cut.push, [0, 260, 260])) == "b b"
 
 
 def test_the_likeliest_tokens_of_a_prompt(client, bundled):

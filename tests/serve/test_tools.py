@@ -2,6 +2,7 @@
 
 import json
 from itertools import pairwise
+from typing import Literal
 
 import openai
 import pytest
@@ -75,15 +76,22 @@ def test_a_conversation_with_calls(client):
 
 
 def test_the_client_parses_them(client):
-    class get_time(BaseModel):
-        zone: str
+    class Zone(BaseModel):
+        name: Literal["UTC", "CET"]
 
-    strict = openai.pydantic_function_tool(get_time)
-    strict["function"]["parameters"]["properties"]["zone"]["enum"] = ["UTC", "CET"]
-    asked = {"model": MODEL, "messages": MESSAGES, "tools": [strict], "seed": 1}
+    class get_time(BaseModel):
+        here: Zone
+        there: Zone
+
+    class get_zone(get_time):
+        pass
+
+    tools = [openai.pydantic_function_tool(kind) for kind in (get_time, get_zone)]
+    assert "$ref" in json.dumps(tools)
+    asked = {"model": MODEL, "messages": MESSAGES, "tools": tools, "seed": 1}
     parsed = client.chat.completions.parse(**asked, tool_choice="required")
     (call,) = parsed.choices[0].message.tool_calls
-    assert call.function.parsed_arguments.zone in ("UTC", "CET")
+    assert isinstance(call.function.parsed_arguments, get_time)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +112,7 @@ def test_refused(client, change):
 
 
 NAMES = {"f", "g"}
-CALLS = ['{"name": "f", "%s": {}}', '{"name": "g", "%s": {"a": [1, "}"]}}']
+CALLS = ['{"name": "f", "%s": {}}', '{"name": "g", "%s": {"a": [1, "}</tool_call>"]}}']
 NO_CALLS = ['{"name": "h", "%s": {}}', '{"name": "f", "%s": 3}', '{"name": "f"}', "{", "[]", "f()"]
 
 
@@ -126,7 +134,8 @@ def test_pieces(data):
     chosen = data.draw(st.lists(st.sampled_from(parts), min_size=1, max_size=3))
     if form is HERMES:
         parts = [f"<tool_call>\n{part}\n</tool_call>" for part in chosen]
-        text = data.draw(st.sampled_from(["", "Let me see. <", "<tool"])) + "".join(parts)
+        text = data.draw(st.sampled_from(["", "Let me see. <", "<tool", "\n\n", "See. "]))
+        text += "".join(parts) + data.draw(st.sampled_from(["", "\n"]))
     else:
         text = data.draw(st.sampled_from(["", "Look: "])) + chosen[0]
         chosen = chosen[:1]

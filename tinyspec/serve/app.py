@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from copy import deepcopy
-from functools import cache
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -37,7 +36,7 @@ from tinyspec.serve.protocol import (
     ResponsesRequest,
     Tokenize,
 )
-from tinyspec.serve.replies import ChatReply, CompletionReply, Reply, events_of, sse
+from tinyspec.serve.replies import ChatReply, CompletionReply, Reply, events_of
 from tinyspec.serve.responses import ResponsesReply
 from tinyspec.serve.tools import wanted_calls
 
@@ -105,7 +104,7 @@ class Server:
         self._readers = [(t, ThreadPoolExecutor(1, "tokenizer")) for t in (self.tokenizer, other)]
         most: int = engine.engine.config.max_model_len  # type: ignore[assignment]
         self._most_characters = most * max(map(len, self.tokenizer.get_vocab()))
-        self.text_of = cache(lambda token: self.tokenizer.decode([token]))
+        self.text_of = self.tokenizer.decode
         self.metrics = Metrics(engine, model)
         self.fingerprint = engine.engine.fingerprint
         self.card = {"id": model, "object": "model", "created": int(time.time())}
@@ -245,7 +244,7 @@ class Server:
                 yield chunk
             self.metrics.answered(began, reply.prompts)
         except Exception as error:
-            yield sse({"error": failure(error, reply.body)[1]})
+            yield reply.failed(failure(error, reply.body)[1])
 
 
 def create_app(

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, ClassVar
 
 from tinyspec.outputs import RequestOutput, StreamEvent
@@ -17,6 +18,10 @@ from tinyspec.serve.tools import ToolFormat, ToolText
 
 # JSON has no -inf: what OpenAI's API gives for a token without probability.
 LEAST_LOGPROB = -9999.0
+# Of a character.
+MOST_BYTES = 4
+# What completions say of a token.
+OF_TOKEN = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
 # What makes a chunk worth sending, where there is some of it.
 NEWS = ("text", "delta", "logprobs", "finish_reason", "token_ids")
 SHARED = {field.name for field in fields(StreamEvent)}
@@ -49,12 +54,45 @@ def share(logprob: float | None) -> float | None:
     return None if logprob is None else max(logprob, LEAST_LOGPROB)
 
 
+class TokenTexts:
+    """Texts of tokens that stand one behind another, so that they join to the whole text.
+
+    hidden: special tokens have no text. cut: characters at the beginning that are left out. place:
+    where the next one begins in the text.
+    """
+
+    def __init__(self, decode: Callable[..., str], hidden: bool, cut: int = 0):
+        self._decode = partial(decode, skip_special_tokens=hidden)
+        self._cut, self.place = cut, 0
+        # Tokens of the last text that there was, alone, and of a character that is not complete.
+        self._before, self._known = list[int](), ""
+        self._held: list[int] = []
+
+    def after(self, token: int) -> str:
+        """What ``token`` would add."""
+        return self._decode([*self._before, *self._held, token])[len(self._known) :]
+
+    def push(self, token: int) -> str:
+        """What ``token`` adds. A character of several tokens is the last one's."""
+        text = self.after(token)
+        self._held.append(token)
+        if text.endswith("\ufffd") and len(self._held) < MOST_BYTES:
+            return ""
+        if text or not self._before:  # else it shows nothing to decode behind
+            self._before, self._known = self._held, self._decode(self._held)
+        self._held = []
+        shown = text[self._cut :]
+        self._cut -= len(text) - len(shown)
+        self.place += len(shown)
+        return shown
+
+
 @dataclass
 class Choice:
-    """What was said of one completion: characters, and its text as far as it may be a call."""
+    """What was said of one completion: its text as far as it may be a call, and its tokens'."""
 
     text: ToolText
-    told: int = 0
+    texts: TokenTexts
     begun: bool = False
 
 
@@ -62,17 +100,18 @@ class Choice:
 class Reply:
     """What is said of one request.
 
-    prompts: token ids. text_of: the text of a token. fingerprint: the engine's, until an output has
-    one. seed: as drawn, where the request has none. format: of the calls that are looked for.
+    prompts: token ids. decode: the tokenizer's. fingerprint: the engine's, until an output has one.
+    seed: as drawn, where the request has none. format: of the calls that are looked for.
     prompt_tops: of each prompt, the likeliest tokens from its second place on, for an echo.
     """
 
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
     prefix: ClassVar[str]
+    counted: ClassVar[tuple[str, str]] = ("prompt", "completion")
     body: Any
     prompts: list[list[int]]
-    text_of: Callable[[int], str]
+    decode: Callable[..., str]
     fingerprint: str
     format: ToolFormat | None = None
     seed: int | None = None
@@ -92,7 +131,8 @@ class Reply:
         index = event.prompt * self.body.completions + event.index
         if index not in self._choices:
             names = {tool["function"]["name"] for tool in getattr(self.body, "tools", ())}
-            self._choices[index] = Choice(ToolText(self.format, names))
+            texts = TokenTexts(self.decode, hidden=True)
+            self._choices[index] = Choice(ToolText(self.format, names), texts)
         return self._choices[index]
 
     def _said(self, event: StreamEvent, whole: bool) -> dict[str, Any]:
@@ -111,12 +151,12 @@ class Reply:
 
     @property
     def usage(self) -> dict[str, Any]:
-        prompt = sum(map(len, self.prompts))
+        prompt, (given, said) = sum(map(len, self.prompts)), self.counted
         return {
-            "prompt_tokens": prompt,
-            "completion_tokens": self.generated,
+            f"{given}_tokens": prompt,
+            f"{said}_tokens": self.generated,
             "total_tokens": prompt + self.generated,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+            f"{given}_tokens_details": {"cached_tokens": sum(self._cached.values())},
         }
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -134,6 +174,10 @@ class Reply:
         choice = self._said(event, whole=False)
         if any(choice.get(name) for name in NEWS):
             yield self._chunk([choice], None)
+
+    def failed(self, error: dict[str, Any]) -> str:
+        """What is sent in place of the rest."""
+        return sse({"error": error})
 
     def end(self) -> Iterator[str]:
         """What is sent behind the last event."""
@@ -156,41 +200,37 @@ class CompletionReply(Reply):
     prefix = "cmpl"
 
     def said(self, event: StreamEvent, choice: Choice, whole: bool) -> dict[str, Any]:
-        text, tokens, logprobs = event.text or "", event.token_ids, event.logprobs
-        tops: list[Any] = event.top_logprobs or [[]] * len(tokens)
-        own: dict[str, Any] = {"text": text, "logprobs": None}
+        own: dict[str, Any] = {"text": event.text or "", "logprobs": None}
+        rows: list[tuple[Any, ...]] = []
         if not choice.begun:
-            prompt, choice.begun = self.prompts[event.prompt], True
+            choice.begun, prompt = True, self.prompts[event.prompt]
             if self.body.return_token_ids:
                 own["prompt_token_ids"] = prompt
             if self.body.echo:
-                own["text"] = "".join(map(self.text_of, prompt)) + text
-                known = self.prompt_tops[event.prompt] if self.prompt_tops else []
-                known = known or [[]] * (len(prompt) - 1)
-                tokens, tops = prompt + tokens, [[], *known, *tops]
-                logprobs = logprobs and [*(event.prompt_logprobs or ()), *logprobs]
-        if logprobs is not None:
-            own["logprobs"] = self._logprobs(
-                choice, list(map(self.text_of, tokens)), logprobs, tops
-            )
+                sent, decoded = self.body.prompts()[event.prompt], self.decode(prompt)
+                echo = sent if isinstance(sent, str) else decoded
+                # What the tokenizer puts in front is no part of what was sent.
+                cut = len(decoded) - len(echo) if decoded.endswith(echo) else 0
+                own["text"], choice.texts.place = echo + own["text"], len(echo)
+                if event.prompt_logprobs is not None:
+                    texts = TokenTexts(self.decode, hidden=False, cut=cut)
+                    tops = self.prompt_tops[event.prompt] if self.prompt_tops else []
+                    rows += self._rows(texts, prompt, event.prompt_logprobs, tops and [[], *tops])
+        if event.logprobs is not None:
+            rows += self._rows(choice.texts, event.token_ids, event.logprobs, event.top_logprobs)
+            own["logprobs"] = {name: [row[n] for row in rows] for n, name in enumerate(OF_TOKEN)}
         return own
 
-    def _logprobs(
-        self, choice: Choice, texts: list[str], logprobs: list[Any], tops: list[Any]
-    ) -> dict[str, Any]:
-        offsets, best = [], []
-        for text, logprob, top in zip(texts, logprobs, tops, strict=True):
-            offsets.append(choice.told)
-            choice.told += len(text)
+    def _rows(
+        self, texts: TokenTexts, tokens: list[int], logprobs: list[Any], tops: list[Any] | None
+    ) -> Iterator[tuple[Any, ...]]:
+        """Of each token what ``OF_TOKEN`` names."""
+        for token, logprob, top in zip(tokens, logprobs, tops or [[]] * len(tokens), strict=True):
             # Of tokens with one text the chosen one, then the likeliest.
-            named = [(text, logprob), *((self.text_of(token), value) for token, value in top)]
-            best.append({name: share(value) for name, value in reversed(named)})
-        return {
-            "text_offset": offsets,
-            "token_logprobs": list(map(share, logprobs)),
-            "tokens": texts,
-            "top_logprobs": [None if None in shares.values() else shares for shares in best],
-        }
+            others = {texts.after(n): share(value) for n, value in reversed(top) if n != token}
+            place, text = texts.place, texts.push(token)
+            best = None if logprob is None else {**others, text: share(logprob)}
+            yield place, share(logprob), text, best
 
 
 class ChatReply(Reply):
@@ -209,7 +249,7 @@ class ChatReply(Reply):
         choice.begun = True
         own: dict[str, Any] = {"message" if whole else "delta": message, "logprobs": None}
         if self.body.logprobs:
-            own["logprobs"] = {"content": self._logprobs(event)}
+            own["logprobs"] = {"content": self._logprobs(event, choice.texts)}
         if calls and event.finish_reason == "stop":
             own["finish_reason"] = "tool_calls"
         return own
@@ -219,17 +259,18 @@ class ChatReply(Reply):
         ids = self.body.return_token_ids and kind == self.kind
         return {**head, "prompt_token_ids": self.prompts[0]} if ids else head
 
-    def _logprobs(self, event: StreamEvent) -> list[dict[str, Any]]:
+    def _logprobs(self, event: StreamEvent, texts: TokenTexts) -> list[dict[str, Any]]:
         """Of each token of an event."""
 
         def named(token: int, logprob: float) -> dict[str, Any]:
-            text = self.text_of(token)
+            text = texts.after(token) or self.decode([token])
             # Part of a character has bytes that the text does not tell.
             known = None if "\ufffd" in text else list(text.encode())
             return {"token": text, "logprob": share(logprob), "bytes": known}
 
-        tops = event.top_logprobs or [[]] * len(event.token_ids)
-        return [
-            {**named(token, logprob), "top_logprobs": [named(*pair) for pair in top]}
-            for token, logprob, top in zip(event.token_ids, event.logprobs or (), tops, strict=True)
-        ]
+        tops, found = event.top_logprobs or [[]] * len(event.token_ids), []
+        for token, logprob, top in zip(event.token_ids, event.logprobs or (), tops, strict=True):
+            best = [named(*pair) for pair in top]
+            found.append({**named(token, logprob), "top_logprobs": best})
+            texts.push(token)
+        return found

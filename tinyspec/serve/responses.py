@@ -12,23 +12,22 @@ from typing import Any
 from tinyspec.outputs import StreamEvent
 from tinyspec.serve.replies import Reply, sse
 
-# What of the request its response repeats, and what no response here has.
-REPEATED = {
-    *("background", "frequency_penalty", "instructions", "metadata", "presence_penalty"),
-    *("prompt_cache_key", "safety_identifier", "service_tier", "store", "temperature", "tools"),
-    *("top_p", "truncation", "user", "json_schema"),
-}
-NOTHING = dict.fromkeys(("error", "max_tool_calls", "previous_response_id", "reasoning"))
-NO_TOOLS = {"parallel_tool_calls": True, "tool_choice": "auto", "top_logprobs": 0}
+# What of the request its response does not repeat, and what all responses here have.
+NOT_REPEATED = {"input", "stream", "stream_options"}
+NOTHING = dict.fromkeys(("max_tool_calls", "previous_response_id", "reasoning"))
+ALWAYS = {**NOTHING, "parallel_tool_calls": True, "tool_choice": "auto", "top_logprobs": 0}
+THOUGHT = {"output_tokens_details": {"reasoning_tokens": 0}}
 
 
 class ResponsesReply(Reply):
     kind, prefix = "response", "resp"
+    counted = ("input", "output")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._text, self._tokens, self._number = "", list[int](), 0
         self._status, self._message = "in_progress", f"msg_{self.reply_id}"
+        self._error: dict[str, Any] | None = None
 
     def _event(self, name: str, **data: Any) -> str:
         data = {"type": f"response.{name}", "sequence_number": self._number, **data}
@@ -45,29 +44,21 @@ class ResponsesReply(Reply):
 
     def _response(self) -> dict[str, Any]:
         """The response as it is now."""
-        ended, counts = self._status != "in_progress", self.usage
+        ended = self._status in ("completed", "incomplete")
         cut = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
-        usage = {
-            "input_tokens": counts["prompt_tokens"],
-            "input_tokens_details": counts["prompt_tokens_details"],
-            "output_tokens": counts["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": counts["total_tokens"],
-        }
         ids = {"token_ids": self._tokens, "prompt_token_ids": self.prompts[0]}
         return {
+            **ALWAYS,
+            **self.body.model_dump(exclude=NOT_REPEATED, by_alias=True),
             **(ids if self.body.return_token_ids else {}),
             **self._head(self.kind),
-            **NOTHING,
-            **NO_TOOLS,
-            **self.body.model_dump(include=REPEATED, by_alias=True),
+            "error": self._error,
             "created_at": self.created,
             "completed_at": int(time.time()) if ended else None,
             "status": self._status,
             "incomplete_details": cut,
-            "max_output_tokens": self.body.max_new_tokens,
             "output": [self._item([self._part])] if ended else [],
-            "usage": usage if ended else None,
+            "usage": {**self.usage, **THOUGHT} if ended else None,
         }
 
     def whole(self, events: Iterable[StreamEvent]) -> dict[str, Any]:
@@ -98,3 +89,7 @@ class ResponsesReply(Reply):
     def end(self) -> Iterator[str]:
         yield self._event(self._status, response=self._response())
         yield "data: [DONE]\n\n"
+
+    def failed(self, error: dict[str, Any]) -> str:
+        self._status, self._error = "failed", {**error, "code": "server_error"}
+        return self._event("failed", response=self._response())

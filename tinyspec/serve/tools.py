@@ -15,14 +15,29 @@ from typing import Any
 from tinyspec.errors import refuse
 from tinyspec.serve.protocol import LAYOUT
 
+DECODER = json.JSONDecoder()
+
+
+def _placed(schema: Any, place: str) -> Any:
+    """A schema as part of another: its references to itself lead to ``place``."""
+
+    def referring(found: dict[str, Any]) -> dict[str, Any]:
+        if isinstance(to := found.get("$ref"), str) and to.startswith("#"):
+            found["$ref"] = place + to[1:]
+        return found
+
+    return json.loads(json.dumps(schema), object_hook=referring)
+
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """begin: of a call. pattern: of one, with what is between its marks. arguments: what they are
-    called. grammar: of a call alone, but for the rule ``call``; without one it is the text."""
+    """begin: of a call. opened, closed: what stands before and behind its object. arguments: what
+    they are called. grammar: of a call alone, but for the rule ``call``; without one it is the
+    text."""
 
     begin: str
-    pattern: str
+    opened: re.Pattern[str]
+    closed: re.Pattern[str]
     arguments: str
     grammar: str = ""
 
@@ -33,40 +48,48 @@ class ToolFormat:
                 "type": "object",
                 "properties": {
                     "name": {"const": function["name"]},
-                    self.arguments: function.get("parameters") or {"type": "object"},
+                    self.arguments: _placed(
+                        function.get("parameters") or {"type": "object"},
+                        f"#/anyOf/{number}/properties/{self.arguments}",
+                    ),
                 },
                 "required": ["name", self.arguments],
                 "additionalProperties": False,
             }
-            for function in functions
+            for number, function in enumerate(functions)
         ]
         schema = {"x-guidance": LAYOUT, "anyOf": calls}
         if not self.grammar:
             return {"json_schema": schema}
         return {"grammar": f"{self.grammar}\ncall: %json {json.dumps(schema)}"}
 
-    def call(self, text: str, names: set[str]) -> dict[str, Any] | None:
-        """The call that ``text`` is, as OpenAI has it; None if it is none."""
+    def call(self, text: str, place: int, names: set[str]) -> tuple[dict[str, Any] | None, int]:
+        """The call that begins at ``place``, as OpenAI has it, and where it ends; None if what is
+        there is none, and where one may be behind it."""
+        opened = self.opened.match(text, place)
         try:
-            found = json.loads(text)
+            found, end = DECODER.raw_decode(text, opened.end() if opened else place)
         except (ValueError, RecursionError):
-            return None
-        if not isinstance(found, dict) or found.keys() != {"name", self.arguments}:
-            return None
+            return None, place + len(self.begin)
+        closed = self.closed.match(text, end)
+        if not closed or not isinstance(found, dict) or found.keys() != {"name", self.arguments}:
+            return None, end
         name, arguments = found["name"], found[self.arguments]
         if not isinstance(name, str) or name not in names or not isinstance(arguments, dict):
-            return None
+            return None, end
         called = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-        return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": called}
+        call = {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": called}
+        return call, closed.end()
 
 
 HERMES = ToolFormat(
     begin="<tool_call>",
-    pattern="<tool_call>(.*?)</tool_call>",
+    opened=re.compile(r"<tool_call>\s*"),
+    closed=re.compile(r"\s*</tool_call>"),
     arguments="arguments",
     grammar='start: "<tool_call>\\n" call "\\n</tool_call>"',
 )
-LLAMA = ToolFormat(begin="{", pattern="({.*})", arguments="parameters")
+LLAMA = ToolFormat("{", re.compile(""), re.compile(""), arguments="parameters")
 
 
 def wanted_calls(body: Any, tokenizer: Any) -> tuple[ToolFormat | None, dict[str, Any]]:
@@ -112,14 +135,15 @@ class ToolText:
         if not last:
             places = range(len(held))
             found = (n for n in places if begin.startswith(held[n : n + len(begin)]))
-            place = next(found, len(held))
+            # White space in front of a call is left out.
+            place = len(held[: next(found, len(held))].rstrip())
             self._held = held[place:]
             return held[:place], []
-        content, calls, place = "", [], 0
-        for match in re.finditer(self.format.pattern, held, re.DOTALL):
-            if (call := self.format.call(match[1], self.names)) is not None:
+        content, calls, kept, place = "", [], 0, 0
+        while (start := held.find(begin, place)) >= 0:
+            call, place = self.format.call(held, start, self.names)
+            if call is not None:
                 calls.append(call)
-                content, place = content + held[place : match.start()], match.end()
-        content += held[place:]
-        # Between calls stand line feeds.
-        return ("" if calls and not content.strip() else content), calls
+                content, kept = content + held[kept:start], place
+        content += held[kept:]
+        return (content.rstrip() if calls else content), calls
