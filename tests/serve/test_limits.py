@@ -162,7 +162,11 @@ def test_what_no_server_is_made_of(bundled):
     bare = AsyncEngine(tiny())
     with pytest.raises(ValueError, match="tokenizer"):
         create_app(bare, MODEL)
-    for engine in (shared, bare):
+    with storyteller(num_pages=1) as engine:
+        small = AsyncEngine(engine)
+        with pytest.raises(ValueError, match="what the page pool holds"):
+            create_app(small, MODEL)
+    for engine in (shared, bare, small):
         asyncio.run(engine.close())
 
 

@@ -186,7 +186,8 @@ class EventStream(Iterator[StreamEvent]):
             request, count = sequence.request, sequence.length - told.tokens
             token_ids = sequence.ids(told.tokens, sequence.length)
             tops = sequence.top_logprobs if sequence.params.top_logprobs else None
-            first = count > 0 and told.tokens == request.num_prompt
+            none_told = told.tokens == request.num_prompt
+            first = none_told and (count > 0 or sequence.finished)
             event = StreamEvent(
                 request_id=request.request_id,
                 prompt=told.prompt,

@@ -98,11 +98,14 @@ class Server:
             raise refuse("model", model, "one with a tokenizer")
         if timeout is not None and not timeout > 0:
             raise refuse("timeout", timeout, "None or seconds, above 0")
+        most: int = engine.engine.config.max_model_len  # type: ignore[assignment]
+        fits = engine.engine.pool.num_pages * engine.engine.pool.page_size
+        if most > fits:  # by default an answer is as long as that
+            raise refuse("max_model_len", most, f"at most {fits} tokens, what the page pool holds")
         # Its own, in threads of their own: long texts hold up neither passes nor streams, nor
         # short texts; and a text of more characters than so many tokens can have is not read.
         self.tokenizer, other = (deepcopy(engine.engine.tokenizer) for _ in range(2))
         self._readers = [(t, ThreadPoolExecutor(1, "tokenizer")) for t in (self.tokenizer, other)]
-        most: int = engine.engine.config.max_model_len  # type: ignore[assignment]
         self._most_characters = most * max(map(len, self.tokenizer.get_vocab()))
         self.text_of = self.tokenizer.decode
         self.metrics = Metrics(engine, model)
