@@ -29,6 +29,15 @@ from tinyspec.scheduler.request import Request
 FINALIZERS_WAIT = 1.0
 
 
+def checked_timeout(timeout: Any) -> float | None:
+    """``timeout``, as plain data. Raises ValueError for what is neither None nor seconds."""
+    timeout = plain(timeout)
+    number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    if timeout is not None and not (number and timeout > 0):
+        raise refuse("timeout", timeout, "None, or seconds, a number above 0")
+    return timeout
+
+
 class AsyncEngine(OneProcess):
     """Generates for any number of asyncio tasks, whose requests share the passes of one Engine.
 
@@ -104,7 +113,7 @@ class AsyncEngine(OneProcess):
         raises TimeoutError. Raises QueueFull at once where ``max_waiting`` calls wait.
         """
         prepare = partial(self.engine.prepare, prompts, params)
-        return await self._collected(self._queued(prepare, list, priority, timeout))
+        return await self._outputs(prepare, priority, timeout)
 
     async def score(
         self,
@@ -131,7 +140,7 @@ class AsyncEngine(OneProcess):
         def prepare() -> list[Request]:
             return engine.ready().scored(prompts, continuations, params)
 
-        return await self._collected(self._queued(prepare, list, priority, timeout))
+        return await self._outputs(prepare, priority, timeout)
 
     async def replay(
         self, outputs: Sequence[RequestOutput], priority: int = 0, timeout: float | None = None
@@ -141,7 +150,7 @@ class AsyncEngine(OneProcess):
         def prepare() -> list[Request]:
             return self.engine.ready().replayed(outputs)
 
-        return await self._collected(self._queued(prepare, list, priority, timeout))
+        return await self._outputs(prepare, priority, timeout)
 
     async def stream(
         self, prompts: Any, params: Params = None, priority: int = 0, timeout: float | None = None
@@ -186,10 +195,7 @@ class AsyncEngine(OneProcess):
 
     def _queued(self, prepare: Any, collect: Any, priority: int, timeout: float | None) -> Call:
         """A call that waits for its turn, and at most ``timeout`` seconds for its end."""
-        timeout, loop = plain(timeout), asyncio.get_running_loop()
-        number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-        if timeout is not None and not (number and timeout > 0):
-            raise refuse("timeout", timeout, "None, or seconds, a number above 0")
+        timeout, loop = checked_timeout(timeout), asyncio.get_running_loop()
         call = Call(prepare, collect, loop.create_future(), checked_priority(priority))
         self._worker.queue(call)
         if timeout is not None:
@@ -204,6 +210,15 @@ class AsyncEngine(OneProcess):
         self._worker.end(call)
         if not call.future.done():
             call.future.set_exception(error)
+
+    async def _outputs(
+        self, prepare: Callable[[], list[Request]], priority: int, timeout: float | None
+    ) -> list[RequestOutput]:
+        """Of the requests that ``prepare`` makes."""
+        found: list[RequestOutput] = await self._collected(
+            self._queued(prepare, list, priority, timeout)
+        )
+        return found
 
     async def _asked(self, ask: Callable[[Engine], Any]) -> Any:
         """What ``ask`` says of the engine, in the thread that steps it."""

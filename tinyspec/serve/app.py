@@ -19,7 +19,7 @@ from fastapi.responses import Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from tinyspec.engine.async_engine import AsyncEngine
+from tinyspec.engine.async_engine import AsyncEngine, checked_timeout
 from tinyspec.engine.prompts import to_token_ids
 from tinyspec.errors import refuse
 from tinyspec.model.supported import vocab_size
@@ -93,11 +93,9 @@ class Server:
 
     def __init__(self, engine: AsyncEngine, model: str, deterministic: bool, timeout: float | None):
         self.engine, self.model = engine, model
-        self.deterministic, self.timeout = deterministic, timeout
+        self.deterministic, self.timeout = deterministic, checked_timeout(timeout)
         if engine.engine.tokenizer is None:
             raise refuse("model", model, "one with a tokenizer")
-        if timeout is not None and not timeout > 0:
-            raise refuse("timeout", timeout, "None or seconds, above 0")
         most: int = engine.engine.config.max_model_len  # type: ignore[assignment]
         fits = engine.engine.pool.num_pages * engine.engine.pool.page_size
         if most > fits:  # by default an answer is as long as that
@@ -107,7 +105,6 @@ class Server:
         self.tokenizer, other = (deepcopy(engine.engine.tokenizer) for _ in range(2))
         self._readers = [(t, ThreadPoolExecutor(1, "tokenizer")) for t in (self.tokenizer, other)]
         self._most_characters = most * max(map(len, self.tokenizer.get_vocab()))
-        self.text_of = self.tokenizer.decode
         self.metrics = Metrics(engine, model)
         self.fingerprint = engine.engine.fingerprint
         self.card = {"id": model, "object": "model", "created": int(time.time())}
@@ -163,7 +160,7 @@ class Server:
             given["seed"] = seed = secrets.randbits(53) if seed is None else seed
         params = body.params(**given)
         prompts = await self.token_ids(body)
-        about = (body, prompts, self.text_of, self.fingerprint, calls, seed)
+        about = (body, prompts, self.tokenizer.decode, self.fingerprint, calls, seed)
         reply = REPLIES[type(body)](*about)
         if params.prompt_logprobs and params.top_logprobs:
             reply.prompt_tops = await self._tops(body, prompts)
