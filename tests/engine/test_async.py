@@ -8,8 +8,10 @@ import threading
 import weakref
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.budget import first
 from tests.support.cases import (
@@ -27,6 +29,7 @@ from tests.support.patience import PATIENCE
 from tests.support.tiny import tiny
 from tinyspec import AsyncEngine, Engine, EngineConfig, QueueFull, SamplingParams
 from tinyspec.engine.async_worker import Call
+from tinyspec.model import openmp
 
 SETTINGS = {"page_size": 8, "num_pages": 120}
 REQUESTS = [(text(3 + 7 * n, seed=n), greedy(9, temperature=n % 2, seed=n)) for n in range(5)]
@@ -294,6 +297,26 @@ def test_a_forked_process_is_told(served):
             told += 0 if "forked process" in str(error) else 4
         os._exit(told)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are not listed")
+def test_who_awaits_has_no_workers_of_openmp(served, two_threads):
+    """GNU's go to sleep after every loop while there are more of them than processors."""
+
+    def threads():
+        return set(os.listdir("/proc/self/task"))
+
+    async def main():
+        before = threads()
+        torch.ones(10**6).add(1)  # control: the loop's own thread has begun them
+        begun = threads() - before
+        assert len(begun) == 1
+        await one(served, *REQUESTS[0])
+        while threads() & begun:
+            await asyncio.sleep(0.01)
+
+    openmp.release()
+    run(main())
 
 
 @pytest.mark.parametrize("most", [0, 1.5, None])

@@ -12,6 +12,7 @@ import uvicorn
 
 from tests.support.patience import PATIENCE
 from tinyspec import AsyncEngine, Engine, EngineConfig
+from tinyspec.cli.serve import KEEP_ALIVE
 from tinyspec.serve.app import create_app
 from tinyspec.tools.demo import BUNDLED
 
@@ -54,7 +55,8 @@ def wait_until(done):
 def running(engine, limits=None, model=MODEL, **settings):
     shared = AsyncEngine(engine, **limits or {})
     app = create_app(shared, model, **settings)
-    config = uvicorn.Config(app, port=0, http="h11", log_level="error")
+    kept = {"timeout_keep_alive": KEEP_ALIVE}
+    config = uvicorn.Config(app, port=0, http="h11", log_level="error", **kept)
     server = uvicorn.Server(config)
     thread = Thread(target=server.run, daemon=True)
     thread.start()

@@ -12,6 +12,9 @@ from tinyspec.config import EngineConfig
 
 # Beyond what the engine takes and lets wait: connections that are kept open or send their bodies.
 SPARE_CONNECTIONS = 256
+# Seconds that an idle connection is kept: longer than clients keep theirs, so that none is closed
+# as its next request is under way.
+KEEP_ALIVE = 30
 # Bytes of a request's line and headers.
 MAX_HEADERS = 2**16
 
@@ -71,6 +74,7 @@ def serve(options: Namespace) -> int:
             server_header=False,
             h11_max_incomplete_event_size=MAX_HEADERS,
             limit_concurrency=sum(limits.values()) + SPARE_CONNECTIONS,
+            timeout_keep_alive=KEEP_ALIVE,
             timeout_graceful_shutdown=options.drain,
         )
 

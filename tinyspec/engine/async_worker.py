@@ -16,6 +16,7 @@ from tinyspec.engine.engine import Engine
 from tinyspec.engine.lock import LOOK
 from tinyspec.engine.results import EventStream, output_of
 from tinyspec.errors import QueueFull, refuse
+from tinyspec.model import openmp
 from tinyspec.outputs import RequestOutput
 from tinyspec.scheduler.request import Request
 
@@ -131,6 +132,7 @@ class AsyncWorker:
         self._engine.tracker.lock.check_process()
         self._told.append(call)
         self._wake()
+        openmp.release()  # this thread waits for passes of another
         if self.stopped:
             call.future.cancel()
             raise refuse("engine", "closed", "an engine that is open")

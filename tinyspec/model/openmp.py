@@ -94,6 +94,17 @@ def settle() -> int:
     return len(seen)
 
 
+def release() -> None:
+    """End the workers that the calling thread has begun; its next parallel loop begins others.
+
+    For a thread that leaves the passes to another one: GNU's workers go to sleep at once after
+    every loop while all threads together have more of them than there are processors.
+    """
+    soft = 1  # what OpenMP knows of the thread stays
+    if (pause := _function("omp_pause_resource_all", ctypes.CDLL)) is not None:
+        pause(soft)
+
+
 def shortage() -> str | None:
     """Why products on a CPU would be wrong here; None where they are not.
 
