@@ -343,8 +343,8 @@ def test_plain_rows_have_other_bits():
 def test_who_takes_it(monkeypatch, verify):
     """Plain rows, and drafts of deterministic ones; canonical passes never."""
     taken = []
-    plan = twin.page_run
-    monkeypatch.setattr(twin, "page_run", lambda *args: taken.append(1) or plan(*args))
+    plan = twin.page_runs
+    monkeypatch.setattr(twin, "page_runs", lambda *args: taken.append(1) or plan(*args))
     with Engine(tiny(), config=EngineConfig(reference_rows=16, verify=verify)) as engine:
         for deterministic, found in ((False, True), (True, verify == "always")):
             engine.generate(prompts(2), SamplingParams(max_new_tokens=1, deterministic=True))
@@ -361,7 +361,7 @@ def decode(dtype, lengths, pages, size, window=0, rows=()):
     """
     heads, group, dim = 2, 3, 32
     generator = torch.Generator().manual_seed(0)
-    caches = torch.full((2, 12, size, heads, dim), torch.nan, dtype=dtype)
+    caches = torch.full((2, 18, size, heads, dim), torch.nan, dtype=dtype)
     expected = []
     rows = rows or [1] * len(lengths)
     starts = [sum(rows[:n]) for n in range(len(rows) + 1)]
@@ -384,38 +384,41 @@ def decode(dtype, lengths, pages, size, window=0, rows=()):
     assert within_units(found, torch.stack(expected), 16), "NaN included"
 
 
-CONTEXTS = (  # lengths, pages, rows of each, whether the rows that are alone run in one call
-    ([70], [[3]], (1,), True),
-    ([200], [[3, 4]], (1,), True),
-    ([70, 70, 70], [[2], [3], [4]], (1, 1, 1), True),
-    ([70, 5, 128], [[2], [4], [6]], (1, 1, 1), True),
-    ([130, 256], [[1, 2], [5, 6]], (1, 1), True),
-    ([200], [[3, 1]], (1,), False),
-    ([70, 70, 70], [[2], [3], [5]], (1, 1, 1), False),
-    ([70, 70], [[3], [2]], (1, 1), False),
-    ([70, 200], [[1], [4, 5]], (1, 1), False),
-    ([70, 70, 90, 131], [[2], [3], [5], [7, 8]], (1, 1, 90, 31), True),
-    ([40, 70, 70, 70], [[1], [3], [5], [7]], (40, 1, 1, 1), True),
-    ([70, 70, 90, 131], [[2], [4], [5], [7, 8]], (1, 1, 1, 31), False),
-    ([70, 90, 70], [[2], [3], [4]], (1, 90, 1), False),
-    ([90, 131], [[5], [7, 9]], (90, 31), False),
+CONTEXTS = (  # lengths, pages, rows of each, in how many calls the rows that are alone run
+    ([70], [[3]], (1,), 1),
+    ([200], [[3, 4]], (1,), 1),
+    ([70, 70, 70], [[2], [3], [4]], (1, 1, 1), 1),
+    ([70, 5, 128], [[2], [4], [6]], (1, 1, 1), 1),
+    ([130, 256], [[1, 2], [5, 6]], (1, 1), 1),
+    ([200], [[3, 1]], (1,), 0),
+    ([70, 70, 70], [[2], [3], [5]], (1, 1, 1), 0),
+    ([70, 70], [[3], [2]], (1, 1), 0),
+    ([70, 200], [[1], [4, 5]], (1, 1), 0),
+    ([70, 70, 90, 131], [[2], [3], [5], [7, 8]], (1, 1, 90, 31), 1),
+    ([40, 70, 70, 70], [[1], [3], [5], [7]], (40, 1, 1, 1), 1),
+    ([70, 70, 90, 131], [[2], [4], [5], [7, 8]], (1, 1, 1, 31), 0),
+    ([70, 90, 70], [[2], [3], [4]], (1, 90, 1), 0),
+    ([90, 131], [[5], [7, 9]], (90, 31), 0),
+    ([70] * 8, [[n] for n in (2, 3, 4, 5, 10, 12, 14, 16)], (1,) * 8, 2),
+    ([70] * 7, [[n] for n in (2, 3, 4, 5, 10, 12, 14)], (1,) * 7, 0),
+    ([70] * 8, [[n] for n in (2, 3, 4, 5, 10, 12, 14, 16)], (1,) * 4 + (3,) + (1,) * 3, 0),
 )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_contexts_anywhere(monkeypatch, dtype):
-    """Decode rows of even contexts run in one call, beside prompts too; nothing between contexts
+    """Decode rows of even contexts share a call, beside prompts too; nothing between contexts
     is read, which NaN would show."""
     calls = []
-    plan = twin.page_run
-    monkeypatch.setattr(twin, "page_run", lambda *args: calls.append(plan(*args)) or calls[-1])
-    for lengths, pages, rows, even in CONTEXTS:
+    plan = twin.page_runs
+    monkeypatch.setattr(twin, "page_runs", lambda *args: calls.append(plan(*args)) or calls[-1])
+    for lengths, pages, rows, count in CONTEXTS:
         del calls[:]
         decode(dtype, lengths, pages, 128, rows=rows)
-        assert [call is not None for call in calls] == [even and 1 in rows]
+        assert [len(found) for found in calls] == [count]
     del calls[:]
     decode(dtype, [70, 70], [[2], [3]], 128, window=30)
-    assert calls == [None]
+    assert calls == [[]]
 
 
 def test_a_masked_key_must_be_finite(monkeypatch):
@@ -424,7 +427,7 @@ def test_a_masked_key_must_be_finite(monkeypatch):
     decode(torch.float32, lengths, pages, 128)
     whole = twin.PageRun(slice(0, 2), 128, 3 * 128, 200, torch.zeros(2, 1, 1, 200))
     whole.mask[0, ..., 70:] = -1e30
-    monkeypatch.setattr(twin, "page_run", lambda *args: whole)
+    monkeypatch.setattr(twin, "page_runs", lambda *args: [whole])
     monkeypatch.setattr(twin, "all_finite", lambda *_: True)
     with pytest.raises(AssertionError, match="NaN"):
         decode(torch.float32, lengths, pages, 128)

@@ -8,7 +8,7 @@ import pytest
 from tests.support.pages import check_index, unowned
 from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
-from tinyspec.scheduler.page_pool import PagePool
+from tinyspec.scheduler.page_pool import LONGEST_RUN, PagePool
 from tinyspec.scheduler.prefix_cache import PrefixCache
 from tinyspec.scheduler.request import Request, Sequence
 from tinyspec.scheduler.sequence_table import SequenceTable
@@ -240,6 +240,21 @@ def test_pages_lie_in_runs():
     pool.grow(tables[0], 4, most=4)
     pool.grow(again, 4)
     assert (tables[0], again) == ([0, 1, 2, 3], [8, 9, 10, 11])
+
+
+def test_runs_lie_behind_many_gaps():
+    """Where single pages are free among those that are held, a search would look at them all."""
+    gaps = 2 * LONGEST_RUN
+    pool = PagePool(2 * gaps + 5, 1)
+    kept: list[int] = []
+    pool.grow(kept, 2 * gaps)
+    for page in kept[::2]:
+        pool.free([page])
+    tables: list[list[int]] = [[] for _ in range(4)]
+    for table in tables:
+        pool.grow(table, 2, most=2)
+    end = 2 * gaps
+    assert tables == [[end, end + 1], [end + 2, end + 3], [0, 2], [4, 6]]
 
 
 @pytest.mark.parametrize("known", [True, False])

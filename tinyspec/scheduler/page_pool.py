@@ -11,7 +11,7 @@ once. Reserved pages count as free, and others take them before any idle page is
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Callable
 
 # Most consecutive pages to reserve, and how many pages are looked at in search of them.
@@ -99,13 +99,18 @@ class PagePool:
         return run[0]
 
     def _run(self, length: int) -> list[int]:
-        """Take the lowest ``length`` consecutive free pages; one, if these are not found soon."""
+        """Take the lowest ``length`` consecutive free pages; if these are not found soon, those of
+        the free pages at the end of the list, which follow each other; one, if these are fewer."""
         free = self.free_pages
         for first in range(min(len(free) - length + 1, LONGEST_RUN)):
             if free[first + length - 1] == free[first] + length - 1:
                 break
         else:
-            first, length = 0, 1
+            places = range(len(free))
+            gaps = free[-1] - len(free) + 1 if free else 0
+            first = bisect_left(places, gaps, key=lambda place: free[place] - place)
+            if len(free) - first < length:
+                first, length = 0, 1
         run = free[first : first + length]
         del free[first : first + length]
         return run

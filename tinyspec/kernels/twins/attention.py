@@ -35,6 +35,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,6 +63,8 @@ HEAD_UNIT = 32
 # Keys that may be left out behind all contexts of a call, and query rows at which torch begins to
 # multiply more of them at a time.
 KEYS_UNIT, LARGER = 32, (192, 768)
+# Decode rows that a call for contexts at even distances has at least, in the mean.
+LEAST_ROWS = 4
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -227,28 +230,36 @@ class PageRun:
         return out.reshape(-1, heads, dim).contiguous()
 
 
-def page_run(metadata: AttentionMetadata, causal: CausalMask) -> PageRun | None:
-    """One call for the decode rows of a pass, if their contexts lie so."""
+def page_runs(metadata: AttentionMetadata, causal: CausalMask) -> list[PageRun]:
+    """A call for each stretch of decode rows whose contexts lie so; none where stretches would be
+    short."""
     size = metadata.page_size
-    alone = [(a, length, pages) for (a, b), length, pages in segments(metadata) if b == a + 1]
-    if not alone:
-        return None
-    rows, lengths, tables = map(list, zip(*alone, strict=True))
-    count = -(-lengths[0] // size)
-    firsts = [pages[0] for pages in tables]
-    step = firsts[1] - firsts[0] if len(firsts) > 1 else count
-    even = (
-        all(causal.lowest_key(length - 1) <= 0 for length in lengths)
+    stretches: list[list[tuple[int, int, int]]] = []  # of rows, their lengths and first pages
+    step = count = alone = 0
+    for (row, end), length, pages in segments(metadata):
+        if end > row + 1:
+            continue
+        alone += 1
+        number = -(-length // size)
+        if causal.lowest_key(length - 1) > 0 or not _consecutive(pages[:number]):
+            return []
+        stretch = stretches[-1] if stretches else []
+        ahead = pages[0] - stretch[-1][2] if stretch else 0
         # Masked keys have to be finite: each context's own, not what lies between two of them.
-        and all(-(-length // size) == count for length in lengths)
-        and step >= count
-        and all(after - before == step for before, after in pairwise(firsts))
-        and _consecutive(rows)
-        and all(_consecutive(pages[:count]) for pages in tables)
-    )
-    if not even:
-        return None
+        fits = stretch and row == stretch[-1][0] + 1 and number == count <= ahead
+        if not fits or (len(stretch) > 1 and ahead != step):
+            stretches.append(stretch := [])
+        stretch.append((row, length, pages[0]))
+        count, step = number, ahead
+    if len(stretches) > max(1, alone // LEAST_ROWS):
+        return []
+    return [_page_run(stretch, size) for stretch in stretches]
+
+
+def _page_run(stretch: list[tuple[int, int, int]], size: int) -> PageRun:
+    rows, lengths, firsts = map(list, zip(*stretch, strict=True))
     keys = max(lengths)
+    step = firsts[1] - firsts[0] if len(firsts) > 1 else -(-keys // size)
     mask = None
     if min(lengths) < keys:
         mask = masked(integers(range(keys)) >= integers(lengths)[:, None])[:, None, None]
@@ -324,22 +335,20 @@ def paged_attention(
     causal, derived = CausalMask(window, chunk), metadata.derived
     kv_heads = k_cache.shape[2]
     group = q.shape[1] // kv_heads
-    found: list[tuple[slice | Tensor, Tensor]] = []
-    run: PageRun | None = None
+    found: list[tuple[Any, Tensor]] = []  # slices or indices of rows
     # torch multiplies a single row of bf16 numbers in three times the time of four.
     one_row = group == 1 and q.dtype == torch.bfloat16
     if not (metadata.exact or softcap or sinks is not None or one_row):
-        if ("run", causal) not in derived:
-            derived["run", causal] = page_run(metadata, causal)
-        run = derived["run", causal]
-    if run is not None:
-        part = run.attend(q, k_cache, v_cache, scale)
-        if part is not None:
-            found.append((run.rows, part))
+        if ("runs", causal) not in derived:
+            derived["runs", causal] = page_runs(metadata, causal)
+        for run in derived["runs", causal]:
+            part = run.attend(q, k_cache, v_cache, scale)
+            if part is not None:
+                found.append((run.rows, part))
 
-    key = "tiles", causal, group, q.shape, softcap > 0, len(found)
+    served = frozenset(row for rows, _ in found for row in range(len(q))[rows])
+    key = "tiles", causal, group, q.shape, softcap > 0, served
     if key not in derived:
-        served = range(len(q))[run.rows] if run is not None and found else range(0)
         blocks = [b for b in query_blocks(metadata, causal) if b.row not in served]
         least = _least_rows(q, softcap)
         cuts = not softcap and cut_keeps_bits(q.dtype, q.shape[2], least)
