@@ -1,5 +1,8 @@
 """Plain requests that a drafter proposes tokens for: what they are without it, in fewer passes."""
 
+from itertools import takewhile
+
+import numpy as np
 import pytest
 import torch
 
@@ -7,6 +10,9 @@ from tests.support.cases import model_of, run, steady, text, whole
 from tests.support.mixes import Liar
 from tests.support.tolerances import OTHER_PASS, close
 from tinyspec import SamplingParams
+from tinyspec.engine import drafter
+from tinyspec.scheduler.buckets import Buckets
+from tinyspec.scheduler.passes import PassRecord
 
 LENGTHS = (3, 9, 17, 30)
 
@@ -76,3 +82,31 @@ def test_speculation_saves_passes():
     texts = [o.prompt_token_ids + c.token_ids for o, c in ((o, o.completions[0]) for o in expected)]
     _, stats = generate(asked, drafter=Knows(texts))
     assert sum(stats.passes.values()) < sum(without.passes.values()) / 4
+
+
+def time_of(text):
+    """Of passes of one sequence that becomes ``text``, proposals looked up, over those without."""
+    looks, buckets = drafter.NgramDrafter(), Buckets(32, 8)
+    for size in buckets.sizes:
+        buckets.ran(size, False, 1 + size / 10)
+    length, spent = 9, 0.0
+    while length < len(text):
+        (found,) = looks.propose([text[:length]], 16)
+        agreed = takewhile(lambda pair: pair[0] == pair[1], zip(found, text[length:], strict=False))
+        bucket, accepted = buckets.fit(1 + len(found)), len(list(agreed))
+        rows = {"verify": 1 + len(found)}
+        record = PassRecord(0, bucket, False, rows, {}, 1, 0, 0, 1, accepted=accepted)
+        looks.account(record, len(found), buckets)
+        spent += buckets.seconds(bucket)
+        length += 1 + accepted
+    return spent / (len(text) * buckets.seconds(1))
+
+
+def test_what_wins_nothing_is_hardly_looked_up(monkeypatch, passes_count):
+    """Where pairs of tokens come again by chance; where a text repeats itself, much is won."""
+    random = np.random.default_rng(0)
+    chance = random.integers(0, 12, 600).tolist()
+    assert time_of(chance) < 1.03
+    assert time_of(chance[:60] * 10) < 0.5
+    monkeypatch.setattr(drafter, "SHARE", np.inf)
+    assert time_of(chance) > 1.1, "control"

@@ -194,8 +194,11 @@ class EngineCore:
 
     def _record(self, record: PassRecord, commits: Commits, seconds: float) -> None:
         record.number, record.seconds = self._number, seconds
-        record.drafted, self._proposed = self._proposed, 0
+        proposed = record.drafted = self._proposed
+        self._proposed = 0
         record.count(commits)
+        if isinstance(self.drafter, NgramDrafter):
+            self.drafter.account(record, proposed, self.scheduler.buckets)
         self._number += 1
         self.records.append(record)
         self.stats.add(record)

@@ -10,12 +10,19 @@ from itertools import takewhile
 from operator import index
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from tinyspec.errors import refuse
 from tinyspec.model.torch_state import callers_modes
 from tinyspec.scheduler import request
+from tinyspec.scheduler.buckets import Buckets
+from tinyspec.scheduler.passes import PassRecord
+
+# Prompt lookup: of the passes' time, what proposals may cost that win nothing; their length until
+# they have won something; how much is remembered from one pass to the next.
+SHARE, TRIAL, REMEMBERS = 0.02, 4, 0.995
 
 
 @runtime_checkable
@@ -36,22 +43,50 @@ class FastPath:
 
 
 class NgramDrafter:
-    """What followed the same last tokens earlier in the text (prompt lookup decoding)."""
+    """What followed the same last tokens earlier in the text (prompt lookup decoding).
+
+    Until proposals have won more time than they cost, they are short, follow at least two equal
+    tokens, and pause while they cost more than SHARE of the passes' time.
+    """
 
     def __init__(self, longest: int = 3, most: int | None = None):
         self.longest, self.most = longest, most
+        # Seconds of recent passes; of them by proposals, and what accepted ones would have taken.
+        self._total = self._spent = self._won = 0.0
 
     def propose(self, sequences: list[Sequence[int]], n: int) -> list[list[int]]:
         n = n if self.most is None else min(n, self.most)
-        return [self._lookup(list(sequence), n) for sequence in sequences]
+        shortest = 1
+        if self._won <= self._spent:
+            n, shortest = min(n, TRIAL), min(2, self.longest)
+        if self._spent > self._won + SHARE * self._total:
+            return [[] for _ in sequences]
+        return [self._lookup(np.array(sequence), n, shortest) for sequence in sequences]
 
-    def _lookup(self, tokens: list[int], n: int) -> list[int]:
-        for size in range(min(self.longest, len(tokens) - 1), 0, -1):
-            tail = tokens[-size:]
-            for start in range(len(tokens) - size - 1, -1, -1):
-                if tokens[start : start + size] == tail:
-                    return tokens[start + size : start + size + n]
-        return []
+    def _lookup(self, tokens: np.ndarray, n: int, shortest: int) -> list[int]:
+        """Up to ``n`` tokens after a place with most of the same tokens as the end: the last that
+        has so many behind it, or the first."""
+        found, ends = -1, np.flatnonzero(tokens[:-1] == tokens[-1])
+        for size in range(1, self.longest + 1):
+            if size > 1:
+                ends = ends[ends >= size - 1]
+                ends = ends[tokens[ends - size + 1] == tokens[-size]]
+            if not len(ends):
+                break
+            if size >= shortest:
+                enough = int(np.searchsorted(ends, len(tokens) - n))
+                found = int(ends[max(0, enough - 1)])
+        return list(map(int, tokens[found + 1 : found + 1 + n])) if found >= 0 else []
+
+    def account(self, record: PassRecord, proposed: int, buckets: Buckets) -> None:
+        """Note a pass that had ``proposed`` tokens among its rows."""
+        rows, canonical = sum(record.rows.values()), record.canonical
+        without = (buckets.fit_canonical if canonical else buckets.fit)(max(1, rows - proposed))
+        seconds = buckets.seconds(without, canonical)
+        cost = buckets.seconds(record.bucket, canonical)
+        won = seconds * record.accepted / without if proposed else 0.0
+        for name, more in (("_total", cost), ("_spent", cost - seconds), ("_won", won)):
+            setattr(self, name, getattr(self, name) * REMEMBERS + more)
 
 
 class ModelDrafter:
