@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from tests.support.loading import CONFIG, greedy, load, refused, saved, serve
@@ -87,7 +89,16 @@ def test_the_meta_device_is_refused():
     refused(model, "model.layers.1.mlp.up_proj.weight has no data")
 
 
-def test_tensor_parallel_is_refused():
-    model = tiny()
-    model._tp_size = 2
-    refused(model, "sharded over devices")
+def test_several_devices_are_refused():
+    """Where no hook of accelerate's moves anything either."""
+    model, head = tiny(), tiny().lm_head
+    with FakeTensorMode():
+        head.weight = nn.Parameter(torch.empty(*head.weight.shape, device="cuda"))
+    model.lm_head = head
+    refused(model, r"it is on more than one device \(cpu, cuda:0\)")
+
+
+def test_a_plan_for_tensors_in_one_process(tmp_path):
+    """It shards nothing."""
+    model = load(saved(tmp_path), tp_plan="auto")
+    assert serve(model, greedy(tiny())) == serve(tiny())

@@ -230,14 +230,22 @@ def _offloaded_or_merged(model: PreTrainedModel) -> str | None:
 
 
 def _sharded(model: PreTrainedModel) -> str | None:
-    """Which parameters are on several devices, or on none, or None."""
-    if (getattr(model, "_tp_size", None) or 1) > 1:
-        return "it is sharded over devices (tensor parallel)"
+    """Which weights are on several devices or in several processes, or on none, or None."""
+    mesh = getattr(model, "_device_mesh", None)  # of the processes that transformers loaded it in
+    if mesh is not None and mesh.size() > 1:
+        axes = zip(mesh.mesh_dim_names or ("tp",), mesh.shape, strict=True)
+        how = ", ".join(f"{name}={size}" for name, size in axes if size > 1)
+        return f"it is spread over {mesh.size()} processes ({how}); load all of it in each"
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             return f"{name} has no data (it is on the meta device); load it onto one device"
         if hasattr(parameter, "device_mesh"):
             return f"{name} is sharded over devices ({type(parameter).__name__})"
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        # FSDP1 and ZeRO-3 leave a flat part in every process, or nothing.
+        if isinstance(module, (nn.Linear, nn.Embedding)) and getattr(weight, "ndim", 2) < 2:
+            return f"{name}.weight is not whole in this process (FSDP, DeepSpeed): gather it first"
     devices = {str(parameter.device) for parameter in model.parameters()}
     if len(devices) > 1:
         return f"it is on more than one device ({', '.join(sorted(devices))})"
