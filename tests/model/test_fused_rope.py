@@ -484,13 +484,6 @@ def test_each_call_must_come_from_the_module_of_the_survey(way, monkeypatch):
 # Stand-ins
 
 
-def rotated(stand_in, cos):
-    """What a stand-in's forward is handed for q and k of ones."""
-    q, k = torch.ones(1, 4, 3, 16), torch.ones(1, 2, 3, 16)
-    rotate = stand_in.tinyspec_rope
-    return (q, k), rotate(q, k, cos, cos * 0.5)
-
-
 def test_no_modeling_file_is_imported():
     """A release of transformers without one of them must not matter."""
     files = list(Path(tinyspec.__file__).parent.rglob("*.py"))
