@@ -6,12 +6,7 @@ import threading
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    TextStreamer,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer
 from transformers.generation import StopStringCriteria
 
 import tinyspec
