@@ -31,10 +31,7 @@ from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.model import attention_stand_ins, install
 from tinyspec.model import attention_stand_ins as ropes
 from tinyspec.model.attention import PagedAttention
-from tinyspec.model.attention_stand_ins import (
-    fused,
-    rope_left_out,
-)
+from tinyspec.model.attention_stand_ins import fused, rope_left_out
 from tinyspec.model.introspection import accepted
 from tinyspec.runner.kv_cache import KVCache
 

@@ -10,12 +10,7 @@ from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, SamplingParams
 from tinyspec.kernels.twins.layers import linear
 from tinyspec.model import cpu_linears as linears
-from tinyspec.model.cpu_linears import (
-    CpuLinear,
-    OneDnnLinear,
-    TransposedLinear,
-    cpu_has,
-)
+from tinyspec.model.cpu_linears import CpuLinear, OneDnnLinear, TransposedLinear, cpu_has
 from tinyspec.model.linears import KernelLinear, kernel_stand_ins
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
