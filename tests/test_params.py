@@ -68,9 +68,9 @@ BAD_CONFIG = {
 }
 
 
-def cases(table):
+def cases(kind, table):
     return [
-        pytest.param(field, value, id=f"{field}={value!r}")
+        pytest.param(kind, field, value, id=f"{field}={value!r}")
         for field, values in table.items()
         for value in values
     ]
@@ -81,17 +81,13 @@ def test_no_field_is_forgotten():
     assert set(BAD_CONFIG) == {field.name for field in fields(EngineConfig)}
 
 
-@pytest.mark.parametrize("field, value", cases(BAD_PARAMS))
-def test_bad_params(field, value):
+@pytest.mark.parametrize(
+    "kind, field, value",
+    [*cases(SamplingParams, BAD_PARAMS), *cases(EngineConfig, BAD_CONFIG)],
+)
+def test_bad_values(kind, field, value):
     with pytest.raises(ValueError) as refusal:
-        SamplingParams(**{field: value})
-    assert field in str(refusal.value) and repr(value) in str(refusal.value)
-
-
-@pytest.mark.parametrize("field, value", cases(BAD_CONFIG))
-def test_bad_config(field, value):
-    with pytest.raises(ValueError) as refusal:
-        EngineConfig(**{field: value})
+        kind(**{field: value})
     assert field in str(refusal.value) and repr(value) in str(refusal.value)
 
 
@@ -218,18 +214,6 @@ def test_filtered():
     assert not SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0).filtered
     for style in ({"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}):
         assert SamplingParams(temperature=1.0, **style).filtered
-
-
-def test_draftable():
-    def watchful(ids, scores):
-        return scores
-
-    def stateless(ids, scores):
-        return scores
-
-    stateless.stateless = True
-    assert SamplingParams(logits_processors=[stateless]).draftable
-    assert not SamplingParams(logits_processors=[stateless, watchful]).draftable
 
 
 def test_plain_data_and_back():

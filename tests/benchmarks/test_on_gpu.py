@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
 import sys
 import time
 from itertools import product
 from pathlib import Path
-
-import pytest
 
 from benchmarks import journal, on_gpu
 from benchmarks.journal import Journal, report
@@ -97,50 +91,3 @@ def test_predictions():
     for predicted in journal.predictions():
         assert (predicted["section"], predicted["case"]) in known, predicted
         assert predicted["low"] < predicted["high"] and predicted["why"]
-
-
-def alive(group: int) -> list[str]:
-    """Processes of a group that still run."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, its_group = path.read_text().rpartition(")")[2].split()[:3]
-        except OSError:
-            continue  # ended meanwhile
-        if int(its_group) == group and state != "Z":
-            found.append(path.parent.name)
-    return found
-
-
-@pytest.mark.slow("environments", 15)
-def test_killed_half_way(tmp_path):
-    """SIGKILL of the whole process group while models are measured: all that was is there."""
-    out, cache = tmp_path / "out", tmp_path / "cache"
-    cache.mkdir()
-    env = os.environ | {"TMPDIR": str(cache), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "benchmarks/on_gpu.py", str(out), "--smoke"]
-    child = subprocess.Popen(
-        command, cwd=ROOT, env=env, start_new_session=True, stdout=subprocess.DEVNULL
-    )
-    file, until = out / "results.jsonl", time.time() + 200
-
-    def sections() -> list[str]:
-        return [line["section"] for line in journal.read(file)] if file.exists() else []
-
-    while "steps" not in sections():
-        assert time.time() < until and child.poll() is None
-        time.sleep(0.05)
-    assert len(alive(child.pid)) > 1
-    os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
-    seen = sections()
-    assert {"run", "environment", "ceilings", "kernels", "small kernels"} <= set(seen)
-    assert "nano-vllm's workload" not in seen, "it was not cut half-way"
-    time.sleep(1)
-    assert sections() == seen and not alive(child.pid)
-    for line in file.read_text().splitlines():
-        json.loads(line)
-    assert "### kernels" in report(file)
-    assert "=== models" in (out / "log.txt").read_text()
-    assert results(out)["kernels"] == "passed" and "models" not in results(out)
-    assert "### kernels" in (out / "report.md").read_text()

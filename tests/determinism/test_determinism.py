@@ -12,18 +12,8 @@ import pytest
 import torch
 
 from tests.support.budget import first
-from tests.support.mixes import (
-    bits,
-    crowd,
-    needles,
-    plain,
-    solo,
-)
-from tests.support.sensitive import (
-    PositionSensitiveLinear,
-    ShapeSensitiveLinear,
-    replace_linears,
-)
+from tests.support.mixes import bits, crowd, needles, plain, solo
+from tests.support.sensitive import PositionSensitiveLinear, ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import FAMILIES, tiny
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
 
@@ -33,18 +23,6 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 def sensitive(dtype=torch.float32):
     return replace_linears(tiny("llama", dtype), ShapeSensitiveLinear)
-
-
-@pytest.fixture(scope="module", params=["as is", "shape-sensitive"])
-def models(request):
-    """dtype -> model and the solo bits of every needle, by one engine with default settings."""
-    found = {}
-    for dtype in DTYPES:
-        model = tiny("llama", dtype) if request.param == "as is" else sensitive(dtype)
-        with Engine(model, config=EngineConfig(reference_rows=REFERENCE)) as engine:
-            alone = [bits(solo(engine, needle)) for needle in needles()]
-        found[dtype] = (model, alone)
-    return found
 
 
 def test_control_plain_requests_differ():
@@ -66,36 +44,6 @@ def test_control_position_sensitive_is_refused():
             engine.generate([[1, 2, 3]], SamplingParams(deterministic=True))
         assert not engine.has_unfinished()
         assert engine.generate([[1, 2, 3]])[0].completions[0].finish_reason == "length"
-
-
-def test_preemption(models):
-    model, alone = models[torch.float32]
-    config = EngineConfig(reference_rows=REFERENCE, page_size=8, num_pages=24)
-    with Engine(model, config=config) as engine:
-        outputs = engine.generate([p for p, _ in needles()], [s for _, s in needles()])
-    assert sum(c.stats.preemptions for o in outputs for c in o.completions) > 0
-    assert [bits(output) for output in outputs] == alone
-
-
-def test_doors_agree(models):
-    """generate, stream and step give the same bits."""
-    model, alone = models[torch.float32]
-    with Engine(model, config=EngineConfig(reference_rows=REFERENCE)) as engine:
-        for needle, expected in zip(needles(), alone, strict=True):
-            tokens = [[] for _ in expected]
-            logprobs = [[] for _ in expected]
-            reasons = [None for _ in expected]
-            for event in engine.stream([needle[0]], needle[1]):
-                tokens[event.index] += event.token_ids
-                logprobs[event.index] += event.logprobs
-                reasons[event.index] = event.finish_reason
-            assert list(zip(tokens, logprobs, reasons, strict=True)) == expected
-            request_id = engine.add_request(*needle)
-            outputs = []
-            while not outputs:
-                outputs = engine.step()
-            assert outputs[0].request_id == request_id
-            assert bits(outputs[0]) == expected
 
 
 @pytest.mark.crossed(2)

@@ -7,12 +7,7 @@ import torch
 
 from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, EngineConfig, RequestOutput, SamplingParams
-from tinyspec.determinism.fingerprint_parts import (
-    LONGEST,
-    are_parts,
-    differences,
-    explained,
-)
+from tinyspec.determinism.fingerprint_parts import LONGEST, are_parts, differences, explained
 
 CONFIG = EngineConfig(reference_rows=8)
 MOST = 2048

@@ -84,14 +84,6 @@ def test_a_class_and_hooks_of_all_modules(monkeypatch):
         assert engine.fingerprint == before
 
 
-def test_a_setting_on_the_config_that_no_pass_reads():
-    model = tiny()
-    with Engine(model, config=CONFIG) as engine:
-        model.config.pad_token_id = 3
-        model.config.use_cache = False
-        assert engine.contract.refresh() is None
-
-
 # Descriptions
 
 

@@ -4,11 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.sensitive import (
-    PositionSensitiveLinear,
-    RowByRowLinear,
-    ShapeSensitiveLinear,
-)
+from tests.support.sensitive import PositionSensitiveLinear, RowByRowLinear, ShapeSensitiveLinear
 from tests.support.walk import CONFIG
 from tests.support.zoo import MODEL_TYPES, tiny
 from tinyspec import Engine

@@ -5,13 +5,13 @@ row count is found whatever the weights are.
 """
 
 import random
-from dataclasses import asdict
 
 import pytest
 import torch
 from huggingface_hub import constants
 from torch import nn
 
+from tests.support.cases import facts_of
 from tests.support.mixes import bits, crowd, solo
 from tests.support.moe import OWN_WAY, tiny_moe
 from tests.support.sensitive import ShapeSensitiveLinear, _SplitLinear, replace_linears
@@ -63,19 +63,12 @@ def as_they_are(model):
 FILLS = (as_they_are, zero, identity, not_a_number, other_random)
 
 
-def facts_of(model, fill=as_they_are):
-    """What a new proof finds, without what is measured by time.
-
-    fill: applied to the loaded model, as some of these weights are refused at load.
-    """
+def found_of(model, fill=as_they_are):
+    """What a new proof finds. fill: applied to the loaded model, as some of these weights are
+    refused at load."""
     with Engine(model, config=CONFIG) as engine:
         fill(model)
-        found = asdict(engine.contract.probe(fresh=True, attention_rows=1))
-    for bucket in found["buckets"]:
-        del bucket["seconds"], bucket["proof"]
-    for kind in found["attention"]:
-        del kind["checked"]
-    return found
+        return facts_of(engine)
 
 
 def broken_by(facts, rows):
@@ -100,7 +93,7 @@ def replaced(model, name, kind=OtherAtFourRows):
 
 @pytest.mark.slow("crosses", 2)
 def test_the_same_facts_for_all_weights(family="llama", dtype=torch.float32):
-    found = [facts_of(tiny(family, dtype), fill) for fill in FILLS]
+    found = [found_of(tiny(family, dtype), fill) for fill in FILLS]
     assert found[1:] == found[:-1]
     assert found[0]["unsound"] == ()
 
@@ -110,7 +103,7 @@ NAME = "model.layers.1.mlp.down_proj"
 
 @pytest.mark.parametrize("fill", FILLS, ids=lambda fill: fill.__name__)
 def test_a_linear_that_differs_at_one_row_count_is_caught(fill):
-    facts = facts_of(replaced(tiny(), NAME), fill)
+    facts = found_of(replaced(tiny(), NAME), fill)
     assert NAME in broken_by(facts, 4)
     for rows in (2, 8, 16):
         assert NAME not in broken_by(facts, rows), "control"
@@ -123,10 +116,10 @@ def test_an_adapter_with_b_of_zero(random_b):
     model = peft.get_peft_model(tiny(), settings).eval()
     layer = model.base_model.model.get_submodule(NAME)
     assert bool(layer.lora_B["default"].weight.any()) == random_b
-    other = facts_of(model)
+    other = found_of(model)
     assert not any("lora_B" in n for n in broken_by(other, 4)), "control"
     layer.lora_B["default"] = OtherAtFourRows(layer.lora_B["default"])
-    assert f"{NAME}.lora_B.default" in broken_by(facts_of(model), 4)
+    assert f"{NAME}.lora_B.default" in broken_by(found_of(model), 4)
 
 
 @pytest.mark.parametrize("fill", [zero, identity], ids=lambda fill: fill.__name__)

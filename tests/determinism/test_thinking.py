@@ -41,11 +41,6 @@ def crowd(count, seed):
     return found
 
 
-def alone(model, **settings):
-    with engine_of(model, **settings) as engine:
-        return [all_bits(engine.generate([prompt], wanted)[0]) for prompt, wanted in NEEDLES]
-
-
 def test_plain_bits_depend_on_what_else_runs():
     """Control: the same requests without ``deterministic``."""
     model = model_of("llama sensitive")
@@ -56,16 +51,6 @@ def test_plain_bits_depend_on_what_else_runs():
         both = plain + crowd(6, 0)
         found = engine.generate([p for p, _ in both], [w for _, w in both])
     assert [all_bits(output) for output in found[: len(plain)]] != one
-
-
-def test_the_bits_are_of_the_thoughts():
-    """Control: without thoughts, or with another chunk size, the bits are others."""
-    model = thinking_model()
-    wanted = alone(model)
-    with engine_of(model) as engine:
-        plain = engine.generate(NEEDLES[0][0], exact(thinking=False))
-    assert all_bits(plain[0])[1] != wanted[0][1]
-    assert alone(thinking_model(chunk_size=7))[0][1] != wanted[0][1]
 
 
 class Mixing(nn.Module):

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tests.support.cases import whole
+from tests.support.cases import drain, whole
 from tests.support.mixes import Liar
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.thinking import KINDS, all_bits, engine_of, params, prompt_of, thinking_model
@@ -69,10 +69,7 @@ def run(engine, requests, rng):
             aborted.add(n)
         if rng.random() < 0.1:
             engine.admission.preempt_all()
-    for _ in range(3000):
-        if not engine.has_unfinished():
-            break
-        done |= {output.request_id: output for output in engine.step()}
+    done |= drain(engine)
     assert whole(engine)
     return {n: done[ids[n]] for n in ids if n not in aborted}
 

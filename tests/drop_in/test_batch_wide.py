@@ -25,7 +25,7 @@ class UntilSequences(StoppingCriteria):
         self.width, self.done, self.seen = width, [False] * rows, []
 
     def __call__(self, input_ids, scores, **_):
-        self.seen.append(input_ids.tolist())
+        self.seen.append((input_ids.tolist(), input_ids.dtype, [s.shape for s in scores]))
         for n, tokens in enumerate(input_ids[:, self.width :].tolist()):
             self.done[n] = self.done[n] or bool(ENDS & set(tokens[2:]))
         return torch.tensor(self.done)

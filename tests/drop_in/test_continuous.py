@@ -12,10 +12,7 @@ from dataclasses import fields
 
 import pytest
 import torch
-from transformers import (
-    ContinuousBatchingConfig,
-    GenerationConfig,
-)
+from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 import tinyspec

@@ -4,20 +4,14 @@ import copy
 
 import pytest
 import torch
-from transformers.generation import (
-    EosTokenCriteria,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    StoppingCriteriaList,
-)
 
 import tinyspec
 from tests.support.budget import first
 from tests.support.hooks import Backwards, Until
 from tests.support.judge import (
-    FAMILIES,
-    NEW,
-    PAD,
+    BASE,
+    BLOCK,
+    MASK,
     ROWS,
     by_row,
     close,
@@ -25,15 +19,12 @@ from tests.support.judge import (
     joined,
     listen,
     one,
-    padded,
     pair,
 )
 from tests.support.tiny import tiny
 from tinyspec import generate
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-BASE = {"max_new_tokens": NEW, "pad_token_id": PAD}
-BLOCK, MASK = padded(ROWS)
 BATCH = {"input_ids": BLOCK, "attention_mask": MASK}
 DICT = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 ASSISTED = {
@@ -106,52 +97,22 @@ def test_an_assistant_serves_its_call_alone():
     assert Counted.asked > first
 
 
-@pytest.mark.crossed(0.3)
-@pytest.mark.parametrize("patched", [True, False], ids=["patched", "unpatched"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_custom_generate_equals_transformers(patched, family):
-    model, own = pair(family)
-    served = model if patched else own
-    eos = [greedy(family)[0][4], greedy(family)[3][6]]
-    settings = lambda: {**BASE, "eos_token_id": eos, "repetition_penalty": 1.1}  # noqa: E731
-    given = served.generate(**BATCH, **settings(), custom_generate=generate)
-    assert torch.equal(given, joined(BLOCK, ROWS, by_row(own, ROWS, settings)))
-    assert torch.equal(served(BLOCK).logits, own(BLOCK).logits)
-    assert "generate" in vars(model) and "generate" not in vars(own)
-
-
 CUSTOM = {
-    "greedy": lambda: {},
-    "dict": lambda: DICT,
-    "samples": lambda: {"do_sample": True, "top_k": 1, "num_return_sequences": 3},
-    "warpers": lambda: {"do_sample": True, "top_k": 1, "temperature": 0.5, "min_p": 0.1},
-    "processors": lambda: {"suppress_tokens": [3, 4, 5], "bad_words_ids": [[greedy()[0][0]]]},
-    "custom-processor": lambda: {"logits_processor": LogitsProcessorList([Backwards()])},
-    "both": lambda: {"logits_processor": [Backwards()], "repetition_penalty": 2.0},
-    "criterion": lambda: {"stopping_criteria": StoppingCriteriaList([Until(24)])},
-    "criterion-max-length": lambda: {"stopping_criteria": [MaxLengthCriteria(11)]},
-    "criterion-eos": lambda: {"stopping_criteria": [EosTokenCriteria([7, 9])]},
-    "criterion-eos-instead": lambda: {
-        "eos_token_id": 3,
-        "stopping_criteria": [EosTokenCriteria([7, 9])],
-    },
-    "least": lambda: {"eos_token_id": [row[2] for row in greedy()], "min_new_tokens": 6},
-    "no-time": lambda: {"max_time": 0.0},
-    "forced": lambda: {"forced_eos_token_id": 9, "begin_suppress_tokens": [greedy()[2][0]]},
-    "default-length": lambda: {"max_new_tokens": None},
-    "lookup": lambda: {"prompt_lookup_num_tokens": 3},
+    "dict": DICT,
+    "samples": {"do_sample": True, "top_k": 1, "num_return_sequences": 3},
+    "lookup": {"prompt_lookup_num_tokens": 3},
 }
 
 
 @pytest.mark.parametrize("name", CUSTOM)
 @pytest.mark.parametrize("patched", [True, False], ids=["patched", "unpatched"])
 def test_custom_generate_setting_by_setting(name, patched):
-    """A batch of one length, which transformers then serves without pads."""
+    """A batch of one length, which transformers then serves without pads. Settings that all calls
+    have: tests/drop_in/test_drop_in.py."""
     model, own = pair()
     ids = torch.tensor([ROWS[1][:8], ROWS[1][8:16]])
-    settings = {**BASE, **CUSTOM[name]()}
+    settings = {**BASE, **CUSTOM[name]}
     given = (model if patched else own).generate(ids, **settings, custom_generate=generate)
-    settings = {**BASE, **CUSTOM[name]()}
     settings.pop("prompt_lookup_num_tokens", None)
     judged = own.generate(ids, **settings)
     if isinstance(judged, torch.Tensor):
@@ -185,6 +146,8 @@ def test_custom_generate_with_what_only_tinyspec_has(patched):
         **BATCH, **BASE, do_sample=True, temperature=1.5, seed=[5, 6, 7, 8, 9], deterministic=True
     )
     assert torch.equal(drawn[0], direct)
+    assert torch.equal(served(BLOCK).logits, own(BLOCK).logits)
+    assert "generate" in vars(model) and "generate" not in vars(own)
 
 
 @pytest.mark.parametrize("patched", [True, False], ids=["patched", "unpatched"])

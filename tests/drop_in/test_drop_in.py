@@ -22,22 +22,23 @@ from transformers.generation import (
 
 from tests.support.hooks import Backwards, InPlace, Only, Sure, Until
 from tests.support.judge import (
+    BASE,
+    BLOCK,
     FAMILIES,
+    MASK,
     NEW,
-    PAD,
     ROWS,
     by_row,
     greedy,
     joined,
     listen,
     one,
-    padded,
     pair,
 )
 from tests.support.tiny import VOCAB
+from tinyspec import generate
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-BASE = {"max_new_tokens": NEW, "pad_token_id": PAD}
 DICT = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 
 
@@ -75,7 +76,7 @@ PROCESSORS = {
     "custom-double": lambda g: {"logits_processor": [lambda ids, scores: -scores.double()]},
     "custom-infinite": lambda g: {"logits_processor": [infinite]},
     "custom-in-place": lambda g: {"logits_processor": [InPlace()]},
-    "allowed": lambda g: {"prefix_allowed_tokens_fn": lambda _, ids: [int(ids[-1]) // 2, 5]},
+    "allowed": lambda g: {"prefix_allowed_tokens_fn": lambda n, ids: [int(ids[-1]) // 2, 5 + n]},
     "custom": lambda g: {"logits_processor": [Backwards()]},
     "custom-list": lambda g: {"logits_processor": LogitsProcessorList([Only(), Backwards()])},
     "custom-of-a-made-type": lambda g: {
@@ -142,8 +143,11 @@ QUIET = {
 
 
 # The table on one family, and what touches a model on the others.
-# Criteria of the user's, which see all rows of a call, padded.
+# Code of the user's that sees all rows of a call, padded, or their numbers.
 OF_ALL_ROWS = ("criterion", "criterion-plain-bool", "criterion-stops-sooner", "criterion-of-scores")
+OF_ALL_ROWS += ("allowed",)
+# What transformers makes of a padded block before it calls ``custom_generate``.
+OF_PADS = ("encoder-ngram", "max-length")
 ELSEWHERE = ("greedy", "custom", "criterion")
 CASES = [("llama", name) for name in [*PROCESSORS, *QUIET]]
 CASES += [(family, name) for family in FAMILIES[1:] for name in ELSEWHERE]
@@ -151,22 +155,26 @@ CASES += [(family, name) for family in FAMILIES[1:] for name in ELSEWHERE]
 
 @pytest.mark.parametrize("family, name", CASES)
 def test_tokens_equal_transformers(family, name):
+    """By a patched model, and by ``custom_generate`` of any."""
     model, own = pair(family)
     case = {**PROCESSORS, **QUIET}[name]
     settings = lambda: {**BASE, **case(greedy(family))}  # noqa: E731
     pad = settings()["pad_token_id"]
     pad = greedy(family)[0][4] if pad is None else pad
-    block, mask = padded(ROWS)
-    given = model.generate(block, attention_mask=mask, **settings())
+    given = model.generate(BLOCK, attention_mask=MASK, **settings())
     if name in OF_ALL_ROWS:
-        judged = own.generate(block, attention_mask=mask, **settings())
+        judged = own.generate(BLOCK, attention_mask=MASK, **settings())
         judged = getattr(judged, "sequences", judged)
     else:
-        judged = joined(block, ROWS, by_row(own, ROWS, settings), pad)
+        judged = joined(BLOCK, ROWS, by_row(own, ROWS, settings), pad)
     tokens = getattr(given, "sequences", given)
     assert tokens.dtype == torch.long
     assert torch.equal(tokens, judged)
-    plain = joined(block, ROWS, [one(r + new) for r, new in zip(ROWS, greedy(family), strict=True)])
+    for each in (model, own) if name not in OF_PADS else ():
+        asked = {"attention_mask": MASK, **settings(), "custom_generate": generate}
+        custom = each.generate(BLOCK, **asked)
+        assert torch.equal(getattr(custom, "sequences", custom), judged)
+    plain = joined(BLOCK, ROWS, [one(r + new) for r, new in zip(ROWS, greedy(family), strict=True)])
     assert torch.equal(judged, plain) == (name in QUIET), "the case shows nothing"
     for row in (ROWS[0], ROWS[2]) if family == "llama" else ():
         ours, theirs = (listen(m.generate, one(row), **settings()) for m in pair())

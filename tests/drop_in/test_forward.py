@@ -5,6 +5,7 @@ refuses by name. How all model types of transformers do: tests/model/test_famili
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import pickle
 import threading
@@ -351,10 +352,10 @@ def test_hooks_run_once():
 # What is refused
 
 
-def refused(match: str, error: type[Exception] = ValueError, model=None, **given):
+def refused(match: str, error: type[Exception] = ValueError, model=None, config=CONFIG, **given):
     """Before anything runs."""
     model = model or tiny()
-    with canonical(model, CONFIG):
+    with canonical(model, config):
         for module in model.modules():
             module.register_forward_pre_hook(
                 lambda m, a: pytest.fail("it runs")
@@ -395,6 +396,8 @@ def test_refused_models():
     routed.config.output_router_logits = True
     refused("output_router_logits", model=routed)
     refused("output_router_logits", model=tiny("qwen3_moe"), output_router_logits=True)
+    of_fp8 = dataclasses.replace(CONFIG, kv_dtype="fp8_e4m3")
+    refused("kv_dtype='fp8_e4m3'", config=of_fp8)
     refused("labels.*BartForCausalLM has a loss of its own", model=tiny("bart"), labels=IDS)
 
 
@@ -408,13 +411,6 @@ def test_dropout_is_refused_in_training():
             model(IDS)
         f.quiet(model)
         assert model.config.embd_pdrop > 0
-        model(IDS)
-
-
-def test_fp8_keys_are_refused():
-    model = tiny()
-    config = EngineConfig(max_rows=64, reference_rows=16, kv_dtype="fp8_e4m3")
-    with canonical(model, config), pytest.raises(ValueError, match="kv_dtype='fp8_e4m3'"):
         model(IDS)
 
 

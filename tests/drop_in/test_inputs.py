@@ -9,7 +9,10 @@ import torch
 
 import tinyspec
 from tests.support.judge import (
+    BASE,
+    BLOCK,
     FAMILIES,
+    MASK,
     NEW,
     PAD,
     ROWS,
@@ -24,8 +27,7 @@ from tests.support.judge import (
 from tests.support.tiny import VOCAB
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-BASE = {"max_new_tokens": NEW, "pad_token_id": PAD}
-LEFT, LEFT_MASK = padded(ROWS)
+LEFT, LEFT_MASK = BLOCK, MASK
 RIGHT, RIGHT_MASK = padded(ROWS, "right")
 
 

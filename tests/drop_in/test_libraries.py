@@ -16,12 +16,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-    pipeline,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, pipeline
 
 import tinyspec
 from tests.support.drop_in import PAD, SMALL, greedy, own, patched, random_ids
@@ -43,14 +38,10 @@ def generate(model, **settings):
 def adapted():
     """A LoRA model whose adapter makes a difference."""
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"])
+    names = ["q_proj", "v_proj", "up_proj"]
+    config = peft.LoraConfig(r=4, lora_alpha=32, target_modules=names, init_lora_weights=False)
     torch.manual_seed(0)
-    model = peft.get_peft_model(tiny(), config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.3)
-    return model.eval()
+    return peft.get_peft_model(tiny(), config).eval()
 
 
 def test_an_adapter_in_its_wrapper(adapted):
@@ -73,11 +64,9 @@ def test_an_adapter_in_its_wrapper(adapted):
 def test_an_adapter_for_each_row_is_transformers_own_affair(adapted, caplog):
     """PEFT's hooks are on the layers for that call; the next one is served."""
     peft = pytest.importorskip("peft")
-    adapted.add_adapter("other", peft.LoraConfig(r=4, target_modules=["o_proj", "q_proj"]))
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_B.other" in name:
-                parameter.normal_(std=0.3)
+    names = ["o_proj", "q_proj"]
+    config = peft.LoraConfig(r=4, lora_alpha=32, target_modules=names, init_lora_weights=False)
+    adapted.add_adapter("other", config)
     twin = copy.deepcopy(adapted)
     tinyspec.patch(adapted)
     for names in (["default", "other"], ["__base__", "default"]):
@@ -173,12 +162,7 @@ def test_a_pipeline_hands_on_what_tinyspec_adds(model, tokenizer):
 def test_no_grad_and_inference_mode():
     prompt = random_ids(12)
     expected = greedy(own(), prompt)
-    contexts = (
-        torch.no_grad(),
-        torch.inference_mode(),
-        torch.enable_grad(),
-    )
-    for context in contexts:
+    for context in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
         with patched(tiny()) as model:
             with context:
                 assert greedy(model, prompt) == expected

@@ -7,10 +7,11 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from tests.support.hooks import Backwards, Until
 from tests.support.judge import (
+    BASE,
+    BLOCK,
     FAMILIES,
-    NEW,
+    MASK,
     PAD,
     ROWS,
     by_row,
@@ -20,13 +21,11 @@ from tests.support.judge import (
     joined,
     listen,
     one,
-    padded,
     pair,
 )
 from tests.support.tiny import VOCAB
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-BASE = {"max_new_tokens": NEW, "pad_token_id": PAD}
 WANTED = {
     "sequences": {},
     "scores": {"output_scores": True},
@@ -48,12 +47,11 @@ def test_dict_outputs_equal_transformers(family, wanted):
         "repetition_penalty": 1.2,
         "suppress_tokens": [5, 6],
     }
-    block, mask = padded(ROWS)
-    given = model.generate(block, attention_mask=mask, **settings())
+    given = model.generate(BLOCK, attention_mask=MASK, **settings())
     judged = by_row(own, ROWS, settings)
     assert type(given) is type(judged[0]) is GenerateDecoderOnlyOutput
-    assert torch.equal(given.sequences, joined(block, ROWS, judged))
-    longest = given.sequences.shape[1] - block.shape[1]
+    assert torch.equal(given.sequences, joined(BLOCK, ROWS, judged))
+    longest = given.sequences.shape[1] - BLOCK.shape[1]
     for name in ("scores", "logits"):
         steps = getattr(given, name)
         if f"output_{name}" not in wanted:
@@ -98,8 +96,7 @@ def test_sampled_scores_equal_transformers(settings):
         "output_scores": True,
         **settings,
     }
-    block, mask = padded(ROWS)
-    given = model.generate(block, attention_mask=mask, **settings)
+    given = model.generate(BLOCK, attention_mask=MASK, **settings)
     for number, theirs in enumerate(by_row(own, ROWS, lambda: settings)):
         assert close((given.scores[0][number : number + 1],), theirs.scores)
         assert given.scores[0][number, given.sequences[number, -1]] > -torch.inf
@@ -117,45 +114,15 @@ def test_return_sequences_equal_transformers(count):
         "num_return_sequences": count,
         "eos_token_id": greedy()[0][3],
     }
-    block, mask = padded(ROWS)
-    given = model.generate(block, attention_mask=mask, **settings())
-    assert torch.equal(given, joined(block, ROWS, by_row(own, ROWS, settings)))
+    given = model.generate(BLOCK, attention_mask=MASK, **settings())
+    assert torch.equal(given, joined(BLOCK, ROWS, by_row(own, ROWS, settings)))
     wanted = {**settings(), "return_dict_in_generate": True, "output_scores": True}
-    steps = model.generate(block, attention_mask=mask, **wanted).scores
+    steps = model.generate(BLOCK, attention_mask=MASK, **wanted).scores
     assert all(step.shape == (count * len(ROWS), VOCAB) for step in steps)
     hot = model.generate(
-        block, attention_mask=mask, **settings() | {"top_k": 0, "temperature": 3.0}
+        BLOCK, attention_mask=MASK, **settings() | {"top_k": 0, "temperature": 3.0}
     )
     assert not torch.equal(hot[0], hot[1])
-
-
-def test_processors_and_criteria_see_what_transformers_shows():
-    for extra in ({}, {"return_dict_in_generate": True, "output_scores": True}):
-        seen = []
-        for model in pair():
-            calls, ends = [], []
-            hooks = {"logits_processor": [Backwards(calls)], "stopping_criteria": [Until(12, ends)]}
-            model.generate(one(ROWS[0]), **BASE, **hooks, **extra)
-            seen.append((calls, ends))
-        assert len(seen[1][0]) == 7
-        assert seen[0] == seen[1]
-
-
-def test_allowed_tokens_are_asked_for_row_by_row():
-    """With the row's own number and its tokens, which here come without pads."""
-    model, own = pair()
-    asked = []
-
-    def allowed(row, ids):
-        asked.append((row, ids.tolist()))
-        return [10 + row, 20 + row]
-
-    block, mask = padded(ROWS)
-    given = model.generate(block, attention_mask=mask, **BASE, prefix_allowed_tokens_fn=allowed)
-    judged = own.generate(block, attention_mask=mask, **BASE, prefix_allowed_tokens_fn=allowed)
-    assert {row for row, _ in asked} == set(range(len(ROWS)))
-    assert all((given[n, -NEW:] % 10 == n).all() for n in range(len(ROWS)))
-    assert given.shape == judged.shape
 
 
 LAYERS = {

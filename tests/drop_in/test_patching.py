@@ -5,9 +5,9 @@ Control: the portrait that is compared shows a hook."""
 
 from __future__ import annotations
 
-import os
 import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ import torch
 import tinyspec
 from tests.support.drop_in import PAD, SMALL, greedy, own, patched, portrait, random_ids
 from tests.support.patience import PATIENCE
+from tests.support.signals import told_in_a_fork
 from tests.support.tiny import FAMILIES, tiny
 from tinyspec import Engine
 
@@ -148,24 +149,6 @@ def test_what_is_kept_of_a_generate_says_that_it_is_over():
     assert portrait(model) == before
 
 
-def threads_run(*jobs) -> list[object]:
-    """Results of jobs in threads of their own, errors included."""
-    results: list[object] = [None] * len(jobs)
-
-    def run(place, job):
-        try:
-            results[place] = job()
-        except Exception as error:
-            results[place] = error
-
-    threads = [threading.Thread(target=run, args=pair) for pair in enumerate(jobs)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    return results
-
-
 def test_a_forked_process_is_told():
     """At once, also where another thread holds the model at that moment."""
     with patched(tiny()) as model:
@@ -179,18 +162,11 @@ def test_a_forked_process_is_told():
         thread = threading.Thread(target=hold)
         thread.start()
         held.wait(PATIENCE)
-        child = os.fork()
-        if child == 0:
-            told = 0
-            for call in (lambda: greedy(model, random_ids(4), 2), lambda: tinyspec.unpatch(model)):
-                try:
-                    call()
-                except ValueError as error:
-                    told += "forked process" in str(error)
-            os._exit(told)
+        calls = (lambda: greedy(model, random_ids(4), 2), lambda: tinyspec.unpatch(model))
+        told = told_in_a_fork(*calls)
         done.set()
         thread.join(PATIENCE)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+        assert told == 2
 
 
 @pytest.mark.parametrize("hook", ["logits_processor", "stopping_criteria"])
@@ -283,9 +259,9 @@ def test_unpatch_while_another_thread_generates():
             begun.wait(PATIENCE)
             tinyspec.unpatch(model)
 
-        found = threads_run(
-            lambda m=model, p=tells: greedy(m, prompt, 40, logits_processor=[p]), unpatch
-        )
-        assert found == [expected, None]
+        with ThreadPoolExecutor(2) as pool:
+            call = pool.submit(greedy, model, prompt, 40, logits_processor=[tells])
+            pool.submit(unpatch).result(PATIENCE)
+            assert call.result(PATIENCE) == expected
         assert portrait(model) == before
         assert greedy(model, prompt, 40) == expected

@@ -261,9 +261,7 @@ def model():
 
 
 def new_tokens(model, prompts=None, **arguments) -> list[list[int]]:
-    prompts = prompts or PROMPTS
-    out = model.generate(prompts, **{**SAMPLED, **arguments})
-    return out[:, max(map(len, prompts)) :].tolist()
+    return rows(model, prompts or PROMPTS, **{**SAMPLED, **arguments})
 
 
 def test_scripts_that_set_a_seed_repeat(model):

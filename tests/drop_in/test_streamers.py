@@ -6,35 +6,30 @@ import threading
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    TextStreamer,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer
 from transformers.generation import StopStringCriteria
 
 import tinyspec
 from tests.support.hooks import AttentionRecorder, Boom, BoomError
 from tests.support.judge import (
+    BASE,
+    BLOCK,
     FAMILIES,
+    MASK,
     NEW,
-    PAD,
     ROWS,
     defaults,
     greedy,
     joined,
     listen,
     one,
-    padded,
     pair,
 )
 from tests.support.patience import PATIENCE
 from tinyspec.tools.demo import BUNDLED
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-BASE = {"max_new_tokens": NEW, "pad_token_id": PAD}
-BLOCK, MASK = padded(ROWS)
+EMBEDS = torch.randn(3, 6, 64, generator=torch.Generator().manual_seed(0))
 SAME = torch.tensor([ROWS[1][:6], ROWS[1][6:12], ROWS[3][:6]])
 STREAMED = {
     "one-row": lambda g: ({"input_ids": one(ROWS[0])}, {}),
@@ -55,6 +50,7 @@ STREAMED = {
     ),
     "dict": lambda g: ({"input_ids": SAME}, {"return_dict_in_generate": True}),
     "int32": lambda g: ({"input_ids": SAME.int()}, {}),
+    "embeddings": lambda g: ({"inputs_embeds": EMBEDS}, {}),  # of no prompt that could be put
 }
 
 
@@ -70,17 +66,6 @@ def test_puts_equal_transformers(family, case):
         put.append(recorder.puts)
     assert put[0] == put[1]
     assert put[0][-1] == "end" and put[0].count("end") == 1
-
-
-def test_embeddings_stream_no_prompt():
-    model, own = pair()
-    embeds = model.get_input_embeddings()(SAME).detach()
-    put = []
-    for each in (model, own):
-        recorder = AttentionRecorder()
-        each.generate(inputs_embeds=embeds, **BASE, streamer=recorder)
-        put.append(recorder.puts)
-    assert put[0] == put[1]
 
 
 @pytest.mark.parametrize("settings", [{}, {"eos_token_id": [greedy()[0][2], greedy()[3][0]]}])

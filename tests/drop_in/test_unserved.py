@@ -34,7 +34,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 # The name of the argument that holds a cache, and older ones, which transformers renames.
 TAKEN = CACHE_NAMES[CACHE_NAMES.index(CACHE) :]
 BASE = {"max_new_tokens": 6, "pad_token_id": PAD}
-SAMPLED = {"do_sample": True}
 DICT = {"return_dict_in_generate": True}
 BLOCK, MASK = padded(ROWS[:4])
 BATCH = {"input_ids": BLOCK, "attention_mask": MASK}

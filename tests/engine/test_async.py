@@ -26,6 +26,7 @@ from tests.support.cases import (
 )
 from tests.support.mixes import bits
 from tests.support.patience import PATIENCE
+from tests.support.signals import told_in_a_fork
 from tests.support.tiny import tiny
 from tinyspec import AsyncEngine, Engine, EngineConfig, QueueFull, SamplingParams
 from tinyspec.engine.async_worker import Call
@@ -284,19 +285,8 @@ def test_a_finalizer_at_any_line_wakes_the_worker(served):
 
 def test_a_forked_process_is_told(served):
     run(one(served, [1, 2], SamplingParams(max_new_tokens=2)))
-    child = os.fork()
-    if child == 0:
-        told = 1
-        try:
-            asyncio.run(one(served, [1, 2], None))
-        except ValueError as error:
-            told = 0 if "forked process" in str(error) else 2
-        try:
-            asyncio.run(served.abort("request-0"))
-        except ValueError as error:
-            told += 0 if "forked process" in str(error) else 4
-        os._exit(told)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    calls = (lambda: one(served, [1, 2], None), lambda: served.abort("request-0"))
+    assert told_in_a_fork(*(lambda call=call: asyncio.run(call()) for call in calls)) == 2
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are not listed")

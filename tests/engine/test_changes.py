@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support import changes
+from tests.support.cases import drain
 from tests.support.changes import FOLLOWED, model_for
 from tests.support.mixes import bits
 from tests.support.tiny import prompts
@@ -94,9 +95,7 @@ class OwnDrafter(Once):
 def run(engine, params=None):
     """One request, and another one that waits for it to end; their outputs."""
     ids = [engine.add_request(PROMPT, params or asking()), engine.add_request(OTHER, asking())]
-    done = {}
-    while engine.has_unfinished():
-        done |= {output.request_id: output for output in engine.step()}
+    done = drain(engine)
     return [done[request_id] for request_id in ids]
 
 
@@ -179,9 +178,7 @@ def test_a_change_between_calls(change):
         first = engine.generate([PROMPT], asking())[0]
         added = engine.add_request(PROMPT, asking())
         change(model)
-        outputs = [engine.generate([PROMPT], asking())[0]]
-        while engine.has_unfinished():
-            outputs += engine.step()
+        outputs = [engine.generate([PROMPT], asking())[0], *drain(engine).values()]
         again = engine.generate([PROMPT], asking())[0]
     assert (bits(first), first.fingerprint) == (before, old)
     assert added in [output.request_id for output in outputs] and len(outputs) == 2
@@ -270,11 +267,9 @@ def test_log_probabilities_of_a_prompt_are_those_of_the_changed_model():
         half = next(iter(engine.tracker.requests.values())).prompt_logprobs
         assert half[1] is not None and half[-1] is None
         halved(model)
-        outputs = []
-        while engine.has_unfinished():
-            outputs += engine.step()
+        (output,) = drain(engine).values()
     before, after = found
-    assert outputs[0].fingerprint == after.fingerprint
-    assert repr(outputs[0].prompt_logprobs) == repr(after.prompt_logprobs)
+    assert output.fingerprint == after.fingerprint
+    assert repr(output.prompt_logprobs) == repr(after.prompt_logprobs)
     # Control: the two models differ where the first half had been computed.
     assert before.prompt_logprobs[1] != after.prompt_logprobs[1]

@@ -5,10 +5,6 @@ next call works.
 from __future__ import annotations
 
 import _signal
-import random
-import signal
-import threading
-import time
 
 import pytest
 import torch
@@ -60,27 +56,3 @@ def test_ctrl_c_at_once_while_transformers_runs(model):
         generated(model, num_beams=2)
     handle.remove()
     assert torch.equal(generated(model), expected)
-
-
-@pytest.mark.slow("random use", 120)
-def test_300_real_signals(model):
-    rng, expected = random.Random(0), generated(model)
-    tinyspec.patch(model, SMALL)
-    came = 0
-    for _ in range(300):
-        thread = threading.Thread(target=late_signal, args=[rng.random() * 0.03])
-        try:
-            thread.start()
-            while thread.is_alive():
-                generated(model)
-            time.sleep(0.01)
-        except KeyboardInterrupt:
-            came += 1
-        thread.join()
-        assert torch.equal(generated(model), expected)
-    assert came > 250
-
-
-def late_signal(seconds):
-    time.sleep(seconds)
-    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)

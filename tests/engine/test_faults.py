@@ -50,23 +50,14 @@ def test_a_stream_says_that_it_was_cut_short(end):
         assert not engine.has_unfinished() and whole(engine)
 
 
-class Poison(torch.nn.Module):
-    """Wraps an embedding; one token's row is NaN."""
-
-    def __init__(self, inner, token):
-        super().__init__()
-        self.inner, self.token = inner, token
-        self.weight = inner.weight
-        self.num_embeddings = inner.num_embeddings
-
-    def forward(self, ids):
-        bad = torch.where(ids == self.token, torch.nan, 0.0)
-        return self.inner(ids) + bad[..., None]
-
-
 def poisoned(token):
+    """A model in which the embedding of one token is NaN."""
+
+    def poison(_, args, out):
+        return out + torch.where(args[0] == token, torch.nan, 0.0)[..., None]
+
     model = tiny()
-    model.model.embed_tokens = Poison(model.model.embed_tokens, token)
+    model.get_input_embeddings().register_forward_hook(poison)
     return model
 
 

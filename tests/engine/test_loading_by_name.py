@@ -8,7 +8,7 @@ import torch
 
 from tests.support.loading import saved
 from tests.support.tiny import tiny
-from tinyspec import AsyncEngine, Engine, SamplingParams, UnsupportedModelError
+from tinyspec import AsyncEngine, Engine, SamplingParams, UnsupportedModelError, doctor
 from tinyspec.engine import input_processor as loading
 from tinyspec.tools.demo import BUNDLED
 from tinyspec.tools.thinking_demo import THINKER
@@ -56,8 +56,9 @@ def test_a_name_that_is_not_found(tmp_path):
 
 
 def test_what_is_no_model_or_no_config():
-    with pytest.raises(UnsupportedModelError, match=r"Engine.from_pretrained\('some/name'\)"):
-        Engine("some/name")
+    for call in (Engine, doctor):
+        with pytest.raises(UnsupportedModelError, match=r"Engine.from_pretrained\('some/name'\)"):
+            call("some/name")
     for config in ({}, {"page_size": 8}, "auto"):
         with pytest.raises(ValueError, match=r"config=.* is not allowed: None or an EngineConfig"):
             Engine(tiny(), None, config)

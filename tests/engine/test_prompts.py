@@ -9,12 +9,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BatchEncoding,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, PreTrainedTokenizerFast
 
 from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig, SamplingParams

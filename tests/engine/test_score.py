@@ -11,17 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.cases import (
-    DTYPES,
-    KINDS,
-    drain,
-    engine_of,
-    greedy,
-    model_of,
-    run,
-    text,
-    whole,
-)
+from tests.support.cases import DTYPES, KINDS, drain, engine_of, greedy, model_of, run, text, whole
 from tests.support.mixes import crowd, plain
 from tests.support.tiny import VOCAB, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams

@@ -14,12 +14,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 import tinyspec
+from tests.support import changes
 from tests.support.budget import first
-from tests.support.cases import engine_of, greedy, model_of, text
+from tests.support.cases import drain, engine_of, greedy, model_of, text
 from tests.support.drop_in import SMALL, portrait
 from tests.support.mixes import bits
 from tests.support.moe import tiny_moe
@@ -113,18 +113,6 @@ def halve(model):
     model.to(torch.bfloat16)
 
 
-def replace_mlp(model):
-    model.model.layers[0].mlp.up_proj = nn.Linear(64, 192, bias=False)
-
-
-def hook(model):
-    model.model.layers[0].mlp.down_proj.register_forward_hook(lambda m, a, out: 2 * out)
-
-
-def epsilon(model):
-    model.model.layers[0].input_layernorm.variance_epsilon = 0.5
-
-
 def assign(model):
     model.load_state_dict({n: x * 1.5 for n, x in model.state_dict().items()}, assign=True)
 
@@ -133,17 +121,8 @@ def resize(model):
     model.resize_token_embeddings(140)
 
 
-def own_forward(model):
-    mlp = model.model.layers[1].mlp
-    forward = mlp.forward
-    mlp.forward = lambda x: 3 * forward(x)
-
-
-def rope(model):
-    model.model.rotary_emb.inv_freq.mul_(0.5)
-
-
-CHANGES = (halve, replace_mlp, hook, epsilon, assign, resize, own_forward, rope)
+CHANGES = (halve, assign, resize, changes.module, changes.hook, changes.number)
+CHANGES += (changes.own_forward, changes.frequencies)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -159,9 +138,7 @@ def test_requests_that_run_when_it_changes(change):
         engine.step()
         change(model)
         late = engine.add_request(PROMPT, KEPT)
-        outputs = {}
-        while engine.has_unfinished():
-            outputs |= {output.request_id: output for output in engine.step()}
+        outputs = drain(engine)
         plain, kept, last = (outputs[i].completions[0] for i in (*ids, late))
         assert plain.finish_reason == last.finish_reason == "length"
         assert kept.finish_reason == "abort" and "changed while it was running" in kept.error
@@ -194,7 +171,7 @@ def test_what_callers_change_between_calls_is_no_change():
         name, served = engine.fingerprint, engine.runner.model
         answer(engine)
         model.train()
-        model.config.use_cache = False
+        model.config.use_cache, model.config.pad_token_id = False, 3
         model.gradient_checkpointing_enable()
         model.enable_input_require_grads()
         model.generation_config.temperature = 0.3
@@ -300,11 +277,9 @@ def test_a_pool_that_grows_keeps_what_it_holds():
         running = engine.add_request(LONG, greedy(9))
         engine.step()
         engine.reserve(30)  # also while a request runs
-        outputs = []
-        while engine.has_unfinished():
-            outputs += engine.step()
-        assert [output.request_id for output in outputs] == [running]
-        assert bits(outputs[0]) == begun and engine.pool.num_pages == 30
+        outputs = drain(engine)
+        assert list(outputs) == [running]
+        assert bits(outputs[running]) == begun and engine.pool.num_pages == 30
     with Engine(tiny(), config=replace(CONFIG, num_pages=7), grows=True) as engine:
         engine.reserve(100)
         assert engine.pool.num_pages == 7

@@ -264,6 +264,7 @@ def test_everything_at_once(truth, request, no_results_on_disk):
     judge.flat()
     assert not judge.wrong, judge.wrong[:3]
     assert judge.counts["outputs"] > 5 * rounds and judge.counts["rows"] > rounds
+    assert judge.counts["interrupts"] > 0
 
 
 def test_controls_of_the_judge(truth):

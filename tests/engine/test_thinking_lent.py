@@ -4,14 +4,7 @@ import pytest
 import torch
 
 from benchmarks.coin_reader.reading import generate
-from tests.support.thinking import (
-    END,
-    all_bits,
-    engine_of,
-    exact,
-    prompt_of,
-    thinking_model,
-)
+from tests.support.thinking import END, all_bits, engine_of, exact, prompt_of, thinking_model
 from tinyspec.thinking.model import IGNORED
 
 PROMPT = prompt_of(67, 67)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.coin_reader.reading import generate
-from tests.engine.test_failed_passes import Sees
+from tests.engine.test_failed_passes import watched
 from tests.support.cases import drain, whole
 from tests.support.graphs import with_graphs
 from tests.support.late_device import queue_of
@@ -66,11 +66,10 @@ def test_a_pass_that_raises():
     model = new_model()
     token = next(t for t in range(2, 64) if all(t not in prompt for prompt in PROMPTS))
     wanted = [generate(model, prompt, 4, None) for prompt in PROMPTS]
-    decoder = model.backbone.model
-    decoder.embed_tokens = Sees(decoder.embed_tokens)
+    sees = watched(model.backbone.get_input_embeddings())
     bad = [*PROMPTS[1][:44], token, *PROMPTS[1][45:]]
     with engine_of(model) as engine:
-        decoder.embed_tokens.seen.token = token
+        sees["token"] = token
         ids = [engine.add_request(prompt, params(4)) for prompt in (*PROMPTS, bad)]
         done = drain(engine)
         for name, (thoughts, answer) in zip(ids, wanted, strict=False):

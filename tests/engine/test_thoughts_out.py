@@ -6,14 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.cli.conftest import main
-from tests.support.thinking import (
-    exact,
-    params,
-    prompt_of,
-    said,
-    thinking_model,
-    tokenizer,
-)
+from tests.support.thinking import exact, params, prompt_of, said, thinking_model, tokenizer
 from tinyspec import Engine, EngineConfig, RequestOutput, audit
 from tinyspec.outputs import Thought
 

@@ -1,7 +1,6 @@
 """One engine, many threads: requests of all share passes, and nobody's trouble is another's."""
 
 import copy
-import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -183,16 +182,7 @@ def test_a_forked_process_is_told(engine):
         engine.close,
     )
     with engine.lock("test"):
-        child = os.fork()
-        if child == 0:
-            told = 0
-            for call in calls:
-                try:
-                    call()
-                except ValueError as error:
-                    told += "forked process" in str(error)
-            os._exit(told)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == len(calls)
+        assert signals.told_in_a_fork(*calls) == len(calls)
     assert engine.generate([[1, 2]], greedy(2))[0].completions[0].token_ids
 
 

@@ -1,4 +1,5 @@
-"""A training loop: weights that change between calls, and under requests that are running.
+"""Weights that change between calls without a trace, or lie otherwise. Steps of optimizers:
+tests/determinism/test_optimizer_steps.py.
 
 The oracle is a fresh engine on a copy of the model with the same weights.
 """
@@ -7,10 +8,9 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
 from tests.support.mixes import bits
-from tests.support.tiny import VOCAB, prompts, tiny
+from tests.support.tiny import prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams
 
 CONFIG = EngineConfig(reference_rows=16, page_size=16)
@@ -27,35 +27,6 @@ def fresh(model):
     with Engine(twin, config=CONFIG) as engine:
         outputs = engine.generate(PROMPTS, DETERMINISTIC)
         return [bits(output) for output in outputs], engine.fingerprint
-
-
-def train_step(model, optimizer):
-    """One step on random tokens, by a plain copy of the loss a trainer would have."""
-    logits = nn.functional.linear(model.get_input_embeddings().weight, model.lm_head.weight)
-    nn.functional.cross_entropy(logits, torch.randint(VOCAB, (VOCAB,))).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def step(model, optimizer):
-    train_step(model, optimizer)
-
-
-@pytest.mark.parametrize("prefix_cache", [True, False])
-def test_three_training_steps(prefix_cache):
-    model = tiny()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    config = EngineConfig(reference_rows=16, page_size=16, prefix_cache=prefix_cache)
-    seen = []
-    with Engine(model, config=config) as engine:
-        for _ in range(4):
-            outputs = engine.generate(PROMPTS, DETERMINISTIC)
-            expected, fingerprint = fresh(model)
-            assert [bits(output) for output in outputs] == expected
-            assert {output.fingerprint for output in outputs} == {fingerprint}
-            seen.append(fingerprint)
-            train_step(model, optimizer)
-    assert len(set(seen)) == 4
 
 
 @pytest.mark.parametrize("told", ["weights_changed", "verify_weights", "nobody"])

@@ -11,15 +11,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from tests.fuzz.influences import (
-    BUILD,
-    CALLS,
-    CODE,
-    PROOF,
-    STEPS,
-    TABLE,
-    Influence,
-)
+from tests.fuzz.influences import BUILD, CALLS, CODE, PROOF, STEPS, TABLE, Influence
 from tests.fuzz.models import POISON, SPECIAL, VOCAB, ModelDraw, draw_model, pristine
 from tests.support.mixes import HalfLiar, Liar
 from tinyspec import SamplingParams

@@ -147,14 +147,18 @@ def test_adapters_change_while_an_engine_is_open():
         model.merge_adapter()
         merged = answers()
         model.unmerge_adapter()
+        scaling = model.base_model.model.model.layers[0].mlp.down_proj.scaling
+        scaling["default"] *= 3
+        scaled = answers()
+        scaling["default"] /= 3
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "lora_B.default" in name:
                     parameter.mul_(1.5)
         trained = answers()
     assert first == again and merged[0] == first[0]
-    seen = [first, without, other, merged, trained]
-    assert len({print_ for _, print_ in seen}) == 5
+    seen = [first, without, other, merged, scaled, trained]
+    assert len({print_ for _, print_ in seen}) == 6 and scaled[0] != first[0]
     assert without[0] == greedy(tiny()) and trained[0] == greedy(model)
     model.set_adapter("other")
     assert other[0] == greedy(model)

@@ -10,13 +10,7 @@ from tests.support.drop_in import prepared
 from tests.support.recorded import as_on_a_gpu
 from tests.support.thinking import thinking_model
 from tests.support.tiny import prompts, tiny
-from tinyspec import (
-    DeterminismError,
-    Engine,
-    EngineConfig,
-    SamplingParams,
-    UnsupportedModelError,
-)
+from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams, UnsupportedModelError
 from tinyspec.model.attention import PagedAttention
 from tinyspec.model.fused_layer import FusedLayer, FusedNorm
 

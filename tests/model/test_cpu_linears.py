@@ -53,6 +53,7 @@ def quick(monkeypatch, no_results_on_disk):
 
 PRODUCTS = {
     "transposed": (TransposedLinear, torch.bfloat16, 2**-7),
+    "oneDNN": (OneDnnLinear, torch.float32, 2**-20),
     "oneDNN, swapped": (lambda own: OneDnnLinear(own).product_swapped, torch.float32, 2**-20),
 }
 

@@ -152,24 +152,21 @@ def test_a_long_rope_is_served_as_far_as_one_table_holds():
         )
 
 
+SMALL = [{"max_model_len": 8}, *({"reference_rows": n, "max_rows": n} for n in (4, 7))]
+
+
 @pytest.mark.parametrize("known", [False, True])
-def test_sequences_may_be_shorter_than_what_a_model_is_tried_with(known, monkeypatch):
+@pytest.mark.parametrize("sizes", SMALL, ids=str)
+def test_sequences_and_passes_may_be_smaller_than_what_a_model_is_tried_with(
+    sizes, known, monkeypatch
+):
+    """Of a class outside the table of types the prompt of the comparison is cut to fit."""
     if not known:
         monkeypatch.setattr(parity_check, "SERVED", frozenset())
-    with Engine(tiny("llama"), config=EngineConfig(max_model_len=8)) as engine:
-        output = engine.generate([[3, 4, 5]], SamplingParams(max_new_tokens=5, ignore_eos=True))
-    assert len(output[0].completions[0].token_ids) == 5
-
-
-@pytest.mark.parametrize("rows", [4, 7])
-def test_passes_may_be_smaller_than_what_a_model_is_tried_with(rows, monkeypatch):
-    """Of a class outside the table of types: the prompt of the comparison is cut to fit."""
-    monkeypatch.setattr(parity_check, "SERVED", frozenset())
-    config = EngineConfig(reference_rows=rows, max_rows=rows)
-    with Engine(tiny("llama"), config=config) as engine:
-        (output,) = engine.generate(
-            [list(range(3, 15))], SamplingParams(max_new_tokens=5, deterministic=True)
-        )
+    params = SamplingParams(max_new_tokens=5, ignore_eos=True, deterministic=True)
+    prompt = [3, 4, 5] if "max_model_len" in sizes else [*range(3, 15)]
+    with Engine(tiny("llama"), config=EngineConfig(**sizes)) as engine:
+        (output,) = engine.generate([prompt], params)
     assert len(output.completions[0].token_ids) == 5
 
 

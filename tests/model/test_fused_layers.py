@@ -12,7 +12,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tests.support import zoo
 from tests.support.drop_in import random_ids
-from tests.support.mixes import bits, needles, plain, solo
 from tests.support.tiny import tiny
 from tests.support.tolerances import LOGPROBS, close
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
@@ -323,36 +322,6 @@ def test_probes_see_buckets_of_fused_functions(name, forced, no_results_on_disk)
         broken = {fact.rows: fact.broken_by for fact in engine.contract.probe().buckets}
         assert any(NAMES[name] in which for which in broken[2])
         assert not any(NAMES[name] in which for which in broken[4])
-
-
-CROWDED = EngineConfig(reference_rows=4, max_rows=8, max_model_len=64)
-
-
-def in_a_crowd(engine, wanted):
-    """Bits of requests alone, and among others."""
-    others = [(random_ids(n), SamplingParams(max_new_tokens=n, seed=n)) for n in (3, 9, 14)]
-    alone = [bits(solo(engine, needle)) for needle in wanted]
-    outputs = engine.generate(*zip(*wanted, *others, strict=True))
-    return alone, [bits(output) for output in outputs[: len(wanted)]]
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=SLOW)], ids=str
-)
-def test_bits_alone_and_in_crowds(dtype, forced):
-    with Engine(tiny("llama", dtype), config=CROWDED) as engine:
-        assert fused_in(engine.runner.model)
-        alone, among = in_a_crowd(engine, needles()[:2])
-    assert alone == among
-
-
-def test_control_rows_that_matter(forced):
-    """Without the contract, and a norm that depends on the number of rows."""
-    with Engine(tiny(), config=CROWDED) as engine:
-        context, few = engine.served.context, lambda rows: rows < len(rows) % 8
-        context.kernels = rows_matter(context.kernels, "add_rms_norm", few)
-        alone, among = in_a_crowd(engine, [(p, plain(params)) for p, params in needles()[:2]])
-    assert alone != among
 
 
 def test_fingerprints_tell_layers_apart(no_results_on_disk):

@@ -31,10 +31,7 @@ from tinyspec.kernels.backend import AttentionMetadata
 from tinyspec.model import attention_stand_ins, install
 from tinyspec.model import attention_stand_ins as ropes
 from tinyspec.model.attention import PagedAttention
-from tinyspec.model.attention_stand_ins import (
-    fused,
-    rope_left_out,
-)
+from tinyspec.model.attention_stand_ins import fused, rope_left_out
 from tinyspec.model.introspection import accepted
 from tinyspec.runner.kv_cache import KVCache
 
@@ -482,13 +479,6 @@ def test_each_call_must_come_from_the_module_of_the_survey(way, monkeypatch):
 
 
 # Stand-ins
-
-
-def rotated(stand_in, cos):
-    """What a stand-in's forward is handed for q and k of ones."""
-    q, k = torch.ones(1, 4, 3, 16), torch.ones(1, 2, 3, 16)
-    rotate = stand_in.tinyspec_rope
-    return (q, k), rotate(q, k, cos, cos * 0.5)
 
 
 def test_no_modeling_file_is_imported():

@@ -210,12 +210,6 @@ def test_other_modules_are_refused(other):
     assert not report and message in report.problems[0]
 
 
-def test_no_module_at_all():
-    for call in (Engine, doctor):
-        with pytest.raises(UnsupportedModelError, match="str is not supported"):
-            call("Qwen/Qwen3-0.6B")
-
-
 def test_an_attention_that_is_not_called_is_left_alone(expected):
     model = tiny()
     layer = model.model.layers[1]

@@ -5,13 +5,13 @@ torchao and bitsandbytes on a CPU; quantized at loading, as transformers does it
 
 import logging
 import warnings
-from dataclasses import asdict
 
 import pytest
 import torch
 from torch import nn
 
 from tests.support.budget import first
+from tests.support.cases import facts_of
 from tests.support.loading import (
     CONFIG,
     DETERMINISTIC,
@@ -313,12 +313,7 @@ def test_a_subclass_of_an_unknown_library():
 
 def facts(model):
     with Engine(model, config=CONFIG) as engine:
-        found = asdict(engine.contract.probe(fresh=True, attention_rows=1))
-    for bucket in found["buckets"]:
-        del bucket["seconds"], bucket["proof"]
-    for kind in found["attention"]:
-        del kind["checked"]  # as many rows as there is time for
-    return found
+        return facts_of(engine)
 
 
 @pytest.mark.slow("crosses", 2)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tests.support.budget import first
+from tests.support.cases import drain
 from tests.support.mixes import bits, crowd, needles, solo
 from tests.support.tiny import tiny
 from tinyspec import Engine, EngineConfig, SamplingParams, doctor
@@ -131,9 +132,7 @@ def test_plain_prompts_alone_in_a_canonical_pass(breaks_above):
             engine.add_request([*shared, n], SamplingParams(max_new_tokens=2))
         request_id = engine.add_request([*shared, 5], mine)
         first = len(engine.records)
-        done = {}
-        while engine.has_unfinished():
-            done |= {output.request_id: output for output in engine.step()}
+        done = drain(engine)
         passes = engine.records[first:]
         assert bits(done[request_id]) == alone
     assert sum(record.left_out == 2 for record in passes) > 3

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.fuzz.ambient import can_round
-from tests.support.cases import bits_of, text
+from tests.support.cases import bits_of, drain, text
 from tests.support.tiny import tiny
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
 from tinyspec.model import openmp, torch_settings
@@ -157,8 +157,7 @@ def stepped(engine: Engine, setting: Callable[[], AbstractContextManager]) -> li
     ids = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
     done = {output.request_id: output for _ in range(2) for output in engine.step()}
     with setting():
-        while engine.has_unfinished():
-            done |= {output.request_id: output for output in engine.step()}
+        done |= drain(engine)
     return [done[number] for number in ids]
 
 

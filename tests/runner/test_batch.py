@@ -6,11 +6,10 @@ launched with is recorded before each pass.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.support.budget import first
 from tests.support.cases import bits_of, cost, greedy, run, text
@@ -20,7 +19,6 @@ from tests.support.tiny import FAMILIES, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams, doctor
 from tinyspec.determinism.model_probe import graph_refusals
 from tinyspec.runner.batch import PassMemory
-from tinyspec.runner.device_queue import DeviceQueue
 from tinyspec.runner.graphs import GraphSafety
 from tinyspec.runner.kv_cache import KVCache
 
@@ -177,36 +175,3 @@ def test_pages_need_not_be_zeroed(monkeypatch):
             return bits_of(run(engine, requests))
 
     assert bits(float("nan")) == bits(3e38) == bits(0.0)
-
-
-RESULTS = [torch.arange(3), None, torch.tensor([torch.nan, 0.5]), torch.arange(15).int().view(5, 3)]
-
-
-@dataclass
-class Results:
-    found: list[Tensor | None]
-
-    def tensors(self):
-        return self.found
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_fetched_results(device):
-    there = [None if tensor is None else tensor.to(device) for tensor in RESULTS]
-    found = DeviceQueue().launch(lambda: Results(there)).fetch()
-    assert [None if x is None else (x.dtype.name, x.tobytes()) for x in found] == [
-        None if x is None else (x.numpy().dtype.name, x.numpy().tobytes()) for x in RESULTS
-    ]
-
-
-def test_errors_wait_for_whoever_asks():
-    def fails():
-        raise ValueError("work")
-
-    pending = DeviceQueue().launch(fails)
-    assert pending.failed
-    for ask in (lambda: pending.results, pending.fetch):
-        with pytest.raises(ValueError, match="work"):
-            ask()
-    with pytest.raises(RuntimeError, match="has raised"):
-        _ = pending.results

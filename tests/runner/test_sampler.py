@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 import torch
 from transformers.generation.logits_process import (
-    LogitsProcessorList,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
@@ -24,7 +22,7 @@ from tinyspec import Engine, EngineConfig, SamplingParams
 from tinyspec.kernels import backend as kernels
 from tinyspec.kernels.twins.sample import gumbel, sample, softmax
 from tinyspec.runner import processors
-from tinyspec.runner.processors import SpecialRow, keep_top_k, penalise_repetition
+from tinyspec.runner.processors import SpecialRow, keep_top_k
 from tinyspec.runner.sampler import NOT_FINITE, SampleBatch, Sampler, SpecialResult
 from tinyspec.scheduler.request import noise_key
 
@@ -200,30 +198,6 @@ STYLES = (
 )
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.8])
-@pytest.mark.parametrize("style", STYLES, ids=str)
-def test_combinations_in_order(sampler, style, temperature):
-    """Temperature, top-k, top-p, min-p: the scores that transformers' warpers leave."""
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
-    classes = {"top_k": TopKLogitsWarper, "top_p": TopPLogitsWarper, "min_p": MinPLogitsWarper}
-    warpers += [classes[name](value) for name, value in style.items()]
-    logits = distinct(10, VOCAB)
-    params = SamplingParams(temperature=temperature, seed=1, logprobs=True, **style)
-    rows = [SampleRow(n, params, noise_key(n, 0), n, 0, []) for n in range(10)]
-    expected = warpers(None, logits)
-    top = replace(params, top_logprobs=VOCAB)
-    for found, scores in zip(
-        sample_rows(sampler, logits, [replace(row, params=top) for row in rows]),
-        expected,
-        strict=True,
-    ):
-        shares = torch.log_softmax(scores, 0)
-        assert found.logprob == near(shares[found.token].item(), FORMULA)
-        allowed = {token for token, value in found.top if value > -torch.inf}
-        assert allowed == set(scores.isfinite().nonzero().squeeze(1).tolist())
-        assert found.token in allowed
-
-
 def test_ties_go_to_the_lowest_index(sampler):
     flat = torch.zeros(1, 8)
     flat[0, 5] = 1.0
@@ -245,23 +219,6 @@ def test_ties_go_to_the_lowest_index(sampler):
     assert (found.token, [token for token, _ in found.top]) == (0, [0, 1, 2])
     later = torch.tensor([[0.0, 2.0, 1.0, 2.0]])
     assert sample_rows(sampler, later, [greedy])[0].token == 1
-
-
-@pytest.mark.parametrize("penalty", [0.7, 1.0, 1.1, 1.3, 5.0])
-def test_repetition_penalty_is_transformers(sampler, penalty):
-    logits = distinct(8, VOCAB)
-    for n in range(8):
-        history = random.Random(n).choices(range(VOCAB), k=40)
-        expected = RepetitionPenaltyLogitsProcessor(penalty)(
-            torch.tensor([history]), logits[n : n + 1].clone()
-        )
-        seen = torch.tensor(sorted(set(history)))
-        assert torch.equal(penalise_repetition(logits[n], seen, penalty), expected[0])
-        params = SamplingParams(repetition_penalty=penalty, top_logprobs=VOCAB)
-        before = logits.clone()
-        found = sample_rows(sampler, logits, [SampleRow(n, params, 0, 0, 0, history)])[0]
-        assert torch.equal(logits, before)
-        assert found.token == int(expected.argmax())
 
 
 def halve(ids, scores):
@@ -373,25 +330,6 @@ def test_what_is_not_finite_yields_no_token(sampler, style, temperature):
     logits[3, 17] = -3.0  # one that is left is the one
     assert 17 in (sample_rows(sampler, logits, rows)[3].token, *params.stop_ids)
     assert found[0].error is None and found[0].token >= 0
-
-
-@pytest.mark.parametrize("deterministic", [True, False])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_min_new_tokens(engine, deterministic, temperature):
-    """No end token before its time; the first that comes ends the request."""
-    ends = tuple(range(0, VOCAB, 2))
-    params = SamplingParams(
-        max_new_tokens=30,
-        eos_token_id=ends,
-        temperature=temperature,
-        seed=2,
-        deterministic=deterministic,
-    )
-    early = engine.generate([[5, 6]], params)[0].completions[0]
-    assert len(early.token_ids) < 12 and early.finish_reason == "stop"
-    late = engine.generate([[5, 6]], replace(params, min_new_tokens=12))[0].completions[0]
-    assert len(late.token_ids) >= 13 and late.finish_reason == "stop"
-    assert not set(late.token_ids[:-1]) & set(ends) and late.token_ids[-1] in ends
 
 
 def test_seeds():

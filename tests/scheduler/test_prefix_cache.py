@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.engine.test_faults import Poison
+from tests.engine.test_faults import poisoned
 from tests.support.cases import (
     DTYPES,
     KINDS,
@@ -172,10 +172,8 @@ def test_failed_requests_leave_nothing_indexed():
     """Neither those whose logits were not finite nor those whose pass raised."""
     sound = text(44, seed=5)
     token = next(t for t in range(VOCAB) if t not in sound)
-    model = tiny()
-    model.model.embed_tokens = Poison(model.model.embed_tokens, token)
     bad = [*sound[:3], token, *sound[3:]]
-    with engine_of(model, page_size=4, max_rows=16) as engine:
+    with engine_of(poisoned(token), page_size=4, max_rows=16) as engine:
         for deterministic in (True, False):
             for copies in (1, 3):
                 wanted = SamplingParams(max_new_tokens=5, deterministic=deterministic)

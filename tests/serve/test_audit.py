@@ -6,15 +6,7 @@ from copy import deepcopy
 import httpx
 import pytest
 
-from tests.support.serving import (
-    CHAT,
-    COMPLETIONS,
-    MESSAGES,
-    MODEL,
-    PROMPT,
-    RESPONSES,
-    running,
-)
+from tests.support.serving import CHAT, COMPLETIONS, MESSAGES, MODEL, PROMPT, RESPONSES, running
 
 OWN = {"model": MODEL, "deterministic": True, "return_token_ids": True}
 TOPS = {"logprobs": True, "top_logprobs": 2}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -91,3 +93,13 @@ def drain(engine: Engine) -> dict[str, RequestOutput]:
             return done
         done |= {output.request_id: output for output in engine.step()}
     raise AssertionError("the engine does not drain")
+
+
+def facts_of(engine: Engine) -> dict[str, Any]:
+    """What a new proof finds, without what is measured by time."""
+    found = asdict(engine.contract.probe(fresh=True, attention_rows=1))
+    for bucket in found["buckets"]:
+        del bucket["seconds"], bucket["proof"]
+    for kind in found["attention"]:
+        del kind["checked"]  # as many rows as there is time for
+    return found

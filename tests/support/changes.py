@@ -189,13 +189,6 @@ def softcap(model: Any) -> None:
     model.config.final_logit_softcapping = 5.0
 
 
-def window(model: Any) -> None:
-    model.config.sliding_window = 7
-    for layer in model.model.layers:
-        if getattr(layer.self_attn, "sliding_window", None):
-            layer.self_attn.sliding_window = 7
-
-
 def frequencies(model: Any) -> None:
     with torch.no_grad():
         model.model.rotary_emb.inv_freq.mul_(2)

@@ -11,13 +11,9 @@ from transformers.generation.streamers import BaseStreamer
 
 
 class Backwards(LogitsProcessor):
-    """Prefers tokens far from the last one, and keeps what it was called with."""
-
-    def __init__(self, calls: list[Any] | None = None):
-        self.calls = [] if calls is None else calls
+    """Prefers tokens far from the last one."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.calls.append((input_ids.tolist(), input_ids.dtype, scores.shape, scores.dtype))
         away = (torch.arange(scores.shape[1]) - input_ids[:, -1:]).abs()
         return scores + away / 50
 
@@ -39,14 +35,12 @@ class InPlace(LogitsProcessor):
 
 
 class Until(StoppingCriteria):
-    """Ends a row that is ``length`` long, and keeps what it was called with."""
+    """Ends a row that is ``length`` long."""
 
-    def __init__(self, length: int, calls: list[Any] | None = None, plain: bool = False):
+    def __init__(self, length: int, plain: bool = False):
         self.length, self.plain = length, plain
-        self.calls = [] if calls is None else calls
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:
-        self.calls.append((input_ids.tolist(), scores is None))
         ended = input_ids.shape[1] >= self.length
         return ended if self.plain else torch.full((len(input_ids),), ended, dtype=torch.bool)
 

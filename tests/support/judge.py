@@ -78,6 +78,10 @@ def padded(rows: list[list[int]], side: str = "left", pad: int = PAD) -> tuple[T
     return torch.tensor(ids), torch.tensor(masks)
 
 
+BASE = {"max_new_tokens": NEW, "pad_token_id": PAD}
+BLOCK, MASK = padded(ROWS)
+
+
 def by_row(
     own: PreTrainedModel, rows: list[list[int]], settings: Callable[[], dict[str, Any]]
 ) -> list[Any]:

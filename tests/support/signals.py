@@ -1,7 +1,9 @@
-"""Ctrl-C in tests: the handler that they start from, and interrupts at moments that they choose."""
+"""Ctrl-C in tests: the handler that they start from, and interrupts at moments that they choose;
+and forks."""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -53,3 +55,17 @@ def interrupt_at_call(number: int) -> Iterator[None]:
         yield
     finally:
         sys.setprofile(None)
+
+
+def told_in_a_fork(*calls: Callable[[], object]) -> int:
+    """How many of ``calls`` say, in a forked process, that it is one."""
+    child = os.fork()
+    if child == 0:
+        told = 0
+        for call in calls:
+            try:
+                call()
+            except ValueError as error:
+                told += "forked process" in str(error)
+        os._exit(told)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import resource
 from collections import Counter
@@ -155,7 +154,3 @@ class Judge:
             before, after = (max(row[n] for row in part) for part in (middle, last))
             right = after <= before + allowed[n]
             self.check("memory", right, f"{name} grew from {before} to {after}")
-
-
-def copied(model: PreTrainedModel) -> PreTrainedModel:
-    return copy.deepcopy(model)

@@ -15,6 +15,7 @@ from huggingface_hub import constants
 from torch import nn
 from transformers import AutoModelForCausalLM, BloomConfig
 
+from tests.support.cases import drain
 from tests.support.mixes import bits
 from tests.support.patience import PATIENCE
 from tests.support.sensitive import (
@@ -24,13 +25,7 @@ from tests.support.sensitive import (
     replace_linears,
 )
 from tests.support.tiny import prompts, tiny
-from tinyspec import (
-    DeterminismError,
-    Engine,
-    EngineConfig,
-    SamplingParams,
-    doctor,
-)
+from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams, doctor
 from tinyspec.cli.main import main
 
 REFERENCE = 8
@@ -218,9 +213,7 @@ def test_an_engine_keeps_its_pool_and_its_requests():
         assert report and report.fingerprint == engine.fingerprint
         with pytest.raises(ValueError, match="unfinished"):
             doctor(engine, fresh=True)
-        done = {}
-        while engine.has_unfinished():
-            done |= {output.request_id: output for output in engine.step()}
+        done = drain(engine)
         assert [bits(done[i]) for i in ids] == [bits(output) for output in alone]
         cache = engine.runner.cache
         # As integers: what no request has touched yet may hold any bits, NaN included.
