@@ -1,75 +1,242 @@
-"""lm-eval by ``HFLM`` on a patched model: log-likelihoods that no batch size and order changes."""
+"""lm-eval, by its ``HFLM`` on a patched model and by ``--model tinyspec``: scores that no batch
+size, order or way to the engine changes."""
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.drop_in import patched
+from tests.support.serving import MODEL, running
+from tinyspec import Engine
 from tinyspec.tools.demo import BUNDLED
 
 pytest.importorskip("lm_eval")
 
+import lm_eval
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from tinyspec.integrations.lm_eval import TinyspecLM
+
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 ANIMALS = ("fox", "dog", "bee", "turtle", "small grey mouse", "bird", "cat", "frog")
 ENDS = (" was happy.", " went home and slept until the next morning.", " ran")
 BATCHES = (1, 7, 32)
+# Tokens before the last one: the longest texts have several windows.
+MAX_LENGTH = 64
+DOCS = [
+    {
+        "id": n,
+        "told": f"One {'very ' * n}dark day a {animal} woke up. The {animal}",
+        "ends": list(ENDS),
+        "label": n % len(ENDS),
+    }
+    for n, animal in enumerate(ANIMALS)
+]
+SHUFFLED = random.Random(0).sample(DOCS, len(DOCS))
+OUT_OF = {"dataset_path": "json", "test_split": "test", "doc_to_text": "{{told}}"}
+TASKS = {
+    "choice": {
+        **OUT_OF,
+        "output_type": "multiple_choice",
+        "doc_to_choice": "{{ends}}",
+        "doc_to_target": "{{label}}",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "answer": {
+        **OUT_OF,
+        "output_type": "generate_until",
+        "doc_to_target": " was happy",
+        "generation_kwargs": {"until": ["."], "max_gen_toks": 12},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+    "text": {
+        **OUT_OF,
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{told}}{{ends | join}}",
+        "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+    },
+}
 
 
-def requests() -> list[Instance]:
-    """Multiple choice: contexts and continuations of many lengths."""
-    told = [
-        f"One {'very ' * n}dark day a {animal} woke up. The {animal}"
-        for n, animal in enumerate(ANIMALS)
-    ]
-    pairs = [(context, end) for context in told for end in ENDS]
-    return [Instance("loglikelihood", {}, pair, n) for n, pair in enumerate(pairs)]
+def loaded(dtype):
+    return AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=dtype)
 
 
-def likelihoods(model, batch_size, order):
-    """(log-likelihood, whether it is the greedy continuation) of each request."""
-    asked = requests()
-    lm = HFLM(
-        pretrained=model,
-        tokenizer=AutoTokenizer.from_pretrained(BUNDLED),
-        batch_size=batch_size,
-    )
-    found = lm.loglikelihood([asked[n] for n in order], disable_tqdm=True)
-    return [found[order.index(n)] for n in range(len(asked))]
-
-
-def answers(model, batch_size):
-    """What ``generate_until`` gives, greedy, with a stop string."""
-    asked = [
-        Instance("generate_until", {}, (request.args[0], {"until": ["."], "max_gen_toks": 12}), n)
-        for n, request in enumerate(requests()[::3])
-    ]
+def lm_of(kind, model, **settings):
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
-    lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+    return kind(pretrained=model, tokenizer=tokenizer, **settings)
+
+
+def likelihoods(lm, order=None, ends=ENDS):
+    """(log-likelihood, whether it is the greedy continuation) of each document with each end."""
+    pairs = [(doc["told"], end) for doc in DOCS for end in ends]
+    order = order or range(len(pairs))
+    asked = [Instance("loglikelihood", {}, pairs[n], n) for n in order]
+    found = dict(zip(order, lm.loglikelihood(asked, disable_tqdm=True), strict=True))
+    return [found[n] for n in range(len(pairs))]
+
+
+def answers(lm, **settings):
+    given = {"until": ["."], "max_gen_toks": 12, **settings}
+    asked = [Instance("generate_until", {}, (doc["told"], given), doc["id"]) for doc in DOCS]
     return lm.generate_until(asked, disable_tqdm=True)
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_equal_in_every_batch_size_and_order(dtype):
+def test_a_patched_model_is_equal_in_every_batch_size_and_order(dtype):
     """Control: the plain model's differ."""
-    model = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=dtype)
-    in_order = list(range(len(requests())))
+    model = loaded(dtype)
+    in_order = range(len(DOCS) * len(ENDS))
     shuffled = random.Random(0).sample(in_order, len(in_order))
-    cases = [(size, order) for size in BATCHES for order in (in_order, shuffled)]
-    plain = [likelihoods(model, *case) for case in cases]
+    lms = [lm_of(HFLM, model, batch_size=size) for size in BATCHES]
+    plain = [likelihoods(lm, order) for lm in lms for order in (in_order, shuffled)]
     assert any(found != plain[0] for found in plain)
     with patched(model, None, deterministic=True, forward=True):
-        ours = [likelihoods(model, *case) for case in cases]
-        said = [answers(model, size) for size in BATCHES]
+        ours = [likelihoods(lm, order) for lm in lms for order in (in_order, shuffled)]
+        said = [answers(lm) for lm in lms]
     assert said[0] == said[1] == said[2] and all(said[0])
-    assert len(ours[0]) == len(in_order)
     assert all(found == ours[0] for found in ours)
     close = {"rel": 1e-4} if dtype == torch.float32 else {"rel": 0.05, "abs": 0.5}
     for (value, _), (expected, _) in zip(ours[0], plain[0], strict=True):
         assert value == pytest.approx(expected, **close)
+
+
+class AddedExactly(HFLM):
+    """Adds log-probabilities in float64, as the harness's API models do; HFLM itself in float32."""
+
+    def _select_cont_toks(self, logits, **lengths):
+        return super()._select_cont_toks(logits, **lengths).double()
+
+
+@pytest.mark.parametrize("mixed", [None, "bfloat16"], ids=["own", "autocast"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_are_those_of_hflm_in_float32(dtype, mixed):
+    """On canonical passes; one token's without more ado. Control: HFLM's own softmax_dtype."""
+    model, one = loaded(dtype), (" was", " the", " and")
+    settings = {"max_length": MAX_LENGTH, "mixed_precision_dtype": mixed, "batch_size": 7}
+    ours = lm_of(TinyspecLM, model, **settings)
+    texts = [Instance("loglikelihood_rolling", {}, (DOCS[n]["told"] * 5,), n) for n in (0, 7)]
+    found = likelihoods(ours), ours.loglikelihood_rolling(texts), answers(ours)
+    assert any(greedy for _, greedy in likelihoods(ours, ends=one))
+    with patched(model, None, deterministic=True, forward=True):
+        in_float32 = {**settings, "softmax_dtype": "float32"}
+        exact, hflm = (lm_of(kind, model, **in_float32) for kind in (AddedExactly, HFLM))
+        assert found == (likelihoods(exact), exact.loglikelihood_rolling(texts), answers(exact))
+        assert likelihoods(hflm, ends=one) == likelihoods(ours, ends=one)
+        for (value, greedy), expected in zip(likelihoods(hflm), found[0], strict=True):
+            assert (pytest.approx(value, rel=1e-6), greedy) == expected
+        other = likelihoods(lm_of(HFLM, model, **settings), ends=one)
+        in_bfloat16 = dtype == torch.bfloat16 or mixed is not None
+        assert (other != likelihoods(ours, ends=one)) == in_bfloat16
+        exact.think_end_token = ours.think_end_token = 319  # " was", behind which answers go on
+        assert answers(exact) == answers(ours) != found[2]
+
+
+@pytest.fixture
+def tasks(tmp_path):
+    """A function that writes the three tasks about some documents, and returns the folder."""
+
+    def written(name, docs):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "docs.jsonl").write_text("\n".join(map(json.dumps, docs)))
+        data = {"data_files": {"test": str(folder / "docs.jsonl")}, "cache_dir": str(folder)}
+        for task, settings in TASKS.items():
+            whole = {"task": task, "dataset_kwargs": data, **settings}
+            (folder / f"{task}.yaml").write_text(json.dumps(whole))
+        return folder
+
+    return written
+
+
+def evaluated(lm, folder, batch_size=1):
+    """Scores of the three tasks, and what was said of each document."""
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    given = {"tasks": list(TASKS), "task_manager": manager, "batch_size": batch_size}
+    found = lm_eval.simple_evaluate(model=lm, bootstrap_iters=0, **given)
+    scores = {task: found["results"][task] for task in TASKS}
+    each = {(t, s["doc"]["id"]): s["filtered_resps"] for t in TASKS for s in found["samples"][t]}
+    return scores, each
+
+
+def test_tasks_have_one_score(tasks):
+    """Twice, shuffled, few and many at a time, over HTTP. Control: HFLM's by batch size."""
+    folder, shuffled = tasks("in order", DOCS), tasks("shuffled", SHUFFLED)
+    model, length = loaded(torch.bfloat16), {"max_length": MAX_LENGTH}
+    many = lm_of(TinyspecLM, model, **length)
+    first = evaluated(many, folder, batch_size=32)
+    assert len(first[1]) == len(TASKS) * len(DOCS)
+    assert evaluated(many, folder) == evaluated(many, shuffled) == first
+    few = lm_of(TinyspecLM, model, max_sequences=1, prefix_cache=False, **length)
+    assert evaluated(few, shuffled) == first
+    engine = Engine(loaded(torch.bfloat16), AutoTokenizer.from_pretrained(BUNDLED))
+    with engine, running(engine, deterministic=True) as server:
+        asked = {"model": MODEL, "base_url": f"{server.url}/v1/completions"}
+        # Of which it takes off one for a token that it does not use, and one more for windows.
+        served = {**asked, "tokenizer": str(BUNDLED), "max_length": MAX_LENGTH + 2}
+        for size in (1, 4):
+            api = lm_eval.api.registry.get_model("local-completions")(**served, batch_size=size)
+            assert evaluated(api, shuffled) == first
+    plain = [lm_of(HFLM, model, batch_size=size, **length) for size in BATCHES]
+    assert len({repr(evaluated(lm, folder)) for lm in plain}) > 1
+
+
+def test_the_command_line(tasks, tmp_path):
+    """The harness's own, in a fresh process; results name the fingerprint."""
+    folder = tasks("in order", DOCS)
+    ours = TinyspecLM(str(BUNDLED), dtype="bfloat16", device="cpu")
+    model = f"pretrained={BUNDLED},dtype=bfloat16,max_sequences=2"
+    command = [sys.executable, "-m", "tinyspec.integrations.lm_eval", "run", "--device", "cpu"]
+    command += ["--model", "tinyspec"]
+    command += ["--model_args", model, "--include_path", folder, "--output_path", tmp_path / "out"]
+    subprocess.run([*command, "--tasks", *TASKS], check=True)
+    (results,) = (tmp_path / "out").rglob("results*.json")
+    found = json.loads(results.read_text())
+    expected = evaluated(ours, folder)[0]
+    for task in TASKS:
+        shared = {name for name in expected[task] if "stderr" not in name}
+        assert {name: found["results"][task][name] for name in shared} == {
+            name: expected[task][name] for name in shared
+        }
+    assert len(found["config"]["fingerprint"]) == len(ours.engine.fingerprint)
+
+
+def test_sampled_answers():
+    """They hang on the harness's seed, their text and how often that was asked before."""
+    lm = lm_of(TinyspecLM, loaded(torch.float32))
+    given = {"do_sample": True, "temperature": 1.5, "max_gen_toks": 8}
+    asked = [(doc["told"], given) for doc in DOCS for _ in range(2)]
+
+    def found(seed, pairs):
+        torch.manual_seed(seed)
+        requests = [Instance("generate_until", {}, pair, 0) for pair in pairs]
+        told = lm.generate_until(requests, disable_tqdm=True)
+        return {(text, answer) for (text, _), answer in zip(pairs, told, strict=True)}
+
+    first = found(3, asked)
+    assert len(first) == len(asked)
+    assert found(3, random.Random(0).sample(asked, len(asked))) == first > found(3, asked[4:6])
+    assert first.isdisjoint(found(4, asked))
+
+
+def test_refused_by_name():
+    model = loaded(torch.float32)
+    for field, value in (("softmax_dtype", "bfloat16"), ("max_sequences", 0)):
+        with pytest.raises(ValueError, match=field):
+            lm_of(TinyspecLM, model, **{field: value})
+    lm = lm_of(TinyspecLM, model, max_length=MAX_LENGTH)
+    for field, value in (("num_beams", 2), ("max_gen_toks", MAX_LENGTH)):
+        with pytest.raises(ValueError, match=field):
+            answers(lm, **{field: value})

@@ -20,7 +20,7 @@ pytest.importorskip("trl")
 from transformers import TrainerControl, TrainerState
 from trl.trainer.utils import add_fused_lm_head
 
-from tinyspec.integrations.trl import patch_trainer
+from tinyspec.integrations.trl import patch_trainer, rollout
 
 FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 PROMPTS = [[5, 17, 3], [9, 8, 7, 6, 5, 4, 3, 11], [40]]
@@ -180,6 +180,8 @@ def test_refused_by_name():
     with pytest.raises(ValueError, match=r"trainer\.model\.forward"):
         patch_trainer(plain, SMALL)
     assert "generate" not in vars(plain.model)
+    with pytest.raises(ValueError, match=r"trainer\.model"):
+        rollout(["One day"], plain)
     with pytest.raises(ValueError, match="cast_lm_head_to_fp32"):
         patch_trainer(trainer_of(tiny(), cast_lm_head_to_fp32=True), SMALL)
     trainer = trainer_of(tiny())

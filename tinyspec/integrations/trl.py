@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import ContinuousBatchingConfig, PreTrainedModel, TrainerCallback
 from trl.trainer.utils import FusedCausalLMOutput
 
 from tinyspec.config import EngineConfig
@@ -53,6 +53,25 @@ def patch_trainer(trainer: Any, config: EngineConfig | None = None) -> None:
             trainer.add_callback(Resumed())
         patched: Any = model.generate
         patched.add(FusedForward(model, patched.serving, head))
+
+
+def rollout(prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+    """``GRPOTrainer(..., rollout_func=rollout)``: a completion of each of ``prompts``, those that
+    patched ``generate`` gives, and the log-probabilities that they were drawn with.
+
+    Raises ValueError before ``patch_trainer``, and what ``model.generate_batch`` raises.
+    """
+    model: Any = unwrap(trainer.model)
+    if not hasattr(model.generate, "serving"):
+        raise refuse("trainer.model", type(model).__name__, "one behind patch_trainer(trainer)")
+    ids, *_ = trainer._tokenize_prompts(prompts)
+    wanted = ContinuousBatchingConfig(return_logprobs=True)
+    outputs = model.generate_batch(ids, trainer.generation_config, wanted).values()
+    return {
+        "prompt_ids": ids,
+        "completion_ids": [output.generated_tokens for output in outputs],
+        "logprobs": [output.logprobs for output in outputs],
+    }
 
 
 class Resumed(TrainerCallback):
