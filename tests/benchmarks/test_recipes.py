@@ -15,9 +15,10 @@ SHOWN = {
     "audit_transcript": "as published is this model's; both changes were found",
     "unchanged_generate": "four together and each alone: 4 of 4 equal",
     "rl_exact": "with tinyspec exactly 0 in all 3 steps",
+    "ray_actors": "the same digest, whatever died",
 }
 # What a recipe imports, and which of its options make it short.
-NEEDS, OPTIONS = {"rl_exact": "trl"}, {"rl_exact": ["--smoke"]}
+NEEDS, OPTIONS = {"rl_exact": "trl", "ray_actors": "ray"}, {"rl_exact": ["--smoke"]}
 
 
 def test_all_are_here():
