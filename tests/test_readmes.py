@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ READMES = sorted(
 # The rule for names: what stands for a model, on a hub or in a folder, is the bundled one.
 MODEL = re.compile(r"\b(?:[A-Z][\w.-]*/[\w.-]+|FOLDER_OR_HUB_NAME|(?<=--model )NAME)")
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-# ```python gpu: compiled, and not run without one.
+# ```python gpu: compiled, and not run without one; another word: nor without that library.
 GPU = "gpu"
 
 
@@ -133,6 +134,10 @@ def test_they_are_found():
     assert with_model("tests/drop_in and 3/4") == "tests/drop_in and 3/4"
 
 
+def is_here(word):
+    return torch.cuda.is_available() if word == GPU else find_spec(word) is not None
+
+
 def refuse(*_, **__):
     raise AssertionError("this model is not patched")
 
@@ -149,7 +154,7 @@ def test_python(readme, given, monkeypatch):
             url = stack.enter_context(running(engine, model=str(BUNDLED))).url
         for snippet in of(readme, PYTHON):
             compile(snippet.text, snippet.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-            if GPU not in snippet.words or torch.cuda.is_available():
+            if all(is_here(word) for word in snippet.words):
                 run(snippet, given, url)
 
 

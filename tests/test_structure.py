@@ -19,7 +19,8 @@ FILES = {
 
 # From the top down: a wing imports only wings that stand in a row below its own, and SHARED.
 WINGS = (
-    ("cli", "integrations"),
+    ("cli",),
+    ("integrations",),
     ("serve",),
     ("tools", "drop_in"),
     ("engine",),

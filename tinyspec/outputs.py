@@ -101,11 +101,12 @@ class RequestOutput:
     fingerprint_parts: dict[str, str | int | bool | None] | None = None
     thoughts: list[Thought] | None = None
 
-    def to_json(self) -> str:
-        """One line of JSON; ``from_json`` restores every bit."""
+    def to_json(self, stats: bool = True) -> str:
+        """One line of JSON; ``from_json`` restores every bit. stats: those of completions too,
+        which depend on what ran beside them."""
         data = {f.name: getattr(self, f.name) for f in fields(self)}
         data["params"] = self.params.to_dict()
-        data["completions"] = [asdict(completion) for completion in self.completions]
+        data["completions"] = [_plain(completion, stats) for completion in self.completions]
         data["thoughts"] = self.thoughts and [asdict(thought) for thought in self.thoughts]
         return json.dumps(data)
 
@@ -135,10 +136,19 @@ def _pairs(row: Any) -> Any:
     return [tuple(pair) if isinstance(pair, list) else pair for pair in row]
 
 
+def _plain(completion: Completion, stats: bool) -> dict[str, Any]:
+    data = {f.name: getattr(completion, f.name) for f in fields(completion)}
+    if stats:
+        data["stats"] = asdict(completion.stats)
+    else:
+        del data["stats"]
+    return data
+
+
 def _completion(data: dict[str, Any]) -> Completion:
     if isinstance(data["top_logprobs"], list):
         data["top_logprobs"] = [_pairs(row) for row in data["top_logprobs"]]
-    data["stats"] = CompletionStats(**data["stats"])
+    data["stats"] = CompletionStats(**data.get("stats", {}))
     return Completion(**data)
 
 

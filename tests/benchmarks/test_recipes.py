@@ -16,9 +16,11 @@ SHOWN = {
     "unchanged_generate": "four together and each alone: 4 of 4 equal",
     "rl_exact": "with tinyspec exactly 0 in all 3 steps",
     "lm_eval_twice": "the same, to the last digit",
+    "ray_actors": "the same digest, whatever died",
 }
 # What a recipe imports, and which of its options make it short.
-NEEDS, OPTIONS = {"rl_exact": "trl", "lm_eval_twice": "lm_eval"}, {"rl_exact": ["--smoke"]}
+NEEDS = {"rl_exact": "trl", "lm_eval_twice": "lm_eval", "ray_actors": "ray"}
+OPTIONS = {"rl_exact": ["--smoke"]}
 
 
 def test_all_are_here():

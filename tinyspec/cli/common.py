@@ -249,7 +249,8 @@ def print_report(report: Any, as_json: bool, complaints: Collection[str] = ()) -
 @dataclass(frozen=True)
 class Job:
     """A prompt, its parameters, and for a score what continues it. source: the kind of input,
-    "line" or "argument", and ``number`` its place there; place: the same for messages."""
+    "line" or "argument", and ``number`` its place there; place: the same for messages. row_id: as
+    the line says, or its number."""
 
     source: str
     number: int
@@ -257,6 +258,7 @@ class Job:
     params: SamplingParams
     prompt: Any
     continuation: Any = None
+    row_id: int | str | None = None
 
     @cached_property
     def job_id(self) -> str:
@@ -271,9 +273,10 @@ def job_of_json(
     shared: dict[str, Any],
     texts: Collection[str] = ("prompt",),
     names: Collection[str] = tuple(SAMPLING),
+    has_id: bool = False,
 ) -> Job:
-    """Of a line with a JSON object: its ``texts``, and parameters that override those shared.
-    Raises ValueError naming file, line, field, value, what is allowed."""
+    """Of a line with a JSON object: its ``texts``, parameters that override those shared, and where
+    ``has_id`` its "id". Raises ValueError naming file, line, field, value, what is allowed."""
     try:
         values = json.loads(line.text, object_pairs_hook=no_name_twice)
     except (ValueError, RecursionError) as error:
@@ -284,7 +287,10 @@ def job_of_json(
             hint = f" (messages: {OTHER_NAMES['messages']})" if chat else ""
             raise ValueError(f'{line.place} is not allowed: a JSON object with a "{name}"{hint}')
     found = {name: values.pop(name) for name in texts}
+    row_id = values.pop("id", line.number) if has_id else None
     try:
+        if has_id and type(row_id) not in (int, str):
+            raise refuse("id", row_id, "text or an integer")
         for name, value in found.items():
             if not (isinstance(value, str) or (isinstance(value, (list, dict)) and value)):
                 allowed = "text, a list of token ids, or a list of chat messages"
@@ -292,7 +298,7 @@ def job_of_json(
         params = params_of(shared | values, names)
     except ValueError as error:
         raise ValueError(f"{line.place}: {error}") from error
-    return Job("line", line.number, line.place, params, **found)
+    return Job("line", line.number, line.place, params, row_id=row_id, **found)
 
 
 def by_place(

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from inspect import getdoc
 from io import TextIOWrapper
 
-from tinyspec.cli import chat, generate, pictures, probe, reports, serve
+from tinyspec.cli import batch, chat, generate, pictures, probe, reports, serve
 from tinyspec.cli.common import INTERRUPTED, Parser, say, told
 
 VERSION = "show the versions of tinyspec and of what its bits depend on"
@@ -23,6 +23,7 @@ DESCRIPTION = "Deterministic continuous batching for Hugging Face models."
 COMMANDS = {
     "demo": (pictures.add_demo, pictures.demo),
     "generate": (generate.add_generate, generate.generate),
+    "batch": (batch.add_batch, batch.batch),
     "chat": (chat.add_chat, chat.chat),
     "serve": (serve.add_serve, serve.serve),
     "probe": (probe.add_probe, probe.probe),
