@@ -71,9 +71,10 @@ def batch(options: Namespace) -> int:
         try:
             run(options, seed, results)
         except ray.exceptions.RayError as error:
-            # Behind what it says of the actor's exception stand Ray's own.
-            said = str(error).partition("\n\nThe above exception")[0].strip()
-            raise ValueError(said.splitlines()[-1]) from error
+            # Around what an actor raised stand its causes and Ray's own exceptions.
+            lines = [line for line in str(error).strip().splitlines() if line]
+            told = [line for line in lines if line.startswith(("ValueError: ", "tinyspec."))]
+            raise ValueError((told or lines)[-1]) from error
         results.merge(len(requests))
     if errors := results.errors():
         common.say(f"{len(errors)} completions were not finished, the first: {errors[0]}")
@@ -158,16 +159,18 @@ class Results:
 
         digest = hashlib.sha256("\n".join(requests).encode()).hexdigest()
         job, file = {**of_all, "requests": digest}, self.folder / "job.json"
+        ended = (self.folder / "outputs.jsonl").exists()
         self.folder.mkdir(parents=True, exist_ok=True)
         if file.exists():
-            begun = json.loads(file.read_bytes())
-            if other := ", ".join(name for name in job if begun.get(name) != job[name]):
+            begun, other = json.loads(file.read_bytes()), ""
+            if ended or next(self._computed(), None):
+                other = ", ".join(name for name in job if begun.get(name) != job[name])
+            if other:
                 raise refuse("OUT", str(self.folder), f"a new folder: it began with other {other}")
         elif any(self.folder.iterdir()):
             raise refuse("OUT", str(self.folder), "a new folder, or one that this command began")
-        else:
-            self._write("job.json", [json.dumps(job)])
-        if (self.folder / "outputs.jsonl").exists():
+        self._write("job.json", [json.dumps(job)])
+        if ended:
             return False
         columns = {"row": range(len(requests)), "request": requests}
         parquet.write_table(table(columns), self.folder / "requests.parquet")

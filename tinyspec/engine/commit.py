@@ -29,9 +29,11 @@ from tinyspec.thinking.thinker import Thinker
 
 @dataclass
 class Commits(TokenCounts):
-    """What one step committed, and how many drafts it made. ended: sequences that finished."""
+    """What one step committed, and how many drafts it made. ended: sequences that finished.
+    looked_up: accepted tokens that a drafter proposed."""
 
     ended: list[Sequence] = field(default_factory=list)
+    looked_up: int = 0
 
 
 @dataclass
@@ -222,6 +224,7 @@ class Committer:
         table.rolled_back[rows] += dropped
         table.rollbacks[rows] += dropped > 0
         commits.accepted += int(accepted.sum())
+        commits.looked_up += int(accepted[table.proposed[rows] & ~table.given[rows]].sum())
         commits.rolled_back += int(dropped.sum())
         commits.rollbacks += int((dropped > 0).sum())
         self.finish(rows, counts, targets, ended)

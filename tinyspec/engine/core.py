@@ -44,6 +44,7 @@ class EngineCore:
     thinker: Thinker | None = None
     _under_way: InFlightPass | None = None
     _proposed: int = 0
+    _looked_up: int = 0
     _number: int = 0
 
     def __post_init__(self) -> None:
@@ -84,6 +85,7 @@ class EngineCore:
             sequence.proposed = bool(drafts)
             sequence.stats.drafted += len(drafts)
             self._proposed += len(drafts)
+            self._looked_up += len(drafts) if sequence.given_tokens is None else 0
 
     def step(self) -> Commits:
         """Run one pass, in the state of ``runner.torch_state``; what it committed. With ``overlap``
@@ -107,6 +109,9 @@ class EngineCore:
             of_process = time.process_time() - own
             charged = min(seconds, of_process) if self.runner.device.type == "cpu" else seconds
             self.scheduler.buckets.ran(done.record.bucket, done.record.canonical, charged)
+            if isinstance(self.drafter, NgramDrafter):
+                counts = self._looked_up, commits.looked_up
+                self.drafter.account(done.record, *counts, self.scheduler.buckets)
         self._record(done.record, commits, seconds)
         if self.trace is not None:
             self.trace.after(done, before, results, began, commits.ended)
@@ -194,11 +199,8 @@ class EngineCore:
 
     def _record(self, record: PassRecord, commits: Commits, seconds: float) -> None:
         record.number, record.seconds = self._number, seconds
-        proposed = record.drafted = self._proposed
-        self._proposed = 0
+        record.drafted, self._proposed, self._looked_up = self._proposed, 0, 0
         record.count(commits)
-        if isinstance(self.drafter, NgramDrafter):
-            self.drafter.account(record, proposed, self.scheduler.buckets)
         self._number += 1
         self.records.append(record)
         self.stats.add(record)

@@ -78,13 +78,15 @@ class NgramDrafter:
                 found = int(ends[max(0, enough - 1)])
         return list(map(int, tokens[found + 1 : found + 1 + n])) if found >= 0 else []
 
-    def account(self, record: PassRecord, proposed: int, buckets: Buckets) -> None:
-        """Note a pass that had ``proposed`` tokens among its rows."""
-        rows, canonical = sum(record.rows.values()), record.canonical
-        without = (buckets.fit_canonical if canonical else buckets.fit)(max(1, rows - proposed))
-        seconds = buckets.seconds(without, canonical)
-        cost = buckets.seconds(record.bucket, canonical)
-        won = seconds * record.accepted / without if proposed else 0.0
+    def account(self, record: PassRecord, proposed: int, accepted: int, buckets: Buckets) -> None:
+        """Note a pass that had ``proposed`` tokens among its rows; without them it would have been
+        a fast one."""
+        seconds = cost = buckets.seconds(record.bucket, record.canonical)
+        won = 0.0
+        if proposed:
+            without = buckets.fit(max(1, sum(record.rows.values()) - proposed))
+            seconds = min(cost, buckets.seconds(without))
+            won = seconds * accepted / without
         for name, more in (("_total", cost), ("_spent", cost - seconds), ("_won", won)):
             setattr(self, name, getattr(self, name) * REMEMBERS + more)
 

@@ -90,20 +90,23 @@ class TinyspecLM(HFLM):
         return list(zip(totals, [_is_greedy(o.completions[0]) for o in outputs], strict=True))
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The answer to each; sampled ones have seeds by the harness's ``--seed``, the text and how
-        often it was asked before."""
+        """The answer to each; sampled ones have seeds by the harness's ``--seed``, text and
+        settings, and how often both were asked before."""
         prompts, params = [], []
-        asked: Counter[str] = Counter()
+        asked: Counter[Any] = Counter()
         for context, given in (request.args for request in requests):
             settings: dict[str, Any] = {**normalize_gen_kwargs(given, self.max_gen_toks)}
             tokens, until = settings.pop("max_gen_toks"), settings.pop("until")
             del settings["do_sample"]  # the temperature tells
+            if settings.get("num_beams") == 1:
+                del settings["num_beams"]
             if (room := self.max_length - tokens) < 1:
                 raise refuse("max_gen_toks", tokens, f"less than max_length={self.max_length}")
             ids = self.tok_encode(context, left_truncate_len=room)
             prompts.append(ids or [self.prefix_token_id])
-            key = f"{torch.initial_seed()} {asked[context]} {context}".encode()
-            asked[context] += 1
+            same = context, str(given)
+            key = f"{torch.initial_seed()} {asked[same]} {same}".encode()
+            asked[same] += 1
             params.append(
                 SamplingParams(
                     max_new_tokens=tokens,

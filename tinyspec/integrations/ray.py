@@ -134,7 +134,7 @@ class _Actor:
     def _each(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The results of rows, those that are refused found by halves."""
         try:
-            return self.run(rows)
+            return self.run(rows) if rows else []
         except (ValueError, RuntimeError) as error:
             self._end_if_dead()
             if len(rows) == 1:
@@ -160,8 +160,18 @@ class _Actor:
 
     def request(self, row: dict[str, Any]) -> tuple[dict[str, Any], SamplingParams]:
         """What is given of a row, and its parameters."""
-        given = json.loads(row["request"]) if "request" in row else row
+        given = row
+        if "request" in row:
+            given = json.loads(row["request"] or "null")
+            if not isinstance(given, dict):
+                raise refuse("request", row["request"], "a JSON object")
+            if others := given.keys() - FIELDS - {"id", "prompt", "continuation"}:
+                raise refuse("request", sorted(others), "fields of SamplingParams, id and prompt")
         own = {n: v for n, v in given.items() if n in FIELDS and v is not None}
+        if isinstance(biases := own.get("logit_bias"), dict):  # a column has all rows' names
+            own["logit_bias"] = {token: bias for token, bias in biases.items() if bias is not None}
+        if given is row and isinstance(own.get("json_schema"), dict):
+            raise refuse("json_schema", "an object", "in a column: its text")
         of_all = self.job.params
         if own.get("temperature", of_all.temperature) and own.get("seed", of_all.seed) is None:
             if given.get("id") is None:
@@ -194,13 +204,13 @@ class Generate(_Actor):
 
     def run(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         given, params = zip(*map(self.request, rows), strict=True)
-        outputs = self.engine.generate([one["prompt"] for one in given], list(params))
+        outputs = self.engine.generate([one.get("prompt") for one in given], list(params))
         return [self._result(*each) for each in zip(given, outputs, strict=True)]
 
     def refused(self, row: dict[str, Any], error: str) -> dict[str, Any]:
         try:
             given, params = self.request(row)
-        except ValueError:
+        except (ValueError, TypeError):
             given, params = row, self.job.params
         ended = [Completion([], finish_reason="abort", error=error)]
         output = RequestOutput("", [], params, ended, self.digest, fingerprint_parts=self.parts)
@@ -220,6 +230,6 @@ class Score(_Actor):
 
     def run(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         given, params = zip(*map(self.request, rows), strict=True)
-        prompts, ends = ([one[name] for one in given] for name in ("prompt", "continuation"))
+        prompts, ends = ([one.get(n) for one in given] for n in ("prompt", "continuation"))
         scores = self.engine.score(prompts, ends, list(params))
         return [{**self.refused({}, ""), "error": None, "logprobs": found} for found in scores]
