@@ -93,7 +93,7 @@ def time_of(text, verified=False):
         buckets.ran(size, False, 1 + size / 10)
     length, spent = 9, 0.0
     while length < len(text):
-        (found,) = looks.propose([text[:length]], 16)
+        (found,) = [[]] if looks.pauses else looks.propose([text[:length]], 16)
         agreed = takewhile(lambda pair: pair[0] == pair[1], zip(found, text[length:], strict=False))
         bucket, accepted = buckets.fit(1 + len(found)), len(list(agreed))
         bucket = 32 if verified and found else bucket

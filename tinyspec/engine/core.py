@@ -63,10 +63,11 @@ class EngineCore:
         table, rows = self.table, self.table.rows
         if self._is_under_way:
             return
-        if isinstance(self.drafter, FastPath):
+        silent = isinstance(self.drafter, FastPath)
+        if silent or (isinstance(self.drafter, NgramDrafter) and self.drafter.pauses):
             if not table.any("given"):
                 return
-            rows = rows[table.given[rows] & table.deterministic[rows]]
+            rows = rows[table.given[rows] & (table.deterministic[rows] | (not silent))]
         rows = rows[table.num_drafts[rows] == 0]
         limits = table.draft_limits(rows)
         rows, limits = rows[limits > 0], limits[limits > 0]

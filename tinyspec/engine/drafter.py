@@ -59,9 +59,12 @@ class NgramDrafter:
         shortest = 1
         if self._won <= self._spent:
             n, shortest = min(n, TRIAL), min(2, self.longest)
-        if self._spent > self._won + SHARE * self._total:
-            return [[] for _ in sequences]
         return [self._lookup(np.array(sequence), n, shortest) for sequence in sequences]
+
+    @property
+    def pauses(self) -> bool:
+        """Whether it need not be asked now."""
+        return self._spent > self._won + SHARE * self._total
 
     def _lookup(self, tokens: np.ndarray, n: int, shortest: int) -> list[int]:
         """Up to ``n`` tokens after a place with most of the same tokens as the end: the last that
