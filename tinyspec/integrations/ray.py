@@ -165,7 +165,8 @@ class _Actor:
             given = json.loads(row["request"] or "null")
             if not isinstance(given, dict):
                 raise refuse("request", row["request"], "a JSON object")
-            if others := given.keys() - FIELDS - {"id", "prompt", "continuation"}:
+            said = {name for name, value in given.items() if value not in (None, [])}
+            if others := said - FIELDS - {"id", "prompt", "continuation"}:
                 raise refuse("request", sorted(others), "fields of SamplingParams, id and prompt")
         own = {n: v for n, v in given.items() if n in FIELDS and v is not None}
         if isinstance(biases := own.get("logit_bias"), dict):  # a column has all rows' names
