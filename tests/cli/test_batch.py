@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import threading
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -111,9 +112,11 @@ def files(folder, pattern):
     return len(list(Path(folder).glob(pattern)))
 
 
-def whenever(folder, done, act):
-    """Call ``act`` when the checkpoint has grown, until ``done`` is set; how often it was."""
-    calls = []
+@contextmanager
+def whenever(folder, act):
+    """Call ``act`` whenever the checkpoint has grown meanwhile; how large it was when that did
+    something."""
+    calls, done = [], threading.Event()
 
     def watch():
         seen = 0
@@ -125,7 +128,11 @@ def whenever(folder, done, act):
 
     watching = threading.Thread(target=watch)
     watching.start()
-    return calls, watching
+    try:
+        yield calls
+    finally:
+        done.set()
+        watching.join()
 
 
 def kill_one():
@@ -153,13 +160,8 @@ def test_the_same_bytes_for_all_actors_blocks_and_orders(batch, local, expected,
 @pytest.mark.slow("environments", 120)
 def test_the_same_bytes_whoever_dies(batch, local, expected, tmp_path, monkeypatch):
     """Actors killed from outside as blocks are done, and actors that die after every 16 rows."""
-    done = threading.Event()
-    killed, watching = whenever(tmp_path / "killed", done, kill_one)
-    try:
+    with whenever(tmp_path / "killed", kill_one) as killed:
         assert batch(LINES, "killed", "--actors", 2, "--rows", 8) == expected
-    finally:
-        done.set()
-        watching.join()
     assert killed
 
     class Mortal(engines.Generate):
@@ -188,13 +190,8 @@ def test_the_same_bytes_where_nodes_are_lost(batch, cluster, expected, tmp_path)
             cluster.remove_node(cluster.others.pop(), allow_graceful=False)
         return True
 
-    done = threading.Event()
-    lost, watching = whenever(tmp_path / "lost", done, lose)
-    try:
+    with whenever(tmp_path / "lost", lose) as lost:
         assert batch(LINES, "lost", "--actors", 3, "--rows", 4) == expected
-    finally:
-        done.set()
-        watching.join()
     assert lost and not cluster.others
 
 

@@ -292,10 +292,10 @@ class Engine(OneProcess):
         """
         with self.lock("generate"):
             requests = self.prepare(prompts, params)
-        return self._finish(requests, progress)
+        return self.finish(requests, progress)
 
-    def _finish(self, requests: list[Request], progress: bool) -> list[RequestOutput]:
-        """Run ``requests`` to their end; their outputs, in their order."""
+    def finish(self, requests: list[Request], progress: bool) -> list[RequestOutput]:
+        """Run what ``prepare`` or ``ready()`` made to its end; outputs in their order."""
         self.tracker.run(requests, progress)
         with self.lock("generate"):  # a tokenizer serves one thread at a time
             return [output_of(request, self.tokenizer) for request in requests]
@@ -313,7 +313,7 @@ class Engine(OneProcess):
         """
         with self.lock("score"):
             requests = self.ready().scored(prompts, continuations, params)
-        return scores_of(self._finish(requests, progress))
+        return scores_of(self.finish(requests, progress))
 
     def replay(
         self, outputs: Sequence[RequestOutput], progress: bool = False
@@ -325,7 +325,7 @@ class Engine(OneProcess):
         """
         with self.lock("replay"):
             requests = self.ready().replayed(outputs)
-        return self._finish(requests, progress)
+        return self.finish(requests, progress)
 
     def stream(self, prompts: Any, params: Params = None) -> EventStream:
         """Committed tokens of ``prompts`` as they come; arguments and errors as ``generate``.

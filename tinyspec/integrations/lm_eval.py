@@ -22,7 +22,7 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 
 from tinyspec.config import EngineConfig
 from tinyspec.engine.engine import Engine
-from tinyspec.engine.results import output_of, scores_of
+from tinyspec.engine.results import scores_of
 from tinyspec.errors import refuse
 from tinyspec.outputs import Completion
 from tinyspec.sampling_params import SamplingParams
@@ -84,8 +84,7 @@ class TinyspecLM(HFLM):
         with engine.lock("score"):
             params = [SamplingParams(top_logprobs=top) for top in tops]
             scored = engine.ready().scored(prompts, targets, params)
-        engine.tracker.run(scored, progress=not disable_tqdm)
-        outputs = [output_of(request, engine.tokenizer) for request in scored]
+        outputs = engine.finish(scored, progress=not disable_tqdm)
         totals = [sum(logprobs) for logprobs in scores_of(outputs)]
         return list(zip(totals, [_is_greedy(o.completions[0]) for o in outputs], strict=True))
 

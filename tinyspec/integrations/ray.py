@@ -211,7 +211,7 @@ class Generate(_Actor):
     def refused(self, row: dict[str, Any], error: str) -> dict[str, Any]:
         try:
             given, params = self.request(row)
-        except (ValueError, TypeError):
+        except ValueError:
             given, params = row, self.job.params
         ended = [Completion([], finish_reason="abort", error=error)]
         output = RequestOutput("", [], params, ended, self.digest, fingerprint_parts=self.parts)
