@@ -183,10 +183,9 @@ def test_a_closed_pipe_is_silent():
 
 @pytest.mark.slow("installation", 60)
 def test_a_hub_that_does_not_answer():
-    """The error names the model, after one warning."""
+    """The error names the model, after what the hub's library says of its attempts."""
     variables = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
     child = start("generate", "x", "--model", "no/such-model", env={**os.environ, **variables})
     lines = child.communicate(timeout=200)[1].decode().splitlines()
     assert child.returncode == 2
     assert lines[-1].startswith("tinyspec: model='no/such-model' is not allowed")
-    assert sum("thrown while requesting" in line or "Retrying" in line for line in lines) <= 1
