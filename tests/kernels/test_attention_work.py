@@ -36,6 +36,7 @@ PASSES = {
     "one-long": [(1, 131072)],
     "long-beside-short": [(1, 131072), *[(1, 700 + n) for n in range(64)]],
     "equal": [(1, 4096)] * 64,
+    "many": [(1, 10 * n + 1) for n in range(260)],
     "prompts": [(900, 900), (1, 30), (0, 0), (1100, 9000), (5, 5000)],
 }
 

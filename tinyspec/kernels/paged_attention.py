@@ -40,6 +40,17 @@ from tinyspec.kernels.backend import AttentionMetadata
 UNBOUNDED = 2**31 - 1
 # A tile and head with less than a fourth of what a program has to do is not cut.
 LEAST_PART = tl.constexpr(4)
+# Of the work list: segments and tiles looked at together, and starts that a program makes.
+BLOCK_S, BLOCK_T, BLOCK_P = 32, 128, 16
+
+
+@triton.jit
+def segment_tiles(cu_seqlens_ptr, first, num_segments, tile_rows, BLOCK_S: tl.constexpr):
+    """[BLOCK_S] tiles of the segments from ``first`` on, 0 behind the last."""
+    s = first + tl.arange(0, BLOCK_S)
+    mask = s < num_segments
+    rows = tl.load(cu_seqlens_ptr + s + 1, mask=mask, other=0)
+    return tl.cdiv(rows - tl.load(cu_seqlens_ptr + s, mask=mask, other=0), tile_rows)
 
 
 @triton.jit(
@@ -69,25 +80,32 @@ def work_kernel(
     programs,
     entries,  # of the workspace, each for one split of one row of one head
     SPLIT: tl.constexpr,
-    S_PAD: tl.constexpr,
-    PROGRAMS_PAD: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    BLOCK_P: tl.constexpr,
 ):
-    s = tl.arange(0, S_PAD)
-    mask = s < num_segments
-    rows = tl.load(cu_seqlens_ptr + s + 1, mask=mask, other=0)
-    rows -= tl.load(cu_seqlens_ptr + s, mask=mask, other=0)
-    tile_ends = tl.cumsum(tl.cdiv(rows, tile_rows), axis=0)
-    num_tiles = tl.sum(tl.cdiv(rows, tile_rows), axis=0)
+    """A program makes BLOCK_P of the starts. All make all tiles, so that none waits for another:
+    what they store is the same, and each reads what it has stored itself."""
+    num_tiles = num_segments * 0
+    for first in range(0, num_segments, BLOCK_S):
+        num_tiles += tl.sum(segment_tiles(cu_seqlens_ptr, first, num_segments, tile_rows, BLOCK_S))
 
     # Every tile but its entry, and the number of splits of all.
-    all_splits = (num_tiles * 0).to(tl.int64)
+    all_splits = num_tiles * 0
     for first in range(0, num_tiles, BLOCK_T):
         t = first + tl.arange(0, BLOCK_T)
         valid = t < num_tiles
-        before = (tile_ends[None, :] <= t[:, None]) & mask[None, :]
-        segment = tl.sum(before.to(tl.int32), axis=1)
-        first_tile = tl.max(tl.where(before, tile_ends[None, :], 0), axis=1)
+        segment = t * 0
+        first_tile = t * 0
+        tiles_before = num_tiles * 0
+        for some in range(0, num_segments, BLOCK_S):
+            tiles = segment_tiles(cu_seqlens_ptr, some, num_segments, tile_rows, BLOCK_S)
+            ends = tiles_before + tl.cumsum(tiles, axis=0)
+            before = ends[None, :] <= t[:, None]
+            segment += tl.sum(before.to(tl.int32), axis=1)
+            last_end = tl.max(tl.where(before, ends[None, :], 0), axis=1)
+            first_tile = tl.maximum(first_tile, last_end)
+            tiles_before += tl.sum(tiles)
         seg_start = tl.load(cu_seqlens_ptr + segment, mask=valid, other=0)
         seg_rows = tl.load(cu_seqlens_ptr + segment + 1, mask=valid, other=0) - seg_start
         first_row = (t - first_tile) * tile_rows
@@ -105,13 +123,13 @@ def work_kernel(
         all_splits += tl.sum(tl.where(valid, splits, 0), axis=0)
     tl.debug_barrier()
 
-    # Entries, and where programs begin.
-    p = tl.arange(0, PROGRAMS_PAD)
-    cut = p * (all_splits * heads) // programs
-    # Behind the last tile.
-    item = num_tiles * heads + p * 0
-    split = p * 0
-    units_before = (num_tiles * 0).to(tl.int64)
+    # Entries, and the tile in which each program begins.
+    p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+    units = (all_splits * heads).to(tl.int64)
+    cut = (p * units // programs).to(tl.int32)
+    my_tile = p * 0
+    my_unit = p * 0
+    units_before = num_tiles * 0
     entries_before = (num_tiles * 0).to(tl.int64)
     for first in range(0, num_tiles, BLOCK_T):
         t = first + tl.arange(0, BLOCK_T)
@@ -119,27 +137,28 @@ def work_kernel(
         record = tile_ptr + t * FIELDS
         splits = tl.load(record + 4, mask=valid, other=0)
         tile_size = tl.load(record + 2, mask=valid, other=0)
-        wanted = splits * LEAST_PART * programs > all_splits * heads
+        wanted = splits * LEAST_PART * programs > units
         needed = tl.where(wanted, splits * heads * (tile_size << group_shift), 0).to(tl.int64)
         entry_end = entries_before + tl.cumsum(needed, axis=0)
         divisible = wanted & (entry_end <= entries)
         tl.store(record + 5, tl.where(divisible, entry_end - needed, -1), mask=valid)
 
-        unit_end = units_before + tl.cumsum((splits * heads).to(tl.int64), axis=0)
-        unit = unit_end - splits * heads
-        mine = (cut[:, None] >= unit[None, :]) & (cut[:, None] < unit_end[None, :])
-        my_splits = tl.sum(tl.where(mine, splits[None, :], 0), axis=1)
-        found = my_splits > 0
-        my_splits = tl.maximum(my_splits, 1)
-        within = (cut - tl.sum(tl.where(mine, unit[None, :], 0), axis=1)).to(tl.int32)
-        my_tile = tl.sum(tl.where(mine, t[None, :], 0), axis=1)
-        item = tl.where(found, my_tile * heads + within // my_splits, item)
-        at_split = tl.sum((mine & divisible[None, :]).to(tl.int32), axis=1) > 0
-        split = tl.where(found & at_split, within % my_splits, split)
-        # Moved to the item's first split, if it is not to be cut.
-        cut -= tl.where(found & ~at_split, within % my_splits, 0)
+        unit_end = units_before + tl.cumsum(splits * heads, axis=0)
+        before = (unit_end[None, :] <= cut[:, None]) & valid[None, :]
+        my_tile += tl.sum(before.to(tl.int32), axis=1)
+        my_unit = tl.maximum(my_unit, tl.max(tl.where(before, unit_end[None, :], 0), axis=1))
         units_before += tl.sum(splits * heads, axis=0)
         entries_before += tl.sum(needed, axis=0)
+    tl.debug_barrier()
+
+    record = tile_ptr + my_tile * FIELDS
+    splits = tl.load(record + 4, mask=my_tile < num_tiles, other=1)
+    entry = tl.load(record + 5, mask=my_tile < num_tiles, other=-1)
+    item = my_tile * heads + (cut - my_unit) // splits
+    split = (cut - my_unit) % splits
+    # Moved to the item's first split, if it is not to be cut.
+    cut -= tl.where(entry < 0, split, 0)
+    split = tl.where(entry < 0, 0, split)
     start = start_ptr + 3 * p
     tl.store(start, item, mask=p <= programs)
     tl.store(start + 1, split, mask=p <= programs)
@@ -180,7 +199,7 @@ def work_list(
     most = min(num_rows, num_segments + num_rows // tile_rows)
     tiles = torch.empty((most, FIELDS.value), dtype=torch.int32, device=device)
     starts = torch.empty((programs + 1, 3), dtype=torch.int32, device=device)
-    work_kernel[(1,)](
+    work_kernel[(triton.cdiv(programs + 1, BLOCK_P),)](
         cu_seqlens_ptr=metadata.cu_seqlens_q,
         seq_lens_ptr=metadata.seq_lens,
         tile_ptr=tiles,
@@ -194,10 +213,10 @@ def work_list(
         programs=programs,
         entries=entries,
         SPLIT=split,
-        S_PAD=launch.next_power_of_2(num_segments),
-        PROGRAMS_PAD=launch.next_power_of_2(programs + 1),
-        BLOCK_T=32,
-        num_warps=8,
+        BLOCK_S=BLOCK_S,
+        BLOCK_T=BLOCK_T,
+        BLOCK_P=BLOCK_P,
+        num_warps=4,
         **launch.OPTIONS,
     )
     return metadata.derived.setdefault(key, WorkList(tiles, starts))
