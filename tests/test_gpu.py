@@ -1,6 +1,7 @@
 """The engine on a CUDA device: Triton kernels, the contract, parity. Needs a GPU."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,9 +10,11 @@ from tests.support.mixes import bits, crowd, needles, plain, random_config, run_
 from tests.support.sensitive import ShapeSensitiveLinear, replace_linears
 from tests.support.tiny import FAMILIES, hf_greedy, prompts, tiny
 from tinyspec import Engine, EngineConfig, SamplingParams, patch, unpatch
+from tinyspec.runner.graphs import EAGER_PASSES
 
 pytestmark = pytest.mark.gpu
 REFERENCE = 32
+SIZES = (0, 1, 3, 9, 20, 60)
 CONFIG = EngineConfig(reference_rows=REFERENCE, num_pages=4096)
 
 
@@ -47,6 +50,22 @@ def test_random_mixes(dtype):
         with Engine(model, config=random_config(rng, REFERENCE, None)) as engine:
             outputs = run_through(engine, rng, order)
         assert [bits(output) for output in outputs[:2]] == [alone[n] for n in chosen]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_replays_have_the_bits_of_eager_passes(dtype):
+    """Crowds of all sizes, each often enough that its passes are captured."""
+    model = tiny("llama", dtype).cuda()
+    found, count = [], len(needles())
+    for graphs in (False, True):
+        with Engine(model, config=replace(CONFIG, cuda_graphs=graphs)) as engine:
+            engine.warm_up()
+            mixes = [needles() + crowd(random.Random(n), size) for n, size in enumerate(SIZES)]
+            mixes *= EAGER_PASSES + 1
+            outputs = [engine.generate([p for p, _ in m], [s for _, s in m]) for m in mixes]
+            found.append([[bits(output) for output in served[:count]] for served in outputs])
+            assert bool(len(engine.runner.graphs)) is graphs
+    assert found[0] == found[1]
 
 
 def test_control_plain_requests_differ():
