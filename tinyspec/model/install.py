@@ -40,7 +40,7 @@ from tinyspec.model.fused_layer import (
 from tinyspec.model.introspection import attention_calls, module_calls
 from tinyspec.model.layer_trial import Layers, layer_forms, link
 from tinyspec.model.linears import calls_interface, children, kernel_stand_ins
-from tinyspec.model.moe import serve_experts
+from tinyspec.model.moe import expert_stand_ins
 from tinyspec.model.positions import given_positions, rope_table
 from tinyspec.model.quantized import is_packed, repack_weights
 from tinyspec.model.served_model import ServedModel
@@ -159,7 +159,8 @@ def fuses_layers(config: EngineConfig) -> bool:
 def _install(served: ServedModel, config: EngineConfig) -> None:
     model, context, positions = served.model, served.context, config.max_model_len
     assert positions
-    serve_experts(model, context, config.linear)
+    if config.linear != "never":
+        served.swap_all(expert_stand_ins(model, context, config.linear == "always"))
     like = torch.empty(0, dtype=model.dtype, device=model.device)
     for parent, name, module in children(model):
         if _counts_positions(module):
