@@ -75,7 +75,7 @@ class LinearModes:
         linears = (
             name
             for name, module in distinct_linears(model).items()
-            if isinstance(module, CpuLinear) and module.differs_in_fast_mode(rows)
+            if isinstance(module, CpuLinear) and module.fast_product(rows) is not None
         )
         return (*own[:1], *linears)
 
