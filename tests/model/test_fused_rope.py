@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, wraps
@@ -495,17 +494,3 @@ def test_no_modeling_file_is_imported():
             elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
                 names = [ast.unparse(argument).lstrip("f'\"") for argument in node.args]
             assert not [name for name in names if name.startswith("transformers.models")], path
-
-
-def test_a_family_that_is_no_longer_fused_says_so_once(monkeypatch, caplog):
-    """Where transformers writes its attention in another way, as 5.24 did with decorators."""
-    monkeypatch.setattr(attention_stand_ins, "WAYS", ())
-    install._warn_unfused.cache_clear()
-    with caplog.at_level(logging.WARNING, logger="tinyspec"):
-        for kind in ("phi3", "phi3", "gpt2"):
-            model = tiny(kind)
-            install.install(model, CONFIG)
-            assert [line for line in caplog.messages if "keeps its own forward" in line] == [
-                line for line in caplog.messages if "attention of phi3" in line
-            ]
-    assert len(caplog.messages) == 1

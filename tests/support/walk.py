@@ -200,12 +200,11 @@ def write(findings: dict[str, Finding]) -> None:
     README.write_text(f"{head}{BEGIN}\n{render(findings)}\n{END}{tail}")
     supported = ROOT / "tinyspec" / "model" / "supported.py"
     source = supported.read_text()
-    for name, attention in (("FUSED_TYPES", FUSED), ("INTERFACE_TYPES", INTERFACE)):
-        head, _, rest = source.partition(f'{name} = """')
-        tail = rest.partition('\n"""\n')[2]
-        kinds = " ".join(sorted(k for k, found in findings.items() if found.attention == attention))
-        kept = fill(kinds, 96, break_on_hyphens=False)
-        source = f'{head}{name} = """\n{kept}\n"""\n{tail}'
+    head, _, rest = source.partition('SERVED_TYPES = """')
+    kinds = " ".join(sorted(kind for kind, found in findings.items() if found.attention))
+    kept = fill(kinds, 96, break_on_hyphens=False)
+    tail = rest.partition('\n"""\n')[2]
+    source = f'{head}SERVED_TYPES = """\n{kept}\n"""\n{tail}'
     supported.write_text(source)
 
 

@@ -39,7 +39,6 @@ from tinyspec.determinism.proof import (
 )
 from tinyspec.determinism.results import ProbeResults
 from tinyspec.errors import DeterminismError
-from tinyspec.model.moe import implementations
 from tinyspec.model.outline import WEIGHTS
 from tinyspec.model.quantized import unprovable
 from tinyspec.model.served_model import ServedModel
@@ -362,5 +361,5 @@ class Contract:
         """Of results on disk: all that they depend on, which no value of a weight is."""
         model = self._model
         rest = fingerprint(model, {"weights": ""}, self._config).digest
-        found = implementations(model), layouts(model), adapter_state(model)
+        found = model.get_experts_implementation(), layouts(model), adapter_state(model)
         return disk.key_of(rest, *found, self.buckets.sizes, self._config.linear)

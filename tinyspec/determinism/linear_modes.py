@@ -14,7 +14,7 @@ from tinyspec.model.linears import (
     linear_shape,
     linear_weight,
 )
-from tinyspec.model.moe import kernel_experts, kernel_in_all_passes
+from tinyspec.model.moe import kernel_experts
 from tinyspec.runner.model_runner import ModelRunner
 
 # Bytes of which new tensors begin at a multiple, as far as libraries look at it.
@@ -71,11 +71,11 @@ class LinearModes:
         """The linears, and one expert for all, that fast mode runs another way in passes of so many
         rows."""
         model, experts = self._served.model, kernel_experts(self._served.model)
-        own = [name for name, module in experts.items() if not kernel_in_all_passes(module)]
+        own = [name for name, module in experts.items() if not module.tinyspec_always]
         linears = (
             name
             for name, module in distinct_linears(model).items()
-            if isinstance(module, CpuLinear) and module.differs_in_fast_mode(rows)
+            if isinstance(module, CpuLinear) and module.fast_product(rows) is not None
         )
         return (*own[:1], *linears)
 

@@ -62,11 +62,10 @@ def tensors(model: nn.Module, ignored: Collection[str] = ()) -> Iterator[tuple[s
     once."""
     seen: set[int] = set()
     for name, module in model.named_modules():
-        tables: list[dict[str, Any]] = [module._parameters, module._buffers]
-        if top_package(type(module)) != "tinyspec":
-            tables.append(vars(module))
-        for table in tables:
+        for table in (module._parameters, module._buffers, vars(module)):
             for key, value in table.items():
+                if key.startswith("tinyspec_"):  # what our own modules compute of them
+                    continue
                 if isinstance(value, Tensor) and id(value) not in seen:
                     full = f"{name}.{key}".lstrip(".")
                     if full not in ignored:

@@ -1,8 +1,8 @@
 """Linear layers on a CPU: other operators than torch's default, on the model's own weights, the
 switch of fast mode that they ask, and the heap that their results come from.
 
-fp32: oneDNN's product, which is faster. The operator is private to torch (inductor emits it), so it
-is looked up and compared before use; where it is missing or disagrees, layers stay as they are.
+fp32: oneDNN's product, which is faster. The operator is private to torch (inductor emits it):
+where it is missing, layers stay as they are.
 bf16 on a CPU with AMX: the transposed product, weight times rows as columns. The bits of its rows
 hardly ever depend on how many there are, while torch's default splits its sums by that number.
 
@@ -21,7 +21,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -98,14 +97,10 @@ def _mkl_rows(elements: int) -> int:
 
 
 class CpuLinear(SharedLinear):
-    """An ``nn.Linear`` with another operator than torch's default.
-
-    fast_rows: the row counts at which fast mode takes torch's default.
-    """
+    """An ``nn.Linear`` with another operator than torch's default."""
 
     in_features: int
     out_features: int
-    fast_rows = range(0)
 
     def __init__(self, linear: nn.Linear, fast_mode: FastMode | None = None):
         super().__init__(linear)
@@ -113,13 +108,12 @@ class CpuLinear(SharedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features]."""
-        if self._fast_mode.on and x.numel() // self.in_features in self.fast_rows:
-            return self.default(x)
-        return product(self.product, x, self.weight, self.bias)
+        fast = self.fast_product(x.numel() // self.in_features) if self._fast_mode.on else None
+        return product(self.product, x, self.weight, self.bias) if fast is None else fast(x)
 
-    def differs_in_fast_mode(self, rows: int) -> bool:
-        """Whether fast mode may change the bits of ``rows`` rows."""
-        return rows in self.fast_rows
+    def fast_product(self, rows: int) -> Callable[[Tensor], Tensor] | None:
+        """What fast mode computes in the place of ``product`` for so many rows, if another."""
+        raise NotImplementedError
 
     def product(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features]: what every canonical pass computes."""
@@ -142,13 +136,12 @@ class OneDnnLinear(CpuLinear):
 
     def __init__(self, linear: nn.Linear, fast_mode: FastMode | None = None):
         super().__init__(linear, fast_mode)
-        self.fast_rows = range(_mkl_rows(linear.weight.numel()) + 1)
+        self._mkl_rows = _mkl_rows(linear.weight.numel())
 
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.numel() // self.in_features
-        if self._fast_mode.on and rows not in self.fast_rows and self.faster_swapped(rows):
-            return self.product_swapped(x)
-        return super().forward(x)
+    def fast_product(self, rows: int) -> Callable[[Tensor], Tensor] | None:
+        if rows <= self._mkl_rows:
+            return self.default
+        return self.product_swapped if self.faster_swapped(rows) else None
 
     def faster_swapped(self, rows: int) -> bool:
         """Whether ``product_swapped`` is faster."""
@@ -156,9 +149,6 @@ class OneDnnLinear(CpuLinear):
         least = LEAST_COLUMNS_IF_DEEP if deep else LEAST_COLUMNS
         most = MOST_COLUMNS_IF_DEEP if deep else MOST_COLUMNS
         return least <= rows <= most and (rows <= VECTOR or rows % VECTOR == 0)
-
-    def differs_in_fast_mode(self, rows: int) -> bool:
-        return rows in self.fast_rows or self.faster_swapped(rows)
 
     def product(self, x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
@@ -176,7 +166,8 @@ class OneDnnLinear(CpuLinear):
 class TransposedLinear(CpuLinear):
     """bf16, by the transposed product, weight times rows."""
 
-    fast_rows = range(TRANSPOSED_ROWS + 1, sys.maxsize)
+    def fast_product(self, rows: int) -> Callable[[Tensor], Tensor] | None:
+        return self.default if rows > TRANSPOSED_ROWS else None
 
     def product(self, x: Tensor) -> Tensor:
         return self._with_bias(x, self._weight_first)
@@ -199,15 +190,8 @@ def _transpose(x: Tensor) -> Tensor:
 
 
 def _works() -> bool:
-    """Whether oneDNN's operator exists and agrees with ``F.linear``."""
-    floats: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
-    weight = torch.linspace(-1, 1, 64 * 8, **floats).view(8, 64)
-    x, bias = torch.ones(4, 64, **floats), torch.ones(8, **floats)
-    try:
-        found = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    except (AttributeError, RuntimeError):
-        return False
-    return torch.allclose(found, nn.functional.linear(x, weight, bias), atol=1e-4)
+    """Whether oneDNN's operator exists."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def cpu_stand_ins(
@@ -215,9 +199,8 @@ def cpu_stand_ins(
 ) -> list[tuple[nn.Module, str, CpuLinear]]:
     """(parent, name, stand-in) for every plain ``nn.Linear`` on a CPU whose dtype has one."""
     kinds: dict[torch.dtype, type[CpuLinear]] = {}
-    with torch.inference_mode():
-        if _works():
-            kinds[torch.float32] = OneDnnLinear
+    if _works():
+        kinds[torch.float32] = OneDnnLinear
     if cpu_has("amx_bf16") and torch.backends.mkldnn.is_available():
         kinds[torch.bfloat16] = TransposedLinear
     return [

@@ -6,13 +6,11 @@ Knows modules, nothing of passes.
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -40,12 +38,11 @@ from tinyspec.model.fused_layer import (
 from tinyspec.model.introspection import attention_calls, module_calls
 from tinyspec.model.layer_trial import Layers, layer_forms, link
 from tinyspec.model.linears import calls_interface, children, kernel_stand_ins
-from tinyspec.model.moe import serve_experts
+from tinyspec.model.moe import expert_stand_ins
 from tinyspec.model.positions import given_positions, rope_table
 from tinyspec.model.quantized import is_packed, repack_weights
 from tinyspec.model.served_model import ServedModel
 from tinyspec.model.supported import (
-    FUSED,
     LEAST_POSITIONS,
     length_refusal,
     loading_refusal,
@@ -56,8 +53,6 @@ from tinyspec.model.supported import (
 from tinyspec.model.torch_settings import pinned
 from tinyspec.model.torch_state import Autocast, TorchState, without_modes
 from tinyspec.model.wrappers import autocast_within, has_hooks, is_compiled
-
-logger = logging.getLogger("tinyspec")
 
 
 @cache
@@ -159,7 +154,8 @@ def fuses_layers(config: EngineConfig) -> bool:
 def _install(served: ServedModel, config: EngineConfig) -> None:
     model, context, positions = served.model, served.context, config.max_model_len
     assert positions
-    serve_experts(model, context, config.linear)
+    if config.linear != "never":
+        served.swap_all(expert_stand_ins(model, context, config.linear == "always"))
     like = torch.empty(0, dtype=model.dtype, device=model.device)
     for parent, name, module in children(model):
         if _counts_positions(module):
@@ -182,18 +178,6 @@ def _install(served: ServedModel, config: EngineConfig) -> None:
         served.swap_all(cpu_stand_ins(model, served.fast_mode))
 
 
-@cache
-def _warn_unfused(model_type: str) -> None:
-    """Say, once, that modules of this type were to have stand-ins."""
-    if model_type in FUSED:
-        logger.warning(
-            "attention of %s keeps its own forward in transformers %s, where tinyspec expects to "
-            "replace it: the model is served, more slowly",
-            model_type,
-            transformers.__version__,
-        )
-
-
 def _swap_attention(served: ServedModel, last: int) -> None:
     """Record the attention calls of the model, and replace the modules that have stand-ins."""
     model, context = served.model, served.context
@@ -202,8 +186,6 @@ def _swap_attention(served: ServedModel, last: int) -> None:
         modules = list(dict.fromkeys(call.module for call in calls))
         arguments = module_calls(model, modules, last)
         made = stand_ins(calls, arguments, context)
-    if not made and served.autocast.dtype is None:
-        _warn_unfused(model.config.model_type)
     swapped = list(made)
     for stand_in in made.values():
         if isinstance(stand_in, PagedAttention) and stand_in.has_norm:

@@ -19,11 +19,11 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from tinyspec.model.gradients import product
 from tinyspec.model.quantized import is_packed, layout
 from tinyspec.model.shadow import share
-from tinyspec.model.supported import private_name
 from tinyspec.model.wrappers import has_hooks
 
 
@@ -107,7 +107,6 @@ def linear_weight(module: nn.Module) -> Tensor | None:
     return weight if fits else None
 
 
-Conv1D: Any = private_name("transformers.pytorch_utils", "Conv1D")
 LinearFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # As ``nn.Linear`` and GPT-2's ``Conv1D`` call their sizes.

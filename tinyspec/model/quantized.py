@@ -6,8 +6,8 @@ library is imported: both are recognised by attributes. Knows modules and tensor
 
 from __future__ import annotations
 
+import copy
 import re
-from inspect import signature
 from typing import Any
 
 import torch
@@ -164,94 +164,47 @@ def _holds_tensors(value: object) -> bool:
 
 
 def _unknown_packing(module: nn.Module) -> str | None:
-    """Matrices of integers in a linear layer, which stand for weights in a way that is not known;
-    or None."""
+    """Matrices of integers in a linear layer, or packed weights, which stand for weights in a way
+    that is not known; or None."""
     own = {**module._parameters, **module._buffers}
-    packed = [name for name, x in own.items() if x is not None and _is_integer_matrix(x)]
+    packed = [name for name, x in own.items() if x is not None and _is_unknown(x)]
     if hasattr(module, "in_features") and packed:
         return f"has packed weights of a format that a probe cannot make ({', '.join(packed)})"
     return None
 
 
-def _is_integer_matrix(x: Tensor) -> bool:
+def _is_unknown(x: Tensor) -> bool:
+    if is_packed(x):
+        return type(x).__name__ not in FILLED
     real = x.is_floating_point() or x.is_complex() or x.dtype == torch.bool
-    return x.dim() > 1 and not real and not is_packed(x)
+    return x.dim() > 1 and not real
 
 
-# What bitsandbytes' 4-bit and 8-bit parameters are made with.
-FOUR_BITS = ("blocksize", "compress_statistics", "quant_type", "quant_storage")
-EIGHT_BITS = ("has_fp16_weights", "requires_grad")
-# Arguments of ``from_hp`` that packing finds out by itself.
-FOUND = ("scale", "zero_point")
+# Classes of packed weights, of torchao and bitsandbytes, that a probe can fill with other numbers.
+FILLED = ("Int8Tensor", "IntxUnpackedToInt8Tensor", "Float8Tensor", "Int8Params", "Params4bit")
+# About how large their numbers are before they are scaled: those of ``filled``, by their dtype;
+# eight bits of ``uint8`` are two codes.
+SIZES = {torch.int8: 73.0, torch.uint8: 0.5, torch.float8_e4m3fn: 1.0, torch.float8_e5m2: 1.0}
+# Parts of a weight that say how others are read.
+KEPT = ("zero_point", "quant_map", "nested_offset")
 
 
-def unpacked(weight: Any) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and dtype of the matrix that a packed weight was made from."""
-    state = getattr(weight, "quant_state", None)
-    if state is not None:
-        return tuple(state.shape), state.dtype
-    return tuple(weight.shape), torch.float16 if _has_eight_bits(weight) else weight.dtype
-
-
-def packed_like(weight: Any, dense: Tensor) -> Tensor | None:
-    """``dense`` packed as ``weight`` is; None where no function of its library is known."""
-    kind: Any = type(weight)
-    try:
-        if hasattr(kind, "from_hp"):
-            made = kind.from_hp(dense, **_told(weight))
-            return nn.Parameter(made, requires_grad=weight.requires_grad)
-        if hasattr(weight, "quant_state"):
-            made = kind(dense.clone(), **{name: getattr(weight, name) for name in FOUR_BITS})
-            return made.to(weight.device)
-        if _has_eight_bits(weight):
-            made = kind(dense.cpu(), **{name: getattr(weight, name) for name in EIGHT_BITS})
-            return made.to(weight.device)
-    except Exception:  # of whatever kind: it is another library's
-        pass
-    return None
-
-
-def shared(packed: Any) -> Tensor:
-    """A packed weight for one more module: 8-bit linears take the data out of theirs."""
-    if not _has_eight_bits(packed):
-        return packed
-    how = {name: getattr(packed, name) for name in (*EIGHT_BITS, "CB", "SCB")}
-    return type(packed)(packed.data, **how)
-
-
-def same_format(a: Tensor, b: Tensor) -> bool:
-    """Whether the same kernels take two packed weights: equal in all but their numbers."""
-
-    def form(weight: Tensor) -> object:
-        plain = {n: (p.shape, p.stride(), p.dtype, p.device) for n, p in parts(weight).items()}
-        return type(weight), packing_format(weight), plain
-
-    return form(a) == form(b)
-
-
-def _has_eight_bits(weight: Any) -> bool:
-    return hasattr(weight, "has_fp16_weights")
-
-
-def _told(weight: Any) -> dict[str, Any]:
-    """The arguments of ``from_hp`` that the weight knows of itself."""
-    known = {
-        "float8_dtype": getattr(getattr(weight, "qdata", None), "dtype", None),
-        "granularity": _granularity(weight),
-    }
-    names = [name for name in signature(type(weight).from_hp).parameters if name not in FOUND]
-    given = {name: known.get(name, getattr(weight, name, None)) for name in names}
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def _granularity(weight: Any) -> Any:
-    """torchao's word for the size of a weight's blocks; None where it has none."""
-    block = list(getattr(weight, "block_size", None) or ())
-    if not block:
-        return None
-    from torchao.quantization import granularity
-
-    if block == list(weight.shape):
-        return granularity.PerTensor()
-    whole_row = block[-1] == weight.shape[-1]
-    return granularity.PerRow() if whole_row else granularity.PerGroup(block[-1])
+def filled(weight: Any, size: float) -> Any:
+    """A copy of a packed weight of such a class, with random numbers of about this ``size``."""
+    generator = torch.Generator().manual_seed(weight.numel())
+    # Outside of inference mode, as the copy is kept.
+    with torch.inference_mode(False), torch.no_grad():
+        made = copy.deepcopy(weight)
+        held = parts(made)
+        unit = SIZES[next(iter(held.values())).dtype]
+        for name, part in held.items():
+            noise = torch.randn(part.shape, generator=generator, device="cpu")
+            if part.dtype == torch.int8:
+                noise = (noise * unit).clamp(-127, 127)
+            elif part.dtype == torch.uint8:
+                noise = (noise * 64 + 128).clamp(0, 255)
+            elif part.dtype not in SIZES:  # scales
+                noise = (1 + noise.tanh() / 2) * size / unit
+            if not name.endswith(KEPT):
+                part.copy_(noise)
+    return made

@@ -18,9 +18,11 @@ from tinyspec.model.outline import IDLE, Outline
 from tinyspec.model.positions import RopeTable
 from tinyspec.model.quantized import is_packed, repack_weights, trace
 from tinyspec.model.shadow import Shadow
-from tinyspec.model.supported import ATTENTION_CHOICE
 from tinyspec.model.torch_state import Autocast
 
+# What configs keep the chosen attention under. Set by this name, because the property of nearly the
+# same name also writes to the configs inside of a config.
+ATTENTION_CHOICE = "_attn_implementation_internal"
 # Of attributes that a pass may count with or keep.
 COUNTED = (bool, int, float, str, type(None), Tensor)
 

@@ -7,17 +7,14 @@ with transformers token by token; one of another type is compared at load (``par
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib import import_module
 from inspect import signature
 from traceback import walk_tb
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import (
     AttentionInterface,
-    AttentionMaskInterface,
     DynamicCache,
     GenerationMixin,
     PreTrainedConfig,
@@ -27,62 +24,28 @@ from transformers import (
 from tinyspec.errors import refuse
 from tinyspec.model.wrappers import has_hooks, users_forward
 
-# What configs keep the chosen implementations under. Set by these names, because the properties of
-# nearly the same name also write to the configs inside of a config.
-ATTENTION_CHOICE = "_attn_implementation_internal"
-EXPERTS_CHOICE = "_experts_implementation_internal"
 DEVICES = "auto, cpu, cuda or cuda:N"
-_missing: list[str] = []
 # What transformers calls the argument that holds a cache, newest first, and what it is called here.
 CACHE_NAMES = ("cache", "past_key_values")
 _prepared = signature(GenerationMixin.prepare_inputs_for_generation).parameters
 CACHE = next((name for name in CACHE_NAMES if name in _prepared), CACHE_NAMES[0])
-
-
-def private_name(module: str, name: str) -> Any:
-    """``name`` of a module of transformers; None where it is missing: models are refused then."""
-    try:
-        return getattr(import_module(module), name)
-    except (ImportError, AttributeError):
-        _missing.append(f"{module}.{name}")
-        return None
-
-
-def missing_names(config: PreTrainedConfig) -> str | None:
-    """Names that tinyspec needs and this version of transformers lacks, as a reason; or None."""
-    attributes = ("_attn_implementation", ATTENTION_CHOICE, EXPERTS_CHOICE)
-    missing = [*_missing]
-    missing += [f"PreTrainedConfig.{name}" for name in attributes if not hasattr(config, name)]
-    if not hasattr(DynamicCache(), "layers"):
-        missing.append("DynamicCache.layers")
-    if not hasattr(AttentionMaskInterface, "_global_mapping"):
-        missing.append("AttentionMaskInterface._global_mapping")
-    if not missing:
-        return None
-    return f"transformers {transformers.__version__} has no {', '.join(missing)}"
-
-
-FUSED_TYPES = """
-afmoe apertus apertus1p5_text arcee aria_text beam bitnet cohere cohere2 cohere2_moe
-cohere_compass_text cwm dbrx dots1 emu3 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe
-flex_olmo flint fuyu gemma gemma2 gemma3 gemma3_text glm glm4 glm4_moe got_ocr2 gpt_neox gpt_oss
-granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hy_v3 hyperclovax
-internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama mellum mimo_v2_flash minimax_m2
-ministral ministral3 mistral mixtral mllama modernbert-decoder moss_transcribe_diarize nemotron
-olmo olmo2 olmo3 olmoe persimmon phi phi3 phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_moe
-sarvam_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma
+SERVED_TYPES = """
+afmoe apertus apertus1p5_text arcee aria_text axk1 bart beam bert bert-generation
+bigbird_pegasus biogpt bitnet blenderbot blenderbot-small camembert codegen cohere cohere2
+cohere2_moe cohere_compass_text ctrl cwm data2vec-text dbrx deepseek_v2 deepseek_v3 diffllama
+dory dots1 electra emu3 ernie ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe flex_olmo flint
+fuyu gemma gemma2 gemma3 gemma3_text gemma3n_text gemma4 gemma4_text gemma4_unified
+gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neox
+gpt_oss gptj granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hrm_text
+hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1
+laguna llama llama4 llama4_text longcat_flash marian mbart mellum mimo_v2_flash minicpm3
+minimax_m2 ministral ministral3 mistral mixtral mllama modernbert-decoder
+moss_transcribe_diarize nanochat nemotron olmo olmo2 olmo3 olmoe opt pegasus persimmon phi phi3
+phi4_multimodal phimoe plbart qwen2 qwen2_moe qwen3 qwen3_moe roberta roberta-prelayernorm
+roc_bert sarvam_mla sarvam_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma
+whisper xlm-roberta xlm-roberta-xl xmod youtu
 """
-INTERFACE_TYPES = """
-axk1 bart bert bert-generation bigbird_pegasus biogpt blenderbot blenderbot-small camembert
-codegen ctrl data2vec-text deepseek_v2 deepseek_v3 diffllama dory electra ernie gemma3n_text
-gemma4 gemma4_text gemma4_unified gemma4_unified_text glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode
-gptj hrm_text hunyuan_v1_dense hunyuan_v1_moe llama4 llama4_text longcat_flash marian mbart
-minicpm3 nanochat opt pegasus plbart roberta roberta-prelayernorm roc_bert sarvam_mla whisper
-xlm-roberta xlm-roberta-xl xmod youtu
-"""
-# Served by stand-ins of their attention modules; and those served by its function alone besides.
-FUSED = frozenset(FUSED_TYPES.split())
-SERVED = FUSED | frozenset(INTERFACE_TYPES.split())
+SERVED = frozenset(SERVED_TYPES.split())
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 # Layers of transformers' cache that hold only keys and values, or (shared ones) nothing.
@@ -103,8 +66,6 @@ DEFAULT_POSITIONS = 2048
 def refusal(model: PreTrainedModel) -> str | None:
     """What in the model's config or in transformers itself cannot be served, or None."""
     config = model.config
-    if missing := missing_names(config):
-        return missing
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         return "it has cross-attention"
     text = config.get_text_config(decoder=True)
@@ -304,7 +265,7 @@ def failing_module(model: nn.Module, error: Exception) -> str:
 def _advice(model: nn.Module, inside: list[str]) -> str:
     """What may help where experts ran by a function that not all shapes are fit for."""
     config = vars(model.get_submodule(inside[-1])).get("config") if inside else None
-    choice = getattr(config, EXPERTS_CHOICE, None)
+    choice = getattr(config, "_experts_implementation", None)
     if choice in (None, "eager") or "experts" not in inside[-1]:
         return ""
     return (
