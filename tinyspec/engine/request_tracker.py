@@ -18,7 +18,6 @@ import torch
 from tqdm import tqdm
 
 from tinyspec.determinism.contract import Contract
-from tinyspec.engine.commit import Commits
 from tinyspec.engine.core import EngineCore
 from tinyspec.engine.lock import StepLock
 from tinyspec.errors import DeterminismError, TinyspecError, named, refuse
@@ -211,12 +210,15 @@ class RequestTracker:
             with self.lock.step():
                 core.propose()
             self._check_before_pass(called)
-            commits, written = None, len(contract.written)
+            written = len(contract.written)
             try:
                 with self.lock.step():
-                    commits = core.step()
+                    core.step()
+            except BaseException:  # all running sequences are computed again
+                core.admission.preempt_all()
+                raise
             finally:
-                self._finish(core.recover() if commits is None else commits)
+                self._finish()
             with self.lock.step():
                 sound = len(contract.written) == written
                 if sound and core.table.any("deterministic"):  # prove what makes them faster
@@ -235,12 +237,13 @@ class RequestTracker:
     def end(self, sequences: list[Sequence], reasons: list[str]) -> None:
         """After ``core.committer.supply``, with ``lock``: those of ``sequences`` that have a reason
         end with it."""
-        self._finish(self._core.end(sequences, reasons))
+        self._core.end(sequences, reasons)
+        self._finish()
 
-    def _finish(self, commits: Commits) -> None:
+    def _finish(self) -> None:
         """After a step: forget the requests that it finished, and do what its own code asked
         for."""
-        for sequence in commits.ended:
+        for sequence in self._core.committer.take_ended():
             request = sequence.request
             if self._written and request.params.deterministic:  # its last tokens are of both
                 sequence.finish_reason = "abort"

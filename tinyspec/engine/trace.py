@@ -141,7 +141,7 @@ class Trace:
         for place, n in enumerate(done.work.tolist() if results is not None else ()):
             if n in before and (work := works[before[n].sequence]).kind == VERIFIED:
                 assert results is not None
-                first, count = done.firsts[place], done.counts[place]
+                first, count = done.new.firsts[place], done.new.counts[place]
                 sampled = results.sampled.tokens[first : first + count].tolist()
                 work.targets = [token for token in sampled if token >= 0]
         for _, sibling in done.siblings:
