@@ -96,7 +96,7 @@ class EngineCore:
             return
         if self.overlap:
             self._under_way = self._look_ahead(done)
-        before = {} if self.trace is None else self.trace.before(done)
+        before = [] if self.trace is None else self.trace.before(done)
         results = None
         try:
             results = done.fetch()
@@ -128,7 +128,7 @@ class EngineCore:
         work_pass = self.scheduler.schedule()
         if work_pass is None:
             return None
-        return self.launcher.launch(*self.launcher.pack(work_pass))
+        return self.launcher.launch(work_pass)
 
     def _look_ahead(self, launched: InFlightPass) -> InFlightPass | None:
         """Launch the pass after ``launched``, whose results are not in, where it can be drawn up
@@ -141,9 +141,7 @@ class EngineCore:
         with launched.committed_ahead():
             if not self.admission.settled or (work_pass := self.scheduler.schedule()) is None:
                 return None
-            packed = self.launcher.pack(work_pass, launched)
-        # Code of the user's in the model may end requests: the table is set back by then.
-        return self.launcher.launch(*packed)
+            return self.launcher.launch(work_pass, launched)
 
     def drain(self) -> None:
         """Wait for a pass that is under way, and drop it: whoever goes on runs it again."""
