@@ -321,7 +321,7 @@ class Launcher:
         """
         runner, sampler, hooks = self.runner, self.sampler, None
         if self.thinker is not None and thinking is not None:
-            hooks = thinking.hooks(*self.thinker.layers)
+            hooks = thinking.hooks(*self.thinker.model.layers)
         newest = None if before is None else before.tokens
         logits = runner.run(packed, newest, hooks)
         prompt_logprobs = decisions = None
