@@ -185,9 +185,9 @@ class Thinker:
         """The state [c, d] of each thought that is not trivial; those of the latest are kept."""
         keys = [tuple(ids) for ids in thoughts]
         missing = [key for key in dict.fromkeys(keys) if key not in self._states]
-        found = dict(zip(missing, self._made(missing), strict=True)) if missing else {}
-        states = [found[key] if key in found else self._states[key] for key in keys]
-        self._states |= found
+        if missing:
+            self._states |= zip(missing, self._made(missing), strict=True)
+        states = [self._states[key] for key in keys]
         for key in list(self._states)[: max(0, len(self._states) - KEPT_STATES)]:
             del self._states[key]
         return states
