@@ -264,7 +264,7 @@ def test_one_that_is_dropped_gives_the_model_back():
 
 def test_a_finalizer_at_any_line_wakes_the_worker(served):
     """Also at those lines that another one is at in the same thread."""
-    call, lines = Call(list, list, None), []
+    call, lines = Call(list, list), []
 
     def finalizer(frame, event, argument):
         lines.append(frame.f_lineno)
@@ -280,7 +280,7 @@ def test_a_finalizer_at_any_line_wakes_the_worker(served):
     thread = threading.Thread(target=wakes, daemon=True)
     thread.start()
     thread.join(PATIENCE)
-    assert not thread.is_alive() and len(lines) > 5
+    assert not thread.is_alive() and len(lines) >= 5
 
 
 def test_a_forked_process_is_told(served):

@@ -6,7 +6,6 @@ import asyncio
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +111,8 @@ class AsyncEngine(OneProcess):
         begin first, equal ones in order. timeout: seconds after which a call that has not finished
         raises TimeoutError. Raises QueueFull at once where ``max_waiting`` calls wait.
         """
-        prepare = partial(self.engine.prepare, prompts, params)
-        return await self._outputs(prepare, priority, timeout)
+        given = prompts, params
+        return await self._outputs(lambda engine: engine.prepare(*given), priority, timeout)
 
     async def score(
         self,
@@ -135,22 +134,14 @@ class AsyncEngine(OneProcess):
         timeout: float | None = None,
     ) -> list[RequestOutput]:
         """As ``score``, with all that ``params`` ask for: outputs with these continuations."""
-        engine = self.engine
-
-        def prepare() -> list[Request]:
-            return engine.ready().scored(prompts, continuations, params)
-
-        return await self._outputs(prepare, priority, timeout)
+        given = prompts, continuations, params
+        return await self._outputs(lambda engine: engine.ready().scored(*given), priority, timeout)
 
     async def replay(
         self, outputs: Sequence[RequestOutput], priority: int = 0, timeout: float | None = None
     ) -> list[RequestOutput]:
         """As ``Engine.replay``; priority, timeout: as for ``generate``."""
-
-        def prepare() -> list[Request]:
-            return self.engine.ready().replayed(outputs)
-
-        return await self._outputs(prepare, priority, timeout)
+        return await self._outputs(lambda e: e.ready().replayed(outputs), priority, timeout)
 
     async def stream(
         self, prompts: Any, params: Params = None, priority: int = 0, timeout: float | None = None
@@ -161,10 +152,10 @@ class AsyncEngine(OneProcess):
         An event has all tokens of its completion since the one before: who reads slowly gets fewer
         events, keeps nobody waiting, and nothing piles up. Leaving the loop aborts what is left.
         """
-        prepare = partial(self.engine.prepare, prompts, params)
-        call = self._queued(prepare, None, priority, timeout)
+        call = Call(lambda e: e.prepare(prompts, params), None, checked_priority(priority))
+        self._queue(call, timeout)
         try:
-            while events := await self._answer(call):
+            while events := await self._worker.answer(call):
                 for event in events:
                     yield event
         finally:
@@ -193,48 +184,37 @@ class AsyncEngine(OneProcess):
         """How many calls wait for others to finish before they begin."""
         return len(self._worker.waiting)
 
-    def _queued(self, prepare: Any, collect: Any, priority: int, timeout: float | None) -> Call:
-        """A call that waits for its turn, and at most ``timeout`` seconds for its end."""
+    def _queue(self, call: Call, timeout: float | None) -> None:
+        """It waits for its turn, and at most ``timeout`` seconds for its end."""
         timeout, loop = checked_timeout(timeout), asyncio.get_running_loop()
-        call = Call(prepare, collect, loop.create_future(), checked_priority(priority))
         self._worker.queue(call)
         if timeout is not None:
             error = TimeoutError(f"not finished within {timeout} seconds")
             call.timer = loop.call_later(timeout, self._expire, call, error)
-        return call
 
     def _expire(self, call: Call, error: TimeoutError) -> None:
         if call.begun and not call.unfinished:
             return  # there is still something to read
-        call.error = error
+        call.error, future = error, call.future
         self._worker.end(call)
-        if not call.future.done():
-            call.future.set_exception(error)
+        if future is not None and not future.done():
+            future.set_exception(error)
 
     async def _outputs(
-        self, prepare: Callable[[], list[Request]], priority: int, timeout: float | None
+        self, make: Callable[[Engine], list[Request]], priority: int, timeout: float | None
     ) -> list[RequestOutput]:
-        """Of the requests that ``prepare`` makes."""
-        found: list[RequestOutput] = await self._collected(
-            self._queued(prepare, list, priority, timeout)
-        )
+        """Of the requests that ``make`` makes."""
+        call = Call(make, list, checked_priority(priority))
+        self._queue(call, timeout)
+        found: list[RequestOutput] = await self._collected(call)
         return found
 
     async def _asked(self, ask: Callable[[Engine], Any]) -> Any:
         """What ``ask`` says of the engine, in the thread that steps it."""
-        engine, future = self.engine, asyncio.get_running_loop().create_future()
-        return await self._collected(Call(list, lambda _: ask(engine), future, URGENT))
+        return await self._collected(Call(lambda _: [], lambda _: ask(self.engine), URGENT))
 
     async def _collected(self, call: Call) -> Any:
         try:
-            return await self._answer(call)
+            return await self._worker.answer(call)
         finally:
             self._worker.end(call)
-
-    async def _answer(self, call: Call) -> Any:
-        if call.error is not None:
-            raise call.error
-        if call.future.done():
-            call.future = asyncio.get_running_loop().create_future()
-        self._worker.tell(call)
-        return await call.future

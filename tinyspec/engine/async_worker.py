@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import atexit
 import math
-from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from threading import Lock, Thread, current_thread
+from queue import Empty, SimpleQueue
+from threading import Thread, current_thread
 from typing import Any
 
 from tinyspec.engine.engine import Engine
@@ -26,39 +26,38 @@ URGENT = -math.inf
 
 @dataclass(eq=False)
 class Call:
-    """What one task asks for: what ``collect`` makes of the outputs of the requests that
-    ``prepare`` makes, or their events.
+    """What one task asks for: what ``collect`` makes of the outputs of the requests that ``make``
+    makes, or their events.
 
-    future: of the answer that the task waits for. priority: lower begins first. ended: it wants no
-    more. error: what ended it. timer: ends it. Of the worker: asked: the task waits; begun: its
-    requests are made; stream: of events.
+    priority: lower begins first. future: of the answer that the task waits for, if it does. ended:
+    it wants no more. error: what ended it. timer: ends it. Of the worker: begun: its requests are
+    made; stream: of their events.
     """
 
-    prepare: Callable[[], list[Request]]
+    make: Callable[[Engine], list[Request]]
     collect: Callable[[list[RequestOutput]], Any] | None
-    future: asyncio.Future[Any]
     priority: float = 0
+    future: asyncio.Future[Any] | None = None
     ended: bool = False
-    asked: bool = False
-    begun: bool = False
     error: BaseException | None = None
     timer: asyncio.TimerHandle | None = None
+    begun: bool = False
     requests: list[Request] = field(default_factory=list)
     stream: EventStream | None = None
 
     def begin(self, engine: Engine) -> None:
         """Make its requests and queue them. Raises what is wrong with them."""
         with engine.lock("generate"):
-            requests = self.prepare()
+            requests = self.make(engine)
             for request in requests:
                 request.priority = self.priority
             if self.collect is None:
                 self.stream = engine.follow(requests)
             else:
                 engine.tracker.add(requests)
-            self.requests, self.begun = requests, True
             for request in requests:
                 request.thread = 0  # its code ends no worker
+            self.requests, self.begun = requests, True
 
     @property
     def unfinished(self) -> bool:
@@ -66,26 +65,28 @@ class Call:
         return self.begun and not all(request.finished for request in self.requests)
 
     def answer(self, tokenizer: Any) -> Any:
-        """What was collected, or the events since the last answer; None where there are none yet,
-        an empty list where none will come."""
+        """What ended it, the events since the last answer, or what was collected; None where there
+        is nothing yet, an empty list where no event will come."""
+        if self.error is not None:
+            return self.error
         if self.collect is None:
             return self.stream and self.stream.new_events()
-        if self.unfinished:
+        if not self.begun or self.unfinished:
             return None
         return self.collect([output_of(request, tokenizer) for request in self.requests])
 
     def resolve(self, value: Any) -> None:
         """Let its task go on with ``value``, or with an exception that is raised there."""
-        self.asked, future = False, self.future
+        future, self.future = self.future, None
+        assert future is not None
 
-        def set_value() -> None:
-            if future.done():  # its task was cancelled
-                return
-            raises = isinstance(value, BaseException)
-            (future.set_exception if raises else future.set_result)(value)
+        def settle() -> None:
+            if not future.done():  # else its task was cancelled
+                raises = isinstance(value, BaseException)
+                (future.set_exception if raises else future.set_result)(value)
 
         try:
-            future.get_loop().call_soon_threadsafe(set_value)
+            future.get_loop().call_soon_threadsafe(settle)
         except RuntimeError:  # it is closed: nobody waits any more
             self.ended = True
 
@@ -103,20 +104,14 @@ class AsyncWorker:
         self._engine, self.closes = engine, closes
         self._max_requests, self._max_waiting = max_requests, max_waiting
         self.waiting: set[Call] = set()
-        # Closed while there is nothing to do. No Event: to set one takes a lock, which a finalizer
-        # would wait for where its own thread holds it.
-        self._gate = Lock()
-        self._stopping = self.stopped = False
-        # Calls that wait for an answer, or have ended, which the worker has not seen; all others.
-        self._told: deque[Call] = deque()
+        self.stopped = False
+        # Calls that wait for an answer, or have ended; None to stop. A finalizer may put what it
+        # has to tell at any line, of this queue's own too.
+        self._told: SimpleQueue[Call | None] = SimpleQueue()
         self._calls: dict[Call, None] = {}
         self._thread = Thread(target=self._work, name="tinyspec", daemon=True)
         self._thread.start()
         atexit.register(self.stop)
-
-    def _wake(self) -> None:
-        with suppress(RuntimeError):  # open already
-            self._gate.release()
 
     def queue(self, call: Call) -> None:
         """Let a call wait for its turn. Raises QueueFull where as many wait as may, and it could
@@ -126,95 +121,100 @@ class AsyncWorker:
             raise QueueFull(f"{self._max_waiting} calls wait already (max_waiting)")
         self.waiting.add(call)
 
-    def tell(self, call: Call) -> None:
-        """The task waits for its next answer. Raises ValueError where no worker is left to give
-        it."""
-        self._engine.tracker.lock.check_process()
-        self._told.append(call)
-        self._wake()
+    async def answer(self, call: Call) -> Any:
+        """The next one. Raises what ended the call, ValueError where no worker is left."""
+        if call.error is not None:
+            raise call.error
+        self._engine.lock.check_process()
+        call.future = future = asyncio.get_running_loop().create_future()
+        self._told.put(call)
         openmp.release()  # this thread waits for passes of another
         if self.stopped:
-            call.future.cancel()
+            future.cancel()
             raise refuse("engine", "closed", "an engine that is open")
+        return await future
 
     def end(self, call: Call) -> None:
         """The task wants no more, as finalizers tell too: what is unfinished is aborted."""
         call.ended = True
         if call.timer is not None:
             call.timer.cancel()
-        self._told.append(call)
-        self._wake()
+        self._told.put(call)
 
     def stop(self, seconds: float | None = None) -> None:
         """Fail the calls that are unfinished, and end the thread; wait for that, at most so many
         ``seconds``, but not where the calling thread has the lock, which the worker may need."""
-        if self._engine.tracker.lock.forked:
+        if self._engine.lock.forked:
             return
-        self._stopping = True
-        self._wake()
-        if current_thread() is not self._thread and not self._engine.tracker.lock.mine:
+        self._told.put(None)
+        if current_thread() is not self._thread and not self._engine.lock.mine:
             self._thread.join(seconds)
 
     def _work(self) -> None:
         try:
-            while not self._stopping:
-                self._serve()
+            while self._take():
+                self._begin()
+                self._step()
+                self._answer()
         finally:  # whatever a tokenizer raised, nobody waits for ever
             self.stopped = True
             self._take()
-            self._fail(list(self._calls), refuse("engine", "closed", "an engine that is open"))
+            self._fail(self._calls, refuse("engine", "closed", "an engine that is open"))
+            self._answer()
             if self.closes:
                 self._engine.close()
             atexit.unregister(self.stop)
 
-    def _serve(self) -> None:
-        """Begin what waits, run a step, answer; wait where there is nothing to do."""
-        engine, tracker = self._engine, self._engine.tracker
-        self._gate.acquire(blocking=False)
-        self._take()
-        waiting = sorted((c for c in self._calls if not c.begun), key=lambda call: call.priority)
-        while waiting:
-            if len(tracker.requests) >= self._max_requests and waiting[0].priority != URGENT:
+    def _take(self) -> bool:
+        """Note what was told, once there is something to do; whether to go on."""
+        waits = not (self.stopped or any(call.unfinished for call in self._calls))
+        with suppress(Empty):
+            while True:
+                # Other threads may be using the engine, and calls wait for them.
+                call = self._told.get(waits, LOOK if self.waiting else None)
+                waits = False
+                if call is None:
+                    self.stopped = True
+                elif call.ended:
+                    self._forget(call)
+                else:
+                    self._calls[call] = None
+        return not self.stopped
+
+    def _begin(self) -> None:
+        waiting = [call for call in self._calls if not call.begun and call.error is None]
+        for call in sorted(waiting, key=lambda call: call.priority):
+            full = len(self._engine.tracker.requests) >= self._max_requests
+            if full and call.priority != URGENT:
                 break
-            call = waiting.pop(0)
             self.waiting.discard(call)
             try:
-                call.begin(engine)
+                call.begin(self._engine)
             except BaseException as error:  # panics of Rust, as in a tokenizer, are no Exception
                 self._fail([call], error)
+
+    def _step(self) -> None:
         unfinished = [call for call in self._calls if call.unfinished]
         try:
-            with tracker.lock("generate"):
+            with self._engine.lock("generate"):
                 # Another thread may have stepped for them meanwhile.
                 if any(call.unfinished for call in unfinished):
-                    tracker.advance()
+                    self._engine.tracker.advance()
         except BaseException as error:  # of no request: the engine's own
             self._fail(unfinished, error)
-        with tracker.lock("generate"):
-            for call in [call for call in self._calls if call.begun and call.asked]:
+
+    def _answer(self) -> None:
+        with self._engine.lock("generate"):
+            for call in [call for call in self._calls if call.future is not None]:
                 try:
-                    found = call.answer(engine.tokenizer)
+                    found = call.answer(self._engine.tokenizer)
                 except BaseException as error:  # a tokenizer's
                     self._fail([call], error)
-                else:
-                    if found is not None:
-                        call.resolve(found)
-        for call in [call for call in self._calls if call.ended]:
-            self._forget(call)
-        if not unfinished and not self._told:
-            # Other threads may be using the engine, and calls wait for them.
-            self._gate.acquire(timeout=LOOK if waiting else -1)
-
-    def _take(self) -> None:
-        while self._told:
-            call = self._told.popleft()
-            call.asked = not call.ended
-            if call.ended:
-                self._forget(call)
-            elif call.error is not None:
-                call.resolve(call.error)
-            else:
-                self._calls[call] = None
+                    found = call.error
+                if found is not None:
+                    call.resolve(found)
+                if call.ended:
+                    self._forget(call)
 
     def _fail(self, calls: Iterable[Call], error: BaseException) -> None:
         if isinstance(error, StopIteration) or not isinstance(error, Exception):
@@ -222,10 +222,8 @@ class AsyncWorker:
             error, cause = RuntimeError(repr(error)), error
             error.__cause__ = cause
         for call in calls:
-            self._forget(call)
             call.error = error
-            if call.asked:
-                call.resolve(error)
+            self._engine.tracker.cancel(call.requests)
 
     def _forget(self, call: Call) -> None:
         """Abort what is unfinished."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tinyspec.engine.launcher import Decisions, Fetched, InFlightPass
+from tinyspec.engine.launcher import Fetched, InFlightPass, NewTokens
 from tinyspec.engine.stop_strings import first_stop, reach
 from tinyspec.errors import named
 from tinyspec.model.torch_state import callers_modes
@@ -27,49 +27,30 @@ from tinyspec.thinking.chunks import think
 from tinyspec.thinking.thinker import Thinker
 
 
-@dataclass
-class Commits(TokenCounts):
-    """What one step committed, and how many drafts it made. ended: sequences that finished.
-    looked_up: accepted tokens that a drafter proposed."""
-
-    ended: list[Sequence] = field(default_factory=list)
-    looked_up: int = 0
-
-
-@dataclass
-class NewTokens:
-    """Of n sequences: rows of the table, where the tokens of each are among those sampled, how
-    many there are, and what was decided on their drafts, where any has some."""
-
-    rows: Array
-    firsts: Array
-    counts: Array
-    decisions: Decisions | None
-
-    def only(self, which: Array) -> NewTokens:
-        """Those at ``which``."""
-        decisions = None if self.decisions is None else self.decisions.only(which)
-        return NewTokens(self.rows[which], self.firsts[which], self.counts[which], decisions)
-
-
 @dataclass(eq=False)
 class Committer:
-    """Adds tokens to sequences, finishes those that stop, truncates those with wrong drafts."""
+    """Adds tokens to sequences, finishes those that stop, truncates those with wrong drafts.
+
+    record: of the latest pass, which counts what is committed. looked_up: its accepted tokens that
+    a drafter proposed. ended: sequences that finished, and were not taken.
+    """
 
     admission: Admission
     tokenizer: Any
     runner: ModelRunner
     thinker: Thinker | None = None
-    _commits: Commits = field(default_factory=Commits)
+    record: TokenCounts = field(default_factory=TokenCounts)
+    looked_up: int = 0
+    ended: list[Sequence] = field(default_factory=list)
     _raised: BaseException | None = None
 
     def __post_init__(self) -> None:
         self.table = self.admission.table
 
-    def new_commits(self) -> Commits:
-        """What was committed since the last call."""
-        commits, self._commits = self._commits, Commits()
-        return commits
+    def take_ended(self) -> list[Sequence]:
+        """Those that finished since the last call."""
+        ended, self.ended = self.ended, []
+        return ended
 
     def commit(self, done: InFlightPass, results: Fetched) -> None:
         """Mark what a pass has computed, start the siblings that wait for it, and commit tokens or
@@ -79,6 +60,7 @@ class Committer:
         Raises what a thinking block raised, and afterwards what a criterion raised but Exceptions.
         """
         table, works, found = self.table, done.works, results.sampled
+        self.record, self.looked_up = done.record, 0
         ends = self._think(done)
         alive = done.alive
         for result in found.special.values():
@@ -93,7 +75,7 @@ class Committer:
                     request = table.sequences[works.rows[n]].request
                     request.prompt_logprobs[position + 1] = value
         alive &= ends == works.ends
-        new = NewTokens(done.rows, done.firsts, done.counts, results.decisions)
+        new = replace(done.new, decisions=results.decisions)
         kept = (final & alive)[done.work]
         if done.leads:
             new = replace(new, rows=self._start_siblings(done, alive))
@@ -108,7 +90,9 @@ class Committer:
         if new.decisions is None:
             self._commit_newest(new, found)
         else:
-            self._commit_verified(new, new.decisions, found)
+            drafted = new.decisions[0] > 0
+            self._commit_newest(new.only(~drafted), found)
+            self._commit_verified(new.only(drafted), found)
         if self._raised is not None:
             error, self._raised = self._raised, None
             raise error
@@ -137,7 +121,7 @@ class Committer:
         """Start the siblings of prompts that are computed, those without a place wait; the rows of
         ``done``, siblings' own among them, -1 for those that do not start."""
         places = {sibling: place for place, sibling in done.siblings}
-        rows, works = done.rows.copy(), done.works
+        rows, works = done.new.rows.copy(), done.works
         rows[list(places.values())] = -1
         waits = alive & self.table.draft_free[works.rows] & (works.yields > 0)
         for row in works.rows[waits].tolist():
@@ -158,13 +142,10 @@ class Committer:
         drafts was drafted before that was known."""
         drafting &= ~self.table.draft_ended[new.rows]
         self.table.draft(new.rows[drafting], found.tokens[new.firsts[drafting]])
-        self._commits.drafted += int(drafting.sum())
+        self.record.drafted += int(drafting.sum())
 
-    def _commit_verified(self, new: NewTokens, decisions: Decisions, found: Sampled) -> None:
-        """Some have drafts."""
-        drafted = decisions.committed > 0
-        self._commit_newest(new.only(~drafted), found)
-        new, decisions = new.only(drafted), decisions.only(drafted)
+    def _commit_verified(self, new: NewTokens, found: Sampled) -> None:
+        """Some tokens for each, all of which have drafts."""
         if not len(new.rows):
             return
         counts, place = new.counts[:, None], np.arange(new.counts.max())
@@ -175,7 +156,7 @@ class Committer:
         broken = [self.table.sequences[row] for row in new.rows[good < new.counts].tolist()]
         some = good > 0
         if some.any():
-            self._verify(new.rows[some], places[some], targets[some], decisions.only(some), found)
+            self._verify(new.only(some), places[some], targets[some], found)
         for sequence in broken:
             if not sequence.finished:
                 self._retry_without_drafts(sequence)
@@ -210,31 +191,35 @@ class Committer:
         self.admission.truncate(sequence, kept)
         self.runner.cache.zero_tail(sequence.pages, kept)
 
-    def _verify(
-        self, rows: Array, places: Array, targets: Array, decided: Decisions, found: Sampled
-    ) -> None:
+    def _verify(self, new: NewTokens, places: Array, targets: Array, found: Sampled) -> None:
         """Commit, of the verifier's tokens ``targets`` [n, W], what ``accept_truncate`` decided."""
-        table, commits, drafts = self.table, self._commits, self.table.num_drafts[rows]
-        committed, agreed = decided.committed, decided.accepted
-        counts, ended = self._append(rows, committed, targets, places, decided.stopped > 0, found)
+        assert new.decisions is not None
+        table, rows, record, drafts = (
+            self.table,
+            new.rows,
+            self.record,
+            self.table.num_drafts[new.rows],
+        )
+        committed, agreed, left, freed, stopped = new.decisions
+        counts, ended = self._append(rows, committed, targets, places, stopped > 0, found)
         dropped = np.where(agreed < np.minimum(committed, drafts), drafts - agreed, 0)
         accepted = np.minimum(agreed, counts)
         table.verify_passes[rows] += 1
         table.accepted[rows] += accepted
         table.rolled_back[rows] += dropped
         table.rollbacks[rows] += dropped > 0
-        commits.accepted += int(accepted.sum())
-        commits.looked_up += int(accepted[table.proposed[rows] & ~table.given[rows]].sum())
-        commits.rolled_back += int(dropped.sum())
-        commits.rollbacks += int((dropped > 0).sum())
+        record.accepted += int(accepted.sum())
+        record.rolled_back += int(dropped.sum())
+        record.rollbacks += int((dropped > 0).sum())
+        self.looked_up += int(accepted[table.proposed[rows] & ~table.given[rows]].sum())
         self.finish(rows, counts, targets, ended)
         unfinished = table.generation_id[rows] > 0
         # The newest draft was not known to be none when the decision was made.
-        left = np.minimum(decided.left, np.maximum(drafts - committed, 0))
+        left = np.minimum(left, np.maximum(drafts - committed, 0))
         table.num_drafts[rows[unfinished]] = left[unfinished]
         done = rows[unfinished & (left == 0)]
         table.proposed[done] = table.draft_ended[done] = False
-        for row in rows[unfinished & (decided.freed > 0)].tolist():
+        for row in rows[unfinished & (freed > 0)].tolist():
             sequence = table.sequences[row]
             self.admission.truncate(sequence, sequence.computed + sequence.num_drafts)
 
@@ -273,7 +258,7 @@ class Committer:
         table.mark_final(rows)
         for row in rows[table.draft_free[rows]].tolist():
             table.sequences[row].forbid_drafts(False)
-        self._commits.committed += int(counts.sum())
+        self.record.committed += int(counts.sum())
         for row in rows[table.fills_page(rows, self.admission.pool.page_size)].tolist():
             if table.sequences[row].error is None:
                 self.admission.prefix.insert(table.sequences[row])
@@ -297,7 +282,8 @@ class Committer:
         for sequence, token in zip(sequences, tokens, strict=True):
             sequence.supply(token)
         running = [n for n, sequence in enumerate(sequences) if sequence.running]
-        self._commits.committed += len(sequences) - len(running)
+        self.record.committed += len(sequences) - len(running)
+        self.admission.stats.committed += len(sequences)
         if running:  # others were preempted while they waited
             rows = np.array([sequences[n].row for n in running])
             given = np.array([[tokens[n]] for n in running])
@@ -307,7 +293,7 @@ class Committer:
     def end(self, sequence: Sequence, reason: str) -> None:
         """A sequence leaves; ``reason`` unless it has one."""
         sequence.finish_reason = sequence.finish_reason or reason
-        self._commits.ended.append(sequence)
+        self.ended.append(sequence)
         self.admission.remove(sequence)
 
     def _append_one_by_one(

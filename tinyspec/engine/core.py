@@ -9,8 +9,8 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 
-from tinyspec.engine.commit import Commits, Committer
-from tinyspec.engine.drafter import Drafter, FastPath, NgramDrafter, proposals
+from tinyspec.engine.commit import Committer
+from tinyspec.engine.drafter import OWN, Drafter, FastPath, NgramDrafter, proposals
 from tinyspec.engine.launcher import InFlightPass, Launcher
 from tinyspec.engine.trace import Trace
 from tinyspec.errors import named
@@ -54,7 +54,7 @@ class EngineCore:
     @property
     def drafts_by_user(self) -> bool:
         """Whether drafts come from the user's drafter or model."""
-        return type(self.drafter) not in (FastPath, NgramDrafter)
+        return not isinstance(self.drafter, OWN)
 
     def propose(self) -> None:
         """Before a step: draft for sequences without drafts, their given tokens or what the drafter
@@ -63,11 +63,10 @@ class EngineCore:
         table, rows = self.table, self.table.rows
         if self._is_under_way:
             return
-        silent = isinstance(self.drafter, FastPath)
-        if silent or (isinstance(self.drafter, NgramDrafter) and self.drafter.pauses):
+        if isinstance(self.drafter, OWN) and self.drafter.pauses:
             if not table.any("given"):
                 return
-            rows = rows[table.given[rows] & (table.deterministic[rows] | (not silent))]
+            rows = rows[table.given[rows]]
         rows = rows[table.num_drafts[rows] == 0]
         limits = table.draft_limits(rows)
         rows, limits = rows[limits > 0], limits[limits > 0]
@@ -88,35 +87,33 @@ class EngineCore:
             self._proposed += len(drafts)
             self._looked_up += len(drafts) if sequence.given_tokens is None else 0
 
-    def step(self) -> Commits:
-        """Run one pass, in the state of ``runner.torch_state``; what it committed. With ``overlap``
-        the pass after it is under way then."""
+    def step(self) -> None:
+        """Run one pass, in the state of ``runner.torch_state``, and commit what it found. With
+        ``overlap`` the pass after it is under way then."""
         began, own = time.perf_counter(), time.process_time()
-        done = self._next()
+        done, committer = self._next(), self.committer
         if done is None:
-            return self.committer.new_commits()
+            return
         if self.overlap:
             self._under_way = self._look_ahead(done)
-        before = {} if self.trace is None else self.trace.before(done)
+        before = [] if self.trace is None else self.trace.before(done)
         results = None
         try:
             results = done.fetch()
-            self.committer.commit(done, results)
+            committer.commit(done, results)
         except Exception as error:
             self._isolate_failure(done, error)
         seconds = time.perf_counter() - began
-        commits = self.committer.new_commits()
         if results is not None:  # a CPU is not charged with waiting for another process
             of_process = time.process_time() - own
             charged = min(seconds, of_process) if self.runner.device.type == "cpu" else seconds
             self.scheduler.buckets.ran(done.record.bucket, done.record.canonical, charged)
             if isinstance(self.drafter, NgramDrafter):
-                counts = self._looked_up, commits.looked_up
+                counts = self._looked_up, committer.looked_up
                 self.drafter.account(done.record, *counts, self.scheduler.buckets)
-        self._record(done.record, commits, seconds)
+        self._record(done.record, seconds)
         if self.trace is not None:
-            self.trace.after(done, before, results, began, commits.ended)
-        return commits
+            self.trace.after(done, before, results, began, committer.ended)
 
     @property
     def _is_under_way(self) -> bool:
@@ -131,7 +128,7 @@ class EngineCore:
         work_pass = self.scheduler.schedule()
         if work_pass is None:
             return None
-        return self.launcher.launch(*self.launcher.pack(work_pass))
+        return self.launcher.launch(work_pass)
 
     def _look_ahead(self, launched: InFlightPass) -> InFlightPass | None:
         """Launch the pass after ``launched``, whose results are not in, where it can be drawn up
@@ -144,9 +141,7 @@ class EngineCore:
         with launched.committed_ahead():
             if not self.admission.settled or (work_pass := self.scheduler.schedule()) is None:
                 return None
-            packed = self.launcher.pack(work_pass, launched)
-        # Code of the user's in the model may end requests: the table is set back by then.
-        return self.launcher.launch(*packed)
+            return self.launcher.launch(work_pass, launched)
 
     def drain(self) -> None:
         """Wait for a pass that is under way, and drop it: whoever goes on runs it again."""
@@ -161,24 +156,13 @@ class EngineCore:
             with suppress(Exception):
                 launched.pending.fetch()
 
-    def end(self, sequences: list[Sequence], reasons: list[str]) -> Commits:
-        """After tokens from outside: those with a reason end with it; what was committed."""
+    def end(self, sequences: list[Sequence], reasons: list[str]) -> None:
+        """After tokens from outside: those with a reason end with it."""
         for sequence, reason in zip(sequences, reasons, strict=True):
             if reason:
                 self.committer.end(sequence, reason)
-        commits = self.committer.new_commits()
-        self.stats.committed += commits.committed
-        if self.records:
-            self.records[-1].committed += commits.committed
         if self.trace is not None:
             self.trace.supplied(sequences)
-        return commits
-
-    def recover(self) -> Commits:
-        """After a step that raised: all running sequences are computed again. Returns what the step
-        had committed, which stays."""
-        self.admission.preempt_all()
-        return self.committer.new_commits()
 
     def _isolate_failure(self, failed: InFlightPass, error: Exception) -> None:
         """The pass raised: run its sequences one by one, then without drafts, then with fewer rows;
@@ -198,11 +182,11 @@ class EngineCore:
             why = f"the pass raised {named(error)}"
             self.committer.fail(sequences[0], why, error)
 
-    def _record(self, record: PassRecord, commits: Commits, seconds: float) -> None:
+    def _record(self, record: PassRecord, seconds: float) -> None:
         record.number, record.seconds = self._number, seconds
-        record.drafted, self._proposed, self._looked_up = self._proposed, 0, 0
-        record.count(commits)
+        record.drafted += self._proposed
+        self._proposed = self._looked_up = 0
         self._number += 1
         self.records.append(record)
         self.stats.add(record)
-        self.scheduler.observe(commits.accepted, commits.rollbacks)
+        self.scheduler.observe(record.accepted, record.rollbacks)

@@ -366,15 +366,20 @@ class Engine(OneProcess):
         order = checked_priority(priority)
         with self.lock("add_request"):
             (request,) = self.ready().requests([prompt], params)
-            return self.tracker.queue(request, order)
+            request.priority = order
+            self.tracker.add([request])
+            self.tracker.queued[request.request_id] = request
+            return request.request_id
 
     @locked
     def step(self) -> list[RequestOutput]:
         """Run one pass; the outputs of requests that finished since the last call."""
         self.tracker.refuse_closed()
         self.tracker.advance()
-        while finished := self.tracker.finished:  # what a tokenizer raises leaves the rest
-            self._outputs.append(output_of(finished.popleft(), self.tokenizer))
+        queued, unfinished = self.tracker.queued, self.tracker.requests
+        for name in [name for name in queued if name not in unfinished]:
+            # What a tokenizer raises leaves the rest.
+            self._outputs.append(output_of(queued.pop(name), self.tokenizer))
         outputs, self._outputs = self._outputs, []
         return outputs
 

@@ -88,23 +88,20 @@ class InputProcessor:
 
     def of_ids(self, prompts: list[list[int]], params: Any) -> list[Request]:
         """As ``requests``, for the token ids of each prompt."""
-        eos, asked = default_eos(self._model, self._vocab_size), self._params(params, len(prompts))
-        given = [p.resolve(eos_token_id=eos) if p.eos_token_id is None else p for p in asked]
-        ids = [self._token_ids("prompt", prompt) for prompt in prompts]
-        each = [self._fitting(p, wanted) for p, wanted in zip(ids, given, strict=True)]
-        for prompt, wanted in zip(ids, each, strict=True):
-            self._check(prompt, wanted)
+        given = self._params(params, len(prompts))
+        each = [self._checked(p, wanted) for p, wanted in zip(prompts, given, strict=True)]
         if self._thinker is not None and any(p.thinking and p.deterministic for p in each):
             self._thinker.prove()
-        return [self._request(p, wanted) for p, wanted in zip(ids, each, strict=True)]
+        return [self._request(p, wanted) for p, wanted in zip(prompts, each, strict=True)]
 
     def scored(self, prompts: Any, continuations: Any, params: Any) -> list[Request]:
         """Requests for the log-probabilities of given continuations."""
         given, follow = as_prompts(prompts), as_prompts(continuations)
         if len(given) != len(follow):
             raise refuse("continuations", f"{len(follow)} of them", f"one a prompt, {len(given)}")
-        texts = [continuation_ids(text, self._tokenizer) for text in follow]
-        targets = [self._token_ids("continuation", ids) for ids in texts]
+        targets = [continuation_ids(text, self._tokenizer) for text in follow]
+        for target in targets:
+            self._check_ids("continuation", target)
         each = [
             replace(
                 wanted,
@@ -165,8 +162,8 @@ class InputProcessor:
         """Of the fingerprint of a request whose tokens depend on the tokenizer as it is now."""
         return self._grammars.parts(params, self._vocab_size)
 
-    def _token_ids(self, field: str, ids: list[Any]) -> list[int]:
-        """``ids``, checked to be tokens of the model."""
+    def _check_ids(self, field: str, ids: list[Any]) -> None:
+        """Raise ValueError unless they are tokens of the model."""
         if not ids:
             raise refuse(field, ids, "at least one token")
         size = self._vocab_size  # asked of the model once, not for every token
@@ -174,20 +171,19 @@ class InputProcessor:
             if isinstance(token, bool) or not isinstance(token, int):
                 raise refuse(f"{field}[{place}]", token, "token ids, integers")
             _check_token(f"{field} token id", token, size)
-        return ids
 
-    def _fitting(self, prompt: list[int], params: SamplingParams) -> SamplingParams:
-        """As many new tokens as ``max_model_len`` leaves, where no number is given: not as the pool
-        has pages for, which the fingerprint does not tell."""
-        if params.max_new_tokens is not None:
-            return params
-        assert self._config.max_model_len
-        return replace(params, max_new_tokens=max(1, self._config.max_model_len - len(prompt)))
-
-    def _check(self, prompt: list[int], params: SamplingParams) -> None:
-        config, pool = self._config, self._pool
+    def _checked(self, prompt: list[int], params: SamplingParams) -> SamplingParams:
+        """With the model's end tokens where none are given and, where their number is not, as many
+        new tokens as ``max_model_len`` leaves: not as the pool has pages for, which the fingerprint
+        does not tell. Raises ValueError."""
+        self._check_ids("prompt", prompt)
+        config, pool, size = self._config, self._pool, self._vocab_size
         assert config.max_model_len
         limit = config.max_model_len - len(prompt)
+        if params.eos_token_id is None:
+            params = params.resolve(eos_token_id=default_eos(self._model, size))
+        if params.max_new_tokens is None:
+            params = replace(params, max_new_tokens=max(1, limit))
         pages = pool.pages_for(len(prompt) + params.most_new_tokens)
         if limit < 1:
             fewer = f"fewer than max_model_len={config.max_model_len}"
@@ -201,7 +197,6 @@ class InputProcessor:
             allowed += f"there are {pool.num_pages} (num_pages, max_model_len)"
         if allowed is not None:
             raise refuse("max_new_tokens", params.max_new_tokens, allowed)
-        size = self._vocab_size
         for field in ("stop_token_ids", "eos_token_id", "logit_bias"):
             for token in getattr(params, field) or ():
                 _check_token(field, token, size)
@@ -219,6 +214,7 @@ class InputProcessor:
             for function in functions:
                 if not callable(function):
                     raise refuse(field, function, "functions")
+        return params
 
 
 def checked_priority(priority: Any) -> int:

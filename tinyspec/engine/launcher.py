@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -47,27 +46,29 @@ class Results:
         return [sampling.tokens, sampling.logprobs, self.decisions, self.prompt_logprobs]
 
 
-class Decisions(NamedTuple):
-    """Of ``accept_truncate``, [n] each, where 0 tokens are committed for those without drafts."""
+@dataclass
+class NewTokens:
+    """Of n sequences, [n] each: rows of the table, where the tokens of each are among those
+    sampled, how many there are. decisions [5, n]: of ``accept_truncate``, in its order, where any
+    has drafts to verify; 0 tokens are committed for those without."""
 
-    committed: Array
-    accepted: Array
-    left: Array
-    freed: Array
-    stopped: Array
+    rows: Array
+    firsts: Array
+    counts: Array
+    decisions: Array | None = None
 
-    def only(self, which: Array) -> Decisions:
+    def only(self, which: Array) -> NewTokens:
         """Those at ``which``."""
-        return Decisions(*(column[which] for column in self))
+        decisions = None if self.decisions is None else self.decisions[:, which]
+        return NewTokens(self.rows[which], self.firsts[which], self.counts[which], decisions)
 
 
 @dataclass
 class Fetched:
-    """Results on the host; decisions: of the n sequences of the pass, None where none has drafts
-    to verify."""
+    """Results on the host; decisions: of the n sequences of the pass, as ``NewTokens`` has them."""
 
     sampled: Sampled
-    decisions: Decisions | None
+    decisions: Array | None
     prompt_logprobs: Array | None
 
 
@@ -77,8 +78,7 @@ class InFlightPass:
 
     generation_ids: of the works' rows when it was launched; a row that has another by now holds
     another sequence, or the same one computed anew. work [n]: which work's rows a sequence's tokens
-    come from. rows [n]: of the table, a leader's for siblings. firsts, counts [n]: places of its
-    tokens among those sampled. offsets: of each work, its first row of logits. siblings: (place
+    come from. new: the n sequences, by a leader's row where a sibling starts. siblings: (place
     among the n, sequence). leads: whether siblings wait for a prompt that it computes. unscored:
     (work, position) of prompt rows whose logits give a missing log-probability. verified [S]:
     places of those with drafts to verify. thinking: rows of prompts that are thought about.
@@ -88,10 +88,7 @@ class InFlightPass:
     record: PassRecord
     generation_ids: Array
     work: Array
-    rows: Array
-    firsts: Array
-    counts: Array
-    offsets: Array
+    new: NewTokens
     siblings: list[tuple[int, Sequence]]
     leads: bool
     unscored: list[tuple[int, int]]
@@ -104,8 +101,8 @@ class InFlightPass:
         """Before it is handed to the device."""
         record = PassRecord.of(work_pass, len(admission.waiting), admission.pool.num_held)
         table, works = work_pass.table, work_pass.works
-        offsets = works.cu_tokens - works.yields
-        work, rows, firsts, counts = offsets, works.rows, offsets, works.yields
+        firsts = works.cu_tokens - works.yields
+        work, rows, counts = firsts, works.rows, works.yields
         if not works.single:
             work = counts.nonzero()[0]
             rows, firsts, counts = rows[work], firsts[work], counts[work]
@@ -120,8 +117,9 @@ class InFlightPass:
             firsts = counts.cumsum() - counts
         verified = (table.num_drafts[rows] > 0) & (works.kinds[work] != DRAFT)
         ids, unscored = table.generation_id[works.rows], _unscored(work_pass)
-        parts = (ids, work, rows, firsts, counts, offsets, siblings, leads, unscored)
-        return cls(work_pass, record, *parts, verified.nonzero()[0])
+        new = NewTokens(rows, firsts, counts)
+        parts = (ids, work, new, siblings, leads, unscored, verified.nonzero()[0])
+        return cls(work_pass, record, *parts)
 
     @property
     def works(self) -> ScheduledRows:
@@ -148,7 +146,7 @@ class InFlightPass:
         works, table = self.works, self.work_pass.table
         drafting = works.kinds == DRAFT
         final = ~drafting
-        grown = self.rows[final[self.work]]
+        grown = self.new.rows[final[self.work]]
         rows, ends, drafted = works.rows[final], works.ends[final], works.rows[drafting]
         with ahead_of_results(table, rows, ends, self.work_pass.canonical, grown, drafted):
             yield
@@ -156,7 +154,7 @@ class InFlightPass:
     def sources(self, rows: Array) -> Array:
         """[n]: where among its tokens the newest one of each of ``rows`` is; -1: elsewhere."""
         places = np.full(len(self.work_pass.table.sequences), -1)
-        places[self.rows] = self.firsts
+        places[self.new.rows] = self.new.firsts
         found: Array = places[rows]
         return found
 
@@ -171,9 +169,8 @@ class InFlightPass:
         assert tokens is not None
         decisions = None
         if decided is not None:
-            every = np.zeros((len(decided), len(self.rows)), np.int64)
-            every[:, self.verified] = decided
-            decisions = Decisions(*every)
+            decisions = np.zeros((len(decided), len(self.work)), np.int64)
+            decisions[:, self.verified] = decided
         return Fetched(self.pending.results.sampling.on_host(tokens, logprobs), decisions, prompts)
 
 
@@ -218,8 +215,8 @@ class Comparison:
         device: torch.device,
     ):
         """before: whose tokens are the newest drafts of some, which have no ids yet."""
-        which = launched.verified
-        rows, firsts, counts = launched.rows[which], launched.firsts[which], launched.counts[which]
+        new = launched.new.only(launched.verified)
+        rows, firsts, counts = new.rows, new.firsts, new.counts
         unknown = np.full(len(rows), -1) if before is None else before.sources(rows)
         drafts, lengths = table.num_drafts[rows], table.length[rows]
         place = np.arange(max(int(counts.max()), int(drafts.max())))
@@ -239,35 +236,20 @@ class Comparison:
         self._last = to_device(last, device) if len(some) else None
 
     def run(
-        self, kernels: Kernels, page_size: int, tokens: Tensor, before: InFlightPass | None
+        self, kernels: Kernels, page_size: int, tokens: Tensor, before: Tensor | None
     ) -> Tensor:
-        """Decisions [5, S] int32 on the sampled ``tokens``. A sequence is verified up to its first
-        row without a token; where that is its first row, its decision means nothing."""
+        """Decisions [5, S] int32 on the sampled ``tokens``; before: those of the pass before. A
+        sequence is verified up to its first row without a token; where that is its first row, its
+        decision means nothing."""
         targets = tokens[self._places].masked_fill_(self._excess, -1)
         good = (targets >= 0).long().cumprod(1).sum(1).clamp_(min=1).int()
         if self._last is not None:
             assert before is not None
             sequence, place, source = self._last
-            self._guesses[sequence, place] = before.tokens[source]
+            self._guesses[sequence, place] = before[source]
         held = (self._drafts, self._starts, self._remaining, self._stops, self._pages)
         found = kernels.accept_truncate(self._guesses, targets, good, *held, page_size)
         return torch.stack(found)
-
-
-@dataclass(eq=False)
-class DeviceWork:
-    """All that a pass is on the device, drawn up: it reads nothing that may change meanwhile.
-
-    targets [P]: tokens of prompts whose log-probabilities the first P rows of logits give. before:
-    a pass whose tokens it takes where they lie.
-    """
-
-    packed: PackedPass
-    samples: SampleBatch
-    comparison: Comparison | None
-    targets: Tensor | None
-    before: InFlightPass | None
-    thinking: ThinkingRows | None
 
 
 @dataclass(eq=False)
@@ -282,49 +264,28 @@ class Launcher:
     def __post_init__(self) -> None:
         self.queue = DeviceQueue()
 
-    def launch(self, launched: InFlightPass, work: Callable[[], Results]) -> InFlightPass:
-        """Start what ``pack`` has drawn up."""
-        launched.pending = self.queue.launch(work)
-        return launched
-
-    def pack(
-        self, work_pass: Pass, before: InFlightPass | None = None
-    ) -> tuple[InFlightPass, Callable[[], Results]]:
-        """A pass, and its work for the device, which raises what went wrong here as well.
+    def launch(self, work_pass: Pass, before: InFlightPass | None = None) -> InFlightPass:
+        """Hand a pass over; what raises here is raised where its results are fetched.
 
         before: a pass whose results are not in, as if it were committed (``committed_ahead``).
         """
         launched = InFlightPass.of(work_pass, self.admission)
         try:
-            return launched, partial(self._run, self._drawn_up(launched, before))
+            work = self._drawn_up(launched, before)
         except Exception as error:
-            return launched, partial(_fail, error)
+            work = partial(_fail, error)
+        launched.pending = self.queue.launch(work)
+        return launched
 
-    def _run(self, work: DeviceWork) -> Results:
-        """The forward, what is sampled from its logits, and decisions on drafts."""
-        runner, sampler, hooks = self.runner, self.sampler, None
-        if self.thinker is not None and work.thinking is not None:
-            hooks = work.thinking.hooks(*self.thinker.layers)
-        before = None if work.before is None else work.before.tokens
-        logits = runner.run(work.packed, before, hooks)
-        prompt_logprobs = None
-        if work.targets is not None:
-            first = len(work.targets)
-            prompt_logprobs = sampler.kernels.chosen_logprobs(logits[:first], work.targets)
-            logits = logits[first:]
-        sampling = sampler.sample(logits, work.samples)
-        decisions = None
-        if work.comparison is not None:
-            given = (sampler.kernels, runner.page_size, sampling.tokens, work.before)
-            decisions = work.comparison.run(*given)
-        return Results(sampling, decisions, prompt_logprobs)
-
-    def _drawn_up(self, launched: InFlightPass, before: InFlightPass | None) -> DeviceWork:
+    def _drawn_up(
+        self, launched: InFlightPass, before: InFlightPass | None
+    ) -> Callable[[], Results]:
+        """All that the pass is on the device: it reads nothing that may change meanwhile."""
         runner, works, table = self.runner, launched.works, self.admission.table
         fresh, unscored = self.admission.pool.take_fresh(), launched.unscored
-        ends = works.cu_rows
-        wanted = launched.offsets if works.single else spread(ends - works.yields, works.yields)
-        targets = newest = None
+        ends, yields = works.cu_rows, works.yields
+        wanted = np.arange(len(works)) if works.single else spread(ends - yields, yields)
+        targets = newest = comparison = None
         if unscored:  # these rows come first
             more = [ends[n] - works.counts[n] + p - works.starts[n] for n, p in unscored]
             wanted = np.concatenate([more, wanted])
@@ -339,17 +300,45 @@ class Launcher:
         packed = runner.pack(launched.work_pass, fresh, wanted, newest)
         if self.thinker is not None:
             launched.thinking = ThinkingRows.of(launched.work_pass, runner.device)
-        comparison = None
         if len(launched.verified):
             comparison = Comparison(table, launched, before, runner.device)
         samples = self._samples(launched)
-        return DeviceWork(packed, samples, comparison, targets, before, launched.thinking)
+        return partial(self._run, packed, samples, comparison, targets, before, launched.thinking)
+
+    def _run(
+        self,
+        packed: PackedPass,
+        samples: SampleBatch,
+        comparison: Comparison | None,
+        targets: Tensor | None,
+        before: InFlightPass | None,
+        thinking: ThinkingRows | None,
+    ) -> Results:
+        """The forward, what is sampled from its logits, and decisions on drafts.
+
+        targets [P]: tokens of prompts whose log-probabilities the first P rows of logits give.
+        before: a pass whose tokens it takes where they lie.
+        """
+        runner, sampler, hooks = self.runner, self.sampler, None
+        if self.thinker is not None and thinking is not None:
+            hooks = thinking.hooks(*self.thinker.model.layers)
+        newest = None if before is None else before.tokens
+        logits = runner.run(packed, newest, hooks)
+        prompt_logprobs = decisions = None
+        if targets is not None:
+            first = len(targets)
+            prompt_logprobs = sampler.kernels.chosen_logprobs(logits[:first], targets)
+            logits = logits[first:]
+        sampling = sampler.sample(logits, samples)
+        if comparison is not None:
+            decisions = comparison.run(sampler.kernels, runner.page_size, sampling.tokens, newest)
+        return Results(sampling, decisions, prompt_logprobs)
 
     def _samples(self, launched: InFlightPass) -> SampleBatch:
         """What the sampler needs to know of every token."""
-        table, works, counts = self.admission.table, launched.works, launched.counts
-        row, position = launched.rows, works.ends[launched.work]
-        logits_row = launched.offsets[launched.work]
+        table, works, counts = self.admission.table, launched.works, launched.new.counts
+        row, position = launched.new.rows, works.ends[launched.work]
+        logits_row = (works.cu_tokens - works.yields)[launched.work]
         if not works.single:
             row, logits_row = row.repeat(counts), spread(logits_row, counts)
             position = spread(position - counts + 1, counts)
@@ -361,7 +350,7 @@ class Launcher:
             for n in table.places("special_sampling", row)
         }
         for n, sibling in launched.siblings:
-            place = int(launched.firsts[n])
+            place = int(launched.new.firsts[n])
             key[place] = sibling.key
             if place in special:
                 special[place] = _special_row(sibling, int(position[place]))

@@ -20,19 +20,6 @@ from tinyspec.interrupts import between_steps, flush, in_main_thread
 LOOK = 0.05
 
 
-def _always() -> bool:
-    return True
-
-
-class _Waiting:
-    """A thread that waits. ready: whether it wants more than to step; gate: open once it has the
-    lock."""
-
-    def __init__(self, ready: Callable[[], bool]):
-        self.thread, self.ready, self.gate = get_ident(), ready, Lock()
-        self.gate.acquire()
-
-
 class StepLock:
     """Held by one thread at a time. A thread that waits gets it between two steps of another one.
 
@@ -43,7 +30,9 @@ class StepLock:
         self._process = os.getpid()
         self._lock = Lock()
         self._owner: int | None = None
-        self._waiting: list[_Waiting] = []
+        # Of each thread that waits: whether it wants more than to step, and what opens once it has
+        # the lock.
+        self._waiting: dict[int, tuple[Callable[[], bool], Lock]] = {}
         self.in_step = False
 
     @property
@@ -70,10 +59,10 @@ class StepLock:
     @property
     def wanted(self) -> bool:
         """Whether a thread waits that wants more than to step."""
-        return any(one.ready() for one in tuple(self._waiting))
+        return any(ready() for ready, _ in tuple(self._waiting.values()))
 
     @contextmanager
-    def __call__(self, what: str, ready: Callable[[], bool] = _always) -> Iterator[None]:
+    def __call__(self, what: str, ready: Callable[[], bool] = lambda: True) -> Iterator[None]:
         """A block during which no other thread uses the engine; within another block of the same
         thread it does nothing.
 
@@ -103,28 +92,26 @@ class StepLock:
             if self._owner is None:
                 self._owner = get_ident()
                 return
-            own = _Waiting(ready)
-            self._waiting.append(own)
+            gate = Lock()
+            gate.acquire()
+            self._waiting[get_ident()] = ready, gate
         try:
-            while not own.gate.acquire(timeout=LOOK if in_main_thread() else -1):
+            while not gate.acquire(timeout=LOOK if in_main_thread() else -1):
                 flush()
         except BaseException:
             with self._lock:
-                waits = own in self._waiting
-                self._waiting = [other for other in self._waiting if other is not own]
-            if not waits:  # it has got it meanwhile
+                waits = self._waiting.pop(get_ident(), None)
+            if waits is None:  # it has got it meanwhile
                 self._give()
             raise
 
     def _give(self) -> None:
         """To the first that wants more than to step, or else to the first."""
         with self._lock:
-            self._owner = None
-            if self._waiting:
-                following = next((one for one in self._waiting if one.ready()), self._waiting[0])
-                self._waiting.remove(following)
-                self._owner = following.thread
-                following.gate.release()
+            wanting = (thread for thread, (ready, _) in self._waiting.items() if ready())
+            self._owner = next(wanting, next(iter(self._waiting), None))
+            if self._owner is not None:
+                self._waiting.pop(self._owner)[1].release()
 
     @contextmanager
     def step(self) -> Iterator[None]:

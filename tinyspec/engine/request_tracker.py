@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from threading import get_ident
@@ -18,10 +17,9 @@ import torch
 from tqdm import tqdm
 
 from tinyspec.determinism.contract import Contract
-from tinyspec.engine.commit import Commits
 from tinyspec.engine.core import EngineCore
 from tinyspec.engine.lock import StepLock
-from tinyspec.errors import DeterminismError, TinyspecError, named, refuse
+from tinyspec.errors import TinyspecError, named, refuse
 from tinyspec.interrupts import between_steps, flush
 from tinyspec.scheduler.request import Request, Sequence
 
@@ -31,19 +29,18 @@ ASKED = "engine.abort was called for it"
 
 
 class RequestTracker:
-    """Unfinished requests of one engine by id, and those of ``queue`` that have ``finished`` and
-    were not taken. The thread that holds ``lock`` steps for all: requests of all threads share
-    passes. closed: why nothing runs any more.
+    """Unfinished requests of one engine by id. The thread that holds ``lock`` steps for all:
+    requests of all threads share passes. queued: those that ``step`` reports at their end, by id.
+    closed: why nothing runs any more.
     """
 
     def __init__(self, core: EngineCore, contract: Contract):
         self.requests: dict[str, Request] = {}
-        self.finished: deque[Request] = deque()
+        self.queued: dict[str, Request] = {}
         self.closed: str | None = None
         self.lock = StepLock()
         self._core, self._contract = core, contract
         self._calls_user: set[str] = set()
-        self._queued: set[str] = set()
         self._threads = False
         # To be aborted: streams that were collected, and what a step's own code asked for.
         self._dropped: list[Request] = []
@@ -75,8 +72,8 @@ class RequestTracker:
         ValueError where it is not the caller of requests whose bits depend on that number."""
         if not (self.requests and self._contract.threads_changed):
             return
-        asking = [r.thread for r in self.requests.values() if r.params.deterministic]
-        if asking and get_ident() not in asking:
+        threads = [request.thread for request in self._asking]
+        if threads and get_ident() not in threads:
             raise ValueError(
                 f"torch computes with {torch.get_num_threads()} threads in this thread of Python, "
                 "and with another number in those whose deterministic requests are unfinished; "
@@ -113,18 +110,26 @@ class RequestTracker:
         self._core.admission.forget_pages()
         if self._core.committer.thinker is not None:
             self._core.committer.thinker.forget_states()
-        asking = [request for request in self.requests.values() if request.params.deterministic]
-        begun = [r for r in asking if any(s.num_generated for s in r.sequences)]
+        begun = [r for r in self._asking if any(s.num_generated for s in r.sequences)]
         self._abort(begun, f"{what} changed while it was running")
         for request in self.requests.values():
             request.forget_prompt()
-        if len(begun) == len(asking):
+        self._ensure()
+
+    @property
+    def _asking(self) -> list[Request]:
+        """The deterministic ones."""
+        return [r for r in self.requests.values() if r.params.deterministic]
+
+    def _ensure(self) -> None:
+        """After a change: abort deterministic requests where none can be served."""
+        if not self._asking:
             return
         try:
             self._contract.ensure()
             fingerprint = self._contract.fingerprint
         except Exception as error:  # of whatever the model is made of now
-            self._abort(asking, _told(error))
+            self._abort(self._asking, _told(error))
             return
         for request in self.requests.values():
             request.fingerprint = fingerprint.with_tokenizer(request.tokenizer)
@@ -153,13 +158,6 @@ class RequestTracker:
                     self._calls_user.add(request.request_id)
                 for sequence in {*request.sequences} - {*request.sequences[0].siblings}:
                     self._core.admission.add(sequence)
-
-    def queue(self, request: Request, priority: float = 0) -> str:
-        """Begin a request that is among ``finished`` at its end; its id."""
-        request.priority = priority
-        self.add([request])
-        self._queued.add(request.request_id)
-        return request.request_id
 
     @between_steps()
     def run(
@@ -211,57 +209,52 @@ class RequestTracker:
             with self.lock.step():
                 core.propose()
             self._check_before_pass(called)
-            commits, written = None, len(contract.written)
+            written = len(contract.written)
             try:
                 with self.lock.step():
-                    commits = core.step()
+                    core.step()
+            except BaseException:  # all running sequences are computed again
+                core.admission.preempt_all()
+                raise
             finally:
-                self._finish(core.recover() if commits is None else commits)
+                self._finish()
             with self.lock.step():
                 sound = len(contract.written) == written
                 if sound and core.table.any("deterministic"):  # prove what makes them faster
                     seconds = time.perf_counter() - begun
                     sound = contract.prove_repaid(seconds, core.scheduler.accepted())
                 if not sound:
-                    self._end_asking()
+                    self._ensure()
 
     def _runs_user_code(self) -> bool:
         """Whether code of the user's may have run since the last call: callbacks of requests, hooks
         and modules, other threads. Not seen are signal handlers and finalizers."""
         before, self._threads = self._threads, other_threads()  # one may have ended meanwhile
-        by_request = bool(self._calls_user) or self._contract.runs_user_code
-        return by_request or self._threads or before
+        self._calls_user &= self.requests.keys()
+        return bool(self._calls_user) or self._contract.runs_user_code or self._threads or before
 
     def end(self, sequences: list[Sequence], reasons: list[str]) -> None:
         """After ``core.committer.supply``, with ``lock``: those of ``sequences`` that have a reason
         end with it."""
-        self._finish(self._core.end(sequences, reasons))
+        self._core.end(sequences, reasons)
+        self._finish()
 
-    def _finish(self, commits: Commits) -> None:
+    def _finish(self) -> None:
         """After a step: forget the requests that it finished, and do what its own code asked
         for."""
-        for sequence in commits.ended:
+        for sequence in self._core.committer.take_ended():
             request = sequence.request
             if self._written and request.params.deterministic:  # its last tokens are of both
                 sequence.finish_reason = "abort"
                 sequence.error = "the weights changed while it was running"
-            if request.finished and self._unfinished(request):
-                self._forget(request)
+            if request.finished:
+                self.requests.pop(request.request_id, None)
         self.apply_asked()
 
-    def _end_asking(self) -> None:
-        """Abort deterministic requests where none can be served."""
-        asking = [r for r in self.requests.values() if r.params.deterministic]
-        try:
-            if asking:
-                self._contract.ensure()
-        except DeterminismError as error:
-            self._abort(asking, str(error))
-
     def has_unfinished(self) -> bool:
-        """Whether requests are unfinished, or finished and not taken."""
+        """Whether requests are unfinished, or finished and not reported."""
         dropped = {request.request_id for request in tuple(self._dropped)}
-        return bool(self.requests.keys() - dropped or self.finished)
+        return bool(self.queued or self.requests.keys() - dropped)
 
     def abort(self, request_id: str) -> Request:
         """End one request; ValueError if none of that id is unfinished. Within a step it ends with
@@ -271,7 +264,7 @@ class RequestTracker:
             request = self.requests.get(request_id)
             if request is None or request in self._dropped:
                 raise refuse("request_id", request_id, "the id of an unfinished request")
-            self._queued.discard(request_id)
+            self.queued.pop(request_id, None)
             if within:
                 self._dropped.append(request)
             else:
@@ -282,7 +275,6 @@ class RequestTracker:
         """Abort those of ``requests`` that are unfinished; nothing else reports them."""
         if any(map(self._unfinished, requests)):
             with self.lock("abort"):
-                self._queued -= {request.request_id for request in requests}
                 self._abort(requests)
 
     def drop(self, requests: list[Request]) -> None:
@@ -292,7 +284,7 @@ class RequestTracker:
     def close(self, why: str) -> None:
         """Abort all; no request can be added any more, which is refused with ``why``."""
         self.closed = why
-        self._queued.clear()
+        self.queued.clear()
         self._abort(self.requests.values(), "the engine was closed")
 
     def apply_asked(self) -> None:
@@ -313,15 +305,7 @@ class RequestTracker:
             for sequence in [s for s in request.sequences if not s.finished]:
                 sequence.finish_reason, sequence.error = "abort", error
                 self._core.admission.remove(sequence)
-            self._forget(request)
-
-    def _forget(self, request: Request) -> None:
-        """A request has finished."""
-        del self.requests[request.request_id]
-        self._calls_user.discard(request.request_id)
-        if request.request_id in self._queued:
-            self._queued.remove(request.request_id)
-            self.finished.append(request)
+            del self.requests[request.request_id]
 
 
 def _told(error: Exception) -> str:

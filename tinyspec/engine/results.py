@@ -155,13 +155,11 @@ class EventStream(Iterator[StreamEvent]):
 
     def __next__(self) -> StreamEvent:
         while not self._events:
-            with self._tracker.lock("stream", self._ready):
-                self._look()  # first of all, as others may have run the engine
-                if not self._events:
-                    if not self._open:
-                        raise StopIteration
-                    self._tracker.advance()
-                    self._look()
+            self._tracker.run_until(self._ready)
+            with self._tracker.lock("stream"):
+                self._look()
+            if not (self._events or self._open):
+                raise StopIteration
         return self._events.popleft()
 
     def _ready(self) -> bool:

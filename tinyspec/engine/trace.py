@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from tinyspec.engine.launcher import Fetched, InFlightPass
@@ -98,13 +98,8 @@ class TracedPass:
     rows: dict[str, int]
 
 
-class Before(NamedTuple):
-    """A sequence before a pass is committed: tokens, drafts, and its counts."""
-
-    sequence: Sequence
-    length: int
-    drafts: list[int]
-    stats: CompletionStats
+# A sequence before a pass is committed: its number there, its tokens and drafts.
+Before = tuple[int, Sequence, int, list[int]]
 
 
 class Trace:
@@ -114,36 +109,28 @@ class Trace:
     def __init__(self, size: int, tokenizer: Any = None):
         self.tokenizer = tokenizer
         self._kept: deque[TracedPass] = deque(maxlen=size)
-        # Drafts of each sequence that are told.
-        self._drafted: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
+        # What of each sequence's counts is told.
+        self._told: WeakKeyDictionary[Sequence, CompletionStats] = WeakKeyDictionary()
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def before(self, done: InFlightPass) -> dict[int, Before]:
-        """To call before ``done`` is committed: its sequences that are there, by their works."""
-        found, table = {}, done.work_pass.table
-        for n in done.alive.nonzero()[0].tolist():
-            one: Sequence = table.sequences[done.works.rows[n]]
-            found[n] = Before(one, one.length, one.drafts, replace(one.stats))
-        return found
+    def before(self, done: InFlightPass) -> list[Before]:
+        """To call before ``done`` is committed: its sequences that are there."""
+        sequences = done.work_pass.sequences
+        there = [(n, sequences[n]) for n in done.alive.nonzero()[0].tolist()]
+        return [(n, one, one.length, one.drafts) for n, one in there]
 
     def after(
         self,
         done: InFlightPass,
-        before: dict[int, Before],
+        before: list[Before],
         results: Fetched | None,
         began: float,
         ended: list[Sequence],
     ) -> None:
         """``done`` is committed, or has failed; ``ended`` sequences have finished."""
-        works = {each.sequence: self._work(done, n, each) for n, each in before.items()}
-        for place, n in enumerate(done.work.tolist() if results is not None else ()):
-            if n in before and (work := works[before[n].sequence]).kind == VERIFIED:
-                assert results is not None
-                first, count = done.firsts[place], done.counts[place]
-                sampled = results.sampled.tokens[first : first + count].tolist()
-                work.targets = [token for token in sampled if token >= 0]
+        works = {each[1]: self._work(done, results, each) for each in before}
         for _, sibling in done.siblings:
             if sibling.num_generated:
                 work = works[sibling] = TracedWork.of(sibling)
@@ -156,44 +143,49 @@ class Trace:
         rows |= {"padding": done.record.padding}
         self._kept.append(TracedPass(done.record, began, list(works.values()), rows))
 
-    def _work(self, done: InFlightPass, n: int, before: Before) -> TracedWork:
-        """Of work ``n``."""
-        works, sequence, stats = done.works, before.sequence, before.sequence.stats
+    def _work(self, done: InFlightPass, results: Fetched | None, before: Before) -> TracedWork:
+        (n, sequence, length, drafts), works = before, done.works
+        stats, told = sequence.stats, self._told.get(sequence, CompletionStats())
+        self._told[sequence] = replace(stats)
         kind = KINDS[works.kinds[n]]
-        if stats.verify_passes > before.stats.verify_passes:
+        if stats.verify_passes > told.verify_passes:
             kind = VERIFIED
         elif kind == "decode":
             kind = CANONICAL if sequence.deterministic else PLAIN
         work = TracedWork.of(sequence, kind)
         work.start, work.rows = int(works.starts[n]), int(works.counts[n])
-        if before.length > sequence.request.num_prompt:
-            (work.newest,) = sequence.ids(before.length - 1, before.length)
-        if kind == PROMPT:
-            work.read = sequence.ids(work.start, work.start + min(work.rows, READ_KEPT))
-        work.tokens = sequence.ids(before.length, sequence.length)
+        if length > sequence.request.num_prompt:
+            (work.newest,) = sequence.ids(length - 1, length)
+        work.tokens = sequence.ids(length, sequence.length)
         work.kv, work.pages = sequence.computed, len(sequence.pages)
+        work.accepted = stats.accepted - told.accepted
+        work.rejected = stats.rolled_back - told.rolled_back
+        work.proposed = stats.drafted - told.drafted
         if kind == VERIFIED:
-            work.drafts = before.drafts
-        elif kind == DRAFT and sequence.running:
-            work.drafts = sequence.drafts[len(before.drafts) :]
-            work.kv_drafts = int(works.ends[n]) - work.kv
-        work.accepted = stats.accepted - before.stats.accepted
-        work.rejected = stats.rolled_back - before.stats.rolled_back
-        work.proposed = stats.drafted - self._drafted.get(sequence, 0)
-        work.proposed -= len(work.drafts) if kind == DRAFT else 0
-        self._drafted[sequence] = stats.drafted
+            work.drafts = drafts
+            if results is not None:
+                place = done.work.tolist().index(n)
+                first, count = done.new.firsts[place], done.new.counts[place]
+                sampled = results.sampled.tokens[first : first + count].tolist()
+                work.targets = [token for token in sampled if token >= 0]
+        elif kind == PROMPT:
+            work.read = sequence.ids(work.start, work.start + min(work.rows, READ_KEPT))
+        elif kind == DRAFT:
+            if sequence.running:
+                work.drafts = sequence.drafts[len(drafts) :]
+                work.kv_drafts = int(works.ends[n]) - work.kv
+            work.proposed -= len(work.drafts)
         return work
 
     def supplied(self, sequences: list[Sequence]) -> None:
         """Each has got a token from outside, after a pass."""
-        works = self._kept[-1].works if self._kept else []
-        known = {work.lane: work for work in works}
+        known = {work.lane: work for work in self._kept[-1].works}
         for sequence in sequences:
             new = TracedWork.of(sequence)
             work = known.setdefault(new.lane, new)
-            work.tokens = [*work.tokens, *sequence.ids(sequence.length - 1, sequence.length)]
+            work.tokens += sequence.ids(sequence.length - 1, sequence.length)
             work.end = sequence.finish_reason
-        works[:] = known.values()
+        self._kept[-1].works[:] = known.values()
 
     def passes(self) -> list[TracedPass]:
         """The passes that are kept, in order."""
@@ -213,13 +205,15 @@ def chrome_trace(passes: list[TracedPass], tokenizer: Any = None) -> dict[str, A
     times in microseconds from the first pass on; text of tokens where there is a tokenizer."""
     works = [work for one in passes for work in one.works]
     lanes = {lane: n for n, lane in enumerate(dict.fromkeys(work.lane for work in works), 1)}
-    begun = passes[0].began if passes else 0.0
-    events = [_named("process_name", "passes", PASSES), _named("thread_name", "passes", PASSES, 1)]
-    events.append(_named("process_name", "completions", COMPLETIONS))
-    for lane, number in lanes.items():
-        events.append(_named("thread_name", lane_name(lane), COMPLETIONS, number))
+    names = [("process_name", "passes", PASSES, 0), ("thread_name", "passes", PASSES, 1)]
+    names.append(("process_name", "completions", COMPLETIONS, 0))
+    names += [("thread_name", lane_name(lane), COMPLETIONS, n) for lane, n in lanes.items()]
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": name, "pid": process, "tid": lane, "args": {"name": value}}
+        for name, value, process, lane in names
+    ]
     for one in passes:
-        events += _events(one, lanes, begun)
+        events += _events(one, lanes, passes[0].began)
     ids = ((*w.read, *w.tokens, *w.drafts, *w.targets, w.newest) for w in works)
     tokens = set(chain(*ids)) - {-1} if tokenizer is not None else set()
     texts = {token: _text(tokenizer, token) for token in tokens}
@@ -228,20 +222,16 @@ def chrome_trace(passes: list[TracedPass], tokenizer: Any = None) -> dict[str, A
     return {"traceEvents": events, "displayTimeUnit": "ms", "tinyspec": known}
 
 
-def _named(name: str, value: str, process: int, lane: int = 0) -> dict[str, Any]:
-    return {"ph": "M", "name": name, "pid": process, "tid": lane, "args": {"name": value}}
-
-
-def _events(one: TracedPass, lanes: dict[Lane, int], begun: float) -> list[Any]:
+def _events(one: TracedPass, lanes: dict[Lane, int], begun: float) -> list[dict[str, Any]]:
     record = one.record
     time = {"ts": round(1e6 * (one.began - begun), 3), "dur": round(1e6 * record.seconds, 3)}
     kind = "canonical" if record.canonical else "fast"
     name = f"{kind} pass of {record.bucket}{f', {record.way}' if record.way else ''}"
-    args = {**asdict(record), "rows": one.rows}
-    pages = {"ph": "C", "name": "pages held", "args": {"pages": record.pages_held}}
-    found = [
-        {"ph": "X", "name": name, "pid": PASSES, "tid": 1, **time, "args": args},
-        {**pages, "pid": PASSES, "tid": 0, "ts": time["ts"]},
+    of_pass = {"ph": "X", "name": name, "pid": PASSES, "tid": 1, **time}
+    held = {"ph": "C", "name": "pages held", "pid": PASSES, "tid": 0, "ts": time["ts"]}
+    found: list[dict[str, Any]] = [
+        {**of_pass, "args": {**asdict(record), "rows": one.rows}},
+        {**held, "args": {"pages": record.pages_held}},
     ]
     for work in one.works:
         where = {"pid": COMPLETIONS, "tid": lanes[work.lane], **time}

@@ -95,16 +95,14 @@ def _keep(thinker: Thinker, found: list[_Chunks], ends: Array) -> Failed:
             each.thoughts.rest = each.rest.clone()
         else:
             begun.append((each, place))
-    broken = [each for each, place in begun if each.firsts[place] == NOT_FINITE]
-    begun = [(each, place) for each, place in begun if each.firsts[place] != NOT_FINITE]
+    broken: list[_Chunks] = []
     if begun:
         chunks = torch.stack([each.whole[place] for each, place in begun])
         firsts = [each.firsts[place] for each, place in begun]
         whole = thinker.thoughts(chunks, firsts)
-        good = [ids if NOT_FINITE not in ids else [] for ids in whole]
-        states = iter(thinker.states([ids for ids in good if ids]) if any(good) else ())
-        for (each, _), ids in zip(begun, good, strict=True):
-            if not ids:
+        states = iter(thinker.states([ids for ids in whole if NOT_FINITE not in ids]))
+        for (each, _), ids in zip(begun, whole, strict=True):
+            if NOT_FINITE in ids:
                 broken.append(each)
                 continue
             number, cut = len(each.thoughts.found), ids[-1] != end
@@ -117,11 +115,10 @@ def _keep(thinker: Thinker, found: list[_Chunks], ends: Array) -> Failed:
     for each in broken:
         # Perhaps by the values of chunks ahead of it, which share a tile of attention: it runs
         # without them, once.
-        thoughts, number = each.thoughts, len(each.thoughts.found)
-        ends[each.span.work] = thoughts.known
+        thoughts = each.thoughts
         thoughts.rest = None
         if thoughts.window == 1:
-            why = f"the thought of chunk {number} has no finite logits"
+            why = f"the thought of chunk {len(thoughts.found)} has no finite logits"
             failed.append((each.span.sequence, why))
         thoughts.window = thoughts.width = 1
     return failed

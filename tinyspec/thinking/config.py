@@ -47,13 +47,11 @@ class ThinkingConfig:
         """The same with layers counted from the first, for a backbone of so many layers."""
         found = {}
         for name in ("layer_in", "layer_out"):
-            layer = value = getattr(self, name)
-            if layer < 0:
-                layer += num_layers
-            if not 0 <= layer < num_layers:
+            value = getattr(self, name)
+            if not -num_layers <= value < num_layers:
                 allowed = f"{-num_layers} to {num_layers - 1} for a model of {num_layers} layers"
                 raise refuse(name, value, allowed)
-            found[name] = layer
+            found[name] = value % num_layers
         if found["layer_in"] >= found["layer_out"]:
             raise ValueError(
                 f"layer_in={self.layer_in}, layer_out={self.layer_out} are not allowed: a thought "

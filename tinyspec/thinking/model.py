@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import ModelOutput
 
 from tinyspec.errors import refuse
-from tinyspec.thinking.backbone import Backbone, CompressionBlock, ThinkingBlock
+from tinyspec.thinking.backbone import Backbone, CompressionBlock, ThinkingBlock, decoder_of
 from tinyspec.thinking.config import ThinkingConfig
 from tinyspec.thinking.taps import tapped
 
@@ -73,8 +73,7 @@ class ThinkingModel(nn.Module):
     @property
     def layers(self) -> tuple[nn.Module, nn.Module]:
         """The layers at L_in and L_out, as they are now."""
-        layers = Backbone.of(self.backbone).layers
-        config = self.thinking_config
+        layers, config = decoder_of(self.backbone).layers, self.thinking_config
         return layers[config.layer_in], layers[config.layer_out]
 
     def tapped(
@@ -83,7 +82,8 @@ class ThinkingModel(nn.Module):
         """While a forward runs, ``states`` [B, T, d] are added behind L_in, and ``read`` is given
         the hidden states behind L_out."""
         add = None if states is None else lambda hidden: hidden + states.to(hidden.dtype)
-        return tapped(*self.layers, add, read)
+        layer_in, layer_out = self.layers
+        return tapped((layer_in, add), (layer_out, read))
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[..., t] to [..., t, d] by the backbone's own embedding."""
@@ -157,21 +157,17 @@ class ThinkingModel(nn.Module):
             allowed += f"{config.chunk_size}, and max_thought_tokens={tokens}"
             raise refuse("thoughts.shape", shape, allowed)
 
-    def blocks_state(self) -> dict[str, torch.Tensor]:
-        """T's and C's parameters, by name."""
-        blocks = {"thinking": self.thinking, "compression": self.compression}
-        return {
-            f"{name}.{key}": value
-            for name, block in blocks.items()
-            for key, value in block.state_dict().items()
-        }
+    @property
+    def blocks(self) -> nn.ModuleDict:
+        """T and C."""
+        return nn.ModuleDict({"thinking": self.thinking, "compression": self.compression})
 
     def save_pretrained(self, folder: str | PathLike[str]) -> None:
         """The backbone's own files, and beside them T and C (safetensors) and their config."""
         path = Path(folder)
         self.backbone.save_pretrained(path)  # type: ignore[operator]
         self.thinking_config.save(path)
-        blocks = {name: tensor.contiguous() for name, tensor in self.blocks_state().items()}
+        blocks = {name: tensor.contiguous() for name, tensor in self.blocks.state_dict().items()}
         save_file(blocks, path / FILE, metadata={"format": "pt"})
 
     @classmethod
@@ -181,26 +177,12 @@ class ThinkingModel(nn.Module):
         path = Path(folder)
         config = ThinkingConfig.load(path)
         model = cls(AutoModelForCausalLM.from_pretrained(path, **kwargs), config)
-        model.load_blocks(load_file(path / FILE), path / FILE)
+        try:
+            model.blocks.load_state_dict(load_file(path / FILE))
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"{path / FILE} does not fit this backbone: {reason}") from error
         return model.eval()
-
-    def load_blocks(self, state: dict[str, torch.Tensor], source: object) -> None:
-        """T's and C's parameters, cast to the backbone's dtype."""
-        own = self.blocks_state()
-        wrong = [name for name in own.keys() ^ state.keys()]
-        wrong += [
-            name for name in own.keys() & state.keys() if own[name].shape != state[name].shape
-        ]
-        if wrong:
-            shown = ", ".join(
-                f"{name} {list(state[name].shape) if name in state else 'missing'} for "
-                f"{list(own[name].shape) if name in own else 'nothing'}"
-                for name in sorted(wrong)[:3]
-            )
-            raise ValueError(f"{source} does not fit this backbone: {shown}")
-        with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(state[name])
 
 
 def _loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

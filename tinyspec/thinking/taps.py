@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,29 +24,24 @@ from tinyspec.scheduler.sequence_table import Array
 
 
 @contextmanager
-def tapped(
-    layer_in: nn.Module,
-    layer_out: nn.Module,
-    add: Callable[[Tensor], Tensor] | None,
-    read: Callable[[Tensor], None] | None,
-) -> Iterator[None]:
-    """Hidden states [B, T, d] behind ``layer_in`` become what ``add`` makes of them, and ``read``
-    is given those behind ``layer_out``."""
-
-    def change(_module: nn.Module, _args: Any, output: Any) -> Any:
-        assert add is not None
-        return (add(output[0]), *output[1:]) if isinstance(output, tuple) else add(output)
-
-    def see(_module: nn.Module, _args: Any, output: Any) -> None:
-        assert read is not None
-        read(output[0] if isinstance(output, tuple) else output)
-
+def tapped(*taps: tuple[nn.Module, Callable[[Tensor], Tensor | None] | None]) -> Iterator[None]:
+    """Of each (layer, function): the function is given the hidden states [B, T, d] behind the
+    layer, which become what it returns, if it returns something. None: no function."""
     with ExitStack() as hooks:
-        if add is not None:
-            hooks.enter_context(layer_in.register_forward_hook(change))
-        if read is not None:
-            hooks.enter_context(layer_out.register_forward_hook(see))
+        for layer, function in taps:
+            if function is not None:
+                hook = partial(_behind, function)
+                hooks.enter_context(layer.register_forward_hook(hook))
         yield
+
+
+def _behind(function: Callable[[Tensor], Tensor | None], *given: Any) -> Any:
+    """given: module, arguments and output."""
+    *_, output = given
+    if not isinstance(output, tuple):
+        return function(output)
+    changed = function(output[0])
+    return None if changed is None else (changed, *output[1:])
 
 
 @dataclass
@@ -100,7 +96,7 @@ class ThinkingRows:
     def hooks(self, layer_in: nn.Module, layer_out: nn.Module) -> Any:
         """To be in place while the pass runs."""
         add = self._add if len(self.added) else None
-        return tapped(layer_in, layer_out, add, self._read if self.spans else None)
+        return tapped((layer_in, add), (layer_out, self._read if self.spans else None))
 
     def _add(self, hidden: Tensor) -> Tensor:
         summed = hidden[0].index_select(0, self.added) + self.states.to(hidden.dtype)

@@ -14,7 +14,7 @@ from hashlib import blake2b
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tinyspec.config import EngineConfig
 from tinyspec.determinism.fingerprint import ExtraModules, syntax_digest
@@ -22,7 +22,6 @@ from tinyspec.determinism.rows import BatchFunction, mixing, other_than
 from tinyspec.errors import refuse
 from tinyspec.model.torch_state import TorchState
 from tinyspec.model.wrappers import unwrap
-from tinyspec.thinking.backbone import decoder_of
 from tinyspec.thinking.model import IGNORED, ThinkingModel
 
 logger = logging.getLogger("tinyspec")
@@ -103,7 +102,6 @@ def unwrapped(model: Any) -> tuple[Any, ThinkingModel | None]:
 class Thinker:
     """The blocks of one model. batches: of the chunks that run at once."""
 
-    _layers: nn.ModuleList
     _torch_state: TorchState
 
     def __init__(self, model: ThinkingModel, settings: EngineConfig):
@@ -118,33 +116,25 @@ class Thinker:
     @property
     def extra_modules(self) -> ExtraModules:
         """The blocks, as they stand in the fingerprint."""
-        model, settings = self.model, f"{self.config} {syntax_digest(places=CODE)}"
-        blocks = {"thinking": model.thinking, "compression": model.compression}
-        return ExtraModules("thinking", nn.ModuleDict(blocks), settings)
+        settings = f"{self.config} {syntax_digest(places=CODE)}"
+        return ExtraModules("thinking", self.model.blocks, settings)
 
     def forget_states(self) -> None:
         """Make them anew."""
         self._states.clear()
-
-    @property
-    def layers(self) -> tuple[nn.Module, nn.Module]:
-        """Behind the first states are added, behind the second hidden states are read."""
-        return self._layers[self.config.layer_in], self._layers[self.config.layer_out]
 
     def serve(self, model: ThinkingModel, torch_state: TorchState) -> None:
         """The shadow whose blocks run from now on, in the state of its passes.
 
         Raises ValueError for blocks on another device, or of another dtype, than the backbone."""
         kinds = {(tensor.dtype, tensor.device) for tensor in model.backbone.parameters()}
-        for name in ("thinking", "compression"):
-            for tensor in getattr(model, name).parameters():
-                if (tensor.dtype, tensor.device) not in kinds:
-                    allowed = "dtype and device of its backbone"
-                    raise refuse(name, f"{tensor.dtype} on {tensor.device}", allowed)
+        for name, tensor in model.blocks.named_parameters():
+            if (tensor.dtype, tensor.device) not in kinds:
+                allowed = "dtype and device of its backbone"
+                raise refuse(name.split(".")[0], f"{tensor.dtype} on {tensor.device}", allowed)
         self.model = model
         self.forget_states()
         self._torch_state = torch_state
-        self._layers = decoder_of(unwrap(model.backbone)).layers
         # The blocks may mix chunks now, or not any more.
         proven, self.batches = self.batches.proven, ChunkBatches(self._functions)
         if proven:
@@ -195,9 +185,9 @@ class Thinker:
         """The state [c, d] of each thought that is not trivial; those of the latest are kept."""
         keys = [tuple(ids) for ids in thoughts]
         missing = [key for key in dict.fromkeys(keys) if key not in self._states]
-        found = dict(zip(missing, self._made(missing), strict=True)) if missing else {}
-        states = [found[key] if key in found else self._states[key] for key in keys]
-        self._states |= found
+        if missing:
+            self._states |= zip(missing, self._made(missing), strict=True)
+        states = [self._states[key] for key in keys]
         for key in list(self._states)[: max(0, len(self._states) - KEPT_STATES)]:
             del self._states[key]
         return states
