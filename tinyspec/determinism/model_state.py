@@ -51,9 +51,7 @@ def _is_users(hook: Any) -> bool:
 
 def runs_user_code(model: nn.Module) -> bool:
     """Whether passes run hooks or modules of no known library."""
-    hooks = (hook for module in model.modules() for hook in hooks_of(module))
-    kinds = {type(module) for module in model.modules()}
-    return bool(global_hooks()) or any(map(_is_users, (*kinds, *hooks)))
+    return bool(global_hooks()) or any(map(is_users, model.modules()))
 
 
 def tensors(model: nn.Module, ignored: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
