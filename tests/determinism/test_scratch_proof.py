@@ -17,6 +17,7 @@ from tests.support.moe import OWN_WAY, tiny_moe
 from tests.support.sensitive import ShapeSensitiveLinear, _SplitLinear, replace_linears
 from tests.support.tiny import prompts, tiny
 from tinyspec import DeterminismError, Engine, EngineConfig, SamplingParams
+from tinyspec.determinism import proof
 from tinyspec.runner import kv_cache
 
 CONFIG = EngineConfig(reference_rows=8, max_rows=16)
@@ -168,17 +169,28 @@ def test_routing_by_data_is_found_whatever_the_router_says(family):
 # Memory
 
 
+def short(patches, free):
+    """A proof finds so many bytes."""
+
+    def refuse(needed, device):
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(kv_cache, "_free_memory", lambda device: free)
+            kv_cache.refuse_shortage(needed, device)
+
+    patches.setattr(proof, "refuse_shortage", refuse)
+
+
 def test_too_little_memory_is_refused_with_the_bytes(monkeypatch):
     model = tiny()
     largest = max(p.nbytes for p in model.parameters())
     with Engine(model, config=CONFIG) as engine:
         with monkeypatch.context() as patches:
-            patches.setattr(kv_cache, "_available", lambda device: largest)
+            short(patches, largest)
             with pytest.raises(DeterminismError, match=rf"a proof takes \d+ bytes.* {largest} "):
                 engine.generate([[1, 2, 3]], DETERMINISTIC)
             assert engine.generate([[1, 2, 3]])[0].completions[0].finish_reason == "length"
         first = engine.generate([[1, 2, 3]], DETERMINISTIC)[0]
-    monkeypatch.setattr(kv_cache, "_available", lambda device: 0)
+    short(monkeypatch, 0)
     with Engine(tiny(seed=1), config=CONFIG) as engine:
         assert engine.generate([[1, 2, 3]], DETERMINISTIC)[0].fingerprint != first.fingerprint
 

@@ -46,7 +46,7 @@ def two_callers(recorder) -> list:
                 engine.step()
                 recorder.work("after")
         engine.runner.extend(engine.pool.num_pages + 8)
-        engine.pool.extend(8)
+        engine.pool.resize(engine.pool.num_pages + 8)
         engine.generate(prompts(2), PARAMS)
     return callers
 

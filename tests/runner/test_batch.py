@@ -92,13 +92,13 @@ def test_same_launches_over_codes(kernels):
 def test_control_an_argument_that_depends_on_lengths(kernels, monkeypatch):
     batch = PassMemory.batch
 
-    def planted(self, shape):
-        found, keep = batch(self, shape)
-        found.metadata.max_seqlen_k = int(found.metadata.seq_lens.max())
+    def planted(self, packed):
+        found, keep = batch(self, packed)
+        found.metadata.derived["longest"] = int(found.metadata.seq_lens.max())
         return found, keep
 
     def attend(q, k, v, metadata, **scores):
-        return kernels.paged_attention(q * metadata.max_seqlen_k, k, v, metadata, **scores)
+        return kernels.paged_attention(q * metadata.derived["longest"], k, v, metadata, **scores)
 
     monkeypatch.setattr(PassMemory, "batch", planted)
     found = recorded(tiny(), replace(kernels, paged_attention=attend))

@@ -117,7 +117,7 @@ def leave(engine, how):
         engine.release()
     elif how == "extend":
         engine.runner.extend(engine.pool.num_pages + 8)
-        engine.pool.extend(8)
+        engine.pool.resize(engine.pool.num_pages + 8)
     elif how == "weights":
         with torch.no_grad():
             next(engine.model.parameters()).mul_(1)

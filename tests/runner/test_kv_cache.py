@@ -16,7 +16,6 @@ GPU = torch.device("cuda", 0)
 def free(monkeypatch, pages: float) -> None:
     """Memory for so many pages."""
     monkeypatch.setattr(kv_cache, "_free_memory", lambda device: int(pages * PAGE))
-    monkeypatch.setattr(kv_cache, "_available", lambda device: int(pages * PAGE))
 
 
 def engine_of(**settings) -> Engine:

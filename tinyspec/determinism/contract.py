@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection
+from contextlib import suppress
 
 import torch
 
@@ -23,13 +23,7 @@ from tinyspec.determinism.fingerprint import ExtraModules, digest_extra, digest_
 from tinyspec.determinism.fingerprint_parts import Fingerprint
 from tinyspec.determinism.linear_modes import LinearModes
 from tinyspec.determinism.model_probe import ModelProbe
-from tinyspec.determinism.model_state import (
-    LIBRARIES,
-    adapter_state,
-    layouts,
-    runs_user_code,
-    top_package,
-)
+from tinyspec.determinism.model_state import LIBRARIES, layouts, runs_user_code, top_package
 from tinyspec.determinism.proof import (
     Prober,
     check_pass,
@@ -146,8 +140,7 @@ class Contract:
 
     def _forget(self) -> None:
         """What was found out of the model and the process holds no more."""
-        self.results = None
-        self.buckets.forget()
+        self._go_by(None)
         self.drop_fingerprint()
 
     # What changes
@@ -278,22 +271,20 @@ class Contract:
                 "needs weights without quantization, or quantization that does not depend on "
                 "activations"
             )
-        self.modes.restore()
-        self.results = self.known_fingerprint = None
+        self._go_by(None)
         self._key = self._results_key()
-        if fresh:
-            disk.forget(self._key)
-        if (found := disk.load(self._key)) is None:
+        found = None if fresh else disk.load(self._key)
+        if found is None:
             logger.info("proving that deterministic=True is kept, once for this model and machine")
-        with self._proving():
-            if found is None:
-                found = prove_reference(Prober(self._runner, self.modes))
-            else:
-                # What one pass shows is looked at all the same, which compiles and loads what a
-                # first pass needs.
-                self.modes.serve(() if found.unsound else found.kernel_linears)
-                check_pass(self._runner, ModelProbe(self._runner))
-        return self._use(found)
+            return self._proven(lambda: prove_reference(Prober(self._runner, self.modes)))
+        return self._proven(lambda: self._seen_to_hold(found))
+
+    def _seen_to_hold(self, found: ProbeResults) -> ProbeResults:
+        """Results of the disk. What one pass shows is looked at all the same, which compiles and
+        loads what a first pass needs."""
+        self.modes.serve(() if found.unsound else found.kernel_linears)
+        check_pass(self._runner, ModelProbe(self._runner))
+        return found
 
     def probe(self, fresh: bool = False, attention_rows: int = MANY_ROWS) -> ProbeResults:
         """All probe results, found at once. attention_rows: to compare of each kind."""
@@ -323,29 +314,28 @@ class Contract:
         new = [rows for rows in sizes if rows not in results.sizes]
         if not new and all(kind.checked >= (attention_rows or 0) for kind in results.attention):
             return results
-        with self._proving():
-            prober = Prober(self._runner, self.modes)
-            found = prove_buckets(prober, results, new, attention_rows)
+        given = results, new, attention_rows
+        found = self._proven(lambda: prove_buckets(Prober(self._runner, self.modes), *given))
         logger.info("proved passes of %s rows in %.1f s", new, time.perf_counter() - begun)
-        return self._use(found)
+        return found
 
-    @contextmanager
-    def _proving(self) -> Iterator[None]:
-        """Around a proof; where it raises, linears run as before it."""
+    def _proven(self, proof: Callable[[], ProbeResults]) -> ProbeResults:
+        """What a proof finds, which is stored; where it raises, passes go by what was known."""
+        before = self.results
         try:
             with self._runner.torch_state():
-                yield
+                results = proof()
         except BaseException:
-            if self.results is None:
-                self.modes.restore()
-            else:
-                self.modes.tile(self.results.tiled)
+            self._go_by(before)
             raise
+        self._go_by(results)
+        disk.store(self._key, results)
+        return results
 
-    def _use(self, results: ProbeResults) -> ProbeResults:
-        """Let passes go by these results, and store them."""
+    def _go_by(self, results: ProbeResults | None) -> None:
+        """Let passes go by these results; None: nothing is known."""
         self.results = results
-        if results.unsound:
+        if results is None or results.unsound:
             self.modes.restore()
             self.known_fingerprint = None
             self.buckets.forget()
@@ -354,12 +344,10 @@ class Contract:
             always = self._config.verify == "always"
             canonical = [results.reference] if always else results.canonical
             self.buckets.learn(canonical, results.seconds, results.own_way)
-        disk.store(self._key, results)
-        return results
 
     def _results_key(self) -> str:
         """Of results on disk: all that they depend on, which no value of a weight is."""
         model = self._model
         rest = fingerprint(model, {"weights": ""}, self._config).digest
-        found = model.get_experts_implementation(), layouts(model), adapter_state(model)
+        found = model.get_experts_implementation(), layouts(model)
         return disk.key_of(rest, *found, self.buckets.sizes, self._config.linear)

@@ -24,7 +24,7 @@ import tinyspec
 from tinyspec.config import EngineConfig
 from tinyspec.determinism.environment import canary, environment
 from tinyspec.determinism.fingerprint_parts import DIGEST, Fingerprint, shortened
-from tinyspec.determinism.model_state import adapter_state, function_settings, functions, tensors
+from tinyspec.determinism.model_state import function_settings, functions, tensors
 from tinyspec.model.checksum import checksum
 from tinyspec.model.linears import KernelLinear, SharedLinear, linear_shape
 from tinyspec.model.moe import kernel_experts
@@ -92,8 +92,8 @@ def served_by_kernel(model: nn.Module) -> list[str]:
 @without_modes()
 def digest_weights(model: nn.Module, ignored: Collection[str] = ()) -> str:
     """Digest of every parameter, buffer and attribute but ``ignored`` (name, shape, strides, dtype,
-    bits; of packed ones every part) and of the adapters used."""
-    digest = hashlib.sha256(repr(adapter_state(model)).encode())
+    bits; of packed ones every part)."""
+    digest = hashlib.sha256()
     for name, tensor in tensors(model, ignored):
         if is_packed(tensor):
             digest.update(repr((name, packing_format(tensor))).encode())

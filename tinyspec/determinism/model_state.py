@@ -27,7 +27,6 @@ _CONSTANT = (bool, float, str)
 # Whose private attributes are bookkeeping, and whose code has a version in the fingerprint.
 OWN = ("transformers", "torch", "tinyspec")
 LIBRARIES = (*OWN, "peft", "torchao", "bitsandbytes", "accelerate", "builtins")
-_ADAPTERS = ("active_adapters", "active_adapter", "disable_adapters", "merged_adapters")
 # What every module holds, and attributes that no bit of a pass depends on.
 BASE = frozenset(vars(nn.Module()))
 _IDLE = BASE | {"forward", "gradient_checkpointing", "name_or_path", "generate", "context"}
@@ -52,9 +51,7 @@ def _is_users(hook: Any) -> bool:
 
 def runs_user_code(model: nn.Module) -> bool:
     """Whether passes run hooks or modules of no known library."""
-    hooks = (hook for module in model.modules() for hook in hooks_of(module))
-    kinds = {type(module) for module in model.modules()}
-    return bool(global_hooks()) or any(map(_is_users, (*kinds, *hooks)))
+    return bool(global_hooks()) or any(map(is_users, model.modules()))
 
 
 def tensors(model: nn.Module, ignored: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
@@ -71,27 +68,6 @@ def tensors(model: nn.Module, ignored: Collection[str] = ()) -> Iterator[tuple[s
                     if full not in ignored:
                         seen.add(id(value))
                         yield full, value
-
-
-def adapter_state(model: nn.Module) -> list[tuple[str, str, str]]:
-    """Which adapters (peft's tuner layers) are in use: switching them changes no parameter."""
-    found = []
-    for name, module in model.named_modules():
-        present = [a for a in _ADAPTERS if a in module.__dict__ or hasattr(type(module), a)]
-        values = {attribute: getattr(module, attribute) for attribute in present}
-        # transformers' models have methods of these names.
-        values = {a: value for a, value in values.items() if not callable(value)}
-        if values:
-            # A flag beside the adapters may make another function of the same weights.
-            own = {a: v for a, v in vars(module).items() if v is not None and isinstance(v, PLAIN)}
-            values["settings"] = sorted((a, v) for a, v in own.items() if a != "training")
-            values["scaling"] = getattr(module, "scaling", None)
-        found += [(name, attribute, repr(value)) for attribute, value in values.items()]
-    return found
-
-
-def _switches_adapters(module: nn.Module) -> bool:
-    return not isinstance(module, PreTrainedModel) and any(hasattr(module, a) for a in _ADAPTERS)
 
 
 def layouts(model: nn.Module) -> dict[str, Any]:
@@ -120,13 +96,11 @@ def function_settings(model: nn.Module, ignored: Collection[str] = ()) -> dict[s
     """By name, described: every attribute but ``ignored`` that may enter what a module computes.
 
     Of transformers', torch's and our own modules these are public plain values and functions, of
-    others all that they hold. Adapters have a description of their own.
+    others all that they hold: of adapters (peft's tuner layers) which are in use, too.
     """
     found = {}
     for name, module in model.named_modules():
         package = top_package(type(module))
-        if package not in OWN and _switches_adapters(module):
-            continue
         # A model's other attributes say where it came from, and what it generates with.
         whole = isinstance(module, PreTrainedModel)
         for key, value in vars(module).items():

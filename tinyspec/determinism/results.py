@@ -14,7 +14,6 @@ import logging
 import os
 import stat
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -204,12 +203,6 @@ def store(key: str, results: ProbeResults) -> None:
             draft.unlink(missing_ok=True)
     except OSError as error:
         _warn_once(f"probe results cannot be written to {path.parent}", type(error).__name__)
-
-
-def forget(key: str) -> None:
-    """Remove what is stored under ``key``."""
-    with suppress(OSError):
-        _path(key).unlink()
 
 
 def _path(key: str) -> Path:

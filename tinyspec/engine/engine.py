@@ -235,7 +235,7 @@ class Engine(OneProcess):
             more = min(num_pages, most) - there
             if more > 0:
                 self.runner.extend(there + more)
-                self.pool.extend(more)
+                self.pool.resize(there + more)
 
     @locked
     def release(self) -> None:

@@ -57,7 +57,6 @@ class AttentionMetadata:
     cu_seqlens_q: [S + 1] int32, first row of every segment.
     seq_lens:     [S] int32, context length including the segment's own rows.
     page_size:    tokens per page.
-    max_seqlen_q, max_seqlen_k: rows of the longest segment, tokens of the longest context.
     exact:        whether the pass is canonical; in others a backend may use a faster reduction.
     derived:      what a backend computes once per pass and reuses in every layer.
     """
@@ -66,8 +65,6 @@ class AttentionMetadata:
     cu_seqlens_q: Tensor
     seq_lens: Tensor
     page_size: int
-    max_seqlen_q: int
-    max_seqlen_k: int
     exact: bool = True
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
@@ -95,8 +92,6 @@ class AttentionMetadata:
             cu_seqlens_q=column(list(accumulate(counts, initial=0))),
             seq_lens=column(lengths),
             page_size=page_size,
-            max_seqlen_q=max(counts),
-            max_seqlen_k=max(lengths),
             exact=exact,
         )
 

@@ -1,13 +1,13 @@
 """A pass as tensors: packed rows, their slots, their attention metadata. Knows no model.
 
-The host writes a pass as numbers in one buffer. The twins take tensors of it as they come. For the
-Triton kernels it is copied to where the last pass lay, so that passes of one shape launch the same
-whatever they hold, and a graph of the launches can be replayed.
+The host writes a pass as numbers in one buffer, which is copied to where the last pass lay: passes
+of one shape launch the same Triton kernels whatever they hold, and a graph of the launches can be
+replayed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tinyspec.config import EngineConfig
 from tinyspec.kernels.backend import AttentionMetadata
-from tinyspec.runner.device_queue import overwrite, to_device
+from tinyspec.runner.device_queue import overwrite
 from tinyspec.scheduler.passes import Pass, spread
 from tinyspec.scheduler.sequence_table import Array, highest
 
@@ -74,8 +74,8 @@ class PackedPass:
 
     values [n] int64: as ``_parts`` says. page_table [S, P] int32: of its sequences. count: how many
     of the first rows of logits are wanted. follows: whether some of its tokens are among those of
-    the pass before. embeds: as in ``Batch``. For the twins: fresh: pages to be zeroed first.
-    longest: most rows and most tokens of a sequence. in_order: whether all rows give logits.
+    the pass before. embeds: as in ``Batch``. fresh: pages newly allocated for it. in_order: whether
+    all rows give logits.
     """
 
     shape: PassShape
@@ -85,121 +85,102 @@ class PackedPass:
     follows: bool
     embeds: list[tuple[int, Tensor]]
     fresh: list[int]
-    longest: tuple[int, int]
     in_order: bool
-
-    @classmethod
-    def of(
-        cls,
-        work_pass: Pass,
-        shape: PassShape,
-        page_size: int,
-        fresh: list[int],
-        wanted: Array,
-        newest: Array | None,
-        behind: int | None = None,
-    ) -> PackedPass:
-        """wanted, newest: as in ``ModelRunner.pack``. behind: where in memory the tokens of the
-        pass before lie; None: right behind its values."""
-        table, works, bucket = work_pass.table, work_pass.works, shape.bucket
-        count, total = len(works), works.num_rows
-        values = np.zeros(_size(bucket, shape.segments), np.int64)
-        (tokens, positions, slots, sources, keep), lengths, first_rows = _parts(values, shape)
-        row, position = works.rows, works.starts
-        if not works.single:
-            row, position = row.repeat(works.counts), spread(position, works.counts)
-        tokens[:total], positions[:total] = table.ids[row, position], position
-        page, offset = np.divmod(position, page_size)
-        slots[:total] = table.pages[row, page] * np.int64(page_size) + offset
-        # Rows on shared pages run for their logits only.
-        slots[:total][position < table.frozen[row]] = -1
-        slots[total:] = -1
-        sources[:] = np.arange(bucket)
-        if newest is not None:
-            sources[newest[0]] = newest[1] + (len(values) if behind is None else behind)
-        keep[: len(wanted)] = wanted
-        lengths[:count] = works.ends
-        first_rows[1 : count + 1], first_rows[count + 1 :] = works.cu_rows, total
-        width = highest(table.num_pages[works.rows])
-        page_table = np.ascontiguousarray(table.pages[works.rows, :width])
-        follows, embeds = newest is not None, _embeddings(work_pass)
-        longest = 1 if works.single else highest(works.counts), highest(works.ends)
-        in_order = works.single and shape.logit_rows == bucket and not shape.canonical
-        given = shape, values, page_table, len(wanted), follows, embeds, fresh
-        return cls(*given, longest, in_order)
-
-    def batch(
-        self, page_size: int, device: torch.device, before: Tensor | None
-    ) -> tuple[Batch, Tensor | None]:
-        """The pass as tensors of its own, and which rows give logits; None: all. before [n]: tokens
-        of the pass before, where ``follows``."""
-        memory = to_device(self.values, device)
-        rows, seq_lens, cu_seqlens = _parts(memory, self.shape)
-        tokens, positions, slots, sources, keep = rows.unbind()
-        if self.follows:
-            assert before is not None
-            # A row of a sequence that has no token is dropped later.
-            tokens = torch.cat([memory, before.clamp(min=0)])[sources]
-        page_table = to_device(self.page_table, device)
-        metadata = AttentionMetadata(page_table, cu_seqlens, seq_lens, page_size, *self.longest)
-        batch = Batch(tokens, positions, slots, metadata, self.embeds)
-        return batch, None if self.in_order else keep[: self.shape.logit_rows]
 
 
 class PassMemory:
-    """Where all passes of one engine lie that the Triton kernels run, one after the other.
-
-    behind: where in it the tokens of the pass before lie.
+    """Where all passes of one engine lie, one after the other. fixed: whether passes of one shape
+    launch the same whatever they hold, as the Triton kernels' do.
     """
 
-    def __init__(self, config: EngineConfig, device: torch.device):
+    def __init__(self, config: EngineConfig, device: torch.device, fixed: bool):
         assert config.max_rows and config.max_model_len and config.page_size
         self._page_size, self._max_sequences = config.page_size, config.max_sequences
         rows, segments = config.max_rows, min(config.max_rows, config.max_sequences)
-        self._width = -(-config.max_model_len // config.page_size)
-        self.behind = _size(rows, segments)
-        self._memory = torch.zeros(self.behind + rows, dtype=torch.int64, device=device)
+        width = -(-config.max_model_len // config.page_size)
+        # Where in it the tokens of the pass before lie.
+        self._behind, self._fixed = _size(rows, segments), fixed
+        self._memory = torch.zeros(self._behind + rows, dtype=torch.int64, device=device)
         self._input_ids = torch.zeros(rows, dtype=torch.int64, device=device)
         # Behind a sequence's last page there may be what others had: nothing reads it.
-        self._page_table = torch.zeros((segments, self._width), dtype=torch.int32, device=device)
+        self._page_table = torch.zeros((segments, width), dtype=torch.int32, device=device)
 
     @property
     def addresses(self) -> tuple[int, ...]:
         """Of all memory that passes share."""
         return tuple(t.data_ptr() for t in (self._memory, self._input_ids, self._page_table))
 
-    def sizes(self, bucket: int, wanted: int) -> tuple[int, int]:
-        """Sequences, and rows that give logits, of the shape of a pass: few different numbers. The
-        rows are as many as sequences, or a part of that, or more while drafts are verified."""
-        most = min(bucket, self._max_sequences)
+    def _sizes(self, work_pass: Pass, wanted: int) -> tuple[int, int]:
+        """Sequences, and rows that give logits, of the shape of a pass: where it is ``fixed`` few
+        different numbers. The rows are as many as sequences, or a part of that, or more while
+        drafts are verified."""
+        if not self._fixed:
+            return len(work_pass.works), max(wanted, 1)
+        most = min(work_pass.bucket, self._max_sequences)
         few = max(most // LOGIT_ROWS_PART, 1)
-        return most, next((rows for rows in (few, most) if wanted <= rows), bucket)
+        return most, next((rows for rows in (few, most) if wanted <= rows), work_pass.bucket)
+
+    def pack(
+        self,
+        work_pass: Pass,
+        fit: Callable[[int], int],
+        fresh: list[int],
+        wanted: Array,
+        newest: Array | None,
+    ) -> PackedPass:
+        """fit: the bucket for so many rows of logits. fresh, wanted, newest: as in
+        ``ModelRunner.pack``."""
+        table, works, bucket = work_pass.table, work_pass.works, work_pass.bucket
+        segments, logit_rows = self._sizes(work_pass, len(wanted))
+        shape = PassShape(bucket, segments, fit(logit_rows), work_pass.canonical)
+        count, total = len(works), works.num_rows
+        values = np.zeros(_size(bucket, segments), np.int64)
+        (tokens, positions, slots, sources, keep), lengths, first_rows = _parts(values, shape)
+        row, position = works.rows, works.starts
+        if not works.single:
+            row, position = row.repeat(works.counts), spread(position, works.counts)
+        tokens[:total], positions[:total] = table.ids[row, position], position
+        page, offset = np.divmod(position, self._page_size)
+        slots[:total] = table.pages[row, page] * np.int64(self._page_size) + offset
+        # Rows on shared pages run for their logits only.
+        slots[:total][position < table.frozen[row]] = -1
+        slots[total:] = -1
+        sources[:] = np.arange(bucket)
+        if newest is not None:
+            sources[newest[0]] = newest[1] + self._behind
+        keep[: len(wanted)] = wanted
+        lengths[:count] = works.ends
+        first_rows[1 : count + 1], first_rows[count + 1 :] = works.cu_rows, total
+        width = highest(table.num_pages[works.rows])
+        page_table = np.ascontiguousarray(table.pages[works.rows, :width])
+        follows, embeds = newest is not None, _embeddings(work_pass)
+        in_order = works.single and shape.logit_rows == bucket and not shape.canonical
+        return PackedPass(shape, values, page_table, len(wanted), follows, embeds, fresh, in_order)
 
     def send(self, packed: PackedPass, before: Tensor | None) -> None:
-        """Send a pass to the device; before: as in ``PackedPass.batch``."""
+        """Send a pass to the device. before [n]: tokens of the pass before, where it ``follows``;
+        a row of a sequence that has no token is dropped later."""
         if packed.follows:
             assert before is not None
-            torch.clamp(before, min=0, out=self._memory[self.behind :][: len(before)])
+            torch.clamp(before, min=0, out=self._memory[self._behind :][: len(before)])
         overwrite(self._memory[: len(packed.values)], packed.values)
         if len(packed.page_table):
             rows, width = packed.page_table.shape
             overwrite(self._page_table[:rows, :width], packed.page_table)
 
-    def batch(self, shape: PassShape) -> tuple[Batch, Tensor]:
-        """The pass that was sent, and which rows give logits."""
+    def batch(self, packed: PackedPass) -> tuple[Batch, Tensor | None]:
+        """The pass that was sent, and which rows give logits; None: all."""
+        shape, table = packed.shape, self._page_table[: packed.shape.segments]
         rows, lengths, first_rows = _parts(self._memory, shape)
         _, positions, slots, sources, keep = rows.unbind()
         ids = self._input_ids[: shape.bucket]
         torch.index_select(self._memory, 0, sources, out=ids)
-        metadata = AttentionMetadata(
-            page_table=self._page_table[: shape.segments],
-            cu_seqlens_q=first_rows,
-            seq_lens=lengths,
-            page_size=self._page_size,
-            max_seqlen_q=shape.bucket,
-            max_seqlen_k=self._width * self._page_size,
-        )
-        return Batch(ids, positions, slots, metadata), keep[: shape.logit_rows]
+        if not self._fixed:
+            table = table[:, : packed.page_table.shape[1]]
+        metadata = AttentionMetadata(table, first_rows, lengths, self._page_size)
+        batch = Batch(ids, positions, slots, metadata, packed.embeds)
+        in_order = packed.in_order and not self._fixed
+        return batch, None if in_order else keep[: shape.logit_rows]
 
 
 def _size(bucket: int, segments: int) -> int:

@@ -115,7 +115,8 @@ class PassGraphs:
     """The graphs of one engine. on: whether passes are to be captured.
 
     refusals: why passes cannot be, by whether they are canonical; known after the first pass of
-    each kind. runs_user_code: whether passes run code that a replay would leave out.
+    each kind, None where they can. runs_user_code: whether passes run code that a replay would
+    leave out.
     """
 
     def __init__(self, stream: DeviceStream, on: bool):
@@ -123,16 +124,11 @@ class PassGraphs:
         self._pool: Any = None
         self._captured: dict[Hashable, _Captured] = {}
         self._eager: Counter[Hashable] = Counter()
-        self._checked: set[bool] = set()
-        self.refusals: dict[bool, str] = {}
+        self.refusals: dict[bool, str | None] = {}
         self.runs_user_code = False
 
     def __len__(self) -> int:
         return len(self._captured)
-
-    def knows(self, canonical: bool) -> bool:
-        """Whether a pass of this kind was looked at."""
-        return canonical in self._checked
 
     def refusal(self, canonical: bool) -> str | None:
         """Why passes of this kind are not captured, as far as is known; None if they are."""
@@ -143,17 +139,15 @@ class PassGraphs:
     @contextmanager
     def looking(self, canonical: bool) -> Iterator[None]:
         """Around every forward: looks at the first of each kind."""
-        if canonical in self._checked:
+        if canonical in self.refusals:
             yield
             return
         with GraphSafety() as found:
             yield
-        self._checked.add(canonical)
-        if found.refusal is not None:
-            self.refusals[canonical] = found.refusal
-            if self._on:
-                kind = "canonical" if canonical else "other"
-                logger.info("%s passes are not captured as graphs: %s", kind, found.refusal)
+        self.refusals[canonical] = found.refusal
+        if found.refusal is not None and self._on:
+            kind = "canonical" if canonical else "other"
+            logger.info("%s passes are not captured as graphs: %s", kind, found.refusal)
 
     def run(
         self, shape: Hashable, canonical: bool, addresses: tuple[int, ...], forward: Forward
@@ -167,7 +161,7 @@ class PassGraphs:
             self.clear()
             captured = None
         if captured is None:
-            if not self.knows(canonical) or self._eager[shape] < EAGER_PASSES:
+            if canonical not in self.refusals or self._eager[shape] < EAGER_PASSES:
                 self._eager[shape] += 1
                 return forward()
             captured = self._capture(shape, canonical, addresses, forward)
@@ -204,6 +198,5 @@ class PassGraphs:
                 self._stream.own.synchronize()
         self._captured.clear()
         self._eager.clear()
-        self._checked.clear()
         self.refusals.clear()
         self._pool = None

@@ -6,7 +6,6 @@ slots and pages, not their owners.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -101,7 +100,7 @@ class KVCache:
 
 
 def _free_memory(device: torch.device) -> int:
-    """Bytes free on the device."""
+    """Bytes that can be allocated: on a CPU also those that hold files which can be read again."""
     if device.type == "cuda":
         # What torch's allocator keeps of freed memory is free for a pool as well: on whichever
         # stream it was used, it goes back to the device before an allocation fails. Not so the
@@ -109,8 +108,9 @@ def _free_memory(device: torch.device) -> int:
         stats = torch.cuda.memory_stats(device)
         kept, *taken = (stats.get(f"{name}_bytes.all.current", 0) for name in SEGMENTS)
         return torch.cuda.mem_get_info(device)[0] + kept - sum(taken)
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([free, *group_memory()])
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    (free,) = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    return min([int(free) * 1024, *group_memory()])
 
 
 def most_pages(config: EngineConfig, served: ServedModel, held: int = 0) -> int:
@@ -123,7 +123,7 @@ def most_pages(config: EngineConfig, served: ServedModel, held: int = 0) -> int:
     device, dtype = served.model.device, dtype_of(config.kv_dtype, served.dtype)
     page = KVCache.page_bytes(served.layers, config.page_size, dtype)
     if config.num_pages is not None:
-        there = _available(device)
+        there = _free_memory(device)
         if config.num_pages * page > there:
             allowed = f"they take {config.num_pages * page} bytes, and {there} are available, "
             raise refuse("num_pages", config.num_pages, f"{allowed}enough for {there // page}")
@@ -134,16 +134,6 @@ def most_pages(config: EngineConfig, served: ServedModel, held: int = 0) -> int:
     if fitting < 1:
         raise refuse("memory_fraction", fraction, f"enough for a page of {page} bytes")
     return min(most, fitting)
-
-
-def _available(device: torch.device) -> int:
-    """Bytes that can be allocated: on a CPU also those that hold files which can be read again."""
-    info = Path("/proc/meminfo")
-    if device.type == "cpu" and info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return min([int(line.split()[1]) * 1024, *group_memory()])
-    return _free_memory(device)
 
 
 def group_memory(root: Path = Path("/")) -> list[int]:
@@ -182,7 +172,7 @@ def _groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
 
 def refuse_shortage(needed: int, device: torch.device) -> None:
     """Raise DeterminismError if a proof, which takes ``needed`` bytes, finds less memory."""
-    free = _available(device)
+    free = _free_memory(device)
     if needed > free:
         raise DeterminismError(
             f"a proof takes {needed} bytes for weights of its own making, as much as the largest "

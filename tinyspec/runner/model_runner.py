@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from tinyspec.model.introspection import accepted
 from tinyspec.model.served_model import ServedModel
 from tinyspec.model.supported import vocab_size
 from tinyspec.model.torch_state import TorchState
-from tinyspec.runner.batch import Batch, PackedPass, PassMemory, PassShape
+from tinyspec.runner.batch import Batch, PackedPass, PassMemory
 from tinyspec.runner.graphs import PassGraphs
 from tinyspec.runner.kv_cache import KVCache, dtype_of
 from tinyspec.scheduler.buckets import Buckets
@@ -53,6 +52,7 @@ class ModelRunner:
         self._cache: KVCache | None = None
         self._context = served.context
         self.graphs = PassGraphs(self.torch_state.stream, bool(config.cuda_graphs))
+        self.memory = PassMemory(config, device, fixed=kernels.backend == "triton")
         self.serve(served)
 
     def serve(self, served: ServedModel) -> None:
@@ -150,19 +150,8 @@ class ModelRunner:
         to a bucket of their own, which is canonical in a canonical pass. newest [2, n]: rows whose
         tokens are among those of the pass before, and where.
         """
-        bucket, canonical = work_pass.bucket, work_pass.canonical
-        segments, rows, behind = len(work_pass.works), max(len(wanted), 1), None
-        if self.kernels.backend == "triton":
-            segments, rows = self.memory.sizes(bucket, len(wanted))
-            behind = self.memory.behind
-        fit = self.buckets.fit_canonical if canonical else self.buckets.fit
-        shape = PassShape(bucket, segments, fit(rows), canonical)
-        return PackedPass.of(work_pass, shape, self.page_size, fresh, wanted, newest, behind)
-
-    @cached_property
-    def memory(self) -> PassMemory:
-        """Where passes lie that the Triton kernels run."""
-        return PassMemory(self.config, self.device)
+        fit = self.buckets.fit_canonical if work_pass.canonical else self.buckets.fit
+        return self.memory.pack(work_pass, fit, fresh, wanted, newest)
 
     def run(
         self, packed: PackedPass, before: Tensor | None = None, hooks: Hooks | None = None
@@ -173,34 +162,25 @@ class ModelRunner:
         it runs; no graph has them.
         """
         marks, written = self.served.marks(), len(self.served.written)
-        if self.kernels.backend == "triton":
-            logits = self._run_in_memory(packed, before, hooks)
-        else:
+        shape, pools = packed.shape, (*self.cache.k, *self.cache.v)
+        assert self._context.k is self.cache.k, "passes of probes know no fixed addresses"
+        if self.kernels.backend == "torch":
             self.cache.zero(packed.fresh)
-            batch, keep = packed.batch(self.page_size, self.device, before)
-            logits = self.forward(batch, keep, packed.shape.canonical, hooks)
+        self.memory.send(packed, before)
+
+        def forward() -> Tensor:
+            batch, keep = self.memory.batch(packed)
+            return self.forward(batch, keep, shape.canonical, hooks)
+
+        if packed.embeds or hooks is not None or self.kernels.backend == "torch":
+            logits = forward()
+        else:
+            addresses = (*self.memory.addresses, *(pool.data_ptr() for pool in pools))
+            logits = self.graphs.run(shape, shape.canonical, addresses, forward)
         self.served.keep_apart(marks)
         if len(self.served.written) > written:  # these buffers have other addresses now
             self.drop_graphs()
         return logits[: packed.count]
-
-    def _run_in_memory(
-        self, packed: PackedPass, before: Tensor | None, hooks: Hooks | None
-    ) -> Tensor:
-        """As ``run``, by a graph where there is one."""
-        shape, pools = packed.shape, (*self.cache.k, *self.cache.v)
-        assert self._context.k is self.cache.k, "passes of probes know no fixed addresses"
-        self.memory.send(packed, before)
-
-        def forward() -> Tensor:
-            batch, keep = self.memory.batch(shape)
-            batch.embeds = packed.embeds
-            return self.forward(batch, keep, shape.canonical, hooks)
-
-        if packed.embeds or hooks is not None:
-            return forward()
-        addresses = (*self.memory.addresses, *(pool.data_ptr() for pool in pools))
-        return self.graphs.run(shape, shape.canonical, addresses, forward)
 
     def forward(
         self, batch: Batch, keep: Tensor | None, canonical: bool, hooks: Hooks | None = None

@@ -35,18 +35,14 @@ class PagePool:
         # Called with every cached page that is taken for something else.
         self.on_evict: Callable[[int], None] = lambda page: None
 
-    def extend(self, more: int) -> None:
-        """Add ``more`` pages at the end."""
-        self.free_pages += range(self.num_pages, self.num_pages + more)
-        self._owners += [0] * more
-        self.num_pages += more
-
     def resize(self, num_pages: int) -> None:
-        """Have ``num_pages``; none may be owned or cached where that is fewer."""
+        """Have ``num_pages``, more at the end; none may be owned or cached where that is fewer."""
         if num_pages < self.num_pages:
             assert not self.cached and not any(self._owners)
             self.num_pages, self._owners, self.free_pages, self._fresh = 0, [], [], []
-        self.extend(num_pages - self.num_pages)
+        self.free_pages += range(self.num_pages, num_pages)
+        self._owners += [0] * (num_pages - self.num_pages)
+        self.num_pages = num_pages
 
     def in_use(self) -> list[int]:
         """Pages whose values are in use: owned or cached."""

@@ -43,18 +43,24 @@ class ScheduledRows:
         self.single = self.num_rows == self.num_tokens == len(self)
 
     @classmethod
-    def of(cls, table: SequenceTable, rows: Array, kinds: Array, counts: Array) -> ScheduledRows:
-        """``counts`` [n] positions of each: a draft's last one, others' first that are not
-        computed."""
+    def of(cls, table: SequenceTable, rows: Array, counts: Array, canonical: bool) -> ScheduledRows:
+        """``counts`` [n] positions of each, from the first on that is not computed. In a pass that
+        is not ``canonical`` deterministic sequences draft: from their last token or draft on, which
+        yields one more."""
         newest, starts = table.length[rows] - 1, table.computed[rows]
-        drafting = kinds == DRAFT
-        drafts = bool(np.count_nonzero(drafting))
-        if drafts:  # a draft's newest token is its last one, which yields one more
-            starts = np.where(drafting, newest + table.num_drafts[rows], starts)
+        drafts = table.num_drafts[rows]
+        kinds = np.where(drafts > 0, VERIFY, DECODE)
+        kinds[starts < newest] = PROMPT
+        if table.any("thinking"):  # a last token alone may wait for a thought
+            kinds[table.unthought[rows] > 0] = PROMPT
+        if drafting := not canonical and table.any("deterministic"):
+            which = table.deterministic[rows]
+            kinds[which] = DRAFT
+            starts = np.where(which, newest + drafts, starts)
         ends = starts + counts
         yields = np.maximum(ends - newest, 0)
-        if drafts:
-            yields = np.where(drafting, 1, yields)
+        if drafting:
+            yields[which] = 1
         return cls(rows, kinds, starts, ends, yields)
 
     def only(self, which: Array) -> ScheduledRows:

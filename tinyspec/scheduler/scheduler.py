@@ -14,20 +14,11 @@ import numpy as np
 from tinyspec.config import EngineConfig
 from tinyspec.scheduler.admission import Admission
 from tinyspec.scheduler.buckets import Buckets
-from tinyspec.scheduler.passes import (
-    DECODE,
-    DIRECT,
-    DRAFT,
-    DRAFTING,
-    PADDED,
-    PROMPT,
-    VERIFY,
-    Pass,
-    ScheduledRows,
-)
+from tinyspec.scheduler.passes import DIRECT, DRAFTING, PADDED, Pass, ScheduledRows
 from tinyspec.scheduler.sequence_table import Array, SequenceTable
 
-_Plan = list[tuple[Array, Array, Array]]
+# Rows of the sequence table, and how many positions of each.
+_Part = tuple[Array, Array]
 # Drafts of the fast path that were accepted and that were not: what an engine begins with, and how
 # many it remembers, as other requests may have others.
 BEGINS, REMEMBERED = (20.0, 0.1), 200.0
@@ -103,13 +94,13 @@ class Scheduler:
         """A pass of the first kind, canonical or fast, that has rows with pages."""
         candidates = self._candidates()
         # After a canonical pass without room for every decoding sequence, a fast pass comes first.
-        fast_first = self._left_out and any(len(rows) for rows, _, _ in self._fast(candidates))
+        fast_first = self._left_out and any(len(rows) for rows, _ in self._fast(candidates))
         canonical_first = self._canonical_pays(candidates) and not fast_first
         for canonical in (canonical_first, not canonical_first):
             if canonical and not candidates.deterministic:
                 continue
             plan = self._canonical if canonical else self._fast
-            granted = self._grant(plan(candidates))
+            granted = self._grant(plan(candidates), canonical)
             if len(granted):
                 return self._pass(granted, candidates, canonical)
             candidates = self._candidates()  # without those that were preempted
@@ -172,7 +163,7 @@ class Scheduler:
         bad = bad * part + int(table.rollbacks[drafting].sum())
         return min(good / (good + bad), SUREST)
 
-    def _canonical(self, candidates: _Candidates) -> _Plan:
+    def _canonical(self, candidates: _Candidates) -> list[_Part]:
         """One row for every decoding sequence, then drafts to verify, then prompts."""
         table = self.table
         capacity = self.buckets.canonical[-1]
@@ -193,7 +184,7 @@ class Scheduler:
         prompts = np.concatenate([candidates.exact_prompts, candidates.plain_prompts])
         return [works, *self._prompts(prompts, room)]
 
-    def _fast(self, candidates: _Candidates) -> _Plan:
+    def _fast(self, candidates: _Candidates) -> list[_Part]:
         """One row for every decoding or drafting sequence; of the rest up to half for drafts
         proposed to plain sequences, and the remainder for plain prompts."""
         limit = self.admission.row_limit
@@ -203,42 +194,33 @@ class Scheduler:
         for_drafts = room // 2 if len(candidates.plain_prompts) else room
         works, room = self._decoding(plain, self.table.num_drafts[plain], for_drafts, room)
         prompts = self._prompts(candidates.plain_prompts, room)
-        return [works, _one_each(drafting, DRAFT), *prompts] if len(drafting) else [works, *prompts]
+        return [works, (drafting, np.ones_like(drafting)), *prompts]
 
     @staticmethod
-    def _decoding(
-        rows: Array, drafts: Array, for_drafts: int, room: int
-    ) -> tuple[tuple[Array, Array, Array], int]:
+    def _decoding(rows: Array, drafts: Array, for_drafts: int, room: int) -> tuple[_Part, int]:
         """The newest token of each of ``rows`` and as many ``drafts`` [n], from the first on, as
         there is room for; what is left of ``room``."""
         if not np.count_nonzero(drafts):
-            return _one_each(rows, DECODE), room
-        kinds = np.where(drafts > 0, VERIFY, DECODE)
+            return (rows, np.ones_like(rows)), room
         before = np.cumsum(drafts) - drafts
         extra = np.clip(max(for_drafts, 0) - before, 0, drafts)
-        return (rows, kinds, 1 + extra), room - int(extra.sum())
+        return (rows, 1 + extra), room - int(extra.sum())
 
-    def _prompts(self, rows: Array, room: int) -> _Plan:
+    def _prompts(self, rows: Array, room: int) -> list[_Part]:
         """As many tokens of the prompts as there is room for, and their drafts."""
         if not len(rows) or room <= 0:
             return []
         wanted = self.table.runnable(rows)
         counts = np.clip(room - (np.cumsum(wanted) - wanted), 0, wanted)
-        some = counts > 0
-        return [(rows[some], np.full(int(some.sum()), PROMPT), counts[some])]
+        return [(rows[counts > 0], counts[counts > 0])]
 
-    def _grant(self, plan: _Plan) -> ScheduledRows:
+    def _grant(self, plan: list[_Part], canonical: bool) -> ScheduledRows:
         """The works of a plan that have pages, by priority; others wait for another pass."""
-        parts = [part for part in plan if len(part[0])]
-        if not parts:
-            return ScheduledRows.of(self.table, *plan[0])
-        rows, kinds, counts = parts[0]
-        if len(parts) > 1:
-            rows, kinds, counts = (np.concatenate(column) for column in zip(*parts, strict=True))
-        if len(parts) > 1 or self.table.any("deterministic"):  # else they are in order
+        rows, counts = (np.concatenate(column) for column in zip(*plan, strict=True))
+        if len(rows) > len(plan[0][0]) or self.table.any("deterministic"):  # else they are in order
             order = self.table.by_priority(rows)
-            rows, kinds, counts = rows[order], kinds[order], counts[order]
-        works = ScheduledRows.of(self.table, rows, kinds, counts)
+            rows, counts = rows[order], counts[order]
+        works = ScheduledRows.of(self.table, rows, counts, canonical)
         granted = self.admission.make_room(works.rows, works.ends)
         if granted is None or granted.all():
             return works
@@ -274,10 +256,3 @@ class Scheduler:
                 canonical_leaders.setdefault(first, sequence.deterministic)
             kept.append(row)
         return np.array(kept, np.int64)
-
-
-def _one_each(rows: Array, kind: int) -> tuple[Array, Array, Array]:
-    """One row of ``kind`` for each of ``rows``."""
-    kinds, counts = np.empty((2, len(rows)), np.int64)
-    kinds[:], counts[:] = kind, 1
-    return rows, kinds, counts
