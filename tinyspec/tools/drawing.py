@@ -1,17 +1,17 @@
 """A trace in SVG, light or dark as the screen is, and as a page around it. It loads nothing.
 
 The timeline has a column for each pass, a lane for each completion and a cell for each token, over
-a strip of what the KV cache holds; a diagram has its stages side by side.
+a strip of what the KV cache holds; a diagram is what a terminal shows of it.
 """
 
 from __future__ import annotations
 
-import textwrap
 from dataclasses import dataclass, field
 from html import escape
 
 from tinyspec.engine.trace import PROMPT, Lane, TracedPass, TracedWork, lane_name, title
-from tinyspec.tools.trace import Cell, Diagram, Panel, Run, cells_of, printable, shown
+from tinyspec.tools.terminal import FULL, SIGNS, laid_out
+from tinyspec.tools.trace import Diagram, Run, cells_of, printable, shown
 
 # By name: on a light and on a dark ground.
 COLOURS = {
@@ -36,11 +36,11 @@ LEGEND = {
     **{name: name for name in ("prompt", "canonical", "draft", "accepted", "rejected")},
     **{"bonus": "the verifier's own", "riding": "riding along", "plain": "plain"},
 }
-# Signs in a cell, so that it is not told by its colour alone.
-SIGNS = {"accepted": "\N{CHECK MARK}", "rejected": "\N{BALLOT X}", "bonus": "\N{BULLET}"}
 NAMES, TOP, STRIP, FEW_LANES = 132.0, 62.0, 64.0, 16
-# Of a diagram: width of a stage, height of a token, where tokens begin.
-WIDE, HIGH, TOKENS = 236.0, 21.0, 250.0
+# Of a diagram: letters in a line, width of a letter, height of a line.
+LETTERS, LETTER, LINE = 100, 6.1, 19.0
+# What is written on a colour, where the ground's is not seen.
+INKS = {"draft": "dark", "prompt": "ink", "plain": "ink"}
 
 
 @dataclass
@@ -68,25 +68,12 @@ class Drawing:
         """x, y: the baseline."""
         self.add("text", colour, _shielded(text), x=x, y=y, **more)
 
-    def arrow(self, x: float, y: float, end: float) -> None:
-        """To the right, from ``x`` to ``end``."""
-        self.add("path", "arrow", d=f"M{x} {y}L{end} {y}m-5 -3l5 3l-5 3")
-
     def cell(self, x: float, y: float, side: float, name: str) -> None:
         """A token of a kind that the legend names."""
         self.rect(x, y, side, side, name)
-        if name in SIGNS:
+        if name in SIGNS:  # not told by the colour alone
             sign, middle = SIGNS[name], x + side / 2
             self.text(middle, y + side - 2, sign, "ground", font_size=side, text_anchor="middle")
-
-    def head(self, title: str, legend: dict[str, str]) -> None:
-        """legend: what kinds of cells are called."""
-        self.text(8, 15, title, font_size=12, font_weight="600")
-        x = 8.0
-        for name, words in legend.items():
-            self.cell(x, 24, 10, name)
-            self.text(x + 14, 33, words, "faint")
-            x += 24 + 5.6 * len(words)
 
 
 def _shielded(text: str) -> str:
@@ -140,7 +127,12 @@ def _head(drawing: Drawing, run: Run, columns: list[_Column], lanes: int) -> Non
     of = "" if len(columns) == len(run.passes) else f" (the first of {len(run.passes)})"
     tokens = sum(column.one.record.committed for column in columns)
     told = f"{lanes} completions, {len(columns)} passes{of}, {tokens} tokens"
-    drawing.head(told, LEGEND)
+    drawing.text(8, 15, told, font_size=12, font_weight="600")
+    x = 8.0
+    for name, words in LEGEND.items():
+        drawing.cell(x, 24, 10, name)
+        drawing.text(x + 14, 33, words, "faint")
+        x += 24 + 5.6 * len(words)
     for column in columns:
         record, x = column.one.record, column.x
         kind, colour = ("canonical", "canonical") if record.canonical else ("fast", "rule")
@@ -195,65 +187,21 @@ def _strip(drawing: Drawing, columns: list[_Column], y: float) -> None:
 
 
 def picture(diagram: Diagram) -> Drawing:
-    """Stages side by side: what enters, the KV cache as a cylinder, tokens below one another."""
-    columns = max(len(diagram.panels), 3)
-    notes = textwrap.wrap(diagram.note, 39 * columns)
-    tall = max(len(panel.cells) for panel in diagram.panels) * HIGH
-    drawing = Drawing(columns * WIDE + 16, TOKENS + tall + 30 + 15 * len(notes))
-    drawing.head(diagram.title, {cell.colour: cell.text for cell in diagram.legend})
-    most = max(sum(part.count for part in panel.kv) for panel in diagram.panels) or 1
-    for n, panel in enumerate(diagram.panels):
-        x = 8 + n * WIDE
-        drawing.rect(x, 44, WIDE - 12, TOKENS + tall - 38, "fast")
-        drawing.text(x + 10, TOP, panel.name, font_size=13, font_weight="600")
-        for line, words in enumerate(panel.enters):
-            drawing.arrow(x - 8, TOP + 15 + 16 * line, x + 14)
-            drawing.text(x + 19, TOP + 19 + 16 * line, words)
-        for line, words in enumerate(textwrap.wrap(panel.cache, 36)):
-            drawing.text(x + 10, TOP + 56 + 13 * line, words, "faint")
-        _cylinder(drawing, panel.kv, x + 10, TOP + 82, most)
-        _tokens(drawing, panel, x + 10)
-    for line, words in enumerate(notes):
-        drawing.text(8, TOKENS + tall + 24 + 15 * line, words)
+    """The lines that a terminal shows, with tokens on grounds of their colours."""
+    rows = laid_out(diagram, LETTERS)
+    drawing = Drawing(16 + LETTERS * LETTER, 16 + LINE * len(rows))
+    for number, row in enumerate(rows, 1):
+        x, y = 8.0, LINE * number
+        for colour, text in row:
+            ink, style = "ink", "font-family:monospace"
+            if colour in COLOURS:
+                text, ink = text.removeprefix(f"{FULL} "), INKS.get(colour, "ground")
+                drawing.rect(x - 4, y - 12, LETTER * len(text) + 8, LINE - 2, colour)
+            elif colour:
+                style += ";font-weight:600"
+            drawing.text(x, y, text, ink, style=style)
+            x += LETTER * (len(text) + 2)
     return drawing
-
-
-def _cylinder(drawing: Drawing, parts: list[Cell], x: float, y: float, most: int) -> None:
-    """Its parts from the top, each as high as it holds tokens, ``most`` in the whole height."""
-    wide, lid = 56.0, 6.0
-    for n, part in enumerate(parts):
-        high = max(13.0, 66 * part.count / most)
-        top = f"a{wide / 2} {lid} 0 0 {int(n == 0)} {wide} 0"
-        down = f"v{high:.1f}a{wide / 2} {lid} 0 0 1 {-wide} 0z"
-        drawing.add("path", part.colour, d=f"M{x} {y:.1f}{top}{down}")
-        drawing.text(x + wide + 8, y + high / 2 + 6, part.text)
-        y += high
-
-
-def _tokens(drawing: Drawing, panel: Panel, x: float) -> None:
-    """Tokens, and what the model makes of them: each output enters it again in the next row."""
-    wide = 86.0 if panel.model else WIDE - 34
-    first, out = len(panel.cells) - len(panel.outputs), x + 122
-    for n, cell in enumerate(panel.cells):
-        _token(drawing, cell, x, TOKENS + n * HIGH, wide)
-    if panel.model:
-        high = len(panel.cells) * HIGH - 3
-        drawing.rect(x + 94, TOKENS, 20, high, "draft")
-        end, size = TOKENS + high, min(10, high / 9)
-        rotation = f"rotate(-90 {x + 107} {end})"
-        drawing.text(x + 113, end, panel.model, "dark", font_size=size, transform=rotation)
-    for n, cell in enumerate(panel.outputs, first):
-        y = TOKENS + n * HIGH + 9
-        drawing.arrow(x + 87, y, x + 93)
-        drawing.arrow(x + 115, y, x + 121)
-        _token(drawing, cell, out, y - 9, wide)
-
-
-def _token(drawing: Drawing, cell: Cell, x: float, y: float, wide: float) -> None:
-    drawing.rect(x, y, wide, HIGH - 3, cell.colour)
-    ink = {"draft": "dark", "prompt": "ink", "plain": "ink"}.get(cell.colour, "ground")
-    drawing.text(x + 5, y + 13, cell.text, ink)
-    drawing.text(x + wide - 5, y + 13, SIGNS.get(cell.colour, ""), ink, text_anchor="end")
 
 
 def svg(drawings: list[Drawing]) -> str:
@@ -266,8 +214,7 @@ def svg(drawings: list[Drawing]) -> str:
     style = "text{font-family:system-ui,'DejaVu Sans',sans-serif;white-space:pre}"
     for column, media in enumerate(("{}", "@media(prefers-color-scheme:dark){{{}}}")):
         fills = (f".{name}{{fill:{both[column]}}}" for name, both in COLOURS.items())
-        arrow = f".arrow{{fill:none;stroke:{COLOURS['faint'][column]};stroke-width:1.3}}"
-        style += media.format("".join(fills) + arrow)
+        style += media.format("".join(fills))
     head = f'<svg xmlns="http://www.w3.org/2000/svg" font-size="10" {size}><style>{style}'
     head += f'.none{{fill:transparent}}</style><rect class="ground" {size}/>'
     return "".join((head, *parts, "</svg>"))

@@ -26,6 +26,8 @@ SIGNS = {
     "rejected": "\N{BALLOT X}",
     "bonus": "\N{BULLET}",
 }
+# The name of a colour, and text in it.
+Part = tuple[str, str]
 FULL, ARROW = "\N{FULL BLOCK}", "\N{RIGHTWARDS ARROW}"
 
 
@@ -51,31 +53,37 @@ def table(rows: Sequence[Sequence[object]], right: Collection[int] = ()) -> list
 
 def lines(diagram: Diagram, file: TextIO, width: int = 100) -> list[str]:
     """A diagram in characters, a stage below the other, in lines of at most ``width``."""
-    found = _filled([(diagram.title, "bold"), *_marked(diagram.legend)], width, file)
-    indent = max(len(panel.name) for panel in diagram.panels) + 2
+    rows = ["  ".join(styled(file, *part) for part in row) for row in laid_out(diagram, width)]
+    return [row.rstrip() for row in rows]
+
+
+def laid_out(diagram: Diagram, width: int) -> list[list[Part]]:
+    """The lines of a diagram: texts with the names of their colours, two blanks between them."""
+    indent = max(len(panel.name) for panel in diagram.panels)
+    found = _filled([("bold", diagram.title), *_marked(diagram.legend)], width)
     for panel in diagram.panels:
-        enters = [(f"{words} {ARROW}", "") for words in panel.enters]
-        model = [(f"{ARROW} {panel.model} {ARROW}", "")] if panel.model else []
+        enters = [("", f"{words} {ARROW}") for words in panel.enters]
+        model = [("", f"{ARROW} {panel.model} {ARROW}")] if panel.model else []
         parts = [*enters, *_marked(panel.cells), *model, *_marked(panel.outputs)]
-        told = _filled(parts, width - indent, file)
+        told = _filled(parts, width - indent - 2)
         if panel.kv:
-            told += _filled([(f"{panel.cache}:", ""), *_marked(panel.kv)], width - indent, file)
-        for name, line in zip_longest([panel.name], told, fillvalue=""):
-            found.append(name.ljust(indent) + line)
-    return found + textwrap.wrap(diagram.note, width)
+            told += _filled([("", f"{panel.cache}:"), *_marked(panel.kv)], width - indent - 2)
+        for name, row in zip_longest([panel.name], told, fillvalue=""):
+            found.append([("", name.ljust(indent)), *row])
+    return found + [[("", line)] for line in textwrap.wrap(diagram.note, width)]
 
 
-def _filled(parts: Sequence[tuple[str, str]], width: int, file: TextIO) -> list[str]:
-    """Texts with their colours side by side, in as many lines as they need."""
-    found, room = [""], width
-    for text, colour in parts:
-        if found[-1] and len(text) > room:
-            found, room = [*found, ""], width
-        found[-1] += styled(file, colour, text) + "  "
-        room -= len(text) + 2
-    return [line.rstrip() for line in found]
+def _filled(parts: Sequence[Part], width: int) -> list[list[Part]]:
+    """Parts side by side, in as many lines as they need."""
+    found, room = [list[Part]()], width
+    for part in parts:
+        if found[-1] and len(part[1]) > room:
+            found, room = [*found, []], width
+        found[-1].append(part)
+        room -= len(part[1]) + 2
+    return found
 
 
-def _marked(cells: list[Cell]) -> list[tuple[str, str]]:
-    """Texts behind their signs, with their colours."""
-    return [(f"{SIGNS.get(cell.colour, FULL)} {cell.text}", cell.colour) for cell in cells]
+def _marked(cells: list[Cell]) -> list[Part]:
+    """Texts behind their signs."""
+    return [(cell.colour, f"{SIGNS.get(cell.colour, FULL)} {cell.text}") for cell in cells]
