@@ -9,13 +9,15 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import cached_property
+from inspect import getdoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -23,7 +25,7 @@ from tinyspec.config import EngineConfig
 from tinyspec.errors import OTHER_NAMES, TinyspecError, refuse
 from tinyspec.interrupts import in_main_thread
 from tinyspec.outputs import RequestOutput, no_name_twice
-from tinyspec.sampling_params import LOGPROBS_MODES, SamplingParams
+from tinyspec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from tinyspec.engine.engine import Engine
@@ -44,36 +46,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "json": {"action": "store_true", "help": "JSON, one line each, instead of text"},
 }
 MODEL = ("model", "revision", "trust_remote_code", "dtype", "device")
-# Fields of SamplingParams that a shell can give: type, or what several of a type are, and help.
-SAMPLING: dict[str, tuple[Any, str]] = {
-    "deterministic": (bool, "the same bits whatever else runs"),
-    "max_new_tokens": (int, "default: 128"),
-    "min_new_tokens": (int, "no stop token before"),
-    "temperature": (float, "0 (default) is greedy"),
-    "top_k": (int, "sample from so many of the likeliest"),
-    "top_p": (float, "sample from the likeliest that have so much together"),
-    "min_p": (float, "sample from those with so much of the likeliest's probability"),
-    "repetition_penalty": (float, "of tokens already seen (default: 1, none)"),
-    "frequency_penalty": (float, "of tokens already generated, as often as each was"),
-    "presence_penalty": (float, "of tokens already generated, once each"),
-    "logit_bias": (json.loads, 'JSON, as {"5": 2.5}: added to the logits of token ids'),
-    "bad_words_ids": (json.loads, "JSON, as [[5], [6, 7]]: may not follow each other"),
-    "json_schema": (str, "the text must be JSON of this schema"),
-    "regex": (str, "the whole text must match it"),
-    "grammar": (str, "the text must be one of this Lark grammar"),
-    "seed": (int, "makes a sampled request repeatable"),
-    "num_return_sequences": (int, "completions of each prompt"),
-    "eos_token_id": ([int], "instead of the model's"),
-    "ignore_eos": (bool, "run to --max-new-tokens"),
-    "stop_strings": ([str], "ends a completion, which includes it"),
-    "stop_token_ids": ([int], "ends a completion, which includes it"),
-    "include_stop_str": (argparse.BooleanOptionalAction, "whether text has the stop string"),
-    "logprobs": (bool, "of the chosen tokens, in JSON"),
-    "top_logprobs": (int, "those of so many best tokens too, in JSON"),
-    "prompt_logprobs": (bool, "of the prompt's tokens, in JSON"),
-    "thinking": (bool, "read prompts with thoughts, by a model that has learnt to"),
-    "logprobs_mode": (LOGPROBS_MODES, "of the distribution sampled from (default), or the model's"),
-}
+# Fields of SamplingParams that a shell can give, and how they are written in Python.
+SAMPLING = {f.name: str(f.type) for f in fields(SamplingParams) if "Callable" not in str(f.type)}
+# By what that begins with: type and metavar of the option.
+TYPES: dict[str, tuple[Any, str]] = {"int": (int, "N"), "float": (float, "N"), "str": (str, "TEXT")}
 # That change the log-probability of a given token.
 OF_THE_DISTRIBUTION = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "logprobs_mode"),
@@ -97,21 +73,22 @@ def add_options(parser: argparse.ArgumentParser, *names: str, **defaults: object
 
 
 def add_sampling(parser: argparse.ArgumentParser, names: Collection[str] = tuple(SAMPLING)) -> None:
-    """An option for each of the fields; None where it is not given."""
+    """An option for each of the fields, which says what their docstring says of them first; None
+    where it is not given."""
     group = parser.add_argument_group("sampling")
+    said = re.findall(r"(?ms)^(\w+): (.+?)\.\s", getdoc(SamplingParams) or "")
+    told = {name: " ".join(text.split()) for name, text in said}
     for name in names:
-        kind, text = SAMPLING[name]
-        metavar = "N" if kind in (int, float) else "TEXT" if kind is str else "JSON"
-        how: dict[str, Any] = {"type": kind, "metavar": metavar}
-        if kind in (bool, argparse.BooleanOptionalAction):
-            how = {"action": "store_true" if kind is bool else kind, "default": None}
-        elif isinstance(kind, list):
-            how, text = {"action": "append", "type": kind[0]}, f"{text}; repeatable"
-        elif isinstance(kind, tuple):
-            how = {"choices": kind}
+        kind = SAMPLING[name]
+        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+        if kind != "bool":
+            read, metavar = TYPES.get(kind.partition(" ")[0], (json.loads, "JSON"))
+            how = {"type": read, "metavar": metavar}
+        if "| Sequence" in kind:
+            how["action"] = "append"
         spelled = f"--{name.replace('_', '-')}"
         flags = [spelled, "--stop"] if name == "stop_strings" else [spelled]
-        group.add_argument(*flags, dest=name, help=text, **how)
+        group.add_argument(*flags, dest=name, help=told.get(name), **how)
 
 
 def given(options: argparse.Namespace) -> dict[str, Any]:
