@@ -17,8 +17,6 @@ from tinyspec.errors import refuse
 
 # Of the local cluster beyond the actors': for Ray's own tasks, which read, filter and write.
 SPARE_CPUS = 3
-# What outputs depend on beside the requests, and how a model is loaded.
-LOADING = ("revision", "trust_remote_code", "dtype", "device")
 
 
 def add_batch(parser: ArgumentParser) -> None:
@@ -57,14 +55,11 @@ def batch(options: Namespace) -> int:
     shared = {"logprobs": True, **common.given(options)}
     seed = shared.pop("seed", 0)
     requests = read(options.file, shared)
-    try:
-        import ray
+    import ray
 
-        import tinyspec.integrations.ray  # noqa: F401
-    except ImportError as error:
-        needed = f'tinyspec batch needs {error.name}: pip install "tinyspec[ray]"'
-        raise ValueError(needed) from error
-    names = ("threads", *LOADING)
+    import tinyspec.integrations.ray  # noqa: F401
+
+    names = ("threads", *common.LOADING)
     of_all = {"model": model_of(options), "seed": seed, **{n: getattr(options, n) for n in names}}
     results = Results(Path(options.folder).resolve())
     if results.begin(requests, of_all):
@@ -124,7 +119,7 @@ def run(options: Namespace, seed: int, results: Results) -> None:
         allowed = f"with {options.threads} threads each fewer than {there.get('CPU', 0):.0f} CPUs"
         raise refuse("--actors", options.actors, allowed)
     gpus = int(options.device != "cpu" and there.get("GPU", 0) >= options.actors)
-    loading = {name: value for name in LOADING if (value := getattr(options, name))}
+    loading = common.given(options, common.LOADING)
     if options.device == "auto":
         loading["device"] = "cuda" if gpus else "cpu"
     how = {"threads": options.threads, "fingerprint": results.fingerprint_parts()}

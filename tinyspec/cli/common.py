@@ -21,7 +21,7 @@ from inspect import getdoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from tinyspec.config import EngineConfig
+from tinyspec.config import KV_DTYPES, EngineConfig
 from tinyspec.errors import OTHER_NAMES, TinyspecError, refuse
 from tinyspec.interrupts import in_main_thread
 from tinyspec.outputs import RequestOutput, no_name_twice
@@ -41,11 +41,24 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dtype": {"default": "auto", "choices": DTYPES, "help": "default: %(default)s"},
     "device": {"default": "auto", "help": "auto (default), cpu, cuda or cuda:N"},
     "revision": {"metavar": "NAME", "help": "branch, tag or commit on the hub"},
-    "trust_remote_code": {"action": "store_true", "help": "run the model's own code"},
+    "trust_remote_code": {
+        "action": "store_true",
+        "default": None,
+        "help": "run the model's own code",
+    },
     "reference_rows": {"type": int, "metavar": "N", "help": "default: CPU 32, GPU 128"},
+    "max_rows": {"type": int, "metavar": "N", "help": "default: 2048"},
+    "max_model_len": {"type": int, "metavar": "N", "help": "tokens of prompt and answer"},
+    "kv_dtype": {"choices": KV_DTYPES, "help": "of the KV cache (default: auto)"},
     "json": {"action": "store_true", "help": "JSON, one line each, instead of text"},
 }
-MODEL = ("model", "revision", "trust_remote_code", "dtype", "device")
+# Those of EngineConfig, and of Engine.from_pretrained.
+CONFIG = ("reference_rows", "max_rows", "max_model_len", "kv_dtype")
+LOADING = ("revision", "trust_remote_code", "dtype", "device")
+MODEL = ("model", *LOADING)
+# What some commands import, and the extra that brings it.
+EXTRAS = {"ray": "ray", "pyarrow": "ray", "openai": "serve", "fastapi": "serve"}
+EXTRAS |= {"uvicorn": "serve", "prometheus_client": "serve"}
 # Fields of SamplingParams that a shell can give, and how they are written in Python.
 SAMPLING = {f.name: str(f.type) for f in fields(SamplingParams) if "Callable" not in str(f.type)}
 # By what that begins with: type and metavar of the option.
@@ -91,9 +104,9 @@ def add_sampling(parser: argparse.ArgumentParser, names: Collection[str] = tuple
         group.add_argument(*flags, dest=name, help=told.get(name), **how)
 
 
-def given(options: argparse.Namespace) -> dict[str, Any]:
-    """The fields that were given as options."""
-    values = {name: getattr(options, name, None) for name in SAMPLING}
+def given(options: argparse.Namespace, names: Collection[str] = tuple(SAMPLING)) -> dict[str, Any]:
+    """Those of ``names`` that were given as options."""
+    values = {name: getattr(options, name, None) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -115,8 +128,10 @@ def model_name(options: argparse.Namespace) -> str:
 
 
 @contextmanager
-def engine_of(options: argparse.Namespace, config: EngineConfig | None = None) -> Iterator[Engine]:
-    """The engine that the options ask for; at the end, on a terminal, a line about what it ran."""
+def engine_of(options: argparse.Namespace, **settings: Any) -> Iterator[Engine]:
+    """The engine that the options ask for, and further ``settings`` of EngineConfig; at the end, on
+    a terminal, a line about what it ran."""
+    config = EngineConfig(**given(options, CONFIG), **settings)
     load_libraries()
     from transformers.utils import logging
 
@@ -125,9 +140,9 @@ def engine_of(options: argparse.Namespace, config: EngineConfig | None = None) -
     terminal = sys.stderr.isatty()
     if not terminal:
         logging.disable_progress_bar()
-    where = options.dtype, options.device, config or EngineConfig()
-    given = {n: v for n in ("revision", "trust_remote_code") if (v := getattr(options, n))}
-    with Engine.from_pretrained(model_name(options), *where, **given) as engine:
+    where = options.dtype, options.device, config
+    code = given(options, LOADING[:2])
+    with Engine.from_pretrained(model_name(options), *where, **code) as engine:
         yield engine
         stats = engine.stats()
         if terminal and stats.committed:
@@ -168,6 +183,8 @@ def told(error: Exception) -> str:
     """What an error says, with its type where it was not raised for users to read."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
+    if isinstance(error, ImportError) and error.name in EXTRAS:
+        return f'this needs {error.name}: pip install "tinyspec[{EXTRAS[error.name]}]"'
     if isinstance(error, (ValueError, TinyspecError, OSError)):
         return str(error)
     return f"{type(error).__name__}: {error} (--debug shows the traceback)"

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from tinyspec.cli import common
-from tinyspec.config import EngineConfig
 from tinyspec.errors import refuse
 from tinyspec.interrupts import between_steps
 from tinyspec.outputs import RequestOutput, StreamEvent
@@ -64,7 +63,7 @@ def generate(options: Namespace) -> int:
     file = OutputFile(options.output, jobs, options.resume) if options.output else None
     if options.trace is not None:
         open(options.trace, "ab").close()  # where it cannot be written, nothing runs
-    with common.engine_of(options, EngineConfig(trace=options.trace is not None)) as engine:
+    with common.engine_of(options, trace=options.trace is not None) as engine:
         try:
             if file is not None:
                 return int(file.fill(engine))

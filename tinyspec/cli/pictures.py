@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tinyspec.cli import common
-from tinyspec.config import VERIFY, EngineConfig
+from tinyspec.config import VERIFY
 from tinyspec.errors import refuse
 
 KINDS, VIEWS = (".svg", ".html"), ("both", "timeline", "verify")
@@ -49,15 +49,15 @@ def demo(options: Namespace) -> int:
 
     with ExitStack() as stack:
         if not options.thinking:
-            settings = EngineConfig(verify=options.verify, trace=True, draft_window=3)
-            engine = stack.enter_context(common.engine_of(options, settings))
+            settings = {"verify": options.verify, "trace": True, "draft_window": 3}
+            engine = stack.enter_context(common.engine_of(options, **settings))
             sizes = options.crowd, options.max_new_tokens, options.seed
             return tool.demo(engine, *sizes, rollback=options.rollback)
         options.model = options.model or str(thinking_demo.THINKER)
         engines = {}
         for name, window in thinking_demo.WAYS.items():
-            settings = EngineConfig(thinking_window=window, trace=True)
-            engines[name] = stack.enter_context(common.engine_of(options, settings))
+            found = common.engine_of(options, thinking_window=window, trace=True)
+            engines[name] = stack.enter_context(found)
         config = thinking_demo.ThinkingConfig.load(Path(options.model))
         return thinking_demo.demo_thinking(engines, config)
 
