@@ -36,8 +36,7 @@ from tinyspec.serve.protocol import (
     ResponsesRequest,
     Tokenize,
 )
-from tinyspec.serve.replies import ChatReply, CompletionReply, Reply, events_of
-from tinyspec.serve.responses import ResponsesReply
+from tinyspec.serve.replies import ChatReply, CompletionReply, Reply, ResponsesReply, events_of
 from tinyspec.serve.tools import wanted_calls
 
 # Characters of prompts that wait for each other, and not for longer ones.
