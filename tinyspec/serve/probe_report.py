@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tinyspec.tools.diff import first_place
 from tinyspec.tools.terminal import table
 
 # Where servers put text: completions, chat, and two names for reasoning.
@@ -80,7 +81,7 @@ def difference(alone: Answer, other: Answer) -> str | None:
     for name in COMPARED:
         first, second = getattr(alone, name), getattr(other, name)
         if first != second and (name == "text" or (first and second)):
-            places[name] = _place(first, second)
+            places[name] = first_place(list(first), list(second)) or 0
     if not places:
         return None
     token = min((places[name] for name in places if name in COMPARED[1:3]), default=None)
@@ -89,12 +90,6 @@ def difference(alone: Answer, other: Answer) -> str | None:
     where = f"character {character}" if token is None else f"token {token}"
     sides = alone.around(character, token), other.around(character, token)
     return f"{where} ({', '.join(places)})\n  alone: {sides[0]}\n  other: {sides[1]}"
-
-
-def _place(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """The index of the first element that differs."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((n for n, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 @dataclass

@@ -102,7 +102,6 @@ class StreamOptions(Strict):
 
 class UsageOptions(StreamOptions):
     include_usage: bool = False
-    continuous_usage_stats: bool = False
 
 
 class TextRequest(Strict):

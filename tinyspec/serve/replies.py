@@ -191,10 +191,7 @@ class Reply:
         yield "data: [DONE]\n\n"
 
     def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> str:
-        options = self.body.stream_options
-        if options.continuous_usage_stats:
-            usage = self.usage
-        counts = {"usage": usage} if options.include_usage else {}
+        counts = {"usage": usage} if self.body.stream_options.include_usage else {}
         return sse({**self._head(self.chunk_kind), "choices": choices, **counts})
 
 
