@@ -78,22 +78,12 @@ def batch(options: Namespace) -> int:
 
 def read(path: str, shared: dict[str, Any]) -> list[str]:
     """The requests of a file, as JSON; raises ValueError naming every line that is none."""
-    requests, complaints = [], []
-    places: dict[str, str] = {}
-    for line in common.read_lines(path):
-        try:
-            job = common.job_of_json(line, shared, has_id=True)
-            if (first := places.setdefault(str(job.row_id), line.place)) != line.place:
-                allowed = f"another than that of {first}"
-                raise ValueError(f"{line.place}: {refuse('id', job.row_id, allowed)}")
-        except ValueError as error:
-            complaints.append(str(error))
-            continue
-        request = {"id": job.row_id, "prompt": job.prompt, **job.params.to_dict()}
-        requests.append(json.dumps(request))
-    if complaints or not requests:
-        raise ValueError("; ".join(complaints) or f"{path} has no request")
-    return requests
+    jobs = common.jobs_of(common.read_lines(path), shared, has_id=True)
+    if not jobs:
+        raise refuse("IN", path, "a file with at least one request")
+    return [
+        json.dumps({"id": job.row_id, "prompt": job.prompt, **job.params.to_dict()}) for job in jobs
+    ]
 
 
 def model_of(options: Namespace) -> str:

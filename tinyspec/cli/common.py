@@ -262,37 +262,49 @@ class Job:
         return f"{self.source}-{self.number}-{digest}"
 
 
-def job_of_json(
-    line: Line,
+def jobs_of(
+    lines: list[Line],
     shared: dict[str, Any],
     texts: Collection[str] = ("prompt",),
     names: Collection[str] = tuple(SAMPLING),
     has_id: bool = False,
+) -> list[Job]:
+    """Of lines with a JSON object each: its ``texts``, parameters that override those shared, and
+    where ``has_id`` its "id", which no other has. Raises ValueError for all lines that are no such
+    object, with file, line, field, value, and what is allowed."""
+    jobs, complaints, places = [], [], dict[str, str]()
+    for line in lines:
+        try:
+            job = _job_of(line, shared, texts, names, has_id)
+            if has_id and (first := places.setdefault(str(job.row_id), job.place)) != job.place:
+                raise refuse("id", job.row_id, f"another than that of {first}")
+            jobs.append(job)
+        except ValueError as error:
+            complaints.append(f"{line.place}: {error}")
+    if complaints:
+        raise ValueError("; ".join(complaints))
+    return jobs
+
+
+def _job_of(
+    line: Line, shared: dict[str, Any], texts: Collection[str], names: Collection[str], has_id: bool
 ) -> Job:
-    """Of a line with a JSON object: its ``texts``, parameters that override those shared, and where
-    ``has_id`` its "id". Raises ValueError naming file, line, field, value, what is allowed."""
     try:
-        values = json.loads(line.text, object_pairs_hook=no_name_twice)
+        found = json.loads(line.text, object_pairs_hook=no_name_twice)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{line.place} is not JSON: {error}") from error
-    for name in texts:
-        if not isinstance(values, dict) or name not in values:
-            chat = isinstance(values, dict) and "messages" in values
-            hint = f" (messages: {OTHER_NAMES['messages']})" if chat else ""
-            raise ValueError(f'{line.place} is not allowed: a JSON object with a "{name}"{hint}')
-    found = {name: values.pop(name) for name in texts}
+        raise ValueError(f"it is not JSON: {error}") from error
+    values = found if isinstance(found, dict) else {}
+    own = {name: values.pop(name, None) for name in texts}
+    for name, text in own.items():
+        if not (isinstance(text, str) or (isinstance(text, (list, dict)) and text)):
+            allowed = "text, a list of token ids, or a list of chat messages, in a JSON object with"
+            hint = f" (messages: {OTHER_NAMES['messages']})" if "messages" in values else ""
+            raise refuse(name, text, f'{allowed} a "{name}"{hint}')
     row_id = values.pop("id", line.number) if has_id else None
-    try:
-        if has_id and type(row_id) not in (int, str):
-            raise refuse("id", row_id, "text or an integer")
-        for name, value in found.items():
-            if not (isinstance(value, str) or (isinstance(value, (list, dict)) and value)):
-                allowed = "text, a list of token ids, or a list of chat messages"
-                raise refuse(name, value, allowed)
-        params = params_of(shared | values, names)
-    except ValueError as error:
-        raise ValueError(f"{line.place}: {error}") from error
-    return Job("line", line.number, line.place, params, row_id=row_id, **found)
+    if has_id and type(row_id) not in (int, str):
+        raise refuse("id", row_id, "text or an integer")
+    params = params_of(shared | values, names)
+    return Job("line", line.number, line.place, params, row_id=row_id, **own)
 
 
 def by_place(
