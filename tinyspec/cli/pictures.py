@@ -91,7 +91,8 @@ def trace(options: Namespace) -> int:
         raise refuse("--output", options.output, f"a name that ends with {', '.join(KINDS)}")
     if options.cells is not None and options.cells < 1:
         raise refuse("--cells", options.cells, "an integer of at least 1")
-    from tinyspec.tools.drawing import html, picture, svg, timeline
+    from tinyspec.tools.drawing import html, svg, timeline
+    from tinyspec.tools.terminal import laid_out
     from tinyspec.tools.trace import diagrams, read
 
     run = read(options.file)
@@ -103,7 +104,7 @@ def trace(options: Namespace) -> int:
         raise refuse("--first", options.first, f"at most {last}, the last pass in {options.file}")
     most = options.cells or (None if kind == ".html" else CELLS)
     drawings = [timeline(run, most)] if options.view != "verify" else []
-    drawings += map(picture, diagrams(run) if options.view != "timeline" else [])
+    drawings += map(laid_out, diagrams(run) if options.view != "timeline" else [])
     if not drawings:
         raise refuse("--view", "verify", "timeline: no pass of this trace verified drafts")
     title = f"tinyspec: {Path(options.file).name}"
