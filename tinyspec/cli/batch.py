@@ -109,6 +109,9 @@ def run(options: Namespace, seed: int, results: Results) -> None:
         allowed = f"with {options.threads} threads each fewer than {there.get('CPU', 0):.0f} CPUs"
         raise refuse("--actors", options.actors, allowed)
     gpus = int(options.device != "cpu" and there.get("GPU", 0) >= options.actors)
+    if options.device.startswith("cuda") and not gpus:
+        allowed = f"with --device {options.device} at most {there.get('GPU', 0):.0f}, a GPU each"
+        raise refuse("--actors", options.actors, allowed)
     loading = common.given(options, common.LOADING)
     if options.device == "auto":
         loading["device"] = "cuda" if gpus else "cpu"

@@ -25,6 +25,7 @@ from tinyspec.engine.prompts import to_token_ids
 from tinyspec.errors import refuse
 from tinyspec.model.supported import vocab_size
 from tinyspec.outputs import Completion, RequestOutput, StreamEvent
+from tinyspec.runner.processors import GAVE_UP
 from tinyspec.sampling_params import SamplingParams
 from tinyspec.serve.guard import HANDLED, AsciiJSON, Guard, answer_error, failure
 from tinyspec.serve.metrics import Metrics
@@ -270,7 +271,7 @@ class Server:
         self.metrics.note(event)
         if event.finish_reason == "abort":
             error = event.error or "aborted"
-            if error.startswith("llguidance"):
+            if error.startswith(GAVE_UP):
                 raise refuse("json_schema", "...", f"what a text can follow ({error})")
             raise HTTPException(500, error)
 
