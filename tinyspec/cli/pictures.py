@@ -45,7 +45,6 @@ def demo(options: Namespace) -> int:
         raise refuse("--seed", options.seed, "an integer in [0, 2**63)")
     common.load_libraries()
     from tinyspec.tools import demo as tool
-    from tinyspec.tools import thinking_demo
 
     with ExitStack() as stack:
         if not options.thinking:
@@ -53,13 +52,13 @@ def demo(options: Namespace) -> int:
             engine = stack.enter_context(common.engine_of(options, **settings))
             sizes = options.crowd, options.max_new_tokens, options.seed
             return tool.demo(engine, *sizes, rollback=options.rollback)
-        options.model = options.model or str(thinking_demo.THINKER)
+        options.model = options.model or str(tool.THINKER)
         engines = {}
-        for name, window in thinking_demo.WAYS.items():
+        for name, window in tool.WAYS.items():
             found = common.engine_of(options, thinking_window=window, trace=True)
             engines[name] = stack.enter_context(found)
-        config = thinking_demo.ThinkingConfig.load(Path(options.model))
-        return thinking_demo.demo_thinking(engines, config)
+        config = tool.ThinkingConfig.load(Path(options.model))
+        return tool.demo_thinking(engines, config)
 
 
 def add_trace(parser: ArgumentParser) -> None:
